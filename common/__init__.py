@@ -1,0 +1,1 @@
+"""What every other package may use: settings, files, the console. Imports none of them."""

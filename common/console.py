@@ -1,0 +1,88 @@
+"""What people see: a rich console and progress bars on a terminal, plain lines everywhere else."""
+
+import functools
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+console = Console(highlight=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def say(message: str) -> None:
+    """Print one line. Square brackets are text, not markup."""
+    console.print(message, markup=False)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Print one line the first time it is said in this process: why a slower path was chosen, say."""
+    say(message)
+
+
+def warn(message: str) -> None:
+    """Print one warning line to standard error."""
+    errors.print(f"warning: {message}", markup=False, style="yellow")
+
+
+class Track:
+    """Progress through `total` units with the time that is left, as a context manager.
+
+    A live bar on a terminal; elsewhere a plain line every few seconds. `total=None`: the end is not known.
+    """
+
+    def __init__(self, what: str, total: int | None, done: int = 0) -> None:
+        self.what, self.total, self.done, self.first = what, total, done, done
+        self.note = ""
+        self.live = console.is_terminal and not console.quiet
+        self.started = self.last_line = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+        )
+
+    def __enter__(self) -> "Track":
+        if self.live:
+            self._task = self._bar.add_task(self.what, total=self.total, completed=self.done, note="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.live:
+            self._bar.stop()
+        elif self.last_line > self.started:
+            self._print_line()
+
+    def advance(self, units: int, note: str = "") -> None:
+        """Count `units` more as done; `note` is what else is worth seeing (loss, rate)."""
+        self.done += units
+        self.note = note or self.note
+        if self.live:
+            self._bar.update(self._task, completed=self.done, note=self.note)
+        elif time.monotonic() - self.last_line >= _SECONDS_BETWEEN_LINES:
+            self._print_line()
+
+    def _print_line(self) -> None:
+        self.last_line = time.monotonic()
+        spent = self.last_line - self.started
+        counted = f"{self.done:,}" if self.total is None else f"{self.done:,}/{self.total:,}"
+        left = ""
+        if self.total is not None and self.first < self.done < self.total:
+            left = f", {clock(spent / (self.done - self.first) * (self.total - self.done))} left"
+        say(f"{self.what} {counted} ({clock(spent)}{left}) {self.note}".rstrip())
+
+
+def clock(seconds: float) -> str:
+    """Seconds as people read them: 0:07, 12:30, 3:05:00."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,83 @@
+"""Settings: frozen pydantic models that refuse unknown keys, and the one-line errors they raise."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class UserError(ValueError):
+    """A mistake its user can mend. Commands print it as one line: what was given, what is allowed, what to do."""
+
+
+class Settings(BaseModel):
+    """Base of every configuration class: frozen, unknown keys refused, each field documented where it stands."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def decode(cls: type[S], raw: Any) -> S:
+    """Turn plain data (from Hydra, JSON or a checkpoint) into settings.
+
+    Raises:
+        UserError: one line that names the first wrong key, its value, and what is allowed there.
+    """
+    try:
+        return cls.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(_one_line(cls, raw, error)) from None
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """A hint for a name that does not exist: the closest valid one, or all of them where none is close."""
+    names = sorted(allowed)
+    close = difflib.get_close_matches(given, names, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"allowed: {', '.join(names)}"
+
+
+def _one_line(cls: type[Settings], raw: Any, error: ValidationError) -> str:
+    first, *others = error.errors()
+    path = ".".join(_path_in(raw, first["loc"])) or "config"
+    more = f" (and {len(others)} more)" if others else ""
+    if first["type"] == "extra_forbidden":
+        key = str(first["loc"][-1])
+        return f"unknown config key '{path}': {nearest(key, _fields_at(cls, first['loc'][:-1]))}{more}"
+    if first["type"] == "missing":
+        return f"config key '{path}' is missing: give it a value{more}"
+    if first["type"] == "union_tag_invalid":
+        tag, tags = first["ctx"]["tag"], first["ctx"]["expected_tags"].replace("'", "").split(", ")
+        return f"config {path}.name={tag!r} does not exist: {nearest(tag, tags)}{more}"
+    message = first["msg"].removeprefix("Value error, ")
+    given = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
+    return f"config {path}{given}: {message}{more}"
+
+
+def _path_in(raw: Any, loc: tuple[int | str, ...]) -> list[str]:
+    """The keys of `loc` as its user wrote them: pydantic also puts the names of union members there."""
+    path = []
+    for i, part in enumerate(loc):
+        inside = isinstance(raw, dict) and part in raw
+        if inside or isinstance(part, int) or i == len(loc) - 1:
+            path.append(str(part))
+            raw = raw[part] if inside else None
+    return path
+
+
+def _fields_at(cls: Any, loc: tuple[int | str, ...]) -> list[str]:
+    """Field names of the settings class that `loc` leads to from `cls`."""
+    for part in loc:
+        if isinstance(cls, type) and issubclass(cls, Settings):
+            cls = cls.model_fields[str(part)].annotation
+        else:  # a union: its member whose `name` is this tag
+            cls = next(member for member in get_args(cls) if part in variant_names(member))
+    return list(cls.model_fields)
+
+
+def variant_names(cls: Any) -> tuple[str, ...]:
+    """The values of a union member's discriminating field, `name: Literal[...]`."""
+    field = cls.model_fields.get("name") if isinstance(cls, type) and issubclass(cls, Settings) else None
+    return get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
