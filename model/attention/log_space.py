@@ -1,0 +1,60 @@
+"""Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant size."""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from common.settings import Settings
+from model.ops.log_attention import LogAttentionState, log_attention
+from model.ops.log_attention.chunked import CHUNK
+from model.position import Rotation, rotate
+
+
+class LogSpaceConfig(Settings):
+    """Similarity log(exp(q) exp(k)^T); keys, queries and values are logarithms, and so is the result."""
+
+    name: Literal["log_space"]
+    d_key: int | None = Field(None, ge=1)
+    """Features of a head's queries and keys; null: head_dim."""
+    d_val: int | None = Field(None, ge=1)
+    """Features of a head's values; null: head_dim."""
+
+    def build(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceAttention":
+        """The module for this configuration."""
+        return LogSpaceAttention(n_embd, n_head, self.query_dim(head_dim), self.d_val or head_dim)
+
+    def query_dim(self, head_dim: int) -> int:
+        """Features of a head's queries, which a rotary position turns in pairs."""
+        return self.d_key or head_dim
+
+
+class LogSpaceAttention(nn.Module):
+    """Projects x to (q, k, log_v) of every head and returns log_y: the result stays in log space."""
+
+    def __init__(self, n_embd: int, n_head: int, d_key: int, d_val: int) -> None:
+        super().__init__()
+        self.n_head, self.d_key, self.d_val = n_head, d_key, d_val
+        self.n_out = n_head * d_val
+        self.qkv = nn.Linear(n_embd, n_head * (2 * d_key + d_val))
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None = None,
+        state: LogAttentionState | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, LogAttentionState | None]:
+        """(B, T, n_embd) -> (B, T, n_head * d_val)."""
+        B, T, _ = x.shape
+        qkv = self.qkv(x).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, 2 d_key + d_val)
+        q, k, log_v = qkv.split([self.d_key, self.d_key, self.d_val], dim=-1)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        log_y, state = log_attention(q, k, log_v, state=state, return_state=True)
+        return log_y.transpose(1, 2).reshape(B, T, -1), state if return_state else None
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Per chunk of C tokens: C x C scores, their product with the values, the state read and written."""
+        C = min(CHUNK, seq_len)
+        return 2 * self.n_head * (C * self.d_key + C * self.d_val + 2 * self.d_key * self.d_val)

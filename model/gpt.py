@@ -1,0 +1,137 @@
+"""The GPT: token embeddings, position, residual blocks, and the embeddings again as output layer."""
+
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from common.settings import Settings
+from model.attention import AttentionConfig
+from model.layers import BlockConfig
+from model.position import PositionConfig
+
+
+class GPTConfig(Settings):
+    """The architecture. Attention, block and position are chosen apart from each other."""
+
+    n_vocab: int = Field(ge=1)
+    """Token ids there are, 0 to n_vocab - 1."""
+    pad_vocab: int = Field(1, ge=1)
+    """The embedding gets the next multiple of this many rows: 64 keeps matrix products aligned on GPUs."""
+    n_layer: int = Field(ge=1)
+    """Residual blocks."""
+    n_head: int = Field(ge=1)
+    """Attention heads of a block."""
+    head_dim: int | None = Field(None, ge=1)
+    """Features of a head; null: n_embd / n_head."""
+    n_embd: int = Field(ge=1)
+    """Features of a token in the residual stream."""
+    attention: AttentionConfig
+    block: BlockConfig
+    position: PositionConfig
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "GPTConfig":
+        if self.head_dim is None and self.n_embd % self.n_head:
+            heads = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
+            close = sorted(heads, key=lambda n: abs(n - self.n_head))[:2]
+            raise ValueError(
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
+                f"set head_dim, or n_head to a divisor such as {' or '.join(map(str, sorted(close)))}"
+            )
+        if self.position.name == "rotary" and self.query_dim % 2:
+            raise ValueError(
+                f"rotary positions turn pairs of features: {self.query_dim} a head is odd, use an even number"
+            )
+        return self
+
+    @property
+    def n_vocab_padded(self) -> int:
+        """Rows of the embedding, and logits of a token."""
+        return -(-self.n_vocab // self.pad_vocab) * self.pad_vocab
+
+    @property
+    def head_features(self) -> int:
+        """head_dim, or what it defaults to."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def query_dim(self) -> int:
+        """Features of a head's queries."""
+        return self.attention.query_dim(self.head_features)
+
+
+class GPTState(NamedTuple):
+    """All that a model remembers of the tokens it has seen: pass it back in with the tokens that follow."""
+
+    position: Any
+    layers: tuple[Any, ...]
+
+
+class GPT(nn.Module):
+    """A GPT language model. `state_dict()` holds nothing but parameters; state is passed and returned."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.n_vocab_padded, config.n_embd)
+        bound = config.n_embd**-0.5
+        nn.init.uniform_(self.embed.weight, -bound, bound)
+        self.position = config.position.build(config.n_embd, config.query_dim)
+        self.blocks = nn.ModuleList(
+            config.block.build(
+                config.n_embd,
+                config.n_layer,
+                config.attention.build(config.n_embd, config.n_head, config.head_features),
+            )
+            for _ in range(config.n_layer)
+        )
+        self.norm = nn.LayerNorm(config.n_embd)
+
+    def forward(
+        self, token_ids: Tensor, state: GPTState | None = None, return_state: bool = False
+    ) -> Tensor | tuple[Tensor, GPTState]:
+        """(B, T) ids -> (B, T, n_vocab_padded) logits, or (logits, state) with `return_state`.
+
+        `state` is what an earlier call returned for the tokens before these; None at the start of a text.
+        """
+        x, state = self._features(token_ids, state, return_state)
+        logits = x @ self.embed.weight.T
+        return (logits, state) if state is not None else logits
+
+    def token_losses(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 where the target is negative."""
+        logits = self(token_ids).flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
+        return losses.view_as(targets)
+
+    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats over the targets that are not negative."""
+        return self.token_losses(token_ids, targets).sum() / (targets >= 0).sum()
+
+    def _features(
+        self, token_ids: Tensor, state: GPTState | None, return_state: bool
+    ) -> tuple[Tensor, GPTState | None]:
+        """(B, T) ids -> (B, T, n_embd) features before the output layer."""
+        position, layers = state or (None, (None,) * len(self.blocks))
+        x, rotation, position = self.position(self.embed(token_ids), position)
+        after = []
+        for block, layer in zip(self.blocks, layers, strict=True):
+            x, layer = block(x, rotation, layer, return_state)
+            after.append(layer)
+        return self.norm(x), GPTState(position, tuple(after)) if return_state else None
+
+    def n_params(self) -> int:
+        """Parameters, each counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating-point operations of one token's forward and backward pass: 2 + 4 for every weight it meets in a
+        matrix product, and three times the attention's own. Looking up a row of a table costs none.
+        """
+        weights = self.embed.weight.numel() + sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        attention = sum(block.attention.flops_per_token(seq_len) for block in self.blocks)
+        return 6 * weights + 3 * attention

@@ -1,0 +1,74 @@
+"""Weights from elsewhere."""
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from common.settings import UserError, decode
+from model.gpt import GPT, GPTConfig
+
+# The published code's name of each of our parameters; {} is the layer's number.
+_PUBLISHED_NAMES = {
+    "embed.weight": "embed.weight",
+    "position.dense": "embed_pos.dense",
+    "norm": "lnorm",
+    "blocks.{}.norm": "layers.{}.feedforward1.0",
+    "blocks.{}.attention.qkv": "layers.{}.feedforward1.1",
+    "blocks.{}.gate": "layers.{}.feedforward2.0",
+    "blocks.{}.proj": "layers.{}.feedforward2.2",
+}
+
+
+def load_published(path: str | Path) -> GPT:
+    """Build the GPT of the published implementation's weights, in the file's dtype.
+
+    Args:
+        path: a safetensors file with `weights/NAME` for each parameter, and the architecture as JSON in its metadata's
+            `config`: vocab_sz, d_emb, n_layers, n_heads, d_key, d_val.
+
+    Raises:
+        UserError: the file cannot be read, or its tensors are not those of the architecture it names.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            sizes = json.loads((file.metadata() or {}).get("config", "{}"))
+            tensors = {key.removeprefix("weights/"): file.get_tensor(key) for key in file.keys() if "weights/" in key}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"cannot read published weights from {path}: {error}") from None
+    missing = {"vocab_sz", "d_emb", "n_layers", "n_heads", "d_key", "d_val"} - set(sizes)
+    if missing:
+        raise UserError(f"{path} names no architecture: its metadata's config lacks {', '.join(sorted(missing))}")
+    gpt = GPT(published_config(**sizes))
+    try:
+        gpt.load_state_dict({ours: tensors[published_name(ours)] for ours in gpt.state_dict()}, assign=True)
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{path} does not hold the weights of the architecture it names: {error}") from None
+    return gpt.requires_grad_()
+
+
+def published_config(vocab_sz: int, d_emb: int, n_layers: int, n_heads: int, d_key: int, d_val: int) -> GPTConfig:
+    """Our configuration of the published architecture, from its own names for the sizes."""
+    return decode(
+        GPTConfig,
+        {
+            "n_vocab": vocab_sz,
+            "n_layer": n_layers,
+            "n_head": n_heads,
+            "head_dim": d_key,
+            "n_embd": d_emb,
+            "attention": {"name": "log_space", "d_key": d_key, "d_val": d_val},
+            "block": {"name": "glu"},
+            "position": {"name": "log_recurrence"},
+        },
+    )
+
+
+def published_name(ours: str) -> str:
+    """The published code's name for one of our parameters: blocks.3.gate.bias -> layers.3.feedforward2.0.bias."""
+    layer = next((part for part in ours.split(".") if part.isdigit()), "")
+    for pattern, published in _PUBLISHED_NAMES.items():
+        prefix = pattern.format(layer)
+        if ours == prefix or ours.startswith(prefix + "."):
+            return published.format(layer) + ours[len(prefix) :]
+    raise KeyError(ours)

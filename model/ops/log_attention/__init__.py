@@ -1,0 +1,63 @@
+"""Log-space attention (Heinsen 2024, arXiv 2404.05843): one function, several implementations with the same numbers."""
+
+from torch import Tensor
+
+from model.ops.log_attention.chunked import chunked_log_attention
+from model.ops.log_attention.naive import naive_log_attention
+from model.ops.log_attention.state import LogAttentionState
+
+__all__ = ["BACKENDS", "LogAttentionState", "log_attention", "naive_log_attention"]
+
+BACKENDS = {"naive": naive_log_attention, "chunked": chunked_log_attention}
+
+
+def log_attention(
+    q: Tensor,
+    k: Tensor,
+    log_v: Tensor,
+    *,
+    causal: bool = True,
+    state: LogAttentionState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, LogAttentionState]:
+    """Softmax attention with similarity log(exp(q) exp(k)^T) over values exp(log_v), all in log space.
+
+        log_y[t, e] = LSE_d( q[t, d] + LSE_j(k[j, d] + log_v[j, e]) ) - LSE_d( q[t, d] + LSE_j(k[j, d]) )
+
+    with j <= t where causal (paper, eqs. 4-6), so exp(log_y) is a convex mixture of the values exp(log_v).
+
+    Args:
+        q: (B, H, T, d_k).
+        k: (B, H, S, d_k). -inf masks a key's feature.
+        log_v: (B, H, S, d_v), logarithms of the values; -inf is a value of exactly zero.
+        causal: query t sees keys j <= t of this call (so S = T), and all that `state` has seen.
+        state: what earlier tokens left behind; None before the first.
+        return_state: also return the state after these tokens. It has the same size after any number of tokens.
+        backend: "auto", or one of BACKENDS. "auto" takes the definition for a single causal token, where it is the
+            fastest, and "chunked" otherwise.
+
+    Returns:
+        log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
+
+    Raises:
+        ValueError: shapes do not fit, or there is no such backend.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(BACKENDS)}")
+    _check_shapes(q, k, log_v, causal)
+    if backend == "auto":
+        backend = "naive" if causal and q.shape[2] == 1 else "chunked"
+    return BACKENDS[backend](q, k, log_v, causal=causal, state=state, return_state=return_state)
+
+
+def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, causal: bool) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, log_v {tuple(log_v.shape)}"
+    fits = q.dim() == k.dim() == log_v.dim() == 4
+    fits = fits and q.shape[:2] == k.shape[:2] == log_v.shape[:2] and q.shape[3] == k.shape[3]
+    if not (fits and k.shape[2] == log_v.shape[2]):
+        raise ValueError(f"{shapes} do not fit (B, H, T, d_k), (B, H, S, d_k), (B, H, S, d_v)")
+    if 0 in q.shape or 0 in log_v.shape:
+        raise ValueError(f"{shapes}: every dimension must be at least 1")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"{shapes}: causal attention needs as many queries as keys; pass causal=False for T != S")

@@ -1,0 +1,37 @@
+"""Log-space attention as the paper defines it: short, slow, and the truth that the other implementations must equal."""
+
+import torch
+from torch import Tensor
+
+from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, empty_state
+
+
+def naive_log_attention(
+    q: Tensor,
+    k: Tensor,
+    log_v: Tensor,
+    *,
+    causal: bool = True,
+    state: LogAttentionState | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, LogAttentionState]:
+    """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, literally; it holds all T x d_k x d_v latent sums in memory.
+
+    Args, shapes and result are those of `log_attention`.
+    """
+    dtype, acc = log_v.dtype, accumulation_dtype(q)
+    q, k, log_v = q.to(acc), k.to(acc), log_v.to(acc)
+    state = empty_state(q, log_v) if state is None else state
+
+    kv = torch.cat([state.log_s.unsqueeze(2), k.unsqueeze(-1) + log_v.unsqueeze(-2)], dim=2)  # (B, H, 1 + S, d_k, d_v)
+    k = torch.cat([state.log_z.unsqueeze(2), k], dim=2)  # (B, H, 1 + S, d_k)
+    if causal:  # one sum for each query
+        log_s = kv.logcumsumexp(dim=2)[:, :, 1:]  # (B, H, T, d_k, d_v)
+        log_z = k.logcumsumexp(dim=2)[:, :, 1:]  # (B, H, T, d_k)
+    else:  # one sum for all queries
+        log_s = kv.logsumexp(dim=2, keepdim=True)
+        log_z = k.logsumexp(dim=2, keepdim=True)
+
+    log_y = (q.unsqueeze(-1) + log_s).logsumexp(dim=-2) - (q + log_z).logsumexp(dim=-1, keepdim=True)
+    log_y = log_y.to(dtype)  # (B, H, T, d_v)
+    return (log_y, LogAttentionState(log_s[:, :, -1], log_z[:, :, -1])) if return_state else log_y

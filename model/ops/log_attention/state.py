@@ -1,0 +1,36 @@
+"""What log-space attention remembers of the tokens it has seen: two log-sums of constant size."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LogAttentionState(NamedTuple):
+    """The inner log-sum-exps of the paper's eqs. 4-6 over all tokens so far. Empty sums are -inf."""
+
+    log_s: Tensor
+    """(B, H, d_k, d_v): LSE_j(k[j, d] + log_v[j, e]), float32 or float64."""
+    log_z: Tensor
+    """(B, H, d_k): LSE_j(k[j, d]), float32 or float64."""
+
+    def merge(self, later: "LogAttentionState") -> "LogAttentionState":
+        """The state of two adjacent stretches of tokens from the state of each. Associative."""
+        return LogAttentionState(
+            torch.logaddexp(self.log_s, later.log_s),
+            torch.logaddexp(self.log_z, later.log_z),
+        )
+
+
+def empty_state(q: Tensor, log_v: Tensor) -> LogAttentionState:
+    """The state before the first token, for queries (B, H, T, d_k) and values (B, H, S, d_v)."""
+    (B, H, _, d_k), d_v = q.shape, log_v.shape[-1]
+    dtype = accumulation_dtype(q)
+    log_s = torch.full((B, H, d_k, d_v), -torch.inf, dtype=dtype, device=q.device)
+    log_z = torch.full((B, H, d_k), -torch.inf, dtype=dtype, device=q.device)
+    return LogAttentionState(log_s, log_z)
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """Sums and states are kept in float32, or in float64 for float64 inputs."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,32 @@
+"""The published model's position encoding: a log-space recurrence that forgets, per feature."""
+
+from torch import Tensor
+
+from model.ops.log_recurrence.chunked import chunked_log_recurrence
+from model.ops.log_recurrence.naive import naive_log_recurrence
+
+__all__ = ["log_recurrence", "naive_log_recurrence"]
+
+
+def log_recurrence(
+    log_p: Tensor, h: Tensor, *, state: Tensor | None = None, return_state: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), elementwise, from s_0 = 0 (Heinsen 2024's model, section 3).
+
+    Args:
+        log_p: (B, T, D), logarithm of how much is kept, at most 0.
+        h: (B, T, D), logarithm of what is added.
+        state: (B, D), s before the first token; None is zeros.
+        return_state: also return s after the last token.
+
+    Returns:
+        s (B, T, D) in the type of h, or (s, state), the state in float32 or float64.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if log_p.shape != h.shape or h.dim() != 3 or 0 in h.shape:
+        raise ValueError(f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} must both be (B, T, D), with T at least 1")
+    if state is not None and state.shape != h[:, 0].shape:
+        raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
+    return chunked_log_recurrence(log_p, h, state=state, return_state=return_state)

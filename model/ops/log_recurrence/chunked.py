@@ -1,0 +1,78 @@
+"""The position recurrence in chunks: all chunks step through their C tokens side by side, then the carry is added.
+
+With A the running sum of log_p inside a chunk, and s_in the recurrence's value before the chunk,
+
+    s_t = logaddexp(local_t, A_t + s_in)        local_t: the recurrence of the chunk alone, from an empty sum
+
+A starts again in every chunk, so its rounding cannot grow with the sequence; the published form sums log_p over all of
+it, and its error grows with T. The backward pass is a linear recurrence run in reverse, in chunks too:
+g_t = G_t + a_{t+1} g_{t+1}, where a_t = p_t exp(s_{t-1} - s_t) is at most 1.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+CHUNK = 32  # tokens: T / C chunks of C steps take C + T / C dependent steps, fewest near C = sqrt(T)
+
+
+def chunked_log_recurrence(
+    log_p: Tensor, h: Tensor, *, state: Tensor | None = None, return_state: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As `log_recurrence`."""
+    dtype, acc = h.dtype, torch.promote_types(h.dtype, torch.float32)
+    start = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
+    s = _LogRecurrence.apply(log_p.to(acc), h.to(acc), start)
+    return (s.to(dtype), s[:, -1]) if return_state else s.to(dtype)
+
+
+class _LogRecurrence(torch.autograd.Function):
+    """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
+        log_ps, hs = _chunk(log_p, 0.0), _chunk(h, -torch.inf)  # (B, N, C, D)
+        local = hs.clone()
+        for t in range(1, local.shape[2]):
+            torch.logaddexp(local[:, :, t - 1] + log_ps[:, :, t], hs[:, :, t], out=local[:, :, t])
+        A = log_ps.cumsum(2)
+        carried = [start]  # s before each chunk
+        for n in range(local.shape[1] - 1):
+            carried.append(torch.logaddexp(local[:, n, -1], A[:, n, -1] + carried[-1]))
+        s = torch.logaddexp(local, A.add_(torch.stack(carried, 1).unsqueeze(2)))
+        s = s.flatten(1, 2)[:, : h.shape[1]]
+        ctx.save_for_backward(log_p, h, start, s)
+        return s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        log_p, h, start, s = ctx.saved_tensors
+        previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
+        a = (log_p + previous - s).exp_()  # (B, T, D): how much of s_{t-1} is in s_t
+        g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s)
+        g_p = g * a
+        return g_p, g * (h - s).exp_(), g_p[:, 0]
+
+
+def _reverse_linear_recurrence(a: Tensor, g: Tensor) -> Tensor:
+    """r_t = g_t + a_t r_{t+1}, from the last token to the first; (B, T, D) all."""
+    T = g.shape[1]
+    a, r = _chunk(a, 0.0), _chunk(g, 0.0).clone()  # (B, N, C, D)
+    _, N, C, _ = r.shape
+    for t in reversed(range(C - 1)):
+        r[:, :, t].addcmul_(a[:, :, t], r[:, :, t + 1])
+    weight = a.flip(2).cumprod(2).flip(2)  # of the next chunk's first r, in each r of this chunk
+    for n in reversed(range(N - 1)):
+        r[:, n].addcmul_(weight[:, n], r[:, n + 1, :1])
+    return r.flatten(1, 2)[:, :T]
+
+
+def _chunk(x: Tensor, fill: float) -> Tensor:
+    B, T, D = x.shape
+    C = min(CHUNK, T)
+    missing = -T % C
+    return (pad(x, (0, 0, 0, missing), value=fill) if missing else x).reshape(B, -1, C, D)
