@@ -1,0 +1,66 @@
+"""Lines of a file that may be compressed and may be damaged: streamed, in bounded memory."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+_READ_BYTES = 16_384  # compressed; small, because a hostile archive can unpack to 30,000 times its size
+
+
+class DamagedArchive(Exception):
+    """A compressed file that ends too early or holds something else; `reason` says which."""
+
+    def __init__(self, reason: Literal["corrupted archive", "truncated archive"]) -> None:
+        self.reason: Literal["corrupted archive", "truncated archive"] = reason
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    r"""Lines of a plain, .gz or .zst file without their b"\n", which alone ends a line: texts contain U+2028 and "\r".
+
+    Raises:
+        OSError: the file cannot be read.
+        DamagedArchive: after the last line that could be read whole.
+    """
+    parts: list[bytes] = []
+    for chunk in _chunks(path):
+        first, *others = chunk.split(b"\n")
+        parts.append(first)
+        if others:
+            yield b"".join(parts)
+            yield from others[:-1]
+            parts = [others[-1]]
+    if last := b"".join(parts):
+        yield last
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The file's content, decompressed by its suffix, in pieces of bounded size."""
+    if path.suffix == ".zst":
+        from zstandard import ZstdDecompressor, ZstdError
+
+        return _decompressed(path, lambda: ZstdDecompressor().decompressobj(), ZstdError)
+    if path.suffix == ".gz":
+        return _decompressed(path, lambda: zlib.decompressobj(wbits=31), zlib.error)
+    return _raw(path)
+
+
+def _raw(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            yield chunk
+
+
+def _decompressed(path: Path, new_frame: Callable[[], Any], broken: type[Exception]) -> Iterator[bytes]:
+    """An archive may hold several frames (.zst) or members (.gz), one after the other."""
+    frame = None
+    for chunk in _raw(path):
+        while chunk:
+            frame = frame or new_frame()
+            try:
+                yield frame.decompress(chunk)
+            except broken:
+                raise DamagedArchive("corrupted archive") from None
+            chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise DamagedArchive("truncated archive")

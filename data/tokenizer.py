@@ -1,0 +1,181 @@
+"""Text to token ids and back: tiktoken encodings, each saved as one JSON file that needs no network."""
+
+import base64
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tiktoken
+from pydantic import ConfigDict, Field
+
+from common.files import read_json, write_atomic
+from common.settings import Settings, UserError, decode
+
+END_OF_TEXT = "<|endoftext|>"
+FORMAT_VERSION = 1
+
+# Where a text is cut before byte pairs are merged. Fixed here by name: a file never brings its own regular expression.
+_SPLIT_PATTERNS = {
+    "bytes": r"(?s:.+)",
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+}
+_SINGLE_BYTES = [bytes([i]) for i in range(256)]
+
+
+class BytesConfig(Settings):
+    """256 byte values and <|endoftext|>: made in the process, the same everywhere."""
+
+    name: Literal["bytes"]
+
+
+class GPT2Config(Settings):
+    """GPT-2's 50,256 byte pairs and <|endoftext|>."""
+
+    name: Literal["gpt2"]
+    path: Path | None = None
+    """A local rank file (.tiktoken: lines of "base64 rank"). null: tiktoken downloads it, or finds it in its cache."""
+
+
+TokenizerConfig = Annotated[BytesConfig | GPT2Config, Field(discriminator="name")]
+
+
+class Tokenizer:
+    """A tiktoken encoding: token i stands for the bytes `ranks[i]`, and the last id for <|endoftext|>."""
+
+    def __init__(self, name: str, ranks: Sequence[bytes]) -> None:
+        """Build it.
+
+        Raises:
+            UserError: the ranks cannot encode every text, or are not those of the tokenizer `name`.
+        """
+        _check_ranks(name, ranks)
+        self.name = name
+        self.ranks = ranks
+        self.eot_id = len(ranks)
+        self.n_vocab = len(ranks) + 1
+        self.encoding = tiktoken.Encoding(
+            name,
+            pat_str=_SPLIT_PATTERNS[name],
+            mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
+            special_tokens={END_OF_TEXT: self.eot_id},
+            explicit_n_vocab=self.n_vocab,
+        )
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hex digest of the ranks as a .tiktoken file in rank order."""
+        lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.ranks))
+        return hashlib.sha256(b"".join(lines)).hexdigest()
+
+    @functools.cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """UTF-8 bytes that each id stands for, int64 (n_vocab,); 0 for <|endoftext|>."""
+        return np.array([*map(len, self.ranks), 0], dtype=np.int64)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. The characters <|endoftext|> in it are text like any other."""
+        if self.name == "bytes":  # what the encoding gives, ten times as fast
+            return list(text.encode())
+        return self.encoding.encode_ordinary(text)
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The bytes that `ids` stand for; a character may be cut at either end."""
+        return self.encoding.decode_bytes(ids)
+
+
+def build_tokenizer(config: BytesConfig | GPT2Config) -> Tokenizer:
+    """The tokenizer that `config` describes.
+
+    Raises:
+        UserError: the rank file is wrong, or GPT-2's ranks cannot be downloaded.
+    """
+    if isinstance(config, BytesConfig):
+        return Tokenizer("bytes", _SINGLE_BYTES)
+    return Tokenizer("gpt2", read_rank_file(config.path) if config.path else _download_gpt2())
+
+
+def read_rank_file(path: Path) -> list[bytes]:
+    """The tokens of a .tiktoken file, by rank.
+
+    Raises:
+        UserError: the file, the line or the rank that is wrong.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"tokenizer.path={path} cannot be read ({error.strerror}): give a .tiktoken file") from None
+    tokens: dict[int, bytes] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            token, rank = line.split()
+            tokens[int(rank)] = base64.b64decode(token, validate=True)
+        except ValueError:
+            raise UserError(
+                f"tokenizer.path={path} line {number} is not 'base64 rank': give a .tiktoken file"
+            ) from None
+    missing = [rank for rank in range(len(lines)) if rank not in tokens]
+    if missing:
+        raise UserError(f"tokenizer.path={path} has {len(lines)} lines but no rank {missing[0]}: it is damaged")
+    return [tokens[rank] for rank in range(len(lines))]
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
+    """Write all that `load_tokenizer` needs as one JSON file."""
+    ranks = [base64.b64encode(token).decode() for token in tokenizer.ranks]
+    saved = _Saved(format_version=FORMAT_VERSION, name=tokenizer.name, sha256=tokenizer.sha256, ranks=ranks)
+    write_atomic(path, json.dumps(saved.model_dump()) + "\n")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read what `save_tokenizer` wrote.
+
+    Raises:
+        UserError: the file is missing, damaged, or of another format version.
+    """
+    try:
+        saved = decode(_Saved, read_json(path))
+        if saved.format_version != FORMAT_VERSION:
+            raise UserError(f"format version {saved.format_version}, this program reads {FORMAT_VERSION}")
+        tokenizer = Tokenizer(saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks])
+    except ValueError as error:  # a UserError, or not base64
+        raise UserError(f"{path} is not a tokenizer: {error}") from None
+    if tokenizer.sha256 != saved.sha256:
+        raise UserError(f"{path} is damaged: its ranks have sha256 {tokenizer.sha256}, it says {saved.sha256}")
+    return tokenizer
+
+
+class _Saved(Settings):
+    model_config = ConfigDict(strict=True)
+
+    format_version: int
+    name: str
+    sha256: str
+    ranks: list[str]
+
+
+def _check_ranks(name: str, ranks: Sequence[bytes]) -> None:
+    if name not in _SPLIT_PATTERNS:
+        raise UserError(f"tokenizer {name!r} does not exist: allowed: {', '.join(_SPLIT_PATTERNS)}")
+    known = set(ranks)
+    missing = [token for token in _SINGLE_BYTES if token not in known]
+    if missing:
+        raise UserError(f"the ranks of tokenizer {name!r} lack the single byte 0x{missing[0].hex()}")
+    if len(known) < len(ranks) or b"" in known:
+        raise UserError(f"the ranks of tokenizer {name!r} contain an empty token or one token twice")
+    if name == "bytes" and list(ranks) != _SINGLE_BYTES:
+        raise UserError("the ranks of tokenizer 'bytes' must be the 256 bytes in order")
+
+
+def _download_gpt2() -> list[bytes]:
+    try:
+        encoding: Any = tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as error:  # no network, or not the file that was asked for
+        raise UserError(
+            f"GPT-2's vocabulary cannot be downloaded ({type(error).__name__}): give a local rank file with "
+            "tokenizer.path=FILE, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has it"
+        ) from None
+    return [encoding.decode_single_token_bytes(rank) for rank in range(encoding.n_vocab - 1)]

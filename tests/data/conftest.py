@@ -1,0 +1,68 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.settings import decode
+from data.prepare import PrepareConfig
+from data.shards import Manifest, ShardWriter, TokenizerId, TokenStream, write_manifest
+
+GPT2_RANKS = Path(__file__).resolve().parents[3] / "shared" / "tokenizer" / "gpt2.tiktoken"
+
+
+@pytest.fixture
+def gpt2_ranks():
+    if not GPT2_RANKS.is_file():
+        pytest.skip("no copy of GPT-2's rank file here")
+    return GPT2_RANKS
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """200 different documents of two sets, as .jsonl."""
+    path = tmp_path / "corpus.jsonl"
+    lines = [
+        json.dumps({"text": f"document {i} " + "xyz\n" * (i % 7), "meta": {"pile_set_name": "AB"[i % 2]}})
+        for i in range(200)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    """Builds a PrepareConfig of the corpus, with other settings where the test gives them."""
+
+    def build(**changes):
+        raw = {
+            "data": {"name": "jsonl", "path": str(corpus)},
+            "tokenizer": {"name": "bytes"},
+            "out_dir": str(tmp_path / "out"),
+            "val_fraction": 0.1,
+        }
+        return decode(PrepareConfig, raw | changes)
+
+    return build
+
+
+@pytest.fixture
+def make_stream(tmp_path):
+    """Writes a split with these documents (lists of ids) and opens it."""
+
+    def make(*documents, n_vocab=1000, shard_tokens=10**9):
+        with ShardWriter(tmp_path, "train", n_vocab, shard_tokens) as writer:
+            for ids in documents:
+                writer.append(np.array(ids), "set", len(ids))
+            split = writer.finish()
+        manifest = Manifest(
+            format_version=1,
+            tokenizer=TokenizerId(name="bytes", n_vocab=n_vocab, sha256="0" * 64),
+            splits={"train": split, "val": split.model_copy(update={"sets": {}, "shards": []})},
+            skipped={},
+            prepared={},
+        )
+        write_manifest(tmp_path, manifest)
+        return TokenStream(tmp_path, manifest, "train")
+
+    return make

@@ -1,0 +1,144 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from common.settings import UserError
+from data.loader import EvalBatches, TrainBatches, permute
+
+
+class FakeStream:
+    """Token i is i: no files, any length."""
+
+    split, eot_id = "train", -7
+
+    def __init__(self, n_tokens):
+        self.n_tokens = n_tokens
+
+    def read(self, start, stop):
+        assert 0 <= start <= stop <= self.n_tokens
+        return np.arange(start, stop)
+
+
+@pytest.mark.parametrize("n", [*range(1, 70), 255, 256, 257, 1000, 4097])
+def test_permute_is_a_bijection(n):
+    for key in ("0/0", "0/1", "1/0"):
+        assert sorted(permute(np.arange(n), n, key).tolist()) == list(range(n))
+
+
+def test_permute_shuffles():
+    n = 10_000
+    first, second = (permute(np.arange(n), n, key) for key in ("0/0", "0/1"))
+    for shuffled in (first, second):
+        assert abs(np.corrcoef(np.arange(n), shuffled)[0, 1]) < 0.05
+        assert abs(np.corrcoef(shuffled[:-1], shuffled[1:])[0, 1]) < 0.05
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
+    assert (first == second).sum() < 20
+
+
+@pytest.mark.parametrize("n", [10**9 + 7, 976_562_499, 10**12, 2**40 + 1, 2**62])
+def test_permute_of_large_ranges_stays_inside_and_never_collides(n):
+    places = np.unique(np.random.default_rng(0).integers(0, n, 200_000))
+    values = permute(places, n, "5/3")
+    assert values.min() >= 0
+    assert values.max() < n
+    assert np.unique(values).size == places.size
+    histogram = np.bincount(values // (n // 10 + 1), minlength=10)
+    assert histogram.min() > 0.9 * places.size / 10
+
+
+def test_a_batch_is_windows_of_the_stream(make_stream):
+    tokens = np.random.default_rng(0).integers(0, 999, 120)
+    stream = make_stream(tokens[:50], tokens[50:90], tokens[90:], shard_tokens=30)
+    batches = TrainBatches(stream, seq_len=7, batch_size=4, seed=3)
+    assert batches.n_windows == 17
+    windows = {tuple(tokens[begin : begin + 8]) for begin in range(0, 119, 7)}
+    for step in range(20):
+        token_ids, targets = batches.batch(step)
+        assert token_ids.shape == targets.shape == (4, 7)
+        assert token_ids.dtype == targets.dtype == np.int64
+        for row, target in zip(token_ids, targets, strict=True):
+            assert (*row, target[-1]) in windows
+            assert row[1:].tolist() == target[:-1].tolist()
+
+
+@pytest.mark.parametrize(("n_tokens", "batch_size"), [(701, 10), (708, 16), (71, 32), (8, 5)])
+def test_every_epoch_takes_each_window_once_also_where_batches_cross_its_end(n_tokens, batch_size):
+    batches = TrainBatches(FakeStream(n_tokens), seq_len=7, batch_size=batch_size, seed=0)
+    n = batches.n_windows
+    assert n == (n_tokens - 1) // 7
+    steps = -(-3 * n // batch_size)
+    begins = np.concatenate([batches.batch(step)[0][:, 0] for step in range(steps)])
+    epochs = [begins[i * n : (i + 1) * n] for i in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(0, 7 * n, 7))
+    if n > 10:
+        assert not np.array_equal(epochs[0], epochs[1])
+
+
+def test_a_batch_is_a_function_of_seed_and_step_alone():
+    def batch(step, seed=0):
+        return TrainBatches(FakeStream(10_000), seq_len=10, batch_size=32, seed=seed).batch(step)[0].tolist()
+
+    assert batch(5) == batch(5)
+    assert batch(5) != batch(6)
+    assert batch(5) != batch(5, seed=1)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 32])
+def test_ranks_share_the_global_batch(parts):
+    batches = TrainBatches(FakeStream(1000), seq_len=10, batch_size=32, seed=0)  # 99 windows: step 3 crosses an epoch
+    whole = batches.batch(3)
+    cuts = [32 * i // parts for i in range(parts + 1)]
+    for i in range(2):
+        split = [batches.batch(3, start, stop)[i] for start, stop in itertools.pairwise(cuts)]
+        assert np.array_equal(np.concatenate(split), whole[i])
+    assert batches.batch(3, 5, 5)[0].shape == (0, 10)
+
+
+def test_a_trillion_tokens_and_1024_ranks():
+    n_tokens, seq_len, batch_size = 10**12, 1024, 1024 * 64
+    batches = TrainBatches(FakeStream(n_tokens), seq_len, batch_size, seed=0)
+    last = batches.n_windows // batch_size  # crosses into the second epoch
+    for step in (0, last - 1, last, 10 * last):
+        windows = batches.windows(step * batch_size + np.arange(batch_size))
+        in_first = min(batch_size, max(0, batches.n_windows - step * batch_size))
+        assert np.unique(windows[:in_first]).size == in_first
+        assert windows.min() >= 0
+        assert windows.max() * seq_len + seq_len + 1 <= n_tokens
+        rank = 1023
+        token_ids, targets = batches.batch(step, rank * 64, rank * 64 + 4)
+        assert np.array_equal(token_ids[:, 0], windows[rank * 64 : rank * 64 + 4] * seq_len)
+        assert np.array_equal(targets, token_ids + 1)
+
+
+def test_a_split_shorter_than_a_window():
+    assert TrainBatches(FakeStream(8), seq_len=7, batch_size=1, seed=0).n_windows == 1
+    with pytest.raises(UserError, match="seq_len=7 needs 8 tokens, split 'train' has 7"):
+        TrainBatches(FakeStream(7), seq_len=7, batch_size=1, seed=0)
+
+
+@pytest.mark.parametrize("n_tokens", [2, 7, 8, 9, 71, 72, 100])
+def test_evaluation_covers_every_target_once(n_tokens):
+    batches = EvalBatches(FakeStream(n_tokens), seq_len=7)
+    token_ids, targets = batches.rows(0, len(batches))
+    counted = targets >= 0
+    assert targets[counted].tolist() == list(range(1, n_tokens))
+    assert np.array_equal(token_ids[counted] + 1, targets[counted])
+    assert (token_ids[~counted] == -7).all()
+    assert (targets[~counted] == -1).all()
+    assert counted.any(axis=1).all(), "no row is only padding"
+
+
+@pytest.mark.parametrize("n_windows", [1, 2, 3, 10, 14, 15, 100])
+def test_evaluation_of_some_windows_spreads_them(n_windows):
+    batches = EvalBatches(FakeStream(100), seq_len=7, n_windows=n_windows)  # has 15 windows
+    assert len(batches) == min(n_windows, 15)
+    token_ids, _ = batches.rows(0, len(batches))
+    begins = token_ids[:, 0]
+    assert begins[0] == 0
+    gaps = np.diff(np.append(begins, 105)) // 7
+    assert gaps.min() >= 1
+    assert gaps.max() - gaps.min() <= 1
+    parts = [batches.rows(i, i + 1)[0] for i in range(len(batches))]
+    assert np.array_equal(np.concatenate(parts), token_ids)

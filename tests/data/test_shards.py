@@ -1,0 +1,105 @@
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from common.settings import UserError
+from data.shards import read_manifest, token_dtype
+
+
+def damage(folder, change):
+    path = folder / "manifest.json"
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(("n_vocab", "itemsize"), [(257, 2), (65_536, 2), (65_537, 4)])
+def test_ids_take_as_few_bytes_as_hold_them(make_stream, tmp_path, n_vocab, itemsize):
+    ids = [0, 1, n_vocab - 1]
+    stream = make_stream(ids, n_vocab=n_vocab)
+    assert (tmp_path / "train-00000.bin").read_bytes() == b"".join(i.to_bytes(itemsize, "little") for i in ids)
+    assert stream.read(0, 3).tolist() == ids
+    assert token_dtype(n_vocab).itemsize == itemsize
+
+
+def test_shards_hold_whole_documents_and_read_as_one_row(make_stream, tmp_path):
+    documents = [[1, 2, 999], [3, 999], [4, 5, 6, 7, 8, 9, 999], [10, 999]]
+    stream = make_stream(*documents, shard_tokens=5)
+    manifest = read_manifest(tmp_path)
+    assert [(shard.tokens, shard.documents) for shard in manifest.splits["train"].shards] == [(5, 2), (7, 1), (2, 1)]
+    for shard in manifest.splits["train"].shards:
+        assert shard.sha256 == hashlib.sha256((tmp_path / shard.file).read_bytes()).hexdigest()
+    row = [i for document in documents for i in document]
+    assert stream.n_tokens == len(row)
+    for start in range(len(row) + 1):
+        for stop in range(start, len(row) + 1):
+            read = stream.read(start, stop)
+            assert read.dtype == np.int64
+            assert read.tolist() == row[start:stop]
+
+
+def test_missing_dataset(tmp_path):
+    with pytest.raises(UserError, match=r"none does not exist .* make it with python scripts/prepare_data\.py"):
+        read_manifest(tmp_path / "none")
+
+
+@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * 5)])
+def test_a_shard_of_the_wrong_size_is_named(make_stream, tmp_path, change):
+    make_stream([1, 2, 999])
+    change(tmp_path / "train-00000.bin")
+    with pytest.raises(UserError, match=r"train-00000\.bin (is missing|has 5 bytes), the manifest says 6 bytes"):
+        read_manifest(tmp_path)
+
+
+def test_a_shard_cut_while_it_is_used(make_stream, tmp_path):
+    stream = make_stream([1, 2, 999])
+    (tmp_path / "train-00000.bin").write_bytes(b"\1\0")
+    with pytest.raises(UserError, match=r"train-00000\.bin is shorter"):
+        stream.read(0, 3)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_other_format_versions(make_stream, tmp_path, version):
+    make_stream([1, 999])
+    damage(tmp_path, lambda raw: raw.update(format_version=version))
+    with pytest.raises(UserError, match=r"has format version .* this program reads 1"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: raw["splits"]["train"]["shards"][0].update(file="../train-00000.bin"),
+        lambda raw: raw["splits"]["train"]["shards"][0].update(file="val-00000.bin"),
+        lambda raw: raw["splits"]["train"]["shards"][0].update(tokens="2"),
+        lambda raw: raw["splits"]["train"]["shards"][0].update(tokens=-2),
+        lambda raw: raw["splits"]["train"]["shards"][0].update(sha256="0"),
+        lambda raw: raw["splits"]["train"]["sets"]["set"].update(tokens=3),
+        lambda raw: raw["splits"]["train"]["sets"]["set"].update(documents=0),
+        lambda raw: raw["splits"].pop("val"),
+        lambda raw: raw["splits"].update(test=raw["splits"]["val"]),
+        lambda raw: raw["tokenizer"].update(n_vocab=2.5),
+        lambda raw: raw["tokenizer"].update(n_vocab=1),
+        lambda raw: raw.update(_target_="os.system"),
+        lambda raw: raw.pop("skipped"),
+    ],
+)
+def test_damaged_manifests(make_stream, tmp_path, change):
+    make_stream([1, 999])
+    damage(tmp_path, change)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        read_manifest(tmp_path)
+
+
+def test_fingerprint_is_of_the_tokens_and_the_tokenizer(make_stream, tmp_path):
+    def fingerprint(*documents, **settings):
+        make_stream(*documents, **settings)
+        return read_manifest(tmp_path).fingerprint
+
+    same = fingerprint([1, 2, 999])
+    assert same == fingerprint([1, 2, 999])
+    assert same != fingerprint([1, 3, 999])
+    damage(tmp_path, lambda raw: raw["tokenizer"].update(sha256="1" * 64))
+    assert fingerprint([1, 3, 999]) != same
