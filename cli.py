@@ -1,0 +1,119 @@
+"""The front door of every command: Hydra composes the configuration, the command gets it as a plain dict.
+
+Whatever a user can mend is one line on standard error and exit status 1; `--debug` shows the traceback instead.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from common.console import errors
+from common.settings import UserError, nearest
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+
+
+def command(config_name: str, run: Callable[[dict[str, Any]], None], text_key: str | None = None) -> None:
+    """Compose configs/<config_name>.yaml with the command line's overrides, and run.
+
+    Args:
+        text_key: a key whose value on the command line is taken as it is, quotes, brackets, ${} and all.
+    """
+    debug = "--debug" in sys.argv
+    sys.argv[1:] = [arg for arg in sys.argv[1:] if arg != "--debug"]
+    texts = _take_text(text_key)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed over many lines
+
+    def task(composed: DictConfig) -> None:
+        config = {**to_dict(composed), **texts}
+        if HydraConfig.get().mode == RunMode.MULTIRUN and "run_dir" in config:  # each job of a sweep in its own folder
+            config["run_dir"] = os.path.join(
+                config["run_dir"], HydraConfig.get().job.override_dirname.replace("/", ".")
+            )
+        run(config)
+
+    def guarded(composed: DictConfig) -> None:
+        try:
+            task(composed)
+        except UserError as error:
+            if debug or HydraConfig.get().mode == RunMode.MULTIRUN:  # a sweep goes on with its other jobs
+                raise
+            _fail(str(error))
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
+    except KeyboardInterrupt:
+        _fail("interrupted; the same command continues from what was saved", status=130)
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        if debug:
+            raise
+        _fail(explain(error, config_name))
+
+
+def to_dict(composed: DictConfig) -> dict[str, Any]:
+    """A composed configuration as plain data.
+
+    Raises:
+        UserError: a value that must be given is missing.
+    """
+    try:
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    except MissingMandatoryValue as error:
+        key = error.full_key
+        raise UserError(f"{key} is not given: add {key}=... to the command (--help shows every key)") from None
+
+
+def explain(error: BaseException, config_name: str) -> str:
+    """One line for what Hydra refused, with the nearest valid name."""
+    for cause in _chain(error):
+        if isinstance(cause, MissingConfigException) and cause.options:
+            group, _, name = (cause.missing_cfg_file or "").rpartition("/")
+            return f"{group}={name} does not exist: {nearest(name, cause.options)}"
+        if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+            key = str(cause.full_key)
+            return f"unknown config key '{key}': {nearest(key, _valid_keys(config_name))}"
+    return " ".join(str(error).split())
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _valid_keys(config_name: str) -> list[str]:
+    """Every key of the configuration, with the groups' members that the command line asks for where they exist."""
+    choices = [arg for arg in sys.argv[1:] if (CONFIGS / (arg.replace("=", "/", 1) + ".yaml")).is_file()]
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return list(_keys(hydra.compose(config_name, overrides=choices)))
+
+
+def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in node:
+        yield f"{prefix}{key}"
+        if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
+            yield from _keys(node[key], f"{prefix}{key}.")
+
+
+def _take_text(key: str | None) -> dict[str, str]:
+    """Take KEY=... out of the command line, before Hydra's grammar reads it."""
+    given = [arg for arg in sys.argv[1:] if key is not None and arg.startswith(f"{key}=")]
+    sys.argv[1:] = [arg for arg in sys.argv[1:] if arg not in given]
+    return dict(arg.split("=", 1) for arg in given)
+
+
+def _fail(message: str, status: int = 1) -> None:
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, once
+        errors.print(f"error: {message}", markup=False, style="red")
+    sys.exit(status)

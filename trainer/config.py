@@ -1,0 +1,90 @@
+"""The root configuration of train.py, and the checks that need more than one of its parts."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from common.settings import Settings
+from model.gpt import GPTConfig
+from trainer.metrics import TrackerConfig
+from trainer.optim import OptimConfig
+from trainer.runtime import RuntimeConfig
+from trainer.schedule import ScheduleConfig
+
+
+class CheckpointConfig(Settings):
+    """When to save, and what to keep."""
+
+    every: int = Field(1000, ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: int = Field(2, ge=1)
+    """Newest checkpoints to keep, beside the best by validation loss."""
+
+
+class EvalConfig(Settings):
+    """Evaluation during training."""
+
+    every: int = Field(1000, ge=1)
+    """Steps between evaluations; the last step is always evaluated."""
+    batches: int | None = Field(20, ge=1)
+    """Batches of batch_tokens to evaluate, spread evenly over the validation split; null: all of it."""
+
+
+class TrainConfig(Settings):
+    """One training run."""
+
+    run_dir: Path
+    """Where checkpoints, metrics and pictures go."""
+    dataset_dir: Path
+    """What scripts/prepare_data.py made."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue the run in run_dir, if there is one; never: refuse to touch it."""
+    seed: int = Field(1, ge=0)
+    """Of the initial weights and of the order of the data."""
+    seq_len: int = Field(ge=1)
+    """Tokens of a training sequence."""
+    batch_tokens: int = Field(ge=1)
+    """Tokens of a step: the global batch, over all processes and micro-batches."""
+    max_steps: int = Field(ge=1)
+    """Length of the run, which the schedule spans."""
+    stop_at: int | None = Field(None, ge=1)
+    """Save and stop after this step, the schedule unchanged; null: at max_steps."""
+    model: GPTConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    runtime: RuntimeConfig
+    checkpoint: CheckpointConfig
+    eval: EvalConfig
+    tracker: TrackerConfig
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a global batch."""
+        return self.batch_tokens // self.seq_len
+
+    @property
+    def last_step(self) -> int:
+        """Where this run stops."""
+        return min(self.stop_at or self.max_steps, self.max_steps)
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "TrainConfig":
+        micro = self.runtime.micro_batch * self.seq_len
+        if self.batch_tokens % micro:
+            near = (self.batch_tokens // micro or 1) * micro
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} is not divisible by runtime.micro_batch x seq_len = "
+                f"{self.runtime.micro_batch} x {self.seq_len}: use {near}, for example, or another micro_batch"
+            )
+        position = self.model.position
+        if position.name == "learned" and self.seq_len > position.max_len:
+            raise ValueError(
+                f"seq_len={self.seq_len} is longer than the {position.max_len} learned positions of the model: "
+                f"use at most that, or set model.position.max_len"
+            )
+        if self.schedule.warmup_steps > self.max_steps:
+            raise ValueError(
+                f"schedule.warmup_steps={self.schedule.warmup_steps} is more than max_steps={self.max_steps}: lower it"
+            )
+        return self

@@ -1,0 +1,298 @@
+"""The training loop."""
+
+import math
+import platform
+import secrets
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.console import Track, say
+from common.files import make_directory, write_json
+from common.settings import UserError
+from data.loader import EvalBatches, TrainBatches
+from data.shards import Manifest, TokenStream, read_manifest
+from data.tokenizer import Tokenizer, load_tokenizer
+from model.gpt import GPT
+from trainer.checkpoint import (
+    Checkpoint,
+    TrainState,
+    load_weights,
+    mark_best,
+    newest,
+    open_checkpoint,
+    retain,
+    save_checkpoint,
+)
+from trainer.config import TrainConfig
+from trainer.distributed import World, join_world
+from trainer.evaluate import evaluate
+from trainer.metrics import MetricsLog, Tracker, read_metrics
+from trainer.optim import load_named_state, named_state, set_lr
+from trainer.plot import draw_losses
+from trainer.runtime import Runtime, device_name, maybe_compile, open_runtime, peak_flops
+
+
+def fit(config: TrainConfig) -> None:
+    """Train, or go on training, until config.last_step; everything worth keeping is in config.run_dir."""
+    runtime = open_runtime(config.runtime)
+    with join_world(runtime.device) as world:
+        run = Run(config, runtime, world)
+        if run.step >= config.last_step:
+            say(f"{config.run_dir} is already at step {run.step} of {config.last_step}: nothing to train")
+            return
+        with Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens) as track:
+            while run.step < config.last_step:
+                line = run.train_step()
+                track.advance(config.batch_tokens, f"tokens, loss {line['loss']:.3f}")
+                if run.due(config.tracker.every):
+                    run.write(line | run.speed())
+                improved = run.due(config.eval.every) and run.evaluate()
+                if improved or run.due(config.checkpoint.every) or run.step == config.last_step:
+                    run.save(improved)
+        run.finish()
+
+
+class Run:
+    """A run in progress: model, optimizer, data, and the files in its directory."""
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, world: World) -> None:
+        self.config, self.runtime, self.world = config, runtime, world
+        manifest = read_manifest(config.dataset_dir)
+        self.tokenizer = load_tokenizer(config.dataset_dir / "tokenizer.json")
+        _check_vocabulary(config, self.tokenizer)
+        _check_split(config, world)
+        train, val = (TokenStream(config.dataset_dir, manifest, split) for split in ("train", "val"))
+        self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
+        n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
+        self.windows = EvalBatches(val, config.seq_len, n_windows)
+        self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)
+
+        torch.manual_seed(config.seed)
+        self.gpt = GPT(config.model).to(world.device, runtime.param_dtype)
+        self.optimizer = config.optim.build(self.gpt)
+        self.state = self._resume(manifest)
+        self.summed_loss = world.wrap(maybe_compile(_SummedLoss(self.gpt), config.runtime, world.device))
+        self._open_files()
+        self._since: tuple[int, float] = (0, 0.0)  # tokens and seconds of training since the last line
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.state.step
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every so many steps, and at the end of the schedule, happens now."""
+        return self.step % every == 0 or self.step == self.config.max_steps
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step on the next global batch; returns its line for metrics.jsonl."""
+        started = time.perf_counter()
+        config = self.config
+        lr = config.optim.max_lr * config.schedule.factor(self.step, config.max_steps)
+        set_lr(self.optimizer, lr)
+        loss = self._accumulate_gradients().item()
+        grad_norm = nn.utils.clip_grad_norm_(self.gpt.parameters(), config.optim.grad_clip or math.inf).item()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise UserError(
+                f"step {self.step + 1}: loss is {loss} and the gradient's norm {grad_norm}; the weights are "
+                f"as they were: lower optim.max_lr={config.optim.max_lr:g}, and start again from the last checkpoint"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state = self.state.model_copy(update={"step": self.step + 1})
+        tokens, seconds = self._since
+        self._since = (tokens + config.batch_tokens, seconds + time.perf_counter() - started)
+        tokens = self.step * config.batch_tokens
+        return {"step": self.step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
+
+    def _accumulate_gradients(self) -> Tensor:
+        """Backward passes over this process's share of the batch; returns the loss of the global batch.
+
+        The gradient is that of the mean over all valid tokens of the global batch, however they are shared among
+        processes and micro-batches: each micro-batch's sum is divided by the global count.
+        """
+        world, size = self.world, self.config.runtime.micro_batch
+        share = self.config.batch_size // world.size
+        first = world.rank * share
+        starts = range(first, first + share, size)
+        micro_batches = [self.batches.batch(self.step, start, start + size) for start in starts]
+        valid = world.sum(
+            torch.tensor(sum(int((targets >= 0).sum()) for _, targets in micro_batches), device=world.device)
+        )
+        total = torch.zeros((), dtype=self.runtime.param_dtype, device=world.device)
+        for i, (token_ids, targets) in enumerate(micro_batches, start=1):
+            x, y = (torch.from_numpy(ids).to(world.device, non_blocking=True) for ids in (token_ids, targets))
+            with world.sync_gradients(self.summed_loss, now=i == len(micro_batches)):
+                with self.runtime.autocast():
+                    loss = self.summed_loss(x, y)
+                (loss * (world.size / valid)).backward()  # DDP averages over processes: hence times their number
+            total += loss.detach()
+        return world.sum(total) / valid
+
+    def speed(self) -> dict[str, float | None]:
+        """Throughput since it was last asked for."""
+        (tokens, seconds), self._since = self._since, (0, 0.0)
+        rate = tokens / seconds
+        peak = peak_flops(self.world.device)
+        flops = self.gpt.flops_per_token(self.config.seq_len)
+        mfu = rate * flops / (peak * self.world.size) if peak else None
+        return {"tokens_per_second": round(rate, 1), "mfu": mfu and round(mfu, 4)}
+
+    def evaluate(self) -> bool:
+        """Measure the validation loss, write it down, redraw loss.png; True if it is the lowest so far."""
+        loss = evaluate(
+            self.gpt, self.windows, self.byte_lengths, self.config.runtime.micro_batch, self.runtime, self.world
+        )
+        tokens = self.step * self.config.batch_tokens
+        self.write(
+            {"step": self.step, "tokens": tokens, "val_loss": loss.per_token, "val_bits_per_byte": loss.bits_per_byte}
+        )
+        say(f"step {self.step}: validation loss {loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte")
+        if self.world.is_main:
+            run_dir = self.config.run_dir
+            draw_losses(read_metrics(run_dir / "metrics.jsonl"), run_dir / "loss.png", title=str(run_dir))
+        improved = self.state.best_val_loss is None or loss.per_token < self.state.best_val_loss
+        if improved:
+            self.state = self.state.model_copy(update={"best_val_loss": loss.per_token})
+        return improved
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write a line to metrics.jsonl and to the tracker."""
+        if self.world.is_main:
+            self.log.write(line)
+            self.tracker.log(line)
+
+    def save(self, best: bool) -> None:
+        """Write a checkpoint, and delete those that are not to be kept."""
+        if self.world.is_main:
+            self.log.sync()
+            tensors = named_state(self.gpt, self.optimizer)
+            path = save_checkpoint(self.config.run_dir, self.gpt.state_dict(), tensors, self.state, self.tokenizer)
+            if best:
+                mark_best(path)
+            retain(self.config.run_dir, self.config.checkpoint.keep_last)
+        self.world.wait_for_all()
+
+    def finish(self) -> None:
+        """Close what is open, and say where everything is and what can be done with it."""
+        if self.world.is_main:
+            self.tracker.finish()
+            self.log.close()
+        run_dir = self.config.run_dir
+        say(f"step {self.step} of {self.config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
+
+    def _resume(self, manifest: Manifest) -> TrainState:
+        """The state of the run's newest checkpoint, put into model and optimizer; or a new one."""
+        config = self.config
+        fresh = TrainState(
+            step=0,
+            run_id=secrets.token_hex(4),
+            model=config.model,
+            seq_len=config.seq_len,
+            dataset_dir=config.dataset_dir,
+            dataset_fingerprint=manifest.fingerprint,
+        )
+        path = newest(config.run_dir)
+        if path is None:
+            return fresh
+        if config.resume == "never":
+            raise UserError(
+                f"run_dir={config.run_dir} holds a run, and resume=never: choose another run_dir, or resume=auto"
+            )
+        checkpoint = open_checkpoint(path)
+        _check_same_run(checkpoint, fresh)
+        load_weights(self.gpt, checkpoint)
+        load_named_state(self.gpt, self.optimizer, checkpoint.tensors("optimizer"))
+        say(f"resuming {config.run_dir} after step {checkpoint.state.step}")
+        return checkpoint.state.model_copy(update={"dataset_dir": config.dataset_dir})
+
+    def _open_files(self) -> None:
+        """Open metrics and tracker, and write down what is run, and where."""
+        config, run_dir = self.config, self.config.run_dir
+        self.world.wait_for_all()  # every process has read what the main one is about to change
+        if not self.world.is_main:
+            return
+        make_directory(run_dir, "run_dir")
+        dumped = config.model_dump(mode="json")
+        write_json(run_dir / "config.json", {"config": dumped, "environment": _environment(self.world)})
+        self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
+        self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
+        say(
+            f"{self.gpt.n_params():,} parameters, {config.batch_size} x {config.seq_len} tokens a step, "
+            f"{config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens"
+        )
+
+
+class _SummedLoss(nn.Module):
+    """The loss as a module of its own, so that DDP and torch.compile see one forward pass from tokens to loss."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        return self.gpt.token_losses(token_ids, targets).sum()
+
+
+def _check_vocabulary(config: TrainConfig, tokenizer: Tokenizer) -> None:
+    if tokenizer.n_vocab > config.model.n_vocab:
+        raise UserError(
+            f"dataset_dir={config.dataset_dir} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids, "
+            f"and model.n_vocab={config.model.n_vocab}: set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
+        )
+
+
+def _check_split(config: TrainConfig, world: World) -> None:
+    together = config.runtime.micro_batch * world.size
+    if config.batch_size % together:
+        raise UserError(
+            f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences, not divisible among {world.size} "
+            f"processes x runtime.micro_batch={config.runtime.micro_batch}: change one of the three"
+        )
+
+
+def _check_same_run(checkpoint: Checkpoint, fresh: TrainState) -> None:
+    """Refuse to go on with another architecture or other data."""
+    if checkpoint.state.dataset_fingerprint != fresh.dataset_fingerprint:
+        raise UserError(
+            f"{checkpoint.path} was trained on {checkpoint.state.dataset_dir}, whose content is not that of "
+            f"dataset_dir={fresh.dataset_dir}: use that dataset, or another run_dir"
+        )
+    before = flatten({"seq_len": checkpoint.state.seq_len, "model": checkpoint.state.model.model_dump(mode="json")})
+    now = flatten({"seq_len": fresh.seq_len, "model": fresh.model.model_dump(mode="json")})
+    changed = [
+        f"{key}={now.get(key, 'absent')} (checkpoint: {before.get(key, 'absent')})"
+        for key in sorted(before | now)
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
+        raise UserError(f"{checkpoint.path} is of another architecture: {', '.join(changed)}; use another run_dir")
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _environment(world: World) -> dict[str, Any]:
+    """What, besides the configuration, a run's numbers depend on."""
+    here = Path(__file__).parent
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False
+    )
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "git_commit": git.stdout.strip() or None,
+        "device": device_name(world.device).strip(","),
+        "processes": world.size,
+    }

@@ -1,0 +1,61 @@
+"""The optimizer: AdamW with weight decay on what multiplies (matrices, embeddings), not on what shifts or scales."""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from common.settings import Settings
+
+
+class AdamWConfig(Settings):
+    """AdamW (Loshchilov & Hutter 2019)."""
+
+    name: Literal["adamw"]
+    max_lr: float = Field(6e-4, gt=0)
+    """Highest learning rate; the schedule gives factors of it."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running mean of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the mean square."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Of parameters with two dimensions or more, a step: lr x this."""
+    grad_clip: float | None = Field(1.0, gt=0)
+    """Largest norm of the whole gradient; null: not clipped."""
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of a model's parameters, its update fused into one kernel."""
+        params = list(model.parameters())
+        groups = [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=self.eps, fused=True)
+
+
+OPTIMIZERS = (AdamWConfig,)
+OptimConfig = AdamWConfig
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors by parameter name: "blocks.0.norm.weight/exp_avg"."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {f"{names[p]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
+
+
+def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Undo `named_state`, whatever the order of the optimizer's groups."""
+    names = {p: name for name, p in model.named_parameters()}
+    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, entry = key.rsplit("/", 1)
+        state.setdefault(order.index(name), {})[entry] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,53 @@
+"""The picture of a run: loss.png."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+
+def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw training and validation loss over tokens from the lines of metrics.jsonl; replaces `path` whole."""
+    train = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
+    val = [(line["tokens"], line["val_loss"]) for line in lines if "val_loss" in line]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    if train:
+        axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
+        axes.plot(*zip(*_running_mean(train), strict=True), color="tab:blue", linewidth=1.6, label="training, mean")
+    if val:
+        label = f"validation (last {val[-1][1]:.3f})"
+        axes.plot(*zip(*val, strict=True), color="tab:orange", marker="o", markersize=4, linewidth=1.6, label=label)
+        axes.set_ylim(*_limits([loss for _, loss in train[len(train) // 20 :]] + [loss for _, loss in val]))
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title)
+    axes.xaxis.set_major_formatter("{x:,.0f}" if not train or train[-1][0] < 1e7 else _billions)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    beside = path.with_name(path.name + ".tmp")
+    figure.savefig(beside, format="png", dpi=120)
+    os.replace(beside, path)
+
+
+def _running_mean(points: list[tuple[int, float]], share: float = 0.02) -> list[tuple[int, float]]:
+    """Means over the last `share` of all points, at each of them."""
+    window = max(1, int(len(points) * share))
+    sums = [0.0]
+    for _, loss in points:
+        sums.append(sums[-1] + loss)
+    return [
+        (tokens, (sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window))
+        for i, (tokens, _) in enumerate(points)
+    ]
+
+
+def _limits(losses: list[float]) -> tuple[float, float]:
+    """The range of the losses after the first fall, which would flatten all the rest."""
+    low, high = min(losses), max(losses)
+    return low - 0.05 * (high - low), high + 0.05 * (high - low)
+
+
+def _billions(x: float, _: int) -> str:
+    return f"{x / 1e9:g} B" if x >= 1e9 else f"{x / 1e6:g} M"

@@ -1,0 +1,116 @@
+"""Where and in which numbers the model runs; every automatic choice says what it chose, once."""
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from common.console import say_once
+from common.settings import Settings, UserError
+
+
+class DeviceConfig(Settings):
+    """Device and numbers, for anything that runs a model."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """bfloat16 is autocast over float32 weights; auto: bfloat16 on GPUs that have it, else float32."""
+
+
+class RuntimeConfig(DeviceConfig):
+    """Device, numbers and how a step is carried out."""
+
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile; auto: on GPUs."""
+    micro_batch: int = Field(8, ge=1)
+    """Sequences a process runs through the model at once; gradients are accumulated up to the global batch."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A device and its numbers, decided."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """What weights are kept in: bfloat16 is for products only."""
+        return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context that a forward pass runs in."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+
+def open_runtime(config: DeviceConfig) -> Runtime:
+    """Decide on a device and its numbers, and make torch's results depend on nothing else.
+
+    Raises:
+        UserError: a GPU was asked for, and torch sees none.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("runtime.device=cuda, but torch sees no GPU here: use runtime.device=cpu or auto")
+    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    if config.dtype == "auto":
+        name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    else:
+        name = config.dtype
+    say_once(f"running on {device_name(device)} in {name}")
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the workspace with which cuBLAS is deterministic
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, and slow
+    torch.set_float32_matmul_precision("high")
+    return Runtime(device, getattr(torch, name))
+
+
+def maybe_compile(module: nn.Module, config: RuntimeConfig, device: torch.device) -> nn.Module:
+    """Compile the module where the configuration, or the device, asks for it."""
+    wanted = device.type == "cuda" if config.compile == "auto" else config.compile
+    if not wanted:
+        why = "compiling takes longer than it saves on a CPU" if config.compile == "auto" else "runtime.compile=false"
+        say_once(f"not compiled: {why}")
+        return module
+    return torch.compile(module)  # type: ignore[return-value]
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"the CPU, {torch.get_num_threads()} threads,"
+
+
+# Dense bfloat16 peak, FLOP/s, without sparsity, from NVIDIA's data sheets; the first entry that the name contains.
+_PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's peak in bfloat16 matrix products, FLOP/s; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in _PEAK_FLOPS.items() if key in name), None)

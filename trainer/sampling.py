@@ -1,0 +1,125 @@
+"""sample.py: text from a checkpoint, shown as it is generated."""
+
+import codecs
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from pydantic import Field, model_validator
+
+from common.console import console, say
+from common.files import write_atomic
+from common.settings import Settings, UserError
+from data.tokenizer import Tokenizer
+from model.generate import generate
+from model.gpt import GPT
+from trainer.checkpoint import load_model, open_checkpoint
+from trainer.runtime import DeviceConfig, Runtime, open_runtime
+
+
+class SampleConfig(Settings):
+    """What sample.py takes."""
+
+    checkpoint: Path
+    """A run directory (its newest checkpoint), or a checkpoint."""
+    prompt: str = ""
+    """Text to continue; "-" reads it from standard input; empty: a text from its beginning."""
+    prompt_file: Path | None = None
+    """Read the prompt from this file instead."""
+    max_new_tokens: int = Field(200, ge=1)
+    """Longest continuation; a text may end before."""
+    num_samples: int = Field(1, ge=1)
+    """Continuations, one after the other; number i has seed + i."""
+    temperature: float = Field(0.8, ge=0)
+    """Below 1 sharpens, above 1 flattens; 0 takes the most likely token."""
+    top_k: int | None = Field(200, ge=1)
+    """Sample among this many most likely tokens; null: all."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Sample among the fewest tokens whose probabilities add up to this much; null: all."""
+    seed: int = Field(1, ge=0)
+    """Of the sampling."""
+    runtime: DeviceConfig
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "SampleConfig":
+        if self.prompt and self.prompt_file:
+            raise ValueError("prompt and prompt_file are both given: give one")
+        return self
+
+
+def run_sampling(config: SampleConfig) -> None:
+    """Print the samples as they come, and write them to samples.txt in the run directory."""
+    runtime = open_runtime(config.runtime)
+    checkpoint = open_checkpoint(config.checkpoint)
+    gpt, tokenizer = load_model(checkpoint.path)
+    gpt = gpt.to(runtime.device, runtime.param_dtype).eval()
+    prompt = _read_prompt(config)
+    texts = []
+    started, n_tokens = time.perf_counter(), 0
+    for i in range(config.num_samples):
+        if config.num_samples > 1:
+            say(f"--- sample {i + 1} of {config.num_samples}, seed {config.seed + i}")
+        text = prompt
+        _show(prompt)
+        for piece in stream(gpt, tokenizer, prompt, config, config.seed + i, runtime):
+            _show(piece)
+            text += piece
+            n_tokens += 1
+        _show("\n")
+        texts.append(text)
+    rate = n_tokens / (time.perf_counter() - started)
+    path = checkpoint.run_dir / "samples.txt"
+    write_atomic(path, "\n\n---\n\n".join(texts) + "\n")
+    say(f"({n_tokens} tokens, {rate:.0f} a second; written to {path})")
+
+
+def stream(
+    gpt: GPT, tokenizer: Tokenizer, prompt: str, config: SampleConfig, seed: int, runtime: Runtime
+) -> Iterator[str]:
+    """One continuation of `prompt`, a piece of text for each token; a character that is not whole yet waits.
+
+    Raises:
+        UserError: prompt and continuation are longer than the model's learned positions.
+    """
+    prompt_ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]  # in training, every text follows the end of another
+    position = gpt.config.position
+    if position.name == "learned" and len(prompt_ids) + config.max_new_tokens > position.max_len:
+        raise UserError(
+            f"a prompt of {len(prompt_ids)} tokens and max_new_tokens={config.max_new_tokens} are more than the "
+            f"model's {position.max_len} learned positions: shorten the one or the other"
+        )
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    tokens = generate(
+        gpt,
+        torch.tensor([prompt_ids], device=runtime.device),
+        n_vocab=tokenizer.n_vocab,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        generator=torch.Generator(runtime.device).manual_seed(seed),
+    )
+    for token in islice(tokens, config.max_new_tokens):
+        if token.item() == tokenizer.eot_id:
+            break
+        yield decoder.decode(tokenizer.decode_bytes([int(token.item())]))
+    yield decoder.decode(b"", final=True)
+
+
+def _read_prompt(config: SampleConfig) -> str:
+    if config.prompt == "-":
+        return sys.stdin.read()
+    if config.prompt_file is None:
+        return config.prompt
+    try:
+        return config.prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompt_file={config.prompt_file} cannot be read: {error}") from None
+
+
+def _show(text: str) -> None:
+    """Text as it is, at once: no wrapping, no markup."""
+    console.file.write(text)
+    console.file.flush()

@@ -1,0 +1,101 @@
+"""Learning-rate schedules: pure functions of the step, from 0 (the first) to max_steps - 1 (the last).
+
+Each returns a factor of `optim.max_lr`, so that a sweep over it moves the whole curve.
+"""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from common.settings import Settings
+
+
+class OneCycle(Settings):
+    """Up to the maximum in warmup_steps, then down to the end (Smith & Topin 2018). The published model's schedule.
+
+    Equal to torch's OneCycleLR with pct_start = warmup_steps / max_steps, div_factor = 1 / start and
+    final_div_factor = start / end.
+    """
+
+    name: Literal["one_cycle"]
+    warmup_steps: int = Field(2000, ge=1)
+    """Steps up to the maximum."""
+    start: float = Field(0.1, gt=0, le=1)
+    """First learning rate, as a factor of the maximum."""
+    end: float = Field(0.1, ge=0, le=1)
+    """Last learning rate, as a factor of the maximum."""
+    anneal: Literal["cos", "linear"] = "cos"
+    """Shape of both ways."""
+
+    def factor(self, step: int, max_steps: int) -> float:
+        """Factor of the maximum at `step`."""
+        shape = _cosine if self.anneal == "cos" else _linear
+        peak, last = self.warmup_steps - 1, max_steps - 1
+        if step < peak:
+            return shape(self.start, 1.0, step / peak)
+        return shape(1.0, self.end, _progress(step, peak, last))
+
+
+class Cosine(Settings):
+    """Linear warm-up from 0, then half a cosine down to the end."""
+
+    name: Literal["cosine"]
+    warmup_steps: int = Field(2000, ge=0)
+    """Steps up to the maximum."""
+    end: float = Field(0.1, ge=0, le=1)
+    """Last learning rate, as a factor of the maximum."""
+
+    def factor(self, step: int, max_steps: int) -> float:
+        """Factor of the maximum at `step`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return _cosine(1.0, self.end, _progress(step, self.warmup_steps, max_steps - 1))
+
+
+class WSD(Settings):
+    """Linear warm-up, a constant stretch, linear decay (Hu et al. 2024): the stretch can be prolonged at any time."""
+
+    name: Literal["wsd"]
+    warmup_steps: int = Field(2000, ge=0)
+    """Steps up to the maximum."""
+    decay: float = Field(0.2, gt=0, le=1)
+    """Length of the decay, as a fraction of max_steps."""
+    end: float = Field(0.0, ge=0, le=1)
+    """Last learning rate, as a factor of the maximum."""
+
+    def factor(self, step: int, max_steps: int) -> float:
+        """Factor of the maximum at `step`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        decay_from = max(self.warmup_steps, max_steps - 1 - round(self.decay * max_steps))
+        return _linear(1.0, self.end, _progress(step, decay_from, max_steps - 1))
+
+
+class Constant(Settings):
+    """Linear warm-up, then the maximum."""
+
+    name: Literal["constant"]
+    warmup_steps: int = Field(0, ge=0)
+    """Steps up to the maximum."""
+
+    def factor(self, step: int, max_steps: int) -> float:
+        """Factor of the maximum at `step`."""
+        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+
+
+SCHEDULES = (OneCycle, Cosine, WSD, Constant)
+ScheduleConfig = Annotated[OneCycle | Cosine | WSD | Constant, Field(discriminator="name")]
+
+
+def _progress(step: int, first: int, last: int) -> float:
+    """How far `step` is from `first` to `last`, between 0 and 1."""
+    return min(max((step - first) / max(last - first, 1), 0.0), 1.0)
+
+
+def _cosine(a: float, b: float, progress: float) -> float:
+    return b + (a - b) / 2 * (1 + math.cos(math.pi * progress))
+
+
+def _linear(a: float, b: float, progress: float) -> float:
+    return a + (b - a) * progress
