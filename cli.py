@@ -100,7 +100,7 @@ def _valid_keys(config_name: str) -> list[str]:
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in node:
+    for key in map(str, node):
         yield f"{prefix}{key}"
         if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
             yield from _keys(node[key], f"{prefix}{key}.")

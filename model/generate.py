@@ -47,8 +47,8 @@ def prefill(gpt: GPT, token_ids: Tensor, state: GPTState | None = None) -> tuple
 
 
 def _step(gpt: GPT, token_ids: Tensor, state: GPTState | None) -> tuple[Tensor, GPTState]:
-    logits, state = gpt(token_ids, state, return_state=True)
-    return logits[:, -1], state
+    logits, after = gpt(token_ids, state, return_state=True)
+    return logits[:, -1], after
 
 
 def next_token_probabilities(
@@ -64,7 +64,7 @@ def next_token_probabilities(
         logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
     probabilities = logits.softmax(-1)
     if top_p is not None and top_p < 1:
-        ordered, order = probabilities.sort(-1, descending=True, stable=True)
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # probability of all that is more likely
         ordered = ordered.where(before < top_p, 0)
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)

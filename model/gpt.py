@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from common.settings import Settings
 from model.attention import AttentionConfig
+from model.attention.base import Attention
 from model.layers import BlockConfig
 from model.position import PositionConfig
 
@@ -97,9 +98,14 @@ class GPT(nn.Module):
 
         `state` is what an earlier call returned for the tokens before these; None at the start of a text.
         """
-        x, state = self._features(token_ids, state, return_state)
-        logits = x @ self.embed.weight.T
-        return (logits, state) if state is not None else logits
+        position, layers = state or (None, (None,) * len(self.blocks))
+        x, rotation, position = self.position(self.embed(token_ids), position)  # (B, T, n_embd)
+        after = []
+        for block, layer in zip(self.blocks, layers, strict=True):
+            x, layer = block(x, rotation, layer, return_state)
+            after.append(layer)
+        logits = self.norm(x) @ self.embed.weight.T
+        return (logits, GPTState(position, tuple(after))) if return_state else logits
 
     def token_losses(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 where the target is negative."""
@@ -112,18 +118,6 @@ class GPT(nn.Module):
         """Mean cross-entropy in nats over the targets that are not negative."""
         return self.token_losses(token_ids, targets).sum() / (targets >= 0).sum()
 
-    def _features(
-        self, token_ids: Tensor, state: GPTState | None, return_state: bool
-    ) -> tuple[Tensor, GPTState | None]:
-        """(B, T) ids -> (B, T, n_embd) features before the output layer."""
-        position, layers = state or (None, (None,) * len(self.blocks))
-        x, rotation, position = self.position(self.embed(token_ids), position)
-        after = []
-        for block, layer in zip(self.blocks, layers, strict=True):
-            x, layer = block(x, rotation, layer, return_state)
-            after.append(layer)
-        return self.norm(x), GPTState(position, tuple(after)) if return_state else None
-
     def n_params(self) -> int:
         """Parameters, each counted once."""
         return sum(p.numel() for p in self.parameters())
@@ -133,5 +127,5 @@ class GPT(nn.Module):
         matrix product, and three times the attention's own. Looking up a row of a table costs none.
         """
         weights = self.embed.weight.numel() + sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        attention = sum(block.attention.flops_per_token(seq_len) for block in self.blocks)
+        attention = sum(m.flops_per_token(seq_len) for m in self.modules() if isinstance(m, Attention))
         return 6 * weights + 3 * attention

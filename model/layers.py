@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, glu
 
 from common.settings import Settings
+from model.attention.base import Attention
 from model.position import Rotation
 
 
@@ -15,7 +16,7 @@ class GLUConfig(Settings):
 
     name: Literal["glu"]
 
-    def build(self, n_embd: int, n_layer: int, attention: nn.Module) -> "GLUBlock":
+    def build(self, n_embd: int, n_layer: int, attention: Attention) -> "GLUBlock":
         """The module for this configuration."""
         return GLUBlock(n_embd, attention)
 
@@ -27,7 +28,7 @@ class MLPConfig(Settings):
     expansion: int = Field(4, ge=1)
     """Hidden features of the MLP, as a multiple of n_embd."""
 
-    def build(self, n_embd: int, n_layer: int, attention: nn.Module) -> "MLPBlock":
+    def build(self, n_embd: int, n_layer: int, attention: Attention) -> "MLPBlock":
         """The module for this configuration."""
         return MLPBlock(n_embd, n_layer, attention, self.expansion)
 
@@ -39,7 +40,7 @@ BlockConfig = Annotated[GLUConfig | MLPConfig, Field(discriminator="name")]
 class GLUBlock(nn.Module):
     """x + Linear(GLU(Linear(attention(LayerNorm(x))))), with torch's default initialisation, as published."""
 
-    def __init__(self, n_embd: int, attention: nn.Module) -> None:
+    def __init__(self, n_embd: int, attention: Attention) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(n_embd)
         self.attention = attention
@@ -61,7 +62,7 @@ class MLPBlock(nn.Module):
     stream is scaled down by sqrt(2 n_layer); biases start at 0.
     """
 
-    def __init__(self, n_embd: int, n_layer: int, attention: nn.Module, expansion: int) -> None:
+    def __init__(self, n_embd: int, n_layer: int, attention: Attention, expansion: int) -> None:
         super().__init__()
         self.norm_attention = nn.LayerNorm(n_embd)
         self.attention = attention

@@ -46,7 +46,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors by parameter name: "blocks.0.norm.weight/exp_avg"."""
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {f"{names[p]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
 
 

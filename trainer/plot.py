@@ -23,7 +23,7 @@ def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)
-    axes.xaxis.set_major_formatter("{x:,.0f}" if not train or train[-1][0] < 1e7 else _billions)
+    axes.xaxis.set_major_formatter(_short)
     axes.grid(alpha=0.3)
     axes.legend()
     beside = path.with_name(path.name + ".tmp")
@@ -49,5 +49,7 @@ def _limits(losses: list[float]) -> tuple[float, float]:
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 
-def _billions(x: float, _: int) -> str:
-    return f"{x / 1e9:g} B" if x >= 1e9 else f"{x / 1e6:g} M"
+def _short(x: float, _: float) -> str:
+    """Token counts as people say them: 500 k, 3 M, 1.5 B."""
+    size, unit = next(((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if x >= size), (1, ""))
+    return f"{x / size:g}{unit}"

@@ -65,7 +65,7 @@ def open_runtime(config: DeviceConfig) -> Runtime:
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the workspace with which cuBLAS is deterministic
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, and slow
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow
     torch.set_float32_matmul_precision("high")
     return Runtime(device, getattr(torch, name))
 

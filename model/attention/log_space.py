@@ -6,6 +6,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from common.settings import Settings
+from model.attention.base import Attention
 from model.ops.log_attention import LogAttentionState, log_attention
 from model.ops.log_attention.chunked import CHUNK
 from model.position import Rotation, rotate
@@ -29,7 +30,7 @@ class LogSpaceConfig(Settings):
         return self.d_key or head_dim
 
 
-class LogSpaceAttention(nn.Module):
+class LogSpaceAttention(Attention):
     """Projects x to (q, k, log_v) of every head and returns log_y: the result stays in log space."""
 
     def __init__(self, n_embd: int, n_head: int, d_key: int, d_val: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.settings import Settings
+from model.attention.base import Attention
 from model.position import Rotation, rotate
 
 
@@ -33,7 +34,7 @@ class KVCache(NamedTuple):
     """(B, H, S, head_dim)."""
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(Attention):
     """Causal multi-head attention; its state is a key-value cache."""
 
     def __init__(self, n_embd: int, n_head: int, head_dim: int) -> None:

@@ -1,0 +1,47 @@
+# make train, make test, and little else. Everything is installed into .venv; nothing else on the machine is touched.
+
+PYTHON ?= python3
+VENV := .venv/bin
+RUN := runs/demo
+
+.PHONY: help setup train test check format bench clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 12
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than 3.11: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: .venv/installed  ## create .venv and install everything into it
+
+train: setup  ## prepare the embedded corpus, train a small log-space GPT, evaluate it, sample from it
+	$(VENV)/python scripts/prepare_data.py data=stdlib tokenizer=bytes out_dir=datasets/stdlib
+	$(VENV)/python train.py experiment=quickstart run_dir=$(RUN)
+	$(VENV)/python eval.py checkpoint=$(RUN)
+	$(VENV)/python sample.py checkpoint=$(RUN) prompt="def main(" max_new_tokens=400
+	@printf '\nNext:\n'
+	@printf '  %s\n' 'see $(RUN)/loss.png and $(RUN)/metrics.jsonl' \
+		'source .venv/bin/activate' \
+		'python sample.py checkpoint=$(RUN) prompt="class Tree:" num_samples=3 temperature=0.7' \
+		'python train.py experiment=quickstart run_dir=$(RUN) max_steps=3000          # train on' \
+		'python train.py experiment=quickstart run_dir=runs/softmax model/attention=softmax model/position=rotary' \
+		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
+
+test: setup  ## run the test suite
+	$(VENV)/python -m pytest -n 2
+
+check: setup  ## lint, format and types
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+
+format: setup  ## put every file into the project's format
+	$(VENV)/ruff check --fix .
+	$(VENV)/ruff format .
+
+clean:  ## remove .venv and caches; datasets and runs stay
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache *.egg-info

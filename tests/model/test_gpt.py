@@ -1,0 +1,145 @@
+"""The model: every choice of attention, block and position; sizes; streaming."""
+
+import itertools
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from common.settings import UserError, decode, variant_names
+from model.attention import ATTENTION
+from model.gpt import GPT, GPTConfig
+from model.layers import BLOCKS
+from model.position import POSITIONS
+
+CHOICES = [
+    dict(zip(("attention", "block", "position"), names, strict=True))
+    for names in itertools.product(*([variant_names(c)[0] for c in group] for group in (ATTENTION, BLOCKS, POSITIONS)))
+]
+IDS = ["-".join(choice.values()) for choice in CHOICES]
+
+
+def tiny(choice=CHOICES[0], **sizes):
+    parts = {key: {"name": name} for key, name in choice.items()}
+    return GPTConfig(**{"n_vocab": 11, "n_layer": 2, "n_head": 3, "n_embd": 12, **parts, **sizes})
+
+
+def build(config, dtype=torch.float64):
+    torch.manual_seed(0)
+    return GPT(config).to(dtype)
+
+
+def ids(T, B=2, n_vocab=11):
+    return torch.randint(n_vocab, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
+@pytest.mark.parametrize("pieces", [[1] * 70, [17, 17, 17, 19], [65, 5]], ids=["ones", "seventeens", "two"])
+def test_streaming_through_the_state_gives_the_same_logits(choice, pieces):
+    gpt = build(tiny(choice))
+    whole = gpt(ids(70))
+    state, parts = None, []
+    for piece in ids(70).split(pieces, dim=1):
+        logits, state = gpt(piece, state, return_state=True)
+        parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
+def test_later_tokens_do_not_change_earlier_logits(choice):
+    gpt = build(tiny(choice))
+    changed = ids(70)
+    changed[:, 40:] = (changed[:, 40:] + 1) % 11
+    torch.testing.assert_close(gpt(changed)[:, :40], gpt(ids(70))[:, :40], rtol=0, atol=1e-12)
+    assert not torch.allclose(gpt(changed)[:, 40:], gpt(ids(70))[:, 40:])
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
+def test_every_parameter_gets_a_gradient(choice):
+    gpt = build(tiny(choice))
+    gpt.loss(ids(33)[:, :-1], ids(33)[:, 1:]).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in gpt.parameters())
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
+def test_positions_but_none_tell_the_order_of_the_tokens(choice):
+    """With one layer and no position, the last logits see the earlier tokens as a set."""
+    gpt = build(tiny(choice, n_layer=1))
+    swapped = ids(9)[:, [1, 0, *range(2, 9)]]
+    same = torch.allclose(gpt(ids(9))[:, -1], gpt(swapped)[:, -1], atol=1e-9, rtol=0)
+    assert same == (choice["position"] == "none")
+
+
+def test_the_state_of_a_log_space_model_never_grows():
+    gpt = build(tiny())
+    _, early = gpt(ids(3), return_state=True)
+    _, late = gpt(ids(300), return_state=True)
+    sizes = [[x.numel() for layer in state.layers for x in layer] + [state.position.numel()] for state in (early, late)]
+    assert sizes[0] == sizes[1]
+
+
+def test_loss_is_the_mean_over_targets_that_are_not_negative():
+    gpt = build(tiny())
+    targets = ids(20)
+    targets[0, 5:] = -1
+    log_probabilities = gpt(ids(20)).log_softmax(-1)
+    wanted = [-log_probabilities[b, t, targets[b, t]] for b in range(2) for t in range(20) if targets[b, t] >= 0]
+    torch.testing.assert_close(gpt.loss(ids(20), targets), torch.stack(wanted).mean())
+    assert (gpt.token_losses(ids(20), targets)[0, 5:] == 0).all()
+
+
+def test_vocabulary_is_padded_and_embeddings_are_tied():
+    gpt = build(tiny(n_vocab=11, pad_vocab=8))
+    assert gpt(ids(3)).shape == (2, 3, 16)
+    assert [name for name, p in gpt.named_parameters() if 16 in p.shape] == ["embed.weight"]
+
+
+def test_no_state_is_kept_on_the_module():
+    gpt = build(tiny())
+    before = {name: value.clone() for name, value in gpt.state_dict().items()}
+    gpt(ids(20), return_state=True)
+    assert dict(gpt.named_parameters()).keys() == before.keys()
+    assert torch.equal(gpt(ids(20)), gpt(ids(20)))
+
+
+def test_a_seed_gives_the_same_weights():
+    a, b = build(tiny()), build(tiny())
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_flops_count_the_weights_that_products_use():
+    """6 operations a weight; the recurrence and every linear layer are weights, a table of positions is not."""
+    config = tiny({"attention": "softmax", "block": "mlp", "position": "learned"})
+    linear = 11 * 12 + 2 * (12 * 36 + 12 * 12 + 2 * 12 * 48)  # embedding, and per layer qkv, proj, up and down
+    assert build(config).flops_per_token(50) == 6 * linear + 3 * 2 * (2 * 3 * 50 * 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_head": 5}, "n_embd=12 is not divisible by n_head=5: set head_dim, or n_head to a divisor such as 4 or 6"),
+        ({"position": {"name": "rotary"}, "head_dim": 3}, "3 a head is odd"),
+        ({"n_layer": 0}, "n_layer"),
+        ({"attention": {"name": "log_space", "d_key": 0}}, "d_key"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValidationError, match=message):
+        tiny(**change)
+
+
+def test_wrong_names_are_answered_with_the_nearest():
+    raw = tiny().model_dump()
+    with pytest.raises(UserError, match=r"unknown config key 'attention.d_keys': did you mean 'd_key'\?"):
+        decode(GPTConfig, raw | {"attention": {"name": "log_space", "d_keys": 4}})
+    with pytest.raises(UserError, match=r"attention.name='logspace' does not exist: did you mean 'log_space'\?"):
+        decode(GPTConfig, raw | {"attention": {"name": "logspace"}})
+
+
+def test_a_sequence_beyond_the_learned_positions_is_refused():
+    gpt = build(tiny(position={"name": "learned", "max_len": 8}))
+    with pytest.raises(ValueError, match="9 tokens are more than the model's 8 learned positions"):
+        gpt(ids(9))
+    _, state = gpt(ids(8), return_state=True)
+    with pytest.raises(ValueError, match="9 tokens are more"):
+        gpt(ids(1), state)

@@ -1,0 +1,208 @@
+"""log_attention against its definition and against numbers computed by the published code."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from model.ops.log_attention import BACKENDS, LogAttentionState, log_attention, naive_log_attention
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
+FAST = [name for name in BACKENDS if name != "naive"]
+
+
+@functools.cache
+def golden():
+    return load_file(GOLDEN)
+
+
+def inputs(T, S=None, d_k=5, d_v=7, dtype=torch.float64, seed=0):
+    """q, k, log_v and the state of earlier tokens, all of them leaves that want gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, 3, T, d_k), (2, 3, S or T, d_k), (2, 3, S or T, d_v), (2, 3, d_k, d_v), (2, 3, d_k)]
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def results_and_gradients(attend, leaves, **options):
+    """log_y, the state after, and the gradients of a random functional of all three for every leaf."""
+    q, k, log_v, log_s, log_z = leaves
+    log_y, state = attend(q, k, log_v, state=LogAttentionState(log_s, log_z), return_state=True, **options)
+    outputs = [log_y, *state]
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
+    loss = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
+    return [*outputs, *torch.autograd.grad(loss, leaves)]
+
+
+def assert_all_close(got, wanted, tolerance):
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["causal", "full"])
+@pytest.mark.parametrize("scale", [1, 5])
+def test_gives_the_published_numbers(backend, form, scale):
+    file = golden()
+    leaves = [file[f"scale{scale}/{name}"].clone().requires_grad_() for name in ("q", "k", "log_v")]
+    log_y = log_attention(*leaves, causal=form == "causal", backend=backend)
+    gradients = torch.autograd.grad(log_y, leaves, file[f"scale{scale}/{form}/grad_out"])
+    wanted = [file[f"scale{scale}/{form}/{name}"] for name in ("log_y", "dq", "dk", "dlog_v")]
+    assert_all_close([log_y, *gradients], wanted, 1e-9)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 128, 500])
+def test_causal_equals_the_definition_with_state_and_all_gradients(backend, T):
+    leaves = inputs(T)
+    got = results_and_gradients(log_attention, leaves, backend=backend)
+    wanted = results_and_gradients(naive_log_attention, leaves)
+    # Sums of at most 500 terms of either sign and size about 1, each with rounding of 1.1e-16 a few operations deep.
+    assert_all_close(got, wanted, 1e-11)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 63), (130, 7), (63, 500), (65, 65)])
+def test_full_equals_the_definition_with_state_and_all_gradients(backend, T, S):
+    leaves = inputs(T, S)
+    got = results_and_gradients(log_attention, leaves, causal=False, backend=backend)
+    wanted = results_and_gradients(naive_log_attention, leaves, causal=False)
+    assert_all_close(got, wanted, 1e-11)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_numerical_gradients(backend):
+    q, k, log_v, log_s, log_z = inputs(4, d_k=2, d_v=3)
+
+    def attend(q, k, log_v, log_s, log_z):
+        log_y, state = log_attention(
+            q, k, log_v, state=LogAttentionState(log_s, log_z), return_state=True, backend=backend
+        )
+        return log_y, *state
+
+    assert torch.autograd.gradcheck(attend, (q, k, log_v, log_s, log_z))
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("scale", [1, 5])
+def test_float32_is_as_exact_as_the_definition_in_float32(backend, scale):
+    exact = [x.detach() * scale for x in inputs(300, d_k=16, d_v=24)[:3]]
+    truth = naive_log_attention(*exact)
+    rounded = [x.float() for x in exact]
+    truth_of_rounded = naive_log_attention(*(x.double() for x in rounded))
+    own = (log_attention(*rounded, backend=backend).double() - truth_of_rounded).abs().max()
+    naive = (naive_log_attention(*rounded).double() - truth_of_rounded).abs().max()
+    assert own <= 2 * naive + 1e-6
+    assert truth.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_result_has_the_type_of_the_values_and_the_state_at_least_float32(backend, dtype):
+    q, k, log_v = (x.detach().to(dtype) for x in inputs(70)[:3])
+    log_y, state = log_attention(q, k, log_v, return_state=True, backend=backend)
+    truth = naive_log_attention(q.double(), k.double(), log_v.double())
+    assert log_y.dtype == dtype
+    assert {x.dtype for x in state} == {torch.promote_types(dtype, torch.float32)}
+    # One rounding to the type of the result, of numbers below 8, above the rounding of float32 sums.
+    torch.testing.assert_close(log_y.double(), truth, rtol=0, atol=4 * torch.finfo(dtype).eps + 4e-6)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+def test_masked_keys_and_values_of_zero_count_for_nothing(backend, causal):
+    leaves = [x.detach().clone() for x in inputs(130)]
+    leaves[1][:, :, 3:40] = -torch.inf  # masked keys
+    leaves[1][:, :, 70:80, 2] = -torch.inf  # one feature of some
+    leaves[2][:, 0, :, 1] = -torch.inf  # values of zero, of one feature of all tokens
+    leaves[2][:, :, 90:] = -torch.inf
+    leaves[3][:, 0, :, 1] = -torch.inf
+    state = LogAttentionState(*leaves[3:])
+    got = log_attention(*leaves[:3], causal=causal, state=state, backend=backend)
+    wanted = naive_log_attention(*leaves[:3], causal=causal, state=state)
+    assert torch.equal(got == -torch.inf, wanted == -torch.inf)
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_split_into_pieces_with_the_state_carried_equals_one_call(backend):
+    q, k, log_v = (x.detach() for x in inputs(200)[:3])
+    whole, last = log_attention(q, k, log_v, return_state=True, backend=backend)
+    state, pieces = None, []
+    for piece in zip(*(x.split([1, 62, 1, 100, 36], dim=2) for x in (q, k, log_v)), strict=True):
+        log_y, state = log_attention(*piece, state=state, return_state=True, backend=backend)
+        pieces.append(log_y)
+        assert [x.shape for x in state] == [x.shape for x in last]
+    torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=0, atol=1e-12)
+    assert_all_close(state, last, 1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_of_adjacent_stretches_merge(backend):
+    q, k, log_v = (x.detach() for x in inputs(100)[:3])
+    _, whole = log_attention(q, k, log_v, return_state=True, backend=backend)
+    _, first = log_attention(q[:, :, :37], k[:, :, :37], log_v[:, :, :37], return_state=True, backend=backend)
+    _, rest = log_attention(q[:, :, 37:], k[:, :, 37:], log_v[:, :, 37:], return_state=True, backend=backend)
+    assert_all_close(first.merge(rest), whole, 1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_does_not_change_what_came_before_it(backend):
+    leaves = [x.detach() for x in inputs(130)[:3]]
+    changed = [x.clone() for x in leaves]
+    for x in changed:
+        x[:, :, 90:] += 3
+    before, after = (log_attention(*x, backend=backend)[:, :, :90] for x in (leaves, changed))
+    torch.testing.assert_close(before, after, rtol=0, atol=1e-12)
+    assert not torch.allclose(log_attention(*changed, backend=backend)[:, :, 90:], log_attention(*leaves)[:, :, 90:])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Counts the elements of the largest tensor that any operation makes while it is active."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+def largest_tensor(backend, T, d, causal):
+    leaves = [torch.randn(1, 2, T, d, requires_grad=True) for _ in range(3)]
+    with LargestTensor() as largest:
+        log_attention(*leaves, causal=causal, backend=backend).sum().backward()
+    return largest.numel / 2  # a head
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+def test_nothing_of_size_T_dk_dv_is_built_forward_or_backward(backend, causal):
+    d = 64
+    small, large = (largest_tensor(backend, T, d, causal) for T in (256, 1024))
+    assert large <= 2 * 1024 * (d + 1)  # O(T (d_k + d_v)), not T d_k d_v = 32 times that
+    assert large <= 4.1 * small
+    assert largest_tensor("naive", 256, d, causal) >= 256 * d * d  # the measure sees what it is meant to see
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "fast"}, "choose one of auto, naive, chunked"),
+        ({"k": torch.zeros(1, 1, 4, 2)}, "do not fit"),
+        ({"log_v": torch.zeros(1, 1, 4, 2)}, "do not fit"),
+        ({"q": torch.zeros(1, 4, 3)}, "do not fit"),
+        ({"q": torch.zeros(1, 1, 5, 3)}, "causal=False"),
+        ({"q": torch.zeros(1, 1, 0, 3), "causal": False}, "at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    arguments = {"q": torch.zeros(1, 1, 3, 3), "k": torch.zeros(1, 1, 3, 3), "log_v": torch.zeros(1, 1, 3, 2)} | change
+    with pytest.raises(ValueError, match=message):
+        log_attention(**arguments)
