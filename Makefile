@@ -1,6 +1,8 @@
 # make train, make test, and little else. Everything is installed into .venv; nothing else on the machine is touched.
 
-PYTHON ?= python3
+# The first Python on the path that is new enough.
+PYTHON ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 python3.14, \
+	$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
 VENV := .venv/bin
 RUN := runs/demo
 
@@ -10,8 +12,7 @@ help:  ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 12
 
 .venv/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "error: $(PYTHON) is older than 3.11: make PYTHON=python3.11 ..."; exit 1; }
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer on the path: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
