@@ -12,7 +12,7 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -32,6 +32,7 @@ def command(config_name: str, run: Callable[[dict[str, Any]], None], text_key: s
     debug = "--debug" in sys.argv
     sys.argv[1:] = [arg for arg in sys.argv[1:] if arg != "--debug"]
     texts = _take_text(text_key)
+    _refuse_group_by_dots()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed over many lines
 
     def task(composed: DictConfig) -> None:
@@ -45,10 +46,10 @@ def command(config_name: str, run: Callable[[dict[str, Any]], None], text_key: s
     def guarded(composed: DictConfig) -> None:
         try:
             task(composed)
-        except UserError as error:
+        except (UserError, OmegaConfBaseException) as error:
             if debug or HydraConfig.get().mode == RunMode.MULTIRUN:  # a sweep goes on with its other jobs
                 raise
-            _fail(str(error))
+            _fail(explain(error, config_name))
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
@@ -76,12 +77,17 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
 def explain(error: BaseException, config_name: str) -> str:
     """One line for what Hydra refused, with the nearest valid name."""
     for cause in _chain(error):
+        if isinstance(cause, UserError):
+            break
         if isinstance(cause, MissingConfigException) and cause.options:
             group, _, name = (cause.missing_cfg_file or "").rpartition("/")
             return f"{group}={name} does not exist: {nearest(name, cause.options)}"
+        if isinstance(cause, OverrideParseException):
+            return f"cannot read the option {cause.override}: give KEY=VALUE, a text as 'KEY=\"...\"'"
         if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-            key = str(cause.full_key)
-            return f"unknown config key '{key}': {nearest(key, _valid_keys(config_name))}"
+            key, keys = str(cause.full_key), _valid_keys(config_name)
+            if key not in keys:
+                return f"unknown config key '{key}': {nearest(key, keys)}"
     return " ".join(str(error).split())
 
 
@@ -113,7 +119,16 @@ def _take_text(key: str | None) -> dict[str, str]:
     return dict(arg.split("=", 1) for arg in given)
 
 
+def _refuse_group_by_dots() -> None:
+    """model.attention=softmax would put a word where a whole group belongs: its name has slashes."""
+    for arg in sys.argv[1:]:
+        group, _, value = arg.partition("=")
+        folder = CONFIGS / group.replace(".", "/")
+        if "." in group and (folder / f"{value}.yaml").is_file():
+            _fail(f"{arg} sets a value, not a group: write {group.replace('.', '/')}={value}")
+
+
 def _fail(message: str, status: int = 1) -> None:
-    if os.environ.get("RANK", "0") == "0":  # under torchrun, once
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun, once a machine
         errors.print(f"error: {message}", markup=False, style="red")
     sys.exit(status)

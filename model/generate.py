@@ -43,6 +43,7 @@ def prefill(gpt: GPT, token_ids: Tensor, state: GPTState | None = None) -> tuple
     """Read (B, T) tokens; the logits after the last, (B, n_vocab_padded), and the state."""
     for piece in token_ids.split(_PREFILL, dim=1):
         logits, state = _step(gpt, piece, state)
+    assert state is not None, "a prompt of no tokens"
     return logits, state
 
 

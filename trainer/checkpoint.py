@@ -43,6 +43,8 @@ class TrainState(Settings):
     """Steps done."""
     best_val_loss: float | None = None
     """Lowest validation loss so far, nats per token."""
+    best_step: int | None = None
+    """The step that it was measured after, whose checkpoint is kept."""
     run_id: str
     """Name of the run for trackers, kept when it is resumed."""
     model: GPTConfig
@@ -61,7 +63,7 @@ class Checkpoint:
     @property
     def run_dir(self) -> Path:
         """The run that it belongs to."""
-        return self.path.parent.parent
+        return self.path.absolute().parent.parent
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one of its files, "model" or "optimizer", on the CPU."""
@@ -92,7 +94,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if path.is_file():
-        name = path.read_text(encoding="utf-8").strip()
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
         if not _NAME.fullmatch(name):
             raise UserError(f"checkpoint={path} does not name a checkpoint: give a run directory or a folder step-...")
         path = path.parent / name
@@ -144,16 +146,13 @@ def save_checkpoint(
     write_json(beside / "manifest.json", {"format_version": FORMAT_VERSION, "sha256": sums})
 
     if path.exists():  # a run that was resumed from before this step comes here again
-        shutil.rmtree(path)
+        _remove(path)
     os.rename(beside, path)
     sync_directory(folder)
     write_atomic(folder / "latest", path.name + "\n")
+    if state.best_step is not None:
+        write_atomic(folder / "best", f"step-{state.best_step:08}\n")
     return path
-
-
-def mark_best(path: Path) -> None:
-    """Let `best` name this checkpoint."""
-    write_atomic(path.parent / "best", path.name + "\n")
 
 
 def retain(run_dir: Path, keep_last: int) -> None:
@@ -163,9 +162,17 @@ def retain(run_dir: Path, keep_last: int) -> None:
     keep = {best.read_text(encoding="utf-8").strip()} if best.exists() else set()
     names = sorted((p.name for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=_step)
     for name in set(names[:-keep_last]) - keep:
-        shutil.rmtree(folder / name)
+        _remove(folder / name)
     for leftover in folder.glob("step-*.tmp"):
         shutil.rmtree(leftover)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; a crash leaves it whole, or not under a checkpoint's name."""
+    doomed = path.with_name(path.name + ".old.tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
 
 
 def _verify(path: Path) -> None:

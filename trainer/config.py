@@ -40,7 +40,7 @@ class TrainConfig(Settings):
     """What scripts/prepare_data.py made."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue the run in run_dir, if there is one; never: refuse to touch it."""
-    seed: int = Field(1, ge=0)
+    seed: int = Field(1, ge=0, lt=2**63)
     """Of the initial weights and of the order of the data."""
     seq_len: int = Field(ge=1)
     """Tokens of a training sequence."""

@@ -105,10 +105,14 @@ def run_evaluation(config: EvaluateConfig) -> None:
             f"(n_vocab {manifest.tokenizer.n_vocab}), the model with {tokenizer.name} (n_vocab {tokenizer.n_vocab}): "
             f"prepare the dataset with the model's tokenizer"
         )
+    seq_len, position = config.seq_len or checkpoint.state.seq_len, gpt.config.position
+    if position.name == "learned" and seq_len > position.max_len:
+        raise UserError(f"seq_len={seq_len} is longer than the model's {position.max_len} learned positions: lower it")
     n_windows = None if config.batches is None else config.batches * config.micro_batch
     stream = TokenStream(dataset_dir, manifest, config.split)
-    windows = EvalBatches(stream, config.seq_len or checkpoint.state.seq_len, n_windows)
+    windows = EvalBatches(stream, seq_len, n_windows)
     with join_world(runtime.device) as world:
+        runtime.announce()
         gpt = gpt.to(world.device, runtime.param_dtype)
         byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
         loss = evaluate(gpt, windows, byte_lengths, config.micro_batch, runtime, world)

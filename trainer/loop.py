@@ -1,10 +1,12 @@
 """The training loop."""
 
+import contextlib
 import math
 import platform
 import secrets
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from trainer.checkpoint import (
     Checkpoint,
     TrainState,
     load_weights,
-    mark_best,
     newest,
     open_checkpoint,
     retain,
@@ -41,11 +42,15 @@ def fit(config: TrainConfig) -> None:
     """Train, or go on training, until config.last_step; everything worth keeping is in config.run_dir."""
     runtime = open_runtime(config.runtime)
     with join_world(runtime.device) as world:
+        runtime.announce()
         run = Run(config, runtime, world)
         if run.step >= config.last_step:
             say(f"{config.run_dir} is already at step {run.step} of {config.last_step}: nothing to train")
             return
-        with Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens) as track:
+        with (
+            run.open_files(),
+            Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens) as track,
+        ):
             while run.step < config.last_step:
                 line = run.train_step()
                 track.advance(config.batch_tokens, f"tokens, loss {line['loss']:.3f}")
@@ -53,8 +58,9 @@ def fit(config: TrainConfig) -> None:
                     run.write(line | run.speed())
                 improved = run.due(config.eval.every) and run.evaluate()
                 if improved or run.due(config.checkpoint.every) or run.step == config.last_step:
-                    run.save(improved)
-        run.finish()
+                    run.save()
+        run_dir = config.run_dir
+        say(f"step {run.step} of {config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
 
 
 class Run:
@@ -77,7 +83,6 @@ class Run:
         self.optimizer = config.optim.build(self.gpt)
         self.state = self._resume(manifest)
         self.summed_loss = world.wrap(maybe_compile(_SummedLoss(self.gpt), config.runtime, world.device))
-        self._open_files()
         self._since: tuple[int, float] = (0, 0.0)  # tokens and seconds of training since the last line
 
     @property
@@ -121,10 +126,9 @@ class Run:
         first = world.rank * share
         starts = range(first, first + share, size)
         micro_batches = [self.batches.batch(self.step, start, start + size) for start in starts]
-        valid = world.sum(
-            torch.tensor(sum(int((targets >= 0).sum()) for _, targets in micro_batches), device=world.device)
-        )
-        total = torch.zeros((), dtype=self.runtime.param_dtype, device=world.device)
+        counts = [float((targets >= 0).sum()) for _, targets in micro_batches]
+        valid = world.sum(torch.tensor(sum(counts), dtype=torch.float64, device=world.device))
+        total = torch.zeros_like(valid)
         for i, (token_ids, targets) in enumerate(micro_batches, start=1):
             x, y = (torch.from_numpy(ids).to(world.device, non_blocking=True) for ids in (token_ids, targets))
             with world.sync_gradients(self.summed_loss, now=i == len(micro_batches)):
@@ -158,7 +162,7 @@ class Run:
             draw_losses(read_metrics(run_dir / "metrics.jsonl"), run_dir / "loss.png", title=str(run_dir))
         improved = self.state.best_val_loss is None or loss.per_token < self.state.best_val_loss
         if improved:
-            self.state = self.state.model_copy(update={"best_val_loss": loss.per_token})
+            self.state = self.state.model_copy(update={"best_val_loss": loss.per_token, "best_step": self.step})
         return improved
 
     def write(self, line: dict[str, Any]) -> None:
@@ -167,24 +171,14 @@ class Run:
             self.log.write(line)
             self.tracker.log(line)
 
-    def save(self, best: bool) -> None:
+    def save(self) -> None:
         """Write a checkpoint, and delete those that are not to be kept."""
         if self.world.is_main:
             self.log.sync()
             tensors = named_state(self.gpt, self.optimizer)
-            path = save_checkpoint(self.config.run_dir, self.gpt.state_dict(), tensors, self.state, self.tokenizer)
-            if best:
-                mark_best(path)
+            save_checkpoint(self.config.run_dir, self.gpt.state_dict(), tensors, self.state, self.tokenizer)
             retain(self.config.run_dir, self.config.checkpoint.keep_last)
         self.world.wait_for_all()
-
-    def finish(self) -> None:
-        """Close what is open, and say where everything is and what can be done with it."""
-        if self.world.is_main:
-            self.tracker.finish()
-            self.log.close()
-        run_dir = self.config.run_dir
-        say(f"step {self.step} of {self.config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
 
     def _resume(self, manifest: Manifest) -> TrainState:
         """The state of the run's newest checkpoint, put into model and optimizer; or a new one."""
@@ -211,11 +205,13 @@ class Run:
         say(f"resuming {config.run_dir} after step {checkpoint.state.step}")
         return checkpoint.state.model_copy(update={"dataset_dir": config.dataset_dir})
 
-    def _open_files(self) -> None:
-        """Open metrics and tracker, and write down what is run, and where."""
+    @contextlib.contextmanager
+    def open_files(self) -> Iterator[None]:
+        """Write down what is run, and where; keep metrics and tracker open as long as the context."""
         config, run_dir = self.config, self.config.run_dir
         self.world.wait_for_all()  # every process has read what the main one is about to change
         if not self.world.is_main:
+            yield
             return
         make_directory(run_dir, "run_dir")
         dumped = config.model_dump(mode="json")
@@ -226,6 +222,11 @@ class Run:
             f"{self.gpt.n_params():,} parameters, {config.batch_size} x {config.seq_len} tokens a step, "
             f"{config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens"
         )
+        try:
+            yield
+        finally:
+            self.tracker.finish()
+            self.log.close()
 
 
 class _SummedLoss(nn.Module):
@@ -285,14 +286,16 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _environment(world: World) -> dict[str, Any]:
     """What, besides the configuration, a run's numbers depend on."""
     here = Path(__file__).parent
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False
-    )
+    try:
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+        commit = git.stdout.strip() or None
+    except OSError:  # no git on this machine
+        commit = None
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "git_commit": git.stdout.strip() or None,
+        "git_commit": commit,
         "device": device_name(world.device).strip(","),
         "processes": world.size,
     }

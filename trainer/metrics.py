@@ -11,7 +11,7 @@ from pydantic import Field
 
 from common.console import warn
 from common.files import write_atomic
-from common.settings import Settings
+from common.settings import Settings, UserError
 
 
 class LocalTrackerConfig(Settings):
@@ -114,6 +114,8 @@ class WandbTracker(Tracker):
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _give_up(self, why: str) -> None:
+        if self._lost:
+            return
         self._lost = True
         warn(f"wandb failed ({why}); training goes on, and metrics.jsonl has every line")
 
@@ -144,5 +146,8 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, without a last one that a crash cut short."""
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.split("\n") if line]
+    whole, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
+    try:
+        return [json.loads(line) for line in whole.split("\n") if line]
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): mend or delete that line, or use another run_dir") from None

@@ -13,7 +13,7 @@ class AdamWConfig(Settings):
     """AdamW (Loshchilov & Hutter 2019)."""
 
     name: Literal["adamw"]
-    max_lr: float = Field(6e-4, gt=0)
+    max_lr: float = Field(6e-4, gt=0, allow_inf_nan=False)
     """Highest learning rate; the schedule gives factors of it."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the running mean of the gradient and of its square."""

@@ -38,6 +38,10 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype
 
+    def announce(self) -> None:
+        """Say what was chosen."""
+        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}")
+
     @property
     def param_dtype(self) -> torch.dtype:
         """What weights are kept in: bfloat16 is for products only."""
@@ -61,8 +65,6 @@ def open_runtime(config: DeviceConfig) -> Runtime:
         name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     else:
         name = config.dtype
-    say_once(f"running on {device_name(device)} in {name}")
-
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the workspace with which cuBLAS is deterministic
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow

@@ -39,7 +39,7 @@ class SampleConfig(Settings):
     """Sample among this many most likely tokens; null: all."""
     top_p: float | None = Field(None, gt=0, le=1)
     """Sample among the fewest tokens whose probabilities add up to this much; null: all."""
-    seed: int = Field(1, ge=0)
+    seed: int = Field(1, ge=0, lt=2**62)
     """Of the sampling."""
     runtime: DeviceConfig
 
@@ -53,6 +53,7 @@ class SampleConfig(Settings):
 def run_sampling(config: SampleConfig) -> None:
     """Print the samples as they come, and write them to samples.txt in the run directory."""
     runtime = open_runtime(config.runtime)
+    runtime.announce()
     checkpoint = open_checkpoint(config.checkpoint)
     gpt, tokenizer = load_model(checkpoint.path)
     gpt = gpt.to(runtime.device, runtime.param_dtype).eval()
@@ -62,14 +63,14 @@ def run_sampling(config: SampleConfig) -> None:
     for i in range(config.num_samples):
         if config.num_samples > 1:
             say(f"--- sample {i + 1} of {config.num_samples}, seed {config.seed + i}")
-        text = prompt
+        pieces = [prompt]
         _show(prompt)
         for piece in stream(gpt, tokenizer, prompt, config, config.seed + i, runtime):
             _show(piece)
-            text += piece
-            n_tokens += 1
+            pieces.append(piece)
+        n_tokens += len(pieces) - 2  # the first is the prompt, the last no token's
         _show("\n")
-        texts.append(text)
+        texts.append("".join(pieces))
     rate = n_tokens / (time.perf_counter() - started)
     path = checkpoint.run_dir / "samples.txt"
     write_atomic(path, "\n\n---\n\n".join(texts) + "\n")
@@ -86,7 +87,8 @@ def stream(
     """
     prompt_ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]  # in training, every text follows the end of another
     position = gpt.config.position
-    if position.name == "learned" and len(prompt_ids) + config.max_new_tokens > position.max_len:
+    n_read = len(prompt_ids) + config.max_new_tokens - 1  # the last token is not read again
+    if position.name == "learned" and n_read > position.max_len:
         raise UserError(
             f"a prompt of {len(prompt_ids)} tokens and max_new_tokens={config.max_new_tokens} are more than the "
             f"model's {position.max_len} learned positions: shorten the one or the other"
@@ -105,18 +107,22 @@ def stream(
         if token.item() == tokenizer.eot_id:
             break
         yield decoder.decode(tokenizer.decode_bytes([int(token.item())]))
-    yield decoder.decode(b"", final=True)
+    yield decoder.decode(b"", final=True)  # what is left of a character
 
 
 def _read_prompt(config: SampleConfig) -> str:
-    if config.prompt == "-":
-        return sys.stdin.read()
-    if config.prompt_file is None:
-        return config.prompt
     try:
-        return config.prompt_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"prompt_file={config.prompt_file} cannot be read: {error}") from None
+        if config.prompt == "-":
+            prompt = sys.stdin.read()
+        elif config.prompt_file is not None:
+            prompt = config.prompt_file.read_text(encoding="utf-8")
+        else:
+            prompt = config.prompt
+        prompt.encode()  # an argument's bytes that are not UTF-8 have become half characters
+    except (OSError, UnicodeError) as error:
+        source = f"prompt_file={config.prompt_file}" if config.prompt_file else "the prompt"
+        raise UserError(f"{source} cannot be read: {error}") from None
+    return prompt
 
 
 def _show(text: str) -> None:

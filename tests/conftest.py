@@ -1,0 +1,174 @@
+"""What the tests of trainer, commands and configs share: a tiny dataset, a tiny run, and commands in this process."""
+
+import json
+import os
+import random
+import runpy
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from common.console import console
+from common.settings import decode
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日本", "🙂"]
+
+
+class Result(NamedTuple):
+    """What a command left behind."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def dataset_dir(tmp_path_factory):
+    """A dataset of bytes, about 40,000 tokens to train on and 4,000 to validate."""
+    from data.prepare import PrepareConfig, prepare
+
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(WORDS, k=80)) for _ in range(160)]
+    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    raw = {
+        "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
+        "tokenizer": {"name": "bytes"},
+        "out_dir": str(folder / "dataset"),
+        "val_fraction": 0.1,
+    }
+    prepare(decode(PrepareConfig, raw))
+    return folder / "dataset"
+
+
+@pytest.fixture
+def tiny(dataset_dir, tmp_path):
+    """Builds a TrainConfig of a tiny model; settings given as {"optim.max_lr": 1e-3} replace its own."""
+    from trainer.config import TrainConfig
+
+    def build(changes=None):
+        raw = {
+            "run_dir": str(tmp_path / "run"),
+            "dataset_dir": str(dataset_dir),
+            "seq_len": 16,
+            "batch_tokens": 64,
+            "max_steps": 6,
+            "model": {
+                "n_vocab": 257,
+                "n_layer": 1,
+                "n_head": 2,
+                "n_embd": 16,
+                "attention": {"name": "log_space"},
+                "block": {"name": "mlp"},
+                "position": {"name": "log_recurrence"},
+            },
+            "optim": {"name": "adamw", "max_lr": 1e-2},
+            "schedule": {"name": "one_cycle", "warmup_steps": 2},
+            "runtime": {"device": "cpu", "dtype": "float32", "micro_batch": 2},
+            "checkpoint": {"every": 2},
+            "eval": {"every": 3, "batches": 4},
+            "tracker": {"name": "local"},
+        }
+        for key, value in (changes or {}).items():
+            *path, last = key.split(".")
+            node = raw
+            for part in path:
+                node = node.setdefault(part, {})
+            node[last] = value
+        return decode(TrainConfig, raw)
+
+    return build
+
+
+@pytest.fixture
+def tiny_args(dataset_dir, tmp_path):
+    """The same tiny run as arguments of train.py."""
+    return [
+        "model=log_gpt_1m",
+        "model.n_layer=1",
+        "model.n_head=2",
+        "model.n_embd=16",
+        f"run_dir={tmp_path / 'run'}",
+        f"dataset_dir={dataset_dir}",
+        "seq_len=16",
+        "batch_tokens=64",
+        "max_steps=6",
+        "optim.max_lr=1e-2",
+        "schedule.warmup_steps=2",
+        "runtime.device=cpu",
+        "runtime.dtype=float32",
+        "runtime.micro_batch=2",
+        "checkpoint.every=2",
+        "eval.every=3",
+        "eval.batches=4",
+    ]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs an entry point ("train", "sample", ...) in this process, as if typed, and returns what it left behind."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; the environment is put back after the test
+    monkeypatch.delenv("HYDRA_FULL_ERROR")
+
+    def run(script, *arguments):
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+        capsys.readouterr()
+        status = 0
+        try:
+            runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+        except SystemExit as exit_:
+            status = exit_.code or 0
+        return Result(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def restored_torch():
+    """Puts back what open_runtime sets for the whole process."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.set_float32_matmul_precision(before[1])
+    console.quiet = False
+
+
+@pytest.fixture
+def run_process():
+    """Starts commands in processes of their own, one thread each, and waits for all of them."""
+    import subprocess
+
+    running = []
+
+    def run(*command_lines):
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        started = [
+            subprocess.Popen(
+                [sys.executable, *map(str, line)],
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for line in command_lines
+        ]
+        running.extend(started)
+        results = []
+        for process in started:
+            out, err = process.communicate(timeout=240)
+            results.append(Result(process.returncode, out, err))
+        return results
+
+    yield run
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
