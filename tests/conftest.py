@@ -27,22 +27,31 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def dataset_dir(tmp_path_factory):
-    """A dataset of bytes, about 40,000 tokens to train on and 4,000 to validate."""
+def make_dataset(tmp_path_factory):
+    """Makes datasets: about 40,000 bytes to train on and 4,000 to validate, of bytes or another tokenizer."""
     from data.prepare import PrepareConfig, prepare
 
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = random.Random(0)
-    texts = [" ".join(rng.choices(WORDS, k=80)) for _ in range(160)]
-    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    raw = {
-        "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
-        "tokenizer": {"name": "bytes"},
-        "out_dir": str(folder / "dataset"),
-        "val_fraction": 0.1,
-    }
-    prepare(decode(PrepareConfig, raw))
-    return folder / "dataset"
+    def make(seed=0, tokenizer=None):
+        folder = tmp_path_factory.mktemp("corpus")
+        rng = random.Random(seed)
+        texts = [" ".join(rng.choices(WORDS, k=80)) for _ in range(160)]
+        (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+        raw = {
+            "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
+            "tokenizer": tokenizer or {"name": "bytes"},
+            "out_dir": str(folder / "dataset"),
+            "val_fraction": 0.1,
+        }
+        prepare(decode(PrepareConfig, raw))
+        return folder / "dataset"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def dataset_dir(make_dataset):
+    """The dataset of most tests."""
+    return make_dataset()
 
 
 @pytest.fixture

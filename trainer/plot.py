@@ -46,7 +46,8 @@ def _running_mean(points: list[tuple[int, float]], share: float = 0.02) -> list[
 def _limits(losses: list[float]) -> tuple[float, float]:
     """The range of the losses after the first fall, which would flatten all the rest."""
     low, high = min(losses), max(losses)
-    return low - 0.05 * (high - low), high + 0.05 * (high - low)
+    margin = 0.05 * (high - low) or 0.05  # one loss alone is a point, not a range
+    return low - margin, high + margin
 
 
 def _short(x: float, _: float) -> str:

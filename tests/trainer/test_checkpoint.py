@@ -1,0 +1,216 @@
+"""Checkpoints are whole or absent, verified, and complete."""
+
+import itertools
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trainer.checkpoint as module
+from common.files import sha256_file
+from common.settings import UserError
+from data.tokenizer import load_tokenizer
+from model.gpt import GPT
+from trainer.checkpoint import load_model, newest, open_checkpoint
+from trainer.evaluate import Loss
+from trainer.loop import fit
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+
+@pytest.fixture
+def run_dir(tiny):
+    """A run of 6 steps: checkpoints after 4 and 6, the best after 6."""
+    fit(tiny())
+    return tiny().run_dir
+
+
+def contents(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_only_safetensors_json_and_two_pointers(run_dir):
+    files = [p for p in (run_dir / "checkpoints").rglob("*") if p.is_file()]
+    assert {p.name for p in files if p.suffix not in (".safetensors", ".json")} == {"latest", "best"}
+    for p in files:
+        if p.suffix == ".json":
+            json.loads(p.read_text())
+
+
+def test_run_directory_folder_and_pointers_all_lead_to_the_checkpoint(run_dir, monkeypatch):
+    folder = run_dir / "checkpoints"
+    (folder / "best").write_text("step-00000004\n")
+    for path, step in [
+        (run_dir, 6),
+        (str(run_dir), 6),
+        (folder / "step-00000004", 4),
+        (folder / "latest", 6),
+        (folder / "best", 4),
+    ]:
+        checkpoint = open_checkpoint(path)
+        assert (checkpoint.state.step, checkpoint.run_dir) == (step, run_dir)
+    monkeypatch.chdir(folder)
+    assert open_checkpoint("step-00000004").run_dir == run_dir
+    assert open_checkpoint("latest").run_dir == run_dir
+
+
+def test_load_model_gives_the_stored_weights_logits(run_dir, tiny, dataset_dir):
+    path = newest(run_dir)
+    direct = GPT(tiny().model)
+    direct.load_state_dict(load_file(path / "model.safetensors"))
+    gpt, tokenizer = load_model(run_dir)
+    ids = torch.arange(40).view(2, 20)
+    assert torch.equal(gpt(ids), direct(ids))
+    assert all(p.requires_grad for p in gpt.parameters())
+    assert tokenizer.sha256 == load_tokenizer(dataset_dir / "tokenizer.json").sha256
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"])
+def test_a_flipped_bit_is_refused_and_named(run_dir, name):
+    file = newest(run_dir) / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"step-00000006/{name} is missing or damaged") as error:
+        open_checkpoint(run_dir)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"sha256": {"model.safetensors": "0"}}'])
+def test_a_damaged_manifest_is_refused_and_named(run_dir, content):
+    (newest(run_dir) / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"step-00000006/manifest\.json"):
+        open_checkpoint(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.update(format_version=99), "has format version 99; this program reads 1"),
+        (lambda state: state.pop("step"), "'step' is missing"),
+        (lambda state: state.update(step="six"), "step='six'"),
+        (lambda state: state["model"].update(n_heads=3), "unknown config key 'model.n_heads': did you mean 'n_head'"),
+        (lambda state: state["model"]["attention"].update(name="cosine"), "model.attention.name='cosine' does not"),
+        (lambda state: state["model"].update(_target_="os.system"), "unknown config key 'model._target_'"),
+        (lambda state: state["model"].update(n_embd=32), "does not hold this architecture's weights"),
+    ],
+)
+def test_a_state_that_someone_rewrote_gives_one_line(run_dir, change, message):
+    path = newest(run_dir)
+    state, manifest = (json.loads((path / name).read_text()) for name in ("state.json", "manifest.json"))
+    change(state)
+    (path / "state.json").write_text(json.dumps(state))
+    manifest["sha256"]["state.json"] = sha256_file(path / "state.json")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=message):
+        load_model(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "holds no checkpoint"),
+        (lambda path: path.mkdir(), "holds no checkpoint"),
+        (lambda path: (path / "checkpoints").mkdir(parents=True), "holds no checkpoint"),
+        (lambda path: path.write_text("hello"), "does not name a checkpoint"),
+        (lambda path: path.write_bytes(b"\xff\x00"), "does not name a checkpoint"),
+        (lambda path: path.write_text("../../etc"), "does not name a checkpoint"),
+        (lambda path: path.write_text("step-00000009"), r"step-00000009/manifest\.json"),
+    ],
+)
+def test_odd_paths_give_one_line(tmp_path, make, message):
+    make(tmp_path / "x")
+    with pytest.raises(UserError, match=message) as error:
+        open_checkpoint(tmp_path / "x")
+    assert "\n" not in str(error.value)
+
+
+def test_the_newest_and_the_best_are_kept(tiny, monkeypatch):
+    losses = iter([5.0, 3.0, 4.0, 3.5, 6.0, 3.2])
+    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(losses), tokens=1, bytes=1))
+    config = tiny({"eval.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 2})
+    fit(config)
+    folder = config.run_dir / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [f"step-0000000{i}" for i in (2, 5, 6)]
+    assert (folder / "best").read_text().strip() == "step-00000002"
+    assert (folder / "latest").read_text().strip() == "step-00000006"
+    state = open_checkpoint(folder / "latest").state
+    assert (state.best_val_loss, state.best_step) == (3.0, 2)
+
+
+class Crash(Exception):
+    """The machine stops here."""
+
+
+def crash_at(monkeypatch, number, before):
+    """Stop at the `number`-th thing that saving does to the disk, before it or right after it."""
+    counter = itertools.count(1)
+
+    def crashing(function):
+        def call(*args, **kwargs):
+            now = next(counter) == number
+            if now and before:
+                raise Crash
+            result = function(*args, **kwargs)
+            if now:
+                raise Crash
+            return result
+
+        return call
+
+    for owner, name in [
+        (module, "save_file"),
+        (module, "save_tokenizer"),
+        (module, "write_json"),
+        (module, "write_atomic"),
+        (module, "sync_directory"),
+        (os, "rename"),
+        (os, "fsync"),
+        (os, "replace"),
+        (shutil, "rmtree"),
+    ]:
+        monkeypatch.setattr(owner, name, crashing(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_crash_anywhere_in_saving_leaves_whole_checkpoints_and_right_pointers(tiny, tmp_path, before):
+    """The run is stopped at every single write of its save after step 4, and then goes on to the end."""
+    settings = {"checkpoint.keep_last": 1, "eval.every": 2, "tracker.every": 100}
+    fit(tiny(settings | {"run_dir": tmp_path / "whole"}))
+    expected = contents(newest(tmp_path / "whole") / ".")
+    fit(tiny(settings | {"run_dir": tmp_path / "start", "stop_at": 2}))
+
+    for number in itertools.count(1):
+        run_dir = shutil.copytree(tmp_path / "start", tmp_path / f"crash{number}")
+        config = tiny(settings | {"run_dir": run_dir, "stop_at": 4})
+        old = contents(run_dir / "checkpoints" / "step-00000002")
+        with monkeypatch_context() as patch:
+            crash_at(patch, number, before)
+            try:
+                fit(config)
+            except Crash:
+                pass
+            else:
+                break
+        checkpoint = open_checkpoint(run_dir)  # verified by its sums
+        folder = run_dir / "checkpoints"
+        if checkpoint.state.step == 2:
+            assert contents(folder / "step-00000002") == old
+        for path in folder.glob("step-????????"):
+            open_checkpoint(path)
+        fit(tiny(settings | {"run_dir": run_dir}))
+        after = contents(newest(run_dir))
+        assert {n: v for n, v in after.items() if n.suffix == ".safetensors"} == {
+            n: v for n, v in expected.items() if n.suffix == ".safetensors"
+        }
+        best = open_checkpoint(folder / "best").state
+        assert best.step == best.best_step
+        assert not list(folder.glob("*.tmp"))
+        shutil.rmtree(run_dir)
+    assert number > 20  # the save does that many things to the disk
+
+
+monkeypatch_context = pytest.MonkeyPatch.context

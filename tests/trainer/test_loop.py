@@ -1,0 +1,121 @@
+"""A step of training, against its definition."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from common.settings import UserError
+from model.gpt import GPT
+from trainer.distributed import World
+from trainer.loop import Run, fit
+from trainer.runtime import open_runtime
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+
+class UnevenBatches:
+    """8 sequences whose targets are partly -1: one not at all, one wholly."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        self.ids, self.targets = rng.integers(0, 257, (2, 8, 16))
+        self.targets[1] = -1
+        self.targets[2, 3:] = -1
+        self.targets[5, ::2] = -1
+
+    def batch(self, step, start, stop):
+        return self.ids[start:stop], self.targets[start:stop]
+
+
+def open_run(config):
+    runtime = open_runtime(config.runtime)
+    return Run(config, runtime, World(runtime.device))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+def test_loss_and_gradient_are_means_over_the_valid_tokens_of_the_global_batch(tiny, micro_batch):
+    run = open_run(tiny({"batch_tokens": 128, "runtime.dtype": "float64", "runtime.micro_batch": micro_batch}))
+    run.batches = UnevenBatches()
+    loss = run._accumulate_gradients()
+
+    direct = GPT(run.config.model).double()
+    direct.load_state_dict(run.gpt.state_dict())
+    logits = direct(torch.from_numpy(run.batches.ids)).log_softmax(-1)
+    targets = torch.from_numpy(run.batches.targets)
+    losses = [-logits[b, t, targets[b, t]] for b, t in (targets >= 0).nonzero().tolist()]
+    mean = torch.stack(losses).mean()
+    mean.backward()
+    torch.testing.assert_close(loss, mean.detach(), rtol=1e-13, atol=0)  # sums of 100 float64 numbers
+    for (name, p), q in zip(run.gpt.named_parameters(), direct.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_gradients_are_clipped_to_the_norm_that_is_asked_for(tiny):
+    run = open_run(tiny({"optim.grad_clip": 1e-3, "runtime.dtype": "float64"}))
+    run.optimizer.zero_grad = lambda: None  # keep them, to look at
+    line = run.train_step()
+    norm = torch.stack([p.grad.norm() for p in run.gpt.parameters()]).norm()
+    assert line["grad_norm"] > 1e-3
+    assert norm.item() == pytest.approx(1e-3, rel=1e-3)  # torch adds 1e-6 to the norm it divides by
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_change(tiny):
+    run = open_run(tiny())
+    with torch.no_grad():
+        run.gpt.norm.weight[0] = float("nan")
+    before = {name: p.clone() for name, p in run.gpt.named_parameters()}
+    with pytest.raises(UserError, match=r"step 1: loss is nan.*optim.max_lr=0.01"):
+        run.train_step()
+    assert all(torch.equal(p.nan_to_num(), before[name].nan_to_num()) for name, p in run.gpt.named_parameters())
+
+
+def test_a_run_writes_what_it_promises(tiny):
+    config = tiny({"tracker.every": 2})
+    fit(config)
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if "loss" in line]
+    val = [line for line in lines if "val_loss" in line]
+    assert [(line["step"], line["tokens"]) for line in train] == [(2, 128), (4, 256), (6, 384)]
+    assert [line["step"] for line in val] == [3, 6]
+    assert set(train[0]) == {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"}
+    assert set(val[0]) == {"step", "tokens", "val_loss", "val_bits_per_byte"}
+    assert train[0]["mfu"] is None  # a CPU's peak is not known
+    stored = json.loads((config.run_dir / "config.json").read_text())
+    assert stored["config"] == config.model_dump(mode="json")
+    assert {"python", "torch", "git_commit", "device", "processes"} <= set(stored["environment"])
+
+
+def test_training_lowers_the_loss(tiny):
+    config = tiny({"max_steps": 60, "schedule.warmup_steps": 5, "eval.every": 60, "checkpoint.every": 60})
+    fit(config)
+    losses = [json.loads(line).get("loss") for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert losses[0] > 5 > 4 > losses[59]  # log 257 = 5.55 at the start; this text has 28 different bytes
+
+
+def test_bfloat16_trains_float32_weights(tiny):
+    run = open_run(tiny({"runtime.dtype": "bfloat16"}))
+    exact = open_run(tiny())
+    assert {p.dtype for p in run.gpt.parameters()} == {torch.float32}
+    loss, expected = run.train_step()["loss"], exact.train_step()["loss"]
+    assert loss != expected
+    assert loss == pytest.approx(expected, rel=2**-7)  # bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.n_vocab": 256}, "tokenizer bytes of 257 ids.*set model.n_vocab=257"),
+        ({"seq_len": 100_000, "batch_tokens": 200_000}, "seq_len=100000 needs 100001 tokens"),
+    ],
+)
+def test_a_configuration_that_the_dataset_does_not_fit_is_refused(tiny, changes, message):
+    with pytest.raises(UserError, match=message):
+        open_run(tiny(changes))
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused(tiny):
+    config = tiny()
+    with pytest.raises(UserError, match=r"4 sequences, not divisible among 3 processes x runtime.micro_batch=2"):
+        Run(config, open_runtime(config.runtime), World(torch.device("cpu"), rank=0, size=3))

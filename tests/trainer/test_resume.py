@@ -1,0 +1,139 @@
+"""A run that was interrupted is the run that was not."""
+
+import json
+import shutil
+
+import pytest
+
+from common.settings import UserError
+from trainer.checkpoint import newest, open_checkpoint
+from trainer.loop import fit
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+LONG = {"max_steps": 60, "checkpoint.every": 20, "eval.every": 15}
+
+
+def metrics(run_dir):
+    """The lines of metrics.jsonl but for timings, as written."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: v for key, v in line.items() if key not in ("tokens_per_second", "mfu")} for line in lines]
+
+
+def assert_same_run(a, b):
+    first, second = newest(a), newest(b)
+    assert first.name == second.name
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+    states = [open_checkpoint(path).state.model_dump(exclude={"run_id"}) for path in (first, second)]
+    assert states[0] == states[1]
+    assert metrics(a) == metrics(b)
+
+
+def snapshot(folder):
+    """Every file with its content and the time of its last change."""
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_30_and_30_steps_in_a_new_process_are_60(command, run_process, tiny_args, tmp_path):
+    args = [*tiny_args, *(f"{key}={value}" for key, value in LONG.items())]
+    assert command("train", *args, f"run_dir={tmp_path / 'whole'}").status == 0
+    assert command("train", *args, "stop_at=30").status == 0
+    assert newest(tmp_path / "run").name == "step-00000030"
+    (rest,) = run_process(["train.py", *args])
+    assert rest.status == 0, rest.err
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_run_goes_on_across_the_end_of_an_epoch(tiny, tmp_path):
+    changes = LONG | {"seq_len": 256, "batch_tokens": 1024}
+    fit(tiny(changes | {"run_dir": tmp_path / "whole"}))
+    fit(tiny(changes | {"stop_at": 40}))  # 160 of about 174 sequences: the next epoch begins within the rest
+    fit(tiny(changes))
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_an_epoch_ends_where_the_test_above_needs_it(tiny):
+    from data.shards import read_manifest
+
+    tokens = read_manifest(tiny().dataset_dir).splits["train"].total.tokens
+    assert 160 < (tokens - 1) // 256 < 240
+
+
+def test_lines_written_after_the_last_checkpoint_come_only_once(tiny, tmp_path):
+    fit(tiny(LONG | {"run_dir": tmp_path / "whole"}))
+    fit(tiny(LONG | {"stop_at": 40}))
+    log = tmp_path / "run" / "metrics.jsonl"
+    later = [line for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines() if _step(line) > 40]
+    with log.open("a") as file:  # killed at step 50 while writing a line
+        file.write("\n".join(later[:10]) + "\n" + later[10][:17])
+    fit(tiny(LONG))
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tiny, tmp_path):
+    fit(tiny({"run_dir": tmp_path / "whole"}))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "lo')
+    fit(tiny())
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_finished_run_says_so_and_changes_nothing(tiny, tmp_path, capsys):
+    fit(tiny())
+    before = snapshot(tmp_path / "run")
+    fit(tiny())
+    assert "already at step 6 of 6: nothing to train" in capsys.readouterr().out
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_a_finished_run_goes_on_when_it_is_made_longer(tiny, tmp_path):
+    fit(tiny())
+    fit(tiny({"max_steps": 8}))
+    assert newest(tmp_path / "run").name == "step-00000008"
+    assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == list(range(1, 9))
+
+
+def test_run_id_is_kept(tiny, tmp_path):
+    fit(tiny({"stop_at": 2}))
+    first = open_checkpoint(tmp_path / "run").state.run_id
+    fit(tiny())
+    assert open_checkpoint(tmp_path / "run").state.run_id == first
+
+
+def test_the_dataset_may_move(tiny, tmp_path):
+    fit(tiny({"run_dir": tmp_path / "whole"}))
+    fit(tiny({"stop_at": 4}))
+    moved = shutil.copytree(tiny().dataset_dir, tmp_path / "moved")
+    fit(tiny({"dataset_dir": moved}))
+    assert open_checkpoint(tmp_path / "run").state.dataset_dir == moved
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resume": "never"}, "holds a run, and resume=never"),
+        ({"model.n_embd": 32}, r"another architecture: model.n_embd=32 \(checkpoint: 16\)"),
+        ({"model.attention": {"name": "softmax"}}, r"model.attention.name=softmax \(checkpoint: log_space\)"),
+        ({"model.position": {"name": "learned"}}, r"model.position.max_len=1024 \(checkpoint: absent\)"),
+        ({"seq_len": 32}, r"seq_len=32 \(checkpoint: 16\)"),
+    ],
+)
+def test_another_run_than_the_one_that_is_there_is_refused(tiny, tmp_path, changes, message):
+    fit(tiny({"stop_at": 2}))
+    before = snapshot(tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        fit(tiny(changes))
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_another_dataset_is_refused(tiny, make_dataset, tmp_path):
+    fit(tiny({"stop_at": 2}))
+    other = make_dataset(seed=1)
+    with pytest.raises(UserError, match=f"was trained on .*, whose content is not that of dataset_dir={other}"):
+        fit(tiny({"dataset_dir": other}))
+
+
+def _step(line):
+    return json.loads(line)["step"]

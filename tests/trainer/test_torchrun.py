@@ -1,0 +1,65 @@
+"""Several processes are one: the same run from 1 or 2 processes, on one machine or as two agents."""
+
+import json
+import socket
+
+import pytest
+from safetensors.torch import load_file
+
+from trainer.checkpoint import newest
+
+TORCHRUN = ["-m", "torch.distributed.run"]
+
+
+@pytest.fixture
+def args(tiny_args):
+    return [*tiny_args, "max_steps=20", "runtime.micro_batch=1", "checkpoint.every=10", "eval.every=5"]
+
+
+def read_lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_steps(a, b, tolerance):
+    """Line for line the same run, its numbers at most `tolerance` apart."""
+    for one, two in zip(read_lines(a), read_lines(b), strict=True):
+        assert one.keys() == two.keys()
+        for key in one.keys() - {"tokens_per_second", "mfu", "grad_norm"}:
+            assert one[key] == pytest.approx(two[key], rel=0, abs=tolerance), (one["step"], key)
+
+
+def test_two_processes_take_the_steps_of_one(command, run_process, args, tmp_path):
+    assert command("train", *args, f"run_dir={tmp_path / 'one'}").status == 0
+    (two,) = run_process([*TORCHRUN, "--standalone", "--nproc_per_node=2", "train.py", *args])
+    assert two.status == 0, two.err
+    assert_same_steps(tmp_path / "one", tmp_path / "run", tolerance=1e-5)
+    assert two.out.count("running on") == two.out.count("step 20 of 20") == 1  # one process speaks
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == sorted(p.name for p in (tmp_path / "one").iterdir())
+
+    evaluation = [f"checkpoint={tmp_path / 'run'}", "runtime.device=cpu", "runtime.dtype=float64", "micro_batch=3"]
+    assert command("eval", *evaluation).status == 0
+    alone = json.loads((tmp_path / "run" / "eval.json").read_text())
+    (two,) = run_process([*TORCHRUN, "--standalone", "--nproc_per_node=2", "eval.py", *evaluation])
+    assert two.status == 0, two.err
+    together = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert together.keys() == alone.keys()
+    for key, value in alone.items():
+        same = pytest.approx(value, rel=1e-12) if isinstance(value, float) else value  # sums in another order
+        assert together[key] == same, key
+
+
+def test_two_agents_end_with_the_weights_of_one_process(command, run_process, args, tmp_path):
+    args = [*args, "runtime.dtype=float64"]
+    assert command("train", *args, f"run_dir={tmp_path / 'one'}").status == 0
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    rendezvous = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test"]
+    agent = [*TORCHRUN, *rendezvous, "--nproc_per_node=1", "train.py", *args]
+    for result in run_process(agent, agent):
+        assert result.status == 0, result.err
+    assert_same_steps(tmp_path / "one", tmp_path / "run", tolerance=1e-9)
+    one, two = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("one", "run"))
+    assert one.keys() == two.keys()
+    for name in one:
+        assert (one[name] - two[name]).abs().max() <= 1e-9, name
