@@ -1,5 +1,6 @@
 """What the tests of trainer, commands and configs share: a tiny dataset, a tiny run, and commands in this process."""
 
+import base64
 import json
 import os
 import random
@@ -52,6 +53,15 @@ def make_dataset(tmp_path_factory):
 def dataset_dir(make_dataset):
     """The dataset of most tests."""
     return make_dataset()
+
+
+@pytest.fixture(scope="session")
+def rank_file(tmp_path_factory):
+    """A tiny vocabulary for tokenizer=gpt2: the 256 bytes and three pairs, 260 ids with <|endoftext|>."""
+    path = tmp_path_factory.mktemp("ranks") / "tiny.tiktoken"
+    tokens = [bytes([i]) for i in range(256)] + [b"th", b"re", b"se"]
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    return path
 
 
 @pytest.fixture

@@ -1,0 +1,132 @@
+"""The loss on held-out text against a direct computation in float64."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from common.settings import UserError, decode
+from data.loader import EvalBatches
+from data.shards import TokenStream, read_manifest
+from data.tokenizer import load_tokenizer
+from model.gpt import GPT
+from trainer.distributed import World
+from trainer.evaluate import EvaluateConfig, evaluate, run_evaluation
+from trainer.loop import fit
+from trainer.runtime import open_runtime
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+SEQ_LEN = 50
+
+
+@pytest.fixture
+def gpt(tiny):
+    torch.manual_seed(0)
+    return GPT(tiny().model).double()
+
+
+@pytest.fixture
+def val(dataset_dir):
+    return TokenStream(dataset_dir, read_manifest(dataset_dir), "val")
+
+
+class Alone(World):
+    """One process of several, whose sums stay its own."""
+
+    def sum(self, value):
+        return value
+
+
+def measure(gpt, windows, tokenizer, micro_batch, world=None):
+    runtime = open_runtime(decode(EvaluateConfig, {"checkpoint": ".", "runtime": RUNTIME}).runtime)
+    lengths = torch.from_numpy(tokenizer.byte_lengths)
+    return evaluate(gpt, windows, lengths, micro_batch, runtime, world or World(torch.device("cpu")))
+
+
+RUNTIME = {"device": "cpu", "dtype": "float64"}
+
+
+def direct_nats(gpt, tokens):
+    """Cross-entropy of every token but the first, window by window, without batches."""
+    nats = 0.0
+    with torch.no_grad():
+        for begin in range(0, len(tokens) - 1, SEQ_LEN):
+            window = tokens[begin : begin + SEQ_LEN + 1]
+            p = gpt(window[None, :-1])[0].softmax(-1)
+            nats += -p[torch.arange(len(window) - 1), window[1:]].log().sum().item()
+    return nats
+
+
+@pytest.mark.parametrize("micro_batch", [1, 7, 1000])
+def test_the_whole_split_token_by_token(gpt, val, dataset_dir, micro_batch):
+    tokenizer = load_tokenizer(dataset_dir / "tokenizer.json")
+    tokens = torch.from_numpy(val.read(0, val.n_tokens))
+    assert (val.n_tokens - 1) % SEQ_LEN, "the last window must be ragged for this to be a test"
+    loss = measure(gpt, EvalBatches(val, SEQ_LEN), tokenizer, micro_batch)
+    nats = direct_nats(gpt, tokens)
+    text = b"".join(tokenizer.decode_bytes([i]) for i in tokens[1:].tolist() if i != tokenizer.eot_id)
+    assert (loss.tokens, loss.bytes) == (val.n_tokens - 1, len(text))
+    assert loss.nats == pytest.approx(nats, rel=1e-12)
+    assert loss.per_token == pytest.approx(nats / (val.n_tokens - 1), rel=1e-12)
+    assert loss.bits_per_byte == pytest.approx(nats / math.log(2) / len(text), rel=1e-12)
+    assert loss.perplexity == pytest.approx(math.exp(nats / (val.n_tokens - 1)), rel=1e-11)
+
+
+@pytest.mark.parametrize("size", [2, 3, 200])
+def test_any_number_of_processes_covers_every_window_once(gpt, val, dataset_dir, size):
+    tokenizer = load_tokenizer(dataset_dir / "tokenizer.json")
+    windows = EvalBatches(val, SEQ_LEN)
+    whole = measure(gpt, windows, tokenizer, 8)
+    shares = [measure(gpt, windows, tokenizer, 8, Alone(torch.device("cpu"), rank, size)) for rank in range(size)]
+    assert sum(share.nats for share in shares) == pytest.approx(whole.nats, rel=1e-12)
+    assert sum(share.tokens for share in shares) == whole.tokens
+    assert sum(share.bytes for share in shares) == whole.bytes
+
+
+def test_evaluation_leaves_the_model_training_and_without_gradients(gpt, val, dataset_dir):
+    measure(gpt, EvalBatches(val, SEQ_LEN, 2), load_tokenizer(dataset_dir / "tokenizer.json"), 2)
+    assert gpt.training
+    assert all(p.grad is None for p in gpt.parameters())
+
+
+def test_command_evaluates_n_batches_or_all_and_writes_what_it_prints(tiny, capsys):
+    fit(tiny({"runtime.dtype": "float64", "eval.batches": None}))
+    run_dir = tiny().run_dir
+    raw = {"checkpoint": str(run_dir), "micro_batch": 3, "runtime": RUNTIME}
+    run_evaluation(decode(EvaluateConfig, raw | {"batches": 2}))
+    assert json.loads((run_dir / "eval.json").read_text())["tokens"] == 2 * 3 * 16
+
+    run_evaluation(decode(EvaluateConfig, raw))
+    result = json.loads((run_dir / "eval.json").read_text())
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert result["step"] == 6
+    assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-12)  # what training itself measured
+    assert result["bits_per_byte"] == pytest.approx(last["val_bits_per_byte"], rel=1e-12)
+    out = capsys.readouterr().out
+    assert f"loss {result['loss']:.4f}" in out
+    assert f"{result['bits_per_byte']:.4f} bits per byte" in out
+
+
+def test_the_training_split_can_be_evaluated(tiny, dataset_dir):
+    fit(tiny({"max_steps": 2}))
+    raw = {"checkpoint": str(tiny().run_dir), "split": "train", "seq_len": 1000, "runtime": RUNTIME}
+    run_evaluation(decode(EvaluateConfig, raw))
+    tokens = read_manifest(dataset_dir).splits["train"].total.tokens
+    assert json.loads((tiny().run_dir / "eval.json").read_text())["tokens"] == tokens - 1
+
+
+def test_windows_longer_than_the_learned_positions_are_refused(tiny):
+    fit(tiny({"max_steps": 2, "model.position": {"name": "learned", "max_len": 16}}))
+    raw = {"checkpoint": str(tiny().run_dir), "seq_len": 17, "runtime": RUNTIME}
+    with pytest.raises(UserError, match="seq_len=17 is longer than the model's 16 learned positions"):
+        run_evaluation(decode(EvaluateConfig, raw))
+
+
+def test_a_dataset_of_another_tokenizer_is_refused(tiny, make_dataset, rank_file):
+    fit(tiny({"max_steps": 2}))
+    other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
+    raw = {"checkpoint": str(tiny().run_dir), "dataset_dir": str(other), "runtime": RUNTIME}
+    with pytest.raises(UserError, match=r"tokenizer gpt2 \(n_vocab 260\), the model with bytes \(n_vocab 257\)"):
+        run_evaluation(decode(EvaluateConfig, raw))
