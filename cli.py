@@ -3,6 +3,7 @@
 Whatever a user can mend is one line on standard error and exit status 1; `--debug` shows the traceback instead.
 """
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -38,15 +39,13 @@ def command(config_name: str, run: Callable[[dict[str, Any]], None], text_key: s
     def task(composed: DictConfig) -> None:
         config = {**to_dict(composed), **texts}
         if HydraConfig.get().mode == RunMode.MULTIRUN and "run_dir" in config:  # each job of a sweep in its own folder
-            config["run_dir"] = os.path.join(
-                config["run_dir"], HydraConfig.get().job.override_dirname.replace("/", ".")
-            )
+            config["run_dir"] = os.path.join(config["run_dir"], _job_folder())
         run(config)
 
     def guarded(composed: DictConfig) -> None:
         try:
             task(composed)
-        except (UserError, OmegaConfBaseException) as error:
+        except (UserError, OmegaConfBaseException, OSError) as error:
             if debug or HydraConfig.get().mode == RunMode.MULTIRUN:  # a sweep goes on with its other jobs
                 raise
             _fail(explain(error, config_name))
@@ -55,10 +54,19 @@ def command(config_name: str, run: Callable[[dict[str, Any]], None], text_key: s
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
     except KeyboardInterrupt:
         _fail("interrupted; the same command continues from what was saved", status=130)
-    except (UserError, HydraException, OmegaConfBaseException) as error:
+    except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
         if debug:
             raise
         _fail(explain(error, config_name))
+
+
+def _job_folder() -> str:
+    """The folder of a sweep's job: its options, or, where that is too long, those that vary and a hash of all."""
+    options = HydraConfig.get().job.override_dirname.replace("/", ".")
+    if len(options) <= 200:
+        return options
+    varying = [option for option in HydraConfig.get().overrides.task if option not in sys.argv]
+    return ",".join(varying).replace("/", ".")[:180] + "-" + hashlib.sha256(options.encode()).hexdigest()[:8]
 
 
 def to_dict(composed: DictConfig) -> dict[str, Any]:

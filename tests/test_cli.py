@@ -1,0 +1,182 @@
+"""Commands as users type them: mistakes cost one clear line, and a sweep trains every job."""
+
+import json
+import shutil
+
+import pytest
+
+from trainer.checkpoint import newest
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+
+def snapshot(folder):
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def assert_one_line(result, *fragments):
+    """A mistake's answer: one line that starts with error and has all `fragments`, and a status that is not 0."""
+    assert result.status not in (0, None)
+    assert result.err.startswith("error: ")
+    assert result.err.count("\n") == 1
+    assert len(result.err) < 600
+    for fragment in fragments:
+        assert fragment in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ("optim.max_lrr=3", ["unknown config key 'optim.max_lrr': did you mean 'optim.max_lr'?"]),
+        ("modle=log_gpt_125m", ["unknown config key 'modle': did you mean 'model'?"]),
+        ("model=log_gpt_125", ["model=log_gpt_125 does not exist: did you mean 'log_gpt_125m'?"]),
+        ("schedule=cosin", ["schedule=cosin does not exist: did you mean 'cosine'?"]),
+        ("experiment=zzz", ["experiment=zzz does not exist: allowed: pile_125m, quickstart"]),
+        ("model/attention=softmx", ["model/attention=softmx does not exist: did you mean 'softmax'?"]),
+        ("model/atention=softmax", ["unknown config key 'model/atention'"]),
+        ("model.attention=softmax", ["write model/attention=softmax"]),
+        ("model.attention.name=sofmax", ["model.attention.name='sofmax' does not exist: did you mean 'softmax'?"]),
+        ("tracker=wandb tracker.mod=offline", ["'tracker.mod': did you mean 'tracker.mode'?"]),
+        ("+optim.lr=1", ["unknown config key 'optim.lr'"]),
+        ("~optim.eps optim.eps=1", ["optim.eps"]),
+        ("seed=abc", ["seed='abc'", "integer"]),
+        ("seed=99999999999999999999", ["seed=99999999999999999999", "less than"]),
+        ("max_steps=0", ["max_steps=0", "greater than or equal to 1"]),
+        ("optim.max_lr=", ["optim.max_lr=''", "number"]),
+        ("optim.max_lr=inf", ["optim.max_lr=inf", "finite"]),
+        ("optim.max_lr=nan", ["optim.max_lr=nan"]),
+        ("runtime.device=gpu", ["runtime.device='gpu'", "'auto', 'cpu' or 'cuda'"]),
+        ("resume=maybe", ["resume='maybe'", "'auto' or 'never'"]),
+        ("run_dir=${nothing}", ["'nothing'"]),
+        ("run_dir=${oc.env:NO_SUCH_VARIABLE}", ["NO_SUCH_VARIABLE"]),
+        ("a(", ["cannot read the option a("]),
+        ("dataset_dir=/no/such", ["dataset_dir=/no/such", "prepare_data.py"]),
+        ("runtime.device=cuda", ["runtime.device=cuda", "no GPU"]),
+        ("schedule.warmup_steps=7", ["schedule.warmup_steps=7 is more than max_steps=6"]),
+        ("model.n_head=3", ["n_embd=16 is not divisible by n_head=3", "2 or 4"]),
+        ("batch_tokens=100", ["batch_tokens=100 is not divisible", "use 96"]),
+        ("batch_tokens=8", ["batch_tokens=8 is not divisible", "use 32"]),
+        ("model/position=learned model.position.max_len=8", ["seq_len=16 is longer than the 8 learned positions"]),
+        ("model/position=rotary model.n_head=16", ["is odd, use an even number"]),
+        ("model.n_vocab=200", ["tokenizer bytes of 257 ids", "set model.n_vocab=257"]),
+        ("optim.max_lr=1e30", ["step 2: loss is", "lower optim.max_lr=1e+30"]),
+    ],
+)
+def test_a_mistake_is_one_clear_line(command, tiny_args, monkeypatch, arguments, fragments):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert_one_line(command("train", *tiny_args, *arguments.split()), *fragments)
+
+
+def test_a_mistake_in_another_command_is_one_clear_line_too(command):
+    assert_one_line(command("sample"), "checkpoint is not given: add checkpoint=...")
+    assert_one_line(command("eval", "checkpiont=x"), "unknown config key 'checkpiont': did you mean 'checkpoint'?")
+    assert_one_line(command("eval", "checkpoint=/no/such"), "checkpoint=/no/such holds no checkpoint")
+    assert_one_line(command("sample", "checkpoint=x", "prompt=a", "prompt_file=b"), "give one")
+    assert_one_line(command("sample", "checkpoint=x", "top_p=2"), "top_p=2", "less than or equal to 1")
+    assert_one_line(command("sample", "checkpoint=x", "runtime.compile=true"), "unknown config key 'runtime.compile'")
+
+
+def test_a_dataset_of_more_tokens_than_the_model_has_is_refused(command, tiny_args, make_dataset, rank_file):
+    other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
+    result = command("train", *tiny_args, f"dataset_dir={other}")
+    assert_one_line(result, "tokenizer gpt2 of 260 ids", "model.n_vocab=257: set model.n_vocab=260")
+
+
+def test_a_run_dir_that_cannot_be_made_is_refused(command, tiny_args, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert_one_line(command("train", *tiny_args, f"run_dir={run_dir}"), f"run_dir={run_dir}", "another folder")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_nothing_of_a_run_is_lost_by_mistakes(command, tiny_args, tmp_path, make_dataset):
+    assert command("train", *tiny_args, "stop_at=4").status == 0
+    before = snapshot(tmp_path / "run")
+    mistakes = {
+        "resume=never": "resume=never",
+        "model.n_embd=32": "model.n_embd=32 (checkpoint: 16)",
+        "seq_len=32": "seq_len=32 (checkpoint: 16)",
+        f"dataset_dir={make_dataset(seed=2)}": "whose content is not that of",
+        "optim.max_lr=-1": "optim.max_lr=-1",
+    }
+    for mistake, fragment in mistakes.items():
+        assert_one_line(command("train", *tiny_args, mistake), fragment)
+        assert snapshot(tmp_path / "run") == before, mistake
+    assert command("train", *tiny_args).status == 0
+    assert newest(tmp_path / "run").name == "step-00000006"
+
+
+def test_a_damaged_checkpoint_is_named_and_left_as_it_is(command, tiny_args, tmp_path):
+    assert command("train", *tiny_args, "stop_at=4").status == 0
+    state = newest(tmp_path / "run") / "state.json"
+    state.write_text(state.read_text().replace('"n_head": 2', '"n_head": 4'))
+    before = snapshot(tmp_path / "run")
+    for script, *args in (["train", *tiny_args], *([s, f"checkpoint={tmp_path / 'run'}"] for s in ("sample", "eval"))):
+        assert_one_line(command(script, *args), str(state), "missing or damaged")
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_debug_shows_the_traceback(command, tiny_args):
+    with pytest.raises(ValueError, match="warmup_steps=7"):
+        command("train", *tiny_args, "schedule.warmup_steps=7", "--debug")
+
+
+def test_under_torchrun_one_process_of_a_machine_reports(command, tiny_args, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    result = command("train", *tiny_args, "max_steps=0")
+    assert (result.status, result.err) == (1, "")
+
+
+@pytest.mark.parametrize("script", ["train", "eval", "sample", "scripts/prepare_data"])
+def test_help_shows_the_keys(command, script):
+    result = command(script, "--help")
+    key = {"train": "batch_tokens: 491520", "scripts/prepare_data": "shard_tokens"}.get(script, "checkpoint: ???")
+    assert result.status == 0
+    assert key in result.out
+
+
+def test_a_sweep_trains_every_job_in_a_directory_of_its_own(command, tiny_args, tmp_path):
+    result = command("train", "-m", *tiny_args, "optim.max_lr=1e-3,1e-2", "seed=1,2")
+    assert result.status == 0, result.err
+    runs = sorted(p.parent for p in (tmp_path / "run").glob("*/config.json"))
+    configs = [json.loads((run / "config.json").read_text())["config"] for run in runs]
+    assert sorted((c["optim"]["max_lr"], c["seed"]) for c in configs) == [(1e-3, 1), (1e-3, 2), (1e-2, 1), (1e-2, 2)]
+    for run, config in zip(runs, configs, strict=True):
+        assert config["run_dir"] == str(run)
+        assert newest(run).name == "step-00000006"
+    weights = {(newest(run) / "model.safetensors").read_bytes() for run in runs}
+    assert len(weights) == 4
+
+
+def test_a_job_with_few_options_is_named_by_all_of_them(command, dataset_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.loop.fit", lambda config: config.run_dir.mkdir(parents=True))
+    args = [f"run_dir={tmp_path / 'sweep'}", "experiment=quickstart", "model/attention=softmax,log_space", "seed=3"]
+    assert command("train", "-m", *args).status == 0
+    assert sorted(p.name for p in (tmp_path / "sweep").iterdir() if p.is_dir()) == [
+        f"experiment=quickstart,model.attention={name},seed=3" for name in ("log_space", "softmax")
+    ]
+
+
+def test_a_full_disk_is_one_line(command, tiny_args, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trainer.checkpoint.save_file", full)
+    assert_one_line(command("train", *tiny_args), "No space left on device")
+
+
+def test_a_failing_job_does_not_stop_the_others_but_the_sweep_fails(command, tiny_args, tmp_path):
+    result = command("train", "-m", *tiny_args, "model.n_head=3,2,4")
+    assert result.status == 1
+    assert "n_embd=16 is not divisible by n_head=3" in result.err
+    assert "model.n_head=3" in result.err  # the job is named
+    assert "Traceback" not in result.err
+    finished = [p for p in (tmp_path / "run").iterdir() if p.is_dir() and newest(p)]
+    assert len(finished) == 2
+
+
+def test_a_sweep_over_datasets_keeps_their_runs_apart(command, tiny_args, tmp_path, dataset_dir):
+    shutil.copytree(dataset_dir, tmp_path / "copy")
+    result = command("train", "-m", *tiny_args, f"dataset_dir={dataset_dir},{tmp_path / 'copy'}", "max_steps=2")
+    assert result.status == 0, result.err
+    assert len(list((tmp_path / "run").glob("*/checkpoints/step-00000002"))) == 2

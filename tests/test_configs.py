@@ -1,0 +1,110 @@
+"""Every shipped YAML composes, is accepted by its class, and shows all there is to set."""
+
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from common.settings import Settings, decode
+from data.prepare import PrepareConfig
+from model.gpt import GPT
+from trainer.config import TrainConfig
+from trainer.evaluate import EvaluateConfig
+from trainer.sampling import SampleConfig
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+GIVEN = {  # what a user must give
+    "train": ["dataset_dir=datasets/x"],
+    "eval": ["checkpoint=runs/x"],
+    "sample": ["checkpoint=runs/x"],
+    "prepare": ["out_dir=datasets/x"],
+}
+CLASSES = {"train": TrainConfig, "eval": EvaluateConfig, "sample": SampleConfig, "prepare": PrepareConfig}
+MEMBERS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("*/**/*.yaml"))
+
+
+def compose(root, overrides=()):
+    """The plain dict that a command gets."""
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        composed = hydra.compose(root, [*GIVEN[root], *overrides])
+    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+
+
+def assert_every_field_is_listed(settings, raw, where):
+    """The YAML's keys are the class's fields, in every part of the configuration."""
+    assert set(raw) == set(type(settings).model_fields), where
+    for name, value in settings:
+        if isinstance(value, Settings):
+            assert_every_field_is_listed(value, raw[name], f"{where}.{name}")
+
+
+@pytest.mark.parametrize("root", CLASSES)
+def test_a_commands_own_configuration(root):
+    raw = compose(root)
+    assert_every_field_is_listed(decode(CLASSES[root], raw), raw, root)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_every_member_of_every_group(member):
+    group, _, name = member.rpartition("/")
+    root = "prepare" if group in ("data", "tokenizer") else "train"
+    path = CONFIGS / f"{member}.yaml"
+    overrides = [f"{group}={name}"]
+    if group == "data" and "path: ???" in path.read_text():
+        overrides.append("data.path=files/*.txt")
+    raw = compose(root, overrides)
+    assert_every_field_is_listed(decode(CLASSES[root], raw), raw, member)
+
+
+def test_there_are_members_of_all_the_groups_that_users_are_told_of():
+    groups = {member.rpartition("/")[0] for member in MEMBERS}
+    assert groups >= {
+        "model",
+        "model/attention",
+        "model/block",
+        "model/position",
+        "data",
+        "tokenizer",
+        "optim",
+        "schedule",
+        "runtime",
+        "tracker",
+        "experiment",
+    }
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_a_yaml_begins_with_what_it_is(path):
+    lines = [line for line in path.read_text().splitlines() if line != "# @package _global_"]
+    assert lines[0].startswith("# ")
+    assert lines[0].endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("log_gpt_125m", 124_879_872), ("gpt2_124m", 124_439_808), ("log_gpt_mlp_124m", 124_870_656)],
+)
+def test_the_shipped_models_have_the_parameters_they_claim(name, parameters):
+    config = decode(TrainConfig, compose("train", [f"model={name}"])).model
+    with torch.device("meta"):
+        assert GPT(config).n_params() == parameters
+    assert f"{parameters:,} parameters" in (CONFIGS / "model" / f"{name}.yaml").read_text().splitlines()[0]
+
+
+def test_the_published_recipe():
+    config = decode(TrainConfig, compose("train", ["experiment=pile_125m"]))
+    assert (config.batch_tokens, config.seq_len, config.batch_size) == (491_520, 1024, 480)
+    assert config.max_steps * config.batch_tokens == pytest.approx(300e9, rel=0.02)
+    rates = [
+        config.optim.max_lr * config.schedule.factor(step, config.max_steps)
+        for step in (0, config.schedule.warmup_steps - 1, config.max_steps - 1)
+    ]
+    assert rates == pytest.approx([6e-5, 6e-4, 6e-5])
+
+
+def test_the_quickstart_is_of_bytes():
+    config = decode(TrainConfig, compose("train", ["experiment=quickstart"]))
+    assert config.model.n_vocab == 257
+    assert config.dataset_dir == Path("datasets/x")
