@@ -107,7 +107,7 @@ class WandbTracker(Tracker):
             # A resumed run sends some steps again: as an axis of its own, steps need not grow.
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
-            while (line := self._lines.get()) is not None:
+            while not self._lost and (line := self._lines.get()) is not None:
                 run.log(line)
             run.finish()
         except Exception as error:  # wandb's failures are many, and none of them is worth a run

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,14 +146,18 @@ class Crash(Exception):
     """The machine stops here."""
 
 
-def crash_at(monkeypatch, number, before):
-    """Stop at the `number`-th thing that saving does to the disk, before it or right after it."""
+def crash_at(monkeypatch, number, how):
+    """Stop at the `number`-th thing that saving does to the disk: before it, in the middle of it, or right after it."""
     counter = itertools.count(1)
 
-    def crashing(function):
+    def crashing(name, function):
         def call(*args, **kwargs):
             now = next(counter) == number
-            if now and before:
+            if now and how == "during" and name == "rmtree" and args[0].is_dir():
+                next(args[0].iterdir()).unlink()
+            if now and how == "during" and name == "save_file":
+                args[1].write_bytes(b"half")
+            if now and how != "after":
                 raise Crash
             result = function(*args, **kwargs)
             if now:
@@ -172,43 +177,44 @@ def crash_at(monkeypatch, number, before):
         (os, "replace"),
         (shutil, "rmtree"),
     ]:
-        monkeypatch.setattr(owner, name, crashing(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, crashing(name, getattr(owner, name)))
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_crash_anywhere_in_saving_leaves_whole_checkpoints_and_right_pointers(tiny, tmp_path, monkeypatch, before):
-    """The run is stopped at every single write of its save after step 4, and then goes on to the end."""
+@pytest.mark.parametrize("how", ["before", "during", "after"])
+def test_a_crash_anywhere_in_saving_leaves_whole_checkpoints_and_right_pointers(tiny, tmp_path, monkeypatch, how):
+    """The run is stopped at every single write of its save after step 4, its best, and then goes on to the end."""
     monkeypatch.setattr("trainer.loop.draw_losses", lambda *_, **__: None)  # slow, and not a checkpoint
-    settings = {"checkpoint.keep_last": 1, "eval.every": 2, "tracker.every": 100}
-    fit(tiny(settings | {"run_dir": tmp_path / "whole"}))
+
+    def run(run_dir, stop_at, *losses):
+        losses = iter(losses)
+        monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(losses), tokens=1, bytes=1))
+        settings = {"checkpoint.keep_last": 1, "eval.every": 2, "tracker.every": 100}
+        fit(tiny(settings | {"run_dir": run_dir, "stop_at": stop_at}))
+
+    run(tmp_path / "whole", 6, 5.0, 3.0, 4.0)
     expected = contents(newest(tmp_path / "whole"))
-    fit(tiny(settings | {"run_dir": tmp_path / "start", "stop_at": 2}))
+    run(tmp_path / "start", 2, 5.0)
+    old = contents(tmp_path / "start" / "checkpoints" / "step-00000002")
 
     for number in itertools.count(1):
         run_dir = shutil.copytree(tmp_path / "start", tmp_path / f"crash{number}")
-        config = tiny(settings | {"run_dir": run_dir, "stop_at": 4})
-        old = contents(run_dir / "checkpoints" / "step-00000002")
+        folder = run_dir / "checkpoints"
         with pytest.MonkeyPatch.context() as patch:
-            crash_at(patch, number, before)
+            crash_at(patch, number, how)
             try:
-                fit(config)
+                run(run_dir, 4, 3.0)
             except Crash:
                 pass
             else:
                 break
-        checkpoint = open_checkpoint(run_dir)  # verified by its sums
-        folder = run_dir / "checkpoints"
-        if checkpoint.state.step == 2:
-            assert contents(folder / "step-00000002") == old
         for path in folder.glob("step-????????"):
-            open_checkpoint(path)
-        fit(tiny(settings | {"run_dir": run_dir}))
-        after = contents(newest(run_dir))
-        assert {n: v for n, v in after.items() if n.suffix == ".safetensors"} == {
-            n: v for n, v in expected.items() if n.suffix == ".safetensors"
-        }
-        best = open_checkpoint(folder / "best").state
-        assert best.step == best.best_step
-        assert not list(folder.glob("*.tmp"))
+            open_checkpoint(path)  # whatever has the name is whole
+        step = open_checkpoint(run_dir).state.step
+        assert step == 4 or contents(folder / "step-00000002") == old
+        run(run_dir, 6, *([4.0] if step == 4 else [3.0, 4.0]))
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert (newest(run_dir) / name).read_bytes() == expected[Path(name)]
+        assert open_checkpoint(folder / "best").state.step == 4
+        assert sorted(p.name for p in folder.iterdir()) == ["best", "latest", "step-00000004", "step-00000006"]
         shutil.rmtree(run_dir)
     assert number > 20  # the save does that many things to the disk

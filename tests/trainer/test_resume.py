@@ -3,9 +3,12 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from common.settings import UserError
+from data.loader import TrainBatches
+from data.shards import read_manifest
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.loop import fit
 
@@ -53,11 +56,25 @@ def test_a_run_goes_on_across_the_end_of_an_epoch(tiny, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_an_epoch_ends_where_the_test_above_needs_it(tiny):
-    from data.shards import read_manifest
+def test_every_sequence_of_an_epoch_is_read_once_whatever_interrupts_it(tiny, monkeypatch):
+    read = []
 
+    class Recorded(TrainBatches):
+        def batch(self, step, start, stop):
+            read.extend(self.windows(step * self.batch_size + np.arange(start, stop)).tolist())
+            return super().batch(step, start, stop)
+
+    monkeypatch.setattr("trainer.loop.TrainBatches", Recorded)
+    changes = LONG | {"seq_len": 256, "batch_tokens": 1024}
+    for stop_at in (13, 40, 60):
+        fit(tiny(changes | {"stop_at": stop_at}))
     tokens = read_manifest(tiny().dataset_dir).splits["train"].total.tokens
-    assert 160 < (tokens - 1) // 256 < 240
+    n_windows = (tokens - 1) // 256
+    assert (
+        160 < n_windows < 240 == len(read)
+    )  # the first epoch ends between step 40 and step 60, as the test above needs
+    assert sorted(read[:n_windows]) == list(range(n_windows))
+    assert len(set(read[n_windows:])) == 240 - n_windows
 
 
 def test_lines_written_after_the_last_checkpoint_come_only_once(tiny, tmp_path):
