@@ -1,6 +1,7 @@
 """Several processes as one: the only file that imports torch.distributed."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -62,4 +63,7 @@ def join_world(device: torch.device) -> Iterator[World]:
     try:
         yield World(device, rank, size)
     finally:
+        # DDP's reducer must be gone before the group. If it were the last to hold the group, it would join gloo's
+        # threads while it holds the interpreter's lock, and one of them may need that lock to let go of a tensor.
+        gc.collect()
         dist.destroy_process_group()

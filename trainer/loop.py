@@ -43,24 +43,27 @@ def fit(config: TrainConfig) -> None:
     runtime = open_runtime(config.runtime)
     with join_world(runtime.device) as world:
         runtime.announce()
-        run = Run(config, runtime, world)
-        if run.step >= config.last_step:
-            say(f"{config.run_dir} is already at step {run.step} of {config.last_step}: nothing to train")
-            return
-        with (
-            run.open_files(),
-            Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens) as track,
-        ):
-            while run.step < config.last_step:
-                line = run.train_step()
-                track.advance(config.batch_tokens, f"tokens, loss {line['loss']:.3f}")
-                if run.due(config.tracker.every):
-                    run.write(line | run.speed())
-                improved = run.due(config.eval.every) and run.evaluate()
-                if improved or run.due(config.checkpoint.every) or run.step == config.last_step:
-                    run.save()
-        run_dir = config.run_dir
-        say(f"step {run.step} of {config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
+        _train(Run(config, runtime, world), config)
+
+
+def _train(run: "Run", config: TrainConfig) -> None:
+    if run.step >= config.last_step:
+        say(f"{config.run_dir} is already at step {run.step} of {config.last_step}: nothing to train")
+        return
+    with (
+        run.open_files(),
+        Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens) as track,
+    ):
+        while run.step < config.last_step:
+            line = run.train_step()
+            track.advance(config.batch_tokens, f"tokens, loss {line['loss']:.3f}")
+            if run.due(config.tracker.every):
+                run.write(line | run.speed())
+            improved = run.due(config.eval.every) and run.evaluate()
+            if improved or run.due(config.checkpoint.every) or run.step == config.last_step:
+                run.save()
+    run_dir = config.run_dir
+    say(f"step {run.step} of {config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
 
 
 class Run:
