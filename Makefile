@@ -23,7 +23,7 @@ train: setup  ## prepare the embedded corpus, train a small log-space GPT, evalu
 	$(VENV)/python scripts/prepare_data.py data=stdlib tokenizer=bytes out_dir=datasets/stdlib
 	$(VENV)/python train.py experiment=quickstart run_dir=$(RUN)
 	$(VENV)/python eval.py checkpoint=$(RUN)
-	$(VENV)/python sample.py checkpoint=$(RUN) prompt="def main(" max_new_tokens=400
+	$(VENV)/python sample.py checkpoint=$(RUN) prompt="def main(" max_new_tokens=400 temperature=0.6
 	@printf '\nNext:\n'
 	@printf '  %s\n' 'see $(RUN)/loss.png and $(RUN)/metrics.jsonl' \
 		'source .venv/bin/activate' \

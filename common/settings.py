@@ -39,9 +39,23 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"allowed: {', '.join(names)}"
 
 
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ between two trees, by dotted key: {"model.n_layer": (12, 24)}; None where one has none."""
+    old, new = _flat(before), _flat(now)
+    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def _one_line(cls: type[Settings], raw: Any, error: ValidationError) -> str:
     first, *others = error.errors()
-    path = ".".join(_path_in(raw, first["loc"])) or "config"
+    path = ".".join(_path_in(raw, first["loc"]))
     more = f" (and {len(others)} more)" if others else ""
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])
@@ -53,7 +67,7 @@ def _one_line(cls: type[Settings], raw: Any, error: ValidationError) -> str:
         return f"config {path}.name={tag!r} does not exist: {nearest(tag, tags)}{more}"
     message = first["msg"].removeprefix("Value error, ")
     given = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
-    return f"config {path}{given}: {message}{more}"
+    return f"config {path}{given}: {message}{more}" if path else f"{message}{more}"
 
 
 def _path_in(raw: Any, loc: tuple[int | str, ...]) -> list[str]:

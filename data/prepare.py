@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from common.console import Track, say
 from common.files import make_directory, sync_directory
-from common.settings import Settings, UserError
+from common.settings import Settings, UserError, differences
 from data.encode import Encoded, Skipped, batches, encode_all
 from data.shards import (
     MANIFEST,
@@ -85,22 +85,12 @@ def prepare(config: PrepareConfig) -> Manifest:
 
 def _keep_existing(config: PrepareConfig) -> Manifest:
     manifest = read_manifest(config.out_dir)
-    there, here = _flat(manifest.prepared), _flat(config.recorded())
-    different = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+    different = differences(manifest.prepared, config.recorded())
     if different:
-        changes = ", ".join(f"{key}={there.get(key)!r} (now {here.get(key)!r})" for key in different)
+        changes = ", ".join(f"{key}={there!r} (now {here!r})" for key, (there, here) in different.items())
         raise UserError(f"out_dir={config.out_dir} was made with {changes}: choose another out_dir or delete it")
     say(f"{config.out_dir} is already prepared with these settings; delete it to prepare it again")
     return manifest
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Nested keys joined by dots, as on the command line."""
-    flat = {}
-    for key, value in settings.items():
-        inner = {f"{key}.{name}": inside for name, inside in value.items()} if isinstance(value, dict) else {key: value}
-        flat.update(inner)
-    return flat
 
 
 def _write_dataset(config: PrepareConfig, directory: Path, skipped: Skipped) -> Manifest:

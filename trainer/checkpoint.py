@@ -48,7 +48,9 @@ class TrainState(Settings):
     run_id: str
     """Name of the run for trackers, kept when it is resumed."""
     model: GPTConfig
+    seed: int
     seq_len: int
+    batch_tokens: int
     dataset_dir: Path
     dataset_fingerprint: str
 
@@ -63,7 +65,8 @@ class Checkpoint:
     @property
     def run_dir(self) -> Path:
         """The run that it belongs to."""
-        return self.path.absolute().parent.parent
+        path = self.path if len(self.path.parts) > 2 else self.path.absolute()
+        return path.parent.parent
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one of its files, "model" or "optimizer", on the CPU."""

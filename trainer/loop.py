@@ -2,40 +2,29 @@
 
 import contextlib
 import math
-import platform
-import secrets
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.console import Track, say
-from common.files import make_directory, write_json
+from common.files import make_directory
 from common.settings import UserError
 from data.loader import EvalBatches, TrainBatches
-from data.shards import Manifest, TokenStream, read_manifest
+from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
-from trainer.checkpoint import (
-    Checkpoint,
-    TrainState,
-    load_weights,
-    newest,
-    open_checkpoint,
-    retain,
-    save_checkpoint,
-)
+from trainer.checkpoint import retain, save_checkpoint
 from trainer.config import TrainConfig
 from trainer.distributed import World, join_world
 from trainer.evaluate import evaluate
 from trainer.metrics import MetricsLog, Tracker, read_metrics
-from trainer.optim import load_named_state, named_state, set_lr
+from trainer.optim import named_state, set_lr
 from trainer.plot import draw_losses
-from trainer.runtime import Runtime, device_name, maybe_compile, open_runtime, peak_flops
+from trainer.resume import resume, write_config
+from trainer.runtime import Runtime, maybe_compile, open_runtime, peak_flops
 
 
 def fit(config: TrainConfig) -> None:
@@ -72,8 +61,8 @@ class Run:
     def __init__(self, config: TrainConfig, runtime: Runtime, world: World) -> None:
         self.config, self.runtime, self.world = config, runtime, world
         manifest = read_manifest(config.dataset_dir)
-        self.tokenizer = load_tokenizer(config.dataset_dir / "tokenizer.json")
-        _check_vocabulary(config, self.tokenizer)
+        self.tokenizer = load_tokenizer(config.dataset_dir / TOKENIZER)
+        _check_vocabulary(config, manifest, self.tokenizer)
         _check_split(config, world)
         train, val = (TokenStream(config.dataset_dir, manifest, split) for split in ("train", "val"))
         self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
@@ -84,7 +73,7 @@ class Run:
         torch.manual_seed(config.seed)
         self.gpt = GPT(config.model).to(world.device, runtime.param_dtype)
         self.optimizer = config.optim.build(self.gpt)
-        self.state = self._resume(manifest)
+        self.state = resume(config, manifest, self.gpt, self.optimizer)
         self.summed_loss = world.wrap(maybe_compile(_SummedLoss(self.gpt), config.runtime, world.device))
         self._since: tuple[int, float] = (0, 0.0)  # tokens and seconds of training since the last line
 
@@ -155,6 +144,8 @@ class Run:
         loss = evaluate(
             self.gpt, self.windows, self.byte_lengths, self.config.runtime.micro_batch, self.runtime, self.world
         )
+        if not math.isfinite(loss.nats):
+            raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
         tokens = self.step * self.config.batch_tokens
         self.write(
             {"step": self.step, "tokens": tokens, "val_loss": loss.per_token, "val_bits_per_byte": loss.bits_per_byte}
@@ -183,31 +174,6 @@ class Run:
             retain(self.config.run_dir, self.config.checkpoint.keep_last)
         self.world.wait_for_all()
 
-    def _resume(self, manifest: Manifest) -> TrainState:
-        """The state of the run's newest checkpoint, put into model and optimizer; or a new one."""
-        config = self.config
-        fresh = TrainState(
-            step=0,
-            run_id=secrets.token_hex(4),
-            model=config.model,
-            seq_len=config.seq_len,
-            dataset_dir=config.dataset_dir,
-            dataset_fingerprint=manifest.fingerprint,
-        )
-        path = newest(config.run_dir)
-        if path is None:
-            return fresh
-        if config.resume == "never":
-            raise UserError(
-                f"run_dir={config.run_dir} holds a run, and resume=never: choose another run_dir, or resume=auto"
-            )
-        checkpoint = open_checkpoint(path)
-        _check_same_run(checkpoint, fresh)
-        load_weights(self.gpt, checkpoint)
-        load_named_state(self.gpt, self.optimizer, checkpoint.tensors("optimizer"))
-        say(f"resuming {config.run_dir} after step {checkpoint.state.step}")
-        return checkpoint.state.model_copy(update={"dataset_dir": config.dataset_dir})
-
     @contextlib.contextmanager
     def open_files(self) -> Iterator[None]:
         """Write down what is run, and where; keep metrics and tracker open as long as the context."""
@@ -218,7 +184,7 @@ class Run:
             return
         make_directory(run_dir, "run_dir")
         dumped = config.model_dump(mode="json")
-        write_json(run_dir / "config.json", {"config": dumped, "environment": _environment(self.world)})
+        write_config(run_dir / "config.json", dumped, self.world)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
         say(
@@ -243,7 +209,11 @@ class _SummedLoss(nn.Module):
         return self.gpt.token_losses(token_ids, targets).sum()
 
 
-def _check_vocabulary(config: TrainConfig, tokenizer: Tokenizer) -> None:
+def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:
+    if tokenizer.sha256 != manifest.tokenizer.sha256:
+        raise UserError(
+            f"{config.dataset_dir / TOKENIZER} is not the tokenizer of manifest.json: prepare the data again"
+        )
     if tokenizer.n_vocab > config.model.n_vocab:
         raise UserError(
             f"dataset_dir={config.dataset_dir} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids, "
@@ -258,47 +228,3 @@ def _check_split(config: TrainConfig, world: World) -> None:
             f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences, not divisible among {world.size} "
             f"processes x runtime.micro_batch={config.runtime.micro_batch}: change one of the three"
         )
-
-
-def _check_same_run(checkpoint: Checkpoint, fresh: TrainState) -> None:
-    """Refuse to go on with another architecture or other data."""
-    if checkpoint.state.dataset_fingerprint != fresh.dataset_fingerprint:
-        raise UserError(
-            f"{checkpoint.path} was trained on {checkpoint.state.dataset_dir}, whose content is not that of "
-            f"dataset_dir={fresh.dataset_dir}: use that dataset, or another run_dir"
-        )
-    before = flatten({"seq_len": checkpoint.state.seq_len, "model": checkpoint.state.model.model_dump(mode="json")})
-    now = flatten({"seq_len": fresh.seq_len, "model": fresh.model.model_dump(mode="json")})
-    changed = [
-        f"{key}={now.get(key, 'absent')} (checkpoint: {before.get(key, 'absent')})"
-        for key in sorted(before | now)
-        if before.get(key) != now.get(key)
-    ]
-    if changed:
-        raise UserError(f"{checkpoint.path} is of another architecture: {', '.join(changed)}; use another run_dir")
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def _environment(world: World) -> dict[str, Any]:
-    """What, besides the configuration, a run's numbers depend on."""
-    here = Path(__file__).parent
-    try:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
-        commit = git.stdout.strip() or None
-    except OSError:  # no git on this machine
-        commit = None
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "git_commit": commit,
-        "device": device_name(world.device).strip(","),
-        "processes": world.size,
-    }

@@ -56,7 +56,7 @@ def run_sampling(config: SampleConfig) -> None:
     runtime.announce()
     checkpoint = open_checkpoint(config.checkpoint)
     gpt, tokenizer = load_model(checkpoint.path)
-    gpt = gpt.to(runtime.device, runtime.param_dtype).eval()
+    gpt = gpt.to(runtime.device, runtime.dtype).eval()  # without a backward pass, weights may be bfloat16
     prompt = _read_prompt(config)
     texts = []
     started, n_tokens = time.perf_counter(), 0

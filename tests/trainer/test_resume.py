@@ -131,10 +131,12 @@ def test_the_dataset_may_move(tiny, tmp_path):
     ("changes", "message"),
     [
         ({"resume": "never"}, "holds a run, and resume=never"),
-        ({"model.n_embd": 32}, r"another architecture: model.n_embd=32 \(checkpoint: 16\)"),
+        ({"model.n_embd": 32}, r"another run: model.n_embd=32 \(checkpoint: 16\)"),
         ({"model.attention": {"name": "softmax"}}, r"model.attention.name=softmax \(checkpoint: log_space\)"),
-        ({"model.position": {"name": "learned"}}, r"model.position.max_len=1024 \(checkpoint: absent\)"),
+        ({"model.position": {"name": "learned"}}, r"model.position.max_len=1024 \(checkpoint: None\)"),
         ({"seq_len": 32}, r"seq_len=32 \(checkpoint: 16\)"),
+        ({"seed": 2}, r"seed=2 \(checkpoint: 1\)"),
+        ({"batch_tokens": 128}, r"batch_tokens=128 \(checkpoint: 64\)"),
     ],
 )
 def test_another_run_than_the_one_that_is_there_is_refused(tiny, tmp_path, changes, message):
@@ -143,6 +145,23 @@ def test_another_run_than_the_one_that_is_there_is_refused(tiny, tmp_path, chang
     with pytest.raises(UserError, match=message):
         fit(tiny(changes))
     assert snapshot(tmp_path / "run") == before
+
+
+def test_other_changed_settings_are_said(tiny, capsys):
+    fit(tiny({"stop_at": 2}))
+    fit(tiny({"optim.max_lr": 0.5}))
+    said = capsys.readouterr().out
+    assert "changed since this run was last started: optim.max_lr=0.5 (before: 0.01)" in said
+    assert "changed since this run was last started: stop_at=None (before: 2)" in said
+
+
+def test_another_tokenizer_than_the_manifests_is_refused(tiny, tmp_path):
+    dataset = shutil.copytree(tiny().dataset_dir, tmp_path / "dataset")
+    manifest = json.loads((dataset / "manifest.json").read_text())
+    manifest["tokenizer"]["sha256"] = "0" * 64
+    (dataset / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"tokenizer.json is not the tokenizer of manifest.json"):
+        fit(tiny({"dataset_dir": dataset}))
 
 
 def test_another_dataset_is_refused(tiny, make_dataset, tmp_path):
