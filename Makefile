@@ -23,12 +23,13 @@ train: setup  ## prepare the embedded corpus, train a small log-space GPT, evalu
 	$(VENV)/python scripts/prepare_data.py data=stdlib tokenizer=bytes out_dir=datasets/stdlib
 	$(VENV)/python train.py experiment=quickstart run_dir=$(RUN)
 	$(VENV)/python eval.py checkpoint=$(RUN)
-	$(VENV)/python sample.py checkpoint=$(RUN) prompt="def main(" max_new_tokens=400 temperature=0.6
+	printf 'import os\n\n\nclass Parser:\n    def __init__(self' | \
+		$(VENV)/python sample.py checkpoint=$(RUN) prompt=- max_new_tokens=400
 	@printf '\nNext:\n'
 	@printf '  %s\n' 'see $(RUN)/loss.png and $(RUN)/metrics.jsonl' \
 		'source .venv/bin/activate' \
-		'python sample.py checkpoint=$(RUN) prompt="class Tree:" num_samples=3 temperature=0.7' \
-		'python train.py experiment=quickstart run_dir=$(RUN) max_steps=3000          # train on' \
+		'python sample.py checkpoint=$(RUN) prompt="class Tree:" num_samples=3' \
+		'python train.py experiment=quickstart run_dir=$(RUN) max_steps=8000          # train on' \
 		'python train.py experiment=quickstart run_dir=runs/softmax model/attention=softmax model/position=rotary' \
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
