@@ -5,6 +5,7 @@ import json
 import os
 import random
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,8 @@ import torch
 
 from common.console import console
 from common.settings import decode
+
+torch.set_num_threads(1)  # tests run side by side; and the bits of a result depend on the number of threads
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日本", "🙂"]
@@ -176,6 +179,7 @@ def run_process():
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                start_new_session=True,
             )
             for line in command_lines
         ]
@@ -189,5 +193,5 @@ def run_process():
     yield run
     for process in running:
         if process.poll() is None:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # torchrun's children too: they hold the pipes
             process.communicate()
