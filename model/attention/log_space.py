@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from common.settings import Settings
 from model.attention.base import Attention
 from model.ops.log_attention import LogAttentionState, log_attention
-from model.ops.log_attention.chunked import CHUNK
+from model.ops.log_attention.chunks import CHUNK
 from model.position import Rotation, rotate
 
 
@@ -52,8 +52,12 @@ class LogSpaceAttention(Attention):
         q, k, log_v = qkv.split([self.d_key, self.d_key, self.d_val], dim=-1)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        log_y, state = log_attention(q, k, log_v, state=state, return_state=True)
-        return log_y.transpose(1, 2).reshape(B, T, -1), state if return_state else None
+        after = None
+        if return_state:
+            log_y, after = log_attention(q, k, log_v, state=state, return_state=True)
+        else:
+            log_y = log_attention(q, k, log_v, state=state)
+        return log_y.transpose(1, 2).reshape(B, T, -1), after
 
     def flops_per_token(self, seq_len: int) -> int:
         """Per chunk of C tokens: C x C scores, their product with the values, the state read and written."""

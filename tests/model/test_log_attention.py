@@ -46,7 +46,7 @@ def assert_all_close(got, wanted, tolerance):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", ["causal", "full"])
-@pytest.mark.parametrize("scale", [1, 5])
+@pytest.mark.parametrize("scale", [1, 5, 20, 80, 200])
 def test_gives_the_published_numbers(backend, form, scale):
     file = golden()
     leaves = [file[f"scale{scale}/{name}"].clone().requires_grad_() for name in ("q", "k", "log_v")]
@@ -86,19 +86,6 @@ def test_numerical_gradients(backend):
         return log_y, *state
 
     assert torch.autograd.gradcheck(attend, (q, k, log_v, log_s, log_z))
-
-
-@pytest.mark.parametrize("backend", FAST)
-@pytest.mark.parametrize("scale", [1, 5])
-def test_float32_is_as_exact_as_the_definition_in_float32(backend, scale):
-    exact = [x.detach() * scale for x in inputs(300, d_k=16, d_v=24)[:3]]
-    truth = naive_log_attention(*exact)
-    rounded = [x.float() for x in exact]
-    truth_of_rounded = naive_log_attention(*(x.double() for x in rounded))
-    own = (log_attention(*rounded, backend=backend).double() - truth_of_rounded).abs().max()
-    naive = (naive_log_attention(*rounded).double() - truth_of_rounded).abs().max()
-    assert own <= 2 * naive + 1e-6
-    assert truth.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

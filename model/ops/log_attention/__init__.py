@@ -4,9 +4,10 @@ from torch import Tensor
 
 from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
+from model.ops.log_attention.repair import Fallback as fallback
 from model.ops.log_attention.state import LogAttentionState
 
-__all__ = ["BACKENDS", "LogAttentionState", "log_attention", "naive_log_attention"]
+__all__ = ["BACKENDS", "LogAttentionState", "fallback", "log_attention", "naive_log_attention"]
 
 BACKENDS = {"naive": naive_log_attention, "chunked": chunked_log_attention}
 

@@ -1,31 +1,36 @@
-"""Log-space attention in chunks: matrix products instead of latent states, memory linear in length.
+"""Log-space attention in chunks: matrix products instead of latent states, memory linear in length, exact at any range.
 
 Every sum of the definition is over positive terms. So inside a chunk of C tokens it is a product of matrices of
 exponentials, and between chunks only the sum so far is carried. The normalizer is one more value column, identically 0.
-Each exponential is taken in the frame of its chunk, which makes all of them at most 1:
+Each exponential is measured against a power of two, its frame, which makes all of them at most 1:
 
-    log_z[d]   log-sum of k[j, d] over all tokens j up to the chunk's last     e_k = exp(k - log_z)         (C, d_k)
-    shift[e]   maximum of log_v[j, e] over the same tokens                     e_v = exp(log_v - shift)     (C, d_v)
-    row[t]     maximum over d of q[t, d] + log_z[d]                            e_q = exp(q + log_z - row)   (C, d_k)
-    M[d, e]    exp(log_s[d, e] - log_z[d] - shift[e]): a weighted mean of exp(log_v - shift) over the tokens before
+    2^key[d]      above exp(k[j, d]), for all tokens j up to the chunk's last      e_k = exp(k) 2^-key          (C, d_k)
+    2^value[e]    above exp(log_v[j, e]), for the same tokens                      e_v = exp(log_v) 2^-value    (C, E)
+    2^row[t]      above exp(q[t, d]) 2^key[d], for all d                           e_q = exp(q) 2^(key - row)   (C, d_k)
+    M[d, e]       exp(log_s[d, e]) 2^-(key + value), log_s being the state before the chunk
 
-    sums = e_q M + tril(e_q e_k^T) e_v             log_y = log(sums / its last column) + shift
+    sums = e_q M + tril(e_q e_k^T) e_v             log_y = log(sums / its last column) + value ln 2
 
-After the chunk M + e_k^T e_v is carried into the frame of the next by two factors, both at most 1. The frames cancel
-from log_y, so the backward pass takes them as constants: it is the transpose of these products, in which the gradient
-of M is carried from the last chunk to the first.
+Moving the key's frame from k to q before q's row is measured is what makes the largest term of a row the one at its
+maximum. After the chunk, M + e_k^T e_v is brought into the frame of the next by factors that are at most 1. The frames
+cancel from log_y, so the backward pass takes them as constants: it is the transpose of these products, in which the
+gradient of M is carried from the last chunk to the first.
+
+What can go wrong is that terms underflow which together matter. As all terms are positive, the result proves itself: a
+sum of at least CERTAIN (frames.py) cannot have lost what matters. Chunks with a smaller one are computed again in
+log space (`exact.py`), and so are their gradients.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from model.ops.log_attention import repair
+from model.ops.log_attention.chunks import CHUNK, join, split
+from model.ops.log_attention.frames import CERTAIN, LN2, log_of_scaled, scaled, split_exp, whole_log2
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, empty_state
-
-CHUNK = 64  # tokens: C x C scores and d_k x d_v states then cost about the same at head sizes from 32 to 128
 
 
 def chunked_log_attention(
@@ -41,143 +46,194 @@ def chunked_log_attention(
     (B, H, T, d_k), (S, d_v) = q.shape, log_v.shape[-2:]
     dtype, acc = log_v.dtype, accumulation_dtype(q)
     state = empty_state(q, log_v) if state is None else state
-    sums = torch.cat([state.log_s, state.log_z.unsqueeze(-1)], dim=-1)  # (B, H, d_k, d_v + 1)
-    with torch.autocast(q.device.type, enabled=False):
-        log_y, sums = _ChunkedLogAttention.apply(
-            q.to(acc).reshape(B * H, T, d_k),
-            k.to(acc).reshape(B * H, S, d_k),
-            pad(log_v.to(acc).reshape(B * H, S, d_v), (0, 1)),  # the normalizer's column
-            sums.to(acc).reshape(B * H, d_k, d_v + 1),
-            causal,
-        )
-    log_y = log_y.reshape(B, H, T, d_v).to(dtype)
+    log_s = torch.cat([state.log_s, state.log_z.unsqueeze(-1)], dim=-1)  # (B, H, d_k, E), E = d_v + 1
+    log_y, log_s, *_ = _attend(
+        q.to(acc).reshape(B * H, T, d_k),
+        k.to(acc).reshape(B * H, S, d_k),
+        pad(log_v.to(acc).reshape(B * H, S, d_v), (0, 1)),  # the normalizer's column
+        log_s.to(acc).reshape(B * H, d_k, d_v + 1),
+        causal,
+        return_state,
+    )
+    log_y = log_y.view(B, H, T, d_v).to(dtype)
     if not return_state:
         return log_y
-    sums = sums.reshape(B, H, d_k, d_v + 1)
-    return log_y, LogAttentionState(sums[..., :-1], sums[..., -1])
+    log_s = log_s.view(B, H, d_k, d_v + 1)
+    return log_y, LogAttentionState(log_s[..., :-1], log_s[..., -1])
 
 
-class _ChunkedLogAttention(torch.autograd.Function):
-    """q (G, T, d_k), k (G, S, d_k), log_v (G, S, E), log_s (G, d_k, E) -> log_y (G, T, E - 1), log_s (G, d_k, E)."""
+@torch.library.custom_op("log_gpt::log_attention", mutates_args=())
+def _attend(
+    q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_state: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q (G, T, d_k), k (G, S, d_k), log_v (G, S, E), log_s (G, d_k, E) -> log_y (G, T, E - 1), log_s (G, d_k, E).
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        qs, ks, vs = _chunks(q, k, log_v, causal)
-        frame = _frames(ks, vs, log_s)
-        e_q, e_k, e_v = _exponentials(qs, ks, vs, frame)
-        before, after = _carry(e_k.mT @ e_v, log_s, frame)  # (G, N, d_k, E), (G, d_k, E)
-        sums = e_q @ (before if causal else after.unsqueeze(1))  # (G, N, C, E)
+    Then, for the backward pass: M before each chunk and after the last (G, N + 1, d_k, E), the sums (G, N, C, E).
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        frames = _frames(k, log_v, log_s, causal)
+        e_q, e_k, e_v = _exponentials(q, k, log_v, frames, causal)
+        M = _carry(e_k.mT @ e_v, log_s, frames)
+        sums = e_q @ (M[:, :-1] if causal else M[:, 1:])  # (G, N, C, E)
         if causal:  # else there is one chunk, and its queries see all of it: the state after it
             sums.add_((e_q @ e_k.mT).tril_() @ e_v)
-        log_y = (sums[..., :-1] / sums[..., -1:]).log_().add_(frame.shift[..., :-1])
-        ctx.save_for_backward(q, k, log_v, sums, before, after, *frame)
-        ctx.causal = causal
-        log_s = after.log().add_(frame.log_z[:, -1].mT).add_(frame.shift[:, -1])
-        return _join(log_y, q), log_s
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_y: Tensor, g_log_s: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, log_v, sums, before, after, *rest = ctx.saved_tensors
-        frame, causal = _Frame(*rest), ctx.causal
-        qs, ks, vs = _chunks(q, k, log_v, causal)
-        e_q, e_k, e_v = _exponentials(qs, ks, vs, frame)
-
-        g_y = _chunk(g_y, qs.shape[2], 0.0)
-        g_sums = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1).div_(sums)  # (G, N, C, E)
-        g_seen = e_q.mT @ g_sums  # (G, N, d_k, E): of the sums that the chunk's queries saw
-        g_after = torch.where(after > 0, g_log_s / after, 0)  # (G, d_k, E): an empty sum has no gradient to give
-        if causal:
-            g_first, g_M = _carry_back(g_seen, g_after, frame)
-            g_q, g_k, g_v = g_sums @ before.mT, e_v @ g_M.mT, e_k @ g_M
-            g_A = (g_sums @ e_v.mT).tril_()  # (G, N, C, C)
-            g_q += g_A @ e_k
-            g_k += g_A.mT @ e_q
-            g_v += (e_q @ e_k.mT).tril_().mT @ g_sums
-        else:
-            g_first = g_M = g_seen + g_after.unsqueeze(1)
-            g_q, g_k, g_v = g_sums @ after.unsqueeze(1).mT, e_v @ g_M.mT, e_k @ g_M
-            g_first = g_first[:, 0]
-        return (
-            _join(g_q.mul_(e_q), q),
-            _join(g_k.mul_(e_k), k),
-            _join(g_v.mul_(e_v), log_v),
-            g_first * before[:, 0],
-            None,
-        )
+        log_y = join(log_of_scaled(sums[..., :-1] / sums[..., -1:], frames.value[..., :-1]), q.shape[1]).contiguous()
+        after = log_of_scaled(M[:, -1], frames.key[:, -1].mT + frames.value[:, -1])
+        doubtful = _doubtful(sums)  # (G, N)
+        lost = _doubtful(M[:, -1]) if want_state else doubtful.new_zeros(len(q))  # (G)
+        if doubtful.any() or lost.any():
+            repair.forward(repair.Call(q, k, log_v, log_s, causal), doubtful, lost, log_y, after)
+    return log_y, after, M, sums
 
 
-class _Frame(NamedTuple):
-    """What the exponentials of each of N chunks are measured against. An empty sum's frame is 0, to stay finite."""
-
-    log_z: Tensor
-    """(G, N, 1, d_k): log-sum of k up to and including the chunk; -inf where it is empty."""
-    shift: Tensor
-    """(G, N, 1, E): maximum of log_v up to and including the chunk."""
-    factor: Tensor
-    """(G, N, d_k, E): from the frame of the chunk before (of the initial state, for the first) into this one's."""
-
-
-def _chunks(q: Tensor, k: Tensor, log_v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Split into (G, N, C, .); a last, ragged chunk is filled with keys of -inf, which count for nothing."""
-    C_q = min(CHUNK, q.shape[1]) if causal else q.shape[1]
-    C_k = C_q if causal else k.shape[1]
-    return _chunk(q, C_q, 0.0), _chunk(k, C_k, -torch.inf), _chunk(log_v, C_k, -torch.inf)
-
-
-def _chunk(x: Tensor, C: int, fill: float) -> Tensor:
-    G, T, D = x.shape
-    missing = -T % C
-    return (pad(x, (0, 0, 0, missing), value=fill) if missing else x).reshape(G, -1, C, D)
-
-
-def _join(chunks: Tensor, like: Tensor) -> Tensor:
-    """Undo `_chunk`: (G, N, C, D) -> (G, T, D), T as in `like`."""
-    return chunks.flatten(1, 2)[:, : like.shape[1]]
-
-
-def _frames(k: Tensor, log_v: Tensor, log_s: Tensor) -> _Frame:
-    """Frames for keys (G, N, C, d_k), values (G, N, C, E) and the state (G, d_k, E) before them."""
-    log_z = torch.cat([log_s[:, None, :, -1], k.logsumexp(2)], dim=1).logcumsumexp(1)  # (G, 1 + N, d_k)
-    mean = log_s - _finite(log_s[..., -1:])  # of log_v, over the tokens of the state
-    shift = torch.cat([mean.amax(1, keepdim=True), log_v.amax(2)], dim=1).cummax(1).values  # (G, 1 + N, E)
-    decay = (log_z[:, :-1] - _finite(log_z[:, 1:])).exp_()  # (G, N, d_k), at most 1
-    rescale = (shift[:, :-1] - _finite(shift[:, 1:])).exp_()  # (G, N, E), at most 1
-    return _Frame(
-        log_z[:, 1:].unsqueeze(2),
-        _finite(shift[:, 1:]).unsqueeze(2),
-        decay.unsqueeze(-1) * rescale.unsqueeze(-2),
+@_attend.register_fake
+def _(
+    q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_state: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (G, T, d_k), E = q.shape, log_v.shape[-1]
+    C = min(CHUNK, T) if causal else T
+    N = -(-T // C)
+    return (
+        q.new_empty(G, T, E - 1),
+        torch.empty_like(log_s),
+        q.new_empty(G, N + 1, d_k, E),
+        q.new_empty(G, N, C, E),
     )
 
 
-def _exponentials(q: Tensor, k: Tensor, log_v: Tensor, frame: _Frame) -> tuple[Tensor, Tensor, Tensor]:
-    """e_q (G, N, C, d_k), e_k (G, N, C, d_k), e_v (G, N, C, E), all between 0 and 1."""
-    e_q = q + frame.log_z
-    e_q = e_q.sub_(_finite(e_q.amax(-1, keepdim=True))).exp_()
-    return e_q, (k - _finite(frame.log_z)).exp_(), (log_v - frame.shift).exp_()
+@torch.library.custom_op("log_gpt::log_attention_backward", mutates_args=())
+def _attend_backward(
+    g_y: Tensor,
+    g_log_s: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_v: Tensor,
+    log_s: Tensor,
+    M: Tensor,
+    sums: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, log_v and log_s, from those of log_y (G, T, E - 1) and of the state after (G, d_k, E)."""
+    with torch.autocast(q.device.type, enabled=False):
+        doubtful = _doubtful(sums)
+        sums = sums.masked_fill(doubtful[:, :, None, None], 1) if doubtful.any() else sums
+        frames = _frames(k, log_v, log_s, causal)
+        e_q, e_k, e_v = _exponentials(q, k, log_v, frames, causal)
+        g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (G, T, E)
+        g_sums = split(g_log_S, sums.shape[2], 0.0) / sums  # (G, N, C, E)
+        g_seen = e_q.mT @ g_sums  # (G, N, d_k, E): of the M that the chunk's queries saw
+        before = M[:, :-1]
+        if causal:
+            g_A = (g_sums @ e_v.mT).tril_()  # (G, N, C, C)
+            g_q = (g_sums @ before.mT).add_(g_A @ e_k).mul_(e_q)
+            g_k = (g_A.mT @ e_q).mul_(e_k)  # through the chunk's own queries
+            g_v = ((e_q @ e_k.mT).tril_().mT @ g_sums).mul_(e_v)
+        else:
+            g_q = (g_sums @ M[:, 1:].mT).mul_(e_q)
+            g_k, g_v = torch.zeros_like(e_k), torch.zeros_like(e_v)
+
+        lost = ((M[:, -1] < CERTAIN[M.dtype]) & (g_log_s != 0)).any(-1).any(-1)  # (G)
+        g_after = torch.where(g_log_s == 0, 0, g_log_s / M[:, -1])
+        g_first, g_M = _carry_back(g_seen, g_after, frames, causal)
+        later_k = (e_v @ g_M.mT).mul_(e_k)  # through the queries of later chunks
+        later_v = (e_k @ g_M).mul_(e_v)
+        chunks = ((g_q, q), (later_k.add_(g_k), k), (later_v.add_(g_v), log_v))
+        gradients = [*(join(g, x.shape[1]).contiguous() for g, x in chunks), g_first * before[:, 0]]
+        if doubtful.any() or lost.any():
+            dense = repair.Dense(g_q, g_k, g_v, g_seen, e_k, e_v, before)
+            call = repair.Call(q, k, log_v, log_s, causal)
+            repair.backward(call, doubtful, lost, g_log_S, g_log_s, dense, gradients)
+    d_q, d_k, d_v, d_log_s = gradients
+    return d_q, d_k, d_v, d_log_s
 
 
-def _carry(updates: Tensor, log_s: Tensor, frame: _Frame) -> tuple[Tensor, Tensor]:
-    """M before each chunk (G, N, d_k, E), after the last (G, d_k, E), from every e_k^T e_v; all in their own frames."""
-    before = torch.empty_like(updates)
-    M = (log_s - _finite(frame.log_z[:, 0]).mT - frame.shift[:, 0]).exp_()
-    before[:, 0] = M
-    for n in range(1, updates.shape[1]):
-        M = torch.mul(M + updates[:, n - 1], frame.factor[:, n])
-        before[:, n] = M
-    return before, M + updates[:, -1]
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.causal, _ = inputs
+    _, _, M, sums = output
+    ctx.save_for_backward(*tensors, M, sums)
 
 
-def _carry_back(g_seen: Tensor, g_after: Tensor, frame: _Frame) -> tuple[Tensor, Tensor]:
-    """Gradient of M before the first chunk (G, d_k, E) and after each chunk (G, N, d_k, E)."""
+def _backward(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return *_attend_backward(g_y, g_log_s, *ctx.saved_tensors, ctx.causal), None, None
+
+
+_attend.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+@_attend_backward.register_fake
+def _(g_y: Tensor, g_log_s: Tensor, q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in (q, k, log_v, log_s))
+
+
+class _Frames(NamedTuple):
+    """Powers of two that the exponentials of each of N chunks are measured against: whole numbers, 0 where unknown."""
+
+    key: Tensor
+    """(G, N, 1, d_k); -inf where all keys so far are."""
+    value: Tensor
+    """(G, N, 1, E)."""
+    factor: Tensor
+    """(G, N, d_k, E): from the frame of the chunk before (of the state, for the first) into this one's."""
+
+
+def _frames(k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool) -> _Frames:
+    """Frames for keys (G, S, d_k), values (G, S, E) and the state before them (G, d_k, E)."""
+    C = min(CHUNK, k.shape[1]) if causal else k.shape[1]
+    log_z = log_s[:, None, :, -1]  # (G, 1, d_k)
+    mean = (log_s - _finite(log_s[..., -1:])).amax(1, keepdim=True)  # (G, 1, E): of log_v, over the state's tokens
+    keys = torch.cat([log_z, split(k, C, -torch.inf).amax(2)], dim=1)
+    values = torch.cat([mean, split(log_v, C, -torch.inf).amax(2)], dim=1)
+    keys, values = (whole_log2(x).cummax(1).values for x in (keys, values))  # (G, 1 + N, .)
+    decay = torch.exp2(keys[:, :-1] - _finite(keys[:, 1:]))  # at most 1
+    rescale = torch.exp2(values[:, :-1] - _finite(values[:, 1:]))  # at most 1
+    return _Frames(
+        keys[:, 1:].unsqueeze(2), _finite(values[:, 1:]).unsqueeze(2), decay.unsqueeze(-1) * rescale.unsqueeze(-2)
+    )
+
+
+def _exponentials(q: Tensor, k: Tensor, log_v: Tensor, frames: _Frames, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """e_q (G, N, C, d_k), e_k (G, N, C, d_k), e_v (G, N, C, E), all between 0 and about 1."""
+    C_q, C_k = (min(CHUNK, q.shape[1]), min(CHUNK, k.shape[1])) if causal else (q.shape[1], k.shape[1])
+    row = (split(q, C_q, 0.0) / LN2).add_(frames.key).amax(-1, keepdim=True).ceil_()  # (G, N, C, 1)
+    return (
+        _measured(q, C_q, _finite(row) - frames.key, fill=1.0),  # a missing query's sums are not 0, which is doubtful
+        _measured(k, C_k, _finite(frames.key), fill=0.0),
+        _measured(log_v, C_k, frames.value, fill=0.0),
+    )
+
+
+def _measured(x: Tensor, C: int, frame: Tensor, fill: float) -> Tensor:
+    """exp(x) 2^-frame in chunks, with `fill` for the exponential of a missing token: (G, T, D) -> (G, N, C, D)."""
+    mantissa, exponent = split_exp(x)
+    return scaled(split(mantissa, C, fill), None if exponent is None else split(exponent, C, 0.0), frame)
+
+
+def _carry(updates: Tensor, log_s: Tensor, frames: _Frames) -> Tensor:
+    """M before each chunk and after the last, (G, N + 1, d_k, E), from the e_k^T e_v of each chunk."""
+    G, N, d_k, E = updates.shape
+    M = updates.new_empty(G, N + 1, d_k, E)
+    M[:, 0] = scaled(*split_exp(log_s), _finite(frames.key[:, 0]).mT + frames.value[:, 0])
+    for n in range(1, N):
+        torch.mul(M[:, n - 1] + updates[:, n - 1], frames.factor[:, n], out=M[:, n])
+    torch.add(M[:, N - 1], updates[:, N - 1], out=M[:, N])
+    return M
+
+
+def _carry_back(g_seen: Tensor, g_after: Tensor, frames: _Frames, causal: bool) -> tuple[Tensor, Tensor]:
+    """Gradient of M before the first chunk (G, d_k, E), and after each chunk (G, N, d_k, E), in the chunk's frame."""
+    if not causal:
+        g = g_seen[:, 0] + g_after
+        return g, g.unsqueeze(1)
     g_M = torch.empty_like(g_seen)
-    g = g_after
-    for n in reversed(range(g_seen.shape[1])):
-        g_M[:, n] = g
-        g = g + g_seen[:, n]
-        if n:
-            g = g * frame.factor[:, n]
-    return g, g_M
+    g_M[:, -1] = g_after
+    for n in reversed(range(1, g_seen.shape[1])):
+        torch.mul(g_M[:, n] + g_seen[:, n], frames.factor[:, n], out=g_M[:, n - 1])
+    return g_M[:, 0] + g_seen[:, 0], g_M
+
+
+def _doubtful(sums: Tensor) -> Tensor:
+    """Where any of the sums over the last two dimensions is too small to be certain."""
+    return sums.amin((-2, -1)) < CERTAIN[sums.dtype]
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -1,0 +1,105 @@
+"""Log-space attention token by token, in log space throughout: exact whatever the range, and slow.
+
+`chunked.py` hands over the chunks of tokens ("tiles", a chunk of one head) whose sums may have lost something to
+underflow. Everything here is measured against the sum that it is part of, so no exponent is ever above 0.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST = 2**24  # elements of a temporary
+
+
+def states(k: Tensor, log_v: Tensor, log_s: Tensor) -> Tensor:
+    """log_s before each chunk and after the last, (G, N + 1, d_k, E).
+
+    Args:
+        k: (G, N, C, d_k).
+        log_v: (G, N, C, E).
+        log_s: (G, d_k, E), before the first chunk.
+    """
+    _, N, C, d_k = k.shape
+    before = [log_s]
+    heads = max(1, LARGEST // (C * d_k * log_v.shape[-1]))
+    for n in range(N):
+        parts = [
+            torch.logsumexp(k_n.unsqueeze(-1) + v_n.unsqueeze(-2), dim=1)
+            for k_n, v_n in zip(k[:, n].split(heads), log_v[:, n].split(heads), strict=True)
+        ]
+        before.append(torch.logaddexp(before[-1], torch.cat(parts)))
+    return torch.stack(before, 1)
+
+
+def causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor) -> tuple[Tensor, Tensor]:
+    """log_S (P, C, E) of P tiles, and the state after each of their tokens (C, P, d_k, E).
+
+    q (P, C, d_k), k (P, C, d_k), log_v (P, C, E), and the state before each tile, log_s (P, d_k, E).
+    """
+    log_S, after = [], []
+    for q_t, k_t, v_t in zip(q.unbind(1), k.unbind(1), log_v.unbind(1), strict=True):
+        log_s = torch.logaddexp(log_s, k_t.unsqueeze(-1) + v_t.unsqueeze(-2))
+        log_S.append(torch.logsumexp(q_t.unsqueeze(-1) + log_s, dim=1))
+        after.append(log_s)
+    return torch.stack(log_S, 1), torch.stack(after)
+
+
+class Gradients(NamedTuple):
+    """Of tiles, or of whole sequences."""
+
+    q: Tensor
+    k: Tensor
+    log_v: Tensor
+    log_s: Tensor
+    """Of the state before them."""
+
+
+def causal_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor) -> Gradients:
+    """Backward of `causal_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E)."""
+    log_S, after = causal_log_sums(q, k, log_v, log_s)
+    g, g_q, g_k, g_v = g_after, [], [], []
+    for t in reversed(range(q.shape[1])):
+        s = after[t]  # (P, d_k, E)
+        read = g_log_S[:, t].unsqueeze(-2) * _share(q[:, t].unsqueeze(-1) + s, log_S[:, t].unsqueeze(-2))
+        g = g + read
+        written = g * _share(k[:, t].unsqueeze(-1) + log_v[:, t].unsqueeze(-2), s)
+        g_q.append(read.sum(-1))
+        g_k.append(written.sum(-1))
+        g_v.append(written.sum(-2))
+        g = g * _share(after[t - 1] if t else log_s, s)
+    return Gradients(torch.stack(g_q[::-1], 1), torch.stack(g_k[::-1], 1), torch.stack(g_v[::-1], 1), g)
+
+
+def full_log_sums(q: Tensor, log_s: Tensor) -> Tensor:
+    """log_S (G, T, E) of queries (G, T, d_k) that all see the state log_s (G, d_k, E)."""
+    return torch.cat(
+        [torch.logsumexp(part.unsqueeze(-1) + log_s.unsqueeze(1), dim=2) for part in _split(q, log_s)], dim=1
+    )
+
+
+def full_gradients(
+    q: Tensor, k: Tensor, log_v: Tensor, before: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor
+) -> Gradients:
+    """Backward of `full_log_sums` and of the state log_s (G, d_k, E) that the keys made of the one `before`."""
+    g, g_q, g_k, g_v = g_after, [], [], []
+    for q_t, g_t in zip(_split(q, log_s), _split(g_log_S, log_s), strict=True):  # (G, C, .)
+        log_S = full_log_sums(q_t, log_s)
+        read = g_t.unsqueeze(-2) * _share(q_t.unsqueeze(-1) + log_s.unsqueeze(1), log_S.unsqueeze(-2))
+        g_q.append(read.sum(-1))
+        g = g + read.sum(1)
+    for k_t, v_t in zip(_split(k, log_s), _split(log_v, log_s), strict=True):
+        written = g.unsqueeze(1) * _share(k_t.unsqueeze(-1) + v_t.unsqueeze(-2), log_s.unsqueeze(1))
+        g_k.append(written.sum(-1))
+        g_v.append(written.sum(-2))
+    return Gradients(torch.cat(g_q, 1), torch.cat(g_k, 1), torch.cat(g_v, 1), g * _share(before, log_s))
+
+
+def _split(x: Tensor, log_s: Tensor) -> tuple[Tensor, ...]:
+    """Tokens of x (G, T, .) in pieces whose latent sums fit."""
+    return x.split(max(1, LARGEST // log_s.numel()), dim=1)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """exp(part - whole) of a part of a log-sum, between 0 and 1; 0 of an empty sum."""
+    return (part - torch.where(whole == -torch.inf, 0, whole)).exp_()

@@ -1,0 +1,152 @@
+"""log_attention is exact at any range: against the definition in float64, on inputs made to break exponentials."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model.ops.log_attention import BACKENDS, fallback, log_attention, naive_log_attention
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
+FAST = [name for name in BACKENDS if name != "naive"]
+
+
+def normal(T=200, sd_q=1, sd_k=1, sd_v=1):
+    """q, k, log_v in float64, of numbers that float32 has."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 2, T, 16), (1, 2, T, 16), (1, 2, T, 24)]
+    parts = (torch.randn(shape, generator=generator) * sd for shape, sd in zip(shapes, (sd_q, sd_k, sd_v), strict=True))
+    return [x.double() for x in parts]
+
+
+def log_y_and_gradients(attend, inputs, causal, **options):
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    log_y = attend(*leaves, causal=causal, **options)
+    weights = torch.randn(log_y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return log_y.detach(), torch.autograd.grad(log_y, leaves, weights.to(log_y.dtype))
+
+
+def largest(x):
+    return x.double().abs().nan_to_num(0, posinf=0).amax().item()
+
+
+def assert_as_exact_as_the_definition(inputs, causal, backend, truth_inputs=None):
+    """float32 against float64: the error at most twice the definition's own in float32, plus 1e-6; nothing is lost."""
+    rounded = [x.float() for x in inputs]
+    truth, true_gradients = log_y_and_gradients(naive_log_attention, truth_inputs or inputs, causal)
+    naive, naive_gradients = log_y_and_gradients(
+        naive_log_attention, [x.float() for x in truth_inputs or inputs], causal
+    )
+    own, own_gradients = log_y_and_gradients(log_attention, rounded, causal, backend=backend)
+    assert torch.equal(own == -torch.inf, truth == -torch.inf)
+    finite = truth.isfinite()
+    assert own[finite].isfinite().all()
+    assert largest((own - truth)[finite]) <= 2 * largest((naive - truth)[finite]) + 1e-6
+    scale = max(largest(x) for x in true_gradients)  # relative to the largest gradient
+    naive_error = max(largest(x - y) for x, y in zip(naive_gradients, true_gradients, strict=True)) / scale
+    for x, y in zip(own_gradients, true_gradients, strict=True):
+        assert x[y.isfinite()].isfinite().all()
+        assert largest((x - y)[y.isfinite()]) / scale <= 2 * naive_error + 1e-6
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [1, 5, 20, 80, 200])
+def test_published_inputs(backend, causal, scale):
+    file = load_file(GOLDEN)
+    inputs = [file[f"scale{scale}/{name}"].float().double() for name in ("q", "k", "log_v")]
+    assert_as_exact_as_the_definition(inputs, causal, backend)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sd", [1, 5, 10, 20, 40, 80, 200])
+@pytest.mark.parametrize("which", ["all", "q", "k", "v"])
+def test_standard_deviations_together_and_each_alone(backend, causal, sd, which):
+    wide = {f"sd_{name}": sd for name in "qkv" if which in ("all", name)}
+    assert_as_exact_as_the_definition(normal(**wide), causal, backend)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("where", [0, 100, 199])
+@pytest.mark.parametrize("height", [50, 1000])
+@pytest.mark.parametrize("which", ["all", "q", "k", "v"])
+def test_one_token_that_dwarfs_the_rest(backend, causal, where, height, which):
+    inputs = normal()
+    for name, x in zip("qkv", inputs, strict=True):
+        if which in ("all", name):
+            x[:, :, where] += height
+    assert_as_exact_as_the_definition([x.float().double() for x in inputs], causal, backend)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+def test_values_of_zero_masked_keys_and_constant_rows(backend, causal):
+    q, k, log_v = normal()
+    log_v[:, :, 1::7] = -torch.inf
+    k[:, :, 3::11] = -torch.inf
+    # The definition's own gradient is NaN at -inf; exp(-5000) is 0 in float64 too.
+    truth = [x.clamp(min=-5000) for x in (q, k, log_v)]
+    assert_as_exact_as_the_definition([q, k, log_v], causal, backend, truth)
+    assert_as_exact_as_the_definition(
+        [torch.full_like(q, 3), torch.full_like(k, -50), torch.full_like(log_v, 90)], causal, backend
+    )
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_value_that_is_zero_in_every_token_stays_zero_and_spoils_no_gradient(backend, causal):
+    q, k, log_v = (x.float() for x in normal())
+    log_v[:, :, :, 3] = -torch.inf
+    log_y, gradients = log_y_and_gradients(log_attention, [q, k, log_v], causal, backend=backend)
+    assert (log_y[..., 3] == -torch.inf).all()
+    assert all(x.isfinite().all() for x in gradients)
+    others = [0, 1, 2, *range(4, 24)]
+    wanted = log_attention(q, k, log_v[..., others], causal=causal, backend=backend)
+    torch.testing.assert_close(log_y[..., others], wanted, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+def test_state_of_a_wide_range_and_its_gradients(backend, causal):
+    q, k, log_v = (x.requires_grad_() for x in normal(sd_q=80, sd_k=80, sd_v=80))
+    weights = torch.randn(1, 2, 16, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    results = []
+    for options in ({"backend": "naive"}, {"backend": backend}):
+        first, state = log_attention(
+            q[:, :, :100], k[:, :, :100], log_v[:, :, :100], causal=causal, return_state=True, **options
+        )
+        rest, state = log_attention(
+            q[:, :, 100:], k[:, :, 100:], log_v[:, :, 100:], causal=causal, state=state, return_state=True, **options
+        )
+        gradients = torch.autograd.grad(rest.sum() + (weights * state.log_s).sum(), (q, k, log_v))
+        results.append([first, rest, *state, *gradients])
+    for own, truth in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(own, truth, rtol=1e-9, atol=1e-9)
+
+
+def tiles(run):
+    before = fallback.forward_tiles, fallback.backward_tiles
+    run()
+    return fallback.forward_tiles - before[0], fallback.backward_tiles - before[1]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_ordinary_inputs_never_need_the_fallback(causal):
+    inputs = [x.float() for x in normal(T=500, sd_q=3, sd_k=3, sd_v=3)]
+    assert tiles(lambda: log_y_and_gradients(log_attention, inputs, causal)) == (0, 0)
+
+
+def test_the_fallback_is_for_the_chunks_that_need_it():
+    inputs = [x.float() for x in normal(T=640)]
+    inputs[2][:, 0, 200] += 300  # in the fourth of ten chunks of one of two heads
+    forward, backward = tiles(lambda: log_y_and_gradients(log_attention, inputs, True))
+    assert forward == 1
+    assert 1 <= backward <= 4
+
+
+def test_a_hostile_input_needs_it_everywhere():
+    inputs = [x.float() for x in normal(T=128, sd_q=200, sd_k=200, sd_v=200)]
+    assert tiles(lambda: log_y_and_gradients(log_attention, inputs, True)) == (4, 4)
