@@ -1,13 +1,13 @@
 """log_attention against its definition and against numbers computed by the published code."""
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.profiler import ProfilerActivity, profile
 
 from model.ops.log_attention import BACKENDS, LogAttentionState, log_attention, naive_log_attention
 
@@ -149,33 +149,37 @@ def test_a_token_does_not_change_what_came_before_it(backend):
     assert not torch.allclose(log_attention(*changed, backend=backend)[:, :, 90:], log_attention(*leaves)[:, :, 90:])
 
 
-class LargestTensor(TorchDispatchMode):
-    """Counts the elements of the largest tensor that any operation makes while it is active."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        self.numel = max([self.numel, *sizes])
-        return result
+def allocations(run):
+    """(largest, peak) of the bytes that torch allocates on the CPU while it runs."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(sizes), max(itertools.accumulate(sizes))
 
 
-def largest_tensor(backend, T, d, causal):
-    leaves = [torch.randn(1, 2, T, d, requires_grad=True) for _ in range(3)]
-    with LargestTensor() as largest:
-        log_attention(*leaves, causal=causal, backend=backend).sum().backward()
-    return largest.numel / 2  # a head
+def forward_and_backward(backend, H, T, d, causal):
+    leaves = [torch.randn(1, H, T, d, requires_grad=True) for _ in range(3)]
+    weights = torch.randn(1, H, T, d)
+    return lambda: torch.autograd.grad(log_attention(*leaves, causal=causal, backend=backend), leaves, weights)
 
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("causal", [True, False])
 def test_nothing_of_size_T_dk_dv_is_built_forward_or_backward(backend, causal):
-    d = 64
-    small, large = (largest_tensor(backend, T, d, causal) for T in (256, 1024))
-    assert large <= 2 * 1024 * (d + 1)  # O(T (d_k + d_v)), not T d_k d_v = 32 times that
+    d, bytes_of_a_number = 64, 4
+    small, large = (allocations(forward_and_backward(backend, 1, T, d, causal))[0] for T in (256, 1024))
+    assert large <= 2 * 1024 * (d + 1) * bytes_of_a_number  # O(T (d_k + d_v)), not T d_k d_v = 32 times that
     assert large <= 4.1 * small
-    assert largest_tensor("naive", 256, d, causal) >= 256 * d * d  # the measure sees what it is meant to see
+    naive, _ = allocations(forward_and_backward("naive", 1, 256, d, causal))
+    assert naive >= 256 * d * d * bytes_of_a_number or not causal  # the measure sees what it is meant to see
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_peak_memory_is_at_most_8_times_the_inputs(backend):
+    H, T, d = 24, 1024, 32
+    _, peak = allocations(forward_and_backward(backend, H, T, d, causal=True))
+    assert peak <= 8 * 3 * H * T * d * 4
 
 
 @pytest.mark.parametrize(

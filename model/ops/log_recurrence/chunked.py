@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 CHUNK = 32  # tokens: T / C chunks of C steps take C + T / C dependent steps, fewest near C = sqrt(T)
@@ -25,37 +24,54 @@ def chunked_log_recurrence(
     """As `log_recurrence`."""
     dtype, acc = h.dtype, torch.promote_types(h.dtype, torch.float32)
     start = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
-    s = _LogRecurrence.apply(log_p.to(acc), h.to(acc), start)
+    s = _recur(log_p.to(acc), h.to(acc), start)
     return (s.to(dtype), s[:, -1]) if return_state else s.to(dtype)
 
 
-class _LogRecurrence(torch.autograd.Function):
+@torch.library.custom_op("log_gpt::log_recurrence", mutates_args=())
+def _recur(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
     """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D)."""
+    log_ps, hs = _chunk(log_p, 0.0), _chunk(h, -torch.inf)  # (B, N, C, D)
+    local = hs.clone()
+    for t in range(1, local.shape[2]):
+        torch.logaddexp(local[:, :, t - 1] + log_ps[:, :, t], hs[:, :, t], out=local[:, :, t])
+    A = log_ps.cumsum(2)
+    carried = [start]  # s before each chunk
+    for n in range(local.shape[1] - 1):
+        carried.append(torch.logaddexp(local[:, n, -1], A[:, n, -1] + carried[-1]))
+    s = torch.logaddexp(local, A.add_(torch.stack(carried, 1).unsqueeze(2)))
+    return s.flatten(1, 2)[:, : h.shape[1]].contiguous()
 
-    @staticmethod
-    def forward(ctx: Any, log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
-        log_ps, hs = _chunk(log_p, 0.0), _chunk(h, -torch.inf)  # (B, N, C, D)
-        local = hs.clone()
-        for t in range(1, local.shape[2]):
-            torch.logaddexp(local[:, :, t - 1] + log_ps[:, :, t], hs[:, :, t], out=local[:, :, t])
-        A = log_ps.cumsum(2)
-        carried = [start]  # s before each chunk
-        for n in range(local.shape[1] - 1):
-            carried.append(torch.logaddexp(local[:, n, -1], A[:, n, -1] + carried[-1]))
-        s = torch.logaddexp(local, A.add_(torch.stack(carried, 1).unsqueeze(2)))
-        s = s.flatten(1, 2)[:, : h.shape[1]]
-        ctx.save_for_backward(log_p, h, start, s)
-        return s
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        log_p, h, start, s = ctx.saved_tensors
-        previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
-        a = (log_p + previous - s).exp_()  # (B, T, D): how much of s_{t-1} is in s_t
-        g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s)
-        g_p = g * a
-        return g_p, g * (h - s).exp_(), g_p[:, 0]
+@_recur.register_fake
+def _(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
+    return h.new_empty(h.shape)
+
+
+@torch.library.custom_op("log_gpt::log_recurrence_backward", mutates_args=())
+def _recur_backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of log_p, h and start from that of s."""
+    previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
+    a = (log_p + previous - s).exp_()  # (B, T, D): how much of s_{t-1} is in s_t
+    g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s)
+    g_p = g * a
+    return g_p, g.mul_((h - s).exp_()), g_p[:, 0].clone()
+
+
+@_recur_backward.register_fake
+def _(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return log_p.new_empty(log_p.shape), h.new_empty(h.shape), start.new_empty(start.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+def _backward(ctx: Any, g_s: Tensor) -> tuple[Tensor, ...]:
+    return _recur_backward(g_s, *ctx.saved_tensors)
+
+
+_recur.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _reverse_linear_recurrence(a: Tensor, g: Tensor) -> Tensor:

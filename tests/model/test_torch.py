@@ -1,0 +1,85 @@
+"""The model at home in PyTorch: compiled, under autocast, with recomputed activations, as a pure function."""
+
+import pytest
+import torch
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from model.gpt import GPT, GPTConfig
+from model.ops.log_attention.chunked import _attend
+from model.ops.log_recurrence.chunked import _recur
+
+PARTS = {"attention": {"name": "log_space"}, "block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
+
+
+def build(**sizes):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{"n_vocab": 11, "n_layer": 2, "n_head": 3, "n_embd": 12, **PARTS, **sizes}))
+
+
+def ids(T=70):
+    return torch.randint(11, (2, T), generator=torch.Generator().manual_seed(1))
+
+
+def loss_and_gradients(gpt, loss):
+    gpt.zero_grad()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in gpt.parameters())]
+
+
+@pytest.mark.parametrize("T", [1, 64, 70])
+def test_operators_keep_the_promises_that_torch_asks_of_them(T):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, T, 5), (2, T, 5), (2, T, 8), (2, 5, 8)]
+    q, k, log_v, log_s = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    torch.library.opcheck(_attend, (q, k, log_v, log_s, True, True))
+    torch.library.opcheck(_attend, (q, k, log_v, log_s, False, True))
+    log_p, start = (torch.randn(2, *rest, 5, generator=generator).requires_grad_() for rest in ([T], []))
+    torch.library.opcheck(_recur, (log_p, k.detach().float().requires_grad_(), start))
+
+
+def test_compiles_without_a_graph_break_forward_and_backward():
+    gpt = build()
+    compiled = torch.compile(gpt.loss, fullgraph=True, backend="aot_eager")
+    got = loss_and_gradients(gpt, compiled(ids()[:, :-1], ids()[:, 1:]))
+    wanted = loss_and_gradients(gpt, gpt.loss(ids()[:, :-1], ids()[:, 1:]))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sums_stay_float32_under_autocast():
+    """The result differs from float32 by what bfloat16 does to the linear layers: 8 bits in each of a few."""
+    gpt = build()
+    exact = gpt.loss(ids()[:, :-1], ids()[:, 1:])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, state = gpt(ids(), return_state=True)
+        loss = gpt.loss(ids()[:, :-1], ids()[:, 1:])
+    assert {x.dtype for layer in state.layers for x in layer} == {torch.float32}
+    assert state.position.dtype == torch.float32
+    assert loss.item() != exact.item()
+    torch.testing.assert_close(loss, exact, rtol=2**-7, atol=0)
+    assert all(x.isfinite().all() for x in loss_and_gradients(gpt, loss))
+
+
+def test_recomputed_activations_give_the_same_bits():
+    gpt = build()
+    wanted = loss_and_gradients(gpt, gpt.loss(ids()[:, :-1], ids()[:, 1:]))
+    got = loss_and_gradients(gpt, checkpoint(gpt.loss, ids()[:, :-1], ids()[:, 1:], use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_is_a_pure_function_of_its_parameters():
+    gpt, other = build(), build(n_layer=2)
+    doubled = {name: 2 * p for name, p in gpt.named_parameters()}
+    other.load_state_dict(doubled)
+    assert torch.equal(functional_call(gpt, doubled, (ids(),)), other(ids()))
+
+
+def test_deterministic_algorithms_are_enough():
+    gpt = build()
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = [loss_and_gradients(gpt, gpt.loss(ids()[:, :-1], ids()[:, 1:])) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
