@@ -29,7 +29,7 @@ train: setup  ## prepare the embedded corpus, train a small log-space GPT, evalu
 	@printf '  %s\n' 'see $(RUN)/loss.png and $(RUN)/metrics.jsonl' \
 		'source .venv/bin/activate' \
 		'python sample.py checkpoint=$(RUN) prompt="class Tree:" num_samples=3' \
-		'python train.py experiment=quickstart run_dir=$(RUN) max_steps=8000          # train on' \
+		'python train.py experiment=quickstart run_dir=$(RUN) max_steps=8000          # on, with the schedule of a longer run' \
 		'python train.py experiment=quickstart run_dir=runs/softmax model/attention=softmax model/position=rotary' \
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
@@ -40,6 +40,9 @@ check: setup  ## lint, format and types
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
+
+bench: setup  ## time log attention against the published form and torch's own attention
+	$(VENV)/python scripts/bench_attention.py
 
 format: setup  ## put every file into the project's format
 	$(VENV)/ruff check --fix .

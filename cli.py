@@ -6,6 +6,7 @@ Whatever a user can mend is one line on standard error and exit status 1; `--deb
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,42 +19,58 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from common.console import errors
+from common.console import errors, say
 from common.settings import UserError, nearest
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
-def command(config_name: str, run: Callable[[dict[str, Any]], None], text_key: str | None = None) -> None:
+def command(
+    config_name: str,
+    run: Callable[[dict[str, Any]], None],
+    text_key: str | None = None,
+    when_interrupted: str = "interrupted",
+) -> None:
     """Compose configs/<config_name>.yaml with the command line's overrides, and run.
 
     Args:
         text_key: a key whose value on the command line is taken as it is, quotes, brackets, ${} and all.
+        when_interrupted: what Ctrl-C is answered with.
     """
     debug = "--debug" in sys.argv
     sys.argv[1:] = [arg for arg in sys.argv[1:] if arg != "--debug"]
     texts = _take_text(text_key)
-    _refuse_group_by_dots()
+    _refuse_misplaced_groups(config_name)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed over many lines
 
     def task(composed: DictConfig) -> None:
         config = {**to_dict(composed), **texts}
         if HydraConfig.get().mode == RunMode.MULTIRUN and "run_dir" in config:  # each job of a sweep in its own folder
             config["run_dir"] = os.path.join(config["run_dir"], _job_folder())
+            say(f"--- job {HydraConfig.get().job.num}: {config['run_dir']}")
         run(config)
 
     def guarded(composed: DictConfig) -> None:
         try:
             task(composed)
+        except BrokenPipeError:
+            raise
         except (UserError, OmegaConfBaseException, OSError) as error:
-            if debug or HydraConfig.get().mode == RunMode.MULTIRUN:  # a sweep goes on with its other jobs
+            if debug:
+                raise
+            if (
+                HydraConfig.get().mode == RunMode.MULTIRUN
+            ):  # the sweep goes on with its other jobs, and fails at its end
+                errors.print(f"error: {explain(error, config_name)}", markup=False, style="red")
                 raise
             _fail(explain(error, config_name))
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
     except KeyboardInterrupt:
-        _fail("interrupted; the same command continues from what was saved", status=130)
+        _fail(when_interrupted, status=130)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
         if debug:
             raise
@@ -127,16 +144,21 @@ def _take_text(key: str | None) -> dict[str, str]:
     return dict(arg.split("=", 1) for arg in given)
 
 
-def _refuse_group_by_dots() -> None:
+def _refuse_misplaced_groups(config_name: str) -> None:
     """model.attention=softmax would put a word where a whole group belongs: its name has slashes."""
     for arg in sys.argv[1:]:
         group, _, value = arg.partition("=")
+        if group in ("data", "tokenizer") and config_name != "prepare":
+            _fail(f"'{group}' is for scripts/prepare_data.py: give {config_name}.py what it made, dataset_dir=...")
         folder = CONFIGS / group.replace(".", "/")
         if "." in group and (folder / f"{value}.yaml").is_file():
             _fail(f"{arg} sets a value, not a group: write {group.replace('.', '/')}={value}")
 
 
 def _fail(message: str, status: int = 1) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun, once a machine
-        errors.print(f"error: {message}", markup=False, style="red")
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank != "0":  # what goes wrong in all processes of a machine is said by the first, and torchrun ends the others
+        time.sleep(2)
+        message = f"process {rank}: {message}"
+    errors.print(f"error: {message}", markup=False, style="red")
     sys.exit(status)

@@ -15,4 +15,4 @@ def run(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    command("train", run)
+    command("train", run, when_interrupted="interrupted; the same command continues from the last checkpoint")

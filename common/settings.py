@@ -36,7 +36,9 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     """A hint for a name that does not exist: the closest valid one, or all of them where none is close."""
     names = sorted(allowed)
     close = difflib.get_close_matches(given, names, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"allowed: {', '.join(names)}"
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"allowed: {', '.join(names)}" if len(names) <= 15 else "--help shows all there are"
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

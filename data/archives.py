@@ -15,15 +15,17 @@ class DamagedArchive(Exception):
         self.reason: Literal["corrupted archive", "truncated archive"] = reason
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
+def read_lines(path: Path, seen: Callable[[int], object]) -> Iterator[bytes]:
     r"""Lines of a plain, .gz or .zst file without their b"\n", which alone ends a line: texts contain U+2028 and "\r".
+
+    `seen` is told how many more bytes of the file itself have been read.
 
     Raises:
         OSError: the file cannot be read.
         DamagedArchive: after the last line that could be read whole.
     """
     parts: list[bytes] = []
-    for chunk in _chunks(path):
+    for chunk in _chunks(path, seen):
         first, *others = chunk.split(b"\n")
         parts.append(first)
         if others:
@@ -34,27 +36,28 @@ def read_lines(path: Path) -> Iterator[bytes]:
         yield last
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def _chunks(path: Path, seen: Callable[[int], object]) -> Iterator[bytes]:
     """The file's content, decompressed by its suffix, in pieces of bounded size."""
     if path.suffix == ".zst":
         from zstandard import ZstdDecompressor, ZstdError
 
-        return _decompressed(path, lambda: ZstdDecompressor().decompressobj(), ZstdError)
+        return _decompressed(_raw(path, seen), lambda: ZstdDecompressor().decompressobj(), ZstdError)
     if path.suffix == ".gz":
-        return _decompressed(path, lambda: zlib.decompressobj(wbits=31), zlib.error)
-    return _raw(path)
+        return _decompressed(_raw(path, seen), lambda: zlib.decompressobj(wbits=31), zlib.error)
+    return _raw(path, seen)
 
 
-def _raw(path: Path) -> Iterator[bytes]:
+def _raw(path: Path, seen: Callable[[int], object]) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while chunk := file.read(_READ_BYTES):
+            seen(len(chunk))
             yield chunk
 
 
-def _decompressed(path: Path, new_frame: Callable[[], Any], broken: type[Exception]) -> Iterator[bytes]:
+def _decompressed(raw: Iterator[bytes], new_frame: Callable[[], Any], broken: type[Exception]) -> Iterator[bytes]:
     """An archive may hold several frames (.zst) or members (.gz), one after the other."""
     frame = None
-    for chunk in _raw(path):
+    for chunk in raw:
         while chunk:
             frame = frame or new_frame()
             try:

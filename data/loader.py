@@ -55,6 +55,7 @@ class EvalBatches:
     """A split's windows in order: every target exactly once, or `n_windows` windows spread evenly over the split."""
 
     def __init__(self, stream: TokenStream, seq_len: int, n_windows: int | None = None) -> None:
+        seq_len = min(seq_len, max(1, stream.n_tokens - 1))  # no window is longer than the text
         total = -(-(stream.n_tokens - 1) // seq_len)
         self.stream, self.seq_len, self.total = stream, seq_len, total
         self.n_windows = total if n_windows is None else min(n_windows, total)

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +89,22 @@ def _keep_existing(config: PrepareConfig) -> Manifest:
     if different:
         changes = ", ".join(f"{key}={there!r} (now {here!r})" for key, (there, here) in different.items())
         raise UserError(f"out_dir={config.out_dir} was made with {changes}: choose another out_dir or delete it")
-    say(f"{config.out_dir} is already prepared with these settings; delete it to prepare it again")
+    say(f"{config.out_dir} is already prepared with these settings, its input not read again; delete it to do so")
     return manifest
 
 
 def _write_dataset(config: PrepareConfig, directory: Path, skipped: Skipped) -> Manifest:
     tokenizer = build_tokenizer(config.tokenizer)
     save_tokenizer(tokenizer, directory / TOKENIZER)
+    progress = Progress()
     encoded = encode_all(
-        batches(config.data.documents(), skipped),
+        batches(config.data.documents(progress.add), skipped),
         directory / TOKENIZER,
         config.fraction,
         config.workers or os.cpu_count() or 1,
     )
-    splits = _write_shards(encoded, directory, tokenizer.n_vocab, config.shard_tokens)
+    with Track("reading, bytes", config.data.size()) as track:
+        splits = _write_shards(progress.show(encoded, track), directory, tokenizer.n_vocab, config.shard_tokens)
     _check_not_empty(splits, config.fraction, skipped)
     manifest = Manifest(
         format_version=1,
@@ -118,9 +120,7 @@ def _write_dataset(config: PrepareConfig, directory: Path, skipped: Skipped) -> 
 def _write_shards(
     encoded: Iterable[list[Encoded]], directory: Path, n_vocab: int, shard_tokens: int
 ) -> dict[SplitName, Split]:
-    started, utf8_bytes = time.monotonic(), 0
     with (
-        Track("documents", None) as track,
         ShardWriter(directory, "train", n_vocab, shard_tokens) as train,
         ShardWriter(directory, "val", n_vocab, shard_tokens) as val,
     ):
@@ -128,10 +128,29 @@ def _write_shards(
             for document in batch:
                 writer = val if document.split == "val" else train
                 writer.append(document.ids, document.set_name, document.utf8_bytes)
-                utf8_bytes += document.utf8_bytes
-            rate = utf8_bytes / 1e6 / (time.monotonic() - started)
-            track.advance(len(batch), f"{utf8_bytes / 1e6:,.0f} MB, {rate:.1f} MB/s")
         return {"train": train.finish(), "val": val.finish()}
+
+
+class Progress:
+    """How far the input has been read, and how fast its text is written."""
+
+    def __init__(self) -> None:
+        self.read = self.documents = self.utf8_bytes = 0
+        self.started = time.monotonic()
+
+    def add(self, n_bytes: int) -> None:
+        """So many more bytes of the input have been read."""
+        self.read += n_bytes
+
+    def show(self, encoded: Iterable[list[Encoded]], track: Track) -> Iterator[list[Encoded]]:
+        """Pass batches on, and show each on its way."""
+        for batch in encoded:
+            yield batch
+            self.documents += len(batch)
+            self.utf8_bytes += sum(document.utf8_bytes for document in batch)
+            megabytes, seconds = self.utf8_bytes / 1e6, time.monotonic() - self.started
+            note = f"{self.documents:,} documents, {megabytes:,.0f} MB of text, {megabytes / seconds:.1f} MB/s"
+            track.advance(self.read - track.done, note)
 
 
 def _check_not_empty(splits: dict[SplitName, Split], val_fraction: float, skipped: Skipped) -> None:

@@ -229,6 +229,7 @@ class TokenStream:
         self.split = split
         self.dtype = manifest.dtype
         self.eot_id = manifest.tokenizer.eot_id
+        self.n_vocab = manifest.tokenizer.n_vocab
         self._paths = [dataset_dir / shard.file for shard in shards]
         self._ends = list(itertools.accumulate(shard.tokens for shard in shards))
         self.n_tokens = self._ends[-1] if shards else 0
@@ -237,7 +238,7 @@ class TokenStream:
         """Tokens [start, stop) as int64 (stop - start,).
 
         Raises:
-            UserError: a shard ends before its manifest says.
+            UserError: a shard ends before its manifest says, or holds what is no token id.
         """
         assert 0 <= start <= stop <= self.n_tokens, (start, stop, self.n_tokens)
         parts = [np.empty(0, np.int64)]
@@ -248,6 +249,10 @@ class TokenStream:
             part = np.fromfile(self._paths[shard], self.dtype, count, offset=(start - begin) * self.dtype.itemsize)
             if part.size < count:
                 raise UserError(f"{self._paths[shard]} is shorter than its manifest says: prepare the dataset again")
+            if part.size and int(part.max()) >= self.n_vocab:
+                raise UserError(
+                    f"{self._paths[shard]} holds ids that its tokenizer does not have: prepare the data again"
+                )
             parts.append(part.astype(np.int64))
             start, shard = start + count, shard + 1
         return np.concatenate(parts)

@@ -9,7 +9,7 @@ import os
 import re
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -48,6 +48,11 @@ class Unreadable(NamedTuple):
 
 
 Documents = Iterator[Document | Unreadable]
+Seen = Callable[[int], object]  # is told how many more bytes of the input have been read
+
+
+def _nobody(_: int) -> None:
+    """Nobody wants to know."""
 
 
 class StdlibSource(Settings):
@@ -57,14 +62,22 @@ class StdlibSource(Settings):
 
     name: Literal["stdlib"]
 
-    def documents(self) -> Documents:
+    def size(self) -> int:
+        """Bytes of the input."""
+        return _size(self._paths())
+
+    def documents(self, seen: Seen = _nobody) -> Documents:
         """One document a file, by relative path. Tests and installed packages stay out: not every machine has them."""
+        root = Path(sysconfig.get_path("stdlib"))
+        for path in self._paths():
+            text = _read_text(path, seen)
+            yield text if isinstance(text, Unreadable) else _document(text, "stdlib", str(path.relative_to(root)))
+
+    def _paths(self) -> list[Path]:
         root = Path(sysconfig.get_path("stdlib"))
         excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
         paths = [path.relative_to(root) for path in root.rglob("*.py")]
-        for path in sorted(path for path in paths if not excluded.intersection(path.parts)):
-            text = _read_text(root / path)
-            yield text if isinstance(text, Unreadable) else _document(text, "stdlib", str(path))
+        return [root / path for path in sorted(paths) if not excluded.intersection(path.parts)]
 
 
 class TextSource(Settings):
@@ -76,10 +89,14 @@ class TextSource(Settings):
     path: str | list[str]
     """A file, a glob (`**` reaches into folders), or a list of them."""
 
-    def documents(self) -> Documents:
+    def size(self) -> int:
+        """Bytes of the input."""
+        return _size(_files(self.path))
+
+    def documents(self, seen: Seen = _nobody) -> Documents:
         """A file is one document; a long one is cut into several, so that the split by hash has something to choose."""
         for path in _files(self.path):
-            text = _read_text(path)
+            text = _read_text(path, seen)
             if isinstance(text, Unreadable):
                 yield text
                 continue
@@ -98,15 +115,19 @@ class JsonlSource(Settings):
     text_field: str = "text"
     """The key that holds the text. The set is `meta.pile_set_name` where there is one, else `jsonl`."""
 
-    def documents(self) -> Documents:
+    def size(self) -> int:
+        """Bytes of the input."""
+        return _size(_files(self.path))
+
+    def documents(self, seen: Seen = _nobody) -> Documents:
         """Stream the files in order; what stands before the damage in a damaged archive is kept."""
         for path in _files(self.path):
-            yield from self._documents_of(path)
+            yield from self._documents_of(path, seen)
 
-    def _documents_of(self, path: Path) -> Documents:
+    def _documents_of(self, path: Path, seen: Seen) -> Documents:
         number = 0
         try:
-            for number, line in enumerate(read_lines(path), start=1):
+            for number, line in enumerate(read_lines(path, seen), start=1):
                 if line.strip():  # a blank line is not a document
                     yield self._parse(line, f"{path}:{number}")
         except OSError:
@@ -142,7 +163,10 @@ class PileSource(Settings):
     text_field: str = "text"
     """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `pile`."""
 
-    def documents(self) -> Documents:
+    def size(self) -> None:
+        """Not known before it has been read."""
+
+    def documents(self, seen: Seen = _nobody) -> Documents:
         """Stream the training split. A broken connection is opened again at the row where it broke.
 
         Raises:
@@ -166,8 +190,11 @@ class PileSource(Settings):
                 rows.load_state_dict(position)
 
     def _open(self) -> Any:
+        from huggingface_hub.utils import logging
+
         from datasets import load_dataset
 
+        logging.set_verbosity_error()  # it would announce each of its retries
         try:  # retries by itself, for some 20 seconds
             return load_dataset(
                 self.path, revision=self.revision, data_files=self.data_files, split="train", streaming=True
@@ -244,9 +271,15 @@ def _files(path: str | list[str]) -> list[Path]:
     return [Path(file) for file in found]
 
 
-def _read_text(path: Path) -> str | Unreadable:
+def _size(paths: list[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def _read_text(path: Path, seen: Seen) -> str | Unreadable:
     try:
-        return path.read_bytes().decode("utf-8")
+        content = path.read_bytes()
+        seen(len(content))
+        return content.decode("utf-8")
     except OSError:
         return Unreadable("unreadable file", str(path))
     except UnicodeDecodeError:

@@ -59,6 +59,11 @@ class GPTConfig(Settings):
         return self.head_dim or self.n_embd // self.n_head
 
     @property
+    def max_len(self) -> int | None:
+        """Most tokens a text can have; None: no limit."""
+        return self.position.max_len if self.position.name == "learned" else None
+
+    @property
     def query_dim(self) -> int:
         """Features of a head's queries."""
         return self.attention.query_dim(self.head_features)

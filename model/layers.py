@@ -1,6 +1,6 @@
 """Residual blocks: what stands around the attention of one layer."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ class MLPConfig(Settings):
         return MLPBlock(n_embd, n_layer, attention, self.expansion)
 
 
-BLOCKS = (GLUConfig, MLPConfig)
 BlockConfig = Annotated[GLUConfig | MLPConfig, Field(discriminator="name")]
+BLOCKS = get_args(get_args(BlockConfig)[0])
 
 
 class GLUBlock(nn.Module):

@@ -7,7 +7,7 @@ A position is a module with
 `rotation` is for attention to turn its queries and keys by; the state is what it must remember of earlier tokens.
 """
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 from pydantic import Field
@@ -78,10 +78,10 @@ class NoPositionConfig(Settings):
         return NoPosition()
 
 
-POSITIONS = (LogRecurrenceConfig, LearnedConfig, RotaryConfig, NoPositionConfig)
 PositionConfig = Annotated[
     LogRecurrenceConfig | LearnedConfig | RotaryConfig | NoPositionConfig, Field(discriminator="name")
 ]
+POSITIONS = get_args(get_args(PositionConfig)[0])
 
 
 class LogRecurrencePosition(nn.Module):

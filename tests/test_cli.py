@@ -1,10 +1,13 @@
 """Commands as users type them: mistakes cost one clear line, and a sweep trains every job."""
 
+import io
 import json
 import shutil
 
 import pytest
+from rich.console import Console
 
+from common.console import Track
 from trainer.checkpoint import newest
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -122,9 +125,36 @@ def test_debug_shows_the_traceback(command, tiny_args):
 
 
 def test_under_torchrun_one_process_of_a_machine_reports(command, tiny_args, monkeypatch):
+    """What all meet is said by the first; the others wait to be ended by torchrun, and speak up if they are not."""
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
     result = command("train", *tiny_args, "max_steps=0")
-    assert (result.status, result.err) == (1, "")
+    assert result.status == 1
+    assert result.err.startswith("error: process 1: config max_steps=0")
+    assert waited == [2]
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert command("train", *tiny_args, "max_steps=0").err.startswith("error: config max_steps=0")
+    assert waited == [2]
+
+
+def test_groups_of_another_command_are_explained(command, tiny_args):
+    result = command("train", *tiny_args, "data=text")
+    assert result.status == 1
+    assert "'data' is for scripts/prepare_data.py: give train.py what it made, dataset_dir=..." in result.err
+
+
+def test_progress_bars_nest_on_a_terminal(monkeypatch):
+    """Evaluation has its bar inside the one of training."""
+    terminal = Console(force_terminal=True, file=io.StringIO())
+    monkeypatch.setattr("common.console.console", terminal)
+    with Track("training", 10) as outer:
+        outer.advance(1, "loss 1.0")
+        with Track("evaluating", 5) as inner:
+            inner.advance(5)
+        outer.advance(9)
+    assert "training" in terminal.file.getvalue()
+    assert "evaluating" in terminal.file.getvalue()
 
 
 @pytest.mark.parametrize("script", ["train", "eval", "sample", "scripts/prepare_data"])

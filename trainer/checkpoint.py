@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.console import say, warn
 from common.files import read_json, sha256_file, sync_directory, write_atomic, write_json
 from common.settings import Settings, UserError, decode
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
@@ -64,17 +65,32 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The run that it belongs to."""
+        """The run that it belongs to; its own folder, if it stands alone."""
         path = self.path if len(self.path.parts) > 2 else self.path.absolute()
-        return path.parent.parent
+        return path.parent.parent if path.parent.name == "checkpoints" else path
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one of its files, "model" or "optimizer", on the CPU."""
+        """The tensors of one of its files, "model" or "optimizer", on the CPU.
+
+        Raises:
+            UserError: the file is missing, or not what the manifest says.
+        """
         file = self.path / f"{name}.safetensors"
+        _verify(self.path, file.name)
         try:
             return load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot read {file}: {error}") from None
+
+    def leave(self, name: str, text: str) -> None:
+        """Write a file for the run's owner, and say where; a run that is read-only is no reason to fail."""
+        path = self.run_dir / name
+        try:
+            write_atomic(path, text)
+        except OSError as error:
+            warn(f"{path} was not written: {error.strerror}")
+        else:
+            say(f"written to {path}")
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -84,16 +100,21 @@ def checkpoints_dir(run_dir: Path) -> Path:
 
 def newest(run_dir: Path) -> Path | None:
     """The run's checkpoint of the highest step, or None."""
+    return next(reversed(_all(run_dir)), None)
+
+
+def _all(run_dir: Path) -> list[Path]:
+    """The run's checkpoints, by step."""
     folder = checkpoints_dir(run_dir)
-    names = sorted((p.name for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=_step) if folder.is_dir() else []
-    return folder / names[-1] if names else None
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open the newest checkpoint of a run directory, or the one at `path`: its folder, or `latest` or `best`.
 
     Raises:
-        UserError: there is none, or one of its files is missing or not what its manifest says.
+        UserError: there is none, or its state is missing or not what its manifest says.
     """
     path = Path(path)
     if path.is_file():
@@ -106,19 +127,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if found is None:
             raise UserError(f"checkpoint={path} holds no checkpoint: give a run directory or a folder step-...")
         path = found
-    _verify(path)
+    _verify(path, "state.json")
     state = read_json(path / "state.json")
     if isinstance(state, dict) and state.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{path} has format version {state.get('format_version')}; this program reads {FORMAT_VERSION}")
     return Checkpoint(path, decode(TrainState, state))
 
 
-def load_model(path: str | Path) -> tuple[GPT, Tokenizer]:
+def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
     """The model and the tokenizer of a run directory's newest checkpoint, or of the checkpoint at `path`."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     with torch.device("meta"):
         gpt = GPT(checkpoint.state.model)
     load_weights(gpt, checkpoint, assign=True)
+    _verify(checkpoint.path, "tokenizer.json")
     return gpt.requires_grad_(), load_tokenizer(checkpoint.path / "tokenizer.json")
 
 
@@ -163,9 +185,9 @@ def retain(run_dir: Path, keep_last: int) -> None:
     folder = checkpoints_dir(run_dir)
     best = folder / "best"
     keep = {best.read_text(encoding="utf-8").strip()} if best.exists() else set()
-    names = sorted((p.name for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=_step)
-    for name in set(names[:-keep_last]) - keep:
-        _remove(folder / name)
+    for path in _all(run_dir)[:-keep_last]:
+        if path.name not in keep:
+            _remove(path)
     for leftover in folder.glob("step-*.tmp"):
         shutil.rmtree(leftover)
 
@@ -178,20 +200,17 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _verify(path: Path) -> None:
+def _verify(path: Path, name: str) -> None:
+    """Check one of a checkpoint's files against its manifest."""
     manifest: Any = read_json(path / "manifest.json")
     sums = manifest.get("sha256") if isinstance(manifest, dict) else None
     if not isinstance(sums, dict) or set(sums) != set(_FILES):
         raise UserError(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
-    for name in _FILES:
-        if not (path / name).is_file() or sha256_file(path / name) != sums[name]:
-            raise UserError(
-                f"{path / name} is missing or damaged: its sha256 is not the manifest's; use another checkpoint"
-            )
-
-
-def _step(name: str) -> int:
-    return int(name.removeprefix("step-"))
+    if not (path / name).is_file() or sha256_file(path / name) != sums[name]:
+        raise UserError(
+            f"{path / name} is missing or damaged: its sha256 is not the manifest's; use another checkpoint "
+            f"(train.py continues from the one before if you delete {path})"
+        )
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

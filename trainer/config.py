@@ -26,7 +26,7 @@ class EvalConfig(Settings):
     """Evaluation during training."""
 
     every: int = Field(1000, ge=1)
-    """Steps between evaluations; the last step is always evaluated."""
+    """Steps between evaluations; the end of the schedule is always evaluated."""
     batches: int | None = Field(20, ge=1)
     """Batches of batch_tokens to evaluate, spread evenly over the validation split; null: all of it."""
 
@@ -49,7 +49,7 @@ class TrainConfig(Settings):
     max_steps: int = Field(ge=1)
     """Length of the run, which the schedule spans."""
     stop_at: int | None = Field(None, ge=1)
-    """Save and stop after this step, the schedule unchanged; null: at max_steps."""
+    """Save and stop after this step, the schedule unchanged and nothing evaluated out of turn; null: at max_steps."""
     model: GPTConfig
     optim: OptimConfig
     schedule: ScheduleConfig
@@ -77,10 +77,11 @@ class TrainConfig(Settings):
                 f"batch_tokens={self.batch_tokens} is not divisible by runtime.micro_batch x seq_len = "
                 f"{self.runtime.micro_batch} x {self.seq_len}: use {near}, for example, or another micro_batch"
             )
-        position = self.model.position
-        if position.name == "learned" and self.seq_len > position.max_len:
+        if self.run_dir == Path():
+            raise ValueError("run_dir is empty: give the folder of the run, such as run_dir=runs/demo")
+        if self.model.max_len is not None and self.seq_len > self.model.max_len:
             raise ValueError(
-                f"seq_len={self.seq_len} is longer than the {position.max_len} learned positions of the model: "
+                f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model: "
                 f"use at most that, or set model.position.max_len"
             )
         if self.schedule.warmup_steps > self.max_steps:

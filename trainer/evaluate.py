@@ -1,5 +1,6 @@
 """Loss on held-out text: weighted by tokens, the same for any number of processes and any micro-batch."""
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from pydantic import Field
 from torch import Tensor
 
 from common.console import Track, say
-from common.files import write_json
 from common.settings import Settings, UserError
 from data.loader import EvalBatches
 from data.shards import TokenStream, read_manifest
@@ -96,7 +96,7 @@ def run_evaluation(config: EvaluateConfig) -> None:
     """Evaluate a checkpoint, print the result, and write it to eval.json in the run directory."""
     runtime = open_runtime(config.runtime)
     checkpoint = open_checkpoint(config.checkpoint)
-    gpt, tokenizer = load_model(checkpoint.path)
+    gpt, tokenizer = load_model(checkpoint)
     dataset_dir = config.dataset_dir or checkpoint.state.dataset_dir
     manifest = read_manifest(dataset_dir)
     if manifest.tokenizer.sha256 != tokenizer.sha256:
@@ -105,9 +105,9 @@ def run_evaluation(config: EvaluateConfig) -> None:
             f"(n_vocab {manifest.tokenizer.n_vocab}), the model with {tokenizer.name} (n_vocab {tokenizer.n_vocab}): "
             f"prepare the dataset with the model's tokenizer"
         )
-    seq_len, position = config.seq_len or checkpoint.state.seq_len, gpt.config.position
-    if position.name == "learned" and seq_len > position.max_len:
-        raise UserError(f"seq_len={seq_len} is longer than the model's {position.max_len} learned positions: lower it")
+    seq_len, max_len = config.seq_len or checkpoint.state.seq_len, gpt.config.max_len
+    if max_len is not None and seq_len > max_len:
+        raise UserError(f"seq_len={seq_len} is longer than the model's {max_len} learned positions: lower it")
     n_windows = None if config.batches is None else config.batches * config.micro_batch
     stream = TokenStream(dataset_dir, manifest, config.split)
     windows = EvalBatches(stream, seq_len, n_windows)
@@ -133,5 +133,4 @@ def run_evaluation(config: EvaluateConfig) -> None:
                 "perplexity": loss.perplexity,
                 "bits_per_byte": loss.bits_per_byte,
             }
-            write_json(checkpoint.run_dir / "eval.json", result)
-            say(f"written to {checkpoint.run_dir / 'eval.json'}")
+            checkpoint.leave("eval.json", json.dumps(result, indent=2) + "\n")

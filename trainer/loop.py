@@ -30,6 +30,7 @@ from trainer.runtime import Runtime, maybe_compile, open_runtime, peak_flops
 def fit(config: TrainConfig) -> None:
     """Train, or go on training, until config.last_step; everything worth keeping is in config.run_dir."""
     runtime = open_runtime(config.runtime)
+    make_directory(config.run_dir, "run_dir")
     with join_world(runtime.device) as world:
         runtime.announce()
         _train(Run(config, runtime, world), config)
@@ -51,6 +52,7 @@ def _train(run: "Run", config: TrainConfig) -> None:
             improved = run.due(config.eval.every) and run.evaluate()
             if improved or run.due(config.checkpoint.every) or run.step == config.last_step:
                 run.save()
+        run.draw()
     run_dir = config.run_dir
     say(f"step {run.step} of {config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
 
@@ -97,7 +99,7 @@ class Run:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise UserError(
                 f"step {self.step + 1}: loss is {loss} and the gradient's norm {grad_norm}; the weights are "
-                f"as they were: lower optim.max_lr={config.optim.max_lr:g}, and start again from the last checkpoint"
+                f"as they were: lower optim.max_lr={config.optim.max_lr:g}, and start again"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -151,13 +153,17 @@ class Run:
             {"step": self.step, "tokens": tokens, "val_loss": loss.per_token, "val_bits_per_byte": loss.bits_per_byte}
         )
         say(f"step {self.step}: validation loss {loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte")
-        if self.world.is_main:
-            run_dir = self.config.run_dir
-            draw_losses(read_metrics(run_dir / "metrics.jsonl"), run_dir / "loss.png", title=str(run_dir))
+        self.draw()
         improved = self.state.best_val_loss is None or loss.per_token < self.state.best_val_loss
         if improved:
             self.state = self.state.model_copy(update={"best_val_loss": loss.per_token, "best_step": self.step})
         return improved
+
+    def draw(self) -> None:
+        """Redraw loss.png."""
+        if self.world.is_main:
+            run_dir = self.config.run_dir
+            draw_losses(read_metrics(run_dir / "metrics.jsonl"), run_dir / "loss.png", title=str(run_dir))
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl and to the tracker."""
@@ -182,9 +188,8 @@ class Run:
         if not self.world.is_main:
             yield
             return
-        make_directory(run_dir, "run_dir")
         dumped = config.model_dump(mode="json")
-        write_config(run_dir / "config.json", dumped, self.world)
+        write_config(run_dir / "config.json", dumped, self.world, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
         say(

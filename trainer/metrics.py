@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from common.console import warn
+from common.console import say, warn
 from common.files import write_atomic
 from common.settings import Settings, UserError
 
@@ -55,7 +55,6 @@ class WandbTrackerConfig(Settings):
         return WandbTracker(settings, self.finish_seconds)
 
 
-TRACKERS = (LocalTrackerConfig, WandbTrackerConfig)
 TrackerConfig = Annotated[LocalTrackerConfig | WandbTrackerConfig, Field(discriminator="name")]
 
 
@@ -101,9 +100,12 @@ class WandbTracker(Tracker):
 
     def _run(self) -> None:
         try:
+            os.environ.setdefault("WANDB_SILENT", "true")  # its many lines would break up the progress
             import wandb
 
             run = wandb.init(**self._settings)
+            if url := getattr(run, "url", None):
+                say(f"wandb: {url}")
             # A resumed run sends some steps again: as an axis of its own, steps need not grow.
             run.define_metric("step")
             run.define_metric("*", step_metric="step")

@@ -1,12 +1,14 @@
 """The optimizer: AdamW with weight decay on what multiplies (matrices, embeddings), not on what shifts or scales."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from common.settings import Settings
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamWConfig(Settings):
@@ -15,13 +17,13 @@ class AdamWConfig(Settings):
     name: Literal["adamw"]
     max_lr: float = Field(6e-4, gt=0, allow_inf_nan=False)
     """Highest learning rate; the schedule gives factors of it."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the running mean of the gradient and of its square."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
     """Added to the root of the mean square."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False)
     """Of parameters with two dimensions or more, a step: lr x this."""
-    grad_clip: float | None = Field(1.0, gt=0)
+    grad_clip: float | None = Field(1.0, gt=0, allow_inf_nan=False)
     """Largest norm of the whole gradient; null: not clipped."""
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -34,7 +36,6 @@ class AdamWConfig(Settings):
         return torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=self.eps, fused=True)
 
 
-OPTIMIZERS = (AdamWConfig,)
 OptimConfig = AdamWConfig
 
 

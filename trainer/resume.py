@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.console import say
+from common.console import say, warn
 from common.files import read_json, write_json
 from common.settings import UserError, differences
 from data.shards import Manifest
@@ -36,7 +36,7 @@ def resume(config: TrainConfig, manifest: Manifest, gpt: GPT, optimizer: torch.o
         seed=config.seed,
         seq_len=config.seq_len,
         batch_tokens=config.batch_tokens,
-        dataset_dir=config.dataset_dir,
+        dataset_dir=config.dataset_dir.absolute(),
         dataset_fingerprint=manifest.fingerprint,
     )
     path = newest(config.run_dir)
@@ -51,7 +51,7 @@ def resume(config: TrainConfig, manifest: Manifest, gpt: GPT, optimizer: torch.o
     load_weights(gpt, checkpoint)
     load_named_state(gpt, optimizer, checkpoint.tensors("optimizer"))
     say(f"resuming {config.run_dir} after step {checkpoint.state.step}")
-    return checkpoint.state.model_copy(update={"dataset_dir": config.dataset_dir})
+    return checkpoint.state.model_copy(update={"dataset_dir": fresh.dataset_dir})
 
 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
@@ -66,12 +66,15 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
         raise UserError(f"{path} is of another run: {listed}; use those settings, or another run_dir")
 
 
-def write_config(path: Path, config: dict[str, Any], world: World) -> None:
-    """Write config.json: the configuration as run, and the environment. Says what has changed since the last time."""
-    if path.exists():
-        changed = differences(read_json(path)["config"], config)
-        for key, (old, new) in changed.items():
-            say(f"changed since this run was last started: {key}={new} (before: {old})")
+def write_config(path: Path, config: dict[str, Any], world: World, resumed: bool) -> None:
+    """Write config.json: the configuration as run, and the environment. Says what a resumed run has changed."""
+    try:
+        before = read_json(path)["config"] if resumed else config
+    except (UserError, KeyError, TypeError) as error:  # it is on record only: no reason to stop
+        warn(f"{path} was damaged and is written anew: {error}")
+        before = config
+    for key, (old, new) in differences(before, config).items():
+        say(f"changed since this run was last started: {key}={new} (before: {old})")
     write_json(path, {"config": config, "environment": _environment(world)})
 
 

@@ -3,6 +3,7 @@
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -78,6 +79,9 @@ def maybe_compile(module: nn.Module, config: RuntimeConfig, device: torch.device
     if not wanted:
         why = "compiling takes longer than it saves on a CPU" if config.compile == "auto" else "runtime.compile=false"
         say_once(f"not compiled: {why}")
+        return module
+    if device.type == "cuda" and find_spec("triton") is None:
+        say_once("not compiled: torch.compile needs the package triton on a GPU")
         return module
     return torch.compile(module)  # type: ignore[return-value]
 

@@ -11,7 +11,6 @@ import torch
 from pydantic import Field, model_validator
 
 from common.console import console, say
-from common.files import write_atomic
 from common.settings import Settings, UserError
 from data.tokenizer import Tokenizer
 from model.generate import generate
@@ -55,48 +54,36 @@ def run_sampling(config: SampleConfig) -> None:
     runtime = open_runtime(config.runtime)
     runtime.announce()
     checkpoint = open_checkpoint(config.checkpoint)
-    gpt, tokenizer = load_model(checkpoint.path)
+    gpt, tokenizer = load_model(checkpoint)
     gpt = gpt.to(runtime.device, runtime.dtype).eval()  # without a backward pass, weights may be bfloat16
     prompt = _read_prompt(config)
-    texts = []
+    check_length(gpt, tokenizer, prompt, config)
+    texts: list[str] = []
     started, n_tokens = time.perf_counter(), 0
-    for i in range(config.num_samples):
-        if config.num_samples > 1:
-            say(f"--- sample {i + 1} of {config.num_samples}, seed {config.seed + i}")
-        pieces = [prompt]
-        _show(prompt)
-        for piece in stream(gpt, tokenizer, prompt, config, config.seed + i, runtime):
-            _show(piece)
-            pieces.append(piece)
-        n_tokens += len(pieces) - 2  # the first is the prompt, the last no token's
-        _show("\n")
-        texts.append("".join(pieces))
-    rate = n_tokens / (time.perf_counter() - started)
-    path = checkpoint.run_dir / "samples.txt"
-    write_atomic(path, "\n\n---\n\n".join(texts) + "\n")
-    say(f"({n_tokens} tokens, {rate:.0f} a second; written to {path})")
+    try:
+        for i in range(config.num_samples):
+            if config.num_samples > 1:
+                say(f"--- sample {i + 1} of {config.num_samples}, seed {config.seed + i}")
+            texts.append(prompt)
+            _show(prompt)
+            for piece in stream(gpt, tokenizer, prompt, config, config.seed + i, runtime):
+                texts[-1] += piece
+                n_tokens += 1
+                _show(piece)
+            _show("\n")
+    finally:  # what there is, also of a sample that is interrupted
+        checkpoint.leave("samples.txt", "\n\n---\n\n".join(texts) + "\n")
+    say(f"({n_tokens} tokens, {n_tokens / (time.perf_counter() - started):.0f} a second)")
 
 
 def stream(
     gpt: GPT, tokenizer: Tokenizer, prompt: str, config: SampleConfig, seed: int, runtime: Runtime
 ) -> Iterator[str]:
-    """One continuation of `prompt`, a piece of text for each token; a character that is not whole yet waits.
-
-    Raises:
-        UserError: prompt and continuation are longer than the model's learned positions.
-    """
-    prompt_ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]  # in training, every text follows the end of another
-    position = gpt.config.position
-    n_read = len(prompt_ids) + config.max_new_tokens - 1  # the last token is not read again
-    if position.name == "learned" and n_read > position.max_len:
-        raise UserError(
-            f"a prompt of {len(prompt_ids)} tokens and max_new_tokens={config.max_new_tokens} are more than the "
-            f"model's {position.max_len} learned positions: shorten the one or the other"
-        )
+    """One continuation of `prompt`, a piece of text for each token; a character that is not whole yet waits."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     tokens = generate(
         gpt,
-        torch.tensor([prompt_ids], device=runtime.device),
+        torch.tensor([_prompt_ids(tokenizer, prompt)], device=runtime.device),
         n_vocab=tokenizer.n_vocab,
         temperature=config.temperature,
         top_k=config.top_k,
@@ -107,7 +94,24 @@ def stream(
         if token.item() == tokenizer.eot_id:
             break
         yield decoder.decode(tokenizer.decode_bytes([int(token.item())]))
-    yield decoder.decode(b"", final=True)  # what is left of a character
+    if rest := decoder.decode(b"", final=True):  # of a character
+        yield rest
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """In training, every text follows the end of another."""
+    return [tokenizer.eot_id, *tokenizer.encode(prompt)]
+
+
+def check_length(gpt: GPT, tokenizer: Tokenizer, prompt: str, config: SampleConfig) -> None:
+    """Raise UserError where prompt and continuation are longer than the model's learned positions."""
+    n_prompt = len(_prompt_ids(tokenizer, prompt))
+    max_len = gpt.config.max_len
+    if max_len is not None and n_prompt + config.max_new_tokens - 1 > max_len:  # the last token is not read again
+        raise UserError(
+            f"a prompt of {n_prompt} tokens and max_new_tokens={config.max_new_tokens} are more than the "
+            f"model's {max_len} learned positions: shorten the one or the other"
+        )
 
 
 def _read_prompt(config: SampleConfig) -> str:

@@ -4,7 +4,7 @@ Each returns a factor of `optim.max_lr`, so that a sweep over it moves the whole
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -84,8 +84,8 @@ class Constant(Settings):
         return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
 
-SCHEDULES = (OneCycle, Cosine, WSD, Constant)
 ScheduleConfig = Annotated[OneCycle | Cosine | WSD | Constant, Field(discriminator="name")]
+SCHEDULES = get_args(get_args(ScheduleConfig)[0])
 
 
 def _progress(step: int, first: int, last: int) -> float:

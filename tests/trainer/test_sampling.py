@@ -1,6 +1,7 @@
 """sample.py: prompts from everywhere, text that is never broken, samples.txt."""
 
 import io
+import shutil
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch
 from common.settings import UserError, decode
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.gpt import GPT
+from trainer.checkpoint import newest
 from trainer.loop import fit
 from trainer.runtime import Runtime
-from trainer.sampling import SampleConfig, stream
+from trainer.sampling import SampleConfig, check_length, run_sampling, stream
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -42,7 +44,7 @@ def stream_of(tiny, monkeypatch):
 
 def test_a_character_is_shown_when_it_is_whole(stream_of):
     pieces = stream_of("aé日🙂b".encode())
-    assert pieces == ["a", "", "é", "", "", "日", "", "", "", "🙂", "b", ""]
+    assert pieces == ["a", "", "é", "", "", "日", "", "", "", "🙂", "b"]
 
 
 def test_bytes_that_are_no_character_are_marked(stream_of):
@@ -96,6 +98,36 @@ def test_learned_positions_are_used_to_the_last_and_no_further(tiny):
     gpt = GPT(tiny({"model.position": {"name": "learned", "max_len": 16}}).model)
     tokenizer = build_tokenizer(BytesConfig(name="bytes"))
     fits = make_config(max_new_tokens=12, top_k=None)  # <|endoftext|>, 4 of the prompt, and 11 of 12 are read
+    check_length(gpt, tokenizer, "abcd", fits)
     list(stream(gpt, tokenizer, "abcd", fits, 1, CPU))
     with pytest.raises(UserError, match=r"prompt of 6 tokens and max_new_tokens=12 are more than the .* 16 learned"):
-        list(stream(gpt, tokenizer, "abcde", fits, 1, CPU))
+        check_length(gpt, tokenizer, "abcde", fits)
+
+
+def test_what_is_interrupted_is_kept(run_dir, monkeypatch):
+    def interrupted(*_):
+        yield "abc"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.sampling.stream", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_sampling(make_config(checkpoint=run_dir, prompt="x"))
+    assert (run_dir / "samples.txt").read_text() == "xabc\n"
+
+
+def test_a_run_that_cannot_be_written_to_is_sampled_all_the_same(command, run_dir, monkeypatch):
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("trainer.checkpoint.write_atomic", refuse)
+    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=x", "max_new_tokens=3")
+    assert result.status == 0
+    assert "samples.txt was not written: Read-only file system" in result.err
+
+
+def test_a_checkpoint_alone_gets_its_sample_beside_it(command, run_dir, tmp_path):
+    alone = shutil.copytree(newest(run_dir), tmp_path / "copy" / "step-00000006")
+    (alone / "optimizer.safetensors").unlink()  # not needed to sample
+    result = command("sample", f"checkpoint={alone}", "runtime.device=cpu", "prompt=x", "max_new_tokens=3")
+    assert result.status == 0, result.err
+    assert (alone / "samples.txt").read_text().startswith("x")

@@ -42,7 +42,7 @@ def chunked_log_attention(
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As `log_attention`; forward and backward hold O(T (d_k + d_v)) numbers, none of size T x d_k x d_v."""
+    """As `log_attention`. Both passes hold O(T (d_k + d_v)) numbers, and T / CHUNK states of d_k x (d_v + 1)."""
     (B, H, T, d_k), (S, d_v) = q.shape, log_v.shape[-2:]
     dtype, acc = log_v.dtype, accumulation_dtype(q)
     state = empty_state(q, log_v) if state is None else state
