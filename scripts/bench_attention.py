@@ -1,0 +1,312 @@
+"""Time log attention beside the published formula and torch's softmax attention, and measure its memory.
+
+    python scripts/bench_attention.py [--device auto|cpu|cuda] [--quick] [--out runs/bench_attention]
+
+Every implementation is first compared with the definition in float64: a wrong one is refused, and nothing is timed.
+The contenders then take turns in every round, so that whatever else the machine does hits all alike.
+"""
+
+import argparse
+import itertools
+import platform
+import random
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from common.console import console, errors, say
+from common.files import make_directory, write_json
+from common.settings import UserError
+from model.ops.log_attention import BACKENDS, log_attention, naive_log_attention
+
+Row = dict[str, Any]
+
+
+class Shape(NamedTuple):
+    """Of q, k and the values alike."""
+
+    B: int
+    H: int
+    T: int
+    d: int
+
+    def __str__(self) -> str:
+        return f"B={self.B} H={self.H} T={self.T:,} d={self.d}"
+
+
+SHAPES = {
+    "cpu": [Shape(1, 24, 1024, 32), Shape(1, 4, 4096, 32), Shape(1, 4, 16384, 32)],
+    "cuda": [Shape(16, H, T, d) for H, d in ((24, 32), (12, 64)) for T in (1024, 4096, 32768)],
+    "quick": [Shape(1, 2, 64, 8), Shape(1, 2, 100, 8)],
+}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+SDPA = {"cpu": ["FLASH_ATTENTION"], "cuda": ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]}
+LATENT_BYTES = 2e9  # the published formula keeps several times its T x d_k x d_v latents: with more it is skipped
+FEWEST_ROUNDS, MOST_ROUNDS, SECONDS_A_SHAPE = 7, 50, 20.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check, time, print and write; 1 where an implementation is wrong or an option cannot be followed."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: shows that it works, measures nothing")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_attention"), help="where bench.json and .png go")
+    options = parser.parse_args(argv)
+    try:
+        bench(options, shlex.join(["python", "scripts/bench_attention.py", *argv]))
+    except UserError as error:
+        errors.print(f"error: {error}", markup=False, style="red")
+        return 1
+    return 0
+
+
+def bench(options: argparse.Namespace, command: str) -> None:
+    """All of it, in order."""
+    out = make_directory(options.out, "--out")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device=cuda, but torch sees no GPU here: use --device=cpu")
+    device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
+    shapes = SHAPES["quick" if options.quick else device.type]
+    found: dict[str, Any] = {"command": command, "machine": describe(device)}
+    found["error_over_allowed"] = check(device, sorted({shape.d for shape in shapes}))
+    found["copy_bytes_per_second"] = rate = copy_rate(device)
+    found["rows"] = rows = []
+    for shape in shapes:
+        measured = measure(shape, device, 0.0 if options.quick else SECONDS_A_SHAPE, memory=shape == shapes[0])
+        rows += [row | ratios(row, measured, rate) for row in measured]
+    table = table_of(rows, f"{found['machine']['device']}, {found['machine']['dtype']}")
+    table.width = console.measure(table, options=console.options.update(width=200)).maximum  # nothing is cut short
+    console.print(table)
+    write_json(out / "bench.json", found)
+    draw(rows, found["machine"], out / "bench.png")
+    say(f"written: {out / 'bench.json'}, {out / 'bench.png'}")
+
+
+def contenders(device: torch.device) -> dict[str, Callable[..., Any]]:
+    """By name: the published formula, our backends, softmax attention."""
+
+    def softmax(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, kernel)):
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    found: dict[str, Callable[..., Any]] = {"published": naive_log_attention}
+    for name in BACKENDS:
+        if name != "naive" and (name != "triton" or device.type == "cuda"):  # on a CPU, that times its interpreter
+            found[name] = partial(log_attention, backend=name)
+    return found | {f"SDPA {x.split('_')[0].lower()}": partial(softmax, kernel=x) for x in SDPA[device.type]}
+
+
+def draw_inputs(shape: Shape, device: torch.device, deviation: float = 1.0) -> tuple[list[Tensor], Tensor]:
+    """Random q, k and log_v that want gradients, and the gradient of the result."""
+    options: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": DTYPES[device.type]}
+    leaves = [(deviation * torch.randn(shape, **options)).requires_grad_() for _ in range(3)]
+    return leaves, torch.randn(shape, **options)
+
+
+def outputs(attend: Callable[..., Any], leaves: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """The result and the gradients of q, k and log_v."""
+    y = attend(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, weights)]
+
+
+def check(device: torch.device, head_sizes: list[int]) -> dict[str, float]:
+    """The largest error of each backend, forward and gradients, as a share of what rounding allows.
+
+    Raises:
+        UserError: it is above 1.
+    """
+    worst = {name: 0.0 for name in contenders(device) if name in BACKENDS}
+    for d, deviation in itertools.product(head_sizes, (1.0, 20.0)):  # at 20, plain exponentials under- and overflow
+        leaves, weights = draw_inputs(Shape(1, 2, 500, d), device, deviation)  # 500: no multiple of any chunk
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        wanted = outputs(naive_log_attention, exact, weights.double())
+        # Sums over 500 keys and d features, added in float32 in any order, of exponentials each of which is off by
+        # the rounding of its argument. Of fewer bits: up to four rounded factors, one of which is the result.
+        arguments = sum(x.detach().abs().max().item() for x in leaves)
+        allowed = (500 + d + arguments) * torch.finfo(torch.float32).eps + 4 * torch.finfo(leaves[0].dtype).eps
+        for name in worst:
+            got = outputs(contenders(device)[name], leaves, weights)
+            for what, a, b in zip(("log_y", "dq", "dk", "dlog_v"), got, wanted, strict=True):
+                error = ((a.double() - b).abs().max() / b.abs().max().clamp(min=1)).item()
+                if not error <= allowed:  # NaN is wrong too
+                    where = f"d={d}, standard deviation {deviation:g}: error {error:.1e}, allowed {allowed:.1e}"
+                    raise UserError(f"backend {name} is wrong in {what} ({where}); nothing is timed")
+                worst[name] = max(worst[name], error / allowed)
+    for name, share in worst.items():
+        say(f"{name} equals the definition in float64: largest error {share:.1%} of what rounding allows")
+    return worst
+
+
+def measure(shape: Shape, device: torch.device, seconds: float, memory: bool) -> list[Row]:
+    """One row for each contender that fits; says which do not."""
+    leaves, weights = draw_inputs(shape, device)
+    scratch = torch.empty(2**30, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+    runs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    for name, attend in contenders(device).items():
+        runs[name] = torch.no_grad()(partial(attend, *leaves)), partial(outputs, attend, leaves, weights)
+        if problem := warm_up(name, runs[name], shape, scratch):
+            say(f"skipped at {shape}: {name}, {problem}")
+            del runs[name]
+    times: dict[str, list[list[float]]] = {name: [] for name in runs}
+    begin = time.perf_counter()
+    for done in range(MOST_ROUNDS):
+        if done >= FEWEST_ROUNDS and time.perf_counter() - begin > seconds:
+            break
+        for name in random.sample(list(runs), len(runs)):  # nobody always follows the one that empties the caches
+            times[name].append([1e3 * timed(run, scratch) for run in runs[name]])
+    rows = []
+    for name, (_, both) in runs.items():
+        row: Row = {"contender": name, **shape._asdict(), "rounds": len(times[name]), "input_bytes": 3 * weights.nbytes}
+        row["forward_ms"], row["both_ms"] = map(statistics.median, zip(*times[name], strict=True))
+        rows.append(row | {"peak_over_inputs": peak_bytes(both, device) / row["input_bytes"] if memory else None})
+    return rows
+
+
+def warm_up(name: str, runs: tuple[Callable[[], Any], ...], shape: Shape, scratch: Tensor | None) -> str | None:
+    """Run twice, so that nothing is compiled, tuned or first allocated later; why it cannot run, if so."""
+    latents = shape.B * shape.H * shape.T * shape.d**2 * 4
+    if name == "published" and latents > LATENT_BYTES:
+        return f"its latents alone take {latents / 1e9:.1f} GB"
+    try:
+        with warnings.catch_warnings(action="ignore"):  # many lines of SDPA's, on why a kernel does not run
+            for run in runs * 2:
+                timed(run, scratch)
+    except torch.OutOfMemoryError:
+        return "out of memory"
+    except RuntimeError as error:
+        if not name.startswith("SDPA"):  # an error in a kernel of ours is no reason to leave it out
+            raise
+        return str(error).splitlines()[0]
+    return None
+
+
+def timed(run: Callable[[], Any], scratch: Tensor | None) -> float:
+    """Seconds that a run takes; `scratch` is large, and on the GPU."""
+    if scratch is None:
+        begin = time.perf_counter()
+        result = run()
+        end = time.perf_counter()
+        del result  # freed after the clock stopped
+        return end - begin
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    scratch.zero_()  # empties the cache, and gives Python the time to queue the kernels ahead of the GPU
+    start.record()
+    run()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """The most memory that torch holds during a run, above what it held before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def copy_rate(device: torch.device) -> float | None:
+    """Bytes a second, read and written, of a large copy on the GPU; None, not measured, on a CPU."""
+    if device.type == "cpu":
+        return None
+    source, target, scratch = (torch.empty(2**30, dtype=torch.uint8, device=device) for _ in range(3))
+    return 2 * source.nbytes / statistics.median(timed(lambda: target.copy_(source), scratch) for _ in range(20))
+
+
+def ratios(row: Row, rows: list[Row], rate: float | None) -> Row:
+    """How many times as fast as the published form and as the fastest SDPA of these rows; and how near the floor."""
+    found: Row = {}
+    for key, beside in itertools.product(("forward", "both"), ("published", "SDPA")):
+        best = min((x[f"{key}_ms"] for x in rows if x["contender"].startswith(beside)), default=None)
+        found[f"{key}_over_{beside}"] = best and best / row[f"{key}_ms"]
+    moved = row["input_bytes"] * 4 / 3  # log_y too
+    return found | {"share_of_floor": rate and moved / rate / (row["forward_ms"] / 1e3)}
+
+
+def table_of(rows: list[Row], title: str) -> Table:
+    """All figures, a section for each shape."""
+    table = Table(title=f"{title}: medians; x published, x SDPA: how many times as fast as these")
+    table.add_column("")
+    columns = ["forward\nms", "x pub-\nlished", "\nx SDPA", "and backward\nms", "x pub-\nlished", "\nx SDPA"]
+    for column in [*columns, "peak memory\nover inputs", "memory floor /\nforward time"]:
+        table.add_column(column, justify="right")
+    for shape, group in itertools.groupby(rows, key=lambda row: Shape(*(row[key] for key in Shape._fields))):
+        table.add_row(f"[bold]{shape}[/]")
+        for row in group:
+            cells = []
+            for key in ("forward", "both"):
+                speeds = (row[f"{key}_over_{beside}"] for beside in ("published", "SDPA"))
+                cells += [f"{row[f'{key}_ms']:,.3f}", *("" if x is None else f"{x:.2f}" for x in speeds)]
+            peak, share = row["peak_over_inputs"], row["share_of_floor"]
+            cells += ["" if peak is None else f"{peak:.2f}", "not measured" if share is None else f"{share:.0%}"]
+            table.add_row("  " + row["contender"], *cells)
+        table.add_section()
+    return table
+
+
+def draw(rows: list[Row], machine: dict[str, Any], path: Path) -> None:
+    """Time over length, of one head, so that shapes of many heads and of few stand on one line."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure.suptitle(f"Causal attention in {machine['dtype']} on {machine['device']}, threads: {machine['threads']}")
+    names, head_sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("contender", "d"))
+    lengths = sorted({row["T"] for row in rows})
+    panels = (("forward_ms", "forward"), ("both_ms", "forward and backward"))
+    for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+        for (i, name), (j, d) in itertools.product(enumerate(names), enumerate(head_sizes)):
+            own = [row for row in rows if (row["contender"], row["d"]) == (name, d)]
+            times = [row[key] / (row["B"] * row["H"]) for row in own]
+            axes.plot([row["T"] for row in own], times, f"C{i}" + ("o-", "s--")[j % 2], label=f"{name}, d={d}")
+        axes.set(xscale="log", yscale="log", title=title, xlabel="length T (tokens)", ylabel="time per head (ms)")
+        axes.set_xticks(lengths, [f"{T:,}" for T in lengths])
+        axes.xaxis.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+        axes.tick_params(labelleft=True)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """What the figures depend on besides the command."""
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    name = cpu[1] if cpu else platform.processor() or platform.machine()
+    try:
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # no git on this machine
+        commit = None
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
+        "dtype": str(DTYPES[device.type]).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "git_commit": commit,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
