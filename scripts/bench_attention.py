@@ -58,7 +58,7 @@ SHAPES = {
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 SDPA = {"cpu": ["FLASH_ATTENTION"], "cuda": ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]}
 LATENT_BYTES = 2e9  # the published formula keeps several times its T x d_k x d_v latents: with more it is skipped
-FEWEST_ROUNDS, MOST_ROUNDS, SECONDS_A_SHAPE = 7, 50, 20.0
+FEWEST_ROUNDS, MOST_ROUNDS, SECONDS_A_SHAPE = 5, 50, 20.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -164,17 +164,19 @@ def measure(shape: Shape, device: torch.device, seconds: float, memory: bool) ->
         if problem := warm_up(name, runs[name], shape, scratch):
             say(f"skipped at {shape}: {name}, {problem}")
             del runs[name]
-    times: dict[str, list[list[float]]] = {name: [] for name in runs}
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in runs}
     begin = time.perf_counter()
     for done in range(MOST_ROUNDS):
         if done >= FEWEST_ROUNDS and time.perf_counter() - begin > seconds:
             break
-        for name in random.sample(list(runs), len(runs)):  # nobody always follows the one that empties the caches
-            times[name].append([1e3 * timed(run, scratch) for run in runs[name]])
+        for name in random.sample(list(runs), len(runs)):  # nobody always follows the same one
+            for run, found in zip(runs[name], times[name], strict=True):
+                found += turn(run, scratch, seconds / 80)
     rows = []
     for name, (_, both) in runs.items():
-        row: Row = {"contender": name, **shape._asdict(), "rounds": len(times[name]), "input_bytes": 3 * weights.nbytes}
-        row["forward_ms"], row["both_ms"] = map(statistics.median, zip(*times[name], strict=True))
+        row: Row = {"contender": name, **shape._asdict(), "input_bytes": 3 * weights.nbytes}
+        row["forward_runs"], row["both_runs"] = map(len, times[name])
+        row["forward_ms"], row["both_ms"] = (1e3 * statistics.median(found) for found in times[name])
         rows.append(row | {"peak_over_inputs": peak_bytes(both, device) / row["input_bytes"] if memory else None})
     return rows
 
@@ -195,6 +197,14 @@ def warm_up(name: str, runs: tuple[Callable[[], Any], ...], shape: Shape, scratc
             raise
         return str(error).splitlines()[0]
     return None
+
+
+def turn(run: Callable[[], Any], scratch: Tensor | None, seconds: float) -> list[float]:
+    """Time a run at least once, and for so long: only the first finds cache and allocator as another left them."""
+    begin, times = time.perf_counter(), []
+    while not times or time.perf_counter() - begin < seconds:
+        times.append(timed(run, scratch))
+    return times
 
 
 def timed(run: Callable[[], Any], scratch: Tensor | None) -> float:
