@@ -201,7 +201,8 @@ def warm_up(name: str, runs: tuple[Callable[[], Any], ...], shape: Shape, scratc
 
 def turn(run: Callable[[], Any], scratch: Tensor | None, seconds: float) -> list[float]:
     """Time a run at least once, and for so long: only the first finds cache and allocator as another left them."""
-    begin, times = time.perf_counter(), []
+    times: list[float] = []
+    begin = time.perf_counter()
     while not times or time.perf_counter() - begin < seconds:
         times.append(timed(run, scratch))
     return times
