@@ -190,9 +190,8 @@ class PileSource(Settings):
                 rows.load_state_dict(position)
 
     def _open(self) -> Any:
-        from huggingface_hub.utils import logging
-
         from datasets import load_dataset
+        from huggingface_hub.utils import logging
 
         logging.set_verbosity_error()  # it would announce each of its retries
         try:  # retries by itself, for some 20 seconds
