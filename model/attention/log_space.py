@@ -1,6 +1,6 @@
 """Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant size."""
 
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from common.settings import Settings
 from model.attention.base import Attention
 from model.ops.log_attention import LogAttentionState, log_attention
 from model.ops.log_attention.chunks import CHUNK
+from model.ops.log_attention.signed import split_signs
 from model.position import Rotation, rotate
 
 
@@ -24,6 +25,24 @@ class LogSpaceConfig(Settings):
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceAttention":
         """The module for this configuration."""
         return LogSpaceAttention(n_embd, n_head, self.query_dim(head_dim), self.d_val or head_dim)
+
+    def query_dim(self, head_dim: int) -> int:
+        """Features of a head's queries, which a rotary position turns in pairs."""
+        return self.d_key or head_dim
+
+
+class LogSpaceSignedConfig(Settings):
+    """Log-space attention over values of either sign; the result is not a logarithm."""
+
+    name: Literal["log_space_signed"]
+    d_key: int | None = Field(None, ge=1)
+    """Features of a head's queries and keys; null: head_dim."""
+    d_val: int | None = Field(None, ge=1)
+    """Features of a head's values; null: head_dim."""
+
+    def build(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceSignedAttention":
+        """The module for this configuration."""
+        return LogSpaceSignedAttention(n_embd, n_head, self.query_dim(head_dim), self.d_val or head_dim)
 
     def query_dim(self, head_dim: int) -> int:
         """Features of a head's queries, which a rotary position turns in pairs."""
@@ -49,17 +68,37 @@ class LogSpaceAttention(Attention):
         """(B, T, n_embd) -> (B, T, n_head * d_val)."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, 2 d_key + d_val)
-        q, k, log_v = qkv.split([self.d_key, self.d_key, self.d_val], dim=-1)
+        q, k, v = qkv.split([self.d_key, self.d_key, self.d_val], dim=-1)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        after = None
-        if return_state:
-            log_y, after = log_attention(q, k, log_v, state=state, return_state=True)
-        else:
-            log_y = log_attention(q, k, log_v, state=state)
-        return log_y.transpose(1, 2).reshape(B, T, -1), after
+        y, after = self._attend(q, k, v, state, return_state)  # (B, H, T, d_val)
+        return y.transpose(1, 2).reshape(B, T, -1), after
+
+    def _attend(
+        self, q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState | None, return_state: bool
+    ) -> tuple[Tensor, LogAttentionState | None]:
+        if not return_state:  # the operator need not be certain of a state that nobody wants
+            return cast(Tensor, log_attention(q, k, log_v, state=state)), None
+        log_y, after = log_attention(q, k, log_v, state=state, return_state=True)
+        return log_y, cast(LogAttentionState, after)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Per chunk of C tokens: C x C scores, their product with the values, the state read and written."""
         C = min(CHUNK, seq_len)
         return 2 * self.n_head * (C * self.d_key + C * self.d_val + 2 * self.d_key * self.d_val)
+
+
+class LogSpaceSignedAttention(LogSpaceAttention):
+    """The same over values v of either sign: positive and negative ones are summed apart, and y is their difference."""
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LogAttentionState | None, return_state: bool
+    ) -> tuple[Tensor, LogAttentionState | None]:
+        log_y, after = super()._attend(q, k, split_signs(v.abs().log(), v.sign()), state, return_state)
+        positive, negative = log_y.chunk(2, dim=-1)
+        return positive.exp() - negative.exp(), after
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Twice the value columns."""
+        C = min(CHUNK, seq_len)
+        return 2 * self.n_head * (C * self.d_key + 2 * C * self.d_val + 4 * self.d_key * self.d_val)

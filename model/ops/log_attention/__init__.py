@@ -5,9 +5,17 @@ from torch import Tensor
 from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
 from model.ops.log_attention.repair import Fallback as fallback
+from model.ops.log_attention.signed import join_signs, split_signs
 from model.ops.log_attention.state import LogAttentionState
 
-__all__ = ["BACKENDS", "LogAttentionState", "fallback", "log_attention", "naive_log_attention"]
+__all__ = [
+    "BACKENDS",
+    "LogAttentionState",
+    "fallback",
+    "log_attention",
+    "naive_log_attention",
+    "signed_log_attention",
+]
 
 BACKENDS = {"naive": naive_log_attention, "chunked": chunked_log_attention}
 
@@ -50,6 +58,38 @@ def log_attention(
     if backend == "auto":
         backend = "naive" if causal and q.shape[2] == 1 else "chunked"
     return BACKENDS[backend](q, k, log_v, causal=causal, state=state, return_state=return_state)
+
+
+def signed_log_attention(
+    q: Tensor,
+    k: Tensor,
+    log_abs_v: Tensor,
+    sign_v: Tensor,
+    *,
+    causal: bool = True,
+    state: LogAttentionState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, LogAttentionState]:
+    """`log_attention` over values of either sign, sign_v exp(log_abs_v), in real arithmetic.
+
+    Positive and negative values are summed apart and share q, k and the normalizer. Like any difference, the result is
+    as exact as the larger of the two.
+
+    Args:
+        log_abs_v: (B, H, S, d_v), logarithms of the values' sizes.
+        sign_v: (B, H, S, d_v), their signs: 1, -1, or 0 for a value of zero.
+        state: as returned; its log_s is (B, H, d_k, 2 d_v).
+
+    Returns:
+        log |y| and sign y, both (B, H, T, d_v), and the state with `return_state`. Where the values cancel exactly,
+        log |y| is -inf, the sign 0, and the gradient 0.
+    """
+    if log_abs_v.shape != sign_v.shape:
+        raise ValueError(f"log_abs_v {tuple(log_abs_v.shape)} and sign_v {tuple(sign_v.shape)} must be alike")
+    log_v = split_signs(log_abs_v, sign_v)
+    log_y, after = log_attention(q, k, log_v, causal=causal, state=state, return_state=True, backend=backend)
+    return (*join_signs(log_y), after) if return_state else join_signs(log_y)
 
 
 def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, causal: bool) -> None:

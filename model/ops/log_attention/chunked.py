@@ -65,10 +65,11 @@ def chunked_log_attention(
 @torch.library.custom_op("log_gpt::log_attention", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_state: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q (G, T, d_k), k (G, S, d_k), log_v (G, S, E), log_s (G, d_k, E) -> log_y (G, T, E - 1), log_s (G, d_k, E).
 
-    Then, for the backward pass: M before each chunk and after the last (G, N + 1, d_k, E), the sums (G, N, C, E).
+    Then, for the backward pass: M before each chunk and after the last (G, N + 1, d_k, E), the sums (G, N, C, E), and
+    which chunks were doubtful (G, N).
     """
     with torch.autocast(q.device.type, enabled=False):
         frames = _frames(k, log_v, log_s, causal)
@@ -79,17 +80,17 @@ def _attend(
             sums.add_((e_q @ e_k.mT).tril_() @ e_v)
         log_y = join(log_of_scaled(sums[..., :-1] / sums[..., -1:], frames.value[..., :-1]), q.shape[1]).contiguous()
         after = log_of_scaled(M[:, -1], frames.key[:, -1].mT + frames.value[:, -1])
-        doubtful = _doubtful(sums)  # (G, N)
-        lost = _doubtful(M[:, -1]) if want_state else doubtful.new_zeros(len(q))  # (G)
+        call = repair.Call(q, k, log_v, log_s, causal)
+        doubtful, lost = _doubtful(call, sums), _lost(call, M[:, -1], want_state)
         if doubtful.any() or lost.any():
-            repair.forward(repair.Call(q, k, log_v, log_s, causal), doubtful, lost, log_y, after)
-    return log_y, after, M, sums
+            repair.forward(call, doubtful, lost, log_y, after)
+    return log_y, after, M, sums, doubtful
 
 
 @_attend.register_fake
 def _(
     q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_state: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (G, T, d_k), E = q.shape, log_v.shape[-1]
     C = min(CHUNK, T) if causal else T
     N = -(-T // C)
@@ -98,6 +99,7 @@ def _(
         torch.empty_like(log_s),
         q.new_empty(G, N + 1, d_k, E),
         q.new_empty(G, N, C, E),
+        q.new_empty(G, N, dtype=torch.bool),
     )
 
 
@@ -111,12 +113,13 @@ def _attend_backward(
     log_s: Tensor,
     M: Tensor,
     sums: Tensor,
+    doubtful: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, log_v and log_s, from those of log_y (G, T, E - 1) and of the state after (G, d_k, E)."""
     with torch.autocast(q.device.type, enabled=False):
-        doubtful = _doubtful(sums)
-        sums = sums.masked_fill(doubtful[:, :, None, None], 1) if doubtful.any() else sums
+        if sums.amin() < CERTAIN[sums.dtype]:  # of doubtful chunks, or of nothing but values of zero
+            sums = sums.masked_fill(doubtful[:, :, None, None] | (sums == 0), 1)
         frames = _frames(k, log_v, log_s, causal)
         e_q, e_k, e_v = _exponentials(q, k, log_v, frames, causal)
         g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (G, T, E)
@@ -132,8 +135,9 @@ def _attend_backward(
             g_q = (g_sums @ M[:, 1:].mT).mul_(e_q)
             g_k, g_v = torch.zeros_like(e_k), torch.zeros_like(e_v)
 
-        lost = ((M[:, -1] < CERTAIN[M.dtype]) & (g_log_s != 0)).any(-1).any(-1)  # (G)
-        g_after = torch.where(g_log_s == 0, 0, g_log_s / M[:, -1])
+        call = repair.Call(q, k, log_v, log_s, causal)
+        lost = _lost(call, M[:, -1].masked_fill(g_log_s == 0, 1))
+        g_after = torch.where((g_log_s == 0) | (M[:, -1] == 0), 0, g_log_s / M[:, -1])
         g_first, g_M = _carry_back(g_seen, g_after, frames, causal)
         later_k = (e_v @ g_M.mT).mul_(e_k)  # through the queries of later chunks
         later_v = (e_k @ g_M).mul_(e_v)
@@ -141,7 +145,6 @@ def _attend_backward(
         gradients = [*(join(g, x.shape[1]).contiguous() for g, x in chunks), g_first * before[:, 0]]
         if doubtful.any() or lost.any():
             dense = repair.Dense(g_q, g_k, g_v, g_seen, e_k, e_v, before)
-            call = repair.Call(q, k, log_v, log_s, causal)
             repair.backward(call, doubtful, lost, g_log_S, g_log_s, dense, gradients)
     d_q, d_k, d_v, d_log_s = gradients
     return d_q, d_k, d_v, d_log_s
@@ -149,8 +152,9 @@ def _attend_backward(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.causal, _ = inputs
-    _, _, M, sums = output
-    ctx.save_for_backward(*tensors, M, sums)
+    _, _, M, sums, doubtful = output
+    ctx.save_for_backward(*tensors, M, sums, doubtful)
+    ctx.mark_non_differentiable(doubtful)
 
 
 def _backward(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -231,9 +235,27 @@ def _carry_back(g_seen: Tensor, g_after: Tensor, frames: _Frames, causal: bool) 
     return g_M[:, 0] + g_seen[:, 0], g_M
 
 
-def _doubtful(sums: Tensor) -> Tensor:
-    """Where any of the sums over the last two dimensions is too small to be certain."""
-    return sums.amin((-2, -1)) < CERTAIN[sums.dtype]
+def _doubtful(call: repair.Call, sums: Tensor) -> Tensor:
+    """Chunks (G, N) with a sum (G, N, C, E) that is too small to be certain."""
+    small = sums < CERTAIN[sums.dtype]
+    if small.any() and (call.log_v == -torch.inf).any():  # a sum of nothing is 0, and certain
+        some = _something_to_sum(call)
+        small &= split(some.float(), sums.shape[2], 1.0).bool() if call.causal else some[:, None, -1:]
+    return small.flatten(2).any(-1)
+
+
+def _lost(call: repair.Call, after: Tensor, wanted: bool = True) -> Tensor:
+    """Heads (G) whose last M (G, d_k, E), which is wanted, has an entry too small to be certain."""
+    small = after < CERTAIN[after.dtype]
+    if not wanted or not small.any():
+        return small.new_zeros(len(small))
+    return (small & _something_to_sum(call)[:, -1:]).flatten(1).any(-1)
+
+
+def _something_to_sum(call: repair.Call) -> Tensor:
+    """Whether any value up to a token, of a key that is not masked, is not zero: (G, S, E)."""
+    some = (call.log_v > -torch.inf) & (call.k > -torch.inf).any(-1, keepdim=True)
+    return (some.int().cumsum(1) > 0) | (call.log_s > -torch.inf).any(1, keepdim=True)
 
 
 def _finite(x: Tensor) -> Tensor:

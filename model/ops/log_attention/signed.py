@@ -1,0 +1,24 @@
+"""Values of either sign, in real arithmetic: one log-sum of the positive values and one of the negative, same keys."""
+
+import torch
+from torch import Tensor
+
+
+def split_signs(log_abs_v: Tensor, sign_v: Tensor) -> Tensor:
+    """(B, H, S, d_v) twice -> log_v (B, H, S, 2 d_v): positive values, then negative ones; -inf where there is none."""
+    positive = log_abs_v.masked_fill(sign_v <= 0, -torch.inf)
+    negative = log_abs_v.masked_fill(sign_v >= 0, -torch.inf)
+    return torch.cat([positive, negative], dim=-1)
+
+
+def join_signs(log_y: Tensor) -> tuple[Tensor, Tensor]:
+    """log |y| and sign of y = exp(positive) - exp(negative), each (..., d_v), from their logarithms (..., 2 d_v).
+
+    Where they cancel exactly, log |y| is -inf, the sign 0, and no gradient passes.
+    """
+    positive, negative = log_y.chunk(2, dim=-1)
+    sign = (positive > negative).to(log_y.dtype) - (positive < negative).to(log_y.dtype)
+    nothing = positive == negative
+    larger = torch.maximum(positive, negative).masked_fill(nothing, 0)
+    gap = (torch.minimum(positive, negative) - larger).masked_fill(nothing, -1)  # below 0
+    return (larger + torch.log(-torch.expm1(gap))).masked_fill(nothing, -torch.inf), sign
