@@ -125,9 +125,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _valid_keys(config_name: str) -> list[str]:
     """Every key of the configuration, with the groups' members that the command line asks for where they exist."""
     choices = [arg for arg in sys.argv[1:] if (CONFIGS / (arg.replace("=", "/", 1) + ".yaml")).is_file()]
+    return list(_keys(compose(config_name, choices)))
+
+
+def compose(config_name: str, overrides: list[str]) -> DictConfig:
+    """The configuration that a command with these options would get."""
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return list(_keys(hydra.compose(config_name, overrides=choices)))
+        return hydra.compose(config_name, overrides=overrides)
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -76,7 +76,7 @@ class Run:
         self.gpt = GPT(config.model).to(world.device, runtime.param_dtype)
         self.optimizer = config.optim.build(self.gpt)
         self.state = resume(config, manifest, self.gpt, self.optimizer)
-        self.summed_loss = world.wrap(maybe_compile(_SummedLoss(self.gpt), config.runtime, world.device))
+        self.summed_loss = world.wrap(maybe_compile(SummedLoss(self.gpt), config.runtime, world.device))
         self._since: tuple[int, float] = (0, 0.0)  # tokens and seconds of training since the last line
 
     @property
@@ -203,7 +203,7 @@ class Run:
             self.log.close()
 
 
-class _SummedLoss(nn.Module):
+class SummedLoss(nn.Module):
     """The loss as a module of its own, so that DDP and torch.compile see one forward pass from tokens to loss."""
 
     def __init__(self, gpt: GPT) -> None:
@@ -211,6 +211,7 @@ class _SummedLoss(nn.Module):
         self.gpt = gpt
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) ids and targets -> the sum of the losses, in nats."""
         return self.gpt.token_losses(token_ids, targets).sum()
 
 
