@@ -29,12 +29,13 @@ def generate(
         temperature: logits are divided by it; 0 takes the most likely token.
         top_k: sample among this many most likely tokens.
         top_p: sample among the fewest tokens whose probabilities add up to this much.
-        generator: source of randomness.
+        generator: source of randomness, on the CPU.
     """
     logits, state = prefill(gpt, prompt_ids)
     while True:
-        probabilities = next_token_probabilities(logits[:, :n_vocab], temperature, top_k, top_p)
-        token_ids = torch.multinomial(probabilities, 1, generator=generator)  # (B, 1)
+        # On the CPU, so that a seed gives the same text on any device that computes the same logits.
+        probabilities = next_token_probabilities(logits[:, :n_vocab].cpu(), temperature, top_k, top_p)
+        token_ids = torch.multinomial(probabilities, 1, generator=generator).to(prompt_ids.device)  # (B, 1)
         yield token_ids[:, 0]
         logits, state = _step(gpt, token_ids, state)
 

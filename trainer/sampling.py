@@ -88,7 +88,7 @@ def stream(
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
-        generator=torch.Generator(runtime.device).manual_seed(seed),
+        generator=torch.Generator().manual_seed(seed),
     )
     for token in islice(tokens, config.max_new_tokens):
         if token.item() == tokenizer.eot_id:

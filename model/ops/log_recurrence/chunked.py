@@ -32,10 +32,10 @@ def chunked_log_recurrence(
 def _recur(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
     """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D)."""
     log_ps, hs = _chunk(log_p, 0.0), _chunk(h, -torch.inf)  # (B, N, C, D)
-    local = hs.clone()
+    local, A = hs.clone(), log_ps.clone()
     for t in range(1, local.shape[2]):
         torch.logaddexp(local[:, :, t - 1] + log_ps[:, :, t], hs[:, :, t], out=local[:, :, t])
-    A = log_ps.cumsum(2)
+        A[:, :, t] += A[:, :, t - 1]  # not cumsum, which on GPUs is not deterministic
     carried = [start]  # s before each chunk
     for n in range(local.shape[1] - 1):
         carried.append(torch.logaddexp(local[:, n, -1], A[:, n, -1] + carried[-1]))
