@@ -13,40 +13,35 @@ from model.ops.log_attention.signed import split_signs
 from model.position import Rotation, rotate
 
 
-class LogSpaceConfig(Settings):
-    """Similarity log(exp(q) exp(k)^T); keys, queries and values are logarithms, and so is the result."""
-
-    name: Literal["log_space"]
+class _Sizes(Settings):
     d_key: int | None = Field(None, ge=1)
     """Features of a head's queries and keys; null: head_dim."""
     d_val: int | None = Field(None, ge=1)
     """Features of a head's values; null: head_dim."""
+
+    def query_dim(self, head_dim: int) -> int:
+        """Features of a head's queries, which a rotary position turns in pairs."""
+        return self.d_key or head_dim
+
+
+class LogSpaceConfig(_Sizes):
+    """Similarity log(exp(q) exp(k)^T); keys, queries and values are logarithms, and so is the result."""
+
+    name: Literal["log_space"]
 
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceAttention":
         """The module for this configuration."""
         return LogSpaceAttention(n_embd, n_head, self.query_dim(head_dim), self.d_val or head_dim)
 
-    def query_dim(self, head_dim: int) -> int:
-        """Features of a head's queries, which a rotary position turns in pairs."""
-        return self.d_key or head_dim
 
-
-class LogSpaceSignedConfig(Settings):
+class LogSpaceSignedConfig(_Sizes):
     """Log-space attention over values of either sign; the result is not a logarithm."""
 
     name: Literal["log_space_signed"]
-    d_key: int | None = Field(None, ge=1)
-    """Features of a head's queries and keys; null: head_dim."""
-    d_val: int | None = Field(None, ge=1)
-    """Features of a head's values; null: head_dim."""
 
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceSignedAttention":
         """The module for this configuration."""
         return LogSpaceSignedAttention(n_embd, n_head, self.query_dim(head_dim), self.d_val or head_dim)
-
-    def query_dim(self, head_dim: int) -> int:
-        """Features of a head's queries, which a rotary position turns in pairs."""
-        return self.d_key or head_dim
 
 
 class LogSpaceAttention(Attention):
