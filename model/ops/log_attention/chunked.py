@@ -18,7 +18,7 @@ gradient of M is carried from the last chunk to the first.
 
 What can go wrong is that terms underflow which together matter. As all terms are positive, the result proves itself: a
 sum of at least CERTAIN (frames.py) cannot have lost what matters. Chunks with a smaller one are computed again in
-log space (`exact.py`), and so are their gradients.
+log space (`repair.py`, `exact.py`), and so are their gradients. A sum of nothing but values of zero is 0, and certain.
 """
 
 from typing import Any, NamedTuple
