@@ -13,7 +13,14 @@ def test_bench_attention_checks_times_and_writes(command, tmp_path):
     found = json.loads((tmp_path / "bench.json").read_text())
     assert found["command"] == f"python scripts/bench_attention.py --quick --device cpu --out {tmp_path}"
     assert {"device", "threads", "torch", "git_commit"} <= set(found["machine"])
-    assert 0 < found["error_over_allowed"]["chunked"] <= 1
+    errors = {(row["deviation"], row["contender"]): row for row in found["errors"]}
+    assert set(errors) == {(deviation, name) for deviation in (1, 5, 20, 80, 200) for name in ("published", "chunked")}
+    for (deviation, _), row in errors.items():
+        for key in ("log_y", "gradients"):
+            assert 0 < row[key] <= row[f"{key}_allowed"]
+            assert row[f"{key}_allowed"] == pytest.approx(2 * errors[deviation, "published"][key] + 1e-6)
+    tiles = {deviation: row["forward_tiles"] for (deviation, name), row in errors.items() if name == "chunked"}
+    assert tiles[1] == tiles[5] == 0 < tiles[200]
     rows = {(row["contender"], row["T"]): row for row in found["rows"]}
     assert set(rows) == {(name, T) for name in ("published", "chunked", "SDPA flash") for T in (64, 100)}
     for (_, T), row in rows.items():
@@ -40,8 +47,20 @@ def wrong_gradient(*args, **options):
     return y.detach() + 1.01 * (y - y.detach())
 
 
+def one_gradient_not_a_number(q, k, log_v, **options):
+    log_v = log_v.clone()
+    log_v.register_hook(lambda gradient: gradient * float("nan"))
+    return naive_log_attention(q, k, log_v, **options)
+
+
 @pytest.mark.parametrize(
-    ("wrong", "what"), [(off_by_a_little, "log_y"), (not_a_number, "log_y"), (wrong_gradient, "dq")]
+    ("wrong", "what"),
+    [
+        (off_by_a_little, "log_y"),
+        (not_a_number, "log_y"),
+        (wrong_gradient, "gradients"),
+        (one_gradient_not_a_number, "gradients"),
+    ],
 )
 def test_bench_attention_does_not_time_a_wrong_kernel(command, tmp_path, monkeypatch, wrong, what):
     monkeypatch.setitem(BACKENDS, "chunked", wrong)
@@ -49,5 +68,6 @@ def test_bench_attention_does_not_time_a_wrong_kernel(command, tmp_path, monkeyp
     assert result.status == 1
     assert result.err.startswith(f"error: backend chunked is wrong in {what}")
     assert result.err.count("\n") == 1
-    assert result.out == ""
+    assert "standard deviation" in result.out
+    assert "medians" not in result.out
     assert list(tmp_path.iterdir()) == []
