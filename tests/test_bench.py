@@ -71,3 +71,17 @@ def test_bench_attention_does_not_time_a_wrong_kernel(command, tmp_path, monkeyp
     assert "standard deviation" in result.out
     assert "medians" not in result.out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_recurrence_compares_with_the_published_form(command, tmp_path):
+    options = ["--lengths", "64", "5000", "--rounds", "1"]
+    result = command("scripts/bench_recurrence", *options, "--out", str(tmp_path))
+    assert result.status == 0, result.err
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert [row["T"] for row in found["errors"]] == [64, 5000]
+    for row in found["errors"]:
+        assert all(0 < row["ours"][key] < 1e-5 for key in ("s", "gradients"))
+    assert found["errors"][1]["published"]["s"] > 10 * found["errors"][0]["published"]["s"]
+    assert all(seconds > 0 for seconds in found["seconds"].values())
+    assert "5,000" in result.out
+    assert "x as fast" in result.out

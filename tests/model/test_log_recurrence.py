@@ -1,5 +1,7 @@
 """log_recurrence against its definition."""
 
+import math
+
 import pytest
 import torch
 
@@ -51,14 +53,47 @@ def test_pieces_with_the_state_carried_equal_one_call():
     torch.testing.assert_close(state, last, rtol=0, atol=1e-13)
 
 
-def test_float32_error_does_not_grow_with_the_length():
-    """Each step forgets, so its own rounding is all there is: s is below 16, half an ulp of which is 4.8e-7."""
-    log_p, h = (x.detach() for x in inputs(20_000)[:2])
-    log_p, h = log_p.float(), h.float()
-    truth = log_recurrence(log_p.double(), h.double())
-    error = (log_recurrence(log_p, h).double() - truth).abs()
-    assert error[:, -1000:].max() < 1e-5
-    assert error[:, -1000:].max() < 4 * error[:, :1000].max()
+MILLION = 2**20
+
+
+@pytest.fixture(scope="module")
+def million():
+    """A million tokens of two features, in numbers that float32 has, and the truth: float64, token after token."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, MILLION, 2), (1, MILLION, 2), (1, 2), (1, MILLION, 2), (1, 2)]
+    p, h, state, *weights = (torch.randn(shape, generator=generator) for shape in shapes)
+    inputs = [torch.nn.functional.logsigmoid(p), h, state]
+    features = [[x[..., i].flatten().tolist() for x in (*inputs, *weights)] for i in range(2)]
+    of_features = [[torch.tensor(x, dtype=torch.float64) for x in sequential(*feature)] for feature in features]
+    truth = [torch.stack(found, dim=-1).unsqueeze(0) for found in zip(*of_features, strict=True)]
+    return inputs, weights, [x.squeeze(1) if x.shape[1] == 1 else x for x in truth]
+
+
+def sequential(log_p, h, state, weights, weights_last):
+    """s, the state after, and the gradients of log_p, h and state, of one feature, in Python's own numbers."""
+    s = [state[0]]
+    for p, x in zip(log_p, h, strict=True):
+        kept = p + s[-1]
+        s.append(max(kept, x) + math.log1p(math.exp(-abs(kept - x))))
+    gradient, of_p, of_h = weights_last[0], [], []
+    for t in reversed(range(len(h))):
+        gradient += weights[t]
+        of_h.append(gradient * math.exp(h[t] - s[t + 1]))
+        gradient *= math.exp(log_p[t] + s[t] - s[t + 1])
+        of_p.append(gradient)
+    return s[1:], s[-1:], of_p[::-1], of_h[::-1], [gradient]
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+def test_a_million_tokens_with_state_and_all_gradients(million, dtype, within):
+    """Each step forgets, so only the last few steps' rounding is left; gradients are relative to the largest."""
+    inputs, weights, truth = million
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    outputs = log_recurrence(leaves[0], leaves[1], state=leaves[2], return_state=True)
+    gradients = torch.autograd.grad(outputs, leaves, [x.to(dtype) for x in weights])
+    largest = max(x.abs().max() for x in truth[2:])
+    for got, wanted, scale in zip([*outputs, *gradients], truth, [1, 1, *[largest] * 3], strict=True):
+        assert (got - wanted).abs().max() / scale <= within
 
 
 def test_refuses_shapes_that_do_not_fit():
