@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,8 +114,9 @@ def print_whole(table: Table) -> None:
 
 def implementations(device: torch.device) -> dict[str, Callable[..., Any]]:
     """Log attention by name: the published formula, and our backends that can run here."""
-    triton_runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    names = [name for name in BACKENDS if name != "naive" and (name != "triton" or triton_runs)]
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    left_out = {"naive"} if find_spec("triton") and (device.type == "cuda" or interpreted) else {"naive", "triton"}
+    names = [name for name in BACKENDS if name not in left_out]
     return {"published": naive_log_attention} | {name: partial(log_attention, backend=name) for name in names}
 
 

@@ -7,6 +7,12 @@ import pytest
 from model.ops.log_attention import BACKENDS, naive_log_attention
 
 
+@pytest.fixture(autouse=True)
+def without_the_interpreter(monkeypatch):
+    """Triton's takes minutes for all the ranges; the kernels have tests of their own."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 def test_bench_attention_checks_times_and_writes(command, tmp_path):
     result = command("scripts/bench_attention", "--quick", "--device", "cpu", "--out", str(tmp_path))
     assert result.status == 0, result.err
