@@ -62,8 +62,8 @@ class LogSpaceAttention(Attention):
     ) -> tuple[Tensor, LogAttentionState | None]:
         """(B, T, n_embd) -> (B, T, n_head * d_val)."""
         B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, 2 d_key + d_val)
-        q, k, v = qkv.split([self.d_key, self.d_key, self.d_val], dim=-1)
+        qkv = self.qkv(x).view(B, T, self.n_head, -1).split([self.d_key, self.d_key, self.d_val], dim=-1)
+        q, k, v = (x.transpose(1, 2) for x in qkv)  # (B, H, T, .)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         y, after = self._attend(q, k, v, state, return_state)  # (B, H, T, d_val)

@@ -21,16 +21,20 @@ sum of at least CERTAIN (frames.py) cannot have lost what matters. Chunks with a
 log space (`repair.py`, `exact.py`), and so are their gradients. A sum of nothing but values of zero is 0, and certain.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from model.ops.log_attention import repair
-from model.ops.log_attention.chunks import CHUNK, join, split
-from model.ops.log_attention.frames import CERTAIN, LN2, log_of_scaled, scaled, split_exp, whole_log2
+from model.ops.log_attention.chunks import CHUNK, write
+from model.ops.log_attention.exponentials import Frames, Inputs, frames_of, in_first_frame, keys_and_values, queries
+from model.ops.log_attention.frames import log_of_scaled, scaled_exp
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, empty_state
+
+# Numbers in a temporary on a CPU, whose cache then holds all that a step needs. Other devices get everything at once.
+BLOCK = 2**17
 
 
 def chunked_log_attention(
@@ -42,65 +46,120 @@ def chunked_log_attention(
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As `log_attention`. Both passes hold O(T (d_k + d_v)) numbers, and T / CHUNK states of d_k x (d_v + 1)."""
-    (B, H, T, d_k), (S, d_v) = q.shape, log_v.shape[-2:]
-    dtype, acc = log_v.dtype, accumulation_dtype(q)
+    """As `log_attention`. For the backward pass it keeps its inputs, log_y, and T / CHUNK states of d_k x (d_v + 1)."""
     state = empty_state(q, log_v) if state is None else state
     log_s = torch.cat([state.log_s, state.log_z.unsqueeze(-1)], dim=-1)  # (B, H, d_k, E), E = d_v + 1
-    log_y, log_s, *_ = _attend(
-        q.to(acc).reshape(B * H, T, d_k),
-        k.to(acc).reshape(B * H, S, d_k),
-        pad(log_v.to(acc).reshape(B * H, S, d_v), (0, 1)),  # the normalizer's column
-        log_s.to(acc).reshape(B * H, d_k, d_v + 1),
-        causal,
-        return_state,
-    )
-    log_y = log_y.view(B, H, T, d_v).to(dtype)
-    if not return_state:
-        return log_y
-    log_s = log_s.view(B, H, d_k, d_v + 1)
-    return log_y, LogAttentionState(log_s[..., :-1], log_s[..., -1])
+    log_y, log_s, *_ = _attend(q, k, log_v, log_s.to(accumulation_dtype(q)), causal, return_state)
+    log_y = log_y.to(log_v.dtype)
+    return (log_y, LogAttentionState(log_s[..., :-1], log_s[..., -1])) if return_state else log_y
 
 
 @torch.library.custom_op("log_gpt::log_attention", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_state: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q (G, T, d_k), k (G, S, d_k), log_v (G, S, E), log_s (G, d_k, E) -> log_y (G, T, E - 1), log_s (G, d_k, E).
+    """`log_attention`'s q, k, log_v and the state log_s (B, H, d_k, E) -> log_y (B, H, T, d_v), the state after.
 
-    Then, for the backward pass: M before each chunk and after the last (G, N + 1, d_k, E), the sums (G, N, C, E), and
-    which chunks were doubtful (G, N).
+    Then, for the backward pass: M before each chunk and after the last (N + 1, B, H, d_k, E), the last column of the
+    sums (B, H, T), and which chunks are doubtful (N, B, H). Not causal, all tokens are one chunk.
     """
+    results = _empty_results(q, k, log_v, log_s, causal)
+    attend = _causal_forward if causal else _full_forward
     with torch.autocast(q.device.type, enabled=False):
-        frames = _frames(k, log_v, log_s, causal)
-        e_q, e_k, e_v = _exponentials(q, k, log_v, frames, causal)
-        M = _carry(e_k.mT @ e_v, log_s, frames)
-        sums = e_q @ (M[:, :-1] if causal else M[:, 1:])  # (G, N, C, E)
-        if causal:  # else there is one chunk, and its queries see all of it: the state after it
-            sums.add_((e_q @ e_k.mT).tril_() @ e_v)
-        log_y = join(log_of_scaled(sums[..., :-1] / sums[..., -1:], frames.value[..., :-1]), q.shape[1]).contiguous()
-        after = log_of_scaled(M[:, -1], frames.key[:, -1].mT + frames.value[:, -1])
-        call = repair.Call(q, k, log_v, log_s, causal)
-        doubtful, lost = _doubtful(call, sums), _lost(call, M[:, -1], want_state)
-        if doubtful.any() or lost.any():
-            repair.forward(call, doubtful, lost, log_y, after)
-    return log_y, after, M, sums, doubtful
+        for batch in _batches(q):
+            attend(Inputs(q, k, log_v, log_s).of(batch), want_state, results.of(batch))
+    return results
+
+
+class _Results(NamedTuple):
+    """Of `_attend`, for some elements of the batch."""
+
+    log_y: Tensor
+    log_s: Tensor
+    M: Tensor
+    total: Tensor
+    doubtful: Tensor
+
+    def of(self, batch: slice) -> "_Results":
+        """Those of fewer elements."""
+        log_y, log_s, M, total, doubtful = self
+        return _Results(log_y[batch], log_s[batch], M[:, batch], total[batch], doubtful[:, batch])
+
+
+class _Given(NamedTuple):
+    """The gradients that the backward pass starts from."""
+
+    log_y: Tensor
+    log_s: Tensor
+
+    def of(self, batch: slice) -> "_Given":
+        """Those of fewer elements."""
+        return _Given(self.log_y[batch], self.log_s[batch])
+
+
+def _empty_results(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool) -> _Results:
+    (B, H, T, _), (d_k, E) = q.shape, log_s.shape[-2:]
+    N = -(-T // CHUNK) if causal else 1
+    return _Results(
+        torch.empty_like(log_v, dtype=log_s.dtype) if causal else log_s.new_empty(B, H, T, E - 1),
+        torch.empty_like(log_s),
+        log_s.new_empty(N + 1, B, H, d_k, E),
+        log_s.new_empty(B, H, T),
+        log_s.new_empty(N, B, H, dtype=torch.bool),
+    )
 
 
 @_attend.register_fake
-def _(
-    q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_state: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (G, T, d_k), E = q.shape, log_v.shape[-1]
-    C = min(CHUNK, T) if causal else T
-    N = -(-T // C)
-    return (
-        q.new_empty(G, T, E - 1),
-        torch.empty_like(log_s),
-        q.new_empty(G, N + 1, d_k, E),
-        q.new_empty(G, N, C, E),
-        q.new_empty(G, N, dtype=torch.bool),
-    )
+def _(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_state: bool) -> tuple[Tensor, ...]:
+    return tuple(_empty_results(q, k, log_v, log_s, causal))
+
+
+def _causal_forward(inputs: Inputs, want_state: bool, results: _Results) -> None:
+    frames = frames_of(inputs, causal=True)
+    M = results.M  # (N + 1, B, H, d_k, E)
+    M[0] = in_first_frame(inputs, frames)
+    for tokens, chunks in _blocks(inputs.q):
+        here = frames.of(chunks)
+        e_q, (e_k, e_v) = queries(inputs, tokens, here), keys_and_values(inputs, tokens, here)  # (n, B, H, C, .)
+        _carry(M, e_k.mT @ e_v, frames.factor, chunks)
+        sums = e_q @ M[chunks]  # (n, B, H, C, E)
+        _add_product(sums, (e_q @ e_k.mT).tril_(), e_v)
+        _write_log_y(results, tokens, sums, here)
+        results.doubtful[chunks] = repair.too_small(inputs, sums, tokens)
+    _finish(inputs, True, want_state, frames, results)
+
+
+def _full_forward(inputs: Inputs, want_state: bool, results: _Results) -> None:
+    """Every query sees the state after all keys."""
+    frames = frames_of(inputs, causal=False)
+    M, doubtful = results.M, results.doubtful.fill_(False)  # (2, B, H, d_k, E), (1, B, H)
+    M[:] = in_first_frame(inputs, frames)
+    for tokens, _ in _blocks(inputs.k):
+        e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
+        M[1:].add_(e_k.mT @ e_v)
+    for tokens, _ in _blocks(inputs.q):
+        sums = queries(inputs, tokens, frames) @ M[1:]  # (1, B, H, t, E)
+        _write_log_y(results, tokens, sums, frames)
+        doubtful |= repair.too_small(inputs, sums, slice(-1, None))
+    _finish(inputs, False, want_state, frames, results)
+
+
+def _write_log_y(results: _Results, tokens: slice, sums: Tensor, frames: Frames) -> None:
+    log_y = log_of_scaled(sums[..., :-1] / sums[..., -1:], frames.value[..., :-1])
+    write(results.log_y[:, :, tokens], log_y)
+    write(results.total[:, :, tokens].unsqueeze(-1), sums[..., -1:])
+
+
+def _finish(inputs: Inputs, causal: bool, want_state: bool, frames: Frames, results: _Results) -> None:
+    """The last state, and the exact form of what is not certain."""
+    M, log_s, doubtful = results.M[-1], results.log_s, results.doubtful
+    log_s.copy_(log_of_scaled(M, frames.key[-1].mT + frames.value[-1]))
+    lost = repair.lost_heads(inputs, M, want_state)
+    if doubtful.any() or lost.any():
+        log_y, last = results.log_y.flatten(0, 1).contiguous(), log_s.flatten(0, 1).contiguous()
+        repair.forward(repair.call_of(inputs, causal), doubtful.flatten(1).mT, lost.flatten(), log_y, last)
+        results.log_y.copy_(log_y.view(results.log_y.shape))
+        log_s.copy_(last.view(log_s.shape))
 
 
 @torch.library.custom_op("log_gpt::log_attention_backward", mutates_args=())
@@ -111,50 +170,27 @@ def _attend_backward(
     k: Tensor,
     log_v: Tensor,
     log_s: Tensor,
+    log_y: Tensor,
+    after: Tensor,
     M: Tensor,
-    sums: Tensor,
+    total: Tensor,
     doubtful: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, log_v and log_s, from those of log_y (G, T, E - 1) and of the state after (G, d_k, E)."""
+    """Gradients of q, k, log_v and log_s, from those of log_y (B, H, T, d_v) and of the state after (B, H, d_k, E)."""
+    inputs, results = Inputs(q, k, log_v, log_s), _Results(log_y, after, M, total, doubtful)
+    gradients = Inputs(*(torch.empty_like(x) for x in inputs))
+    go_back = _causal_backward if causal else _full_backward
     with torch.autocast(q.device.type, enabled=False):
-        if sums.amin() < CERTAIN[sums.dtype]:  # of doubtful chunks, or of nothing but values of zero
-            sums = sums.masked_fill(doubtful[:, :, None, None] | (sums == 0), 1)
-        frames = _frames(k, log_v, log_s, causal)
-        e_q, e_k, e_v = _exponentials(q, k, log_v, frames, causal)
-        g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (G, T, E)
-        g_sums = split(g_log_S, sums.shape[2], 0.0) / sums  # (G, N, C, E)
-        g_seen = e_q.mT @ g_sums  # (G, N, d_k, E): of the M that the chunk's queries saw
-        before = M[:, :-1]
-        if causal:
-            g_A = (g_sums @ e_v.mT).tril_()  # (G, N, C, C)
-            g_q = (g_sums @ before.mT).add_(g_A @ e_k).mul_(e_q)
-            g_k = (g_A.mT @ e_q).mul_(e_k)  # through the chunk's own queries
-            g_v = ((e_q @ e_k.mT).tril_().mT @ g_sums).mul_(e_v)
-        else:
-            g_q = (g_sums @ M[:, 1:].mT).mul_(e_q)
-            g_k, g_v = torch.zeros_like(e_k), torch.zeros_like(e_v)
-
-        call = repair.Call(q, k, log_v, log_s, causal)
-        lost = _lost(call, M[:, -1].masked_fill(g_log_s == 0, 1))
-        g_after = torch.where((g_log_s == 0) | (M[:, -1] == 0), 0, g_log_s / M[:, -1])
-        g_first, g_M = _carry_back(g_seen, g_after, frames, causal)
-        later_k = (e_v @ g_M.mT).mul_(e_k)  # through the queries of later chunks
-        later_v = (e_k @ g_M).mul_(e_v)
-        chunks = ((g_q, q), (later_k.add_(g_k), k), (later_v.add_(g_v), log_v))
-        gradients = [*(join(g, x.shape[1]).contiguous() for g, x in chunks), g_first * before[:, 0]]
-        if doubtful.any() or lost.any():
-            dense = repair.Dense(g_q, g_k, g_v, g_seen, e_k, e_v, before)
-            repair.backward(call, doubtful, lost, g_log_S, g_log_s, dense, gradients)
-    d_q, d_k, d_v, d_log_s = gradients
-    return d_q, d_k, d_v, d_log_s
+        for batch in _batches(q):
+            go_back(inputs.of(batch), results.of(batch), _Given(g_y, g_log_s).of(batch), gradients.of(batch))
+    return gradients
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.causal, _ = inputs
-    _, _, M, sums, doubtful = output
-    ctx.save_for_backward(*tensors, M, sums, doubtful)
-    ctx.mark_non_differentiable(doubtful)
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[2:])
 
 
 def _backward(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -169,95 +205,117 @@ def _(g_y: Tensor, g_log_s: Tensor, q: Tensor, k: Tensor, log_v: Tensor, log_s: 
     return tuple(torch.empty_like(x) for x in (q, k, log_v, log_s))
 
 
-class _Frames(NamedTuple):
-    """Powers of two that the exponentials of each of N chunks are measured against: whole numbers, 0 where unknown."""
-
-    key: Tensor
-    """(G, N, 1, d_k); -inf where all keys so far are."""
-    value: Tensor
-    """(G, N, 1, E)."""
-    factor: Tensor
-    """(G, N, d_k, E): from the frame of the chunk before (of the state, for the first) into this one's."""
-
-
-def _frames(k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool) -> _Frames:
-    """Frames for keys (G, S, d_k), values (G, S, E) and the state before them (G, d_k, E)."""
-    C = min(CHUNK, k.shape[1]) if causal else k.shape[1]
-    log_z = log_s[:, None, :, -1]  # (G, 1, d_k)
-    mean = (log_s - _finite(log_s[..., -1:])).amax(1, keepdim=True)  # (G, 1, E): of log_v, over the state's tokens
-    keys = torch.cat([log_z, split(k, C, -torch.inf).amax(2)], dim=1)
-    values = torch.cat([mean, split(log_v, C, -torch.inf).amax(2)], dim=1)
-    keys, values = (whole_log2(x).cummax(1).values for x in (keys, values))  # (G, 1 + N, .)
-    decay = torch.exp2(keys[:, :-1] - _finite(keys[:, 1:]))  # at most 1
-    rescale = torch.exp2(values[:, :-1] - _finite(values[:, 1:]))  # at most 1
-    return _Frames(
-        keys[:, 1:].unsqueeze(2), _finite(values[:, 1:]).unsqueeze(2), decay.unsqueeze(-1) * rescale.unsqueeze(-2)
-    )
+def _causal_backward(inputs: Inputs, results: _Results, given: _Given, gradients: Inputs) -> None:
+    frames = frames_of(inputs, causal=True)
+    g, lost = _of_last_M(inputs, results.M[-1], given)  # (B, H, d_k, E)
+    again = bool(results.doubtful.any() or lost.any())
+    for tokens, chunks in reversed(list(_blocks(inputs.q, whole=again))):
+        here, before = frames.of(chunks), results.M[chunks]
+        e_q, (e_k, e_v) = queries(inputs, tokens, here), keys_and_values(inputs, tokens, here)  # (n, B, H, C, .)
+        g_sums = _of_sums(results, given, tokens, here)  # (n, B, H, C, E)
+        g_seen = e_q.mT @ g_sums  # (n, B, H, d_k, E): of the M that the chunk's queries saw
+        g_A = (g_sums @ e_v.mT).tril_()  # (n, B, H, C, C)
+        g_q = _add_product(g_sums @ before.mT, g_A, e_k).mul_(e_q)
+        g_k = g_A.mT @ e_q  # through the chunk's own queries, but for the factor e_k
+        g_v = (e_q @ e_k.mT).tril_().mT @ g_sums
+        if again:
+            dense = repair.Dense(g_q, g_k * e_k, g_v * e_v, g_seen, e_k, e_v, before)
+        g_M, g = _carry_back(g_seen, g, frames.factor, chunks)
+        write(gradients.q[:, :, tokens], g_q)
+        write(gradients.k[:, :, tokens], _add_product(g_k, e_v, g_M.mT).mul_(e_k))  # and of later chunks
+        write(gradients.log_v[:, :, tokens], _add_product(g_v, e_k, g_M).mul_(e_v)[..., :-1])
+    torch.mul(g, results.M[0], out=gradients.log_s)
+    if again:
+        _repair_backward(inputs, results, lost, given, dense, gradients)
 
 
-def _exponentials(q: Tensor, k: Tensor, log_v: Tensor, frames: _Frames, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """e_q (G, N, C, d_k), e_k (G, N, C, d_k), e_v (G, N, C, E), all between 0 and about 1."""
-    C_q, C_k = (min(CHUNK, q.shape[1]), min(CHUNK, k.shape[1])) if causal else (q.shape[1], k.shape[1])
-    row = (split(q, C_q, 0.0) / LN2).add_(frames.key).amax(-1, keepdim=True).ceil_()  # (G, N, C, 1)
-    return (
-        _measured(q, C_q, _finite(row) - frames.key, fill=1.0),  # a missing query's sums are not 0, which is doubtful
-        _measured(k, C_k, _finite(frames.key), fill=0.0),
-        _measured(log_v, C_k, frames.value, fill=0.0),
-    )
+def _full_backward(inputs: Inputs, results: _Results, given: _Given, gradients: Inputs) -> None:
+    frames = frames_of(inputs, causal=False)
+    g, lost = _of_last_M(inputs, results.M[1], given)  # (B, H, d_k, E)
+    for tokens, _ in _blocks(inputs.q):
+        e_q, g_sums = queries(inputs, tokens, frames), _of_sums(results, given, tokens, frames)  # (1, B, H, t, .)
+        write(gradients.q[:, :, tokens], (g_sums @ results.M[1:].mT).mul_(e_q))
+        g = g + (e_q.mT @ g_sums)[0]
+    for tokens, _ in _blocks(inputs.k):
+        e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
+        write(gradients.k[:, :, tokens], (e_v @ g.mT).mul_(e_k))
+        write(gradients.log_v[:, :, tokens], (e_k @ g).mul_(e_v)[..., :-1])
+    torch.mul(g, results.M[0], out=gradients.log_s)
+    if results.doubtful.any() or lost.any():
+        _repair_backward(inputs, results, lost, given, None, gradients)
 
 
-def _measured(x: Tensor, C: int, frame: Tensor, fill: float) -> Tensor:
-    """exp(x) 2^-frame in chunks, with `fill` for the exponential of a missing token: (G, T, D) -> (G, N, C, D)."""
-    mantissa, exponent = split_exp(x)
-    return scaled(split(mantissa, C, fill), None if exponent is None else split(exponent, C, 0.0), frame)
+def _of_last_M(inputs: Inputs, M: Tensor, given: _Given) -> tuple[Tensor, Tensor]:
+    """Gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is not certain."""
+    nothing = (given.log_s == 0) | (M == 0)
+    return torch.where(nothing, 0, given.log_s / M), repair.lost_heads(inputs, M.masked_fill(given.log_s == 0, 1))
 
 
-def _carry(updates: Tensor, log_s: Tensor, frames: _Frames) -> Tensor:
-    """M before each chunk and after the last, (G, N + 1, d_k, E), from the e_k^T e_v of each chunk."""
-    G, N, d_k, E = updates.shape
-    M = updates.new_empty(G, N + 1, d_k, E)
-    M[:, 0] = scaled(*split_exp(log_s), _finite(frames.key[:, 0]).mT + frames.value[:, 0])
-    for n in range(1, N):
-        torch.mul(M[:, n - 1] + updates[:, n - 1], frames.factor[:, n], out=M[:, n])
-    torch.add(M[:, N - 1], updates[:, N - 1], out=M[:, N])
-    return M
+def _of_sums(results: _Results, given: _Given, tokens: slice, frames: Frames) -> Tensor:
+    """Gradient of the sums (n, B, H, C, E), from that of log_y: 0 where they are doubtful, or sums of nothing."""
+    log_y = frames.split(results.log_y[:, :, tokens], torch.inf)
+    if log_y.amin() == -torch.inf:
+        log_y = log_y.masked_fill(log_y == -torch.inf, torch.inf)
+    total = frames.split(results.total[:, :, tokens].unsqueeze(-1), 1.0)
+    g_y = frames.split(given.log_y[:, :, tokens], 0.0)
+    g_sums = g_y.new_empty(*g_y.shape[:-1], g_y.shape[-1] + 1)
+    scaled_exp(-log_y, -frames.value[..., :-1], out=g_sums[..., :-1]).mul_(g_y)  # sum = total exp(log_y) 2^-value
+    torch.sum(g_y, -1, keepdim=True, out=g_sums[..., -1:]).neg_()
+    g_sums.div_(total)
+    doubtful = results.doubtful[frames.chunks]
+    if doubtful.any() or (total == 0).any():
+        g_sums.masked_fill_(doubtful[..., None, None] | (total == 0), 0)
+    return g_sums
 
 
-def _carry_back(g_seen: Tensor, g_after: Tensor, frames: _Frames, causal: bool) -> tuple[Tensor, Tensor]:
-    """Gradient of M before the first chunk (G, d_k, E), and after each chunk (G, N, d_k, E), in the chunk's frame."""
-    if not causal:
-        g = g_seen[:, 0] + g_after
-        return g, g.unsqueeze(1)
+def _repair_backward(
+    inputs: Inputs, results: _Results, lost: Tensor, given: _Given, dense: repair.Dense | None, gradients: Inputs
+) -> None:
+    g_y, g_log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in given)
+    g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (G, T, E), G = B H
+    if dense is not None:
+        dense = repair.Dense(*(x.flatten(1, 2).transpose(0, 1) for x in dense))  # (G, N, ., .)
+    doubtful, flat = results.doubtful.flatten(1).mT, [x.flatten(0, 1).contiguous() for x in gradients]
+    repair.backward(repair.call_of(inputs, dense is not None), doubtful, lost.flatten(), g_log_S, g_log_s, dense, flat)
+    for whole, part in zip(gradients, flat, strict=True):
+        whole.copy_(part.view(whole.shape))
+
+
+def _carry(M: Tensor, updates: Tensor, factor: Tensor, chunks: slice) -> None:
+    """Write M after each of these chunks, in the frame of the next, from their e_k^T e_v (n, B, H, d_k, E)."""
+    for n in range(chunks.start, chunks.stop):
+        after = torch.add(M[n], updates[n - chunks.start], out=M[n + 1])
+        if n + 1 < len(factor):
+            after.mul_(factor[n + 1])
+
+
+def _carry_back(g_seen: Tensor, g: Tensor, factor: Tensor, chunks: slice) -> tuple[Tensor, Tensor]:
+    """From the gradient of M after the last of these chunks: after each (n, B, H, d_k, E), and before the first."""
     g_M = torch.empty_like(g_seen)
-    g_M[:, -1] = g_after
-    for n in reversed(range(1, g_seen.shape[1])):
-        torch.mul(g_M[:, n] + g_seen[:, n], frames.factor[:, n], out=g_M[:, n - 1])
-    return g_M[:, 0] + g_seen[:, 0], g_M
+    for n in reversed(range(chunks.start, chunks.stop)):
+        g_M[n - chunks.start] = g
+        g = g + g_seen[n - chunks.start]
+        if n:
+            g.mul_(factor[n])
+    return g_M, g
 
 
-def _doubtful(call: repair.Call, sums: Tensor) -> Tensor:
-    """Chunks (G, N) with a sum (G, N, C, E) that is too small to be certain."""
-    small = sums < CERTAIN[sums.dtype]
-    if small.any() and (call.log_v == -torch.inf).any():  # a sum of nothing is 0, and certain
-        some = _something_to_sum(call)
-        small &= split(some.float(), sums.shape[2], 1.0).bool() if call.causal else some[:, None, -1:]
-    return small.flatten(2).any(-1)
+def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x += a @ b, all (n, B, H, ., .)."""
+    x.flatten(0, 2).baddbmm_(a.flatten(0, 2), b.flatten(0, 2))
+    return x
 
 
-def _lost(call: repair.Call, after: Tensor, wanted: bool = True) -> Tensor:
-    """Heads (G) whose last M (G, d_k, E), which is wanted, has an entry too small to be certain."""
-    small = after < CERTAIN[after.dtype]
-    if not wanted or not small.any():
-        return small.new_zeros(len(small))
-    return (small & _something_to_sum(call)[:, -1:]).flatten(1).any(-1)
+def _batches(q: Tensor) -> Iterator[slice]:
+    """Elements of the batch, as many at a time as fit into a block with at least a chunk of each."""
+    B, H, T, D = q.shape
+    n = max(1, BLOCK // (H * min(CHUNK, T) * D)) if q.device.type == "cpu" else B
+    return (slice(b, min(b + n, B)) for b in range(0, B, n))
 
 
-def _something_to_sum(call: repair.Call) -> Tensor:
-    """Whether any value up to a token, of a key that is not masked, is not zero: (G, S, E)."""
-    some = (call.log_v > -torch.inf) & (call.k > -torch.inf).any(-1, keepdim=True)
-    return (some.int().cumsum(1) > 0) | (call.log_s > -torch.inf).any(1, keepdim=True)
-
-
-def _finite(x: Tensor) -> Tensor:
-    """`x` with 0 for -inf, so that a difference from it is never -inf - -inf."""
-    return torch.where(x == -torch.inf, 0, x)
+def _blocks(x: Tensor, whole: bool = False) -> Iterator[tuple[slice, slice]]:
+    """Tokens of x (B, H, T, D), and the chunks that they are: blocks of as many chunks as fit, or the whole."""
+    B, H, T, D = x.shape
+    N = -(-T // CHUNK)
+    n = N if whole or x.device.type != "cpu" else max(1, BLOCK // (B * H * CHUNK * D))
+    return ((slice(CHUNK * a, min(CHUNK * (a + n), T)), slice(a, min(a + n, N))) for a in range(0, N, n))

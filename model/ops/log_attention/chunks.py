@@ -1,5 +1,6 @@
-"""Sequences as chunks of tokens."""
+"""Sequences (B, H, T, D) as chunks of tokens (N, B, H, C, D): a step from chunk to chunk then meets memory in order."""
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -7,11 +8,29 @@ CHUNK = 64  # tokens: C x C scores and d_k x d_v states then cost about the same
 
 
 def split(x: Tensor, C: int, fill: float) -> Tensor:
-    """(G, T, D) -> (G, N, C, D), N = ceil(T / C); what is missing of the last chunk is filled."""
-    missing = -x.shape[1] % C
-    return (pad(x, (0, 0, 0, missing), value=fill) if missing else x).reshape(x.shape[0], -1, C, x.shape[2])
+    """(B, H, T, D) -> (N, B, H, C, D), N = ceil(T / C): a view, but for a last chunk that must be filled."""
+    missing = -x.shape[2] % C
+    if missing:
+        x = pad(x, (0, 0, 0, missing), value=fill)
+    return x.unflatten(2, (-1, C)).permute(2, 0, 1, 3, 4)
 
 
 def join(chunks: Tensor, T: int) -> Tensor:
-    """Undo `split`: (G, N, C, D) -> (G, T, D)."""
-    return chunks.flatten(1, 2)[:, :T]
+    """Undo `split`: (N, B, H, C, D) -> (B, H, T, D)."""
+    return chunks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :T]
+
+
+def write(place: Tensor, chunks: Tensor) -> None:
+    """Put (N, B, H, C, D) into place (B, H, T, D)."""
+    C = chunks.shape[3]
+    N, rest = divmod(place.shape[2], C)
+    split(place[:, :, : N * C], C, 0.0).copy_(chunks[:N])
+    if rest:
+        place[:, :, N * C :].copy_(chunks[N, :, :, :rest])
+
+
+def maxima(x: Tensor, C: int) -> Tensor:
+    """The largest of each chunk, per feature: (B, H, T, D) -> (N, B, H, D)."""
+    N, rest = divmod(x.shape[2], C)
+    parts = [split(x[:, :, : N * C], C, 0.0).amax(3)] if N else []
+    return torch.cat([*parts, x[:, :, N * C :].amax(2).unsqueeze(0)] if rest else parts)

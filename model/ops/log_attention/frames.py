@@ -1,10 +1,11 @@
 """Exponentials that neither overflow nor depend on what they are measured against.
 
-exp(x) is kept as mantissa x 2^exponent, the exponent a multiple of 64 that is 0 for |x| < 22. A frame is a power of
-two, so measuring against it changes no bit of the mantissa: a later token can move the frame of its chunk, and no
-result before it changes, as long as nothing underflows.
+exp(x) is mantissa x 2^exponent, the exponent a multiple of 64 that is 0 for |x| < 22. A frame is a power of two, so
+measuring against it changes no bit of the mantissa: a later token can move the frame of its chunk, and no result
+before it changes, as long as nothing underflows.
 """
 
+import functools
 import math
 
 import torch
@@ -15,23 +16,29 @@ _GRID = 64
 # 64 ln 2 in two parts: the first has so few bits that small multiples of it are exact in float32.
 _GRID_HIGH = math.floor(_GRID * LN2 * 256) / 256
 _GRID_LOW = _GRID * LN2 - _GRID_HIGH
+# Two frames below it and a mantissa between 2^-32 and 2^32 may be multiplied in any order: float32 ends at 2^127.
+_SMALL = 45
 
 # A sum of terms at most 1 that is at least this large has lost to underflow nothing that matters: at most the smallest
 # normal number (1.2e-38) for each term, which is 1e-10 of the sum for 10,000 terms.
 CERTAIN = {torch.float32: 1e-24, torch.float64: 1e-280}
 
 
-def split_exp(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """exp(x) as mantissa x 2^exponent; None stands for exponents that are all 0. -inf gives a mantissa of 0."""
-    if x.abs().amax() < _GRID / 2 * LN2:
-        return x.exp(), None
-    steps = (x / (_GRID * LN2)).round_().masked_fill_(x == -torch.inf, 0)
-    return (x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW).exp_(), steps * _GRID
-
-
-def scaled(mantissa: Tensor, exponent: Tensor | None, frame: Tensor) -> Tensor:
-    """mantissa x 2^(exponent - frame)."""
-    return mantissa * torch.exp2(-frame if exponent is None else exponent - frame)
+def scaled_exp(x: Tensor, *frames: Tensor, out: Tensor | None = None) -> Tensor:
+    """exp(x) 2^-frame, contiguous or in `out`; frame, the sum of those given, broadcasts to x. exp(-inf) is 0."""
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    lowest, highest = torch.aminmax(x)
+    if -lowest < _GRID / 2 * LN2 and highest < _GRID / 2 * LN2:
+        torch.exp(x, out=result)
+        if all(_is_small(frame) for frame in frames):
+            for frame in frames:
+                result.mul_(torch.exp2(-frame))
+            return result
+        return result.mul_(torch.exp2(-_sum(frames)))
+    nothing = x == -torch.inf
+    steps = (x / (_GRID * LN2)).round_().masked_fill_(nothing, 0)
+    torch.exp((x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW), out=result)
+    return result.mul_((steps * _GRID - _sum(frames)).masked_fill_(nothing, 0).exp2_())  # 0 x 2^1000 would be NaN
 
 
 def whole_log2(x: Tensor) -> Tensor:
@@ -40,10 +47,25 @@ def whole_log2(x: Tensor) -> Tensor:
 
 
 def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
-    """log(x 2^frame): a function of that number alone, whatever frame it is given in."""
+    """log(x 2^frame) of an x that is 0 or in CERTAIN's range: a function of that number, whatever frame it is in."""
+    if _is_small(frame):
+        return (x * torch.exp2(frame)).log_()
     mantissa, exponent = torch.frexp(x)
     exponent = exponent + frame
     limit = math.log2(torch.finfo(x.dtype).max) - 2
     inside = exponent.abs() < limit
     direct = (mantissa * torch.exp2(exponent.where(inside, 0))).log_()
     return direct if inside.all() else direct.where(inside, mantissa.log() + exponent * LN2)
+
+
+def finite(x: Tensor) -> Tensor:
+    """`x` with 0 for -inf, so that a difference from it is never -inf - -inf."""
+    return torch.where(x == -torch.inf, 0, x)
+
+
+def _sum(frames: tuple[Tensor, ...]) -> Tensor:
+    return functools.reduce(torch.add, frames)
+
+
+def _is_small(frame: Tensor) -> bool:
+    return bool(frame.abs().amax() < _SMALL)

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from model.ops.log_attention import exact
 from model.ops.log_attention.chunks import CHUNK, join, split
+from model.ops.log_attention.exponentials import Inputs
 from model.ops.log_attention.frames import CERTAIN
 
 
@@ -39,7 +41,38 @@ class Call(NamedTuple):
     def tiles(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (0 where the last chunk has none), keys and values (-inf there), each (G, N, C, .)."""
         C = min(CHUNK, self.k.shape[1])
-        return split(self.q, C, 0.0), split(self.k, C, -torch.inf), split(self.log_v, C, -torch.inf)
+        return _tiles(self.q, C, 0.0), _tiles(self.k, C, -torch.inf), _tiles(self.log_v, C, -torch.inf)
+
+
+def call_of(inputs: Inputs, causal: bool) -> Call:
+    """With heads in one dimension, G = B H, and the normalizer's column."""
+    q, k, log_v, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in inputs)
+    return Call(q, k, pad(log_v, (0, 1)), log_s, causal)
+
+
+def too_small(inputs: Inputs, sums: Tensor, tokens: slice) -> Tensor:
+    """Chunks (n, B, H) with a sum (n, B, H, C, E) that is too small to be certain."""
+    if sums.amin() >= CERTAIN[sums.dtype]:
+        return sums.new_zeros(sums.shape[:3], dtype=torch.bool)
+    small = sums < CERTAIN[sums.dtype]
+    if (inputs.log_v == -torch.inf).any():  # a sum of nothing is 0, and certain
+        some = _something_to_sum(inputs)[:, :, tokens]
+        small &= split(some, min(sums.shape[3], some.shape[2]), True)
+    return small.flatten(3).any(-1)
+
+
+def lost_heads(inputs: Inputs, after: Tensor, wanted: bool = True) -> Tensor:
+    """Heads (B, H) whose last M (B, H, d_k, E), which is wanted, has an entry too small to be certain."""
+    small = after < CERTAIN[after.dtype]
+    if not wanted or not small.any():
+        return small.new_zeros(small.shape[:2])
+    return (small & _something_to_sum(inputs)[:, :, -1:]).flatten(2).any(-1)
+
+
+def _something_to_sum(inputs: Inputs) -> Tensor:
+    """Whether any value up to a token, of a key that is not masked, is not zero: (B, H, S, E)."""
+    some = pad(inputs.log_v > -torch.inf, (0, 1), value=True) & (inputs.k > -torch.inf).any(-1, keepdim=True)
+    return (some.int().cumsum(2) > 0) | (inputs.log_s > -torch.inf).any(2, keepdim=True)
 
 
 class Dense(NamedTuple):
@@ -73,11 +106,11 @@ def forward(call: Call, doubtful: Tensor, lost: Tensor, log_y: Tensor, log_s_aft
     q, k, log_v = call.tiles()
     states = exact.states(k, log_v, call.log_s)  # (F, N + 1, d_k, E)
     if call.causal:
-        chunks = split(ys, q.shape[2], 0.0).clone()
+        chunks = _tiles(ys, q.shape[2], 0.0).clone()
         for f, n in _groups(doubtful, states):
             log_S, _ = exact.causal_log_sums(q[f, n], k[f, n], log_v[f, n], states[f, n])
             chunks[f, n] = _normalized(log_S).to(ys.dtype)
-        ys = join(chunks, ys.shape[1])
+        ys = _sequence(chunks, ys.shape[1])
     else:
         f = doubtful[:, 0]
         ys[f] = _normalized(exact.full_log_sums(call.q[f], states[f, -1])).to(ys.dtype)
@@ -92,7 +125,7 @@ def backward(
     lost: Tensor,
     g_log_S: Tensor,
     g_log_s: Tensor,
-    dense: Dense,
+    dense: Dense | None,
     gradients: list[Tensor],
 ) -> None:
     """Replace the gradients of q, k, log_v and log_s of every head with a doubtful chunk or a last state that is lost.
@@ -103,15 +136,15 @@ def backward(
     call, g_log_S, g_log_s = call.of(heads), g_log_S[heads].double(), g_log_s[heads].double()
     q, k, log_v = call.tiles()
     states = exact.states(k, log_v, call.log_s)  # (F, N + 1, d_k, E)
-    if call.causal:
-        g_chunks = split(g_log_S, q.shape[2], 0.0)
+    if dense is not None:  # causal
+        g_chunks = _tiles(g_log_S, q.shape[2], 0.0)
         *chunks, g_first = _causal_backward(q, k, log_v, g_chunks, states, g_log_s, doubtful[heads], dense.of(heads))
-        result = [*(join(x, g_log_S.shape[1]) for x in chunks), g_first]
+        result = [*(_sequence(x, g_log_S.shape[1]) for x in chunks), g_first]
     else:
         result = [*exact.full_gradients(*call[:4], states[:, -1], g_log_S, g_log_s)]
         Fallback.backward_tiles += len(heads) * (q.shape[1] + k.shape[1])
     for whole, part in zip(gradients, result, strict=True):
-        whole[heads] = part.to(whole.dtype)
+        whole[heads] = part[..., : whole.shape[-1]].to(whole.dtype)  # without the normalizer's column
 
 
 def _normalized(log_S: Tensor) -> Tensor:
@@ -160,3 +193,13 @@ def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:
     size = max(1, exact.LARGEST // (CHUNK * states[0, 0].numel()))
     for part in wanted.nonzero().split(size):
         yield part.unbind(1)
+
+
+def _tiles(x: Tensor, C: int, fill: float) -> Tensor:
+    """(G, T, D) -> (G, N, C, D)."""
+    return split(x.unsqueeze(0), C, fill).squeeze(1).transpose(0, 1)
+
+
+def _sequence(tiles: Tensor, T: int) -> Tensor:
+    """Undo `_tiles`."""
+    return join(tiles.transpose(0, 1).unsqueeze(1), T).squeeze(0)
