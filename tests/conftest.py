@@ -16,6 +16,8 @@ import torch
 from common.console import console
 from common.settings import decode
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run in triton's interpreter; read when triton is imported
 torch.set_num_threads(1)  # tests run side by side; and the bits of a result depend on the number of threads
 
 ROOT = Path(__file__).resolve().parent.parent

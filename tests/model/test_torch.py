@@ -6,7 +6,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from model.gpt import GPT, GPTConfig
+from model.ops.log_attention import log_attention
 from model.ops.log_attention.chunked import _attend
+from model.ops.log_attention.triton import _attend as _attend_triton
 from model.ops.log_recurrence.chunked import _recur
 
 PARTS = {"attention": {"name": "log_space"}, "block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
@@ -36,6 +38,33 @@ def test_operators_keep_the_promises_that_torch_asks_of_them(T):
     torch.library.opcheck(_attend, (q, k, log_v, log_s, False, True))
     log_p, start = (torch.randn(2, *rest, 5, generator=generator).requires_grad_() for rest in ([T], []))
     torch.library.opcheck(_recur, (log_p, k[0].detach().float().requires_grad_(), start))
+
+
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_keep_the_promises_that_torch_asks_of_them(T, causal):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 2, T, 5), (1, 2, T, 5), (1, 2, T, 8), (1, 2, 5, 8), (1, 2, 5)]
+    leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    torch.library.opcheck(_attend_triton, (*leaves, causal, True, True))
+    torch.library.opcheck(_attend_triton, (*leaves[:3], None, None, causal, False, True))
+    torch.library.opcheck(_attend_triton, (*(x.detach() for x in leaves), causal, True, False))
+
+
+def test_kernels_compile_without_a_graph_break_and_are_recomputed_to_the_same_bits():
+    def attend(qkv):
+        q, k, log_v = qkv.view(2, 70, 3, -1).transpose(1, 2).split([5, 5, 7], dim=-1)
+        return log_attention(q, k, log_v, backend="triton").transpose(1, 2).reshape(2, 70, -1)
+
+    qkv = torch.randn(2, 70, 3 * 17, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    results = [
+        attend(qkv),
+        torch.compile(attend, fullgraph=True, backend="aot_eager")(qkv),
+        checkpoint(attend, qkv, use_reentrant=False),
+    ]
+    gradients = [torch.autograd.grad(y, qkv, torch.ones_like(y))[0] for y in results]
+    assert all(torch.equal(y, results[0]) for y in results)
+    assert all(torch.equal(g, gradients[0]) for g in gradients)
 
 
 def test_compiles_without_a_graph_break_forward_and_backward():

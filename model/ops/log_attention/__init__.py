@@ -1,7 +1,13 @@
 """Log-space attention (Heinsen 2024, arXiv 2404.05843): one function, several implementations with the same numbers."""
 
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from common.console import say_once
 from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
 from model.ops.log_attention.repair import Fallback as fallback
@@ -17,7 +23,19 @@ __all__ = [
     "signed_log_attention",
 ]
 
-BACKENDS = {"naive": naive_log_attention, "chunked": chunked_log_attention}
+MAX_KEY_FEATURES = 128  # whose states the kernels keep on the chip
+
+
+def _triton_log_attention(q: Tensor, k: Tensor, log_v: Tensor, **options: Any) -> Any:
+    why_not = _why_not_triton(q.device.type, q.device.index, q.shape[3])
+    if why_not:
+        raise ValueError(f"backend='triton' {why_not}; backend='chunked' takes anything")
+    from model.ops.log_attention.triton import triton_log_attention  # imports triton, which is slow and may be missing
+
+    return triton_log_attention(q, k, log_v, **options)
+
+
+BACKENDS = {"naive": naive_log_attention, "chunked": chunked_log_attention, "triton": _triton_log_attention}
 
 
 def log_attention(
@@ -44,19 +62,19 @@ def log_attention(
         state: what earlier tokens left behind; None before the first.
         return_state: also return the state after these tokens. It has the same size after any number of tokens.
         backend: "auto", or one of BACKENDS. "auto" takes the definition for a single causal token, where it is the
-            fastest, and "chunked" otherwise.
+            fastest; otherwise "triton" on GPUs that it fits, and "chunked" elsewhere.
 
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
 
     Raises:
-        ValueError: shapes do not fit, or there is no such backend.
+        ValueError: shapes do not fit, or there is no such backend, or not for these inputs.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(BACKENDS)}")
     _check_shapes(q, k, log_v, causal)
     if backend == "auto":
-        backend = "naive" if causal and q.shape[2] == 1 else "chunked"
+        backend = "naive" if causal and q.shape[2] == 1 else _fastest(q)
     return BACKENDS[backend](q, k, log_v, causal=causal, state=state, return_state=return_state)
 
 
@@ -90,6 +108,40 @@ def signed_log_attention(
     log_v = split_signs(log_abs_v, sign_v)
     log_y, after = log_attention(q, k, log_v, causal=causal, state=state, return_state=True, backend=backend)
     return (*join_signs(log_y), after) if return_state else join_signs(log_y)
+
+
+def _fastest(q: Tensor) -> str:
+    """The backend for many tokens."""
+    if q.device.type != "cuda":
+        return "chunked"
+    return _fastest_on_gpu(q.device.index, q.shape[3])
+
+
+@torch.compiler.assume_constant_result
+def _fastest_on_gpu(index: int, d_k: int) -> str:
+    """The same, said once."""
+    why_not = _why_not_triton("cuda", index, d_k)
+    if why_not:
+        say_once(f"log attention in plain torch, which is slower: backend='triton' {why_not}")
+        return "chunked"
+    say_once("log attention in Triton kernels")
+    return "triton"
+
+
+@torch.compiler.assume_constant_result
+def _why_not_triton(device: str, index: int | None, d_k: int) -> str | None:
+    """What its kernels need and do not have here; None if nothing."""
+    if find_spec("triton") is None:
+        return "needs the package triton, which is not installed: pip install triton"
+    if d_k > MAX_KEY_FEATURES:
+        return f"is given {d_k} features of keys a head, and takes up to {MAX_KEY_FEATURES}: use more heads"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device != "cuda":
+        return f"is given tensors on {device}, and needs an NVIDIA GPU (or TRITON_INTERPRET=1, which is for tests)"
+    if torch.cuda.get_device_capability(index) < (8, 0):
+        return f"needs a GPU of compute capability 8.0, and {torch.cuda.get_device_name(index)} has less"
+    return None
 
 
 def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, causal: bool) -> None:

@@ -13,11 +13,37 @@ from model.ops.log_attention.exponentials import Inputs
 from model.ops.log_attention.frames import CERTAIN
 
 
-class Fallback:
-    """How often this process needed the exact form, in tiles: chunks of at most 64 tokens of one head."""
+class _Fallback:
+    """How often this process needed the exact form, in tiles: chunks of at most 64 tokens of one head.
 
-    forward_tiles = 0
-    backward_tiles = 0
+    Kernels count on their device, where nobody waits for them; who reads a number here does.
+    """
+
+    def __init__(self) -> None:
+        self._counters: dict[tuple[str, torch.device], Tensor] = {}
+
+    def counter(self, which: str, device: torch.device) -> Tensor:
+        """Tiles of the "forward" or the "backward" pass on a device: (1,), to be added to."""
+        if (which, device) not in self._counters:
+            with torch.inference_mode(False):  # what begins in inference may be counted in training
+                self._counters[which, device] = torch.zeros(1, dtype=torch.int64, device=device)
+        return self._counters[which, device]
+
+    def _total(self, which: str) -> int:
+        return sum(int(tiles) for (name, _), tiles in self._counters.items() if name == which)
+
+    @property
+    def forward_tiles(self) -> int:
+        """Of forward passes."""
+        return self._total("forward")
+
+    @property
+    def backward_tiles(self) -> int:
+        """Of backward passes."""
+        return self._total("backward")
+
+
+Fallback = _Fallback()
 
 
 class Call(NamedTuple):
@@ -116,7 +142,7 @@ def forward(call: Call, doubtful: Tensor, lost: Tensor, log_y: Tensor, log_s_aft
         ys[f] = _normalized(exact.full_log_sums(call.q[f], states[f, -1])).to(ys.dtype)
     log_y[heads] = ys
     log_s_after[heads] = states[:, -1].to(log_s_after.dtype)
-    Fallback.forward_tiles += int(doubtful.sum()) * (1 if call.causal else q.shape[1])
+    Fallback.counter("forward", log_y.device).add_(doubtful.sum() * (1 if call.causal else q.shape[1]))
 
 
 def backward(
@@ -142,7 +168,7 @@ def backward(
         result = [*(_sequence(x, g_log_S.shape[1]) for x in chunks), g_first]
     else:
         result = [*exact.full_gradients(*call[:4], states[:, -1], g_log_S, g_log_s)]
-        Fallback.backward_tiles += len(heads) * (q.shape[1] + k.shape[1])
+        Fallback.counter("backward", q.device).add_(len(heads) * (q.shape[1] + k.shape[1]))
     for whole, part in zip(gradients, result, strict=True):
         whole[heads] = part[..., : whole.shape[-1]].to(whole.dtype)  # without the normalizer's column
 
@@ -183,7 +209,7 @@ def _causal_backward(
         for (u,) in _groups(~sure, states):
             tile = q[u, n], k[u, n], log_v[u, n], states[u, n]
             g_q[u, n], g_k[u, n], g_v[u, n], g_before[u] = exact.causal_gradients(*tile, g_log_S[u, n], g[u])
-        Fallback.backward_tiles += int((~sure).sum())
+        Fallback.counter("backward", q.device).add_((~sure).sum())
         g = g_before
     return exact.Gradients(g_q, g_k, g_v, g)
 

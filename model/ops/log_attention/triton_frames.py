@@ -1,0 +1,133 @@
+"""What the kernels share: exponentials measured against powers of two, as in frames.py, and tensors in memory."""
+
+import math
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+NOTHING = tl.constexpr(-math.inf)
+LOG2E = tl.constexpr(1 / math.log(2))
+LN2 = tl.constexpr(math.log(2))
+# ln 2 in two parts: the first has 9 bits, so that its whole multiples up to 2^15 are exact in float32.
+LN2_HIGH = tl.constexpr(355 / 512)
+LN2_LOW = tl.constexpr(math.log(2) - 355 / 512)
+LOST = tl.constexpr(2.0**30)  # a frame against which everything is 0, and so every sum doubtful
+
+
+@triton.jit
+def finite(x):
+    """`x` with 0 for -inf, so that a difference from it is never -inf - -inf."""
+    return tl.where(x == NOTHING, 0.0, x)
+
+
+@triton.jit
+def frame_of(log2, OPERAND: tl.constexpr):
+    """The smallest whole number not below, up to rounding; LOST beyond what `exp_measured` can tell apart."""
+    limit: tl.constexpr = 900.0 if OPERAND == tl.bfloat16 else 2.0**20
+    frame = tl.ceil(log2)
+    return tl.where((tl.abs(frame) <= limit) | (frame == NOTHING), frame, LOST)
+
+
+@triton.jit
+def power_of_two(n):
+    """2^n for a whole n up to 127, made of its bits, so that it is exact; 0 where 2^n is below the normal numbers."""
+    if n.dtype == tl.float64:
+        return ((tl.maximum(n, -1023.0) + 1023.0).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    else:
+        return ((tl.maximum(n, -127.0) + 127.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exp_measured(x, frame, OPERAND: tl.constexpr):
+    """exp(x) 2^-frame for a frame that is at most about 1 below x. Another frame changes no bit but the exponent's.
+
+    That is because x log2(e) is split where the frame cannot reach: into a whole number and a rest, or for bfloat16,
+    where 2^-12 of an exponent is less than a rounding, into a multiple of 2^-11 and a rest that is dropped. Adding and
+    taking away a large number rounds, and is faster than to round: GPUs do only few roundings and conversions at once.
+    """
+    if OPERAND == tl.bfloat16:
+        x = tl.maximum(x, -1400.0, propagate_nan=tl.PropagateNan.ALL)
+        return tl.exp2((x * LOG2E + 6144.0) - (6144.0 + frame))  # 1.5 x 2^12, whose last bit is 2^-11
+    else:
+        wide: tl.constexpr = x.dtype == tl.float64
+        large: tl.constexpr = 1.5 * 2.0**52 if wide else 1.5 * 2.0**23
+        x = tl.maximum(x, -(2.0**21), propagate_nan=tl.PropagateNan.ALL)
+        n = (x * LOG2E + large) - large
+        rest = (x - n * LN2_HIGH) - n * LN2_LOW  # x - n ln 2, between -0.35 and 0.35
+        return tl.exp2(rest * LOG2E) * power_of_two(n - frame)
+
+
+@triton.jit
+def log_of_scaled(x, frame):
+    """log(x 2^frame) of x >= 0: a function of that number alone, whatever frame it is given in."""
+    if x.dtype == tl.float64:
+        bits = x.to(tl.int64, bitcast=True)
+        exponent = ((bits >> 52) - 1023).to(tl.float64)
+        mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        # The bits of 1.5 x 2^23, whose last bit is 1: added and taken away, a whole number becomes a float.
+        exponent = ((bits >> 23) + (0x4B400000 - 127)).to(tl.float32, bitcast=True) - 12582912.0
+        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    n = exponent + frame
+    log = (_log2_of_mantissa(mantissa) * LN2 + n * LN2_LOW) + n * LN2_HIGH
+    return tl.where(x > 0.0, log, x + NOTHING)  # of 0, or of NaN
+
+
+@triton.jit
+def _log2_of_mantissa(x):
+    """log2 of x between 1 and 2; the GPU's own in float32, which is right to 2^-22."""
+    if INTERPRETED or x.dtype == tl.float64:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    """a @ b, its operands in the type OPERAND and its sums in ACC."""
+    a, b = a.to(OPERAND), b.to(OPERAND)
+    if INTERPRETED:  # whose dot takes bfloat16 for whole numbers
+        a, b = a.to(ACC), b.to(ACC)
+    return tl.dot(a, b, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
+def head_of(x, strides, g, H):
+    """Where head g of x (B, H, T, D) begins; g counts through (B, H)."""
+    return x + (g // H) * strides[0] + (g % H) * strides[1]
+
+
+@triton.jit
+def packed_head(x, g, T, H, D: tl.constexpr):
+    """The same of a tensor that lies in memory as (B, T, H, D)."""
+    return x + ((g // H) * T * H + g % H) * D
+
+
+@triton.jit
+def load_chunk(head, stride, start, length, column, D: tl.constexpr, fill, C: tl.constexpr, ACC: tl.constexpr):
+    """Tokens `start` to `start` + C of a head, some of its D columns: (C, columns); `fill` where there is none."""
+    rows = tl.arange(0, C)
+    token = head + start * tl.cast(stride, tl.int64)
+    here = (start + rows < length)[:, None] & (column < D)[None, :]
+    return tl.load(token + rows[:, None] * stride + column[None, :], mask=here, other=fill).to(ACC)
+
+
+@triton.jit
+def store_chunk(x, head, stride, start, length, column, D: tl.constexpr, C: tl.constexpr):
+    """Undo `load_chunk`."""
+    rows = tl.arange(0, C)
+    token = head + start * tl.cast(stride, tl.int64)
+    here = (start + rows < length)[:, None] & (column < D)[None, :]
+    tl.store(token + rows[:, None] * stride + column[None, :], x.to(head.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def any_of(flags, count):
+    """Whether one of `count` flags in memory is set."""
+    found = 0
+    for start in range(0, count, 1024):
+        at = start + tl.arange(0, 1024)
+        found |= tl.max(tl.load(flags + at, mask=at < count, other=0).to(tl.int32), 0)
+    return found
