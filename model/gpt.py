@@ -2,15 +2,14 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from common.settings import Settings
 from model.attention import AttentionConfig
 from model.attention.base import Attention
 from model.layers import BlockConfig
+from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.position import PositionConfig
 
 
@@ -103,25 +102,35 @@ class GPT(nn.Module):
 
         `state` is what an earlier call returned for the tokens before these; None at the start of a text.
         """
+        x, state = self._features(token_ids, state, return_state)
+        logits = x @ self.embed.weight.T
+        return (logits, state) if return_state else logits
+
+    def _features(
+        self, token_ids: Tensor, state: GPTState | None = None, return_state: bool = False
+    ) -> tuple[Tensor, GPTState]:
+        """What the output layer sees, (B, T, n_embd)."""
         position, layers = state or (None, (None,) * len(self.blocks))
         x, rotation, position = self.position(self.embed(token_ids), position)  # (B, T, n_embd)
         after = []
         for block, layer in zip(self.blocks, layers, strict=True):
             x, layer = block(x, rotation, layer, return_state)
             after.append(layer)
-        logits = self.norm(x) @ self.embed.weight.T
-        return (logits, GPTState(position, tuple(after))) if return_state else logits
+        return self.norm(x), GPTState(position, tuple(after))
 
     def token_losses(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 where the target is negative."""
-        logits = self(token_ids).flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
-        return losses.view_as(targets)
+        x, _ = self._features(token_ids)
+        return token_losses(x.flatten(0, 1), self.embed.weight, targets.flatten()).view_as(targets)
+
+    def summed_loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """The sum of `token_losses`, in less memory."""
+        x, _ = self._features(token_ids)
+        return summed_loss(x.flatten(0, 1), self.embed.weight, targets.flatten())
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not negative."""
-        return self.token_losses(token_ids, targets).sum() / (targets >= 0).sum()
+        return self.summed_loss(token_ids, targets) / (targets >= 0).sum()
 
     def n_params(self) -> int:
         """Parameters, each counted once."""

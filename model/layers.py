@@ -4,10 +4,11 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import gelu, glu
+from torch.nn.functional import gelu
 
 from common.settings import Settings
 from model.attention.base import Attention
+from model.ops.gated_linear import gated_linear
 from model.position import Rotation
 
 
@@ -52,7 +53,7 @@ class GLUBlock(nn.Module):
     ) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> the same, and the attention's state."""
         a, state = self.attention(self.norm(x), rotation, state, return_state)
-        return x + self.proj(glu(self.gate(a))), state
+        return x + gated_linear(self.gate(a), self.proj.weight), state
 
 
 class MLPBlock(nn.Module):

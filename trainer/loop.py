@@ -212,7 +212,7 @@ class SummedLoss(nn.Module):
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """(B, T) ids and targets -> the sum of the losses, in nats."""
-        return self.gpt.token_losses(token_ids, targets).sum()
+        return self.gpt.summed_loss(token_ids, targets)
 
 
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:

@@ -33,7 +33,7 @@ from model.ops.log_attention.exponentials import Frames, Inputs, frames_of, in_f
 from model.ops.log_attention.frames import log_of_scaled, scaled_exp
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, empty_state
 
-# Numbers in a temporary on a CPU, whose cache then holds all that a step needs. Other devices get everything at once.
+# Numbers of a temporary that a core works on, so that its cache holds all that a step needs. A GPU gets all at once.
 BLOCK = 2**17
 
 
@@ -46,7 +46,7 @@ def chunked_log_attention(
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As `log_attention`. For the backward pass it keeps its inputs, log_y, and T / CHUNK states of d_k x (d_v + 1)."""
+    """As `log_attention`. For the backward pass it keeps its inputs, log_y, and at most T / CHUNK states."""
     state = empty_state(q, log_v) if state is None else state
     log_s = torch.cat([state.log_s, state.log_z.unsqueeze(-1)], dim=-1)  # (B, H, d_k, E), E = d_v + 1
     log_y, log_s, *_ = _attend(q, k, log_v, log_s.to(accumulation_dtype(q)), causal, return_state)
@@ -60,7 +60,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`log_attention`'s q, k, log_v and the state log_s (B, H, d_k, E) -> log_y (B, H, T, d_v), the state after.
 
-    Then, for the backward pass: M before each chunk and after the last (N + 1, B, H, d_k, E), the last column of the
+    Then, for the backward pass: M before each block and after the last (n + 1, B, H, d_k, E), the last column of the
     sums (B, H, T), and which chunks are doubtful (N, B, H). Not causal, all tokens are one chunk.
     """
     results = _empty_results(q, k, log_v, log_s, causal)
@@ -99,11 +99,11 @@ class _Given(NamedTuple):
 
 def _empty_results(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool) -> _Results:
     (B, H, T, _), (d_k, E) = q.shape, log_s.shape[-2:]
-    N = -(-T // CHUNK) if causal else 1
+    N, blocks = (-(-T // CHUNK), len(_blocks(q))) if causal else (1, 1)
     return _Results(
         torch.empty_like(log_v, dtype=log_s.dtype) if causal else log_s.new_empty(B, H, T, E - 1),
         torch.empty_like(log_s),
-        log_s.new_empty(N + 1, B, H, d_k, E),
+        log_s.new_empty(blocks + 1, B, H, d_k, E),
         log_s.new_empty(B, H, T),
         log_s.new_empty(N, B, H, dtype=torch.bool),
     )
@@ -116,13 +116,13 @@ def _(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_sta
 
 def _causal_forward(inputs: Inputs, want_state: bool, results: _Results) -> None:
     frames = frames_of(inputs, causal=True)
-    M = results.M  # (N + 1, B, H, d_k, E)
-    M[0] = in_first_frame(inputs, frames)
-    for tokens, chunks in _blocks(inputs.q):
+    results.M[0] = in_first_frame(inputs, frames)
+    for i, (tokens, chunks) in enumerate(_blocks(inputs.q)):
         here = frames.of(chunks)
         e_q, (e_k, e_v) = queries(inputs, tokens, here), keys_and_values(inputs, tokens, here)  # (n, B, H, C, .)
-        _carry(M, e_k.mT @ e_v, frames.factor, chunks)
-        sums = e_q @ M[chunks]  # (n, B, H, C, E)
+        M = _carry(results.M[i], e_k.mT @ e_v, frames.factor, chunks)  # (n + 1, B, H, d_k, E)
+        results.M[i + 1] = M[-1]
+        sums = e_q @ M[:-1]  # (n, B, H, C, E)
         _add_product(sums, (e_q @ e_k.mT).tril_(), e_v)
         _write_log_y(results, tokens, sums, here)
         results.doubtful[chunks] = repair.too_small(inputs, sums, tokens)
@@ -209,9 +209,10 @@ def _causal_backward(inputs: Inputs, results: _Results, given: _Given, gradients
     frames = frames_of(inputs, causal=True)
     g, lost = _of_last_M(inputs, results.M[-1], given)  # (B, H, d_k, E)
     again = bool(results.doubtful.any() or lost.any())
-    for tokens, chunks in reversed(list(_blocks(inputs.q, whole=again))):
-        here, before = frames.of(chunks), results.M[chunks]
+    for i, (tokens, chunks) in reversed(list(enumerate(_blocks(inputs.q, whole=again)))):
+        here = frames.of(chunks)
         e_q, (e_k, e_v) = queries(inputs, tokens, here), keys_and_values(inputs, tokens, here)  # (n, B, H, C, .)
+        before = _carry(results.M[i], e_k.mT @ e_v, frames.factor, chunks)[:-1]  # (n, B, H, d_k, E)
         g_sums = _of_sums(results, given, tokens, here)  # (n, B, H, C, E)
         g_seen = e_q.mT @ g_sums  # (n, B, H, d_k, E): of the M that the chunk's queries saw
         g_A = (g_sums @ e_v.mT).tril_()  # (n, B, H, C, C)
@@ -258,10 +259,8 @@ def _of_sums(results: _Results, given: _Given, tokens: slice, frames: Frames) ->
         log_y = log_y.masked_fill(log_y == -torch.inf, torch.inf)
     total = frames.split(results.total[:, :, tokens].unsqueeze(-1), 1.0)
     g_y = frames.split(given.log_y[:, :, tokens], 0.0)
-    g_sums = g_y.new_empty(*g_y.shape[:-1], g_y.shape[-1] + 1)
-    scaled_exp(-log_y, -frames.value[..., :-1], out=g_sums[..., :-1]).mul_(g_y)  # sum = total exp(log_y) 2^-value
-    torch.sum(g_y, -1, keepdim=True, out=g_sums[..., -1:]).neg_()
-    g_sums.div_(total)
+    g_ratio = scaled_exp(-log_y, -frames.value[..., :-1]).mul_(g_y)  # sum = total exp(log_y) 2^-value
+    g_sums = torch.cat([g_ratio, g_y.sum(-1, keepdim=True).neg_()], dim=-1).div_(total)
     doubtful = results.doubtful[frames.chunks]
     if doubtful.any() or (total == 0).any():
         g_sums.masked_fill_(doubtful[..., None, None] | (total == 0), 0)
@@ -281,12 +280,18 @@ def _repair_backward(
         whole.copy_(part.view(whole.shape))
 
 
-def _carry(M: Tensor, updates: Tensor, factor: Tensor, chunks: slice) -> None:
-    """Write M after each of these chunks, in the frame of the next, from their e_k^T e_v (n, B, H, d_k, E)."""
-    for n in range(chunks.start, chunks.stop):
-        after = torch.add(M[n], updates[n - chunks.start], out=M[n + 1])
-        if n + 1 < len(factor):
-            after.mul_(factor[n + 1])
+def _carry(M: Tensor, updates: Tensor, factor: Tensor, chunks: slice) -> Tensor:
+    """M before each of these chunks and after the last, (n + 1, B, H, d_k, E), each in its chunk's frame.
+
+    From M before the first and the chunks' e_k^T e_v (n, B, H, d_k, E).
+    """
+    Ms = M.new_empty(len(updates) + 1, *M.shape)
+    Ms[0] = M
+    for n, update in enumerate(updates):
+        torch.add(Ms[n], update, out=Ms[n + 1])
+        if chunks.start + n + 1 < len(factor):
+            Ms[n + 1].mul_(factor[chunks.start + n + 1])
+    return Ms
 
 
 def _carry_back(g_seen: Tensor, g: Tensor, factor: Tensor, chunks: slice) -> tuple[Tensor, Tensor]:
@@ -306,16 +311,24 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return x
 
 
-def _batches(q: Tensor) -> Iterator[slice]:
-    """Elements of the batch, as many at a time as fit into a block with at least a chunk of each."""
-    B, H, T, D = q.shape
-    n = max(1, BLOCK // (H * min(CHUNK, T) * D)) if q.device.type == "cpu" else B
-    return (slice(b, min(b + n, B)) for b in range(0, B, n))
-
-
-def _blocks(x: Tensor, whole: bool = False) -> Iterator[tuple[slice, slice]]:
-    """Tokens of x (B, H, T, D), and the chunks that they are: blocks of as many chunks as fit, or the whole."""
+def _block_size(x: Tensor) -> tuple[int, int]:
+    """Of x (B, H, T, D): elements of the batch, and chunks of each, in a block."""
     B, H, T, D = x.shape
     N = -(-T // CHUNK)
-    n = N if whole or x.device.type != "cpu" else max(1, BLOCK // (B * H * CHUNK * D))
-    return ((slice(CHUNK * a, min(CHUNK * (a + n), T)), slice(a, min(a + n, N))) for a in range(0, N, n))
+    if x.device.type != "cpu":
+        return B, N
+    fit = max(1, BLOCK * torch.get_num_threads() // (H * CHUNK * D))
+    return min(B, max(1, fit // N)), min(N, fit)
+
+
+def _batches(q: Tensor) -> Iterator[slice]:
+    B, step = len(q), _block_size(q)[0]
+    return (slice(b, min(b + step, B)) for b in range(0, B, step))
+
+
+def _blocks(x: Tensor, whole: bool = False) -> list[tuple[slice, slice]]:
+    """Tokens of x (B, H, T, D), and the chunks that they are: block by block, or the whole as one."""
+    T = x.shape[2]
+    N = -(-T // CHUNK)
+    step = N if whole else _block_size(x)[1]
+    return [(slice(CHUNK * n, min(CHUNK * (n + step), T)), slice(n, min(n + step, N))) for n in range(0, N, step)]

@@ -74,10 +74,7 @@ def keys_and_values(inputs: Inputs, tokens: slice, frames: Frames) -> tuple[Tens
     """e_k (n, B, H, C, d_k) and e_v (n, B, H, C, E), between 0 and about 1; e_v's last column is 1."""
     e_k = scaled_exp(frames.split(inputs.k[:, :, tokens], -torch.inf), finite(frames.key))
     log_v = frames.split(inputs.log_v[:, :, tokens], -torch.inf)
-    e_v = e_k.new_empty(*log_v.shape[:-1], log_v.shape[-1] + 1)
-    scaled_exp(log_v, frames.value[..., :-1], out=e_v[..., :-1])
-    e_v[..., -1] = 1
-    return e_k, e_v
+    return e_k, pad(scaled_exp(log_v, frames.value[..., :-1]), (0, 1), value=1.0)
 
 
 def in_first_frame(inputs: Inputs, frames: Frames) -> Tensor:

@@ -24,12 +24,12 @@ _SMALL = 45
 CERTAIN = {torch.float32: 1e-24, torch.float64: 1e-280}
 
 
-def scaled_exp(x: Tensor, *frames: Tensor, out: Tensor | None = None) -> Tensor:
-    """exp(x) 2^-frame, contiguous or in `out`; frame, the sum of those given, broadcasts to x. exp(-inf) is 0."""
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
+    """exp(x) 2^-frame, contiguous; the frame is the sum of those given, which broadcast to x. exp(-inf) is 0."""
+    x = x.contiguous()
     lowest, highest = torch.aminmax(x)
     if -lowest < _GRID / 2 * LN2 and highest < _GRID / 2 * LN2:
-        torch.exp(x, out=result)
+        result = x.exp()
         if all(_is_small(frame) for frame in frames):
             for frame in frames:
                 result.mul_(torch.exp2(-frame))
@@ -37,7 +37,7 @@ def scaled_exp(x: Tensor, *frames: Tensor, out: Tensor | None = None) -> Tensor:
         return result.mul_(torch.exp2(-_sum(frames)))
     nothing = x == -torch.inf
     steps = (x / (_GRID * LN2)).round_().masked_fill_(nothing, 0)
-    torch.exp((x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW), out=result)
+    result = (x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW).exp_()
     return result.mul_((steps * _GRID - _sum(frames)).masked_fill_(nothing, 0).exp2_())  # 0 x 2^1000 would be NaN
 
 

@@ -1,0 +1,37 @@
+"""Linear(GLU(x)) that keeps x alone for the backward pass: the gated features are cheap to compute again."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import glu, linear
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """(..., 2 D) -> glu(x) @ weight.T, (..., D_out), where glu(a, b) = a sigmoid(b) (Dauphin et al. 2017, eq. 1).
+
+    Args:
+        weight: (D_out, D).
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # the backward pass runs outside of it: both must have one type
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    with torch.autocast(device, enabled=False):
+        return _GatedLinear.apply(x, weight)
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return linear(glu(x), weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        g_x = torch.ops.aten.glu_backward(g @ weight, x, -1)
+        return g_x, g.flatten(0, -2).T @ glu(x).flatten(0, -2)

@@ -1,0 +1,104 @@
+"""Cross-entropy of a linear layer's output that never holds all logits: tokens x vocabulary is most of a step's memory.
+
+The loss is a sum over tokens, so the gradient of each token's logits is known as soon as they are: softmax(logits) less
+1 at the target. It is multiplied out at once, for a few tokens at a time, and the backward pass has only to scale it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+CHUNK = 2**24  # logits at a time
+
+
+def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats of x @ weight.T, (N,), float32 or float64; 0 where the target is negative.
+
+    Args:
+        x: (N, D).
+        weight: (V, D).
+        targets: (N,), from 0 to V - 1.
+    """
+    losses = []
+    for x_n, target in zip(*(tensor.split(_tokens(weight)) for tensor in (x, targets)), strict=True):
+        logits = x_n @ weight.T
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses.append(cross_entropy(logits, target, ignore_index=-1, reduction="none"))
+    return torch.cat(losses)
+
+
+def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The sum of `token_losses`; gradients that are wanted are computed along with it."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # which does not see into the operator
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _summed_loss(x, weight, targets, wanted)[0]
+
+
+@torch.library.custom_op("log_gpt::summed_cross_entropy", mutates_args=())
+def _summed_loss(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and if wanted its gradients for x and weight, else empty tensors. Sums are kept in float32 or float64."""
+    loss, g_x, g_weight = _empty_results(x, weight, wanted)
+    loss.zero_()
+    g_weight.zero_()
+    with torch.autocast(x.device.type, enabled=False):
+        for n in range(0, len(x), _tokens(weight)):
+            part = slice(n, n + _tokens(weight))
+            target, seen = targets[part].clamp(min=0).unsqueeze(1), (targets[part] >= 0).unsqueeze(1)
+            logits = (x[part] @ weight.T).to(loss.dtype)  # (n, V)
+            log_z = logits.logsumexp(1, keepdim=True)
+            loss += ((log_z - logits.gather(1, target)) * seen).sum()
+            if wanted:
+                g_logits = logits.sub_(log_z).exp_()
+                g_logits.scatter_add_(1, target, torch.full_like(log_z, -1)).mul_(seen)
+                g_logits = g_logits.to(x.dtype)
+                g_x[part] = g_logits @ weight
+                _add_product(g_weight, g_logits.T, x[part])
+    return loss, g_x, g_weight
+
+
+def _tokens(weight: Tensor) -> int:
+    return max(1, CHUNK // len(weight))
+
+
+def _empty_results(x: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    acc = torch.promote_types(x.dtype, torch.float32)
+    loss = x.new_empty((), dtype=acc)
+    if not wanted:
+        return loss, x.new_empty(0), loss.new_empty(0)
+    return loss, torch.empty_like(x), torch.empty_like(weight, dtype=acc)
+
+
+@_summed_loss.register_fake
+def _(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_results(x, weight, wanted)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, g_x, g_weight = output
+    ctx.dtype = inputs[1].dtype
+    ctx.save_for_backward(g_x, g_weight)
+    ctx.mark_non_differentiable(g_x, g_weight)
+
+
+def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    g_x, g_weight = ctx.saved_tensors
+    if torch.compiler.is_compiling():
+        return g_x * g, (g_weight * g).to(ctx.dtype), None, None
+    # In place: as large as the weight, they exist once. Going back a second time is an error that autograd tells.
+    return g_x.mul_(g), g_weight.mul_(g).to(ctx.dtype), None, None
+
+
+_summed_loss.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, which may be of fewer bits."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
