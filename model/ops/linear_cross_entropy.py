@@ -41,7 +41,7 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 @torch.library.custom_op("log_gpt::summed_cross_entropy", mutates_args=())
 def _summed_loss(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and if wanted its gradients for x and weight, else empty tensors. Sums are kept in float32 or float64."""
+    """The loss, and if wanted its gradients for x and weight, else empty tensors; sums in float32 or float64."""
     loss, g_x, g_weight = _empty_results(x, weight, wanted)
     loss.zero_()
     g_weight.zero_()

@@ -58,10 +58,14 @@ MILLION = 2**20
 
 @pytest.fixture(scope="module")
 def million():
-    """A million tokens of two features, in numbers that float32 has, and the truth: float64, token after token."""
+    """A million tokens of two features, in numbers that float32 has, and the truth: float64, token after token.
+
+    The second feature forgets next to nothing (p about 0.99995), so that errors can pile up over 20,000 tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, MILLION, 2), (1, MILLION, 2), (1, 2), (1, MILLION, 2), (1, 2)]
     p, h, state, *weights = (torch.randn(shape, generator=generator) for shape in shapes)
+    p[..., 1] += 10
     inputs = [torch.nn.functional.logsigmoid(p), h, state]
     features = [[x[..., i].flatten().tolist() for x in (*inputs, *weights)] for i in range(2)]
     of_features = [[torch.tensor(x, dtype=torch.float64) for x in sequential(*feature)] for feature in features]
@@ -84,9 +88,9 @@ def sequential(log_p, h, state, weights, weights_last):
     return s[1:], s[-1:], of_p[::-1], of_h[::-1], [gradient]
 
 
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 5e-11)])
 def test_a_million_tokens_with_state_and_all_gradients(million, dtype, within):
-    """Each step forgets, so only the last few steps' rounding is left; gradients are relative to the largest."""
+    """Gradients are relative to the largest. In float64 the truth itself rounds: 20,000 tokens x 2.2e-16 x |s| < 10."""
     inputs, weights, truth = million
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     outputs = log_recurrence(leaves[0], leaves[1], state=leaves[2], return_state=True)

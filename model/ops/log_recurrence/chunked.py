@@ -7,6 +7,9 @@ With A the running sum of log_p inside a chunk, and s_in the recurrence's value 
 A starts again in every chunk, so its rounding cannot grow with the sequence; the published form sums log_p over all of
 it, and its error grows with T. The backward pass is a linear recurrence run in reverse, in chunks too:
 g_t = G_t + a_{t+1} g_{t+1}, where a_t = p_t exp(s_{t-1} - s_t) is at most 1.
+
+What goes from chunk to chunk is kept in float64, one number of C: where next to nothing is forgotten, the roundings of
+all chunks would add up.
 """
 
 from typing import Any
@@ -25,7 +28,7 @@ def chunked_log_recurrence(
     dtype, acc = h.dtype, torch.promote_types(h.dtype, torch.float32)
     start = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
     s = _recur(log_p.to(acc), h.to(acc), start)
-    return (s.to(dtype), s[:, -1]) if return_state else s.to(dtype)
+    return (s.to(dtype), s[:, -1].clone()) if return_state else s.to(dtype)  # a state that keeps no sequence alive
 
 
 @torch.library.custom_op("log_gpt::log_recurrence", mutates_args=())
@@ -36,10 +39,11 @@ def _recur(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
     for t in range(1, local.shape[2]):
         torch.logaddexp(local[:, :, t - 1] + log_ps[:, :, t], hs[:, :, t], out=local[:, :, t])
         A[:, :, t] += A[:, :, t - 1]  # not cumsum, which on GPUs is not deterministic
-    carried = [start]  # s before each chunk
+    last, kept = local[:, :, -1].double(), log_ps.double().sum(2)  # (B, N, D)
+    carried = [start.double()]  # s before each chunk
     for n in range(local.shape[1] - 1):
-        carried.append(torch.logaddexp(local[:, n, -1], A[:, n, -1] + carried[-1]))
-    s = torch.logaddexp(local, A.add_(torch.stack(carried, 1).unsqueeze(2)))
+        carried.append(torch.logaddexp(last[:, n], kept[:, n] + carried[-1]))
+    s = torch.logaddexp(local, A.add_(torch.stack(carried, 1).to(A.dtype).unsqueeze(2)))
     return s.flatten(1, 2)[:, : h.shape[1]].contiguous()
 
 
@@ -53,7 +57,9 @@ def _recur_backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Ten
     """Gradients of log_p, h and start from that of s."""
     previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
     a = (log_p + previous - s).exp_()  # (B, T, D): how much of s_{t-1} is in s_t
-    g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s)
+    first, kept = s[:, :: min(CHUNK, s.shape[1])].double(), _chunk(log_p.roll(-1, 1), 0.0).double().sum(2)  # (B, N, D)
+    across = (kept[:, :-1] + first[:, :-1] - first[:, 1:]).exp_()  # how much of a chunk's first s is in the next one's
+    g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s, across)
     g_p = g * a
     return g_p, g.mul_((h - s).exp_()), g_p[:, 0].clone()
 
@@ -74,16 +80,21 @@ def _backward(ctx: Any, g_s: Tensor) -> tuple[Tensor, ...]:
 _recur.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _reverse_linear_recurrence(a: Tensor, g: Tensor) -> Tensor:
-    """r_t = g_t + a_t r_{t+1}, from the last token to the first; (B, T, D) all."""
+def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:
+    """r_t = g_t + a_t r_{t+1}, from the last token to the first; (B, T, D) all.
+
+    across (B, N - 1, D) are the products of a from each chunk's first token to the next one's, in float64.
+    """
     T = g.shape[1]
     a, r = _chunk(a, 0.0), _chunk(g, 0.0).clone()  # (B, N, C, D)
     _, N, C, _ = r.shape
     for t in reversed(range(C - 1)):
         r[:, :, t].addcmul_(a[:, :, t], r[:, :, t + 1])
-    weight = a.flip(2).cumprod(2).flip(2)  # of the next chunk's first r, in each r of this chunk
+    later = r[:, :, 0].to(torch.float64, copy=True)  # (B, N, D): first r of each chunk
     for n in reversed(range(N - 1)):
-        r[:, n].addcmul_(weight[:, n], r[:, n + 1, :1])
+        later[:, n].addcmul_(across[:, n], later[:, n + 1])
+    weight = a.flip(2).cumprod(2).flip(2)  # of the next chunk's first r, in each r of this chunk
+    r[:, :-1].addcmul_(weight[:, :-1], later[:, 1:].to(r.dtype).unsqueeze(2))
     return r.flatten(1, 2)[:, :T]
 
 
