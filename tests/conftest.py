@@ -172,7 +172,7 @@ def run_process():
     running = []
 
     def run(*command_lines):
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
         started = [
             subprocess.Popen(
                 [sys.executable, *map(str, line)],

@@ -2,14 +2,18 @@
 
 import functools
 import itertools
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
-from model.ops.log_attention import BACKENDS, LogAttentionState, log_attention, naive_log_attention
+from common.console import say_once
+from model.ops.log_attention import BACKENDS, LogAttentionState, _fastest_on_gpu, log_attention, naive_log_attention
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
 FAST = [name for name in BACKENDS if name != "naive"]
@@ -250,3 +254,49 @@ def test_what_does_not_fit_is_refused(change, message):
     arguments = {"q": torch.zeros(1, 1, 3, 3), "k": torch.zeros(1, 1, 3, 3), "log_v": torch.zeros(1, 1, 3, 2)} | change
     with pytest.raises(ValueError, match=message):
         log_attention(**arguments)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is not there, whose facts may be set."""
+    facts = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("major", "dtype", "d_k", "backend"),
+    [
+        (9, torch.bfloat16, 128, "triton"),
+        (9, torch.float64, 128, "triton"),
+        (9, torch.bfloat16, 129, "chunked"),
+        (8, torch.bfloat16, 128, "triton"),
+        (8, torch.float32, 64, "triton"),
+        (8, torch.float32, 128, "chunked"),  # no room for its operands
+        (7, torch.bfloat16, 32, "chunked"),
+    ],
+)
+def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, capsys, major, dtype, d_k, backend):
+    gpu.major = major
+    say_once.cache_clear()
+    assert _fastest_on_gpu(0, dtype, d_k) == backend
+    assert _fastest_on_gpu(0, dtype, d_k) == backend
+    (line,) = capsys.readouterr().out.splitlines()  # said once
+    assert ("Triton kernels" in line) == (backend == "triton")
+
+
+def test_triton_where_it_cannot_be_is_refused_in_one_line_with_the_remedy(gpu, monkeypatch):
+    x = torch.zeros(1, 1, 3, 3)
+    with pytest.raises(
+        ValueError, match=r"^backend='triton' is given tensors on cpu.*backend='chunked' takes anything$"
+    ):
+        log_attention(x, x, x, backend="triton")
+    monkeypatch.setattr("model.ops.log_attention.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install triton; backend='chunked' takes anything$"):
+        log_attention(x, x, x, backend="triton")
+
+
+def test_kernels_are_imported_when_they_are_used():
+    code = "import sys, model.ops.log_attention; sys.exit('model.ops.log_attention.triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

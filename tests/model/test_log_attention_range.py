@@ -166,3 +166,19 @@ def test_a_hostile_input_needs_it_everywhere_and_gives_the_same_bits_twice(backe
     (y, gradients), (same_y, same_gradients) = results
     assert torch.equal(y, same_y)
     assert all(torch.equal(a, b) for a, b in zip(gradients, same_gradients, strict=True))
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_types_are_as_exact_as_their_rounding_allows(backend, causal, dtype):
+    inputs = [x.to(dtype) for x in normal(T=65, sd_q=80, sd_k=80, sd_v=80)]
+    inputs[1][:, 0] += 2000  # of one head; beyond what bfloat16's exponentials are made for
+    truth, true_gradients = log_y_and_gradients(naive_log_attention, [x.double() for x in inputs], causal)
+    own, gradients = log_y_and_gradients(log_attention, inputs, causal, backend=backend)
+    assert largest((own - truth) / truth.abs().clamp(min=1)) <= 2 * torch.finfo(dtype).eps
+    scale = max(largest(x) for x in true_gradients)
+    # The gradient of log_y is rounded to its type on the way in, and those of the inputs on the way out.
+    assert all(
+        largest(a - b) / scale <= 8 * torch.finfo(dtype).eps for a, b in zip(gradients, true_gradients, strict=True)
+    )

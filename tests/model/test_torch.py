@@ -1,5 +1,7 @@
 """The model at home in PyTorch: compiled, under autocast, with recomputed activations, as a pure function."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.func import functional_call
@@ -11,6 +13,7 @@ from model.ops.log_attention.chunked import _attend
 from model.ops.log_attention.triton import _attend as _attend_triton
 from model.ops.log_recurrence.chunked import _recur
 
+ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"attention": {"name": "log_space"}, "block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
 
 
@@ -112,3 +115,12 @@ def test_deterministic_algorithms_are_enough():
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_kernels_compile_for_gpus_that_are_not_here(run_process):
+    pytest.importorskip("triton.backends.nvidia")
+    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", "--dtype", "bfloat16", "--head-dim", "32"])
+    assert result.status == 0, result.err
+    rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]
+    assert [row[2] for row in rows] == ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
+    assert all(int(row[6]) <= 99 for row in rows)  # KiB of shared memory that every GPU from 8.0 on has

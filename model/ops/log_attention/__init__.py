@@ -23,11 +23,9 @@ __all__ = [
     "signed_log_attention",
 ]
 
-MAX_KEY_FEATURES = 128  # whose states the kernels keep on the chip
-
 
 def _triton_log_attention(q: Tensor, k: Tensor, log_v: Tensor, **options: Any) -> Any:
-    why_not = _why_not_triton(q.device.type, q.device.index, q.shape[3])
+    why_not = _why_not_triton(q.device.type, q.device.index, q.dtype, q.shape[3])
     if why_not:
         raise ValueError(f"backend='triton' {why_not}; backend='chunked' takes anything")
     from model.ops.log_attention.triton import triton_log_attention  # imports triton, which is slow and may be missing
@@ -114,13 +112,13 @@ def _fastest(q: Tensor) -> str:
     """The backend for many tokens."""
     if q.device.type != "cuda":
         return "chunked"
-    return _fastest_on_gpu(q.device.index, q.shape[3])
+    return _fastest_on_gpu(q.device.index, q.dtype, q.shape[3])
 
 
 @torch.compiler.assume_constant_result
-def _fastest_on_gpu(index: int, d_k: int) -> str:
+def _fastest_on_gpu(index: int, dtype: torch.dtype, d_k: int) -> str:
     """The same, said once."""
-    why_not = _why_not_triton("cuda", index, d_k)
+    why_not = _why_not_triton("cuda", index, dtype, d_k)
     if why_not:
         say_once(f"log attention in plain torch, which is slower: backend='triton' {why_not}")
         return "chunked"
@@ -129,18 +127,23 @@ def _fastest_on_gpu(index: int, d_k: int) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _why_not_triton(device: str, index: int | None, d_k: int) -> str | None:
+def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int) -> str | None:
     """What its kernels need and do not have here; None if nothing."""
     if find_spec("triton") is None:
         return "needs the package triton, which is not installed: pip install triton"
-    if d_k > MAX_KEY_FEATURES:
-        return f"is given {d_k} features of keys a head, and takes up to {MAX_KEY_FEATURES}: use more heads"
+    if d_k > 128:
+        return f"is given {d_k} features of keys a head, and takes up to 128: use more heads"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device != "cuda":
         return f"is given tensors on {device}, and needs an NVIDIA GPU (or TRITON_INTERPRET=1, which is for tests)"
-    if torch.cuda.get_device_capability(index) < (8, 0):
-        return f"needs a GPU of compute capability 8.0, and {torch.cuda.get_device_name(index)} has less"
+    gpu = torch.cuda.get_device_properties(index)
+    if gpu.major < 8:
+        return f"needs a GPU of compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
+    # Wider numbers take more of a multiprocessor's shared memory, which some GPUs have little of: docs/kernels.md.
+    most = {2: 128, 4: 64, 8: 16}[2 if dtype == torch.bfloat16 else max(4, dtype.itemsize)]
+    if d_k > most and gpu.major not in (9, 10):
+        return f"is given {d_k} features of keys a head in {dtype}, and {gpu.name} has room for {most}: use bfloat16"
     return None
 
 

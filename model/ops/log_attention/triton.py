@@ -19,8 +19,6 @@ from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
 from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
 
-VALUES = 64  # value columns of a program, at most
-
 
 def triton_log_attention(
     q: Tensor,
@@ -62,13 +60,13 @@ def _attend(
     sizes = *(x.stride()[:3] for x in (q, k, log_v)), *_sizes(q, k), M_at.shape[1]
     flags = {"CAUSAL": causal, "HAS_STATE": log_s is not None, "WANT_STATE": want_state, "SAVE": save}
     with _on(q):
-        forward_sweep[_grid(q, log_v)](
+        forward_sweep[_grid(q, k, log_v)](
             *(*arguments, M_at, z_at, key_at, value_at, doubtful, *sizes),
-            **_blocks(q, log_v) | _numbers(q, k, log_v) | flags | {"CERTAIN": CERTAIN[accumulation_dtype(q)]},
+            **_blocks(q, k, log_v) | _numbers(q, k, log_v) | flags | {"CERTAIN": CERTAIN[accumulation_dtype(q)]},
         )
-        exact_forward[_grid(q, log_v)](
+        exact_forward[_grid(q, k, log_v)](
             *(*arguments, *_as_exact(M_at, z_at), doubtful, Fallback.counter("forward", q.device), *sizes),
-            **_blocks(q, log_v) | flags | _spans(M_at, z_at) | {"num_warps": 8},
+            **_blocks(q, k, log_v) | flags | _spans(M_at, z_at) | {"num_warps": 8},
         )
     return results
 
@@ -110,7 +108,7 @@ def _empty_results(
         q.new_empty(G, slots, d_k, dtype=acc),
         q.new_empty(G, slots, d_k, dtype=acc),
         q.new_empty(G, slots, d_v, dtype=acc),
-        q.new_empty(G, -(-T // CHUNK) + 1, _value_blocks(log_v), dtype=torch.int8),
+        q.new_empty(G, -(-T // CHUNK) + 1, _value_blocks(q, k, log_v), dtype=torch.int8),
     )
 
 
@@ -139,13 +137,13 @@ def _attend_backward(
     flags = {"CAUSAL": causal, "HAS_STATE": log_s is not None, "WANT_STATE": g_log_s_after is not None}
     spans = _spans(M_at, z_at)
     with _on(q):
-        backward_sweep[_grid(q, log_v)](
+        backward_sweep[_grid(q, k, log_v)](
             *(*arguments, M_at, z_at, key_at, value_at, doubtful, *parts, *sizes),
-            **_blocks(q, log_v) | _numbers(q, k, log_v) | flags,
+            **_blocks(q, k, log_v) | _numbers(q, k, log_v) | flags,
         )
-        exact_backward[_grid(q, log_v)](
+        exact_backward[_grid(q, k, log_v)](
             *(*arguments, *_as_exact(M_at, z_at), doubtful, Fallback.counter("backward", q.device), *parts, *sizes),
-            **_blocks(q, log_v) | flags | spans | {"R": math.isqrt(CHUNK * spans["SPAN"]), "num_warps": 8},
+            **_blocks(q, k, log_v) | flags | spans | {"R": math.isqrt(CHUNK * spans["SPAN"]), "num_warps": 8},
         )
     return _whole(g_q, q), _whole(g_k, k), g_v.transpose(1, 2), g_log_s, g_log_z.sum(0)
 
@@ -171,7 +169,7 @@ def _empty_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor | None) 
     Each block of value columns has its part of a sum over all values.
     """
     (B, H, T, d_k), (S, d_v) = q.shape, log_v.shape[2:]
-    blocks, acc = _value_blocks(log_v), accumulation_dtype(q)
+    blocks, acc = _value_blocks(q, k, log_v), accumulation_dtype(q)
     return (
         q.new_empty(blocks, B, T, H, d_k, dtype=q.dtype if blocks == 1 else acc),
         k.new_empty(blocks, B, S, H, d_k, dtype=k.dtype if blocks == 1 else acc),
@@ -226,33 +224,42 @@ def _operand(q: Tensor, k: Tensor, log_v: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(q.dtype, k.dtype), log_v.dtype)
 
 
-def _numbers(q: Tensor, k: Tensor, log_v: Tensor) -> dict[str, Any]:
-    """Types of operands and sums, and how a program is laid out for them."""
+def _value_columns(q: Tensor, k: Tensor, log_v: Tensor) -> int:
+    """Columns of a program, at most: fewer where operands are wide, as they share a multiprocessor's fast memory."""
     if accumulation_dtype(q) == torch.float64:
-        types = {"OPERAND": tl.float64, "ACC": tl.float64, "PRECISION": "ieee"}
-    else:
-        bfloat16, float16 = (_operand(q, k, log_v) == x for x in (torch.bfloat16, torch.float16))
-        types = {
-            "OPERAND": tl.bfloat16 if bfloat16 else tl.float32,
-            "ACC": tl.float32,
-            "PRECISION": "tf32" if float16 else "tf32x3",
-        }
-    return types | {"STAGES": 2, "num_warps": 4 if q.shape[3] <= 64 else 8}
+        return 16
+    return 64 if _operand(q, k, log_v) == torch.bfloat16 or q.shape[3] <= 64 else 32
 
 
-def _blocks(q: Tensor, log_v: Tensor) -> dict[str, int]:
+def _value_blocks(q: Tensor, k: Tensor, log_v: Tensor) -> int:
+    return -(-log_v.shape[3] // _value_columns(q, k, log_v))
+
+
+def _grid(q: Tensor, k: Tensor, log_v: Tensor) -> tuple[int]:
+    return (q.shape[0] * q.shape[1] * _value_blocks(q, k, log_v),)
+
+
+def _blocks(q: Tensor, k: Tensor, log_v: Tensor) -> dict[str, int]:
     """Sizes that kernels are compiled for: dimensions of products are powers of two, and at least 16."""
     d_k, d_v = q.shape[3], log_v.shape[3]
-    BK, BV = (max(16, triton.next_power_of_2(d)) for d in (d_k, min(d_v, VALUES)))
+    BK, BV = (max(16, triton.next_power_of_2(d)) for d in (d_k, min(d_v, _value_columns(q, k, log_v))))
     return {"D_K": d_k, "D_V": d_v, "BK": BK, "BV": BV, "C": CHUNK}
 
 
-def _value_blocks(log_v: Tensor) -> int:
-    return -(-log_v.shape[3] // VALUES)
-
-
-def _grid(q: Tensor, log_v: Tensor) -> tuple[int]:
-    return (q.shape[0] * q.shape[1] * _value_blocks(log_v),)
+def _numbers(q: Tensor, k: Tensor, log_v: Tensor) -> dict[str, Any]:
+    """Types of operands and sums, and how a program runs: see docs/kernels.md."""
+    if accumulation_dtype(q) == torch.float64:
+        types = {"OPERAND": tl.float64, "ACC": tl.float64, "PRECISION": "ieee"}
+        return types | {"STAGES": 1, "num_warps": 8, "maxnreg": 255}
+    narrow, small = _operand(q, k, log_v) == torch.bfloat16, q.shape[3] <= 32
+    return {
+        "OPERAND": tl.bfloat16 if narrow else tl.float32,
+        "ACC": tl.float32,
+        "PRECISION": "tf32" if _operand(q, k, log_v) == torch.float16 else "tf32x3",
+        "STAGES": 2 if narrow and q.shape[3] <= 64 else 1,
+        "num_warps": 4 if narrow and small else 8,
+        "maxnreg": 255,  # no limit; without it ptxas sometimes makes do with 32, and spills the rest
+    }
 
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int]:

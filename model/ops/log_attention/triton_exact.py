@@ -196,6 +196,9 @@ def _load(head, stride, t, column, D: tl.constexpr, fill=NOTHING):
 
 @triton.jit
 def _store(head, stride, t, column, D: tl.constexpr, x):
+    """Undo `_load`."""
+    if head.dtype.element_ty != tl.float64:
+        x = x.to(tl.float32)  # bfloat16 is made of nothing else
     token = head + t * tl.cast(stride, tl.int64)
     tl.store(token + column, x.to(head.dtype.element_ty), mask=column < D)
 

@@ -86,15 +86,14 @@ def forward_sweep(
         decay = power_of_two(key_before - finite(key))  # at most 1
         M *= decay[:, None] * power_of_two(value_before - finite(value))[None, :]
         z *= decay
-        e_k, e_v = exp_measured(k_n, finite(key)[None, :], OPERAND), exp_measured(v_n, finite(value)[None, :], OPERAND)
+        e_k = exp_measured(k_n, finite(key)[None, :], OPERAND).to(OPERAND)
+        e_v = exp_measured(v_n, finite(value)[None, :], OPERAND).to(OPERAND)
         if CAUSAL:
             if SAVE:
                 _save(M_at, z_at, key_at, value_at, n, M, z, key, value, block, d, e, D_K, D_V)
             q_n = load_chunk(q, q_strides[2], n * C, T, d, D_K, 0.0, C, ACC)  # (C, BK)
             e_q = exp_of_queries(q_n, key, OPERAND)
-            A = lower_product(e_q, e_k, OPERAND, PRECISION, ACC)  # (C, C)
-            sums = product(e_q, M, OPERAND, PRECISION, ACC) + product(A, e_v, OPERAND, PRECISION, ACC)  # (C, BV)
-            z_sums = tl.sum(e_q * z[None, :], 1) + tl.sum(A, 1)  # (C,)
+            _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, OPERAND, PRECISION, ACC)  # (C, BV), (C,)
             _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V, C)
             unsure = 0
             if _smallest(sums, z_sums, n, T, e, D_V, BV, C) < CERTAIN:
@@ -104,7 +103,7 @@ def forward_sweep(
                 unsure = _is_doubtful(sums, z_sums, first_k, first_v, n, T, e, D_V, C, CERTAIN)
             tl.store(doubtful + n * blocks, unsure)
         M += product(tl.trans(e_k), e_v, OPERAND, PRECISION, ACC)
-        z += tl.sum(e_k, 0)
+        z += tl.sum(e_k.to(ACC), 0)
 
     if SAVE:
         _save(M_at, z_at, key_at, value_at, last, M, z, key, value, block, d, e, D_K, D_V)
@@ -113,7 +112,7 @@ def forward_sweep(
             q_n = load_chunk(q, q_strides[2], n * C, T, d, D_K, 0.0, C, ACC)  # (C, BK)
             e_q = exp_of_queries(q_n, key, OPERAND)
             sums = product(e_q, M, OPERAND, PRECISION, ACC)  # (C, BV)
-            z_sums = tl.sum(e_q * z[None, :], 1)  # (C,)
+            z_sums = tl.sum(e_q.to(ACC) * z[None, :], 1)  # (C,)
             _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V, C)
             unsure = 0
             if _smallest(sums, z_sums, n, T, e, D_V, BV, C) < CERTAIN:
@@ -190,11 +189,12 @@ def backward_sweep(
     value_at = value_at + g * slots * D_V
     of_state, state_mask = d[:, None] * D_V + e[None, :], (d < D_K)[:, None] & (e < D_V)[None, :]
 
-    M, z, key, value = _saved(M_at, z_at, key_at, value_at, last, d, e, D_K, D_V, ACC)
+    M, z, key, value = _saved(M_at, z_at, key_at, value_at, last, d, e, D_K, D_V)
     g_M, g_z = tl.zeros((BK, BV), ACC), tl.zeros((BK,), ACC)
     if WANT_STATE:
         g_s = tl.load(g_log_s_after + g * D_K * D_V + of_state, mask=state_mask, other=0.0)
-        g_M = tl.where(M == 0.0, 0.0, g_s / tl.where(M == 0.0, 1.0, M))
+        M_after = M.to(ACC)
+        g_M = tl.where(M_after == 0.0, 0.0, g_s / tl.where(M_after == 0.0, 1.0, M_after))
         if block == 0:
             g_n = tl.load(g_log_z_after + g * D_K + d, mask=d < D_K, other=0.0)
             g_z = tl.where(z == 0.0, 0.0, g_n / tl.where(z == 0.0, 1.0, z))
@@ -204,44 +204,47 @@ def backward_sweep(
             q_n = load_chunk(q, q_strides[2], n * C, T, d, D_K, 0.0, C, ACC)  # (C, BK)
             g_n = load_chunk(g_y, y_strides[2], n * C, T, e, D_V, 0.0, C, ACC)  # (C, BV)
             e_q = exp_of_queries(q_n, key, OPERAND)
-            sums, z_sums = product(e_q, M, OPERAND, PRECISION, ACC), tl.sum(e_q * z[None, :], 1)
-            g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums)
+            sums, z_sums = product(e_q, M, OPERAND, PRECISION, ACC), tl.sum(e_q.to(ACC) * z[None, :], 1)
+            g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, OPERAND)
             to_q = product(g_sums, tl.trans(M), OPERAND, PRECISION, ACC) + g_z_sums[:, None] * z[None, :]
-            store_chunk(to_q * e_q, g_q, H * D_K, n * C, T, d, D_K, C)
+            store_chunk(to_q * e_q.to(ACC), g_q, H * D_K, n * C, T, d, D_K, C)
             g_M += product(tl.trans(e_q), g_sums, OPERAND, PRECISION, ACC)
-            g_z += tl.sum(e_q * g_z_sums[:, None], 0)
+            g_z += tl.sum(e_q.to(ACC) * g_z_sums[:, None], 0)
 
     for i in tl.range(N, num_stages=STAGES):
         n = N - 1 - i
         k_n = load_chunk(k, k_strides[2], n * C, S, d, D_K, NOTHING, C, ACC)  # (C, BK)
         v_n = load_chunk(log_v, v_strides[2], n * C, S, e, D_V, NOTHING, C, ACC)  # (C, BV)
         if CAUSAL:
-            M, z, key_n, value_n = _saved(M_at, z_at, key_at, value_at, n, d, e, D_K, D_V, ACC)
+            M, z, key_n, value_n = _saved(M_at, z_at, key_at, value_at, n, d, e, D_K, D_V)
             decay = power_of_two(key_n - finite(key))  # at most 1
             g_M *= decay[:, None] * power_of_two(value_n - finite(value))[None, :]
             g_z *= decay
             key, value = key_n, value_n
-        e_k, e_v = exp_measured(k_n, finite(key)[None, :], OPERAND), exp_measured(v_n, finite(value)[None, :], OPERAND)
-        to_k = product(e_v, tl.trans(g_M), OPERAND, PRECISION, ACC) + g_z[None, :]  # through later queries
-        to_v = product(e_k, g_M, OPERAND, PRECISION, ACC)
+        e_k = exp_measured(k_n, finite(key)[None, :], OPERAND).to(OPERAND)
+        e_v = exp_measured(v_n, finite(value)[None, :], OPERAND).to(OPERAND)
         if CAUSAL:
             q_n = load_chunk(q, q_strides[2], n * C, T, d, D_K, 0.0, C, ACC)  # (C, BK)
             g_n = load_chunk(g_y, y_strides[2], n * C, T, e, D_V, 0.0, C, ACC)  # (C, BV)
             e_q = exp_of_queries(q_n, key, OPERAND)
-            A = lower_product(e_q, e_k, OPERAND, PRECISION, ACC)  # (C, C)
-            sums = product(e_q, M, OPERAND, PRECISION, ACC) + product(A, e_v, OPERAND, PRECISION, ACC)
-            z_sums = tl.sum(e_q * z[None, :], 1) + tl.sum(A, 1)
-            g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums)
-            g_A = _lower(product(g_sums, tl.trans(e_v), OPERAND, PRECISION, ACC) + g_z_sums[:, None])
+            A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, OPERAND, PRECISION, ACC)
+            g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, OPERAND)
+            g_A = product(g_sums, tl.trans(e_v), OPERAND, PRECISION, ACC) + g_z_sums[:, None]
+            g_A = _lower(g_A).to(OPERAND)  # (C, C)
             to_q = product(g_sums, tl.trans(M), OPERAND, PRECISION, ACC) + g_z_sums[:, None] * z[None, :]
             to_q += product(g_A, e_k, OPERAND, PRECISION, ACC)
-            store_chunk(to_q * e_q, g_q, H * D_K, n * C, T, d, D_K, C)
-            to_k += product(tl.trans(g_A), e_q, OPERAND, PRECISION, ACC)  # through the chunk's own queries
+            store_chunk(to_q * e_q.to(ACC), g_q, H * D_K, n * C, T, d, D_K, C)
+        to_v = product(e_k, g_M, OPERAND, PRECISION, ACC)  # through later queries, and then the chunk's own
+        if CAUSAL:
             to_v += product(tl.trans(A), g_sums, OPERAND, PRECISION, ACC)
+        store_chunk(to_v * e_v.to(ACC), g_v, H * D_V, n * C, S, e, D_V, C)
+        to_k = product(e_v, tl.trans(g_M), OPERAND, PRECISION, ACC) + g_z[None, :]
+        if CAUSAL:
+            to_k += product(tl.trans(g_A), e_q, OPERAND, PRECISION, ACC)
+        store_chunk(to_k * e_k.to(ACC), g_k, H * D_K, n * C, S, d, D_K, C)
+        if CAUSAL:
             g_M += product(tl.trans(e_q), g_sums, OPERAND, PRECISION, ACC)
-            g_z += tl.sum(e_q * g_z_sums[:, None], 0)
-        store_chunk(to_k * e_k, g_k, H * D_K, n * C, S, d, D_K, C)
-        store_chunk(to_v * e_v, g_v, H * D_V, n * C, S, e, D_V, C)
+            g_z += tl.sum(e_q.to(ACC) * g_z_sums[:, None], 0)
 
     if HAS_STATE:
         s = tl.load(log_s + g * D_K * D_V + of_state, mask=state_mask, other=NOTHING)
@@ -255,13 +258,16 @@ def backward_sweep(
 def exp_of_queries(q, key, OPERAND: tl.constexpr):
     """e_q of q (C, BK): measured against a power of two for each row, after the frame of the keys has moved to it."""
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), OPERAND)
-    return exp_measured(q, finite(row)[:, None] - key[None, :], OPERAND)
+    return exp_measured(q, finite(row)[:, None] - key[None, :], OPERAND).to(OPERAND)
 
 
 @triton.jit
-def lower_product(e_q, e_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
-    """tril(e_q e_k^T), (C, C)."""
-    return _lower(product(e_q, tl.trans(e_k), OPERAND, PRECISION, ACC))
+def _causal_sums(e_q, e_k, e_v, M, z, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    """A = tril(e_q e_k^T) (C, C), the sums (C, BV) and those of the normalizer (C,)."""
+    A = _lower(product(e_q, tl.trans(e_k), OPERAND, PRECISION, ACC))
+    z_sums = tl.sum(e_q.to(ACC) * z[None, :], 1) + tl.sum(A, 1)
+    A = A.to(OPERAND)
+    return A, product(e_q, M, OPERAND, PRECISION, ACC) + product(A, e_v, OPERAND, PRECISION, ACC), z_sums
 
 
 @triton.jit
@@ -293,13 +299,13 @@ def _save(M_at, z_at, key_at, value_at, n, M, z, key, value, block, d, e, D_K: t
 
 
 @triton.jit
-def _saved(M_at, z_at, key_at, value_at, n, d, e, D_K: tl.constexpr, D_V: tl.constexpr, ACC: tl.constexpr):
+def _saved(M_at, z_at, key_at, value_at, n, d, e, D_K: tl.constexpr, D_V: tl.constexpr):
     """Undo `_save`."""
     here = (d < D_K)[:, None] & (e < D_V)[None, :]
     M = tl.load(M_at + n * tl.cast(D_K * D_V, tl.int64) + d[:, None] * D_V + e[None, :], mask=here, other=0.0)
     z = tl.load(z_at + n * D_K + d, mask=d < D_K, other=0.0)
     key = tl.load(key_at + n * D_K + d, mask=d < D_K, other=NOTHING)
-    return M.to(ACC), z, key, tl.load(value_at + n * D_V + e, mask=e < D_V, other=NOTHING)
+    return M, z, key, tl.load(value_at + n * D_V + e, mask=e < D_V, other=NOTHING)
 
 
 @triton.jit
@@ -346,7 +352,7 @@ def _is_doubtful(sums, z_sums, first_k, first_v, n, T, e, D_V: tl.constexpr, C: 
 
 
 @triton.jit
-def _gradient_of_sums(g_y, sums, z_sums):
+def _gradient_of_sums(g_y, sums, z_sums, OPERAND: tl.constexpr):
     """From that of log_y = log(sums / z_sums). No gradient passes to a sum of nothing."""
     g_sums = tl.where(sums == 0.0, 0.0, g_y / tl.where(sums == 0.0, 1.0, sums))
-    return g_sums, tl.where(z_sums == 0.0, 0.0, -tl.sum(g_y, 1) / tl.where(z_sums == 0.0, 1.0, z_sums))
+    return g_sums.to(OPERAND), tl.where(z_sums == 0.0, 0.0, -tl.sum(g_y, 1) / tl.where(z_sums == 0.0, 1.0, z_sums))
