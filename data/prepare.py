@@ -1,5 +1,6 @@
 """Documents to a dataset directory: tokenised by worker processes, written in input order, renamed into place."""
 
+import itertools
 import os
 import shutil
 import time
@@ -15,10 +16,10 @@ from common.settings import Settings, UserError, differences
 from data.encode import Encoded, Skipped, batches, encode_all
 from data.shards import (
     MANIFEST,
+    MAX_SETS,
     TOKENIZER,
     Counts,
     Manifest,
-    ShardWriter,
     Split,
     SplitName,
     TokenizerId,
@@ -27,6 +28,7 @@ from data.shards import (
 )
 from data.sources import SourceConfig
 from data.tokenizer import TokenizerConfig, build_tokenizer, save_tokenizer
+from data.writer import Names, ShardWriter
 
 
 class PrepareConfig(Settings):
@@ -103,12 +105,19 @@ def _write_dataset(config: PrepareConfig, directory: Path, skipped: Skipped) -> 
         config.fraction,
         config.workers or os.cpu_count() or 1,
     )
-    with Track("reading, bytes", config.data.size()) as track:
-        splits = _write_shards(progress.show(encoded, track), directory, tokenizer.n_vocab, config.shard_tokens)
+    set_names, inputs = Names("sets", MAX_SETS), Names("inputs", 2**32)
+    with (
+        Track("reading, bytes", config.data.size()) as track,
+        ShardWriter(directory, "train", tokenizer.n_vocab, config.shard_tokens, set_names, inputs) as train,
+        ShardWriter(directory, "val", tokenizer.n_vocab, config.shard_tokens, set_names, inputs) as val,
+    ):
+        _write_shards(progress.show(encoded, track), train, val, config.data.name)
+        splits: dict[SplitName, Split] = {"train": train.finish(), "val": val.finish()}
     _check_not_empty(splits, config.fraction, skipped)
     manifest = Manifest(
-        format_version=1,
         tokenizer=TokenizerId(name=tokenizer.name, n_vocab=tokenizer.n_vocab, sha256=tokenizer.sha256),
+        inputs=inputs.names,
+        set_names=set_names.names,
         splits=splits,
         skipped=dict(sorted(skipped.counts.items())),
         prepared=config.recorded(),
@@ -117,18 +126,10 @@ def _write_dataset(config: PrepareConfig, directory: Path, skipped: Skipped) -> 
     return manifest
 
 
-def _write_shards(
-    encoded: Iterable[list[Encoded]], directory: Path, n_vocab: int, shard_tokens: int
-) -> dict[SplitName, Split]:
-    with (
-        ShardWriter(directory, "train", n_vocab, shard_tokens) as train,
-        ShardWriter(directory, "val", n_vocab, shard_tokens) as val,
-    ):
-        for batch in encoded:
-            for document in batch:
-                writer = val if document.split == "val" else train
-                writer.append(document.ids, document.set_name, document.utf8_bytes)
-        return {"train": train.finish(), "val": val.finish()}
+def _write_shards(encoded: Iterable[list[Encoded]], train: ShardWriter, val: ShardWriter, source: str) -> None:
+    for number, document in enumerate(itertools.chain.from_iterable(encoded), start=1):
+        writer = val if document.split == "val" else train
+        writer.append(document.ids, document.set_name, document.utf8_bytes, source, number)
 
 
 class Progress:

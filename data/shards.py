@@ -1,41 +1,60 @@
-"""The dataset directory: shards of token ids, and a manifest that counts and checksums them.
+"""The dataset directory: shards of token ids, indexes of their documents, and a manifest that counts and checksums all.
 
 manifest.json               what follows, as JSON
 tokenizer.json              the tokenizer that made the ids
 train-00000.bin ...         token ids, little-endian, 2 bytes each (4 if n_vocab needs it); every document is ended
 val-00000.bin ...           by <|endoftext|>, the highest id. A document never spans two shards
+train-00000.idx ...         which documents these are: HEADER (32 bytes), then a RECORD (22 bytes) for each, in order
+val-00000.idx ...
+
+data/writer.py writes shards, data/documents.py finds documents in them, data/verify.py counts everything again.
 """
 
 import bisect
 import hashlib
 import itertools
-import os
-from collections import defaultdict
+import struct
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from common.files import read_json, write_json
 from common.settings import Settings, UserError, decode
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+
+HEADER = struct.Struct("<8sIIQQ")
+"""Of an index: magic, format version, bytes of an id in the .bin, n_vocab, 0."""
+MAGIC = b"LOGGPTIX"
+RECORD = np.dtype([("end", "<u8"), ("input", "<u4"), ("number", "<u8"), ("set", "<u2")])
+"""A document: where its <|endoftext|> ends, in tokens of its shard; which of the manifest's inputs it is from, and its
+number there, from 1; which of the manifest's set_names it is counted under."""
+MAX_SETS = 2**16
+
+
+def _printable(name: str) -> str:
+    if not name.isprintable():  # it goes to the terminal
+        raise ValueError("a set's name must be printable")
+    return name
+
 
 SplitName = Literal["train", "val"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
+SetName = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
 
 
-class _Strict(Settings):
+class Strict(Settings):
     """A manifest may come from anywhere: no text is taken for a number."""
 
     model_config = ConfigDict(strict=True)
 
 
-class Counts(_Strict):
+class Counts(Strict):
     """How much text."""
 
     tokens: Count
@@ -44,16 +63,27 @@ class Counts(_Strict):
     utf8_bytes: Count
 
 
-class Shard(_Strict):
-    """One file of token ids."""
+class Shard(Strict):
+    """One file of token ids and the index of its documents."""
 
     file: str
     tokens: Count
     documents: Count
     sha256: Sha256
+    index_sha256: Sha256
+
+    @property
+    def index_file(self) -> str:
+        """The file of its documents."""
+        return index_file(self.file)
+
+    @property
+    def index_size(self) -> int:
+        """Bytes of that file."""
+        return HEADER.size + self.documents * RECORD.itemsize
 
 
-class Split(_Strict):
+class Split(Strict):
     """The training or the validation part."""
 
     sets: dict[str, Counts]
@@ -66,7 +96,7 @@ class Split(_Strict):
         return Counts(**{name: sum(getattr(counts, name) for counts in sets) for name in Counts.model_fields})
 
 
-class TokenizerId(_Strict):
+class TokenizerId(Strict):
     """Which tokenizer made the ids."""
 
     name: str
@@ -80,11 +110,15 @@ class TokenizerId(_Strict):
         return self.n_vocab - 1
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """What a dataset directory holds."""
 
-    format_version: Literal[1]
+    format_version: Literal[2] = 2
     tokenizer: TokenizerId
+    inputs: list[str]
+    """Where documents came from, such as files, in the order of their first document."""
+    set_names: Annotated[list[SetName], Field(max_length=MAX_SETS)]
+    """The sets that documents are counted under, in the order of their first document."""
     splits: Annotated[dict[SplitName, Split], Field(min_length=2)]
     skipped: dict[str, Count]
     """Documents that could not be read, by reason."""
@@ -93,10 +127,14 @@ class Manifest(_Strict):
 
     @model_validator(mode="after")
     def _check_shards(self) -> "Manifest":
+        if len(set(self.set_names)) < len(self.set_names):
+            raise ValueError("set_names has a name twice")
         for name, split in self.splits.items():
             for i, shard in enumerate(split.shards):
                 if shard.file != shard_file(name, i):
                     raise ValueError(f"shard {i} of {name} is {shard.file!r}, must be {shard_file(name, i)!r}")
+            if unknown := sorted(split.sets.keys() - set(self.set_names)):
+                raise ValueError(f"set {unknown[0]!r} of {name} is not in set_names")
             counted = split.total
             for unit in ("tokens", "documents"):
                 if (in_shards := sum(getattr(shard, unit) for shard in split.shards)) != getattr(counted, unit):
@@ -112,14 +150,25 @@ class Manifest(_Strict):
 
     @property
     def fingerprint(self) -> str:
-        """One hex digest for tokenizer and tokens: equal exactly if a run may go on with this dataset."""
-        sums = [f"{name} {shard.sha256}" for name in sorted(self.splits) for shard in self.splits[name].shards]
-        return hashlib.sha256("\n".join([self.tokenizer.sha256, *sums]).encode()).hexdigest()
+        """One hex digest for tokenizer, tokens and sets: equal exactly if a run may go on with this dataset."""
+        shards = [(name, shard) for name in sorted(self.splits) for shard in self.splits[name].shards]
+        sums = [f"{name} {shard.sha256} {shard.index_sha256}" for name, shard in shards]
+        return hashlib.sha256("\n".join([self.tokenizer.sha256, *self.set_names, *sums]).encode()).hexdigest()
 
 
 def shard_file(split: SplitName, number: int) -> str:
     """File name of a split's shard."""
     return f"{split}-{number:05}.bin"
+
+
+def index_file(file: str) -> str:
+    """File name of the index that belongs to a shard."""
+    return file.removesuffix(".bin") + ".idx"
+
+
+def index_header(n_vocab: int) -> bytes:
+    """The first bytes of every index of a dataset."""
+    return HEADER.pack(MAGIC, FORMAT_VERSION, token_dtype(n_vocab).itemsize, n_vocab, 0)
 
 
 def token_dtype(n_vocab: int) -> np.dtype:
@@ -133,7 +182,7 @@ def write_manifest(dataset_dir: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(dataset_dir: Path) -> Manifest:
-    """Read a dataset's manifest and check that every shard is there and has its size.
+    """Read a dataset's manifest and check that every shard and index is there, has its size and is of this dataset.
 
     Raises:
         UserError: there is no dataset, it is damaged (with the file's name), or of another format version.
@@ -154,68 +203,38 @@ def read_manifest(dataset_dir: Path) -> Manifest:
         raise UserError(f"{path} is damaged: {error}") from None
     for split in manifest.splits.values():
         for shard in split.shards:
-            _check_size(dataset_dir / shard.file, shard.tokens * manifest.dtype.itemsize)
+            check_size(dataset_dir / shard.file, shard.tokens * manifest.dtype.itemsize)
+            check_size(dataset_dir / shard.index_file, shard.index_size)
+            _check_header(dataset_dir / shard.index_file, index_header(manifest.tokenizer.n_vocab))
     return manifest
 
 
-def _check_size(path: Path, expected: int) -> None:
+def check_size(path: Path, expected: int) -> None:
+    """Check that a file of a dataset is there and of its size.
+
+    Raises:
+        UserError: it is not.
+    """
     size = path.stat().st_size if path.is_file() else None
     if size != expected:
         found = "is missing" if size is None else f"has {size} bytes"
         raise UserError(f"{path} {found}, the manifest says {expected} bytes: prepare the dataset again")
 
 
-class ShardWriter:
-    """Writes one split's shards, a context manager. A shard is full with the document that reaches `shard_tokens`."""
-
-    def __init__(self, directory: Path, split: SplitName, n_vocab: int, shard_tokens: int) -> None:
-        self.directory, self.split, self.shard_tokens = directory, split, shard_tokens
-        self.dtype = token_dtype(n_vocab)
-        self._shards: list[Shard] = []
-        self._sets: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3, np.int64))  # tokens, documents, bytes
-        self._file: Any = None
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def append(self, ids: np.ndarray, set_name: str, utf8_bytes: int) -> None:
-        """Add one document: its ids (n,) with <|endoftext|> at the end, and the size of its text."""
-        if self._file is None:
-            self._file = open(self.directory / shard_file(self.split, len(self._shards)), "wb")  # noqa: SIM115
-            self._sha256, self._tokens, self._documents = hashlib.sha256(), 0, 0
-        content = ids.astype(self.dtype, copy=False).tobytes()
-        self._file.write(content)
-        self._sha256.update(content)
-        self._tokens += ids.size
-        self._documents += 1
-        self._sets[set_name] += (ids.size, 1, utf8_bytes)
-        if self._tokens >= self.shard_tokens:
-            self._close_shard()
-
-    def finish(self) -> Split:
-        """Close the last shard and give the split's part of the manifest, its sets by name."""
-        if self._file is not None:
-            self._close_shard()
-        counted = {name: [int(n) for n in self._sets[name]] for name in sorted(self._sets)}
-        sets = {name: Counts(tokens=n[0], documents=n[1], utf8_bytes=n[2]) for name, n in counted.items()}
-        return Split(sets=sets, shards=self._shards)
-
-    def _close_shard(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
-        shard = Shard(
-            file=shard_file(self.split, len(self._shards)),
-            tokens=self._tokens,
-            documents=self._documents,
-            sha256=self._sha256.hexdigest(),
-        )
-        self._shards.append(shard)
+def _check_header(path: Path, expected: bytes) -> None:
+    with open(path, "rb") as file:
+        found = file.read(HEADER.size)
+    for field, here, there in zip(
+        ("magic", "format version", "bytes of an id", "n_vocab", "reserved field"),
+        HEADER.unpack(found),
+        HEADER.unpack(expected),
+        strict=True,
+    ):
+        if here != there:
+            raise UserError(
+                f"{path} is damaged: the {field} in its header is {here!r}, must be {there!r}: "
+                "prepare the dataset again"
+            )
 
 
 class TokenStream:

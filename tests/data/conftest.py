@@ -6,7 +6,8 @@ import pytest
 
 from common.settings import decode
 from data.prepare import PrepareConfig
-from data.shards import Manifest, ShardWriter, TokenizerId, TokenStream, write_manifest
+from data.shards import Manifest, TokenizerId, TokenStream, write_manifest
+from data.writer import Names, ShardWriter
 
 GPT2_RANKS = Path(__file__).resolve().parents[3] / "shared" / "tokenizer" / "gpt2.tiktoken"
 
@@ -51,13 +52,15 @@ def make_stream(tmp_path):
     """Writes a split with these documents (lists of ids) and opens it."""
 
     def make(*documents, n_vocab=1000, shard_tokens=10**9):
-        with ShardWriter(tmp_path, "train", n_vocab, shard_tokens) as writer:
-            for ids in documents:
-                writer.append(np.array(ids), "set", len(ids))
+        set_names, inputs = Names("sets", 2), Names("inputs", 2)
+        with ShardWriter(tmp_path, "train", n_vocab, shard_tokens, set_names, inputs) as writer:
+            for number, ids in enumerate(documents, start=1):
+                writer.append(np.array(ids), "set", len(ids), "corpus.txt", number)
             split = writer.finish()
         manifest = Manifest(
-            format_version=1,
             tokenizer=TokenizerId(name="bytes", n_vocab=n_vocab, sha256="0" * 64),
+            inputs=inputs.names,
+            set_names=set_names.names,
             splits={"train": split, "val": split.model_copy(update={"sets": {}, "shards": []})},
             skipped={},
             prepared={},

@@ -138,4 +138,5 @@ def test_leftovers_of_a_killed_run_are_replaced(config, tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "train-00007.bin").write_text("old")
     prepare(config())
-    assert sorted(contents(tmp_path / "out")) == ["manifest.json", "tokenizer.json", "train-00000.bin", "val-00000.bin"]
+    shards = ["train-00000.bin", "train-00000.idx", "val-00000.bin", "val-00000.idx"]
+    assert sorted(contents(tmp_path / "out")) == ["manifest.json", "tokenizer.json", *shards]

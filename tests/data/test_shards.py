@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from common.settings import UserError
-from data.shards import read_manifest, token_dtype
+from data.shards import HEADER, read_manifest, token_dtype
 
 
 def damage(folder, change):
@@ -53,6 +53,35 @@ def test_a_shard_of_the_wrong_size_is_named(make_stream, tmp_path, change):
         read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * 53)])
+def test_an_index_of_the_wrong_size_is_named(make_stream, tmp_path, change):
+    make_stream([1, 2, 999])
+    change(tmp_path / "train-00000.idx")
+    with pytest.raises(UserError, match=r"train-00000\.idx (is missing|has 53 bytes), the manifest says 54 bytes"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        (0, b"LOGGPTIY", r"the magic in its header is b'LOGGPTIY', must be b'LOGGPTIX'"),
+        (1, 1, "the format version in its header is 1, must be 2"),
+        (2, 4, "the bytes of an id in its header is 4, must be 2"),
+        (3, 1001, "the n_vocab in its header is 1001, must be 1000"),
+        (4, 1, "the reserved field in its header is 1, must be 0"),
+    ],
+)
+def test_an_index_with_another_header_is_named(make_stream, tmp_path, field, value, named):
+    make_stream([1, 2, 999])
+    path = tmp_path / "train-00000.idx"
+    content = path.read_bytes()
+    header = list(HEADER.unpack(content[: HEADER.size]))
+    header[field] = value
+    path.write_bytes(HEADER.pack(*header) + content[HEADER.size :])
+    with pytest.raises(UserError, match=rf"train-00000\.idx is damaged: {named}"):
+        read_manifest(tmp_path)
+
+
 def test_a_shard_cut_while_it_is_used(make_stream, tmp_path):
     stream = make_stream([1, 2, 999])
     (tmp_path / "train-00000.bin").write_bytes(b"\1\0")
@@ -60,11 +89,11 @@ def test_a_shard_cut_while_it_is_used(make_stream, tmp_path):
         stream.read(0, 3)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
 def test_other_format_versions(make_stream, tmp_path, version):
     make_stream([1, 999])
     damage(tmp_path, lambda raw: raw.update(format_version=version))
-    with pytest.raises(UserError, match=r"has format version .* this program reads 1"):
+    with pytest.raises(UserError, match=r"has format version .* this program reads 2"):
         read_manifest(tmp_path)
 
 
@@ -78,12 +107,19 @@ def test_other_format_versions(make_stream, tmp_path, version):
         lambda raw: raw["splits"]["train"]["shards"][0].update(sha256="0"),
         lambda raw: raw["splits"]["train"]["sets"]["set"].update(tokens=3),
         lambda raw: raw["splits"]["train"]["sets"]["set"].update(documents=0),
+        lambda raw: raw["splits"]["train"]["sets"].update(other=raw["splits"]["train"]["sets"].pop("set")),
+        lambda raw: raw["splits"]["train"]["shards"][0].pop("index_sha256"),
         lambda raw: raw["splits"].pop("val"),
         lambda raw: raw["splits"].update(test=raw["splits"]["val"]),
         lambda raw: raw["tokenizer"].update(n_vocab=2.5),
         lambda raw: raw["tokenizer"].update(n_vocab=1),
         lambda raw: raw.update(_target_="os.system"),
         lambda raw: raw.pop("skipped"),
+        lambda raw: raw.pop("inputs"),
+        lambda raw: raw.update(inputs=[7]),
+        lambda raw: raw.update(set_names=["set", "set"]),
+        lambda raw: raw.update(set_names=["set", "\x1b[2J"]),
+        lambda raw: raw.update(set_names=[*raw["set_names"], *map(str, range(2**16))]),
     ],
 )
 def test_damaged_manifests(make_stream, tmp_path, change):
@@ -93,13 +129,24 @@ def test_damaged_manifests(make_stream, tmp_path, change):
         read_manifest(tmp_path)
 
 
-def test_fingerprint_is_of_the_tokens_and_the_tokenizer(make_stream, tmp_path):
-    def fingerprint(*documents, **settings):
-        make_stream(*documents, **settings)
+def test_fingerprint_is_of_tokenizer_tokens_and_sets(make_stream, tmp_path):
+    def fingerprint(*documents, change=None):
+        make_stream(*documents)
+        if change:
+            damage(tmp_path, change)
         return read_manifest(tmp_path).fingerprint
+
+    def other_set(raw):
+        raw.update(set_names=["other"])
+        raw["splits"]["train"]["sets"] = {"other": raw["splits"]["train"]["sets"]["set"]}
 
     same = fingerprint([1, 2, 999])
     assert same == fingerprint([1, 2, 999])
-    assert same != fingerprint([1, 3, 999])
-    damage(tmp_path, lambda raw: raw["tokenizer"].update(sha256="1" * 64))
-    assert fingerprint([1, 3, 999]) != same
+    assert same == fingerprint([1, 2, 999], change=lambda raw: raw.update(inputs=["moved.txt"]))
+    others = [
+        fingerprint([1, 3, 999]),
+        fingerprint([1, 2, 999], change=lambda raw: raw["tokenizer"].update(sha256="1" * 64)),
+        fingerprint([1, 2, 999], change=other_set),
+        fingerprint([1, 2, 999], change=lambda raw: raw["splits"]["train"]["shards"][0].update(index_sha256="1" * 64)),
+    ]
+    assert len({same, *others}) == 5
