@@ -1,7 +1,8 @@
 """Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant size."""
 
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -62,7 +63,7 @@ class LogSpaceAttention(Attention):
     ) -> tuple[Tensor, LogAttentionState | None]:
         """(B, T, n_embd) -> (B, T, n_head * d_val)."""
         B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, self.n_head, -1).split([self.d_key, self.d_key, self.d_val], dim=-1)
+        qkv = _Split.apply(self.qkv(x).view(B, T, self.n_head, -1), self.d_key, self.d_key, self.d_val)
         q, k, v = (x.transpose(1, 2) for x in qkv)  # (B, H, T, .)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
@@ -81,6 +82,25 @@ class LogSpaceAttention(Attention):
         """Per chunk of C tokens: C x C scores, their product with the values, the state read and written."""
         C = min(CHUNK, seq_len)
         return 2 * self.n_head * (C * self.d_key + C * self.d_val + 2 * self.d_key * self.d_val)
+
+
+class _Split(torch.autograd.Function):
+    """torch.split of the last dimension. Its own gradient is a torch.cat, which on CPUs copies such short rows slowly."""
+
+    @staticmethod
+    def forward(x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        return x.split(sizes, dim=-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, *ctx.sizes = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        whole = gradients[0].new_empty(*gradients[0].shape[:-1], sum(ctx.sizes))
+        for part, gradient in zip(whole.split(ctx.sizes, dim=-1), gradients, strict=True):
+            part.copy_(gradient)
+        return whole, *(None for _ in ctx.sizes)
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):

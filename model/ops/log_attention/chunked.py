@@ -318,7 +318,8 @@ def _block_size(x: Tensor) -> tuple[int, int]:
     if x.device.type != "cpu":
         return B, N
     fit = max(1, BLOCK * torch.get_num_threads() // (H * CHUNK * D))
-    return min(B, max(1, fit // N)), min(N, fit)
+    n_blocks = -(-N // fit)
+    return min(B, max(1, fit // N)), -(-N // n_blocks)  # blocks of one size
 
 
 def _batches(q: Tensor) -> Iterator[slice]:
