@@ -85,7 +85,7 @@ class LogSpaceAttention(Attention):
 
 
 class _Split(torch.autograd.Function):
-    """torch.split of the last dimension. Its own gradient is a torch.cat, which on CPUs copies such short rows slowly."""
+    """torch.split of the last dimension. Its own gradient is a torch.cat, which copies such short rows slowly."""
 
     @staticmethod
     def forward(x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
