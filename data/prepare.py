@@ -1,6 +1,5 @@
 """Documents to a dataset directory: tokenised by worker processes, written in input order, renamed into place."""
 
-import itertools
 import os
 import shutil
 import time
@@ -13,7 +12,7 @@ from pydantic import Field, PositiveInt
 from common.console import Track, say
 from common.files import make_directory, sync_directory
 from common.settings import Settings, UserError, differences
-from data.encode import Encoded, Skipped, batches, encode_all
+from data.encode import Batch, Skipped, encode_all
 from data.shards import (
     MANIFEST,
     MAX_SETS,
@@ -26,7 +25,7 @@ from data.shards import (
     read_manifest,
     write_manifest,
 )
-from data.sources import SourceConfig
+from data.sources import SourceConfig, Unreadable
 from data.tokenizer import TokenizerConfig, build_tokenizer, save_tokenizer
 from data.writer import Names, ShardWriter
 
@@ -100,10 +99,7 @@ def _write_dataset(config: PrepareConfig, directory: Path, skipped: Skipped) -> 
     save_tokenizer(tokenizer, directory / TOKENIZER)
     progress = Progress()
     encoded = encode_all(
-        batches(config.data.documents(progress.add), skipped),
-        directory / TOKENIZER,
-        config.fraction,
-        config.workers or os.cpu_count() or 1,
+        config.data, directory / TOKENIZER, config.fraction, config.workers or os.cpu_count() or 1, seen=progress.add
     )
     set_names, inputs = Names("sets", MAX_SETS), Names("inputs", 2**32)
     with (
@@ -111,7 +107,7 @@ def _write_dataset(config: PrepareConfig, directory: Path, skipped: Skipped) -> 
         ShardWriter(directory, "train", tokenizer.n_vocab, config.shard_tokens, set_names, inputs) as train,
         ShardWriter(directory, "val", tokenizer.n_vocab, config.shard_tokens, set_names, inputs) as val,
     ):
-        _write_shards(progress.show(encoded, track), train, val, config.data.name)
+        _write_shards(progress.show(encoded, track), train, val, skipped)
         splits: dict[SplitName, Split] = {"train": train.finish(), "val": val.finish()}
     _check_not_empty(splits, config.fraction, skipped)
     manifest = Manifest(
@@ -126,10 +122,14 @@ def _write_dataset(config: PrepareConfig, directory: Path, skipped: Skipped) -> 
     return manifest
 
 
-def _write_shards(encoded: Iterable[list[Encoded]], train: ShardWriter, val: ShardWriter, source: str) -> None:
-    for number, document in enumerate(itertools.chain.from_iterable(encoded), start=1):
-        writer = val if document.split == "val" else train
-        writer.append(document.ids, document.set_name, document.utf8_bytes, source, number)
+def _write_shards(encoded: Iterable[Batch], train: ShardWriter, val: ShardWriter, skipped: Skipped) -> None:
+    for batch in encoded:
+        for item in batch.items:
+            if isinstance(item, Unreadable):
+                skipped.add(item)
+                continue
+            writer = val if item.split == "val" else train
+            writer.append(item.ids, item.set_name, item.utf8_bytes, item.input, item.number)
 
 
 class Progress:
@@ -143,12 +143,13 @@ class Progress:
         """So many more bytes of the input have been read."""
         self.read += n_bytes
 
-    def show(self, encoded: Iterable[list[Encoded]], track: Track) -> Iterator[list[Encoded]]:
+    def show(self, encoded: Iterable[Batch], track: Track) -> Iterator[Batch]:
         """Pass batches on, and show each on its way."""
         for batch in encoded:
             yield batch
-            self.documents += len(batch)
-            self.utf8_bytes += sum(document.utf8_bytes for document in batch)
+            documents = [item for item in batch.items if not isinstance(item, Unreadable)]
+            self.documents += len(documents)
+            self.utf8_bytes += sum(document.utf8_bytes for document in documents)
             megabytes, seconds = self.utf8_bytes / 1e6, time.monotonic() - self.started
             note = f"{self.documents:,} documents, {megabytes:,.0f} MB of text, {megabytes / seconds:.1f} MB/s"
             track.advance(self.read - track.done, note)

@@ -1,5 +1,6 @@
-"""Where documents come from. A source is its settings and a `documents()` that yields in a fixed order.
+"""Where documents come from: a source is its settings, and `documents()` yields raw items in a fixed order.
 
+What a raw item says is found by the source's `parse`, which runs in a worker process.
 To add one: a class here with its `name`, its place in `SourceConfig`, and a YAML in configs/data.
 """
 
@@ -47,7 +48,25 @@ class Unreadable(NamedTuple):
     where: str
 
 
-Documents = Iterator[Document | Unreadable]
+class Position(NamedTuple):
+    """A place in a source: what comes after it is an item of a later input, or one with a higher number."""
+
+    input: str
+    """A name that `Source.inputs` has: a file, a dataset."""
+    number: int
+    """Of the line or document in that input, from 1."""
+
+
+class Raw(NamedTuple):
+    """An item as it was read: its place, and what the source's `parse` makes a document of."""
+
+    position: Position
+    content: Any
+    """Bytes or text, plain data in any case: it goes to a worker process. Unreadable: what could not even be read."""
+    size: int
+    """About how many characters it holds."""
+
+
 Seen = Callable[[int], object]  # is told how many more bytes of the input have been read
 
 
@@ -55,32 +74,85 @@ def _nobody(_: int) -> None:
     """Nobody wants to know."""
 
 
-class StdlibSource(Settings):
+class Source(Settings):
+    """Where documents come from."""
+
+    usual_val_fraction: ClassVar[float]
+
+    def inputs(self) -> dict[str, int | None]:
+        """Names of what is read, in the order in which it is read, with sizes in bytes. None: not known before."""
+        raise NotImplementedError
+
+    def size(self) -> int | None:
+        """Bytes of the input. None: not known before it has been read."""
+        sizes = self.inputs().values()
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
+        """All items in a fixed order, or those after a position. What can't be read is an item too."""
+        raise NotImplementedError
+
+    def parse(self, raw: Raw) -> Document | Unreadable:
+        """What an item of `documents` says."""
+        raise NotImplementedError
+
+
+class FileSource(Source):
+    """A source that reads files, one after the other."""
+
+    def paths(self) -> dict[str, Path]:
+        """The files by the names that positions give them, in order."""
+        raise NotImplementedError
+
+    def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
+        """The items of one file, numbered upwards."""
+        raise NotImplementedError
+
+    def inputs(self) -> dict[str, int | None]:
+        """The files and their sizes."""
+        return {name: path.stat().st_size if path.exists() else 0 for name, path in self.paths().items()}
+
+    def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
+        """Read the files in order. Those before the position's are not opened, its own is read from the beginning."""
+        paths = self.paths()
+        if after and after.input not in paths:
+            raise UserError(f"{after.input} is not among the input files any more: bring it back, or begin anew")
+        ahead = after is not None
+        for name, path in paths.items():
+            if not (after and ahead):
+                yield from self.read(name, path, seen)
+            elif name != after.input:
+                seen(path.stat().st_size if path.exists() else 0)
+            else:
+                ahead = False
+                yield from (raw for raw in self.read(name, path, seen) if raw.position.number > after.number)
+
+
+class StdlibSource(FileSource):
     """The Python sources of the interpreter's own standard library: real text that every machine has."""
 
     usual_val_fraction: ClassVar[float] = 0.05
 
     name: Literal["stdlib"]
 
-    def size(self) -> int:
-        """Bytes of the input."""
-        return _size(self._paths())
-
-    def documents(self, seen: Seen = _nobody) -> Documents:
-        """One document a file, by relative path. Tests and installed packages stay out: not every machine has them."""
-        root = Path(sysconfig.get_path("stdlib"))
-        for path in self._paths():
-            text = _read_text(path, seen)
-            yield text if isinstance(text, Unreadable) else _document(text, "stdlib", str(path.relative_to(root)))
-
-    def _paths(self) -> list[Path]:
+    def paths(self) -> dict[str, Path]:
+        """Files by their path in the library. Tests and installed packages stay out: not every machine has them."""
         root = Path(sysconfig.get_path("stdlib"))
         excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-        paths = [path.relative_to(root) for path in root.rglob("*.py")]
-        return [root / path for path in sorted(paths) if not excluded.intersection(path.parts)]
+        names = [path.relative_to(root) for path in root.rglob("*.py")]
+        return {str(name): root / name for name in sorted(names) if not excluded.intersection(name.parts)}
+
+    def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
+        """A file is one document."""
+        text = _read_text(path, seen)
+        yield Raw(Position(name, 1), text, 0 if isinstance(text, Unreadable) else len(text))
+
+    def parse(self, raw: Raw) -> Document | Unreadable:
+        """The text of the file."""
+        return _document(raw.content, "stdlib", raw.position.input)
 
 
-class TextSource(Settings):
+class TextSource(FileSource):
     """Text files in UTF-8."""
 
     usual_val_fraction: ClassVar[float] = 0.05
@@ -89,22 +161,25 @@ class TextSource(Settings):
     path: str | list[str]
     """A file, a glob (`**` reaches into folders), or a list of them."""
 
-    def size(self) -> int:
-        """Bytes of the input."""
-        return _size(_files(self.path))
+    def paths(self) -> dict[str, Path]:
+        """The files that `path` names."""
+        return _files(self.path)
 
-    def documents(self, seen: Seen = _nobody) -> Documents:
+    def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
         """A file is one document; a long one is cut into several, so that the split by hash has something to choose."""
-        for path in _files(self.path):
-            text = _read_text(path, seen)
-            if isinstance(text, Unreadable):
-                yield text
-                continue
-            for piece in pieces(text):
-                yield _document(piece, "text", str(path))
+        text = _read_text(path, seen)
+        if isinstance(text, Unreadable):
+            yield Raw(Position(name, 1), text, 0)
+            return
+        for number, piece in enumerate(pieces(text), start=1):
+            yield Raw(Position(name, number), piece, len(piece))
+
+    def parse(self, raw: Raw) -> Document | Unreadable:
+        """The text of a file or of a piece of it."""
+        return _document(raw.content, "text", raw.position.input)
 
 
-class JsonlSource(Settings):
+class JsonlSource(FileSource):
     """JSON lines, one object a document: .jsonl, .jsonl.gz or .jsonl.zst, such as the Pile's files."""
 
     usual_val_fraction: ClassVar[float] = 0.005
@@ -115,32 +190,30 @@ class JsonlSource(Settings):
     text_field: str = "text"
     """The key that holds the text. The set is `meta.pile_set_name` where there is one, else `jsonl`."""
 
-    def size(self) -> int:
-        """Bytes of the input."""
-        return _size(_files(self.path))
+    def paths(self) -> dict[str, Path]:
+        """The files that `path` names."""
+        return _files(self.path)
 
-    def documents(self, seen: Seen = _nobody) -> Documents:
-        """Stream the files in order; what stands before the damage in a damaged archive is kept."""
-        for path in _files(self.path):
-            yield from self._documents_of(path, seen)
-
-    def _documents_of(self, path: Path, seen: Seen) -> Documents:
+    def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
+        """The lines of a file; what stands before the damage in a damaged archive is kept."""
         number = 0
         try:
             for number, line in enumerate(read_lines(path, seen), start=1):
                 if line.strip():  # a blank line is not a document
-                    yield self._parse(line, f"{path}:{number}")
+                    yield Raw(Position(name, number), line, len(line))
         except OSError:
-            yield Unreadable("unreadable file", str(path))
+            yield _missing("unreadable file", name, number + 1)
         except DamagedArchive as damage:
-            yield Unreadable(damage.reason, f"{path} after line {number}")
+            yield _missing(damage.reason, name, number + 1)
         else:
             if number == 0:
-                yield Unreadable("empty file", str(path))
+                yield _missing("empty file", name, 1)
 
-    def _parse(self, line: bytes, where: str) -> Document | Unreadable:
+    def parse(self, raw: Raw) -> Document | Unreadable:
+        """The text of a line."""
+        where = f"{raw.position.input}:{raw.position.number}"
         try:
-            record = json.loads(line.decode("utf-8-sig"))
+            record = json.loads(raw.content.decode("utf-8-sig"))
         except UnicodeDecodeError:
             return Unreadable("invalid UTF-8", where)
         except (ValueError, RecursionError):  # RecursionError: brackets nested thousands deep
@@ -148,7 +221,7 @@ class JsonlSource(Settings):
         return _record(record, self.text_field, "jsonl", where)
 
 
-class PileSource(Settings):
+class PileSource(Source):
     """A Hugging Face dataset, streamed: the Pile, or any other with a text column."""
 
     usual_val_fraction: ClassVar[float] = 0.005
@@ -163,21 +236,25 @@ class PileSource(Settings):
     text_field: str = "text"
     """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `pile`."""
 
-    def size(self) -> None:
-        """Not known before it has been read."""
+    def inputs(self) -> dict[str, int | None]:
+        """The dataset, as one input."""
+        return {self.path: None}
 
-    def documents(self, seen: Seen = _nobody) -> Documents:
+    def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
         """Stream the training split. A broken connection is opened again at the row where it broke.
 
         Raises:
             UserError: there is no such dataset, or it can't be reached any more.
         """
-        rows, number, failures = self._open(), 0, 0
+        number, failures = after.number if after else 0, 0
+        rows = self._open().skip(number)
         while True:
             try:
                 for row in rows:
                     number, failures = number + 1, 0
-                    yield _record(row, self.text_field, "pile", f"{self.path} row {number}")
+                    content = row.get(self.text_field), row.get("meta")
+                    size = len(content[0]) if isinstance(content[0], str) else 0
+                    yield Raw(Position(self.path, number), content, size)
                 return
             except OSError as error:
                 failures += 1
@@ -185,9 +262,13 @@ class PileSource(Settings):
                     raise UserError(self._advice(error)) from None
                 warn(f"reading {self.path} failed at row {number + 1} ({error}): trying again")
                 time.sleep(_SECONDS_BEFORE_RETRY * failures)
-                position = rows.state_dict()
-                rows = self._open()
-                rows.load_state_dict(position)
+                rows = self._open().skip(number)
+
+    def parse(self, raw: Raw) -> Document | Unreadable:
+        """The text of a row."""
+        text, meta = raw.content
+        where = f"{raw.position.input} row {raw.position.number}"
+        return _record({self.text_field: text, "meta": meta}, self.text_field, "pile", where)
 
     def _open(self) -> Any:
         from datasets import load_dataset
@@ -258,7 +339,12 @@ def _record(record: Any, text_field: str, default_set: str, where: str) -> Docum
     return _document(record[text_field], name, where)
 
 
-def _files(path: str | list[str]) -> list[Path]:
+def _missing(reason: Reason, name: str, number: int) -> Raw:
+    where = f"{name}:{number}" if number > 1 else name
+    return Raw(Position(name, number), Unreadable(reason, where), 0)
+
+
+def _files(path: str | list[str]) -> dict[str, Path]:
     """The files that `data.path` names, each once: patterns in the order given, the files of a pattern sorted."""
     found: dict[str, None] = {}
     for pattern in [path] if isinstance(path, str) else path:
@@ -267,11 +353,7 @@ def _files(path: str | list[str]) -> list[Path]:
         if not files:
             raise UserError(f"data.path={pattern} matches no file: give a file or a glob such as 'folder/**/*.txt'")
         found.update(dict.fromkeys(files))
-    return [Path(file) for file in found]
-
-
-def _size(paths: list[Path]) -> int:
-    return sum(path.stat().st_size for path in paths if path.exists())
+    return {file: Path(file) for file in found}
 
 
 def _read_text(path: Path, seen: Seen) -> str | Unreadable:
