@@ -187,6 +187,20 @@ def read_manifest(dataset_dir: Path) -> Manifest:
     Raises:
         UserError: there is no dataset, it is damaged (with the file's name), or of another format version.
     """
+    manifest = parse_manifest(dataset_dir)
+    for split in manifest.splits.values():
+        for shard in split.shards:
+            check_tokens(dataset_dir, manifest, shard)
+            check_index(dataset_dir, manifest, shard)
+    return manifest
+
+
+def parse_manifest(dataset_dir: Path) -> Manifest:
+    """Read the manifest alone.
+
+    Raises:
+        UserError: it is missing, damaged, or of another format version.
+    """
     path = dataset_dir / MANIFEST
     if not path.is_file():
         raise UserError(
@@ -198,15 +212,28 @@ def read_manifest(dataset_dir: Path) -> Manifest:
     if version != FORMAT_VERSION:
         raise UserError(f"{path} has format version {version!r}, this program reads {FORMAT_VERSION}: prepare it again")
     try:
-        manifest = decode(Manifest, raw)
+        return decode(Manifest, raw)
     except UserError as error:
         raise UserError(f"{path} is damaged: {error}") from None
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            check_size(dataset_dir / shard.file, shard.tokens * manifest.dtype.itemsize)
-            check_size(dataset_dir / shard.index_file, shard.index_size)
-            _check_header(dataset_dir / shard.index_file, index_header(manifest.tokenizer.n_vocab))
-    return manifest
+
+
+def check_tokens(dataset_dir: Path, manifest: Manifest, shard: Shard) -> None:
+    """Check that a shard's token ids are there, as many as the manifest says.
+
+    Raises:
+        UserError: they are not.
+    """
+    check_size(dataset_dir / shard.file, shard.tokens * manifest.dtype.itemsize)
+
+
+def check_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> None:
+    """Check that a shard's index is there, has its size, and the header that belongs to this dataset.
+
+    Raises:
+        UserError: something is wrong with it.
+    """
+    check_size(dataset_dir / shard.index_file, shard.index_size)
+    _check_header(dataset_dir / shard.index_file, index_header(manifest.tokenizer.n_vocab))
 
 
 def check_size(path: Path, expected: int) -> None:
@@ -219,6 +246,18 @@ def check_size(path: Path, expected: int) -> None:
     if size != expected:
         found = "is missing" if size is None else f"has {size} bytes"
         raise UserError(f"{path} {found}, the manifest says {expected} bytes: prepare the dataset again")
+
+
+def check_sum(path: Path, found: str, expected: str) -> None:
+    """Check the sha256 of a file of a dataset.
+
+    Raises:
+        UserError: it is another.
+    """
+    if found != expected:
+        raise UserError(
+            f"{path} is damaged: its sha256 is {found}, the manifest says {expected}: prepare the dataset again"
+        )
 
 
 def _check_header(path: Path, expected: bytes) -> None:

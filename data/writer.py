@@ -9,7 +9,6 @@ import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -70,11 +69,11 @@ class OpenShard(Strict):
 class WriterState(Strict):
     """How far a split has been written."""
 
-    shards: Annotated[list[Shard], Field(default_factory=list)]
+    shards: list[Shard] = Field(default_factory=list)
     """Those that are full."""
     open: OpenShard | None = None
     """The one after them."""
-    sets: Annotated[dict[str, Counts], Field(default_factory=dict)]
+    sets: dict[str, Counts] = Field(default_factory=dict)
 
 
 class ShardWriter:

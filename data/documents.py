@@ -1,0 +1,123 @@
+"""Documents in the shards of a dataset: all of a split in order, or the one that a token belongs to."""
+
+import bisect
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from common.settings import UserError
+from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, check_sum
+
+_RECORDS_AT_ONCE = 2**14
+
+
+class Document(NamedTuple):
+    """One document as it was written."""
+
+    ids: np.ndarray
+    """Token ids (n,) in the type of the shards, <|endoftext|> last."""
+    set_name: str
+    input: str
+    number: int
+    """Its line or document number in `input`, from 1."""
+
+
+class Place(NamedTuple):
+    """Where a document stands in its split, and where it came from."""
+
+    start: int
+    stop: int
+    """Its tokens in the split are [start, stop), <|endoftext|> included."""
+    set_name: str
+    input: str
+    number: int
+    """Its line or document number in `input`, from 1."""
+
+
+def read_documents(dataset_dir: Path, manifest: Manifest, split: SplitName) -> Iterator[Document]:
+    """All documents of a split, in order; no more than one of them and a piece of an index are in memory.
+
+    Raises:
+        UserError: a file is damaged. Its sum is known only at its end: what was read from it before may be wrong.
+    """
+    for shard in manifest.splits[split].shards:
+        path, sha256, done = dataset_dir / shard.file, hashlib.sha256(), 0
+        with open(path, "rb") as file:
+            for records in read_records(dataset_dir, manifest, shard):
+                for end, input_, number, set_ in records.tolist():
+                    content = file.read((end - done) * manifest.dtype.itemsize)
+                    sha256.update(content)
+                    ids = np.frombuffer(content, manifest.dtype)
+                    yield Document(ids, manifest.set_names[set_], manifest.inputs[input_], number)
+                    done = end
+        check_sum(path, sha256.hexdigest(), shard.sha256)
+
+
+def read_records(dataset_dir: Path, manifest: Manifest, shard: Shard) -> Iterator[np.ndarray]:
+    """A shard's index in order, in pieces: arrays of RECORD (n,), each within the shard and the manifest's tables.
+
+    Raises:
+        UserError: it is damaged. Its sum is known only at its end: what was read from it before may be wrong.
+    """
+    path, done = dataset_dir / shard.index_file, 0
+    with open(path, "rb") as file:
+        sha256 = hashlib.sha256(file.read(HEADER.size))
+        while content := file.read(_RECORDS_AT_ONCE * RECORD.itemsize):
+            sha256.update(content)
+            records = np.frombuffer(content, RECORD, len(content) // RECORD.itemsize)
+            if wrong := wrong_record(records, done, manifest, shard):
+                raise UserError(f"{path} is damaged: {wrong}: prepare the dataset again")
+            yield records
+            done = int(records["end"][-1])
+    check_sum(path, sha256.hexdigest(), shard.index_sha256)
+
+
+def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Shard) -> str | None:
+    """What the first is of these records of a shard that can't be so, where the first document begins at `begin`."""
+    ends, inputs, sets = records["end"], records["input"], records["set"]
+    begins = np.concatenate([np.array([begin], ends.dtype), ends[:-1]])
+    for wrong, what in (
+        (ends <= begins, "end at token {end}, where it begins or before"),
+        (ends > shard.tokens, f"end at token {{end}} of {shard.tokens}"),
+        (inputs >= len(manifest.inputs), f"be from input {{input}} of {len(manifest.inputs)}"),
+        (sets >= len(manifest.set_names), f"be of set {{set}} of {len(manifest.set_names)}"),
+        (records["number"] == 0, "have the number {number} in its input"),
+    ):
+        if wrong.any():
+            record = records[int(wrong.argmax())]
+            return "a document is said to " + what.format(**{name: int(record[name]) for name in records.dtype.names})
+    return None
+
+
+def document_at(dataset_dir: Path, manifest: Manifest, split: SplitName, token: int) -> Place:
+    """The document that token number `token` of a split belongs to, found by halving the index in its file.
+
+    Raises:
+        UserError: the index is damaged.
+    """
+    begin = 0
+    for shard in manifest.splits[split].shards:
+        if token < begin + shard.tokens:
+            break
+        begin += shard.tokens
+    else:
+        raise IndexError(f"token {token} of {begin} in {split}")
+    path = dataset_dir / shard.index_file
+    with open(path, "rb") as file:
+
+        def record(i: int) -> np.ndarray:
+            file.seek(HEADER.size + i * RECORD.itemsize)
+            return np.frombuffer(file.read(RECORD.itemsize), RECORD)
+
+        i = bisect.bisect_right(range(shard.documents), token - begin, key=lambda i: int(record(i)["end"][0]))
+        i = min(i, shard.documents - 1)
+        start = int(record(i - 1)["end"][0]) if i else 0
+        found = record(i)
+    wrong = wrong_record(found, start, manifest, shard)
+    end, input_, number, set_ = found.tolist()[0]
+    if wrong or not start <= token - begin < end:
+        raise UserError(f"{path} is damaged: {wrong or 'documents are not in order'}: prepare the dataset again")
+    return Place(begin + start, begin + end, manifest.set_names[set_], manifest.inputs[input_], number)
