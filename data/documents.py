@@ -12,6 +12,7 @@ from common.settings import UserError
 from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, check_sum
 
 _RECORDS_AT_ONCE = 2**14
+_FIELDS = ("end", "input", "number", "set")
 
 
 class Document(NamedTuple):
@@ -87,8 +88,8 @@ def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Sha
         (records["number"] == 0, "have the number {number} in its input"),
     ):
         if wrong.any():
-            record = records[int(wrong.argmax())]
-            return "a document is said to " + what.format(**{name: int(record[name]) for name in records.dtype.names})
+            record = dict(zip(_FIELDS, records[int(wrong.argmax())].tolist(), strict=True))
+            return "a document is said to " + what.format(**record)
     return None
 
 

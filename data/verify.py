@@ -104,7 +104,7 @@ class ShardCount:
         self._try("index sum", check_sum, self.index_path, index_sha256.hexdigest(), shard.index_sha256)
 
     def _documents(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of the documents that end in the next block: their ends in the shard, the bytes of their texts; int64 (n,)."""
+        """Of the documents that end in the next block: where in the shard, and the bytes of their texts; int64 (n,)."""
         eot_id = self.manifest.tokenizer.eot_id
         if (highest := int(ids.max())) > eot_id:
             self._wrong("ids", self.path, f"it holds the id {highest}, its tokenizer's last is {eot_id}")
@@ -180,7 +180,7 @@ def _show(counts: Iterable[ShardCount], track: Track) -> Iterable[ShardCount]:
 
 
 def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.ndarray:
-    """The bytes that ids stand for (n_vocab,); a problem and 0 for all (1,) where the tokenizer is not the manifest's."""
+    """The bytes that ids stand for (n_vocab,); a problem and 0 (1,) where the tokenizer is not the manifest's."""
     try:
         tokenizer = load_tokenizer(path)
     except UserError as error:

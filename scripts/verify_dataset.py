@@ -30,8 +30,9 @@ def main() -> None:
     documents, tokens = sum(total.documents for total in totals), sum(total.tokens for total in totals)
     megabytes, seconds = n_bytes(manifest) / 1e6, time.monotonic() - started
     say(
-        f"{arguments.dataset_dir} is whole: {documents:,} documents, {tokens:,} tokens, {len(manifest.set_names)} sets, "
-        f"{len(manifest.inputs):,} inputs; {megabytes:,.1f} MB read in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s"
+        f"{arguments.dataset_dir} is whole: {documents:,} documents, {tokens:,} tokens, "
+        f"{len(manifest.set_names)} sets, {len(manifest.inputs):,} inputs; "
+        f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s"
     )
 
 
