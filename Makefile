@@ -14,12 +14,16 @@ help:  ## this list
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer on the path: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
+	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
 	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-setup: .venv/installed  ## create .venv and install everything into it
+setup: .venv/installed-dev  ## create .venv and install everything into it, what tests need included
 
-train: setup  ## prepare the embedded corpus, train a small log-space GPT, evaluate it, sample from it
+train: .venv/installed  ## prepare the embedded corpus, train a small log-space GPT, evaluate it, sample from it
 	$(VENV)/python scripts/prepare_data.py data=stdlib tokenizer=bytes out_dir=datasets/stdlib
 	$(VENV)/python train.py experiment=quickstart run_dir=$(RUN)
 	$(VENV)/python eval.py checkpoint=$(RUN)
@@ -41,7 +45,7 @@ check: setup  ## lint, format and types
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 
-bench: setup  ## time log attention against the published form and torch's own attention
+bench: .venv/installed  ## time log attention against the published form and torch's own attention
 	$(VENV)/python scripts/bench_attention.py
 
 format: setup  ## put every file into the project's format
