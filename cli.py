@@ -4,7 +4,9 @@ Whatever a user can mend is one line on standard error and exit status 1; `--deb
 """
 
 import hashlib
+import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +42,7 @@ def command(
     debug = "--debug" in sys.argv
     sys.argv[1:] = [arg for arg in sys.argv[1:] if arg != "--debug"]
     texts = _take_text(text_key)
+    sys.argv[1:] = map(_bare_keys, sys.argv[1:])
     _refuse_misplaced_groups(config_name)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed over many lines
 
@@ -147,6 +150,19 @@ def _take_text(key: str | None) -> dict[str, str]:
     given = [arg for arg in sys.argv[1:] if key is not None and arg.startswith(f"{key}=")]
     sys.argv[1:] = [arg for arg in sys.argv[1:] if arg not in given]
     return dict(arg.split("=", 1) for arg in given)
+
+
+def _bare_keys(arg: str) -> str:
+    """KEY={"Pile-CC": 2}, as in JSON, for Hydra's grammar, which knows no quotes around keys: KEY={Pile-CC: 2}."""
+    key, _, value = arg.partition("=")
+    try:
+        mapping = json.loads(value) if value.startswith("{") else None
+    except ValueError:
+        return arg
+    if not mapping:
+        return arg
+    members = (re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", name) + ": " + json.dumps(mapping[name]) for name in mapping)
+    return f"{key}={{{', '.join(members)}}}"
 
 
 def _refuse_misplaced_groups(config_name: str) -> None:

@@ -1,10 +1,10 @@
 """Batches as pure functions: nothing is remembered between steps, so nothing can be lost at a restart."""
 
-import hashlib
-
 import numpy as np
 
 from common.settings import UserError
+from data.mixture import Mixture
+from data.permutation import shuffled
 from data.shards import TokenStream
 
 IGNORED = -1  # the target of a position that is only padding
@@ -16,7 +16,7 @@ class TrainBatches:
     """The training batches of a run: `batch(step)` depends on dataset, seed and step, and on nothing else.
 
     The stream is cut into windows of seq_len targets. Every epoch takes each window exactly once, in an order of its
-    own; batches follow on each other across the end of an epoch.
+    own; batches follow on each other across the end of an epoch. With a `mixture`, every set has epochs of its own.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, batch_size: int, seed: int) -> None:
@@ -32,6 +32,8 @@ class TrainBatches:
             )
         self.stream, self.seq_len, self.batch_size, self.seed = stream, seq_len, batch_size, seed
         self.n_windows = (stream.n_tokens - 1) // seq_len
+        self.mixture: Mixture | None = None
+        """Given by its owner where sets are weighted; None: the corpus as it is."""
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows [start, stop) of the global batch `step`: token_ids and targets, int64 (stop - start, seq_len)."""
@@ -43,12 +45,9 @@ class TrainBatches:
 
     def windows(self, sequences: np.ndarray) -> np.ndarray:
         """Which window each sequence of the run is, counted from its first: int64 (n,) -> int64 (n,)."""
-        epochs, places = np.divmod(sequences, self.n_windows)
-        windows = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            now = epochs == epoch
-            windows[now] = permute(places[now], self.n_windows, key=f"{self.seed}/{epoch}")
-        return windows
+        if self.mixture is not None:
+            return self.mixture.windows(sequences)
+        return shuffled(sequences, self.n_windows, key=str(self.seed))
 
 
 class EvalBatches:
@@ -76,36 +75,3 @@ class EvalBatches:
             token_ids[row, : tokens.size - 1] = tokens[:-1]
             targets[row, : tokens.size - 1] = tokens[1:]
         return token_ids, targets
-
-
-def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
-    """Where a random-looking permutation of range(n) puts `places`, int64 (m,) -> int64 (m,), without a table.
-
-    A Feistel network permutes the next power of four; places that land outside range(n) go through it again until
-    they are inside ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). On average that
-    is less than four passes.
-    """
-    half_bits = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
-    round_keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=64).digest(), "<u8")
-    values = places.astype(np.uint64)
-    walking = np.ones(values.shape, bool)
-    while walking.any():
-        values[walking] = _feistel(values[walking], half_bits, round_keys)
-        walking = values >= n
-    return values.astype(np.int64)
-
-
-def _feistel(values: np.ndarray, half_bits: np.uint64, round_keys: np.ndarray) -> np.ndarray:
-    """A bijection of the uint64 numbers below 4**half_bits: each round xors one half with a hash of the other."""
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
-    for round_key in round_keys:
-        left, right = right, left ^ (_mix(right + round_key) & mask)
-    return (left << half_bits) | right
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Scramble 64-bit numbers (the finaliser of SplitMix64; Steele, Lea and Flood, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -28,6 +28,7 @@ from torch import Tensor
 from common.console import say, warn
 from common.files import read_json, sha256_file, sync_directory, write_atomic, write_json
 from common.settings import Settings, UserError, decode
+from data.mixture import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT, GPTConfig
 
@@ -52,6 +53,7 @@ class TrainState(Settings):
     seed: int
     seq_len: int
     batch_tokens: int
+    data: DataConfig = DataConfig()
     dataset_dir: Path
     dataset_fingerprint: str
 

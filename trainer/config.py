@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from common.settings import Settings
+from data.mixture import DataConfig
 from model.gpt import GPTConfig
 from trainer.metrics import TrackerConfig
 from trainer.optim import OptimConfig
@@ -50,6 +51,7 @@ class TrainConfig(Settings):
     """Length of the run, which the schedule spans."""
     stop_at: int | None = Field(None, ge=1)
     """Save and stop after this step, the schedule unchanged and nothing evaluated out of turn; null: at max_steps."""
+    data: DataConfig = DataConfig()
     model: GPTConfig
     optim: OptimConfig
     schedule: ScheduleConfig

@@ -13,6 +13,8 @@ from common.console import Track, say
 from common.files import make_directory
 from common.settings import UserError
 from data.loader import EvalBatches, TrainBatches
+from data.mixture import open_mixture
+from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
@@ -25,6 +27,9 @@ from trainer.optim import named_state, set_lr
 from trainer.plot import draw_losses
 from trainer.resume import resume, write_config
 from trainer.runtime import Runtime, maybe_compile, open_runtime, peak_flops
+
+Share = list[tuple[Tensor, Tensor]]
+"""A process's micro-batches of a step: token_ids and targets, int64 (micro_batch, seq_len), on the CPU."""
 
 
 def fit(config: TrainConfig) -> None:
@@ -42,6 +47,7 @@ def _train(run: "Run", config: TrainConfig) -> None:
         return
     with (
         run.open_files(),
+        run.reading_ahead(),
         Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens) as track,
     ):
         while run.step < config.last_step:
@@ -68,6 +74,11 @@ class Run:
         _check_split(config, world)
         train, val = (TokenStream(config.dataset_dir, manifest, split) for split in ("train", "val"))
         self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
+        if config.data.mixture is not None:
+            self.batches.mixture = open_mixture(
+                config.dataset_dir, manifest, config.data.mixture, config.seq_len, config.seed
+            )
+        self._ahead: Prefetch[Share] | None = None
         n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
         self.windows = EvalBatches(val, config.seq_len, n_windows)
         self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)
@@ -115,22 +126,39 @@ class Run:
         The gradient is that of the mean over all valid tokens of the global batch, however they are shared among
         processes and micro-batches: each micro-batch's sum is divided by the global count.
         """
-        world, size = self.world, self.config.runtime.micro_batch
-        share = self.config.batch_size // world.size
-        first = world.rank * share
-        starts = range(first, first + share, size)
-        micro_batches = [self.batches.batch(self.step, start, start + size) for start in starts]
+        world = self.world
+        micro_batches = self.share(self.step) if self._ahead is None else next(self._ahead)
         counts = [float((targets >= 0).sum()) for _, targets in micro_batches]
         valid = world.sum(torch.tensor(sum(counts), dtype=torch.float64, device=world.device))
         total = torch.zeros_like(valid)
-        for i, (token_ids, targets) in enumerate(micro_batches, start=1):
-            x, y = (torch.from_numpy(ids).to(world.device, non_blocking=True) for ids in (token_ids, targets))
+        for i, micro_batch in enumerate(micro_batches, start=1):
+            x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
             with world.sync_gradients(self.summed_loss, now=i == len(micro_batches)):
                 with self.runtime.autocast():
                     loss = self.summed_loss(x, y)
                 (loss * (world.size / valid)).backward()  # DDP averages over processes: hence times their number
             total += loss.detach()
         return world.sum(total) / valid
+
+    def share(self, step: int) -> Share:
+        """This process's part of global batch `step`; in pinned memory, where a GPU will fetch it."""
+        size, pinned = self.config.runtime.micro_batch, self.world.device.type == "cuda"
+        count = self.config.batch_size // self.world.size
+        first = self.world.rank * count
+        micro_batches = []
+        for start in range(first, first + count, size):
+            token_ids, targets = map(torch.from_numpy, self.batches.batch(step, start, start + size))
+            micro_batches.append((token_ids.pin_memory(), targets.pin_memory()) if pinned else (token_ids, targets))
+        return micro_batches
+
+    @contextlib.contextmanager
+    def reading_ahead(self) -> Iterator[Prefetch[Share]]:
+        """Have the steps that are left read in the background, as long as the context."""
+        with Prefetch(self.share(step) for step in range(self.step, self.config.last_step)) as self._ahead:
+            try:
+                yield self._ahead
+            finally:
+                self._ahead = None
 
     def speed(self) -> dict[str, float | None]:
         """Throughput since it was last asked for."""

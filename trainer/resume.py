@@ -20,7 +20,7 @@ from trainer.optim import load_named_state
 from trainer.runtime import device_name
 
 # What a run keeps as long as it lives: another value would give it other weights or other batches.
-_KEPT = {"model", "seed", "seq_len", "batch_tokens"}
+_KEPT = {"model", "seed", "seq_len", "batch_tokens", "data"}
 
 
 def resume(config: TrainConfig, manifest: Manifest, gpt: GPT, optimizer: torch.optim.Optimizer) -> TrainState:
@@ -36,6 +36,7 @@ def resume(config: TrainConfig, manifest: Manifest, gpt: GPT, optimizer: torch.o
         seed=config.seed,
         seq_len=config.seq_len,
         batch_tokens=config.batch_tokens,
+        data=config.data,
         dataset_dir=config.dataset_dir.absolute(),
         dataset_fingerprint=manifest.fingerprint,
     )

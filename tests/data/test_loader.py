@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from common.settings import UserError
-from data.loader import EvalBatches, TrainBatches, permute
+from data.loader import EvalBatches, TrainBatches
+from data.permutation import permute
 
 
 class FakeStream:

@@ -1,0 +1,200 @@
+"""Mixtures: each set of a dataset is drawn in proportion to its weight, exactly, and any step can be asked for.
+
+owners      a window belongs to the set that most of its tokens are from: a byte for each window, found at the start
+            from the shards' indexes
+parts       a set's share of the sequences is its weight times the number of its windows, over the sum of that
+fair_order  which set each sequence is drawn from, so that no count is ever 1 or more off its share: a table of one
+            period, after which every count is its share and the order begins again
+shuffled    which of a set's windows its n-th draw is: each once before any comes again, in a new order every time
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from common.settings import Settings, UserError
+from data.documents import read_records
+from data.permutation import shuffled
+from data.shards import Manifest
+
+PERIOD = 1_000_000
+"""Sequences after which an order of sets begins again, at most: shares without so small a common denominator are
+rounded to millionths."""
+
+Weights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+
+
+class DataConfig(Settings):
+    """Which of the dataset's text is read, and how often."""
+
+    mixture: Weights | None = None
+    """Weights of the dataset's sets, such as {Pile-CC: 2, Github: 0.5}. A set of weight 2 is read twice as often as it
+    would be at weight 1, compared with the others: its share of the sequences is weight x windows over the sum of
+    that for all sets. Sets that are not named have weight 1; 0 leaves a set out. A window of seq_len tokens belongs to
+    the set that most of it is from, whatever else is in it. null: the corpus as it is, every window once an epoch."""
+
+
+class Mixture:
+    """Which window each sequence of a run is."""
+
+    def __init__(self, owners: np.ndarray, set_names: list[str], weights: Weights, seed: int) -> None:
+        """Mix windows that belong to the sets `owners` (n_windows,), numbers into `set_names`.
+
+        Raises:
+            UserError: a set with a weight has no windows, or nothing is left to draw.
+        """
+        self.names, self.seed = set_names, seed
+        self._places = Places(owners, len(set_names))
+        sizes = {name: int(size) for name, size in zip(set_names, self._places.sizes, strict=True)}
+        for name, weight in weights.items():
+            if weight and not sizes[name]:
+                raise UserError(
+                    f"data.mixture gives {name!r} the weight {weight:g}, but it makes up most of no window: "
+                    "lower seq_len, or leave it out"
+                )
+        amounts = [Fraction(str(float(weights.get(name, 1)))) * size for name, size in sizes.items()]
+        if not any(amounts):
+            raise UserError("data.mixture leaves nothing to train on: give at least one set a weight above 0")
+        self.parts = np.array(whole_parts(amounts))
+        """Sequences of each set in a period."""
+        self._order, self._rank = fair_order(self.parts.tolist())
+
+    def sets(self, sequences: np.ndarray) -> np.ndarray:
+        """The set that each sequence of the run is drawn from, counted from its first: int64 (n,) -> (n,)."""
+        return self._order[sequences % self._order.size]
+
+    def windows(self, sequences: np.ndarray) -> np.ndarray:
+        """Which window each sequence of the run is, counted from its first: int64 (n,) -> int64 (n,)."""
+        periods, within = np.divmod(sequences, self._order.size)
+        sets = self._order[within]
+        draws = periods * self.parts[sets] + self._rank[within]
+        windows = np.empty_like(sequences)
+        for number in np.unique(sets).tolist():
+            now = sets == number
+            size = int(self._places.sizes[number])
+            members = shuffled(draws[now], size, key=f"{self.seed}/{self.names[number]}")
+            windows[now] = self._places.find(number, members)
+        return windows
+
+
+class Places:
+    """Finds the k-th window of a set in the table of owners: counts of every set before each block of windows."""
+
+    def __init__(self, owners: np.ndarray, n_sets: int) -> None:
+        self.owners = owners
+        self.block = max(4096, 8 * n_sets)  # so that the counts are no larger than the table
+        counts = [
+            np.bincount(owners[begin : begin + self.block], minlength=n_sets)
+            for begin in range(0, owners.size, self.block)
+        ]
+        self._before = np.zeros((n_sets, len(counts) + 1), np.int64)
+        np.cumsum(np.stack(counts, axis=1), axis=1, out=self._before[:, 1:])
+        self.sizes = self._before[:, -1]
+        """Windows of each set."""
+
+    def find(self, number: int, members: np.ndarray) -> np.ndarray:
+        """The windows of set `number` that are the `members`-th of it, counted from 0: int64 (n,) -> int64 (n,)."""
+        before = self._before[number]
+        blocks = np.searchsorted(before, members, side="right") - 1
+        begins = blocks * self.block
+        within = [
+            np.flatnonzero(self.owners[begin : begin + self.block] == number)[member]
+            for begin, member in zip(begins.tolist(), (members - before[blocks]).tolist(), strict=True)
+        ]
+        return begins + np.array(within, np.int64)
+
+
+def open_mixture(dataset_dir: Path, manifest: Manifest, weights: Weights, seq_len: int, seed: int) -> Mixture:
+    """The mixture of a dataset's training split.
+
+    Raises:
+        UserError: there is no such set, nothing to draw, or an index is damaged.
+    """
+    split = manifest.splits["train"]
+    if unknown := sorted(weights.keys() - split.sets.keys()):
+        raise UserError(
+            f"data.mixture gives a weight to {unknown[0]!r}, which is no set of dataset_dir={dataset_dir}: "
+            f"its sets are {', '.join(sorted(split.sets))}"
+        )
+    n_windows = (split.total.tokens - 1) // seq_len
+    owners = owners_of_windows(_documents(dataset_dir, manifest), len(manifest.set_names), n_windows, seq_len)
+    return Mixture(owners, manifest.set_names, weights, seed)
+
+
+def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Where the training documents end in their split, and which sets they are of, some thousand at a time."""
+    begin = 0
+    for shard in manifest.splits["train"].shards:
+        for records in read_records(dataset_dir, manifest, shard):
+            yield begin + records["end"].astype(np.int64), records["set"].astype(np.int64)
+        begin += shard.tokens
+
+
+def owners_of_windows(
+    documents: Iterable[tuple[np.ndarray, np.ndarray]], n_sets: int, n_windows: int, seq_len: int
+) -> np.ndarray:
+    """The set that most of each window's tokens are from, (n_windows,); of equals, the one with the highest number.
+
+    Args:
+        documents: in order, many at a time: their ends (n,) in tokens from the first, and their sets (n,), int64.
+    """
+    owners = np.empty(n_windows, np.uint8 if n_sets <= 2**8 else np.uint16)
+    begin = 0
+    unfinished = np.empty((0, 2), np.int64)  # (window and set, tokens) of the window that the last documents end in
+    for ends, sets in documents:
+        borders = np.arange((begin // seq_len + 1) * seq_len, ends[-1], seq_len)
+        cuts = np.union1d(ends, borders)  # each piece of text up to a cut is of one document and in one window
+        windows = (cuts - 1) // seq_len
+        pairs = windows * n_sets + sets[np.searchsorted(ends, cuts)]
+        pieces = np.stack([pairs, np.diff(cuts, prepend=begin)], axis=1)
+        pieces = np.concatenate([unfinished, pieces])
+        unfinished = pieces[pieces[:, 0] // n_sets == windows[-1]]
+        pairs, which = np.unique(pieces[:, 0], return_inverse=True)
+        pairs = pairs[np.argsort(np.bincount(which, weights=pieces[:, 1]), kind="stable")]
+        pairs = pairs[pairs < n_windows * n_sets]
+        owners[pairs // n_sets] = pairs % n_sets  # of a window's several sets the last, the largest, remains
+        begin = int(ends[-1])
+    return owners
+
+
+def whole_parts(amounts: list[Fraction]) -> list[int]:
+    """Whole numbers in the ratio of `amounts`, their sum no more than about PERIOD, and none 0 whose amount is not."""
+    denominator = math.lcm(*(amount.denominator for amount in amounts))
+    whole = [int(amount * denominator) for amount in amounts]
+    divisor = math.gcd(*whole)
+    total = sum(whole) // divisor
+    if total <= PERIOD:
+        return [n // divisor for n in whole]
+    return [max(1, round(Fraction(n // divisor * PERIOD, total))) if n else 0 for n in whole]
+
+
+def fair_order(parts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """An order of sum(parts) draws with parts[s] of set s, such that each set's share is kept all along.
+
+    After any n draws, the count of s is n * parts[s] / sum(parts) rounded up or down: its j-th draw, from 0, has to
+    come neither before its share has passed j nor after it has reached j + 1. Of the draws that may come, the one that
+    must come soonest comes first, and none comes too late (such an order exists: Tijdeman, The chairman assignment
+    problem, 1980; and if one does, this finds it: Glover, Maximum matching in a convex bipartite graph, 1967).
+
+    Returns:
+        the set of each draw, and how many draws of that set were before it.
+    """
+    total = sum(parts)
+    order, rank = np.empty(total, np.int64), np.empty(total, np.int64)
+    waiting = [(0, number, 0) for number, part in enumerate(parts) if part]  # (earliest place, set, its draws so far)
+    due: list[tuple[int, int, int]] = []  # (the place it must come before, set, its draws so far)
+    for place in range(total):
+        while waiting and waiting[0][0] <= place:
+            _, number, done = heapq.heappop(waiting)
+            heapq.heappush(due, (-(-(done + 1) * total // parts[number]), number, done))
+        _, number, done = heapq.heappop(due)
+        order[place], rank[place] = number, done
+        if done + 1 < parts[number]:
+            heapq.heappush(waiting, ((done + 1) * total // parts[number], number, done + 1))
+    return order, rank

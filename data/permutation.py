@@ -1,0 +1,48 @@
+"""Random-looking orders of any length that take no memory: each place is computed when it is asked for."""
+
+import hashlib
+
+import numpy as np
+
+
+def shuffled(places: np.ndarray, n: int, key: str) -> np.ndarray:
+    """An endless row of shuffles of range(n), each in an order of its own: its members at `places`, int64 (m,)."""
+    rounds, within = np.divmod(places, n)
+    members = np.empty_like(within)
+    for number in np.unique(rounds).tolist():
+        now = rounds == number
+        members[now] = permute(within[now], n, key=f"{key}/{number}")
+    return members
+
+
+def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
+    """Where a random-looking permutation of range(n) puts `places`, int64 (m,) -> int64 (m,), without a table.
+
+    A Feistel network permutes the next power of four; places that land outside range(n) go through it again until
+    they are inside ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). On average that
+    is less than four passes.
+    """
+    half_bits = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
+    round_keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=64).digest(), "<u8")
+    values = places.astype(np.uint64)
+    walking = np.ones(values.shape, bool)
+    while walking.any():
+        values[walking] = _feistel(values[walking], half_bits, round_keys)
+        walking = values >= n
+    return values.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, half_bits: np.uint64, round_keys: np.ndarray) -> np.ndarray:
+    """A bijection of the uint64 numbers below 4**half_bits: each round xors one half with a hash of the other."""
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left, right = values >> half_bits, values & mask
+    for round_key in round_keys:
+        left, right = right, left ^ (_mix(right + round_key) & mask)
+    return (left << half_bits) | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Scramble 64-bit numbers (the finaliser of SplitMix64; Steele, Lea and Flood, 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
