@@ -1,33 +1,23 @@
-"""Documents to a dataset directory: tokenised by worker processes, written in input order, renamed into place."""
+"""Documents to a dataset directory: tokenised by worker processes and written in input order."""
 
+import functools
 import os
-import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from common.console import Track, say
-from common.files import make_directory, sync_directory
-from common.settings import Settings, UserError, differences
-from data.encode import Batch, Skipped, encode_all
-from data.shards import (
-    MANIFEST,
-    MAX_SETS,
-    TOKENIZER,
-    Counts,
-    Manifest,
-    Split,
-    SplitName,
-    TokenizerId,
-    read_manifest,
-    write_manifest,
-)
-from data.sources import SourceConfig, Unreadable
-from data.tokenizer import TokenizerConfig, build_tokenizer, save_tokenizer
-from data.writer import Names, ShardWriter
+from common.console import Track
+from common.settings import Settings, UserError
+from data.assembly import Batches, Plan
+from data.build import build, existing, partial_dir
+from data.encode import Batch, Encoded, OnError, encode_all
+from data.journal import Journal, Made
+from data.shards import TOKENIZER, Manifest, TokenizerId
+from data.sources import Document, FileSource, Position, Raw, Seen, Source, SourceConfig, Unreadable
+from data.tokenizer import TokenizerConfig, build_tokenizer
 
 
 class PrepareConfig(Settings):
@@ -38,13 +28,21 @@ class PrepareConfig(Settings):
     tokenizer: TokenizerConfig
     """What turns them into token ids."""
     out_dir: Path
-    """The dataset directory to make."""
+    """The dataset directory to make; with num_tasks, the folder of all parts."""
     val_fraction: float | None = Field(default=None, gt=0, lt=1)
     """The share of documents for the validation split. null: 0.05 for stdlib and text, 0.005 for jsonl and pile."""
     shard_tokens: PositiveInt = 100_000_000
     """A shard is full with the document that reaches this number of tokens."""
+    dedup: Literal["none", "exact"] = "none"
+    """exact: of documents with the same text only the first is kept."""
+    on_error: OnError = "skip"
+    """What to do with what can't be read. skip: count it, by reason. stop: end with its place."""
     workers: PositiveInt | None = None
     """Processes that tokenise; the dataset is the same for any number. null: one for every CPU."""
+    num_tasks: PositiveInt = 1
+    """On how many machines the work is spread; scripts/merge_dataset.py joins what they made."""
+    task_index: NonNegativeInt = 0
+    """Which of these this is, from 0: it takes its share of the input files."""
 
     @property
     def fraction(self) -> float:
@@ -53,83 +51,95 @@ class PrepareConfig(Settings):
 
     def recorded(self) -> dict[str, Any]:
         """The settings that decide what the dataset holds, as JSON: its manifest keeps them."""
-        kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens"})
-        return {**kept, "val_fraction": self.fraction}
+        kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens", "dedup"})
+        task = {"num_tasks": self.num_tasks, "task_index": self.task_index} if self.num_tasks > 1 else {}
+        return {**kept, "val_fraction": self.fraction, **task}
 
 
 def prepare(config: PrepareConfig) -> Manifest:
-    """Make the dataset `config.out_dir`, or return at once if it is there, made with the same settings.
+    """Make the dataset `config.out_dir` or go on making it; return at once if it is there, made with the same settings.
 
     Raises:
-        UserError: the folder holds something else, or no text was left to train or validate on.
+        UserError: the folder holds something else, or the dataset cannot be made.
     """
-    out_dir = config.out_dir.resolve()
-    if (out_dir / MANIFEST).exists():
-        return _keep_existing(config)
-    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
-        raise UserError(f"out_dir={config.out_dir} exists and is not a dataset: choose another folder")
-    started = time.monotonic()
-    make_directory(out_dir.parent, "out_dir")
-    partial_dir = out_dir.with_name(out_dir.name + ".partial")
-    shutil.rmtree(partial_dir, ignore_errors=True)  # of a run that was killed
-    partial_dir.mkdir()
-    skipped = Skipped()
-    try:
-        manifest = _write_dataset(config, partial_dir, skipped)
-        os.replace(partial_dir, out_dir)
-    finally:
-        shutil.rmtree(partial_dir, ignore_errors=True)
-    sync_directory(out_dir.parent)
-    _summarize(manifest, skipped, config.out_dir, time.monotonic() - started)
-    return manifest
-
-
-def _keep_existing(config: PrepareConfig) -> Manifest:
-    manifest = read_manifest(config.out_dir)
-    different = differences(manifest.prepared, config.recorded())
-    if different:
-        changes = ", ".join(f"{key}={there!r} (now {here!r})" for key, (there, here) in different.items())
-        raise UserError(f"out_dir={config.out_dir} was made with {changes}: choose another out_dir or delete it")
-    say(f"{config.out_dir} is already prepared with these settings, its input not read again; delete it to do so")
-    return manifest
-
-
-def _write_dataset(config: PrepareConfig, directory: Path, skipped: Skipped) -> Manifest:
+    source, out_dir = _share(config)
+    if (manifest := existing(out_dir, config.recorded())) is not None:
+        return manifest
     tokenizer = build_tokenizer(config.tokenizer)
-    save_tokenizer(tokenizer, directory / TOKENIZER)
+    made = Made(
+        prepared=config.recorded(),
+        inputs=source.inputs(),
+        tokenizer=TokenizerId(name=tokenizer.name, n_vocab=tokenizer.n_vocab, sha256=tokenizer.sha256),
+    )
+    plan = Plan(
+        out_dir=out_dir,
+        made=made,
+        tokenizer=tokenizer,
+        shard_tokens=config.shard_tokens,
+        dedup=config.dedup == "exact",
+        is_part=config.num_tasks > 1,
+    )
+    return build(plan, functools.partial(_read, config, source, out_dir))
+
+
+def part_dir(out_dir: Path, task_index: int, num_tasks: int) -> Path:
+    """Where a task puts its part."""
+    return out_dir / f"task-{task_index:05}-of-{num_tasks:05}"
+
+
+class Share(FileSource):
+    """One task's share of a source: a row of files, so that the shares of all tasks follow on each other."""
+
+    whole: FileSource
+    num_tasks: int
+    task_index: int
+
+    def paths(self) -> dict[str, Path]:
+        """The task's files."""
+        files = list(self.whole.paths().items())
+        first, stop = (i * len(files) // self.num_tasks for i in (self.task_index, self.task_index + 1))
+        return dict(files[first:stop])
+
+    def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
+        """As the whole source does."""
+        return self.whole.read(name, path, seen)
+
+    def parse(self, raw: Raw) -> Document | Unreadable:
+        """As the whole source does."""
+        return self.whole.parse(raw)
+
+
+def _share(config: PrepareConfig) -> tuple[Source, Path]:
+    """What this task reads and where it puts it: with one task, everything, and out_dir."""
+    num_tasks, task_index = config.num_tasks, config.task_index
+    if task_index >= num_tasks:
+        raise UserError(
+            f"task_index={task_index} is out of range with num_tasks={num_tasks}: give one from 0 to {num_tasks - 1}"
+        )
+    if num_tasks == 1:
+        return config.data, config.out_dir
+    if not isinstance(config.data, FileSource):
+        raise UserError(f"num_tasks={num_tasks} shares out files, data={config.data.name} has none: use data=jsonl")
+    files = len(config.data.paths())
+    if files < num_tasks:
+        raise UserError(f"num_tasks={num_tasks} is more than the input's files, {files}: use at most num_tasks={files}")
+    share = Share(whole=config.data, num_tasks=num_tasks, task_index=task_index)
+    return share, part_dir(config.out_dir, task_index, num_tasks)
+
+
+def _read(config: PrepareConfig, source: Source, out_dir: Path, journal: Journal) -> Batches:
+    """The documents that follow on what the journal counts, their progress shown."""
     progress = Progress()
     encoded = encode_all(
-        config.data, directory / TOKENIZER, config.fraction, config.workers or os.cpu_count() or 1, seen=progress.add
+        source,
+        partial_dir(out_dir) / TOKENIZER,
+        config.fraction,
+        config.workers or os.cpu_count() or 1,
+        on_error=config.on_error,
+        seen=progress.add,
+        after=Position(journal.place.input, journal.place.number) if journal.place else None,
     )
-    set_names, inputs = Names("sets", MAX_SETS), Names("inputs", 2**32)
-    with (
-        Track("reading, bytes", config.data.size()) as track,
-        ShardWriter(directory, "train", tokenizer.n_vocab, config.shard_tokens, set_names, inputs) as train,
-        ShardWriter(directory, "val", tokenizer.n_vocab, config.shard_tokens, set_names, inputs) as val,
-    ):
-        _write_shards(progress.show(encoded, track), train, val, skipped)
-        splits: dict[SplitName, Split] = {"train": train.finish(), "val": val.finish()}
-    _check_not_empty(splits, config.fraction, skipped)
-    manifest = Manifest(
-        tokenizer=TokenizerId(name=tokenizer.name, n_vocab=tokenizer.n_vocab, sha256=tokenizer.sha256),
-        inputs=inputs.names,
-        set_names=set_names.names,
-        splits=splits,
-        skipped=dict(sorted(skipped.counts.items())),
-        prepared=config.recorded(),
-    )
-    write_manifest(directory, manifest)
-    return manifest
-
-
-def _write_shards(encoded: Iterable[Batch], train: ShardWriter, val: ShardWriter, skipped: Skipped) -> None:
-    for batch in encoded:
-        for item in batch.items:
-            if isinstance(item, Unreadable):
-                skipped.add(item)
-                continue
-            writer = val if item.split == "val" else train
-            writer.append(item.ids, item.set_name, item.utf8_bytes, item.input, item.number)
+    yield from progress.show(encoded, source.size())
 
 
 class Progress:
@@ -137,49 +147,23 @@ class Progress:
 
     def __init__(self) -> None:
         self.read = self.documents = self.utf8_bytes = 0
-        self.started = time.monotonic()
 
     def add(self, n_bytes: int) -> None:
         """So many more bytes of the input have been read."""
         self.read += n_bytes
 
-    def show(self, encoded: Iterable[Batch], track: Track) -> Iterator[Batch]:
-        """Pass batches on, and show each on its way."""
-        for batch in encoded:
-            yield batch
-            documents = [item for item in batch.items if not isinstance(item, Unreadable)]
-            self.documents += len(documents)
-            self.utf8_bytes += sum(document.utf8_bytes for document in documents)
-            megabytes, seconds = self.utf8_bytes / 1e6, time.monotonic() - self.started
-            note = f"{self.documents:,} documents, {megabytes:,.0f} MB of text, {megabytes / seconds:.1f} MB/s"
-            track.advance(self.read - track.done, note)
-
-
-def _check_not_empty(splits: dict[SplitName, Split], val_fraction: float, skipped: Skipped) -> None:
-    documents = {name: split.total.documents for name, split in splits.items()}
-    total = sum(documents.values())
-    if total == 0:
-        why = ", ".join(f"{count} x {reason}" for reason, count in skipped.counts.items()) or "it has no documents"
-        raise UserError(f"the corpus is empty ({why}): check data.path")
-    for name, count in documents.items():
-        if count == 0:
-            advice = f"try val_fraction={min(0.5, 10 / total):.2g} or add documents"
-            raise UserError(f"none of {total} documents went to '{name}' with val_fraction={val_fraction}: {advice}")
-
-
-def _summarize(manifest: Manifest, skipped: Skipped, out_dir: Path, seconds: float) -> None:
-    say(f"{'split':<6}{'set':<24}{'documents':>12}{'tokens':>16}{'bytes':>18}{'tokens/byte':>13}")
-    for name, split in manifest.splits.items():
-        for set_name, counts in split.sets.items():
-            _say_counts(name, set_name, counts)
-        if len(split.sets) > 1:
-            _say_counts(name, "all", split.total)
-    for reason, count in manifest.skipped.items():
-        say(f"skipped {count:,} x {reason} (first: {skipped.first[reason]})")
-    megabytes = sum(split.total.utf8_bytes for split in manifest.splits.values()) / 1e6
-    say(f"{out_dir} is ready: {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
-
-
-def _say_counts(split: str, set_name: str, counts: Counts) -> None:
-    rate = counts.tokens / counts.utf8_bytes
-    say(f"{split:<6}{set_name:<24}{counts.documents:>12,}{counts.tokens:>16,}{counts.utf8_bytes:>18,}{rate:>13.3f}")
+    def show(self, encoded: Iterator[Batch], size: int | None) -> Batches:
+        """Pass batches on, and show each on its way. Time counts from the first: a restart first reads up to there."""
+        if (first := next(encoded, None)) is None:
+            return
+        with Track("reading, bytes", size, self.read) as track:
+            started = time.monotonic()
+            yield first
+            for batch in encoded:
+                yield batch
+                documents = [item for item in batch.items if isinstance(item, Encoded)]
+                self.documents += len(documents)
+                self.utf8_bytes += sum(document.utf8_bytes for document in documents)
+                megabytes, seconds = self.utf8_bytes / 1e6, time.monotonic() - started
+                note = f"{self.documents:,} documents, {megabytes:,.0f} MB of text, {megabytes / seconds:.1f} MB/s"
+                track.advance(self.read - track.done, note)

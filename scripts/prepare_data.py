@@ -14,4 +14,4 @@ def run(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    command("prepare", run)
+    command("prepare", run, when_interrupted="interrupted; the same command goes on from what is written")
