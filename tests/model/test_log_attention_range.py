@@ -104,6 +104,19 @@ def test_values_of_zero_masked_keys_and_constant_rows(backend, causal):
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("which", [1, 2])
+def test_masked_among_numbers_whose_own_exponentials_are_zero(backend, causal, which):
+    """A frame far below 1 makes a factor far above it, and nothing times that is still nothing."""
+    inputs, truth = normal(), normal()
+    for x in (inputs[which], truth[which]):
+        x -= 300
+    inputs[which][:, :, 3::11] = -torch.inf
+    truth[which][:, :, 3::11] = -5000
+    assert_as_exact_as_the_definition(inputs, causal, backend, truth)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
 def test_a_value_that_is_zero_in_every_token_stays_zero_and_spoils_no_gradient(backend, causal):
     q, k, log_v = (x.float() for x in normal())
     log_v[:, :, :, 3] = -torch.inf

@@ -140,9 +140,11 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     gpu = torch.cuda.get_device_properties(index)
     if gpu.major < 8:
         return f"needs a GPU of compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
-    # Wider numbers take more of a multiprocessor's shared memory, which some GPUs have little of: docs/kernels.md.
-    most = {2: 128, 4: 64, 8: 16}[2 if dtype == torch.bfloat16 else max(4, dtype.itemsize)]
-    if d_k > most and gpu.major not in (9, 10):
+    # Wider numbers take more of a multiprocessor's shared memory, which most GPUs have less of, and of the compiler's
+    # time, which in float64 is minutes: docs/kernels.md.
+    bits = 16 if dtype == torch.bfloat16 else max(32, 8 * dtype.itemsize)
+    most = {16: 128, 32: 128, 64: 64}[bits] if gpu.major in (9, 10) else {16: 128, 32: 64, 64: 16}[bits]
+    if d_k > most:
         return f"is given {d_k} features of keys a head in {dtype}, and {gpu.name} has room for {most}: use bfloat16"
     return None
 
