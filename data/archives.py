@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-_READ_BYTES = 16_384  # compressed; small, because a hostile archive can unpack to 30,000 times its size
+LONGEST_LINE = 2**28
+_READ_BYTES = 4_096  # compressed; small, because a hostile archive can unpack to 30,000 times its size
 
 
 class DamagedArchive(Exception):
@@ -15,25 +16,28 @@ class DamagedArchive(Exception):
         self.reason: Literal["corrupted archive", "truncated archive"] = reason
 
 
-def read_lines(path: Path, seen: Callable[[int], object]) -> Iterator[bytes]:
+def read_lines(path: Path, seen: Callable[[int], object]) -> Iterator[bytes | bytearray | None]:
     r"""Lines of a plain, .gz or .zst file without their b"\n", which alone ends a line: texts contain U+2028 and "\r".
 
+    A line of more than LONGEST_LINE bytes is None: it is passed over.
     `seen` is told how many more bytes of the file itself have been read.
 
     Raises:
         OSError: the file cannot be read.
         DamagedArchive: after the last line that could be read whole.
     """
-    parts: list[bytes] = []
+    begun: bytearray | None = bytearray()  # of the line that the next chunk goes on with; None: too long
     for chunk in _chunks(path, seen):
         first, *others = chunk.split(b"\n")
-        parts.append(first)
+        if begun is not None:
+            begun += first
+            begun = begun if len(begun) <= LONGEST_LINE else None
         if others:
-            yield b"".join(parts)
+            yield begun
             yield from others[:-1]
-            parts = [others[-1]]
-    if last := b"".join(parts):
-        yield last
+            begun = bytearray(others[-1])
+    if begun is None or begun:
+        yield begun
 
 
 def _chunks(path: Path, seen: Callable[[int], object]) -> Iterator[bytes]:

@@ -1,25 +1,33 @@
 """Documents to token ids: batches in input order, through worker processes, a bounded number of them in memory."""
 
+import codecs
 import functools
 import hashlib
 import itertools
 import multiprocessing
+import os
 import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from common.settings import UserError
+from data.json_lines import LONG
 from data.shards import SplitName, token_dtype
 from data.sources import Position, Raw, Seen, Source, Unreadable
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, TokenizerFailed, load_tokenizer
 
 _BATCH_CHARACTERS = 2**20
+_BATCH_ITEMS = 10_000
 _BATCHES_WORTH_WORKERS = 16  # fewer are tokenised in less time than worker processes take to start
+_CHUNK = 2**20
+_NONE = np.empty(0, np.uint16)
 
 OnError = Literal["skip", "stop"]
 
@@ -60,7 +68,7 @@ class Skipped:
         self.first.setdefault(item.reason, item.where)
 
 
-def document_digest(utf8: bytes) -> bytes:
+def document_digest(utf8: bytes | bytearray) -> bytes:
     """16 bytes that stand for a text."""
     return hashlib.blake2b(utf8, digest_size=16).digest()
 
@@ -92,66 +100,152 @@ def encode_all(
     Raises:
         UserError: something can't be read, and `on_error` is "stop".
     """
-    for batch in _encode_groups(_groups(source.documents(seen, after)), source, tokenizer_file, val_fraction, workers):
-        for item in batch.items:
+    encoder = _Encoder(source, tokenizer_file, val_fraction)
+    for packed in _in_order(_groups(source.documents(seen, after)), encoder, workers):
+        for item in packed.items:
             if isinstance(item, Unreadable) and on_error == "stop":
                 raise UserError(f"{item.where}: {item.reason}: mend it, or count such and go on with on_error=skip")
-        yield batch
-
-
-def _encode_groups(
-    groups: Iterator[list[Raw]], source: Source, tokenizer_file: Path, val_fraction: float, workers: int
-) -> Iterator[Batch]:
-    head = list(itertools.islice(groups, _BATCHES_WORTH_WORKERS))
-    groups = itertools.chain(head, groups)
-    if workers == 1 or len(head) < _BATCHES_WORTH_WORKERS:
-        yield from map(functools.partial(_encode, source, load_tokenizer(tokenizer_file), val_fraction), groups)
-        return
-    work = functools.partial(_encode_in_worker, source, tokenizer_file, val_fraction)
-    spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
-    with ProcessPoolExecutor(workers, spawn, _start_worker) as pool:
-        pending = deque(pool.submit(work, batch) for batch in itertools.islice(groups, 2 * workers))
-        while pending:
-            yield pending.popleft().result()
-            pending.extend(pool.submit(work, batch) for batch in itertools.islice(groups, 1))
+        yield packed.unpack()
 
 
 def _groups(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
-    """Group items into about a million characters."""
+    """Group items into about a million characters; a long one is alone."""
     group: list[Raw] = []
     size = 0
     for raw in raws:
+        if group and raw.size > LONG:
+            yield group
+            group, size = [], 0
         group.append(raw)
         size += raw.size
-        if size >= _BATCH_CHARACTERS:
+        if size >= _BATCH_CHARACTERS or len(group) >= _BATCH_ITEMS:
             yield group
             group, size = [], 0
     if group:
         yield group
 
 
-def _encode(source: Source, tokenizer: Tokenizer, val_fraction: float, group: list[Raw]) -> Batch:
-    dtype = token_dtype(tokenizer.n_vocab)
-    items: list[Encoded | Unreadable] = []
-    for raw in group:
-        item = raw.content if isinstance(raw.content, Unreadable) else source.parse(raw)
-        if isinstance(item, Unreadable):
-            items.append(item)
-            continue
-        utf8 = item.text.encode()
-        ids = np.array([*tokenizer.encode(item.text), tokenizer.eot_id], dtype)
+def _in_order(groups: Iterator[list[Raw]], encoder: "_Encoder", workers: int) -> Iterator["_Packed"]:
+    """Encode groups here if there are few, else in worker processes; a long item always here, without company."""
+    head = []
+    for group in groups:
+        head.append(group)
+        if len(head) == _BATCHES_WORTH_WORKERS or _is_long(group):
+            break
+    else:
+        workers = 1  # this was all
+    groups = itertools.chain(head, groups)
+    if workers == 1:
+        yield from map(encoder.encode, groups)
+        return
+    spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (encoder,))
+    pending: deque[Future[_Packed]] = deque()
+    try:
+        for group in groups:
+            while pending and (len(pending) >= 2 * workers or _is_long(group)):
+                yield pending.popleft().result()
+            if _is_long(group):
+                yield encoder.encode(group)
+            else:
+                pending.append(pool.submit(_encode_in_worker, group))
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            f"a worker process was killed, perhaps for want of memory: try workers={workers // 2}"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _is_long(group: list[Raw]) -> bool:
+    return group[0].size > LONG
+
+
+class _Packed(NamedTuple):
+    """A group of items, encoded, in few objects: they go from process to process."""
+
+    items: list[Encoded | Unreadable]
+    """Each with no ids of its own."""
+    ids: np.ndarray
+    """Of all documents, one after the other."""
+    ends: list[int]
+    """Where each item's ids end."""
+    position: Position
+
+    def unpack(self) -> Batch:
+        """Give each document its ids."""
+        items: list[Encoded | Unreadable] = []
+        start = 0
+        for item, end in zip(self.items, self.ends, strict=True):
+            items.append(item if isinstance(item, Unreadable) else item._replace(ids=self.ids[start:end]))
+            start = end
+        return Batch(items, self.position)
+
+
+class _Encoder:
+    """Parses and tokenises."""
+
+    def __init__(self, source: Source, tokenizer_file: Path, val_fraction: float) -> None:
+        self.source, self.tokenizer_file, self.val_fraction = source, tokenizer_file, val_fraction
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Loaded where it is used first, which is in a worker process."""
+        return load_tokenizer(self.tokenizer_file)
+
+    def encode(self, group: list[Raw]) -> _Packed:
+        """Encode a group."""
+        dtype = token_dtype(self.tokenizer.n_vocab)
+        items: list[Encoded | Unreadable] = []
+        ids, ends = bytearray(), []
+        for raw in group:
+            start = len(ids)
+            try:
+                items.append(self._encode(raw, ids, dtype))
+            except TokenizerFailed:
+                del ids[start:]
+                items.append(Unreadable("cannot be tokenized", f"{raw.position.input}:{raw.position.number}"))
+            ends.append(len(ids) // dtype.itemsize)
+        return _Packed(items, np.frombuffer(ids, dtype), ends, group[-1].position)
+
+    def _encode(self, raw: Raw, ids: bytearray, dtype: np.dtype) -> Encoded | Unreadable:
+        """Encode one item, its ids at the end of `ids`."""
+        document = raw.content if isinstance(raw.content, Unreadable) else self.source.parse(raw)
+        if isinstance(document, Unreadable):
+            return document
+        text = document.text
+        utf8 = text.encode() if isinstance(text, str) else text
+        for part in self.tokenizer.encode_arrays([text] if isinstance(text, str) else _decoded(text)):
+            ids += part.astype(dtype).tobytes()
+        ids += np.array([self.tokenizer.eot_id], dtype).tobytes()
         digest = document_digest(utf8)
-        split = document_split(digest, val_fraction)
-        items.append(Encoded(split, item.set_name, len(utf8), ids, digest, *raw.position))
-    return Batch(items, group[-1].position)
+        split = document_split(digest, self.val_fraction)
+        return Encoded(split, document.set_name, len(utf8), _NONE, digest, *raw.position)
 
 
-def _start_worker() -> None:
+def _decoded(utf8: bytearray) -> Iterator[str]:
+    return codecs.iterdecode((bytes(utf8[i : i + _CHUNK]) for i in range(0, len(utf8), _CHUNK)), "utf-8")
+
+
+_encoder: _Encoder  # of a worker process
+
+
+def _start_worker(encoder: _Encoder) -> None:
+    global _encoder
+    _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-_tokenizer_of_worker = functools.cache(load_tokenizer)
+def _end_with_parent() -> None:
+    """A parent that is killed can't end its workers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
-def _encode_in_worker(source: Source, tokenizer_file: Path, val_fraction: float, group: list[Raw]) -> Batch:
-    return _encode(source, _tokenizer_of_worker(tokenizer_file), val_fraction, group)
+def _encode_in_worker(group: list[Raw]) -> _Packed:
+    return _encoder.encode(group)

@@ -4,13 +4,13 @@ What a raw item says is found by the source's `parse`, which runs in a worker pr
 To add one: a class here with its `name`, its place in `SourceConfig`, and a YAML in configs/data.
 """
 
+import codecs
 import glob
-import json
 import os
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -19,12 +19,15 @@ from pydantic import Field
 from common.console import warn
 from common.settings import Settings, UserError
 from data.archives import DamagedArchive, read_lines
+from data.json_lines import NotRead, parse_line
 
 Reason = Literal[
+    "cannot be tokenized",
     "corrupted archive",
     "empty document",
     "empty file",
     "invalid UTF-8",
+    "line too long",
     "lone surrogate",
     "malformed JSON",
     "missing text",
@@ -37,7 +40,8 @@ Reason = Literal[
 class Document(NamedTuple):
     """One text and the named set it is counted under. The text is not empty and has a UTF-8 form."""
 
-    text: str
+    text: str | bytearray
+    """A bytearray is UTF-8: of a text so long that a str would take too much memory."""
     set_name: str
 
 
@@ -144,8 +148,13 @@ class StdlibSource(FileSource):
 
     def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
         """A file is one document."""
-        text = _read_text(path, seen)
-        yield Raw(Position(name, 1), text, 0 if isinstance(text, Unreadable) else len(text))
+        try:
+            text = "".join(_text(path, seen))
+            yield Raw(Position(name, 1), text, len(text))
+        except OSError:
+            yield _missing("unreadable file", name, 1)
+        except UnicodeDecodeError:
+            yield _missing("invalid UTF-8", name, 1)
 
     def parse(self, raw: Raw) -> Document | Unreadable:
         """The text of the file."""
@@ -167,12 +176,16 @@ class TextSource(FileSource):
 
     def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
         """A file is one document; a long one is cut into several, so that the split by hash has something to choose."""
-        text = _read_text(path, seen)
-        if isinstance(text, Unreadable):
-            yield Raw(Position(name, 1), text, 0)
-            return
-        for number, piece in enumerate(pieces(text), start=1):
-            yield Raw(Position(name, number), piece, len(piece))
+        number = 0
+        try:
+            for _ in _text(path):  # a file with an error in it is refused as a whole
+                pass
+            for number, passage in enumerate(passages(_text(path, seen)), start=1):
+                yield Raw(Position(name, number), passage, len(passage))
+        except OSError:
+            yield _missing("unreadable file", name, number + 1)
+        except UnicodeDecodeError:
+            yield _missing("invalid UTF-8", name, number + 1)
 
     def parse(self, raw: Raw) -> Document | Unreadable:
         """The text of a file or of a piece of it."""
@@ -199,7 +212,9 @@ class JsonlSource(FileSource):
         number = 0
         try:
             for number, line in enumerate(read_lines(path, seen), start=1):
-                if line.strip():  # a blank line is not a document
+                if line is None:
+                    yield _missing("line too long", name, number)
+                elif line.strip():  # a blank line is not a document
                     yield Raw(Position(name, number), line, len(line))
         except OSError:
             yield _missing("unreadable file", name, number + 1)
@@ -213,11 +228,9 @@ class JsonlSource(FileSource):
         """The text of a line."""
         where = f"{raw.position.input}:{raw.position.number}"
         try:
-            record = json.loads(raw.content.decode("utf-8-sig"))
-        except UnicodeDecodeError:
-            return Unreadable("invalid UTF-8", where)
-        except (ValueError, RecursionError):  # RecursionError: brackets nested thousands deep
-            return Unreadable("malformed JSON", where)
+            record = parse_line(raw.content, self.text_field)
+        except NotRead as error:
+            return Unreadable(error.fault, where)
         return _record(record, self.text_field, "jsonl", where)
 
 
@@ -246,8 +259,9 @@ class PileSource(Source):
         Raises:
             UserError: there is no such dataset, or it can't be reached any more.
         """
-        number, failures = after.number if after else 0, 0
-        rows = self._open().skip(number)
+        skipped = number = after.number if after else 0
+        failures = 0
+        rows = self._open().skip(skipped)
         while True:
             try:
                 for row in rows:
@@ -262,7 +276,9 @@ class PileSource(Source):
                     raise UserError(self._advice(error)) from None
                 warn(f"reading {self.path} failed at row {number + 1} ({error}): trying again")
                 time.sleep(_SECONDS_BEFORE_RETRY * failures)
-                rows = self._open().skip(number)
+                position = rows.state_dict()
+                rows = self._open().skip(skipped)
+                rows.load_state_dict(position)
 
     def parse(self, raw: Raw) -> Document | Unreadable:
         """The text of a row."""
@@ -296,34 +312,46 @@ SOURCES = {get_args(cls.model_fields["name"].annotation)[0]: cls for cls in get_
 
 _RETRIES = 5
 _SECONDS_BEFORE_RETRY = 5.0
-_PIECE = 16_384
+_READ_BYTES = 2**20
+_PASSAGE = 16_384
+_LONGEST_PASSAGE = 2**20
 _BLANK_LINES = re.compile(r"(?:\r?\n){2,}")
 _LINE_END = re.compile(r"\n")
 
 
-def pieces(text: str) -> Iterator[str]:
-    """Cut a long text into pieces of 16,384 characters or somewhat more that give the text again when joined.
+def passages(chunks: Iterable[str]) -> Iterator[str]:
+    """Cut a text that comes in chunks into passages of 16,384 characters or somewhat more; joined, they are the text.
 
-    Cuts are made after blank lines, or after a line where 16,384 more characters hold no blank line.
+    Cuts are made after blank lines, or after a line where 16,384 more characters hold no blank line, or in a line of a
+    million characters. An empty text is one empty passage.
     """
-    start = 0
-    while len(text) - start > 2 * _PIECE:
-        near, far = start + _PIECE, start + 2 * _PIECE
-        cut = _BLANK_LINES.search(text, near, far) or _LINE_END.search(text, near)
-        if cut is None or cut.end() == len(text):
-            break
-        yield text[start : cut.end()]
-        start = cut.end()
-    yield text[start:]
+    rest, start = "", 0
+    for chunk in chunks:
+        rest, start = rest[start:] + chunk, 0
+        while len(rest) - start > _LONGEST_PASSAGE:
+            stop = _end_of_passage(rest, start)
+            yield rest[start:stop]
+            start = stop
+    while len(rest) - start > 2 * _PASSAGE and (stop := _end_of_passage(rest, start)) < len(rest):
+        yield rest[start:stop]
+        start = stop
+    yield rest[start:]
+
+
+def _end_of_passage(text: str, start: int) -> int:
+    near, far, end = start + _PASSAGE, start + 2 * _PASSAGE, min(start + _LONGEST_PASSAGE, len(text))
+    cut = _BLANK_LINES.search(text, near, far) or _LINE_END.search(text, near, end)
+    return cut.end() if cut else end
 
 
 def _document(text: Any, set_name: str, where: str) -> Document | Unreadable:
-    if not isinstance(text, str):
+    if not isinstance(text, str | bytearray):
         return Unreadable("text is not a string", where)
     if not text:
         return Unreadable("empty document", where)
     try:
-        text.encode()
+        if isinstance(text, str):
+            text.encode()
     except UnicodeEncodeError:  # JSON's "\ud800" makes half a character, which no UTF-8 can hold
         return Unreadable("lone surrogate", where)
     return Document(text, set_name)
@@ -356,12 +384,11 @@ def _files(path: str | list[str]) -> dict[str, Path]:
     return {file: Path(file) for file in found}
 
 
-def _read_text(path: Path, seen: Seen) -> str | Unreadable:
-    try:
-        content = path.read_bytes()
-        seen(len(content))
-        return content.decode("utf-8")
-    except OSError:
-        return Unreadable("unreadable file", str(path))
-    except UnicodeDecodeError:
-        return Unreadable("invalid UTF-8", str(path))
+def _text(path: Path, seen: Seen = _nobody) -> Iterator[str]:
+    """A file's text in chunks of bounded size."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open(path, "rb") as file:
+        while content := file.read(_READ_BYTES):
+            seen(len(content))
+            yield decoder.decode(content)
+        yield decoder.decode(b"", final=True)

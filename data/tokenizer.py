@@ -4,7 +4,8 @@ import base64
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,19 @@ _SPLIT_PATTERNS = {
     "bytes": r"(?s:.+)",
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
 }
+# Texts are cut into pieces of about so many characters, which are encoded one by one: a long one takes much memory.
+_PIECE = 2**17
+# After these, where nothing else can be, they are cut in the middle of a word: a regular expression that is tried on a
+# million spaces with a letter after them overflows its stack, and the pairs of a word of ten million letters take 7 s.
+_LONGEST_PIECE = _PIECE + 2**20
+# What \s is above; for Python also U+001C to U+001F are spaces, so what is \S in Python is not \s there.
+_SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+_EXACT_CUT = re.compile(
+    # Before spaces, and before the last of them: \s+(?!\S) takes all the others, as \s++$ does if they end the text.
+    rf"(?<=\S){_SPACE}|{_SPACE}(?=\S)"
+    # No token holds letters and digits, or ends with a letter or digit before a mark.
+    r"|(?<=[0-9])[A-Za-z]|(?<=[A-Za-z])[0-9]|(?<=[0-9A-Za-z])[!-/:-@\[-`{-~]"
+)
 _SINGLE_BYTES = [bytes([i]) for i in range(256)]
 
 
@@ -41,6 +55,10 @@ class GPT2Config(Settings):
 
 
 TokenizerConfig = Annotated[BytesConfig | GPT2Config, Field(discriminator="name")]
+
+
+class TokenizerFailed(Exception):
+    """A text that tiktoken does not encode."""
 
 
 class Tokenizer:
@@ -77,14 +95,58 @@ class Tokenizer:
         return np.array([*map(len, self.ranks), 0], dtype=np.int64)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. The characters <|endoftext|> in it are text like any other."""
+        """Token ids of `text`, as `encode_array` gives them."""
+        return [token for ids in self.encode_arrays([text]) for token in ids.tolist()]
+
+    def encode_arrays(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        """Token ids of a text that comes in chunks of any size, in arrays one after the other, in little memory.
+
+        They are those of tiktoken's encode_ordinary: the characters <|endoftext|> are text like any other. But a run
+        of more than a million characters in which no token is sure to end (such as letters that are not ASCII without
+        a space; spaces alone) is cut somewhere, and ids beside the cut may differ; decoded they still give the text.
+
+        Raises:
+            TokenizerFailed: tiktoken does not encode it. No text is known that it fails on.
+        """
         if self.name == "bytes":  # what the encoding gives, ten times as fast
-            return list(text.encode())
-        return self.encoding.encode_ordinary(text)
+            yield from (np.frombuffer(chunk.encode(), np.uint8) for chunk in chunks)
+            return
+        try:
+            for piece in pieces(chunks):
+                yield self.encoding.encode_to_numpy(piece, disallowed_special=())
+        except ValueError as error:
+            raise TokenizerFailed(str(error)) from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust code that failed; no Exception, so it passes by most
+                raise
+            raise TokenizerFailed(str(error)) from None
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The bytes that `ids` stand for; a character may be cut at either end."""
         return self.encoding.decode_bytes(ids)
+
+
+def pieces(chunks: Iterable[str]) -> Iterator[str]:
+    """The text that `chunks` make, cut where GPT-2's pattern surely begins anew; at the latest at _LONGEST_PIECE.
+
+    Where it is cut depends on the text alone, not on its chunks.
+    """
+    rest = ""
+    for chunk in chunks:
+        rest = rest + chunk if rest else chunk
+        start = 0
+        while len(rest) - start > _LONGEST_PIECE:
+            cut = _EXACT_CUT.search(rest, start + _PIECE, start + _LONGEST_PIECE)
+            stop = cut.start() if cut else start + _LONGEST_PIECE
+            yield rest[start:stop]
+            start = stop
+        rest = rest[start:]
+    start = 0
+    while len(rest) - start > _PIECE and (cut := _EXACT_CUT.search(rest, start + _PIECE)):
+        yield rest[start : cut.start()]
+        start = cut.start()
+    if start < len(rest):
+        yield rest[start:]
 
 
 def build_tokenizer(config: BytesConfig | GPT2Config) -> Tokenizer:

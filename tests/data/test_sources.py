@@ -8,7 +8,7 @@ import zstandard
 
 import data.sources
 from common.settings import UserError, decode
-from data.sources import SOURCES, Document, JsonlSource, PileSource, Unreadable, pieces
+from data.sources import SOURCES, Document, JsonlSource, PileSource, Unreadable, passages
 
 STRANGE = [
     "line\u2028separator",
@@ -171,9 +171,10 @@ def test_a_path_without_files_is_named(tmp_path, path):
 @pytest.mark.parametrize(
     "paragraph", ["word " * 300 + "\n\n", "word " * 300 + "\r\n\r\n", "word " * 300 + "\n", "x" * 999]
 )
-def test_pieces_join_to_the_text(paragraph):
+def test_passages_join_to_the_text(paragraph):
     text = paragraph * 100
-    cut = list(pieces(text))
+    cut = list(passages([text]))
+    assert cut == list(passages(text[i : i + 1000] for i in range(0, len(text), 1000)))
     assert "".join(cut) == text
     if "\n" in paragraph:
         assert len(cut) > 5
