@@ -1,9 +1,13 @@
+import hashlib
 import itertools
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from common.settings import UserError
+from data import permutation
 from data.loader import EvalBatches, TrainBatches
 from data.permutation import permute
 
@@ -97,20 +101,84 @@ def test_ranks_share_the_global_batch(parts):
     assert batches.batch(3, 5, 5)[0].shape == (0, 10)
 
 
+def inverse(values, n, key):
+    """The places that `permute` puts at `values`: its rounds backwards, and walking back into the range."""
+    half_bits = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    round_keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=64).digest(), "<u8")
+    places, walking = values.astype(np.uint64), np.ones(values.shape, bool)
+    while walking.any():
+        left, right = places >> half_bits, places & mask
+        for round_key in round_keys[::-1]:
+            left, right = right ^ (permutation._mix(left + round_key) & mask), left
+        places = np.where(walking, (left << half_bits) | right, places)
+        walking = places >= n
+    return places.astype(np.int64)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 64, 65, 1000, 976_562_499, 2**40 + 1, 2**62])
+def test_every_member_of_a_permutation_has_one_place(n):
+    """Which proves at any size what the test above proves at small ones: what has a way back is a bijection."""
+    places = np.unique(np.random.default_rng(0).integers(0, n, 5000))
+    assert np.array_equal(inverse(permute(places, n, "1/2"), n, "1/2"), places)
+    assert np.array_equal(permute(inverse(places, n, "1/2"), n, "1/2"), places)
+
+
 def test_a_trillion_tokens_and_1024_ranks():
-    n_tokens, seq_len, batch_size = 10**12, 1024, 1024 * 64
+    n_tokens, seq_len, ranks, share = 10**12, 1024, 1024, 64
+    batch_size = ranks * share
     batches = TrainBatches(FakeStream(n_tokens), seq_len, batch_size, seed=0)
-    last = batches.n_windows // batch_size  # crosses into the second epoch
-    for step in (0, last - 1, last, 10 * last):
-        windows = batches.windows(step * batch_size + np.arange(batch_size))
-        in_first = min(batch_size, max(0, batches.n_windows - step * batch_size))
-        assert np.unique(windows[:in_first]).size == in_first
+    n = batches.n_windows
+    last = n // batch_size
+    assert 0 < n - last * batch_size < batch_size, "step `last` crosses into the second epoch"
+    for step in (0, 1, last - 1, last, last + 1, 2 * n // batch_size, 10 * last, 10**9):
+        of_ranks = [batches.windows(step * batch_size + rank * share + np.arange(share)) for rank in range(ranks)]
+        windows = np.concatenate(of_ranks)
+        assert np.array_equal(windows, batches.windows(step * batch_size + np.arange(batch_size)))
         assert windows.min() >= 0
         assert windows.max() * seq_len + seq_len + 1 <= n_tokens
-        rank = 1023
-        token_ids, targets = batches.batch(step, rank * 64, rank * 64 + 4)
-        assert np.array_equal(token_ids[:, 0], windows[rank * 64 : rank * 64 + 4] * seq_len)
+        epochs, places = np.divmod(step * batch_size + np.arange(batch_size), n)
+        for epoch in np.unique(epochs).tolist():
+            now = epochs == epoch
+            assert np.unique(windows[now]).size == now.sum(), "no two ranks have the same window"
+            assert np.array_equal(inverse(windows[now], n, f"0/{epoch}"), places[now]), "nor has any other step"
+        first = 1023 * share
+        token_ids, targets = batches.batch(step, first, first + 4)
+        assert np.array_equal(token_ids[:, 0], windows[first : first + 4] * seq_len)
         assert np.array_equal(targets, token_ids + 1)
+
+
+def test_numbers_do_not_overflow_at_the_end_of_a_long_run():
+    batches = TrainBatches(FakeStream(2**62), seq_len=1, batch_size=2**20, seed=2**63 - 1)
+    assert batches.n_windows == 2**62 - 1
+    token_ids, _ = batches.batch(2**42 - 1, 2**20 - 50, 2**20)  # the last step that crosses into the second epoch
+    assert token_ids.min() >= 0
+    assert token_ids.max() < batches.n_windows
+    assert np.unique(token_ids).size >= 49
+    last = batches.windows(np.array([2**62 - 2, 2**62 - 1, 2**63 - 1]))
+    assert inverse(last[:1], 2**62 - 1, f"{2**63 - 1}/0").tolist() == [2**62 - 2]
+    assert inverse(last[1:2], 2**62 - 1, f"{2**63 - 1}/1").tolist() == [0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell how much memory is held")
+def test_memory_does_not_grow_however_much_is_read(make_stream):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 999, 2**20).astype(np.uint16) for _ in range(32)]
+    batches = TrainBatches(make_stream(*documents, shard_tokens=2**22), seq_len=1023, batch_size=64, seed=0)
+    del documents
+
+    def read(steps):
+        for step in steps:
+            batches.batch(step)
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = read(range(50))
+    after = read(range(50, 1100))  # twice all of 64 MB
+    assert after - before < 4 * 2**20
+    assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if ".bin" in line]
+    assert not [
+        file for file in Path("/proc/self/fd").iterdir() if file.is_symlink() and ".bin" in str(file.readlink())
+    ]
 
 
 def test_a_split_shorter_than_a_window():

@@ -1,0 +1,221 @@
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from common.settings import UserError, decode
+from data.loader import TrainBatches
+from data.mixture import PERIOD, DataConfig, Mixture, Places, fair_order, open_mixture, owners_of_windows, whole_parts
+from data.shards import Manifest, TokenizerId, TokenStream
+from data.writer import Names, ShardWriter
+
+SIZES = [700, 250, 49, 1]
+
+
+@pytest.fixture
+def owners():
+    """1000 windows of four sets, scattered."""
+    return np.random.default_rng(0).permutation(np.repeat(np.arange(4, dtype=np.uint8), SIZES))
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """Writes a dataset of documents given as (set, tokens); returns its folder and its manifest."""
+
+    def make(documents, shard_tokens=10**9, val=()):
+        names, inputs = Names("sets", 100), Names("inputs", 2)
+        splits = {}
+        for name, members in (("train", documents), ("val", val)):
+            with ShardWriter(tmp_path, name, 1000, shard_tokens, names, inputs) as writer:
+                for number, (set_name, tokens) in enumerate(members, start=1):
+                    writer.append(np.full(tokens, number % 1000), set_name, tokens, "corpus", number)
+                splits[name] = writer.finish()
+        return tmp_path, Manifest(
+            tokenizer=TokenizerId(name="bytes", n_vocab=1000, sha256="0" * 64),
+            inputs=inputs.names,
+            set_names=names.names,
+            splits=splits,
+            skipped={},
+            prepared={},
+        )
+
+    return make
+
+
+def assert_shares_are_kept(sets, shares):
+    """After any number of draws, from the first, no set's count is 1 or more off its share."""
+    n = np.arange(1, sets.size + 1)
+    for number, share in enumerate(shares):
+        counts = np.cumsum(sets == number)
+        # in whole numbers, as n x share in floating point could be off by the very thing that is tested
+        assert np.abs(counts * share.denominator - n * share.numerator).max() < share.denominator, number
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[1], [3], [1, 1], [1, 2, 4], [0, 5, 0, 2], [1, 1, 1, 97], [1] * 22, [50, 33, 17], [1, 10, 100, 1000], [499, 501]],
+)
+def test_every_share_is_kept_after_any_number_of_draws(parts):
+    order, rank = fair_order(parts)
+    assert np.bincount(order, minlength=len(parts)).tolist() == parts
+    shares = [Fraction(part, sum(parts)) for part in parts]
+    assert_shares_are_kept(np.tile(order, 3), shares)
+    for number, part in enumerate(parts):
+        assert rank[order == number].tolist() == list(range(part))
+
+
+def test_every_share_is_kept_whatever_the_shares_are():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        parts = np.floor(10 ** rng.uniform(0, 2.5, rng.integers(2, 30))).astype(int).tolist()
+        assert_shares_are_kept(fair_order(parts)[0], [Fraction(part, sum(parts)) for part in parts])
+
+
+def test_parts_are_exact_where_the_period_allows_and_rounded_where_not():
+    assert whole_parts([Fraction(3), Fraction(0), Fraction("1.5")]) == [2, 0, 1]
+    assert whole_parts([Fraction("0.1") * 10, Fraction("0.25") * 8]) == [1, 2]
+    assert whole_parts([Fraction(10**9), Fraction(10**9), Fraction(2 * 10**9)]) == [1, 1, 2]
+    amounts = [Fraction(1), Fraction(123_456_789), Fraction(10**12 + 7), Fraction(0)]
+    parts = whole_parts(amounts)
+    assert parts[0] == 1, "however rare, a set is not lost"
+    assert parts[3] == 0
+    assert abs(sum(parts) - PERIOD) <= len(parts)
+    for part, amount in zip(parts[1:], amounts[1:], strict=True):
+        assert abs(part - PERIOD * amount / sum(amounts)) < 1
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{}, {"a": 2}, {"a": 0.5, "c": 3}, {"d": 10, "b": 0}, {"a": 0, "b": 0}, {"a": 1 / 3, "b": 1e-3}],
+)
+def test_weights_multiply_natural_shares(owners, weights):
+    mixture = Mixture(owners, list("abcd"), weights, seed=0)
+    sequences = np.arange(50_000)
+    drawn = owners[mixture.windows(sequences)]
+    assert np.array_equal(drawn, mixture.sets(sequences))
+    amounts = [Fraction(str(weights.get(name, 1))) * size for name, size in zip("abcd", SIZES, strict=True)]
+    shares = [amount / sum(amounts) for amount in amounts]
+    if weights != {"a": 1 / 3, "b": 1e-3}:  # has no small denominator
+        assert_shares_are_kept(drawn, shares)
+    for number, share in enumerate(shares):
+        assert abs((drawn == number).sum() - sequences.size * share) < 1
+
+
+@pytest.mark.parametrize("weights", [{}, {"a": 2, "c": 7.5}])
+def test_every_window_of_a_set_comes_once_before_any_comes_again(owners, weights):
+    windows = Mixture(owners, list("abcd"), weights, seed=3).windows(np.arange(20_000))
+    for number, size in enumerate(SIZES):
+        own = windows[owners[windows] == number]
+        epochs = [own[i * size : (i + 1) * size] for i in range(own.size // size)]
+        assert len(epochs) > 2
+        for epoch in epochs:
+            assert np.array_equal(np.sort(epoch), np.flatnonzero(owners == number))
+        if size > 10:
+            assert not np.array_equal(epochs[0], epochs[1])
+
+
+def test_with_equal_weights_every_window_comes_once_an_epoch(owners):
+    windows = Mixture(owners, list("abcd"), {}, seed=0).windows(np.arange(3000))
+    for epoch in np.split(windows, 3):
+        assert np.array_equal(np.sort(epoch), np.arange(1000))
+
+
+def test_a_step_far_away_needs_none_before_it(owners):
+    weights = {"a": 2, "c": 0.1}
+    mixture = Mixture(owners, list("abcd"), weights, seed=0)
+    begin = 10**12 + 12_345
+    far = mixture.windows(begin + np.arange(4096))
+    anew = Mixture(owners, list("abcd"), weights, seed=0)
+    assert np.array_equal(far[1000:], anew.windows(begin + np.arange(1000, 4096)))
+    assert far.min() >= 0
+    assert far.max() < owners.size
+    one_by_one = [mixture.windows(np.array([begin + i])).item() for i in range(50)]
+    assert one_by_one == far[:50].tolist()
+
+
+def test_seeds_and_sets_have_orders_of_their_own(owners):
+    first, second = (Mixture(owners, list("abcd"), {}, seed=seed).windows(np.arange(1000)) for seed in (0, 1))
+    assert (first == second).mean() < 0.1
+    halves = np.repeat(np.arange(2, dtype=np.uint8), 500)
+    windows = Mixture(halves, ["a", "b"], {}, seed=0).windows(np.arange(1000))
+    assert (windows[windows < 500] == windows[windows >= 500] - 500).mean() < 0.1
+
+
+@pytest.mark.parametrize(("n", "n_sets"), [(1, 1), (4096, 3), (4097, 3), (50_000, 20), (50_000, 2000)])
+def test_places_finds_the_windows_of_a_set(n, n_sets):
+    owners = np.random.default_rng(0).integers(0, n_sets, n).astype(np.uint16)
+    owners[: n // 2] = owners[0]  # whole blocks without the others
+    places = Places(owners, n_sets)
+    assert np.array_equal(places.sizes, np.bincount(owners, minlength=n_sets))
+    for number in range(min(n_sets, 20)):
+        expected = np.flatnonzero(owners == number)
+        members = np.random.default_rng(1).permutation(expected.size)
+        assert np.array_equal(places.find(number, members), expected[members])
+
+
+@pytest.mark.parametrize("seq_len", [1, 3, 10, 64, 1000])
+@pytest.mark.parametrize("at_once", [1, 7, 1000])
+def test_a_window_belongs_to_the_set_of_most_of_its_tokens(seq_len, at_once):
+    rng = np.random.default_rng(seq_len)
+    sizes = np.floor(10 ** rng.uniform(0, 2.5, 300)).astype(int)
+    sets = rng.integers(0, 5, 300)
+    ends = np.cumsum(sizes)
+    n_windows = (int(ends[-1]) - 1) // seq_len
+    pieces = [(ends[i : i + at_once], sets[i : i + at_once]) for i in range(0, 300, at_once)]
+    owners = owners_of_windows(pieces, 5, n_windows, seq_len)
+    of_tokens = np.repeat(sets, sizes)[: n_windows * seq_len].reshape(n_windows, seq_len)
+    counts = np.stack([(of_tokens == number).sum(1) for number in range(5)], axis=1)
+    assert np.array_equal(owners, 4 - counts[:, ::-1].argmax(1))  # of equals, the last
+
+
+@pytest.mark.parametrize("shard_tokens", [50, 333, 10**9])
+def test_a_mixture_of_a_dataset(dataset, shard_tokens):
+    rng = np.random.default_rng(1)
+    documents = [("AB"[n], size) for n, size in rng.integers((0, 1), (2, 60), (400, 2)).tolist()]
+    folder, manifest = dataset(documents, shard_tokens, val=[("C", 5)])
+    seq_len = 16
+    batches = TrainBatches(TokenStream(folder, manifest, "train"), seq_len, batch_size=8, seed=0)
+    batches.mixture = open_mixture(folder, manifest, {"A": 3}, seq_len, seed=0)
+    of_tokens = np.repeat([manifest.set_names.index(name) for name, _ in documents], [size for _, size in documents])
+    sequences = np.arange(4000)
+    drawn = batches.mixture.sets(sequences)
+    for window, number in zip(batches.windows(sequences).tolist(), drawn.tolist(), strict=True):
+        inside = of_tokens[window * seq_len : (window + 1) * seq_len]
+        assert (inside == number).sum() * 2 >= seq_len
+    sizes = np.bincount(batches.mixture.sets(np.arange(10**5)), minlength=3)
+    assert sizes[2] == 0, "what is in the validation split alone has no share"
+    whole = batches.batch(11)
+    for i in range(2):
+        parts = [batches.batch(11, start, stop)[i] for start, stop in itertools.pairwise([0, 1, 5, 8])]
+        assert np.array_equal(np.concatenate(parts), whole[i])
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"A": 2, "Pile-C": 1}, "a weight to 'Pile-C', which is no set of dataset_dir=.*: its sets are A, B, tiny$"),
+        ({"val only": 1}, "a weight to 'val only', which is no set"),
+        ({"tiny": 2}, "'tiny' the weight 2, but it makes up most of no window"),
+        ({"A": 0, "B": 0}, "leaves nothing to train on"),
+    ],
+)
+def test_a_mixture_that_cannot_be(dataset, weights, message):
+    folder, manifest = dataset([("A", 100), ("B", 50), ("tiny", 1), ("A", 20)], val=[("val only", 5)])
+    with pytest.raises(UserError, match=message):
+        open_mixture(folder, manifest, weights, seq_len=10, seed=0)
+    assert open_mixture(folder, manifest, {"tiny": 0}, seq_len=10, seed=0).parts.tolist()[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"A": -1}, "mixture.A=-1: .*greater than or equal to 0"),
+        ({"A": float("inf")}, "mixture.A=inf: .*finite"),
+        ({"A": "much"}, "mixture.A='much'"),
+        ([1, 2], "mixture="),
+    ],
+)
+def test_weights_that_are_none(weights, message):
+    with pytest.raises(UserError, match=message):
+        decode(DataConfig, {"mixture": weights})

@@ -1,0 +1,117 @@
+import itertools
+import threading
+import time
+
+import pytest
+
+from common.settings import UserError
+from data.prefetch import Prefetch
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    assert threads() == []
+
+
+def slow(items, seconds=0.002):
+    for item in items:
+        time.sleep(seconds)
+        yield item
+
+
+def test_the_same_items_in_the_same_order():
+    with Prefetch(range(1000)) as ahead:
+        assert list(ahead) == list(range(1000))
+        assert list(ahead) == [], "and then no more"
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.004])
+def test_order_does_not_depend_on_who_is_slower(wait):
+    with Prefetch(slow(range(30))) as ahead:
+        for expected in range(30):
+            time.sleep(wait)
+            assert next(ahead) == expected
+
+
+def test_no_more_than_two_items_ahead():
+    made = []
+
+    def items():
+        for i in range(100):
+            made.append(i)
+            yield i
+
+    with Prefetch(items()) as ahead:
+        for i in range(10):
+            assert next(ahead) == i
+            time.sleep(0.01)
+            assert len(made) <= i + 3
+    assert len(made) <= 12
+
+
+@pytest.mark.parametrize("error", [UserError("a shard is damaged"), KeyError("k"), MemoryError(), KeyboardInterrupt()])
+def test_an_error_in_the_thread_is_raised_where_its_item_would_have_come(error):
+    def items():
+        yield 1
+        yield 2
+        raise error
+
+    with Prefetch(items()) as ahead:
+        assert [next(ahead), next(ahead)] == [1, 2]
+        for _ in range(2):
+            with pytest.raises(type(error)) as raised:
+                next(ahead)
+            assert raised.value is error
+            assert raised.traceback[-1].name == "items", "with the place where it happened"
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError, None])
+def test_the_thread_ends_with_the_context_whatever_ends_it(taken, error):
+    def use():
+        with Prefetch(itertools.count()) as ahead:
+            for _ in range(taken):
+                next(ahead)
+            assert len(threads()) == 1
+            if error is not None:
+                raise error
+
+    for _ in range(20):
+        if error is None:
+            use()
+        else:
+            with pytest.raises(error):
+                use()
+        assert threads() == []
+
+
+def test_the_thread_ends_while_it_makes_an_item():
+    with Prefetch(slow(itertools.count(), seconds=0.05)) as ahead:
+        next(ahead)
+    assert threads() == []
+
+
+def test_an_error_that_nobody_waits_for_is_no_obstacle():
+    def items():
+        yield 1
+        yield 2
+        raise UserError("late")
+
+    with Prefetch(items()):
+        time.sleep(0.01)
+
+
+def test_waiting_is_counted():
+    with Prefetch(slow(range(5), seconds=0.02)) as ahead:
+        list(ahead)
+        assert 0.05 < ahead.waited < 1
+    with Prefetch(range(5)) as ahead:
+        for _ in range(5):
+            time.sleep(0.02)
+            next(ahead)
+        assert ahead.waited < 0.02

@@ -1,0 +1,145 @@
+"""What a run reads: weighted sets, and a thread that reads ahead of the steps."""
+
+import json
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from common.settings import UserError, decode
+from data.loader import TrainBatches
+from data.prepare import PrepareConfig, prepare
+from trainer.checkpoint import newest, open_checkpoint
+from trainer.distributed import World
+from trainer.loop import Run, fit
+from trainer.runtime import open_runtime
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+MIXTURE = {"few": 5, "none": 0}
+
+
+@pytest.fixture(scope="module")
+def sets_dir(tmp_path_factory):
+    """A dataset whose sets are told apart by their letters: 'many' of a, 'few' of b, 'none' of c."""
+    folder = tmp_path_factory.mktemp("sets")
+    rng = random.Random(0)
+    sets = rng.choices(["many", "few", "none"], weights=[8, 1, 2], k=300)
+    letters = {"many": "a", "few": "b", "none": "c"}
+    documents = [{"text": letters[name] * rng.randrange(20, 200), "meta": {"pile_set_name": name}} for name in sets]
+    (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    raw = {
+        "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
+        "tokenizer": {"name": "bytes"},
+        "out_dir": str(folder / "dataset"),
+        "val_fraction": 0.1,
+    }
+    prepare(decode(PrepareConfig, raw))
+    return folder / "dataset"
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def assert_same_run(a, b):
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (newest(a) / name).read_bytes() == (newest(b) / name).read_bytes(), name
+
+
+def test_a_run_reads_its_mixture(tiny, sets_dir):
+    config = tiny({"dataset_dir": str(sets_dir), "data.mixture": MIXTURE, "batch_tokens": 16 * 200, "seq_len": 16})
+    runtime = open_runtime(config.runtime)
+    run = Run(config, runtime, World(runtime.device))
+    text = torch.cat([token_ids for token_ids, _ in run.share(0)])
+    most = np.array([np.bincount(row, minlength=257)[[97, 98, 99]].argmax() for row in text.numpy()])
+    assert run.batches.mixture is not None
+    parts = run.batches.mixture.parts
+    of_set = dict(zip(run.batches.mixture.names, parts / parts.sum(), strict=True))
+    for number, name in enumerate(["many", "few", "none"]):
+        assert abs((most == number).sum() - 200 * of_set[name]) < 1
+    assert of_set["none"] == 0
+    assert of_set["few"] > 0.2, "a twelfth of the text"
+
+
+def test_a_run_with_a_mixture_goes_on_as_if_nothing_had_happened(tiny, sets_dir, tmp_path):
+    changes = {"dataset_dir": str(sets_dir), "data.mixture": MIXTURE, "max_steps": 12}
+    fit(tiny(changes | {"run_dir": tmp_path / "whole"}))
+    fit(tiny(changes | {"stop_at": 5}))
+    fit(tiny(changes))
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("mixture", "message"),
+    [
+        (None, r"data.mixture.few=None \(checkpoint: 5.0\)"),
+        ({"few": 4, "none": 0}, r"another run: data.mixture.few=4.0 \(checkpoint: 5.0\); use those settings"),
+        ({"feww": 5}, "a weight to 'feww', which is no set of dataset_dir=.*: its sets are few, many, none"),
+    ],
+)
+def test_another_mixture_is_refused(tiny, sets_dir, mixture, message):
+    fit(tiny({"dataset_dir": str(sets_dir), "data.mixture": MIXTURE, "stop_at": 2}))
+    with pytest.raises(UserError, match=message):
+        fit(tiny({"dataset_dir": str(sets_dir), "data.mixture": mixture}))
+
+
+def test_the_mixture_on_the_command_line(command, tiny_args, sets_dir, tmp_path):
+    for spelling in ('{"few": 5, "none": 0}', "{few: 5, none: 0}"):
+        result = command("train", *tiny_args, f"dataset_dir={sets_dir}", f"data.mixture={spelling}", "stop_at=2")
+        assert result.status == 0, result.err
+        assert open_checkpoint(tmp_path / "run").state.data.mixture == MIXTURE
+    result = command("train", *tiny_args, f"dataset_dir={sets_dir}", 'data.mixture={"Pile-CC": 2, "x (y)": 1}')
+    assert result.status == 1
+    assert result.err.count("\n") == 1
+    assert "'Pile-CC', which is no set" in result.err
+
+
+def test_a_damaged_shard_stops_the_run_with_its_name(tiny, sets_dir, monkeypatch):
+    main = threading.get_ident()
+    read_in = set()
+
+    class Damaged(TrainBatches):
+        def batch(self, step, start, stop):
+            read_in.add(threading.get_ident())
+            if step == 3:
+                raise UserError("train-00000.bin is shorter than its manifest says")
+            return super().batch(step, start, stop)
+
+    monkeypatch.setattr("trainer.loop.TrainBatches", Damaged)
+    config = tiny({"dataset_dir": str(sets_dir), "checkpoint.every": 1})
+    with pytest.raises(UserError, match=r"train-00000.bin is shorter"):
+        fit(config)
+    assert newest(config.run_dir).name == "step-00000003", "every step before it was done"
+    assert main not in read_in
+    assert threads() == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
+def test_the_thread_ends_with_the_run(tiny, monkeypatch, error):
+    def interrupted(self):
+        assert len(threads()) == 1
+        raise error
+
+    monkeypatch.setattr(Run, "evaluate", interrupted)
+    with pytest.raises(error):
+        fit(tiny({"eval.every": 1}))
+    assert threads() == []
+    monkeypatch.undo()
+    fit(tiny())
+    assert threads() == []
+
+
+def test_nothing_is_read_that_no_step_asks_for(tiny, monkeypatch):
+    read = []
+
+    class Recorded(TrainBatches):
+        def batch(self, step, start, stop):
+            read.append((step, start))
+            return super().batch(step, start, stop)
+
+    monkeypatch.setattr("trainer.loop.TrainBatches", Recorded)
+    fit(tiny({"stop_at": 3}))
+    assert read == [(step, start) for step in range(3) for start in (0, 2)]
