@@ -1,0 +1,149 @@
+"""A dataset for the eye: its sets as a table and a picture, its text, and the documents behind a training step."""
+
+import io
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich import box
+from rich.measure import Measurement
+from rich.segment import Segments
+from rich.table import Table
+from rich.text import Text
+
+from common.console import console
+from common.files import write_atomic
+from common.settings import UserError
+from data.documents import Place, document_at
+from data.loader import TrainBatches
+from data.shards import TOKENIZER, Manifest, SplitName, TokenStream
+from data.tokenizer import load_tokenizer
+
+_BARS = 40
+
+
+def show(table: Table) -> None:
+    """Print a table: on a terminal as wide as that, elsewhere as wide as the table is."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    wide = console.options.update(width=10_000)
+    needed = Measurement.get(console, wide, table).maximum
+    console.print(Segments(console.render(table, wide.update(width=needed))), end="")
+
+
+def sets_table(manifest: Manifest) -> Table:
+    """How much text each set of each split has, the largest first."""
+    table = _table(["split", "set"], ["documents", "tokens", "share, %", "bytes", "tokens/byte"])
+    for name, split in manifest.splits.items():
+        largest_first = sorted(split.sets.items(), key=lambda item: -item[1].tokens)
+        for set_name, counts in [*largest_first, ("all", split.total)]:
+            share = 100 * counts.tokens / max(1, split.total.tokens)
+            rate = counts.tokens / max(1, counts.utf8_bytes)
+            numbers = f"{counts.documents:,}", f"{counts.tokens:,}", f"{share:.2f}", f"{counts.utf8_bytes:,}"
+            _add_row(table, name, visible(set_name), *numbers, f"{rate:.3f}")
+        table.add_section()
+    return table
+
+
+def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
+    """Draw the tokens of each set as bars, the largest on top, into a PNG; replaces `path` whole."""
+    names, tokens = _bars(manifest)
+    figure = Figure(figsize=(9, 1.6 + 0.3 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    begins = np.zeros(len(names))
+    for split, widths, color in zip(manifest.splits, tokens, ("tab:blue", "tab:orange"), strict=True):
+        label = f"{split}, {_short(int(widths.sum()))} tokens"
+        drawn = axes.barh(names, widths, left=begins, color=color, label=label)
+        begins += widths
+    axes.bar_label(drawn, [f" {_short(int(n))}, {n / tokens.sum():.1%}" for n in begins], fontsize=9)
+    axes.margins(x=0.2, y=0.01)
+    axes.xaxis.set_major_formatter(_short)
+    axes.set_xlabel("tokens")
+    axes.set_title(title)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(loc="lower right")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_atomic(path, buffer.getvalue())
+
+
+def _bars(manifest: Manifest) -> tuple[list[str], np.ndarray]:
+    """Labels (n,) and tokens (splits, n) of the bars, the largest last; many small sets are put together."""
+    splits = manifest.splits.values()
+    sizes = [[split.sets[name].tokens if name in split.sets else 0 for split in splits] for name in manifest.set_names]
+    bars = sorted(zip(sizes, manifest.set_names, strict=True), key=lambda bar: sum(bar[0]))
+    names = [visible(name).replace("$", r"\$") for _, name in bars]  # between dollars, matplotlib reads formulas
+    tokens = np.array([numbers for numbers, _ in bars]).T
+    if (small := len(bars) - _BARS) > 0:
+        names = [f"{small + 1:,} other sets", *names[small + 1 :]]
+        tokens = np.concatenate([tokens[:, : small + 1].sum(axis=1, keepdims=True), tokens[:, small + 1 :]], axis=1)
+    return names, tokens
+
+
+def window_text(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, n_tokens: int) -> str:
+    """The text of up to `n_tokens` tokens from number `start` of a split; what no terminal should get is escaped.
+
+    Raises:
+        UserError: the split has no such token.
+    """
+    stream = TokenStream(dataset_dir, manifest, split)
+    if not 0 <= start < stream.n_tokens:
+        raise UserError(f"token {start} is not in '{split}', which has {stream.n_tokens} tokens: give a lower number")
+    ids = stream.read(start, min(start + n_tokens, stream.n_tokens)).tolist()
+    return visible(load_tokenizer(dataset_dir / TOKENIZER).decode_bytes(ids).decode(errors="replace"), kept="\n\t")
+
+
+def documents_table(dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]]) -> Table:
+    """The documents behind windows [start, stop) of a split: what part of which, and where it was read from."""
+    table = _table(["set", "input"], ["number", "its tokens", "of", "row", "at token of the split"])
+    for row, (start, stop) in enumerate(windows):
+        for place in documents_in(dataset_dir, manifest, split, start, stop):
+            begin, end = max(start, place.start), min(stop, place.stop)
+            part = f"{begin - place.start:,} - {end - place.start:,}", f"{place.stop - place.start:,}"
+            _add_row(table, visible(place.set_name), visible(place.input), place.number, *part, row, begin)
+    return table
+
+
+def documents_in(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int) -> Iterator[Place]:
+    """The documents that tokens [start, stop) of a split belong to, as far as it goes, in order."""
+    stop = min(stop, manifest.splits[split].total.tokens)
+    while start < stop:
+        place = document_at(dataset_dir, manifest, split, start)
+        yield place
+        start = place.stop
+
+
+def step_windows(batches: TrainBatches, step: int) -> list[tuple[int, int]]:
+    """Where the sequences of a step, counted from 1 as in metrics.jsonl, are in the training split: [start, stop)."""
+    rows = np.arange(batches.batch_size) + (step - 1) * batches.batch_size
+    begins = (batches.windows(rows) * batches.seq_len).tolist()
+    return [(begin, begin + batches.seq_len + 1) for begin in begins]
+
+
+def _short(n: float, _: object = None) -> str:
+    """A number as people say it: 166 k, 3.37 M, 388 B."""
+    size, unit = next(((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if n >= size), (1, ""))
+    return f"{n / size:.3g}{unit}"
+
+
+def visible(text: str, kept: str = "") -> str:
+    """`text` with control characters, which a terminal would obey, escaped; but for those of `kept`."""
+    commands = {c for c in text if unicodedata.category(c)[0] == "C" and c not in kept}
+    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in commands})
+
+
+def _table(texts: list[str], numbers: list[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in texts:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _add_row(table: Table, *cells: object, style: str = "") -> None:
+    table.add_row(*(Text(str(cell)) for cell in cells), style=style)  # a Text's brackets are no markup
