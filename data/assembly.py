@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 from common.settings import UserError
 from data.dedup import DIGESTS, SeenDigests
 from data.encode import Batch, Encoded
-from data.journal import JOURNAL, Journal, Made, Place, write_journal
+from data.journal import JOURNAL, Journal, Made, Place, damaged, write_journal
 from data.shards import MAX_SETS, Manifest, Split, SplitName, write_manifest
 from data.sources import Unreadable
 from data.tokenizer import Tokenizer
@@ -52,8 +52,11 @@ class Assembly:
         self.inputs = Names("inputs", _MAX_INPUTS, journal.inputs)
         self.set_names = Names("sets", MAX_SETS, journal.set_names)
         with contextlib.ExitStack() as stack:
-            self.writers = {split: stack.enter_context(self._writer(split, journal)) for split in get_args(SplitName)}
-            self.seen = stack.enter_context(SeenDigests(directory, journal.documents)) if plan.dedup else None
+            try:
+                self.writers = {name: stack.enter_context(self._writer(name, journal)) for name in get_args(SplitName)}
+                self.seen = stack.enter_context(SeenDigests(directory, journal.documents)) if plan.dedup else None
+            except UserError as error:
+                raise damaged(directory, error) from None
             self._files = stack.pop_all()
 
     def __enter__(self) -> "Assembly":

@@ -31,10 +31,9 @@ class SeenDigests:
         Raises:
             UserError: it is missing or damaged.
         """
-        path = directory / DATABASE
-        self._remedy = f"delete {directory} to start again"
+        self._directory, path = directory, directory / DATABASE
         if documents and not path.is_file():
-            raise UserError(f"{path} is missing: {self._remedy}")
+            raise UserError(f"{path} is missing")
         self._database = sqlite3.connect(path)
         try:
             self._database.execute("PRAGMA locking_mode=EXCLUSIVE")  # needs no shared memory: works on any file system
@@ -45,7 +44,7 @@ class SeenDigests:
             self._database.close()
             if isinstance(error, sqlite3.OperationalError):
                 raise
-            raise UserError(f"{path} is damaged ({error}): {self._remedy}") from None
+            raise UserError(f"{path}: {error}") from None
 
     def __enter__(self) -> "SeenDigests":
         return self
@@ -63,7 +62,9 @@ class SeenDigests:
             return False
         found = self._database.execute("SELECT number FROM seen WHERE digest = ?", (digest,)).fetchone()
         if found is None or found[0] > number:
-            raise UserError(f"document {number:,} is not what it was before the restart: {self._remedy}")
+            raise UserError(
+                f"document {number:,} is not what it was before the restart: delete {self._directory} to start again"
+            )
         return found[0] < number
 
     def commit(self) -> None:

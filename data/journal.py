@@ -63,9 +63,14 @@ def read_journal(directory: Path, made: Made) -> Journal | None:
     try:
         journal = decode(Journal, read_json(path))
     except UserError as error:
-        raise UserError(f"{directory} cannot be continued ({error}): delete it to start again") from None
+        raise damaged(directory, error) from None
     _check_same(directory, journal.made, made)
     return journal
+
+
+def damaged(directory: Path, error: Exception) -> UserError:
+    """The error that nobody can go on with what is in a directory."""
+    return UserError(f"{directory} is damaged: delete it to start again ({error})")
 
 
 def changes_between(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -79,14 +84,13 @@ def _check_same(directory: Path, before: Made, now: Made) -> None:
     if changes := changes_between(before.prepared, now.prepared):
         raise UserError(f"{directory} was begun with {changes}: {remedy}")
     if changed := [name for name in {**before.inputs, **now.inputs} if before.inputs.get(name) != now.inputs.get(name)]:
-        there, here = (_described(made.inputs.get(changed[0])) for made in (before, now))
-        more = f" ({len(changed) - 1} more changed)" if len(changed) > 1 else ""
-        raise UserError(f"{directory} was begun when the input {changed[0]} {there}; now it {here}{more}: {remedy}")
+        name, more = changed[0], f" ({len(changed) - 1} more changed)" if len(changed) > 1 else ""
+        sizes = f"{_size(before, name)} (now {_size(now, name)})"
+        raise UserError(f"{directory} was begun with the input {name} of {sizes}{more}: {remedy}")
     if before.tokenizer != now.tokenizer:
         raise UserError(f"{directory} was begun with another tokenizer {now.tokenizer.name!r}: {remedy}")
 
 
-def _described(size: int | str | None) -> str:
-    if size is None:
-        return "was not there"
-    return f"had {size:,} bytes" if isinstance(size, int) else f"had sha256 {size[:12]}"
+def _size(made: Made, name: str) -> str:
+    size = made.inputs.get(name, "nothing")
+    return f"{size:,} bytes" if isinstance(size, int) else str(size)[:12]
