@@ -18,6 +18,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
+from common.console import Track
 from common.settings import Settings, UserError
 from data.documents import read_records
 from data.permutation import shuffled
@@ -64,6 +65,10 @@ class Mixture:
         self.parts = np.array(whole_parts(amounts))
         """Sequences of each set in a period."""
         self._order, self._rank = fair_order(self.parts.tolist())
+
+    def __str__(self) -> str:
+        shares = zip(self.names, (self.parts / self.parts.sum()).tolist(), strict=True)
+        return ", ".join(f"{name} {share:.4%}" for name, share in shares if share)
 
     def sets(self, sequences: np.ndarray) -> np.ndarray:
         """The set that each sequence of the run is drawn from, counted from its first: int64 (n,) -> (n,)."""
@@ -123,17 +128,20 @@ def open_mixture(dataset_dir: Path, manifest: Manifest, weights: Weights, seq_le
             f"its sets are {', '.join(sorted(split.sets))}"
         )
     n_windows = (split.total.tokens - 1) // seq_len
-    owners = owners_of_windows(_documents(dataset_dir, manifest), len(manifest.set_names), n_windows, seq_len)
+    documents = _documents(dataset_dir, manifest)
+    owners = owners_of_windows(documents, len(manifest.set_names), n_windows, seq_len)
     return Mixture(owners, manifest.set_names, weights, seed)
 
 
 def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Where the training documents end in their split, and which sets they are of, some thousand at a time."""
-    begin = 0
-    for shard in manifest.splits["train"].shards:
-        for records in read_records(dataset_dir, manifest, shard):
-            yield begin + records["end"].astype(np.int64), records["set"].astype(np.int64)
-        begin += shard.tokens
+    begin, split = 0, manifest.splits["train"]
+    with Track("finding the sets of windows, documents", split.total.documents) as track:
+        for shard in split.shards:
+            for records in read_records(dataset_dir, manifest, shard):
+                yield begin + records["end"].astype(np.int64), records["set"].astype(np.int64)
+                track.advance(records.size)
+            begin += shard.tokens
 
 
 def owners_of_windows(

@@ -78,6 +78,7 @@ class Run:
             self.batches.mixture = open_mixture(
                 config.dataset_dir, manifest, config.data.mixture, config.seq_len, config.seed
             )
+            say(f"sequences are drawn from {self.batches.mixture}")
         self._ahead: Prefetch[Share] | None = None
         n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
         self.windows = EvalBatches(val, config.seq_len, n_windows)
@@ -142,14 +143,13 @@ class Run:
 
     def share(self, step: int) -> Share:
         """This process's part of global batch `step`; in pinned memory, where a GPU will fetch it."""
-        size, pinned = self.config.runtime.micro_batch, self.world.device.type == "cuda"
         count = self.config.batch_size // self.world.size
         first = self.world.rank * count
-        micro_batches = []
-        for start in range(first, first + count, size):
-            token_ids, targets = map(torch.from_numpy, self.batches.batch(step, start, start + size))
-            micro_batches.append((token_ids.pin_memory(), targets.pin_memory()) if pinned else (token_ids, targets))
-        return micro_batches
+        parts = [torch.from_numpy(ids) for ids in self.batches.batch(step, first, first + count)]
+        if self.world.device.type == "cuda":
+            parts = [ids.contiguous().pin_memory() for ids in parts]  # others are copied before they are fetched
+        token_ids, targets = (ids.split(self.config.runtime.micro_batch) for ids in parts)
+        return list(zip(token_ids, targets, strict=True))
 
     @contextlib.contextmanager
     def reading_ahead(self) -> Iterator[Prefetch[Share]]:

@@ -90,6 +90,8 @@ def test_the_mixture_on_the_command_line(command, tiny_args, sets_dir, tmp_path)
     for spelling in ('{"few": 5, "none": 0}', "{few: 5, none: 0}"):
         result = command("train", *tiny_args, f"dataset_dir={sets_dir}", f"data.mixture={spelling}", "stop_at=2")
         assert result.status == 0, result.err
+        assert "sequences are drawn from " in result.out
+        assert "none" not in result.out.split("drawn from ")[1].split("\n")[0]
         assert open_checkpoint(tmp_path / "run").state.data.mixture == MIXTURE
     result = command("train", *tiny_args, f"dataset_dir={sets_dir}", 'data.mixture={"Pile-CC": 2, "x (y)": 1}')
     assert result.status == 1
@@ -137,9 +139,9 @@ def test_nothing_is_read_that_no_step_asks_for(tiny, monkeypatch):
 
     class Recorded(TrainBatches):
         def batch(self, step, start, stop):
-            read.append((step, start))
+            read.append((step, start, stop))
             return super().batch(step, start, stop)
 
     monkeypatch.setattr("trainer.loop.TrainBatches", Recorded)
     fit(tiny({"stop_at": 3}))
-    assert read == [(step, start) for step in range(3) for start in (0, 2)]
+    assert read == [(0, 0, 4), (1, 0, 4), (2, 0, 4)]
