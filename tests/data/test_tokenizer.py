@@ -1,14 +1,25 @@
 import base64
+import functools
 import hashlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import data.tokenizer
 from common.settings import UserError
-from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer, load_tokenizer, save_tokenizer
+from data.tokenizer import (
+    BytesConfig,
+    GPT2Config,
+    TokenizerFailed,
+    build_tokenizer,
+    load_tokenizer,
+    pieces,
+    save_tokenizer,
+)
 
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
 SINGLE = [base64.b64encode(bytes([i])).decode() for i in range(256)]
@@ -125,6 +136,130 @@ def test_download_gives_the_ranks(monkeypatch, small):
     local = build_tokenizer(GPT2Config(name="gpt2", path=small))
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: local.encoding)
     assert build_tokenizer(GPT2Config(name="gpt2")).sha256 == local.sha256
+
+
+SPACES = " \t\n\v\f\r\x85\xa0\u1680\u2000\u2028\u2029\u202f\u205f\u3000"
+NO_SPACES = "\x1c\x1d\x1e\x1f\u180e\u200b\ufeff\0"  # to GPT-2's pattern; some of them are spaces to Python
+WORDS = ["a", "b", "Z", "1", "9", "!", ".", "'", "'s", "'ll", "<|endoftext|>", "é", "ß", "日", "。", "٣", "²", "Ⅷ"]
+MARKS = ["\u0301", "\u200d", "😀", "🇩"]
+NASTY = st.lists(st.sampled_from([*SPACES, "  ", "     ", *NO_SPACES, *WORDS, *MARKS]), max_size=30).map("".join)
+
+
+@pytest.fixture
+def gpt2(gpt2_ranks):
+    return from_ranks(gpt2_ranks)
+
+
+@functools.cache
+def from_ranks(path):
+    return build_tokenizer(GPT2Config(name="gpt2", path=path))
+
+
+@pytest.fixture
+def piece_sizes(monkeypatch):
+    """Sets the sizes that texts are cut at."""
+
+    def set_(size, longest=10**9):
+        monkeypatch.setattr(data.tokenizer, "_PIECE", size)
+        monkeypatch.setattr(data.tokenizer, "_LONGEST_PIECE", longest)
+
+    return set_
+
+
+def pairs_of(tmp_path_factory):
+    """Every byte and some pairs: what is cut wrongly gives other ids."""
+    path = tmp_path_factory.getbasetemp() / "nasty.tiktoken"
+    if path.exists():
+        return from_ranks(path)
+    tokens = [
+        b"  ",
+        b"    ",
+        b"\n\n",
+        b" a",
+        b"ab",
+        b"'s",
+        b"s1",
+        b"a1",
+        b"!!",
+        b"!a",
+        b"a!",
+        b"11",
+        b"\r\n",
+        b"\n ",
+        b" \n",
+    ]
+    path.write_text(rank_lines([*SINGLE, *(base64.b64encode(token).decode() for token in tokens)]))
+    return from_ranks(path)
+
+
+@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=NASTY, size=st.integers(1, 6), chunk=st.integers(1, 5))
+def test_long_texts_give_the_ids_of_encode_ordinary(tmp_path_factory, piece_sizes, text, size, chunk):
+    tokenizer = pairs_of(tmp_path_factory)
+    piece_sizes(size)
+    cut = list(pieces([text]))
+    assert "".join(cut) == text
+    assert cut == list(pieces(text[i : i + chunk] for i in range(0, len(text), chunk)))
+    assert tokenizer.encode(text) == tokenizer.encoding.encode_ordinary(text)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=NASTY, chunk=st.integers(1, 5))
+def test_a_text_that_is_cut_by_force_is_still_the_text(tmp_path_factory, piece_sizes, text, chunk):
+    tokenizer = pairs_of(tmp_path_factory)
+    piece_sizes(2, longest=4)
+    cut = list(pieces([text]))
+    assert cut == list(pieces(text[i : i + chunk] for i in range(0, len(text), chunk)))
+    assert all(len(piece) <= 4 for piece in cut)
+    assert tokenizer.decode_bytes(tokenizer.encode(text)) == text.encode()
+
+
+def test_texts_are_cut(piece_sizes):
+    piece_sizes(3)
+    assert list(pieces(["aaaa bbbb\n\ncccc"])) == ["aaaa", " bbbb", "\n\ncccc"]
+    assert list(pieces(["ab      c"])) == ["ab     ", " c"]
+    assert list(pieces(["abcdef123,,,"])) == ["abcdef", "123", ",,,"]
+    assert list(pieces(["\x1c\x1c\x1c\x1c"])) == ["\x1c\x1c\x1c\x1c"]
+
+
+MILLION = 10**6
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a" * MILLION, " " * MILLION, "!" * MILLION, "x" + " " * MILLION, "7" * MILLION, "日本語" * (MILLION // 3)],
+    ids=["a", "spaces", "marks", "x and spaces", "digits", "kanji"],
+)
+def test_a_million_of_the_same(gpt2, text):
+    assert gpt2.encode(text) == gpt2.encoding.encode_ordinary(text)
+
+
+@pytest.mark.parametrize(("space", "token"), [(" ", 220), ("\t", 197)], ids=["spaces", "tabs"])
+def test_a_million_spaces_before_a_letter(gpt2, space, token):
+    """encode_ordinary panics there; it takes all but the last space as one."""
+    ids = gpt2.encode("x" + space * MILLION + "y")
+    assert ids == [87, *[token] * (MILLION - 1), *gpt2.encoding.encode_ordinary(space + "y")]
+
+
+def test_a_long_text_without_a_place_to_cut(gpt2):
+    text = "éa" * (2 * MILLION)
+    assert gpt2.decode_bytes(gpt2.encode(text)) == text.encode()
+
+
+class PanicException(BaseException):
+    """As pyo3 names what a panic of Rust code becomes."""
+
+
+@pytest.mark.parametrize("error", [ValueError("Regex error"), PanicException("StackOverflow")])
+def test_texts_that_tiktoken_fails_on_are_named(small, monkeypatch, error):
+    tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=small))
+
+    def encode_to_numpy(*_, **__):
+        raise error
+
+    monkeypatch.setattr(tokenizer, "encoding", SimpleNamespace(encode_to_numpy=encode_to_numpy))
+    with pytest.raises(TokenizerFailed, match=str(error)):
+        tokenizer.encode("text")
 
 
 def test_save_and_load(small, tmp_path):
