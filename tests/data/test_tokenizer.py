@@ -140,7 +140,27 @@ def test_download_gives_the_ranks(monkeypatch, small):
 
 SPACES = " \t\n\v\f\r\x85\xa0\u1680\u2000\u2028\u2029\u202f\u205f\u3000"
 NO_SPACES = "\x1c\x1d\x1e\x1f\u180e\u200b\ufeff\0"  # to GPT-2's pattern; some of them are spaces to Python
-WORDS = ["a", "b", "Z", "1", "9", "!", ".", "'", "'s", "'ll", "<|endoftext|>", "é", "ß", "日", "。", "٣", "²", "Ⅷ"]
+WORDS = [
+    "a",
+    "b",
+    "Z",
+    "1",
+    "9",
+    "!",
+    "!\x1c",
+    ".",
+    "'",
+    "'s",
+    "'ll",
+    "<|endoftext|>",
+    "é",
+    "ß",
+    "日",
+    "。",
+    "٣",
+    "²",
+    "Ⅷ",
+]
 MARKS = ["\u0301", "\u200d", "😀", "🇩"]
 NASTY = st.lists(st.sampled_from([*SPACES, "  ", "     ", *NO_SPACES, *WORDS, *MARKS]), max_size=30).map("".join)
 
@@ -187,6 +207,7 @@ def pairs_of(tmp_path_factory):
         b"\r\n",
         b"\n ",
         b" \n",
+        b"!\x1c",
     ]
     path.write_text(rank_lines([*SINGLE, *(base64.b64encode(token).decode() for token in tokens)]))
     return from_ranks(path)
