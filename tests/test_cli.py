@@ -210,3 +210,23 @@ def test_a_sweep_over_datasets_keeps_their_runs_apart(command, tiny_args, tmp_pa
     result = command("train", "-m", *tiny_args, f"dataset_dir={dataset_dir},{tmp_path / 'copy'}", "max_steps=2")
     assert result.status == 0, result.err
     assert len(list((tmp_path / "run").glob("*/checkpoints/step-00000002"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "fragment"),
+    [
+        ("train-00000.bin", lambda path: path.write_bytes(path.read_bytes()[:-2]), "the manifest says"),
+        ("train-00000.bin", lambda path: path.unlink(), "is missing"),
+        ("val-00000.idx", lambda path: path.write_bytes(b"X" + path.read_bytes()[1:]), "is damaged: the magic"),
+        ("train-00000.idx", lambda path: path.unlink(), "is missing"),
+        ("manifest.json", lambda path: path.write_text(path.read_text().replace('"tokens"', '"token"', 1)), "damaged"),
+        ("tokenizer.json", lambda path: path.write_text("{"), "tokenizer.json"),
+    ],
+)
+def test_a_damaged_dataset_is_refused_with_the_files_name(
+    command, tiny_args, tmp_path, dataset_dir, file, damage, fragment
+):
+    shutil.copytree(dataset_dir, tmp_path / "damaged")
+    damage(tmp_path / "damaged" / file)
+    result = command("train", *tiny_args, f"dataset_dir={tmp_path / 'damaged'}")
+    assert_one_line(result, str(tmp_path / "damaged" / file), fragment)

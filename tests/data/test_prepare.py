@@ -1,9 +1,11 @@
 import json
 import random
+import re
 from collections import Counter
 
 import pytest
 
+import data.assembly
 import data.encode
 from common.settings import UserError
 from data.prepare import prepare
@@ -91,6 +93,53 @@ def test_what_is_skipped_is_counted_and_reported(config, corpus, capsys):
     assert manifest.skipped == {"malformed JSON": 1, "text is not a string": 2}
     assert f"skipped 2 x text is not a string (first: {corpus}:201)" in capsys.readouterr().out
     assert sum(split.total.documents for split in manifest.splits.values()) == 200
+
+
+def test_every_document_of_the_input_is_accounted_for(config, corpus, tmp_path, capsys):
+    """What is neither written nor skipped, by a reason that is counted, cannot be."""
+    good = corpus.read_bytes().splitlines()
+    bad = {
+        "malformed JSON": [b"{", b'"\xff"'[:1], b"[" * 100_000],
+        "missing text": [b"{}", b'{"text": null}', b"3"],
+        "text is not a string": [b'{"text": 3}'],
+        "empty document": [b'{"text": ""}'] * 4,
+        "lone surrogate": [b'{"text": "\\ud800"}'],
+        "duplicate document": good[:7] + good[3:5],
+    }
+    lines = [*good, *(line for wrong in bad.values() for line in wrong)]
+    corpus.write_bytes(b"\n\n".join(lines) + b"\n \n")
+    manifest = prepare(config(dedup="exact"))
+    assert manifest.skipped == {reason: len(wrong) for reason, wrong in sorted(bad.items())}
+    written = sum(split.total.documents for split in manifest.splits.values())
+    assert written + sum(manifest.skipped.values()) == len(lines)
+    assert f"{len(lines)} documents in the input: {written} written, {len(lines) - written} skipped" in (
+        capsys.readouterr().out
+    )
+
+
+def test_what_stops_a_run_can_be_skipped_by_the_next(config, corpus, tmp_path, monkeypatch, capsys):
+    lines = corpus.read_text().splitlines()
+    corpus.write_text("\n".join([*lines[:150], "{", *lines[150:]]))
+    prepare(config(out_dir=str(tmp_path / "skipped")))
+    monkeypatch.setattr(data.encode, "_BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(data.assembly, "_SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(data.assembly, "_SHARE_OF_SAVING", 1e9)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"corpus\.jsonl:151: malformed JSON: mend it, or .* on_error=skip"):
+            prepare(config(on_error="stop"))
+    assert "going on with" in capsys.readouterr().out
+    prepare(config(on_error="skip"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "skipped")
+
+
+def test_progress_shows_rate_documents_and_time_left(config, corpus, monkeypatch, capsys):
+    corpus.write_text(corpus.read_text() * 10)
+    monkeypatch.setattr(data.encode, "_BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("data.archives._READ_BYTES", 1000)
+    monkeypatch.setattr("common.console._SECONDS_BETWEEN_LINES", 0.0)
+    prepare(config(workers=1))
+    line = r"reading, bytes [\d,]+/144,600 \(0:\d\d, 0:\d\d left\) [\d,]+ documents, \d+ MB of text, \d+\.\d MB/s"
+    assert re.search(line, capsys.readouterr().out)
 
 
 def test_a_second_time_is_quick_and_other_settings_are_refused(config, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import gzip
 import json
 import os
 import random
@@ -216,6 +217,38 @@ def test_whatever_stops_it_what_is_written_is_kept(config, expected, tmp_path, m
     assert contents(tmp_path / "out") == expected
 
 
+@pytest.fixture
+def sources(tmp_path):
+    """Every kind of source that restarts can meet, with what cannot be read."""
+    (tmp_path / "notes").mkdir()
+    for i in range(30):
+        (tmp_path / "notes" / f"{i:02}.txt").write_bytes(b"\xff" if i % 7 == 3 else b"Text %d.\n\n" % i * 40)
+    book = "".join(f"Paragraph {i}. {'word ' * 50}\n\n" for i in range(2000))
+    (tmp_path / "notes" / "book.txt").write_text(book)
+    lines = b"".join(b'{"text": "line %d of a damaged archive"}\n' % i for i in range(3000))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    (tmp_path / "c.jsonl").write_bytes(lines[:20_000].replace(b"line 1", b"line"))
+    (tmp_path / "rows.json").write_bytes(lines[: lines.index(b"\n", 50_000)])
+    return {
+        "text": {"name": "text", "path": str(tmp_path / "notes" / "*.txt")},
+        "jsonl": {"name": "jsonl", "path": str(tmp_path / "*.jsonl*")},
+        "pile": {"name": "pile", "path": "json", "data_files": str(tmp_path / "rows.json")},
+    }
+
+
+@pytest.mark.usefixtures("saves_often")
+@pytest.mark.parametrize("name", ["text", "jsonl", "pile"])
+def test_every_source_goes_on(config, sources, memory, monkeypatch, name):
+    settings = {"data": sources[name], "shard_tokens": 3000, "dedup": "exact"}
+    whole = prepare(config(**settings, out_dir=str(memory / "undisturbed")))
+    assert name == "pile" or len(whole.skipped) > 0
+    for _ in range(3):
+        stop_in_the_middle(config(**settings, out_dir=str(memory / "out")), monkeypatch)
+    prepare(config(**settings, out_dir=str(memory / "out")))
+    assert contents(memory / "out") == contents(memory / "undisturbed")
+
+
 @pytest.mark.usefixtures("saves_often")
 def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkeypatch):
     stop_in_the_middle(config(dedup="exact"), monkeypatch)
@@ -279,6 +312,46 @@ def test_a_damaged_partial_dataset_is_named(config, tmp_path, monkeypatch, file,
     else:
         with pytest.raises(UserError, match=r"out\.partial.*is damaged: delete it to start again"):
             prepare(settings)
+
+
+INTERRUPTED = """
+import runpy, sys
+import data.assembly, data.encode
+data.assembly._SECONDS_BETWEEN_SAVES = 0.05
+data.encode._BATCH_CHARACTERS = 20_000
+sys.argv[0] = "scripts/prepare_data.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(large, memory, workers):
+    out, journal = memory / "out", memory / "out.partial" / JOURNAL
+    options = [f"{key}={large[key]}" for key in ("val_fraction", "shard_tokens", "dedup")]
+    path = large["data"]["path"]
+    command = ["data=jsonl", f"data.path='{path}'", "tokenizer=bytes", f"out_dir={out}", f"workers={workers}", *options]
+
+    def run():
+        return subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTED, *command],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    process = run()
+    wait_for_a_save(process, journal)
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "error: interrupted; the same command goes on from what is written\n")
+    assert journal.exists()
+    process = run()
+    printed, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "going on with" in printed
 
 
 def test_two_processes_do_not_write_the_same_dataset(config, tmp_path):
