@@ -256,29 +256,41 @@ class PileSource(Source):
     def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
         """Stream the training split. A broken connection is opened again at the row where it broke.
 
+        After a position, rows up to it are read again and passed over: a stream can't be entered in the middle.
+
         Raises:
-            UserError: there is no such dataset, or it can't be reached any more.
+            UserError: there is no such dataset, it can't be reached any more, or its files are not in order.
         """
-        skipped = number = after.number if after else 0
-        failures = 0
-        rows = self._open().skip(skipped)
+        from datasets.exceptions import DatasetsError
+
+        first = number = after.number if after else 0
+        rows, state, failures = None, None, 0
         while True:
             try:
+                rows = self._open(first, state)
                 for row in rows:
                     number, failures = number + 1, 0
                     content = row.get(self.text_field), row.get("meta")
                     size = len(content[0]) if isinstance(content[0], str) else 0
                     yield Raw(Position(self.path, number), content, size)
                 return
-            except OSError as error:
+            except FileNotFoundError as error:
+                raise UserError(f"data.path={self.path} data.data_files={self.data_files}: {error}") from None
+            except (ValueError, DatasetsError) as error:
+                raise UserError(
+                    f"data.path={self.path} cannot be read at row {number + 1} ({error}): {_ADVICE}"
+                ) from None
+            except Exception as error:
+                if not _is_of_the_network(error):
+                    raise
                 failures += 1
-                if failures > _RETRIES:
-                    raise UserError(self._advice(error)) from None
+                if rows is None or failures > _RETRIES:
+                    raise UserError(
+                        f"data.path={self.path} cannot be reached ({error}): check the network, or {_ADVICE}"
+                    ) from None
                 warn(f"reading {self.path} failed at row {number + 1} ({error}): trying again")
                 time.sleep(_SECONDS_BEFORE_RETRY * failures)
-                position = rows.state_dict()
-                rows = self._open().skip(skipped)
-                rows.load_state_dict(position)
+                state = rows.state_dict()
 
     def parse(self, raw: Raw) -> Document | Unreadable:
         """The text of a row."""
@@ -286,30 +298,29 @@ class PileSource(Source):
         where = f"{raw.position.input} row {raw.position.number}"
         return _record({self.text_field: text, "meta": meta}, self.text_field, "pile", where)
 
-    def _open(self) -> Any:
+    def _open(self, first: int, state: Any) -> Any:
+        """The rows after the first so many, or after the state of an earlier stream of these."""
         from datasets import load_dataset
         from huggingface_hub.utils import logging
 
-        logging.set_verbosity_error()  # it would announce each of its retries
-        try:  # retries by itself, for some 20 seconds
-            return load_dataset(
-                self.path, revision=self.revision, data_files=self.data_files, split="train", streaming=True
-            )
-        except FileNotFoundError as error:
-            raise UserError(f"data.path={self.path} data.data_files={self.data_files}: {error}") from None
-        except OSError as error:
-            raise UserError(self._advice(error)) from None
+        logging.set_verbosity_error()  # it would announce each of its retries, some 20 seconds long
+        settings = {"revision": self.revision, "data_files": self.data_files}
+        rows = load_dataset(self.path, **settings, split="train", streaming=True).skip(first)
+        if state is not None:
+            rows.load_state_dict(state)
+        return rows
 
-    def _advice(self, error: OSError) -> str:
-        return (
-            f"data.path={self.path} cannot be reached ({error}): check the network, or bring its .jsonl.zst files here "
-            "and use data=jsonl data.path='files/*.jsonl.zst'"
-        )
+
+def _is_of_the_network(error: Exception) -> bool:
+    """Whether trying again may help. The clients of HTTP have errors of their own that are no OSError."""
+    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in _HTTP_CLIENTS
 
 
 SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | PileSource, Field(discriminator="name")]
 SOURCES = {get_args(cls.model_fields["name"].annotation)[0]: cls for cls in get_args(get_args(SourceConfig)[0])}
 
+_ADVICE = "bring its .jsonl.zst files here and use data=jsonl data.path='files/*.jsonl.zst'"
+_HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
 _RETRIES = 5
 _SECONDS_BEFORE_RETRY = 5.0
 _READ_BYTES = 2**20

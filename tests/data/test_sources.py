@@ -8,7 +8,7 @@ import zstandard
 
 import data.sources
 from common.settings import UserError, decode
-from data.sources import SOURCES, Document, JsonlSource, PileSource, Unreadable, passages
+from data.sources import SOURCES, Document, JsonlSource, PileSource, Position, Unreadable, passages
 
 STRANGE = [
     "line\u2028separator",
@@ -200,6 +200,59 @@ def test_pile_goes_on_where_the_connection_broke(monkeypatch, capsys):
     assert parsed(PileSource(name="pile")) == [Document(f"text {i}", "Github") for i in range(100)]
     assert failed == [57]
     assert "failed at row 58 (reset by peer)" in capsys.readouterr().err
+
+
+class ReadTimeout(Exception):
+    """An error of an HTTP client that is no OSError."""
+
+    __module__ = "httpx"
+
+
+def test_pile_goes_on_after_a_position_and_a_broken_connection(monkeypatch):
+    import datasets
+
+    failed = []
+
+    def rows():
+        for i in range(100):
+            if i == 57 and not failed:
+                failed.append(i)
+                raise ReadTimeout("read timed out")
+            yield {"text": f"text {i}"}
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
+    monkeypatch.setattr(data.sources, "_SECONDS_BEFORE_RETRY", 0)
+    source = PileSource(name="pile")
+    raws = list(source.documents(after=Position(source.path, 10)))
+    assert [raw.position for raw in raws] == [(source.path, number) for number in range(11, 101)]
+    assert [source.parse(raw).text for raw in raws] == [f"text {i}" for i in range(10, 100)]
+    assert failed == [57]
+
+
+@pytest.fixture
+def local_pile(tmp_path):
+    """Two files in the Pile's format, as the library datasets streams them."""
+    for name, texts in {"a": range(40), "b": range(40, 70)}.items():
+        lines = "".join(
+            json.dumps({"text": f"text {i}", "meta": {"pile_set_name": "ABC"[i % 3]}}) + "\n" for i in texts
+        )
+        (tmp_path / f"{name}.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    return PileSource(name="pile", path="json", data_files=[str(tmp_path / f"{name}.jsonl.zst") for name in "ab"])
+
+
+def test_pile_streams_files(local_pile):
+    assert parsed(local_pile) == [Document(f"text {i}", "ABC"[i % 3]) for i in range(70)]
+    assert local_pile.inputs() == {"json": None}
+    for number in (0, 1, 39, 40, 55, 69, 70):
+        rest = parsed(local_pile, after=Position("json", number))
+        assert [document.text for document in rest] == [f"text {i}" for i in range(number, 70)]
+
+
+def test_pile_with_a_wrong_line_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{wrong\n')
+    with pytest.raises(UserError, match=r"data\.path=json cannot be read at row 1 \(.*JSON.*use data=jsonl"):
+        parsed(PileSource(name="pile", path="json", data_files=str(path)))
 
 
 @pytest.mark.parametrize(
