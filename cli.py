@@ -64,7 +64,7 @@ def command(
             if (
                 HydraConfig.get().mode == RunMode.MULTIRUN
             ):  # the sweep goes on with its other jobs, and fails at its end
-                errors.print(f"error: {explain(error, config_name)}", markup=False, style="red")
+                _print_error(explain(error, config_name))
                 raise
             _fail(explain(error, config_name))
 
@@ -181,5 +181,9 @@ def _fail(message: str, status: int = 1) -> None:
     if rank != "0":  # what goes wrong in all processes of a machine is said by the first, and torchrun ends the others
         time.sleep(2)
         message = f"process {rank}: {message}"
-    errors.print(f"error: {message}", markup=False, style="red")
+    _print_error(message)
     sys.exit(status)
+
+
+def _print_error(message: str) -> None:  # not in `guarded`: launchers send that to other machines, a console can't go
+    errors.print(f"error: {message}", markup=False, style="red")
