@@ -14,7 +14,9 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
         weight: (D_out, D).
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # the backward pass runs outside of it: both must have one type
+    if (
+        torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    ):  # the backward pass runs outside of it: both must have one type
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
     with torch.autocast(device, enabled=False):
@@ -34,4 +36,4 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         g_x = torch.ops.aten.glu_backward(g @ weight, x, -1)
-        return g_x, g.flatten(0, -2).T @ glu(x).flatten(0, -2)
+        return g_x, g.reshape(-1, g.shape[-1]).T @ glu(x).reshape(-1, weight.shape[1])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-CHUNK = 2**24  # logits at a time
+CHUNK = {"cpu": 2**24, "cuda": 2**27}  # logits at a time: what a GPU has to do must keep it busy
 
 
 def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -25,14 +25,14 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     for x_n, target in zip(*(tensor.split(_tokens(weight)) for tensor in (x, targets)), strict=True):
         logits = x_n @ weight.T
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses.append(cross_entropy(logits, target, ignore_index=-1, reduction="none"))
+        losses.append(cross_entropy(logits, target.clamp(min=-1), ignore_index=-1, reduction="none"))
     return torch.cat(losses)
 
 
 def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The sum of `token_losses`; gradients that are wanted are computed along with it."""
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # which does not see into the operator
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which does not see into the operator
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -62,7 +62,7 @@ def _summed_loss(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool) -> tu
 
 
 def _tokens(weight: Tensor) -> int:
-    return max(1, CHUNK // len(weight))
+    return max(1, CHUNK.get(weight.device.type, CHUNK["cuda"]) // len(weight))
 
 
 def _empty_results(x: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +80,7 @@ def _(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor,
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, g_x, g_weight = output
-    ctx.dtype = inputs[1].dtype
+    ctx.dtype, ctx.used = inputs[1].dtype, False
     ctx.save_for_backward(g_x, g_weight)
     ctx.mark_non_differentiable(g_x, g_weight)
 
@@ -89,7 +89,10 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     g_x, g_weight = ctx.saved_tensors
     if torch.compiler.is_compiling():
         return g_x * g, (g_weight * g).to(ctx.dtype), None, None
-    # In place: as large as the weight, they exist once. Going back a second time is an error that autograd tells.
+    if ctx.used:
+        raise RuntimeError("summed_loss: its gradients can be taken once; call it again to go back a second time")
+    ctx.used = True
+    # In place: as large as the weight, they exist once.
     return g_x.mul_(g), g_weight.mul_(g).to(ctx.dtype), None, None
 
 

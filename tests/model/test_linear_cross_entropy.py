@@ -1,5 +1,7 @@
 """Losses and their gradients without all logits, against torch's own cross-entropy of all logits."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -23,7 +25,7 @@ def truth(x, weight, targets):
 
 @pytest.fixture(params=[1, 3, 70, 1000], autouse=True)
 def tokens_at_a_time(request, monkeypatch):
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 11 * request.param)
+    monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 11 * request.param)
 
 
 def test_equals_the_definition_with_gradients():
@@ -61,11 +63,20 @@ def test_nothing_counted_is_zero():
     assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, weight)))
 
 
-def test_going_back_twice_is_refused_rather_than_wrong():
-    loss = summed_loss(*inputs())
+@pytest.mark.parametrize("hooks", [False, True])
+def test_going_back_twice_is_refused_rather_than_wrong(hooks):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else contextlib.nullcontext():
+        loss = summed_loss(*inputs())
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"taken once|modified by an inplace operation"):
         loss.backward()
+
+
+def test_any_negative_target_is_not_counted():
+    x, weight, targets = inputs()
+    others = torch.where(targets < 0, -100, targets)
+    assert torch.equal(token_losses(x, weight, others), token_losses(x, weight, targets))
+    assert torch.equal(summed_loss(x, weight, others), summed_loss(x, weight, targets))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -90,7 +101,7 @@ def test_under_autocast_it_is_computed_in_its_type():
 
 def test_holds_no_more_than_some_logits(tokens_at_a_time):
     x, weight, targets = inputs(N=4000, V=1100)
-    linear_cross_entropy.CHUNK = 1100 * 100  # as if the vocabulary were large
+    linear_cross_entropy.CHUNK["cpu"] = 1100 * 100  # as if the vocabulary were large
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         torch.autograd.grad(summed_loss(x, weight, targets), (x, weight))
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -22,9 +22,9 @@ def length(backend):
     return 70 if backend == "triton" else 200
 
 
-def normal(T=200, sd_q=1, sd_k=1, sd_v=1):
+def normal(T=200, sd_q=1, sd_k=1, sd_v=1, seed=0):
     """q, k, log_v in float64, of numbers that float32 has."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     shapes = [(1, 2, T, 16), (1, 2, T, 16), (1, 2, T, 24)]
     parts = (torch.randn(shape, generator=generator) * sd for shape, sd in zip(shapes, (sd_q, sd_k, sd_v), strict=True))
     return [x.double() for x in parts]
@@ -100,6 +100,55 @@ def test_values_of_zero_masked_keys_and_constant_rows(backend, causal):
     assert_as_exact_as_the_definition(
         [torch.full_like(q, 3), torch.full_like(k, -50), torch.full_like(log_v, 90)], causal, backend
     )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("T", [4, 8, 200])
+@pytest.mark.parametrize("sd", [80, 200])
+def test_no_seed_is_worse_than_the_definition(causal, T, sd):
+    for seed in range(8):
+        assert_as_exact_as_the_definition(normal(T=T, sd_v=sd, seed=seed), causal, "chunked")
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("mask", [-1e10, -1e30, torch.finfo(torch.bfloat16).min])
+def test_a_mask_may_be_a_large_finite_number(backend, causal, which, mask):
+    """In k it masks a key, in log_v it is a value of zero: where other tokens count, and where there is no other."""
+    inputs, truth = (normal(T=length(backend)) for _ in range(2))
+    inputs[which][:, :, 3:9] = mask
+    truth[which][:, :, 3:9] = -5000
+    assert_as_exact_as_the_definition(inputs, causal, backend, truth)
+    if which == 2 and mask > -1e38:  # below, its log2 is no float32 any more
+        q, k, log_v = (x.float() for x in normal(T=5))
+        log_v[:] = mask
+        log_y = log_attention(q, k, log_v, causal=causal, backend=backend)
+        torch.testing.assert_close(log_y, log_v, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_tokens_before_which_nothing_is_seen_spoil_no_other(backend):
+    """Padding at the left, and values of zero beside it: the padding's own results are NaN, all gradients finite."""
+    q, k, log_v = (x.float() for x in normal(T=65))
+    k[:, :, :3] = -torch.inf
+    log_v[..., ::2] = -torch.inf
+    leaves = [x.requires_grad_() for x in (q, k, log_v)]
+    log_y = log_attention(*leaves, backend=backend)
+    assert log_y[:, :, :3].isnan().all()
+    gradients = torch.autograd.grad(log_y[:, :, 10:, 1::2].sum(), leaves)
+    assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_a_state_may_be_lost_where_no_result_is(backend):
+    k, log_v = torch.tensor([[0.0, 0, 0], [0, -100, 0]]), torch.tensor([[-100.0, 0], [0, 0]])
+    q = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    inputs = [x.view(1, 1, *x.shape) for x in (q, k, log_v)]
+    got = log_attention(*inputs, causal=False, return_state=True, backend=backend)
+    wanted = naive_log_attention(*(x.double() for x in inputs), causal=False, return_state=True)
+    for a, b in zip([got[0], *got[1]], [wanted[0], *wanted[1]], strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", FAST)

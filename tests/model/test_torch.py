@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from model.gpt import GPT, GPTConfig
+from model.ops.linear_cross_entropy import _summed_loss
 from model.ops.log_attention import log_attention
-from model.ops.log_attention.chunked import _attend
+from model.ops.log_attention.chunked import _attend, _attend_backward
 from model.ops.log_attention.triton import _attend as _attend_triton
-from model.ops.log_recurrence.chunked import _recur
+from model.ops.log_recurrence.chunked import _recur, _recur_backward
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"attention": {"name": "log_space"}, "block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
@@ -68,6 +70,54 @@ def test_kernels_compile_without_a_graph_break_and_are_recomputed_to_the_same_bi
     gradients = [torch.autograd.grad(y, qkv, torch.ones_like(y))[0] for y in results]
     assert all(torch.equal(y, results[0]) for y in results)
     assert all(torch.equal(g, gradients[0]) for g in gradients)
+
+
+@pytest.mark.parametrize("T", [1, 64, 70])
+def test_fakes_have_the_strides_of_results(T):
+    """What compiled code relies on; opcheck does not look."""
+    x, narrow, s = torch.randn(2, T, 3, 15), torch.randn(2, 3, 5, 6), torch.zeros(2, T, 4)
+    q, k, log_v = (part.transpose(1, 2) for part in x.split(5, dim=-1))
+    results = _attend(q, k, log_v, narrow, True, True)
+    calls = [
+        (_attend, (q, k, log_v, narrow, True, True)),
+        (_attend_backward, (log_v, narrow, q, k, log_v, narrow, *results, True)),
+        (_recur, (s, s, s[:, 0].clone())),
+        (_recur_backward, (s, s, s, s[:, 0].clone(), s)),
+        (_summed_loss, (torch.randn(7, 3), torch.randn(4, 3), torch.zeros(7, dtype=torch.int64), True)),
+    ]
+    for operator, arguments in calls:
+        with FakeTensorMode() as mode:
+            fakes = operator(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+        found = operator(*arguments)
+        for fake, real in zip(*((y,) if isinstance(y, torch.Tensor) else y for y in (fakes, found)), strict=True):
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_compiled_for_one_length_it_takes_others():
+    gpt = build()
+    compiled = torch.compile(gpt.loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T in range(70, 1400, 111):  # more of them than torch would compile apart
+        batch = ids(T)
+        torch.testing.assert_close(compiled(batch[:, :-1], batch[:, 1:]), gpt.loss(batch[:, :-1], batch[:, 1:]))
+
+
+def test_the_backward_pass_may_have_another_number_of_threads():
+    x = torch.randn(1, 24, 512, 32, requires_grad=True)
+    (wanted,) = torch.autograd.grad(log_attention(x, x, x).sum(), x)
+    y = log_attention(x, x, x)
+    torch.set_num_threads(2)
+    try:
+        (got,) = torch.autograd.grad(y.sum(), x)
+    finally:
+        torch.set_num_threads(1)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_training_on_single_tokens_with_values_of_zero():
+    leaves = [torch.randn(1, 2, 1, 3, requires_grad=True) for _ in range(3)]
+    leaves[2].data[..., 0] = -torch.inf
+    gradients = torch.autograd.grad(log_attention(*leaves)[..., 1:].sum(), leaves)
+    assert all(x.isfinite().all() for x in gradients)
 
 
 def test_compiles_without_a_graph_break_forward_and_backward():

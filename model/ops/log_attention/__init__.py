@@ -59,8 +59,8 @@ def log_attention(
         causal: query t sees keys j <= t of this call (so S = T), and all that `state` has seen.
         state: what earlier tokens left behind; None before the first.
         return_state: also return the state after these tokens. It has the same size after any number of tokens.
-        backend: "auto", or one of BACKENDS. "auto" takes the definition for a single causal token, where it is the
-            fastest; otherwise "triton" on GPUs that it fits, and "chunked" elsewhere.
+        backend: "auto", or one of BACKENDS. "auto" takes the definition for a single causal token without gradients,
+            where it is the fastest; otherwise "triton" on GPUs that it fits, and "chunked" elsewhere.
 
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
@@ -72,7 +72,8 @@ def log_attention(
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(BACKENDS)}")
     _check_shapes(q, k, log_v, causal)
     if backend == "auto":
-        backend = "naive" if causal and q.shape[2] == 1 else _fastest(q)
+        decoding = causal and q.shape[2] == 1 and not torch.is_grad_enabled()
+        backend = "naive" if decoding else _fastest(q)
     return BACKENDS[backend](q, k, log_v, causal=causal, state=state, return_state=return_state)
 
 

@@ -16,6 +16,8 @@ _GRID = 64
 # 64 ln 2 in two parts: the first has so few bits that small multiples of it are exact in float32.
 _GRID_HIGH = math.floor(_GRID * LN2 * 256) / 256
 _GRID_LOW = _GRID * LN2 - _GRID_HIGH
+# Finite numbers below this, such as masks of -1e30, count as this: a split of them into steps would be all rounding.
+FAR = -(2.0**20)
 # Two frames below it and a mantissa between 2^-32 and 2^32 may be multiplied in any order: float32 ends at 2^127.
 _SMALL = 45
 
@@ -36,9 +38,10 @@ def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
             return result
         return result.mul_(torch.exp2(-_sum(frames)))
     nothing = x == -torch.inf
-    steps = (x / (_GRID * LN2)).round_().masked_fill_(nothing, 0)
+    x = x.clamp(min=FAR)
+    steps = (x / (_GRID * LN2)).round_()
     result = (x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW).exp_()
-    return result.mul_((steps * _GRID - _sum(frames)).masked_fill_(nothing, 0).exp2_())  # 0 x 2^1000 would be NaN
+    return result.mul_((steps * _GRID - _sum(frames)).exp2_()).masked_fill_(nothing, 0)
 
 
 def whole_log2(x: Tensor) -> Tensor:
@@ -56,6 +59,11 @@ def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
     inside = exponent.abs() < limit
     direct = (mantissa * torch.exp2(exponent.where(inside, 0))).log_()
     return direct if inside.all() else direct.where(inside, mantissa.log() + exponent * LN2)
+
+
+def at_least_far(x: Tensor) -> Tensor:
+    """`x` with FAR for the finite numbers below it."""
+    return torch.where(x == -torch.inf, x, x.clamp(min=FAR))
 
 
 def finite(x: Tensor) -> Tensor:

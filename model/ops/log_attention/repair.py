@@ -1,4 +1,7 @@
-"""Computes again, in log space, the chunks that `chunked.py` could not be certain of, and puts them in their places."""
+"""What `chunked.py` can be certain of; and, computed in log space, the tiles where even its float64 cannot.
+
+All tensors that are replaced are float64, in which such tiles are rare: what is slow anyway is kept simple.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -60,8 +63,8 @@ class Call(NamedTuple):
     causal: bool
 
     def of(self, heads: Tensor) -> "Call":
-        """Some of its heads, in float64: what is slow anyway may as well be as exact as it can be."""
-        q, k, log_v, log_s = (x[heads].double() for x in self[:4])
+        """Some of its heads."""
+        q, k, log_v, log_s = (x[heads] for x in self[:4])
         return Call(q, k, log_v, log_s, self.causal)
 
     def tiles(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,9 +81,10 @@ def call_of(inputs: Inputs, causal: bool) -> Call:
 
 def too_small(inputs: Inputs, sums: Tensor, tokens: slice) -> Tensor:
     """Chunks (n, B, H) with a sum (n, B, H, C, E) that is too small to be certain."""
-    if sums.amin() >= CERTAIN[sums.dtype]:
+    certain = CERTAIN[sums.dtype]
+    if sums.amin() >= certain and sums.amax() < torch.inf:
         return sums.new_zeros(sums.shape[:3], dtype=torch.bool)
-    small = sums < CERTAIN[sums.dtype]
+    small = ~((sums >= certain) & (sums < torch.inf))  # NaN, too
     if (inputs.log_v == -torch.inf).any():  # a sum of nothing is 0, and certain
         some = _something_to_sum(inputs)[:, :, tokens]
         small &= split(some, min(sums.shape[3], some.shape[2]), True)
@@ -89,7 +93,7 @@ def too_small(inputs: Inputs, sums: Tensor, tokens: slice) -> Tensor:
 
 def lost_heads(inputs: Inputs, after: Tensor, wanted: bool = True) -> Tensor:
     """Heads (B, H) whose last M (B, H, d_k, E), which is wanted, has an entry too small to be certain."""
-    small = after < CERTAIN[after.dtype]
+    small = ~((after >= CERTAIN[after.dtype]) & (after < torch.inf))
     if not wanted or not small.any():
         return small.new_zeros(small.shape[:2])
     return (small & _something_to_sum(inputs)[:, :, -1:]).flatten(2).any(-1)
@@ -101,25 +105,10 @@ def _something_to_sum(inputs: Inputs) -> Tensor:
     return (some.int().cumsum(2) > 0) | (inputs.log_s > -torch.inf).any(2, keepdim=True)
 
 
-class Dense(NamedTuple):
-    """What the matrix products of the backward pass gave for each chunk, by itself."""
-
-    g_q: Tensor
-    """(G, N, C, d_k)."""
-    g_k: Tensor
-    """(G, N, C, d_k), through the chunk's own queries only."""
-    g_v: Tensor
-    """(G, N, C, E), likewise."""
-    g_seen: Tensor
-    """(G, N, d_k, E): of the M that the chunk's queries saw."""
-    e_k: Tensor
-    e_v: Tensor
-    before: Tensor
-    """M before each chunk, (G, N, d_k, E)."""
-
-    def of(self, heads: Tensor) -> "Dense":
-        """Those of some heads, in float64."""
-        return Dense(*(x[heads].double() for x in self))
+def count(which: str, doubtful: Tensor, T: int, causal: bool) -> None:
+    """Count the tiles of a "forward" or "backward" pass over T queries: chunks (N, B, H), or all T as one."""
+    if doubtful.any():
+        Fallback.counter(which, doubtful.device).add_(doubtful.sum() * (1 if causal else -(-T // CHUNK)))
 
 
 def forward(call: Call, doubtful: Tensor, lost: Tensor, log_y: Tensor, log_s_after: Tensor) -> None:
@@ -135,42 +124,30 @@ def forward(call: Call, doubtful: Tensor, lost: Tensor, log_y: Tensor, log_s_aft
         chunks = _tiles(ys, q.shape[2], 0.0).clone()
         for f, n in _groups(doubtful, states):
             log_S, _ = exact.causal_log_sums(q[f, n], k[f, n], log_v[f, n], states[f, n])
-            chunks[f, n] = _normalized(log_S).to(ys.dtype)
+            chunks[f, n] = _normalized(log_S)
         ys = _sequence(chunks, ys.shape[1])
-    else:
+    elif doubtful.any():
         f = doubtful[:, 0]
-        ys[f] = _normalized(exact.full_log_sums(call.q[f], states[f, -1])).to(ys.dtype)
+        ys[f] = _normalized(exact.full_log_sums(call.q[f], states[f, -1]))
     log_y[heads] = ys
-    log_s_after[heads] = states[:, -1].to(log_s_after.dtype)
-    Fallback.counter("forward", log_y.device).add_(doubtful.sum() * (1 if call.causal else q.shape[1]))
+    log_s_after[heads] = states[:, -1]
 
 
-def backward(
-    call: Call,
-    doubtful: Tensor,
-    lost: Tensor,
-    g_log_S: Tensor,
-    g_log_s: Tensor,
-    dense: Dense | None,
-    gradients: list[Tensor],
-) -> None:
-    """Replace the gradients of q, k, log_v and log_s of every head with a doubtful chunk or a last state that is lost.
+def backward(call: Call, heads: Tensor, g_log_S: Tensor, g_log_s: Tensor, gradients: list[Tensor]) -> None:
+    """Replace the gradients of q, k, log_v and log_s of some heads (G).
 
     g_log_S (G, T, E) and g_log_s (G, d_k, E) are the gradients of the log-sums and of the last state.
     """
-    heads = (doubtful.any(1) | lost).nonzero()[:, 0]
-    call, g_log_S, g_log_s = call.of(heads), g_log_S[heads].double(), g_log_s[heads].double()
+    call, g_log_S, g_log_s = call.of(heads), g_log_S[heads], g_log_s[heads]
     q, k, log_v = call.tiles()
     states = exact.states(k, log_v, call.log_s)  # (F, N + 1, d_k, E)
-    if dense is not None:  # causal
-        g_chunks = _tiles(g_log_S, q.shape[2], 0.0)
-        *chunks, g_first = _causal_backward(q, k, log_v, g_chunks, states, g_log_s, doubtful[heads], dense.of(heads))
-        result = [*(_sequence(x, g_log_S.shape[1]) for x in chunks), g_first]
+    if call.causal:
+        *tiles, g_first = _causal_backward(q, k, log_v, _tiles(g_log_S, q.shape[2], 0.0), states, g_log_s)
+        result = [*(_sequence(x, g_log_S.shape[1]) for x in tiles), g_first]
     else:
         result = [*exact.full_gradients(*call[:4], states[:, -1], g_log_S, g_log_s)]
-        Fallback.counter("backward", q.device).add_(len(heads) * (q.shape[1] + k.shape[1]))
     for whole, part in zip(gradients, result, strict=True):
-        whole[heads] = part[..., : whole.shape[-1]].to(whole.dtype)  # without the normalizer's column
+        whole[heads] = part[..., : whole.shape[-1]]  # without the normalizer's column
 
 
 def _normalized(log_S: Tensor) -> Tensor:
@@ -179,37 +156,15 @@ def _normalized(log_S: Tensor) -> Tensor:
 
 
 def _causal_backward(
-    q: Tensor,
-    k: Tensor,
-    log_v: Tensor,
-    g_log_S: Tensor,
-    states: Tensor,
-    g_log_s: Tensor,
-    doubtful: Tensor,
-    dense: Dense,
+    q: Tensor, k: Tensor, log_v: Tensor, g_log_S: Tensor, states: Tensor, g: Tensor
 ) -> exact.Gradients:
-    """Gradients of q, k and log_v in chunks (F, N, C, .), and of the first state: from the last chunk to the first.
-
-    What is carried is g, the gradient of the state's logarithm (F, d_k, E). A chunk uses its dense products where its
-    own sums are certain and no entry of the state after it, which g is divided by, is too small.
-    """
-    g_q, g_k, g_v = (x.clone() for x in (dense.g_q, dense.g_k, dense.g_v))  # (F, N, C, .)
-    g = g_log_s
+    """Gradients of q, k and log_v in chunks (F, N, C, .), and of the first state, from that of the last (F, d_k, E)."""
+    g_q, g_k, g_v = (torch.empty_like(x) for x in (q, k, log_v))
     for n in reversed(range(q.shape[1])):
-        after = dense.before[:, n] + dense.e_k[:, n].mT @ dense.e_v[:, n]
-        sure = ~doubtful[:, n] & ((after >= CERTAIN[torch.float32]) | (g == 0)).flatten(1).all(1)
         g_before = torch.empty_like(g)
-
-        s = sure.nonzero()[:, 0]
-        g_M = torch.where(g[s] == 0, 0, g[s] / after[s])
-        g_k[s, n] += dense.e_k[s, n] * (dense.e_v[s, n] @ g_M.mT)
-        g_v[s, n] += dense.e_v[s, n] * (dense.e_k[s, n] @ g_M)
-        g_before[s] = dense.before[s, n] * (g_M + dense.g_seen[s, n])
-
-        for (u,) in _groups(~sure, states):
-            tile = q[u, n], k[u, n], log_v[u, n], states[u, n]
-            g_q[u, n], g_k[u, n], g_v[u, n], g_before[u] = exact.causal_gradients(*tile, g_log_S[u, n], g[u])
-        Fallback.counter("backward", q.device).add_((~sure).sum())
+        for (f,) in _groups(torch.ones_like(g[:, 0, 0], dtype=torch.bool), states):
+            tile = q[f, n], k[f, n], log_v[f, n], states[f, n]
+            g_q[f, n], g_k[f, n], g_v[f, n], g_before[f] = exact.causal_gradients(*tile, g_log_S[f, n], g[f])
         g = g_before
     return exact.Gradients(g_q, g_k, g_v, g)
 

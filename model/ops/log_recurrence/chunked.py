@@ -95,7 +95,7 @@ def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:
         later[:, n].addcmul_(across[:, n], later[:, n + 1])
     weight = a.flip(2).cumprod(2).flip(2)  # of the next chunk's first r, in each r of this chunk
     r[:, :-1].addcmul_(weight[:, :-1], later[:, 1:].to(r.dtype).unsqueeze(2))
-    return r.flatten(1, 2)[:, :T]
+    return r.flatten(1, 2)[:, :T].contiguous()
 
 
 def _chunk(x: Tensor, fill: float) -> Tensor:
