@@ -141,25 +141,15 @@ class Assembly:
         )
 
     def _check_not_empty(self, splits: Mapping[SplitName, Split]) -> None:
-        try:
-            check_not_empty(splits, self.plan.made.prepared["val_fraction"], self.skipped)
-        except UserError:
-            (self.directory / JOURNAL).unlink(missing_ok=True)
-            raise
-
-
-def check_not_empty(splits: Mapping[SplitName, Split], val_fraction: float, skipped: Mapping[str, int]) -> None:
-    """Check that there is something to train on and something to validate with.
-
-    Raises:
-        UserError: there is not.
-    """
-    documents = {name: split.total.documents for name, split in splits.items()}
-    total = sum(documents.values())
-    if total == 0:
-        why = ", ".join(f"{count} x {reason}" for reason, count in skipped.items()) or "it has no documents"
-        raise UserError(f"the corpus is empty ({why}): check data.path")
-    for name, count in documents.items():
-        if count == 0:
-            advice = f"try val_fraction={min(0.5, 10 / total):.2g} or add documents"
-            raise UserError(f"none of {total} documents went to '{name}' with val_fraction={val_fraction}: {advice}")
+        documents = {name: split.total.documents for name, split in splits.items()}
+        total, val_fraction = sum(documents.values()), self.plan.made.prepared["val_fraction"]
+        for name, count in documents.items():
+            if count == 0:
+                (self.directory / JOURNAL).unlink(missing_ok=True)  # no use in going on from here
+                if total == 0:
+                    why = ", ".join(f"{n} x {reason}" for reason, n in self.skipped.items()) or "it has no documents"
+                    raise UserError(f"the corpus is empty ({why}): check data.path")
+                raise UserError(
+                    f"none of {total} documents went to '{name}' with val_fraction={val_fraction}: "
+                    f"try val_fraction={min(0.5, 10 / total):.2g} or add documents"
+                )

@@ -34,7 +34,7 @@ class _Outcome(NamedTuple):
     first: dict[str, str]
     """Where each reason to skip was met first, as far as it is known."""
     utf8_bytes: int
-    """Of the documents written since the last restart."""
+    """Of the documents that this run has written."""
 
 
 def partial_dir(out_dir: Path) -> Path:
@@ -101,7 +101,9 @@ def _write(plan: Plan, directory: Path, read: Callable[[Journal], Batches]) -> _
         save_tokenizer(plan.tokenizer, directory / TOKENIZER)
         journal = Journal(made=plan.made, skipped=dict(plan.skipped))
     else:
-        say(f"going on with {directory}, where {journal.documents:,} documents have been read")
+        (directory / MANIFEST).unlink(missing_ok=True)  # it is true again at the end
+        place = f", up to {journal.place.input}:{journal.place.number}" if journal.place else ""
+        say(f"going on with {directory}: {journal.documents:,} documents have been read{place}")
     with Assembly(plan, directory, journal) as assembly:
         with contextlib.closing(read(journal)) as batches:
             assembly.write(batches)
@@ -177,7 +179,8 @@ def _summarize(out_dir: Path, outcome: _Outcome, seconds: float) -> None:
         say(f"skipped {count:,} x {reason}{first}")
     say(f"{written + skipped:,} documents in the input: {written:,} written, {skipped:,} skipped")
     megabytes = outcome.utf8_bytes / 1e6
-    say(f"{out_dir} is ready: {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
+    since = " since the restart" if outcome.utf8_bytes < _utf8_bytes(manifest.splits) else ""
+    say(f"{out_dir} is ready: {megabytes:,.1f} MB in {seconds:.1f} s{since}, {megabytes / seconds:.1f} MB/s")
 
 
 def _say_counts(split: str, set_name: str, counts: Counts) -> None:

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -53,19 +53,6 @@ class Batch(NamedTuple):
 
     items: list[Encoded | Unreadable]
     position: Position
-
-
-class Skipped:
-    """What could not be read: how often for each reason, and where first."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-
-    def add(self, item: Unreadable) -> None:
-        """Count one."""
-        self.counts[item.reason] += 1
-        self.first.setdefault(item.reason, item.where)
 
 
 def document_digest(utf8: bytes | bytearray) -> bytes:
@@ -148,7 +135,7 @@ def _in_order(groups: Iterator[list[Raw]], encoder: "_Encoder", workers: int) ->
             if _is_long(group):
                 yield encoder.encode(group)
             else:
-                pending.append(pool.submit(_encode_in_worker, group))
+                pending.append(_submit(pool, group))
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
@@ -157,6 +144,15 @@ def _in_order(groups: Iterator[list[Raw]], encoder: "_Encoder", workers: int) ->
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, group: list[Raw]) -> "Future[_Packed]":
+    """Have a group encoded. Workers are started here and inherit that SIGINT is blocked: Ctrl-C is for this process."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(_encode_in_worker, group)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_long(group: list[Raw]) -> bool:
@@ -235,7 +231,6 @@ _encoder: _Encoder  # of a worker process
 def _start_worker(encoder: _Encoder) -> None:
     global _encoder
     _encoder = encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

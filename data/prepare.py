@@ -15,7 +15,7 @@ from data.assembly import Batches, Plan
 from data.build import build, existing, partial_dir
 from data.encode import Batch, Encoded, OnError, encode_all
 from data.journal import Journal, Made
-from data.shards import TOKENIZER, Manifest, TokenizerId
+from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId
 from data.sources import Document, FileSource, Position, Raw, Seen, Source, SourceConfig, Unreadable
 from data.tokenizer import TokenizerConfig, build_tokenizer
 
@@ -123,6 +123,8 @@ def _share(config: PrepareConfig) -> tuple[Source, Path]:
     files = len(config.data.paths())
     if files < num_tasks:
         raise UserError(f"num_tasks={num_tasks} is more than the input's files, {files}: use at most num_tasks={files}")
+    if (config.out_dir / MANIFEST).exists():
+        raise UserError(f"out_dir={config.out_dir} is a dataset: choose another folder for the parts of num_tasks")
     share = Share(whole=config.data, num_tasks=num_tasks, task_index=task_index)
     return share, part_dir(config.out_dir, task_index, num_tasks)
 

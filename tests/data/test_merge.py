@@ -234,6 +234,15 @@ def test_shares_that_cannot_be(make, tmp_path, changes, message):
     assert not (tmp_path / "parts").exists()
 
 
+def test_parts_do_not_go_into_a_dataset(make, tmp_path):
+    make("whole")
+    with pytest.raises(UserError, match=r"out_dir=.*whole is a dataset: choose another folder for the parts"):
+        make("whole", num_tasks=2)
+    make("parts", num_tasks=2)
+    with pytest.raises(UserError, match="parts exists and is not a dataset: choose another folder"):
+        make("parts")
+
+
 def run_script(monkeypatch, capsys, *arguments):
     """Status, standard output and standard error of merge_dataset.py."""
     monkeypatch.setattr(sys, "argv", ["merge_dataset.py", *map(str, arguments)])
