@@ -8,6 +8,8 @@
                 validation by a hash of its bytes: order, split and shards are the same for any number of workers.
 4. `shards`     The dataset directory: shards of token ids, tokenizer.json, and a manifest that counts and checksums
                 them. `prepare` runs stages 1 to 4 beside its final place and renames it: it is whole or absent.
+                `build` and `assembly` do the writing, with a `journal` from which a run that was killed goes on, and
+                `dedup`, which drops texts that were there before; `merge` joins what several machines prepared.
 5. `loader`     `batch(step)` is a pure function of (dataset, seed, step): windows of the token stream in an order that
                 a keyed permutation gives without memory. Evaluation covers every target of a split exactly once.
 """
