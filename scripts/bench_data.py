@@ -62,11 +62,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def encode_ordinary(files: list[str], text_field: str, ranks: Path | None) -> dict[str, float]:
     """Bytes of the documents, and seconds that encode_ordinary takes for them, one after the other."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+
     from data.sources import JsonlSource, Unreadable
-    from data.tokenizer import GPT2Config, build_tokenizer
+    from data.tokenizer import END_OF_TEXT, GPT2Config, build_tokenizer
 
     source = JsonlSource(name="jsonl", path=files, text_field=text_field)
-    encode = build_tokenizer(GPT2Config(name="gpt2", path=ranks)).encoding.encode_ordinary
+    tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=ranks))
+    numbered = {token: rank for rank, token in enumerate(tokenizer.ranks)}
+    encode = tiktoken.Encoding(  # as tiktoken.get_encoding("gpt2") makes it: not with this project's pattern
+        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=numbered, special_tokens={END_OF_TEXT: tokenizer.eot_id}
+    ).encode_ordinary
     n_bytes, seconds = 0, 0.0
     for raw in source.documents():
         document = raw.content if isinstance(raw.content, Unreadable) else source.parse(raw)

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from cli import command
-
 
 def run(config: dict[str, Any]) -> None:
     """Decode the configuration and prepare the data."""
@@ -13,5 +11,7 @@ def run(config: dict[str, Any]) -> None:
     prepare(decode(PrepareConfig, config))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # worker processes import this file too, and need no Hydra
+    from cli import command
+
     command("prepare", run, when_interrupted="interrupted; the same command goes on from what is written")
