@@ -127,7 +127,7 @@ def step_windows(batches: TrainBatches, step: int) -> list[tuple[int, int]]:
 def _short(n: float, _: object = None) -> str:
     """A number as people say it: 166 k, 3.37 M, 388 B."""
     size, unit = next(((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if n >= size), (1, ""))
-    return f"{n / size:.3g}{unit}"
+    return f"{float(f'{n / size:.3g}'):g}{unit}"
 
 
 def visible(text: str, kept: str = "") -> str:
