@@ -4,7 +4,7 @@ import bisect
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -49,7 +49,7 @@ def read_documents(dataset_dir: Path, manifest: Manifest, split: SplitName) -> I
         with open(path, "rb") as file:
             for records in read_records(dataset_dir, manifest, shard):
                 for end, input_, number, set_ in records.tolist():
-                    content = file.read((end - done) * manifest.dtype.itemsize)
+                    content = _read(file, (end - done) * manifest.dtype.itemsize, path)
                     sha256.update(content)
                     ids = np.frombuffer(content, manifest.dtype)
                     yield Document(ids, manifest.set_names[set_], manifest.inputs[input_], number)
@@ -65,10 +65,12 @@ def read_records(dataset_dir: Path, manifest: Manifest, shard: Shard) -> Iterato
     """
     path, done = dataset_dir / shard.index_file, 0
     with open(path, "rb") as file:
-        sha256 = hashlib.sha256(file.read(HEADER.size))
-        while content := file.read(_RECORDS_AT_ONCE * RECORD.itemsize):
+        sha256 = hashlib.sha256(_read(file, HEADER.size, path))
+        for first in range(0, shard.documents, _RECORDS_AT_ONCE):
+            count = min(_RECORDS_AT_ONCE, shard.documents - first)
+            content = _read(file, count * RECORD.itemsize, path)
             sha256.update(content)
-            records = np.frombuffer(content, RECORD, len(content) // RECORD.itemsize)
+            records = np.frombuffer(content, RECORD)
             if wrong := wrong_record(records, done, manifest, shard):
                 raise UserError(f"{path} is damaged: {wrong}: prepare the dataset again")
             yield records
@@ -101,7 +103,7 @@ def document_at(dataset_dir: Path, manifest: Manifest, split: SplitName, token: 
     """
     begin = 0
     for shard in manifest.splits[split].shards:
-        if token < begin + shard.tokens:
+        if 0 <= token < begin + shard.tokens:
             break
         begin += shard.tokens
     else:
@@ -111,14 +113,20 @@ def document_at(dataset_dir: Path, manifest: Manifest, split: SplitName, token: 
 
         def record(i: int) -> np.ndarray:
             file.seek(HEADER.size + i * RECORD.itemsize)
-            return np.frombuffer(file.read(RECORD.itemsize), RECORD)
+            return np.frombuffer(_read(file, RECORD.itemsize, path), RECORD)
 
-        i = bisect.bisect_right(range(shard.documents), token - begin, key=lambda i: int(record(i)["end"][0]))
-        i = min(i, shard.documents - 1)
-        start = int(record(i - 1)["end"][0]) if i else 0
-        found = record(i)
+        ended = bisect.bisect_right(range(shard.documents - 1), token - begin, key=lambda i: int(record(i)["end"][0]))
+        start = int(record(ended - 1)["end"][0]) if ended else 0
+        found = record(ended)
     wrong = wrong_record(found, start, manifest, shard)
     end, input_, number, set_ = found.tolist()[0]
     if wrong or not start <= token - begin < end:
         raise UserError(f"{path} is damaged: {wrong or 'documents are not in order'}: prepare the dataset again")
     return Place(begin + start, begin + end, manifest.set_names[set_], manifest.inputs[input_], number)
+
+
+def _read(file: BinaryIO, n_bytes: int, path: Path) -> bytes:
+    content = file.read(n_bytes)
+    if len(content) < n_bytes:
+        raise UserError(f"{path} is shorter than its manifest says: prepare the dataset again")
+    return content

@@ -67,8 +67,8 @@ class Shard(Strict):
     """One file of token ids and the index of its documents."""
 
     file: str
-    tokens: Count
-    documents: Count
+    tokens: Annotated[int, Field(ge=1)]
+    documents: Annotated[int, Field(ge=1)]
     sha256: Sha256
     index_sha256: Sha256
 

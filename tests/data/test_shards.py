@@ -105,6 +105,7 @@ def test_other_format_versions(make_stream, tmp_path, version):
         lambda raw: raw["splits"]["train"]["shards"][0].update(tokens="2"),
         lambda raw: raw["splits"]["train"]["shards"][0].update(tokens=-2),
         lambda raw: raw["splits"]["train"]["shards"][0].update(sha256="0"),
+        lambda raw: raw["splits"]["val"]["shards"].append(raw["splits"]["train"]["shards"][0] | {"tokens": 0}),
         lambda raw: raw["splits"]["train"]["sets"]["set"].update(tokens=3),
         lambda raw: raw["splits"]["train"]["sets"]["set"].update(documents=0),
         lambda raw: raw["splits"]["train"]["sets"].update(other=raw["splits"]["train"]["sets"].pop("set")),
