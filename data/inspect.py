@@ -50,7 +50,7 @@ def sets_table(manifest: Manifest) -> Table:
 
 def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
     """Draw the tokens of each set as bars, the largest on top, into a PNG; replaces `path` whole."""
-    names, tokens = _bars(manifest)
+    names, tokens = bars(manifest)
     figure = Figure(figsize=(9, 1.6 + 0.3 * len(names)), layout="constrained")
     axes = figure.subplots()
     begins = np.zeros(len(names))
@@ -71,14 +71,14 @@ def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
     write_atomic(path, buffer.getvalue())
 
 
-def _bars(manifest: Manifest) -> tuple[list[str], np.ndarray]:
+def bars(manifest: Manifest) -> tuple[list[str], np.ndarray]:
     """Labels (n,) and tokens (splits, n) of the bars, the largest last; many small sets are put together."""
     splits = manifest.splits.values()
     sizes = [[split.sets[name].tokens if name in split.sets else 0 for split in splits] for name in manifest.set_names]
-    bars = sorted(zip(sizes, manifest.set_names, strict=True), key=lambda bar: sum(bar[0]))
-    names = [visible(name).replace("$", r"\$") for _, name in bars]  # between dollars, matplotlib reads formulas
-    tokens = np.array([numbers for numbers, _ in bars]).T
-    if (small := len(bars) - _BARS) > 0:
+    by_size = sorted(zip(sizes, manifest.set_names, strict=True), key=lambda bar: sum(bar[0]))
+    names = [visible(name).replace("$", r"\$") for _, name in by_size]  # between dollars, matplotlib reads formulas
+    tokens = np.array([numbers for numbers, _ in by_size]).T
+    if (small := len(by_size) - _BARS) > 0:
         names = [f"{small + 1:,} other sets", *names[small + 1 :]]
         tokens = np.concatenate([tokens[:, : small + 1].sum(axis=1, keepdims=True), tokens[:, small + 1 :]], axis=1)
     return names, tokens
