@@ -61,7 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def encode_ordinary(files: list[str], text_field: str, ranks: Path | None) -> dict[str, float]:
-    """Bytes of the documents, and seconds and seconds of CPU that encode_ordinary takes for them, one after the other."""
+    """Bytes of the documents, and the time that encode_ordinary takes for them, one after the other."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
