@@ -79,7 +79,10 @@ class ShardCount:
         self._try("tokens", check_tokens, dataset_dir, manifest, shard)
         self._try("index", check_index, dataset_dir, manifest, shard)
         if not self.problems:
-            self._read()
+            try:
+                self._read()
+            except OSError as error:
+                self._wrong("tokens", self.path, f"it or its index cannot be read ({error.strerror})")
         self.countable = not self.problems.keys() & {"tokens", "index", "records"}
         """Whether `sets` are those of the whole shard."""
 

@@ -19,11 +19,16 @@ def main() -> None:
     parser.add_argument("dataset_dir", type=Path, help="what scripts/prepare_data.py made")
     parser.add_argument("--threads", type=int, help="that read shards at the same time; default: one for every CPU")
     arguments = parser.parse_args()
+    if arguments.threads is not None and arguments.threads < 1:
+        parser.error(f"--threads {arguments.threads}: give 1 or more")
     started = time.monotonic()
-    problems = verify(arguments.dataset_dir, arguments.threads)
+    try:
+        problems = verify(arguments.dataset_dir, arguments.threads)
+    except KeyboardInterrupt:
+        problems = [f"interrupted: nothing is known of {arguments.dataset_dir}"]
     if problems:
         for problem in problems:
-            errors.print(f"error: {problem}", markup=False)
+            errors.print(f"error: {problem}", markup=False, style="red")
         sys.exit(1)
     manifest = parse_manifest(arguments.dataset_dir)
     totals = [split.total for split in manifest.splits.values()]

@@ -1,5 +1,6 @@
 """Whatever is wrong with a dataset is found, and the file it is in is named."""
 
+import errno
 import hashlib
 import json
 import random
@@ -130,6 +131,18 @@ def test_a_flipped_byte_in_the_header_is_found_before_training_too(dataset, plac
 def test_missing_and_truncated_files_are_named(dataset, file, change):
     change(dataset / file)
     assert problem(dataset).startswith(f"{dataset / file} ")
+
+
+def test_a_disk_that_fails_while_it_is_read(dataset, monkeypatch):
+    def failing(path, mode):
+        if path.name == "train-00001.idx":
+            raise OSError(errno.EIO, "Input/output error")
+        return open(path, mode)
+
+    monkeypatch.setattr(data.verify, "open", failing, raising=False)
+    assert problem(dataset).startswith(
+        f"{dataset / 'train-00001.bin'} is damaged: it or its index cannot be read (Input/output error)"
+    )
 
 
 def test_every_damaged_file_is_named(dataset):
@@ -311,3 +324,9 @@ def test_the_command(dataset, command):
         ["error:", str(dataset / "train-00001.idx")],
         ["error:", str(dataset / "val-00000.bin")],
     ]
+
+
+def test_no_threads_are_no_answer(dataset, command):
+    result = command("scripts/verify_dataset", str(dataset), "--threads", "0")
+    assert result.status == 2
+    assert "--threads 0: give 1 or more" in result.err
