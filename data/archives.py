@@ -5,8 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from common.settings import UserError
+
 LONGEST_LINE = 2**28
 _READ_BYTES = 4_096  # compressed; small, because a hostile archive can unpack to 30,000 times its size
+_PIECE_BYTES = 2**21
+_OTHERS = {".xz", ".bz2", ".zip", ".7z", ".rar", ".tar", ".parquet", ".arrow"}
 
 
 class DamagedArchive(Exception):
@@ -41,12 +45,19 @@ def read_lines(path: Path, seen: Callable[[int], object]) -> Iterator[bytes | by
 
 
 def _chunks(path: Path, seen: Callable[[int], object]) -> Iterator[bytes]:
-    """The file's content, decompressed by its suffix, in pieces of bounded size."""
-    if path.suffix == ".zst":
+    """The file's content, decompressed by its suffix, in pieces of bounded size.
+
+    Raises:
+        UserError: it is of a kind that this program does not read.
+    """
+    suffix = path.suffix.lower()
+    if suffix in _OTHERS:
+        raise UserError(f"{path} is not .jsonl, .jsonl.gz or .jsonl.zst: decompress or convert it")
+    if suffix == ".zst":
         from zstandard import ZstdDecompressor, ZstdError
 
         return _decompressed(_raw(path, seen), lambda: ZstdDecompressor().decompressobj(), ZstdError)
-    if path.suffix == ".gz":
+    if suffix == ".gz":
         return _decompressed(_raw(path, seen), lambda: zlib.decompressobj(wbits=31), zlib.error)
     return _raw(path, seen)
 
@@ -65,9 +76,11 @@ def _decompressed(raw: Iterator[bytes], new_frame: Callable[[], Any], broken: ty
         while chunk:
             frame = frame or new_frame()
             try:
-                yield frame.decompress(chunk)
+                content = frame.decompress(chunk)
             except broken:
                 raise DamagedArchive("corrupted archive") from None
+            for start in range(0, len(content), _PIECE_BYTES):  # of 2 MB, even if all of them are ends of lines
+                yield content[start : start + _PIECE_BYTES]
             chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
         raise DamagedArchive("truncated archive")

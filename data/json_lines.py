@@ -4,6 +4,7 @@ A string of 200 MB takes 800 MB in Python if it has one emoji, and the line as m
 long line are cut out first, and of these the text alone is made UTF-8 bytes, piece by piece.
 """
 
+import itertools
 import json
 import re
 import secrets
@@ -15,6 +16,7 @@ LONG = 2**24
 """Characters or bytes of a long line or text; shorter ones are read as a whole."""
 _LONG_STRING = 2**20
 _PIECE = 2**20
+_DEEP = 500
 
 # Possessive (*+): nothing is kept to come back to, so a match takes no memory.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
@@ -49,12 +51,20 @@ def parse_line(line: bytes | bytearray, text_field: str) -> Any:
 
 
 def _parse(line: bytes | bytearray) -> Any:
+    if max(line.count(b"["), line.count(b"{")) > _DEEP and _depth(line) > _DEEP:
+        raise NotRead("malformed JSON")  # json's own limit depends on how deep the calls around it are
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise NotRead("invalid UTF-8") from None
-    except (ValueError, RecursionError):  # RecursionError: brackets nested thousands deep
+    except ValueError:
         raise NotRead("malformed JSON") from None
+
+
+def _depth(line: bytes | bytearray) -> int:
+    """How deep brackets are nested."""
+    steps = (1 if byte in b"[{" else -1 for byte in _STRING.sub(b"", line) if byte in b"[]{}")
+    return max(itertools.accumulate(steps), default=0)
 
 
 def _parse_long(line: bytes | bytearray, text_field: str) -> Any:

@@ -135,12 +135,12 @@ def _batches(documents: Iterator[Encoded]) -> Iterator[list[Encoded]]:
     batch: list[Encoded] = []
     tokens = 0
     for document in documents:
-        batch.append(document)
-        tokens += document.ids.size
         if tokens >= _TOKENS_OF_A_BATCH:
             yield batch
             batch, tokens = [], 0
-    if batch:
+        batch.append(document)
+        tokens += document.ids.size
+    if batch:  # the last one goes out when the sums of all files have been checked
         yield batch
 
 

@@ -50,10 +50,10 @@ class PrepareConfig(Settings):
         return self.data.usual_val_fraction if self.val_fraction is None else self.val_fraction
 
     def recorded(self) -> dict[str, Any]:
-        """The settings that decide what the dataset holds, as JSON: its manifest keeps them."""
+        """The settings that decide what the dataset holds, and its whole input: its manifest keeps them, as JSON."""
         kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens", "dedup"})
         task = {"num_tasks": self.num_tasks, "task_index": self.task_index} if self.num_tasks > 1 else {}
-        return {**kept, "val_fraction": self.fraction, **task}
+        return {**kept, "val_fraction": self.fraction, "input": self.data.inputs(), **task}
 
 
 def prepare(config: PrepareConfig) -> Manifest:

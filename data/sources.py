@@ -216,8 +216,10 @@ class JsonlSource(FileSource):
                     yield _missing("line too long", name, number)
                 elif line.strip():  # a blank line is not a document
                     yield Raw(Position(name, number), line, len(line))
-        except OSError:
-            yield _missing("unreadable file", name, number + 1)
+        except OSError as error:
+            if number:  # it was readable: the rest must not be given up for a disk that fails now
+                raise UserError(f"{path} can't be read after line {number} ({error.strerror}): try again") from None
+            yield _missing("unreadable file", name, 1)
         except DamagedArchive as damage:
             yield _missing(damage.reason, name, number + 1)
         else:
@@ -385,14 +387,15 @@ def _missing(reason: Reason, name: str, number: int) -> Raw:
 
 def _files(path: str | list[str]) -> dict[str, Path]:
     """The files that `data.path` names, each once: patterns in the order given, the files of a pattern sorted."""
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}  # by what they really are
     for pattern in [path] if isinstance(path, str) else path:
         matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         files = [match for match in matches if not os.path.isdir(match)]
         if not files:
             raise UserError(f"data.path={pattern} matches no file: give a file or a glob such as 'folder/**/*.txt'")
-        found.update(dict.fromkeys(files))
-    return {file: Path(file) for file in found}
+        for file in files:
+            found.setdefault(os.path.realpath(file), file)
+    return {file: Path(file) for file in found.values()}
 
 
 def _text(path: Path, seen: Seen = _nobody) -> Iterator[str]:
