@@ -81,12 +81,12 @@ def changes_between(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 def _check_same(directory: Path, before: Made, now: Made) -> None:
     remedy = f"go on with what it was started with, or delete {directory} to start again"
-    if changes := changes_between(before.prepared, now.prepared):
-        raise UserError(f"{directory} was begun with {changes}: {remedy}")
     if changed := [name for name in {**before.inputs, **now.inputs} if before.inputs.get(name) != now.inputs.get(name)]:
         name, more = changed[0], f" ({len(changed) - 1} more changed)" if len(changed) > 1 else ""
         sizes = f"{_size(before, name)} (now {_size(now, name)})"
         raise UserError(f"{directory} was begun with the input {name} of {sizes}{more}: {remedy}")
+    if changes := changes_between(before.prepared, now.prepared):
+        raise UserError(f"{directory} was begun with {changes}: {remedy}")
     if before.tokenizer != now.tokenizer:
         raise UserError(f"{directory} was begun with another tokenizer {now.tokenizer.name!r}: {remedy}")
 
