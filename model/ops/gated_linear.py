@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import glu, linear
 
+from model.ops.autocast import as_autocast
+
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """(..., 2 D) -> glu(x) @ weight.T, (..., D_out), where glu(a, b) = a sigmoid(b) (Dauphin et al. 2017, eq. 1).
@@ -13,13 +15,8 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     Args:
         weight: (D_out, D).
     """
-    device = x.device.type
-    if (
-        torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    ):  # the backward pass runs outside of it: both must have one type
-        dtype = torch.get_autocast_dtype(device)
-        x, weight = x.to(dtype), weight.to(dtype)
-    with torch.autocast(device, enabled=False):
+    x, weight = as_autocast(x, weight)
+    with torch.autocast(x.device.type, enabled=False):
         return _GatedLinear.apply(x, weight)
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from model.ops.autocast import as_autocast
+
 CHUNK = {"cpu": 2**24, "cuda": 2**27}  # logits at a time: what a GPU has to do must keep it busy
 
 
@@ -31,10 +33,7 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The sum of `token_losses`; gradients that are wanted are computed along with it."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which does not see into the operator
-        dtype = torch.get_autocast_dtype(device)
-        x, weight = x.to(dtype), weight.to(dtype)
+    x, weight = as_autocast(x, weight)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _summed_loss(x, weight, targets, wanted)[0]
 
