@@ -3,6 +3,7 @@
 Whatever a user can mend is one line on standard error and exit status 1; `--debug` shows the traceback instead.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -44,6 +46,7 @@ def command(
     texts = _take_text(text_key)
     sys.argv[1:] = map(_bare_keys, sys.argv[1:])
     _refuse_misplaced_groups(config_name)
+    _refuse_hydras_powers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed over many lines
 
     def task(composed: DictConfig) -> None:
@@ -78,6 +81,39 @@ def command(
         if debug:
             raise
         _fail(explain(error, config_name))
+
+
+# What a configuration file could make Hydra call, import, put into the environment or write to: it stays as it is.
+_NO_LOGGING = {"version": 1, "root": {"level": "ERROR"}, "disable_existing_loggers": True}
+_HYDRAS_POWERS: dict[str, Any] = {
+    "callbacks": {},
+    "job_logging": _NO_LOGGING,
+    "hydra_logging": _NO_LOGGING,
+    "job.env_set": {},
+    "job.env_copy": [],
+    "job.chdir": False,
+    "run.dir": ".",
+    "output_subdir": None,
+    "searchpath": [],
+}
+
+
+def _refuse_hydras_powers() -> None:
+    """Look at every configuration before Hydra acts on it: an experiment's file may be a stranger's, and is data."""
+    load = ConfigLoaderImpl.load_configuration
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @functools.wraps(load)
+    def checked(*args: Any, **kwargs: Any) -> DictConfig:
+        composed = load(*args, **kwargs)
+        for key, allowed in _HYDRAS_POWERS.items():
+            given = OmegaConf.select(composed.hydra, key)
+            if (OmegaConf.to_container(given) if OmegaConf.is_config(given) else given) != allowed:
+                raise UserError(f"hydra.{key} is set by a configuration file or an option, which must not: remove it")
+        return composed
+
+    ConfigLoaderImpl.load_configuration = checked  # type: ignore[method-assign]
 
 
 def _job_folder() -> str:

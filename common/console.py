@@ -24,7 +24,9 @@ def say_once(message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Print one warning line to standard error."""
+    """Print one warning line to standard error; of several processes, one warns."""
+    if console.quiet:
+        return
     errors.print(f"warning: {message}", markup=False, style="yellow")
 
 

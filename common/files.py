@@ -1,17 +1,67 @@
-"""Files that are whole or absent: atomic writes, checksums, JSON without surprises."""
+"""Files that are whole or absent: atomic writes, checksums, JSON without surprises.
 
+What is read may come from a stranger: a file is a regular file or refused, and JSON means one thing or is refused.
+"""
+
+import errno
 import hashlib
+import io
 import json
+import math
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from common.settings import UserError
 
+_LARGEST_JSON = 2**28
+_DEEPEST_JSON = 64
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Open a regular file to read bytes from it. A link, a pipe or a device in its place is refused, without a wait.
+
+    Raises:
+        UserError: it is something else than a regular file. The folders that it is in may be reached by links.
+        OSError: it is missing or cannot be opened.
+    """
+    try:  # a pipe that nobody writes to would make an open without O_NONBLOCK wait for ever
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+            raise _not_regular(path) from None
+        raise
+    except ValueError:  # there is a zero byte in it
+        raise UserError(f"{str(path)!r} cannot be the path of a file") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _not_regular(path)
+    return os.fdopen(handle, "rb")
+
+
+def _not_regular(path: Path) -> UserError:
+    return UserError(f"{path} is a link, a folder, a pipe or a device: put a regular file there")
+
+
+def file_size(path: Path) -> int | None:
+    """Bytes of a regular file, or None if there is no such file.
+
+    Raises:
+        UserError: it is something else than a regular file.
+    """
+    try:
+        found = path.lstat()
+    except (OSError, ValueError):  # no path has a zero byte in it
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise _not_regular(path)
+    return found.st_size
+
 
 def sha256_file(path: Path) -> str:
-    """Hex digest of a file's content."""
-    with open(path, "rb") as file:
+    """Hex digest of a file's content; errors as in `open_file`."""
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -28,7 +78,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace `path` by `content`, whole: readers and crashes see the old file or the new one, never a part."""
     data = content.encode() if isinstance(content, str) else content
     beside = path.with_name(path.name + ".tmp")
-    with open(beside, "wb") as file:
+    beside.unlink(missing_ok=True)
+    with open(beside, "xb") as file:  # a link of that name, put there by a stranger, would lead to another file
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -41,16 +92,68 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file.
+def read_json(path: Path, limit: int = _LARGEST_JSON) -> Any:
+    """Read a JSON file of at most `limit` bytes, as `parse_json` does.
 
     Raises:
-        UserError: it is missing, unreadable or not JSON.
+        UserError: it is missing, unreadable, too large or not such JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        with open_file(path) as file:
+            content = file.read(limit + 1) if os.fstat(file.fileno()).st_size <= limit else None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if content is None or len(content) > limit:
+        raise UserError(f"{path} is larger than {limit:,} bytes: it is damaged, or not what its name says")
+    try:
+        return parse_json(content)
+    except ValueError as error:
         raise UserError(f"cannot read {path}: {error}") from None
+
+
+def parse_json(content: bytes) -> Any:
+    """What UTF-8 JSON says, which must be one thing to every reader.
+
+    Raises:
+        ValueError: it is not JSON; it has a key twice, a number that is not finite, half of a surrogate pair, or more
+            levels than anyone needs.
+    """
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    _check_depth(value)
+    if b"\\u" in content:
+        json.dumps(value, ensure_ascii=False).encode()  # half a pair is no text, and cannot be printed
+    return value
+
+
+_TOO_DEEP = f"it is nested more than {_DEEPEST_JSON} levels deep"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for name, member in pairs:
+        if name in value:
+            raise ValueError(f"it has the key {name[:80]!r} twice")
+        value[name] = member
+    return value
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):  # NaN, Infinity; or 1e999, which Python takes for infinity
+        raise ValueError(f"it holds the number {number[:80]}, which is not finite")
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(_DEEPEST_JSON):
+        inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    if level:
+        raise ValueError(_TOO_DEEP)
 
 
 def make_directory(path: Path, key: str) -> Path:

@@ -2,13 +2,27 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class UserError(ValueError):
     """A mistake its user can mend. Commands print it as one line: what was given, what is allowed, what to do."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(_presentable(str(message)))
+
+
+_LONGEST_MESSAGE = 1200
+
+
+def _presentable(text: str) -> str:
+    """A message as a terminal may be given it: it can quote a file or a name of a stranger's."""
+    if len(text) > _LONGEST_MESSAGE:
+        text = f"{text[: _LONGEST_MESSAGE // 2]} ... {text[-_LONGEST_MESSAGE // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Settings(BaseModel):
@@ -87,10 +101,17 @@ def _fields_at(cls: Any, loc: tuple[int | str, ...]) -> list[str]:
     """Field names of the settings class that `loc` leads to from `cls`."""
     for part in loc:
         if isinstance(cls, type) and issubclass(cls, Settings):
-            cls = cls.model_fields[str(part)].annotation
-        else:  # a union: its member whose `name` is this tag
+            cls = _but_none(cls.model_fields[str(part)].annotation)
+        elif get_origin(cls) in (Union, UnionType):  # its member whose `name` is this tag
             cls = next(member for member in get_args(cls) if part in variant_names(member))
+        else:  # a list or a mapping: its values
+            cls = _but_none(get_args(cls)[-1])
     return list(cls.model_fields)
+
+
+def _but_none(cls: Any) -> Any:
+    members = [member for member in get_args(cls) if member is not NoneType]
+    return members[0] if get_origin(cls) in (Union, UnionType) and len(members) == 1 else cls
 
 
 def variant_names(cls: Any) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ run that was not. Once the manifest is there progress.json goes; then only clear
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import sqlite3
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from common.console import say
 from common.files import make_directory, sync_directory
+from common.lock import owned
 from common.settings import UserError
 from data.assembly import Assembly, Batches, Plan
 from data.dedup import DIGESTS
@@ -71,7 +71,8 @@ def build(plan: Plan, read: Callable[[Journal], Batches]) -> Manifest:
     started = time.monotonic()
     make_directory(plan.out_dir.resolve().parent, "out_dir")
     directory = make_directory(partial_dir(plan.out_dir), "out_dir")
-    with _locked(directory), _full_disk_explained(directory):
+    taken = f"{directory} is being written by another process: wait until it is done"
+    with owned(directory, taken), _full_disk_explained(directory):
         try:
             outcome = _finished(plan, directory) or _write(plan, directory, read)
         finally:
@@ -111,23 +112,6 @@ def _write(plan: Plan, directory: Path, read: Callable[[Journal], Batches]) -> _
     (directory / JOURNAL).unlink(missing_ok=True)
     sync_directory(directory)  # the database must not be gone before the journal is
     return _Outcome(manifest, assembly.first, _utf8_bytes(manifest.splits) - _utf8_bytes(journal.splits))
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Two processes that write the same dataset would ruin it."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise UserError(f"{directory} is being written by another process: wait until it is done") from None
-    except OSError:
-        pass  # a file system without locks
-    try:
-        yield
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from common.files import open_file
 from common.settings import UserError
 from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, check_sum
 
@@ -46,7 +47,7 @@ def read_documents(dataset_dir: Path, manifest: Manifest, split: SplitName) -> I
     """
     for shard in manifest.splits[split].shards:
         path, sha256, done = dataset_dir / shard.file, hashlib.sha256(), 0
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             for records in read_records(dataset_dir, manifest, shard):
                 for end, input_, number, set_ in records.tolist():
                     content = _read(file, (end - done) * manifest.dtype.itemsize, path)
@@ -64,7 +65,7 @@ def read_records(dataset_dir: Path, manifest: Manifest, shard: Shard) -> Iterato
         UserError: it is damaged. Its sum is known only at its end: what was read from it before may be wrong.
     """
     path, done = dataset_dir / shard.index_file, 0
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         sha256 = hashlib.sha256(_read(file, HEADER.size, path))
         for first in range(0, shard.documents, _RECORDS_AT_ONCE):
             count = min(_RECORDS_AT_ONCE, shard.documents - first)
@@ -109,7 +110,7 @@ def document_at(dataset_dir: Path, manifest: Manifest, split: SplitName, token: 
     else:
         raise IndexError(f"token {token} of {begin} in {split}")
     path = dataset_dir / shard.index_file
-    with open(path, "rb") as file:
+    with open_file(path) as file:
 
         def record(i: int) -> np.ndarray:
             file.seek(HEADER.size + i * RECORD.itemsize)

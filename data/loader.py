@@ -67,9 +67,10 @@ class EvalBatches:
 
         Where the last window is short, token_ids are filled with <|endoftext|> and targets with -1.
         """
-        token_ids = np.full((stop - start, self.seq_len), self.stream.eot_id, np.int64)
-        targets = np.full((stop - start, self.seq_len), IGNORED, np.int64)
-        for row in range(stop - start):
+        n_rows = max(0, stop - start)
+        token_ids = np.full((n_rows, self.seq_len), self.stream.eot_id, np.int64)
+        targets = np.full((n_rows, self.seq_len), IGNORED, np.int64)
+        for row in range(n_rows):
             begin = (start + row) * self.total // self.n_windows * self.seq_len
             tokens = self.stream.read(begin, min(begin + self.seq_len + 1, self.stream.n_tokens))
             token_ids[row, : tokens.size - 1] = tokens[:-1]

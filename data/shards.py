@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from common.files import read_json, write_json
+from common.files import file_size, open_file, read_json, write_json
 from common.settings import Settings, UserError, decode
 
 FORMAT_VERSION = 2
@@ -42,9 +42,11 @@ def _printable(name: str) -> str:
     return name
 
 
+_MOST = 2**48  # what is counted in a dataset; sums of it, and bytes, are then sure to be numbers that numpy has
+
 SplitName = Literal["train", "val"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=_MOST)]
 SetName = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
 
 
@@ -67,8 +69,8 @@ class Shard(Strict):
     """One file of token ids and the index of its documents."""
 
     file: str
-    tokens: Annotated[int, Field(ge=1)]
-    documents: Annotated[int, Field(ge=1)]
+    tokens: Annotated[int, Field(ge=1, le=_MOST)]
+    documents: Annotated[int, Field(ge=1, le=_MOST)]
     sha256: Sha256
     index_sha256: Sha256
 
@@ -93,7 +95,8 @@ class Split(Strict):
     def total(self) -> Counts:
         """All sets together."""
         sets = self.sets.values()
-        return Counts(**{name: sum(getattr(counts, name) for counts in sets) for name in Counts.model_fields})
+        sums = {name: sum(getattr(counts, name) for counts in sets) for name in Counts.model_fields}
+        return Counts.model_construct(**sums)  # of a stranger's manifest, before it is compared with the shards
 
 
 class TokenizerId(Strict):
@@ -202,7 +205,7 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
         UserError: it is missing, damaged, or of another format version.
     """
     path = dataset_dir / MANIFEST
-    if not path.is_file():
+    if file_size(path) is None:
         raise UserError(
             f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: "
             f"make it with python scripts/prepare_data.py data=... out_dir={dataset_dir}"
@@ -210,7 +213,8 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:
-        raise UserError(f"{path} has format version {version!r}, this program reads {FORMAT_VERSION}: prepare it again")
+        given = repr(version)[:40]
+        raise UserError(f"{path} has format version {given}, this program reads {FORMAT_VERSION}: prepare it again")
     try:
         return decode(Manifest, raw)
     except UserError as error:
@@ -242,7 +246,7 @@ def check_size(path: Path, expected: int) -> None:
     Raises:
         UserError: it is not.
     """
-    size = path.stat().st_size if path.is_file() else None
+    size = file_size(path)
     if size != expected:
         found = "is missing" if size is None else f"has {size} bytes"
         raise UserError(f"{path} {found}, the manifest says {expected} bytes: prepare the dataset again")
@@ -261,7 +265,7 @@ def check_sum(path: Path, found: str, expected: str) -> None:
 
 
 def _check_header(path: Path, expected: bytes) -> None:
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         found = file.read(HEADER.size)
     for field, here, there in zip(
         ("magic", "format version", "bytes of an id", "n_vocab", "reserved field"),

@@ -13,11 +13,12 @@ import numpy as np
 import tiktoken
 from pydantic import ConfigDict, Field
 
-from common.files import read_json, write_atomic
+from common.files import open_file, read_json, write_atomic
 from common.settings import Settings, UserError, decode
 
 END_OF_TEXT = "<|endoftext|>"
 FORMAT_VERSION = 1
+_LARGEST_FILE = 2**24  # fifteen times GPT-2's
 
 # Where a text is cut before byte pairs are merged. Fixed here by name: a file never brings its own regular expression.
 # GPT-2's is tiktoken's but for the first group: as a group without possessive signs (++) or lookahead it is matched by
@@ -169,9 +170,13 @@ def read_rank_file(path: Path) -> list[bytes]:
         UserError: the file, the line or the rank that is wrong.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        with open_file(path.resolve()) as file:
+            content = file.read(_LARGEST_FILE + 1)
     except OSError as error:
         raise UserError(f"tokenizer.path={path} cannot be read ({error.strerror}): give a .tiktoken file") from None
+    if len(content) > _LARGEST_FILE:
+        raise UserError(f"tokenizer.path={path} is larger than {_LARGEST_FILE:,} bytes: give a .tiktoken file")
+    lines = content.splitlines()
     tokens: dict[int, bytes] = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -201,14 +206,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
         UserError: the file is missing, damaged, or of another format version.
     """
     try:
-        saved = decode(_Saved, read_json(path))
+        saved = decode(_Saved, read_json(path, _LARGEST_FILE))
         if saved.format_version != FORMAT_VERSION:
             raise UserError(f"format version {saved.format_version}, this program reads {FORMAT_VERSION}")
         tokenizer = Tokenizer(saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks])
     except ValueError as error:  # a UserError, or not base64
         raise UserError(f"{path} is not a tokenizer: {error}") from None
     if tokenizer.sha256 != saved.sha256:
-        raise UserError(f"{path} is damaged: its ranks have sha256 {tokenizer.sha256}, it says {saved.sha256}")
+        raise UserError(f"{path} is damaged: its ranks have sha256 {tokenizer.sha256}, it says {saved.sha256[:64]!r}")
     return tokenizer
 
 
@@ -223,7 +228,7 @@ class _Saved(Settings):
 
 def _check_ranks(name: str, ranks: Sequence[bytes]) -> None:
     if name not in _SPLIT_PATTERNS:
-        raise UserError(f"tokenizer {name!r} does not exist: allowed: {', '.join(_SPLIT_PATTERNS)}")
+        raise UserError(f"tokenizer {name[:80]!r} does not exist: allowed: {', '.join(_SPLIT_PATTERNS)}")
     known = set(ranks)
     missing = [token for token in _SINGLE_BYTES if token not in known]
     if missing:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from common.settings import UserError
 from model.gpt import GPT, GPTState
 
 _PREFILL = 512  # tokens of a prompt that go through the model at once: bounds memory for prompts of any length
@@ -30,11 +31,16 @@ def generate(
         top_k: sample among this many most likely tokens.
         top_p: sample among the fewest tokens whose probabilities add up to this much.
         generator: source of randomness, on the CPU.
+
+    Raises:
+        UserError: the model's logits are not finite.
     """
     logits, state = prefill(gpt, prompt_ids)
     while True:
         # On the CPU, so that a seed gives the same text on any device that computes the same logits.
         probabilities = next_token_probabilities(logits[:, :n_vocab].cpu(), temperature, top_k, top_p)
+        if not probabilities.isfinite().all():
+            raise UserError("the model's output is not finite: its weights are damaged, or its training diverged")
         token_ids = torch.multinomial(probabilities, 1, generator=generator).to(prompt_ids.device)  # (B, 1)
         yield token_ids[:, 0]
         logits, state = _step(gpt, token_ids, state)

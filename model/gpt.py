@@ -1,5 +1,6 @@
 """The GPT: token embeddings, position, residual blocks, and the embeddings again as output layer."""
 
+import math
 from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
@@ -12,21 +13,27 @@ from model.layers import BlockConfig
 from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.position import PositionConfig
 
+_LARGEST_SIZE = 2**24
+
 
 class GPTConfig(Settings):
-    """The architecture. Attention, block and position are chosen apart from each other."""
+    """The architecture. Attention, block and position are chosen apart from each other.
 
-    n_vocab: int = Field(ge=1)
+    Sizes have bounds far above any use, such that a model of a stranger's configuration can be laid out on the meta
+    device: in seconds, and with no tensor of more elements than torch can count.
+    """
+
+    n_vocab: int = Field(ge=1, le=_LARGEST_SIZE)
     """Token ids there are, 0 to n_vocab - 1."""
-    pad_vocab: int = Field(1, ge=1)
+    pad_vocab: int = Field(1, ge=1, le=2**16)
     """The embedding gets the next multiple of this many rows: 64 keeps matrix products aligned on GPUs."""
-    n_layer: int = Field(ge=1)
+    n_layer: int = Field(ge=1, le=1024)
     """Residual blocks."""
-    n_head: int = Field(ge=1)
+    n_head: int = Field(ge=1, le=2**12)
     """Attention heads of a block."""
-    head_dim: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=1, le=2**16)
     """Features of a head; null: n_embd / n_head."""
-    n_embd: int = Field(ge=1)
+    n_embd: int = Field(ge=1, le=2**17)
     """Features of a token in the residual stream."""
     attention: AttentionConfig
     block: BlockConfig
@@ -34,6 +41,12 @@ class GPTConfig(Settings):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "GPTConfig":
+        for part in ("attention", "block", "position"):
+            for name, value in getattr(self, part):
+                if isinstance(value, int) and value > _LARGEST_SIZE:
+                    raise ValueError(f"{part}.{name} is too large: use at most {_LARGEST_SIZE:,}")
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ValueError(f"{part}.{name}={value} is not a finite number")
         if self.head_dim is None and self.n_embd % self.n_head:
             heads = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
             close = sorted(heads, key=lambda n: abs(n - self.n_head))[:2]

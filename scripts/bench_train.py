@@ -83,7 +83,8 @@ def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: in
     torch.manual_seed(0)
     gpt = GPT(decode(GPTConfig, composed["model"])).to(runtime.device, runtime.param_dtype)
     optimizer = decode(AdamWConfig, composed["optim"]).build(gpt)
-    loss_of = maybe_compile(SummedLoss(gpt), runtime_config, runtime.device)
+    loss_of = SummedLoss(gpt)
+    maybe_compile([loss_of], runtime_config, runtime.device)
     token_ids = torch.randint(gpt.config.n_vocab, (batch, seq_len + 1), device=runtime.device)
     seconds = []
     for _ in range(1 + steps):

@@ -51,7 +51,7 @@ def batches_of(args: argparse.Namespace, manifest: Manifest) -> TrainBatches:
     if args.run is not None:
         from trainer.checkpoint import open_checkpoint  # here, because torch takes its time
 
-        state = open_checkpoint(args.run).state
+        state = open_checkpoint(args.run, files=["state.json"]).state
         if state.dataset_fingerprint != manifest.fingerprint:
             raise UserError(f"{args.run} was trained on {state.dataset_dir}, not on {args.dataset_dir}: inspect that")
         seed, seq_len, batch_tokens, mixture = state.seed, state.seq_len, state.batch_tokens, state.data.mixture

@@ -3,26 +3,29 @@
 A checkpoint is a folder `step-00001000` with
 
     model.safetensors optimizer.safetensors    tensors by parameter name
+    random.safetensors                         the state of every process's random numbers
     state.json                                 what else the run must remember: TrainState
     tokenizer.json                             so that a checkpoint alone is enough to sample from
     manifest.json                              sha256 of each of the others, written last
 
-It is written under another name, synced, and renamed: whatever has a checkpoint's name is whole. `latest` and `best`
-beside the checkpoints are text files that hold a checkpoint's name.
+It is written under another name, synced, and renamed: a crash leaves nothing half-written under a checkpoint's name.
+What rots afterwards is found by its sums, and the checkpoint before it is taken. `latest` and `best` beside the
+checkpoints are text files that hold a checkpoint's name, for people; a run is resumed from the newest that is whole.
 """
 
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from common.console import say, warn
@@ -31,28 +34,51 @@ from common.settings import Settings, UserError, decode
 from data.mixture import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT, GPTConfig
+from trainer.guard import LossStatistics
+from trainer.tensor_file import Expected, read_tensors
 
-FORMAT_VERSION = 1
-_NAME = re.compile(r"step-\d{8,}")
-_FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
+FORMAT_VERSION = 2
+_NAME = re.compile(r"step-\d{8,18}")
+_TENSORS = ("model", "optimizer", "random")
+_FILES = (*(f"{name}.safetensors" for name in _TENSORS), "state.json", "tokenizer.json")
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""What a checkpoint holds besides TrainState: for each of "model", "optimizer" and "random", tensors by name."""
+
+
+class Damaged(UserError):
+    """A checkpoint that is not what was written: another one may still be whole."""
 
 
 class TrainState(Settings):
     """What a run must remember besides its tensors."""
 
     format_version: int = FORMAT_VERSION
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, lt=10**18)
     """Steps done."""
     best_val_loss: float | None = None
     """Lowest validation loss so far, nats per token."""
-    best_step: int | None = None
+    best_step: Annotated[int, Field(ge=0)] | None = None
     """The step that it was measured after, whose checkpoint is kept."""
-    run_id: str
+    passed_over: dict[Annotated[int, Field(ge=1)], str] = Field(default_factory=dict)
+    """Steps, counted from 1, whose batch must not change the weights, and why: the latest, and those to come."""
+    statistics: LossStatistics = LossStatistics()
+    """Of the losses so far, by which a spike is known."""
+    micro_batch: Annotated[int, Field(ge=1)] | None = None
+    """What runtime.micro_batch=auto chose."""
+    micro_batch_for: str = ""
+    """The device and the number of processes that it was chosen for."""
+    processes: Annotated[int, Field(ge=1, le=2**20)] = 1
+    """Processes that saved it, each with its own random numbers."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What they ran on."""
+    run_id: str = Field(pattern=r"^[\w-]{1,64}$")
     """Name of the run for trackers, kept when it is resumed."""
     model: GPTConfig
-    seed: int
-    seq_len: int
-    batch_tokens: int
+    seed: int = Field(ge=0, lt=2**63)
+    seq_len: int = Field(ge=1, le=2**24)
+    batch_tokens: int = Field(ge=1, le=2**48)
     data: DataConfig = DataConfig()
     dataset_dir: Path
     dataset_fingerprint: str
@@ -60,7 +86,7 @@ class TrainState(Settings):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk."""
+    """A checkpoint on disk, its files compared with their sums."""
 
     path: Path
     state: TrainState
@@ -71,18 +97,13 @@ class Checkpoint:
         path = self.path if len(self.path.parts) > 2 else self.path.absolute()
         return path.parent.parent if path.parent.name == "checkpoints" else path
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one of its files, "model" or "optimizer", on the CPU.
+    def tensors(self, name: str, expected: Expected) -> dict[str, Tensor]:
+        """The tensors of one of its files, "model", "optimizer" or "random", on the CPU.
 
         Raises:
-            UserError: the file is missing, or not what the manifest says.
+            UserError: the file does not hold exactly the tensors that are expected.
         """
-        file = self.path / f"{name}.safetensors"
-        _verify(self.path, file.name)
-        try:
-            return load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot read {file}: {error}") from None
+        return read_tensors(self.path / f"{name}.safetensors", expected)
 
     def leave(self, name: str, text: str) -> None:
         """Write a file for the run's owner, and say where; a run that is read-only is no reason to fail."""
@@ -101,80 +122,130 @@ def checkpoints_dir(run_dir: Path) -> Path:
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The run's checkpoint of the highest step, or None."""
+    """The run's checkpoint of the highest step, whole or not, or None."""
     return next(reversed(_all(run_dir)), None)
+
+
+def newest_whole(run_dir: Path, files: Collection[str] = _FILES) -> Path | None:
+    """The run's newest checkpoint whose `files` are as they were written, or None if it has no checkpoint at all.
+
+    Warns of those that are passed over.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole.
+    """
+    paths = _all(run_dir)
+    for path in reversed(paths):
+        try:
+            _verify(path, files)
+        except Damaged as error:
+            warn(f"{error}; the checkpoint before it is taken, if there is one")
+        else:
+            return path
+    if paths:
+        raise UserError(
+            f"none of the {len(paths)} checkpoints in {checkpoints_dir(run_dir)} is whole: restore one from a copy, "
+            "or use another run_dir; nothing was changed"
+        )
+    return None
 
 
 def _all(run_dir: Path) -> list[Path]:
     """The run's checkpoints, by step."""
     folder = checkpoints_dir(run_dir)
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    inside = folder.iterdir() if folder.is_dir() else ()
+    found = (path for path in inside if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
+    return sorted(found, key=step_of)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the newest checkpoint of a run directory, or the one at `path`: its folder, or `latest` or `best`.
+def step_of(path: Path) -> int:
+    """The step that a checkpoint was saved after, from its name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def open_checkpoint(path: str | Path, files: Collection[str] = _FILES) -> Checkpoint:
+    """Open a run directory's newest checkpoint whose `files` are whole, or the one at `path`, or of `latest` or `best`.
 
     Raises:
-        UserError: there is none, or its state is missing or not what its manifest says.
+        UserError: there is none, one of `files` is missing or not what its manifest says, or it is of another format.
     """
     path = Path(path)
     if path.is_file():
-        name = path.read_text(encoding="utf-8", errors="replace").strip()
+        name = _first_line(path)
         if not _NAME.fullmatch(name):
             raise UserError(f"checkpoint={path} does not name a checkpoint: give a run directory or a folder step-...")
         path = path.parent / name
-    elif not (path / "manifest.json").is_file():
-        found = newest(path)
+    elif not ((path / "manifest.json").is_file() or _NAME.fullmatch(path.name)):
+        found = newest_whole(path, files)
         if found is None:
             raise UserError(f"checkpoint={path} holds no checkpoint: give a run directory or a folder step-...")
-        path = found
-    _verify(path, "state.json")
+        return _opened(found)
+    _verify(path, files)
+    return _opened(path)
+
+
+def _first_line(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file.read(100).decode(errors="replace").strip()
+
+
+def _opened(path: Path) -> Checkpoint:
     state = read_json(path / "state.json")
-    if isinstance(state, dict) and state.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{path} has format version {state.get('format_version')}; this program reads {FORMAT_VERSION}")
-    return Checkpoint(path, decode(TrainState, state))
+    _check_version(path / "state.json", state)
+    try:
+        return Checkpoint(path, decode(TrainState, state))
+    except UserError as error:
+        raise UserError(f"{path / 'state.json'}: {error}") from None
 
 
 def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
-    """The model and the tokenizer of a run directory's newest checkpoint, or of the checkpoint at `path`."""
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    """The model and the tokenizer of a run directory's newest checkpoint, or of the checkpoint at `path`.
+
+    Raises:
+        UserError: there is none, a file is not what it must be, or the tokenizer has ids that the model does not.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else open_model(path)
     with torch.device("meta"):
         gpt = GPT(checkpoint.state.model)
-    load_weights(gpt, checkpoint, assign=True)
-    _verify(checkpoint.path, "tokenizer.json")
-    return gpt.requires_grad_(), load_tokenizer(checkpoint.path / "tokenizer.json")
+    expected: Expected = {name: (value.shape, _FLOATS) for name, value in gpt.state_dict().items()}
+    gpt.load_state_dict(checkpoint.tensors("model", expected), assign=True)
+    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
+    if tokenizer.n_vocab > gpt.config.n_vocab:
+        raise UserError(
+            f"{checkpoint.path} has a tokenizer of {tokenizer.n_vocab} ids for a model of {gpt.config.n_vocab}: "
+            "these do not belong together; use another checkpoint"
+        )
+    return gpt.requires_grad_(), tokenizer
 
 
-def load_weights(gpt: GPT, checkpoint: Checkpoint, assign: bool = False) -> None:
-    """Put the checkpoint's weights into a model of its architecture."""
-    try:
-        gpt.load_state_dict(checkpoint.tensors("model"), assign=assign)
-    except RuntimeError as error:
-        raise UserError(f"{checkpoint.path} does not hold this architecture's weights: {error}") from None
+def open_model(path: str | Path) -> Checkpoint:
+    """Open a checkpoint as `open_checkpoint` does, for its model alone: what only training needs is not looked at."""
+    return open_checkpoint(path, ("model.safetensors", "state.json", "tokenizer.json"))
 
 
-def save_checkpoint(
-    run_dir: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainState, tokenizer: Tokenizer
-) -> Path:
-    """Write a checkpoint; afterwards it is the newest, or, after a crash, the earlier ones are as they were."""
+def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer) -> Path:
+    """Write a checkpoint; afterwards it is the newest, or, after a crash or an error, earlier ones are as they were.
+
+    Args:
+        tensors: on the CPU, contiguous.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     folder = checkpoints_dir(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{state.step:08}"
     beside = path.with_name(path.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-
-    _write_synced(beside / "model.safetensors", lambda file: save_file(_contiguous(model), file))
-    _write_synced(beside / "optimizer.safetensors", lambda file: save_file(_contiguous(optimizer), file))
-    save_tokenizer(tokenizer, beside / "tokenizer.json")
-    write_json(beside / "state.json", state.model_dump(mode="json"))
-    sums = {name: sha256_file(beside / name) for name in _FILES}
-    write_json(beside / "manifest.json", {"format_version": FORMAT_VERSION, "sha256": sums})
-
-    if path.exists():  # a run that was resumed from before this step comes here again
-        _remove(path)
-    os.rename(beside, path)
+    _clear(beside)
+    try:
+        beside.mkdir()
+        _write(beside, tensors, state, tokenizer)
+        if path.exists():  # what rotted, and was passed over when the run was resumed from before it
+            _remove(path)
+        os.rename(beside, path)
+    except OSError:
+        _clear(beside)  # on a full disk, what there is of it is in the way
+        raise
     sync_directory(folder)
     write_atomic(folder / "latest", path.name + "\n")
     if state.best_step is not None:
@@ -182,44 +253,99 @@ def save_checkpoint(
     return path
 
 
-def retain(run_dir: Path, keep_last: int) -> None:
-    """Delete all checkpoints but the newest `keep_last` and the best, and what crashed saves left behind."""
-    folder = checkpoints_dir(run_dir)
-    best = folder / "best"
-    keep = {best.read_text(encoding="utf-8").strip()} if best.exists() else set()
-    for path in _all(run_dir)[:-keep_last]:
-        if path.name not in keep:
+def _write(folder: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer) -> None:
+    for name in _TENSORS:
+        file = folder / f"{name}.safetensors"
+        with _os_errors():
+            save_file(dict(tensors[name]), file)
+        _sync(file)
+    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    write_json(folder / "state.json", state.model_dump(mode="json"))
+    sums = {name: sha256_file(folder / name) for name in _FILES}
+    write_json(folder / "manifest.json", {"format_version": FORMAT_VERSION, "sha256": sums})
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raise what safetensors makes of a failing disk as what it is."""
+    try:
+        yield
+    except SafetensorError as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+
+
+def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | None) -> None:
+    """Delete all checkpoints but the newest `keep_last`, the best, and those of every keep_every-th step.
+
+    `state` is that of the checkpoint just saved. Later ones were passed over as damaged: they go, and so does what
+    crashed saves left behind.
+    """
+    paths = _all(run_dir)
+    upto = [path for path in paths if step_of(path) <= state.step]
+    keep = {*upto[-keep_last:], *(path for path in upto if keep_every and step_of(path) % keep_every == 0)}
+    for path in paths:
+        if path not in keep and step_of(path) != state.best_step:
             _remove(path)
-    for leftover in folder.glob("step-*.tmp"):
-        shutil.rmtree(leftover)
+    for leftover in checkpoints_dir(run_dir).glob("step-*.tmp"):
+        _clear(leftover)
+
+
+def _clear(path: Path) -> None:
+    """Make room for a folder. What is no folder goes too: a pipe there would make shutil.rmtree wait for ever."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint; a crash leaves it whole, or not under a checkpoint's name."""
     doomed = path.with_name(path.name + ".old.tmp")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _clear(doomed)
     os.rename(path, doomed)
     shutil.rmtree(doomed)
 
 
-def _verify(path: Path, name: str) -> None:
-    """Check one of a checkpoint's files against its manifest."""
-    manifest: Any = read_json(path / "manifest.json")
+def _verify(path: Path, files: Collection[str]) -> None:
+    """Compare some of a checkpoint's files with their sums.
+
+    Raises:
+        Damaged: one is missing or different, or the manifest is none of this format version.
+    """
+    sums = _sums(path)
+    for name in files:
+        try:
+            found = sha256_file(path / name)
+        except (OSError, UserError) as error:
+            raise Damaged(f"{path / name} is missing or damaged: {error}") from None
+        if found != sums[name]:
+            raise Damaged(f"{path / name} is missing or damaged: its sha256 is not the manifest's")
+
+
+def _sums(path: Path) -> dict[str, str]:
+    try:
+        manifest = read_json(path / "manifest.json")
+    except UserError as error:
+        raise Damaged(f"{path} is damaged: {error}") from None
     sums = manifest.get("sha256") if isinstance(manifest, dict) else None
-    if not isinstance(sums, dict) or set(sums) != set(_FILES):
-        raise UserError(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
-    if not (path / name).is_file() or sha256_file(path / name) != sums[name]:
-        raise UserError(
-            f"{path / name} is missing or damaged: its sha256 is not the manifest's; use another checkpoint "
-            f"(train.py continues from the one before if you delete {path})"
-        )
+    if not isinstance(sums, dict):
+        raise Damaged(f"{path / 'manifest.json'} is damaged: it lists no sums")
+    _check_version(path / "manifest.json", manifest)
+    if set(sums) != set(_FILES):
+        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
+    return sums
 
 
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-
-
-def _write_synced(path: Path, write: Callable[[Path], None]) -> None:
-    write(path)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+def _check_version(path: Path, raw: Any) -> None:
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version != FORMAT_VERSION:
+        raise Damaged(f"{path} has format version {str(version)[:40]}; this program reads {FORMAT_VERSION}")

@@ -21,6 +21,10 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints to keep, beside the best by validation loss."""
+    keep_every: int | None = Field(None, ge=1)
+    """Checkpoints of every so many steps are kept for good; null: none."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """When one cannot be written, on a full disk, say: stop, or train on and try again at the next."""
 
 
 class EvalConfig(Settings):
@@ -43,11 +47,11 @@ class TrainConfig(Settings):
     """auto: continue the run in run_dir, if there is one; never: refuse to touch it."""
     seed: int = Field(1, ge=0, lt=2**63)
     """Of the initial weights and of the order of the data."""
-    seq_len: int = Field(ge=1)
+    seq_len: int = Field(ge=1, le=2**24)
     """Tokens of a training sequence."""
-    batch_tokens: int = Field(ge=1)
+    batch_tokens: int = Field(ge=1, le=2**48)
     """Tokens of a step: the global batch, over all processes and micro-batches."""
-    max_steps: int = Field(ge=1)
+    max_steps: int = Field(ge=1, lt=10**18)
     """Length of the run, which the schedule spans."""
     stop_at: int | None = Field(None, ge=1)
     """Save and stop after this step, the schedule unchanged and nothing evaluated out of turn; null: at max_steps."""
@@ -72,12 +76,10 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "TrainConfig":
-        micro = self.runtime.micro_batch * self.seq_len
-        if self.batch_tokens % micro:
-            near = (self.batch_tokens // micro or 1) * micro
+        if self.batch_tokens % self.seq_len:
+            near = (self.batch_tokens // self.seq_len or 1) * self.seq_len
             raise ValueError(
-                f"batch_tokens={self.batch_tokens} is not divisible by runtime.micro_batch x seq_len = "
-                f"{self.runtime.micro_batch} x {self.seq_len}: use {near}, for example, or another micro_batch"
+                f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}: use {near}, for example"
             )
         if self.run_dir == Path():
             raise ValueError("run_dir is empty: give the folder of the run, such as run_dir=runs/demo")

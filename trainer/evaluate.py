@@ -12,10 +12,10 @@ from torch import Tensor
 
 from common.console import Track, say
 from common.settings import Settings, UserError
-from data.loader import EvalBatches
+from data.loader import IGNORED, EvalBatches
 from data.shards import TokenStream, read_manifest
 from model.gpt import GPT
-from trainer.checkpoint import load_model, open_checkpoint
+from trainer.checkpoint import load_model, open_model
 from trainer.distributed import World, join_world
 from trainer.runtime import DeviceConfig, Runtime, open_runtime
 
@@ -59,16 +59,21 @@ def evaluate(
     """
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # nats, tokens, bytes
     gpt.eval()
+    together = world.size * micro_batch
     with Track("evaluating", len(windows)) as track:
-        for start in range(world.rank * micro_batch, len(windows), world.size * micro_batch):
-            stop = min(start + micro_batch, len(windows))
-            token_ids, targets = (torch.from_numpy(x).to(world.device) for x in windows.rows(start, stop))
+        for first in range(0, len(windows), together):
+            world.at(f"evaluating window {first}")
+            start = first + world.rank * micro_batch
+            token_ids, targets = map(torch.from_numpy, windows.rows(start, min(start + micro_batch, len(windows))))
+            if not len(targets):  # the others still have some, and of a model that is shared all must do every pass
+                token_ids, targets = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED)
+            token_ids, targets = token_ids.to(world.device), targets.to(world.device)
             with runtime.autocast():
                 losses = gpt.token_losses(token_ids, targets)
             counted = targets >= 0
             n_bytes = byte_lengths[targets.clamp(min=0)].where(counted, 0)
             sums += torch.stack([losses.sum(dtype=torch.float64), counted.sum(), n_bytes.sum()])
-            track.advance((stop - start) * world.size)
+            track.advance(min(together, len(windows) - first))
     gpt.train()
     nats, tokens, n_bytes = world.sum(sums).tolist()
     return Loss(nats, int(tokens), int(n_bytes))
@@ -95,7 +100,7 @@ class EvaluateConfig(Settings):
 def run_evaluation(config: EvaluateConfig) -> None:
     """Evaluate a checkpoint, print the result, and write it to eval.json in the run directory."""
     runtime = open_runtime(config.runtime)
-    checkpoint = open_checkpoint(config.checkpoint)
+    checkpoint = open_model(config.checkpoint)
     gpt, tokenizer = load_model(checkpoint)
     dataset_dir = config.dataset_dir or checkpoint.state.dataset_dir
     manifest = read_manifest(dataset_dir)

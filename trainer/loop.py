@@ -4,12 +4,13 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.console import Track, say
+from common.console import Track, say, warn
 from common.files import make_directory
 from common.settings import UserError
 from data.loader import EvalBatches, TrainBatches
@@ -18,108 +19,200 @@ from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
-from trainer.checkpoint import retain, save_checkpoint
 from trainer.config import TrainConfig
 from trainer.distributed import World, join_world
 from trainer.evaluate import evaluate
+from trainer.exits import AGAIN
+from trainer.guard import bad_steps_before, evidence_path, keep_evidence, why_bad
 from trainer.metrics import MetricsLog, Tracker, read_metrics
+from trainer.micro_batch import choose_micro_batch, out_of_memory
 from trainer.optim import named_state, set_lr
 from trainer.plot import draw_losses
-from trainer.resume import resume, write_config
-from trainer.runtime import Runtime, maybe_compile, open_runtime, peak_flops
+from trainer.randomness import RANDOM, random_state, seed_process
+from trainer.resume import find_checkpoint, new_state, own_run, restore, write_config
+from trainer.runtime import Runtime, device_name, maybe_compile, open_runtime, peak_flops
+from trainer.saving import Saver
+from trainer.signals import StopSignals
 
 Share = list[tuple[Tensor, Tensor]]
 """A process's micro-batches of a step: token_ids and targets, int64 (micro_batch, seq_len), on the CPU."""
 
 
 def fit(config: TrainConfig) -> None:
-    """Train, or go on training, until config.last_step; everything worth keeping is in config.run_dir."""
+    """Train, or go on training, until config.last_step; everything worth keeping is in config.run_dir.
+
+    Raises:
+        UserError: something that its user can mend; nothing that was saved is lost.
+        SystemExit: the run was asked to stop, or lost a process: the same command goes on with it (exits.AGAIN).
+    """
     runtime = open_runtime(config.runtime)
     make_directory(config.run_dir, "run_dir")
-    with join_world(runtime.device) as world:
+    with (
+        StopSignals() as signals,
+        join_world(runtime.device, config.runtime.hang_seconds) as world,
+        own_run(config.run_dir) if world.is_main else contextlib.nullcontext(),
+    ):
         runtime.announce()
-        _train(Run(config, runtime, world), config)
+        _train(Run(config, runtime, world, signals), config)
 
 
 def _train(run: "Run", config: TrainConfig) -> None:
     if run.step >= config.last_step:
         say(f"{config.run_dir} is already at step {run.step} of {config.last_step}: nothing to train")
         return
-    with (
-        run.open_files(),
-        run.reading_ahead(),
-        Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens) as track,
-    ):
-        while run.step < config.last_step:
-            line = run.train_step()
-            track.advance(config.batch_tokens, f"tokens, loss {line['loss']:.3f}")
-            if run.due(config.tracker.every):
-                run.write(line | run.speed())
-            improved = run.due(config.eval.every) and run.evaluate()
-            if improved or run.due(config.checkpoint.every) or run.step == config.last_step:
-                run.save()
+    with run.open_files():
+        if config.runtime.on_nonfinite == "rollback" and run.step == 0:
+            run.save()  # something to go back to
+        while not run.ended:
+            try:
+                _train_on(run, config)
+            except RollBack as bad:
+                run.roll_back(bad)
         run.draw()
+    if run.step < config.last_step:
+        say(f"{run.stopped_by}: step {run.step} of {config.max_steps} is saved, and the same command goes on from it")
+        raise SystemExit(AGAIN)
     run_dir = config.run_dir
     say(f"step {run.step} of {config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
+
+
+def _train_on(run: "Run", config: TrainConfig) -> None:
+    """Steps up to the end of the run, or until a signal stops it; the last one is saved."""
+    track = Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens)
+    with run.reading_ahead(), track:
+        while not run.ended:
+            line = run.train_step()
+            track.advance(config.batch_tokens, f"tokens, loss {line['loss']:.3f}" if "loss" in line else "")
+            if "event" in line:
+                run.write(line)
+            elif run.due(config.tracker.every):
+                run.write(line | run.speed())
+            improved = run.due(config.eval.every) and run.evaluate()
+            if improved or run.due(config.checkpoint.every) or run.ended:
+                run.save()
+
+
+class RollBack(Exception):
+    """A step has gone wrong, and the run goes back to its last checkpoint."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(f"step {step}: {reason}")
+        self.step, self.reason = step, reason
 
 
 class Run:
     """A run in progress: model, optimizer, data, and the files in its directory."""
 
-    def __init__(self, config: TrainConfig, runtime: Runtime, world: World) -> None:
+    def __init__(self, config: TrainConfig, runtime: Runtime, world: World, signals: StopSignals | None = None) -> None:
         self.config, self.runtime, self.world = config, runtime, world
-        manifest = read_manifest(config.dataset_dir)
+        self.signals = signals or StopSignals()
+        self.stopped_by: str | None = None
+        """The signal that some process has got, once all know of it."""
+        self.manifest = read_manifest(config.dataset_dir)
         self.tokenizer = load_tokenizer(config.dataset_dir / TOKENIZER)
-        _check_vocabulary(config, manifest, self.tokenizer)
+        _check_vocabulary(config, self.manifest, self.tokenizer)
         _check_split(config, world)
-        train, val = (TokenStream(config.dataset_dir, manifest, split) for split in ("train", "val"))
+        train, val = (TokenStream(config.dataset_dir, self.manifest, split) for split in ("train", "val"))
         self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
         if config.data.mixture is not None:
             self.batches.mixture = open_mixture(
-                config.dataset_dir, manifest, config.data.mixture, config.seq_len, config.seed
+                config.dataset_dir, self.manifest, config.data.mixture, config.seq_len, config.seed
             )
             say(f"sequences are drawn from {self.batches.mixture}")
         self._ahead: Prefetch[Share] | None = None
         n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
         self.windows = EvalBatches(val, config.seq_len, n_windows)
         self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)
-
-        torch.manual_seed(config.seed)
-        self.gpt = GPT(config.model).to(world.device, runtime.param_dtype)
-        self.optimizer = config.optim.build(self.gpt)
-        self.state = resume(config, manifest, self.gpt, self.optimizer)
-        self.summed_loss = world.wrap(maybe_compile(SummedLoss(self.gpt), config.runtime, world.device))
+        self._begin()
         self._since: tuple[int, float] = (0, 0.0)  # tokens and seconds of training since the last line
+
+    def _begin(self) -> None:
+        """Build the model as the seed makes it, on all devices, and put in what the run's newest checkpoint holds."""
+        config, world = self.config, self.world
+        checkpoint = find_checkpoint(config, world)
+        torch.manual_seed(config.seed)
+        self.gpt = GPT(config.model).to(self.runtime.param_dtype)
+        seed_process(f"{config.seed} 0 {world.rank}")
+        summed_loss = SummedLoss(self.gpt)
+        whole: list[nn.Module] = [summed_loss]
+        maybe_compile(self.gpt.blocks if config.runtime.strategy == "fsdp" else whole, config.runtime, world.device)
+        self.summed_loss = world.wrap(summed_loss, config.runtime.strategy)
+        self.optimizer = config.optim.build(self.gpt)
+        self.state = new_state(config, self.manifest)
+        if checkpoint is not None:
+            self.state = restore(checkpoint, self.state, self.gpt, self.optimizer, world)
+            say(f"resuming {config.run_dir} after step {self.step}")
+        self.micro_batch = self._choose_micro_batch()
+
+    def _choose_micro_batch(self) -> int:
+        """What the configuration says, or the largest that fits; chosen once, for rounding depends on it."""
+        wanted, world = self.config.runtime.micro_batch, self.world
+        if wanted != "auto":
+            return wanted
+        place = f"{world.size} x {device_name(world.device).strip(',')}"
+        if self.state.micro_batch is None or self.state.micro_batch_for != place:
+            most = -(-self.config.batch_size // world.size)
+            size = choose_micro_batch(self.summed_loss, self.optimizer, most, self.config.seq_len, self.runtime, world)
+            self.state = self.state.model_copy(update={"micro_batch": size, "micro_batch_for": place})
+        else:
+            say(f"runtime.micro_batch=auto: {self.state.micro_batch}, as chosen when this run began on {place}")
+        assert self.state.micro_batch is not None
+        return self.state.micro_batch
 
     @property
     def step(self) -> int:
         """Steps done."""
         return self.state.step
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to do, or all processes know that one was asked to stop."""
+        return self.step >= self.config.last_step or self.stopped_by is not None
+
     def due(self, every: int) -> bool:
         """Whether something that happens every so many steps, and at the end of the schedule, happens now."""
         return self.step % every == 0 or self.step == self.config.max_steps
 
     def train_step(self) -> dict[str, Any]:
-        """One optimizer step on the next global batch; returns its line for metrics.jsonl."""
+        """One optimizer step on the next global batch; returns its line for metrics.jsonl.
+
+        Raises:
+            RollBack: it went wrong, and runtime.on_nonfinite=rollback.
+            UserError: it went wrong in another way, or once too often; weights and optimizer are as they were.
+        """
+        if self.world.is_main and self._ahead is not None:
+            self.saver.check()
         started = time.perf_counter()
+        try:
+            line = self._pass_over() or self._step()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                f"out of memory in step {self.step + 1} with micro-batches of {self.micro_batch} sequences: "
+                "give a lower runtime.micro_batch"
+            ) from error
+        tokens, seconds = self._since
+        self._since = (tokens + self.config.batch_tokens, seconds + time.perf_counter() - started)
+        return line
+
+    def _step(self) -> dict[str, Any]:
         config = self.config
         lr = config.optim.max_lr * config.schedule.factor(self.step, config.max_steps)
         set_lr(self.optimizer, lr)
         loss = self._accumulate_gradients().item()
-        grad_norm = nn.utils.clip_grad_norm_(self.gpt.parameters(), config.optim.grad_clip or math.inf).item()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise UserError(
-                f"step {self.step + 1}: loss is {loss} and the gradient's norm {grad_norm}; the weights are "
-                f"as they were: lower optim.max_lr={config.optim.max_lr:g}, and start again"
-            )
+        self._at("optimizer")
+        params = list(self.gpt.parameters())
+        norm = self.world.full(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
+        reason = why_bad(loss, norm.item(), self.state.statistics, config.runtime.spike_sigmas)
+        if reason is not None:
+            return self._bad_step(reason, {"loss": str(loss), "grad_norm": str(norm.item()), "lr": lr})
+        nn.utils.clip_grads_with_norm_(params, config.optim.grad_clip or math.inf, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.state = self.state.model_copy(update={"step": self.step + 1})
-        tokens, seconds = self._since
-        self._since = (tokens + config.batch_tokens, seconds + time.perf_counter() - started)
+        self._count({"statistics": self.state.statistics.after(loss)} if config.runtime.spike_sigmas else {})
         tokens = self.step * config.batch_tokens
-        return {"step": self.step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
+        return {"step": self.step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": norm.item()}
 
     def _accumulate_gradients(self) -> Tensor:
         """Backward passes over this process's share of the batch; returns the loss of the global batch.
@@ -128,27 +221,121 @@ class Run:
         processes and micro-batches: each micro-batch's sum is divided by the global count.
         """
         world = self.world
+        self._at("data")
         micro_batches = self.share(self.step) if self._ahead is None else next(self._ahead)
         counts = [float((targets >= 0).sum()) for _, targets in micro_batches]
         valid = world.sum(torch.tensor(sum(counts), dtype=torch.float64, device=world.device))
         total = torch.zeros_like(valid)
         for i, micro_batch in enumerate(micro_batches, start=1):
+            self._at(f"forward {i}")
             x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
             with world.sync_gradients(self.summed_loss, now=i == len(micro_batches)):
                 with self.runtime.autocast():
                     loss = self.summed_loss(x, y)
+                self._at(f"backward {i}")
                 (loss * (world.size / valid)).backward()  # DDP averages over processes: hence times their number
             total += loss.detach()
-        return world.sum(total) / valid
+        self._at("loss")
+        self._own_loss = total
+        # What stops one process must stop all of them after the same step: that it was asked to travels with the loss.
+        asked = total.new_tensor(float(self.signals.received is not None))
+        total, asked = world.sum(torch.stack([total, asked]))
+        self._heed(asked)
+        return total / valid
+
+    def _heed(self, asked: Tensor) -> None:
+        """Stop after this step if any process was asked to."""
+        if asked > 0:
+            own = self.signals.received
+            self.stopped_by = "another process was asked to stop" if own is None else f"stopped by {own.name}"
+
+    def _bad_step(self, reason: str, found: dict[str, Any]) -> dict[str, Any]:
+        """Do with a step that must not change the weights what runtime.on_nonfinite says."""
+        config, step = self.config, self.step + 1
+        path = self._keep_evidence(step, {"reason": reason, **found})
+        self.optimizer.zero_grad()
+        in_a_row = bad_steps_before(step, self.state.passed_over) + 1
+        policy = config.runtime.on_nonfinite
+        if policy == "halt" or in_a_row > config.runtime.max_bad_steps:
+            often = "" if policy == "halt" else f", after {in_a_row - 1} bad steps in a row"
+            raise UserError(
+                f"step {step}: {reason}{often}; the weights are as they were before it, and {path} says what it read: "
+                f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
+            )
+        if policy == "rollback":
+            raise RollBack(step, reason)
+        warn(f"step {step} is passed over: {reason}; {path} says what it read")
+        self.state = self.state.model_copy(update={"passed_over": {**self.state.passed_over, step: reason}})
+        return self._passed_over(reason)
+
+    def _pass_over(self) -> dict[str, Any] | None:
+        """The next step's line, if its batch is one that went wrong before the run went back; it is not read again."""
+        reason = self.state.passed_over.get(self.step + 1)
+        if reason is None:
+            return None
+        if self._ahead is not None:
+            next(self._ahead)
+        asked = torch.tensor(float(self.signals.received is not None), device=self.world.device)
+        self._heed(self.world.sum(asked))
+        return self._passed_over(reason)
+
+    def _passed_over(self, reason: str) -> dict[str, Any]:
+        self._count({})
+        tokens = self.step * self.config.batch_tokens
+        return {"step": self.step, "tokens": tokens, "event": "skipped", "reason": reason}
+
+    def _count(self, update: dict[str, Any]) -> None:
+        """One more step is done; bad ones that are too long ago to be counted with later ones are forgotten."""
+        step = self.step + 1
+        first = step - self.config.runtime.max_bad_steps
+        passed_over = {bad: why for bad, why in self.state.passed_over.items() if bad >= first}
+        self.state = self.state.model_copy(update={"step": step, "passed_over": passed_over, **update})
+
+    def _keep_evidence(self, step: int, found: dict[str, Any]) -> Path:
+        world, config = self.world, self.config
+        losses = world.gather(self._own_loss)
+        bad_gradients = [
+            name
+            for name, p in self.gpt.named_parameters()
+            if p.grad is not None and not world.full(p.grad).isfinite().all()
+        ]
+        found["processes"] = [
+            {"sequences": sequences_of(rank, world.size, config.batch_size), "sum_of_losses": str(loss.item())}
+            for rank, loss in enumerate(losses)
+        ]
+        found["gradients_not_finite"] = bad_gradients
+        path = evidence_path(config.run_dir, step)
+        if world.is_main:
+            keep_evidence(path, config.dataset_dir, self.manifest, self.batches, step, found)
+        return path
+
+    def roll_back(self, bad: RollBack) -> None:
+        """Go back to the newest checkpoint, and remember to pass over the step that went wrong."""
+        if self.world.is_main:
+            self.saver.wait()
+        self.world.wait_for_all()
+        path = find_checkpoint(self.config, self.world)
+        assert path is not None  # one is saved before the first step
+        later = self.state
+        restored = restore(path, new_state(self.config, self.manifest), self.gpt, self.optimizer, self.world)
+        passed_over = {**later.passed_over, bad.step: bad.reason}
+        self.state = restored.model_copy(update={"passed_over": passed_over})
+        self._since = (0, 0.0)
+        if self.world.is_main:
+            self.log.truncate(self.step)
+        warn(f"{bad}; back to step {self.step}, and that step will be passed over")
+
+    def _at(self, place: str) -> None:
+        self.world.at(f"step {self.step + 1}: {place}")
 
     def share(self, step: int) -> Share:
         """This process's part of global batch `step`; in pinned memory, where a GPU will fetch it."""
-        count = self.config.batch_size // self.world.size
-        first = self.world.rank * count
-        parts = [torch.from_numpy(ids) for ids in self.batches.batch(step, first, first + count)]
+        first, stop = sequences_of(self.world.rank, self.world.size, self.config.batch_size)
+        parts = [torch.from_numpy(ids) for ids in self.batches.batch(step, first, stop)]
         if self.world.device.type == "cuda":
             parts = [ids.contiguous().pin_memory() for ids in parts]  # others are copied before they are fetched
-        token_ids, targets = (ids.split(self.config.runtime.micro_batch) for ids in parts)
+        pieces = -(-(stop - first) // self.micro_batch)
+        token_ids, targets = (ids.split(-(-(stop - first) // pieces)) for ids in parts)
         return list(zip(token_ids, targets, strict=True))
 
     @contextlib.contextmanager
@@ -171,9 +358,7 @@ class Run:
 
     def evaluate(self) -> bool:
         """Measure the validation loss, write it down, redraw loss.png; True if it is the lowest so far."""
-        loss = evaluate(
-            self.gpt, self.windows, self.byte_lengths, self.config.runtime.micro_batch, self.runtime, self.world
-        )
+        loss = evaluate(self.gpt, self.windows, self.byte_lengths, self.micro_batch, self.runtime, self.world)
         if not math.isfinite(loss.nats):
             raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
         tokens = self.step * self.config.batch_tokens
@@ -200,35 +385,54 @@ class Run:
             self.tracker.log(line)
 
     def save(self) -> None:
-        """Write a checkpoint, and delete those that are not to be kept."""
-        if self.world.is_main:
-            self.log.sync()
-            tensors = named_state(self.gpt, self.optimizer)
-            save_checkpoint(self.config.run_dir, self.gpt.state_dict(), tensors, self.state, self.tokenizer)
-            retain(self.config.run_dir, self.config.checkpoint.keep_last)
-        self.world.wait_for_all()
+        """Have a checkpoint written, and those deleted that are not to be kept."""
+        self._at("save")
+        world = self.world
+        states = world.gather(random_state(world.device).to(world.device))
+        parts = [
+            ("model", self._whole(self.gpt.state_dict())),
+            ("optimizer", self._whole(named_state(self.gpt, self.optimizer))),
+            ("random", iter([(RANDOM, torch.stack(states))])),
+        ]
+        if world.is_main:
+            where = {"processes": world.size, "device": world.device.type}
+            self.saver.save(parts, self.state.model_copy(update=where))
+        elif self.config.runtime.strategy == "fsdp":  # the main process collects what all have parts of
+            for _, tensors in parts:
+                for _ in tensors:
+                    pass
+
+    def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.world.full(value)) for name, value in tensors.items())
 
     @contextlib.contextmanager
     def open_files(self) -> Iterator[None]:
-        """Write down what is run, and where; keep metrics and tracker open as long as the context."""
+        """Write down what is run, and where; keep metrics, tracker and saver as long as the context."""
         config, run_dir = self.config, self.config.run_dir
         self.world.wait_for_all()  # every process has read what the main one is about to change
         if not self.world.is_main:
             yield
             return
         dumped = config.model_dump(mode="json")
-        write_config(run_dir / "config.json", dumped, self.world, resumed=self.step > 0)
+        write_config(run_dir / "config.json", dumped, self.world, self.micro_batch, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
+        self.saver = Saver(run_dir, self.tokenizer, config.checkpoint, self.log)
         say(
             f"{self.gpt.n_params():,} parameters, {config.batch_size} x {config.seq_len} tokens a step, "
             f"{config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens"
         )
         try:
             yield
-        finally:
+            self.saver.finish()
+        except BaseException:
+            self.saver.wait()
             self.tracker.finish()
-            self.log.close()
+            with contextlib.suppress(OSError):  # it was warned of, and what is being raised says more
+                self.log.close()
+            raise
+        self.tracker.finish()
+        self.log.close()
 
 
 class SummedLoss(nn.Module):
@@ -256,9 +460,18 @@ def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokeni
 
 
 def _check_split(config: TrainConfig, world: World) -> None:
-    together = config.runtime.micro_batch * world.size
-    if config.batch_size % together:
+    if config.batch_size < world.size:
+        raise UserError(
+            f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences, fewer than {world.size} processes: "
+            "start fewer, or raise batch_tokens"
+        )
+    if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
         raise UserError(
             f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences, not divisible among {world.size} "
-            f"processes x runtime.micro_batch={config.runtime.micro_batch}: change one of the three"
+            "processes, as runtime.strategy=fsdp needs: change one of them, or use runtime.strategy=ddp"
         )
+
+
+def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:
+    """Which sequences [first, stop) of every global batch are those of process `rank` of `size`."""
+    return rank * batch_size // size, (rank + 1) * batch_size // size

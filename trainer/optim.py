@@ -33,7 +33,11 @@ class AdamWConfig(Settings):
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=self.eps, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=self.eps, fused=True)
+        for p in params:  # as it would itself before its first step: what is there can be saved, loaded and measured
+            step = torch.zeros((), dtype=torch.float32, device=p.device)
+            optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        return optimizer
 
 
 OptimConfig = AdamWConfig
@@ -49,14 +53,3 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     """The optimizer's tensors by parameter name: "blocks.0.norm.weight/exp_avg"."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {f"{names[p]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
-
-
-def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Undo `named_state`, whatever the order of the optimizer's groups."""
-    names = {p: name for name, p in model.named_parameters()}
-    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        name, entry = key.rsplit("/", 1)
-        state.setdefault(order.index(name), {})[entry] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

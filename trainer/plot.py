@@ -1,14 +1,22 @@
 """The picture of a run: loss.png."""
 
-import os
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from common.console import warn
+from common.files import write_atomic
+
 
 def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw training and validation loss over tokens from the lines of metrics.jsonl; replaces `path` whole."""
+    """Draw training and validation loss over tokens from the lines of metrics.jsonl; replaces `path` whole.
+
+    Events are not drawn. A picture that cannot be written is a warning: it can be drawn again, training is not.
+    """
+    lines = [line for line in lines if "event" not in line]
     train = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
     val = [(line["tokens"], line["val_loss"]) for line in lines if "val_loss" in line]
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -25,10 +33,16 @@ def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.set_title(title)
     axes.xaxis.set_major_formatter(_short)
     axes.grid(alpha=0.3)
-    axes.legend()
-    beside = path.with_name(path.name + ".tmp")
-    figure.savefig(beside, format="png", dpi=120)
-    os.replace(beside, path)
+    if train or val:
+        axes.legend()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    try:
+        write_atomic(path, buffer.getvalue())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.with_name(path.name + ".tmp").unlink()
+        warn(f"{path} is not drawn anew ({error.strerror or error})")
 
 
 def _running_mean(points: list[tuple[int, float]], share: float = 0.02) -> list[tuple[int, float]]:

@@ -1,8 +1,10 @@
 """Where a run begins: at its newest checkpoint, or anew; and what is on record about it."""
 
+import os
 import platform
 import secrets
 import subprocess
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +12,24 @@ import torch
 
 from common.console import say, warn
 from common.files import read_json, write_json
+from common.lock import owned
 from common.settings import UserError, differences
 from data.shards import Manifest
 from model.gpt import GPT
-from trainer.checkpoint import TrainState, load_weights, newest, open_checkpoint
+from trainer.checkpoint import TrainState, newest_whole, open_checkpoint, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.optim import load_named_state
+from trainer.optim import named_state
+from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import device_name
 
 # What a run keeps as long as it lives: another value would give it other weights or other batches.
 _KEPT = {"model", "seed", "seq_len", "batch_tokens", "data"}
 
 
-def resume(config: TrainConfig, manifest: Manifest, gpt: GPT, optimizer: torch.optim.Optimizer) -> TrainState:
-    """The state of the run's newest checkpoint, its tensors put into model and optimizer; or the state of a new run.
-
-    Raises:
-        UserError: the run must not be touched (resume=never), or was begun with another model or other data.
-    """
-    fresh = TrainState(
+def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
+    """The state of a run before its first step."""
+    return TrainState(
         step=0,
         run_id=secrets.token_hex(4),
         model=config.model,
@@ -40,19 +40,53 @@ def resume(config: TrainConfig, manifest: Manifest, gpt: GPT, optimizer: torch.o
         dataset_dir=config.dataset_dir.absolute(),
         dataset_fingerprint=manifest.fingerprint,
     )
-    path = newest(config.run_dir)
-    if path is None:
-        return fresh
-    if config.resume == "never":
+
+
+def find_checkpoint(config: TrainConfig, world: World) -> Path | None:
+    """The checkpoint that the run goes on from, the same in all processes; None if it is new.
+
+    Raises:
+        UserError: the run must not be touched (resume=never), none of its checkpoints is whole, or the processes do
+            not see the same ones.
+    """
+    path = newest_whole(config.run_dir)
+    if path is not None and config.resume == "never":
         raise UserError(
             f"run_dir={config.run_dir} holds a run, and resume=never: choose another run_dir, or resume=auto"
         )
-    checkpoint = open_checkpoint(path)
-    _check_same_run(path, checkpoint.state, fresh)
-    load_weights(gpt, checkpoint)
-    load_named_state(gpt, optimizer, checkpoint.tensors("optimizer"))
-    say(f"resuming {config.run_dir} after step {checkpoint.state.step}")
-    return checkpoint.state.model_copy(update={"dataset_dir": fresh.dataset_dir})
+    seen = world.gather(torch.tensor([-1 if path is None else step_of(path)], device=world.device))
+    if len({int(step) for step in seen}) > 1:
+        raise UserError(
+            f"the processes see different checkpoints in run_dir={config.run_dir} (steps "
+            f"{', '.join(str(int(step)) for step in seen)}): put it on a file system that all machines share"
+        )
+    return path
+
+
+def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Optimizer, world: World) -> TrainState:
+    """Put a checkpoint's tensors into model, optimizer and random numbers; returns its state.
+
+    Args:
+        path: a checkpoint whose files are whole.
+        fresh: the run's state as it would begin.
+
+    Raises:
+        UserError: the checkpoint is of a run with another model or other data.
+    """
+    checkpoint = open_checkpoint(path, files=())
+    state = checkpoint.state
+    _check_same_run(path, state, fresh)
+    for name, tensors in (("model", gpt.state_dict()), ("optimizer", named_state(gpt, optimizer))):
+        stored = checkpoint.tensors(name, {key: (value.shape, (value.dtype,)) for key, value in tensors.items()})
+        with torch.no_grad():
+            for key, value in tensors.items():
+                value.copy_(world.like(stored[key], value))
+    saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))
+    if (state.processes, state.device) == (world.size, world.device.type):
+        set_random_state(saved_states[RANDOM][world.rank], world.device)
+    else:  # as many generators as there are now, that none of those before was like
+        seed_process(f"{state.seed} {state.step} {world.rank}")
+    return state.model_copy(update={"dataset_dir": fresh.dataset_dir})
 
 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
@@ -67,7 +101,25 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
         raise UserError(f"{path} is of another run: {listed}; use those settings, or another run_dir")
 
 
-def write_config(path: Path, config: dict[str, Any], world: World, resumed: bool) -> None:
+def own_run(run_dir: Path) -> AbstractContextManager[None]:
+    """Keep other processes from training in run_dir as long as the context.
+
+    Raises:
+        UserError: one does already; a lock that a dead process left behind is no obstacle.
+    """
+    path = run_dir / "config.json"
+    try:
+        environment = read_json(path)["environment"]
+        holder = f"process {environment['pid']} on {environment['host']}"
+    except (UserError, KeyError, TypeError):  # it has not come to writing that
+        holder = "another process"
+    return owned(
+        run_dir / "run.lock",
+        f"run_dir={run_dir} is being trained in by {holder}: wait until it is done, stop it, or use another run_dir",
+    )
+
+
+def write_config(path: Path, config: dict[str, Any], world: World, micro_batch: int, resumed: bool) -> None:
     """Write config.json: the configuration as run, and the environment. Says what a resumed run has changed."""
     try:
         before = read_json(path)["config"] if resumed else config
@@ -76,7 +128,7 @@ def write_config(path: Path, config: dict[str, Any], world: World, resumed: bool
         before = config
     for key, (old, new) in differences(before, config).items():
         say(f"changed since this run was last started: {key}={new} (before: {old})")
-    write_json(path, {"config": config, "environment": _environment(world)})
+    write_json(path, {"config": config, "environment": _environment(world) | {"micro_batch": micro_batch}})
 
 
 def _environment(world: World) -> dict[str, Any]:
@@ -94,4 +146,6 @@ def _environment(world: World) -> dict[str, Any]:
         "git_commit": commit,
         "device": device_name(world.device).strip(","),
         "processes": world.size,
+        "host": platform.node(),
+        "pid": os.getpid(),
     }

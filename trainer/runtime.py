@@ -1,10 +1,11 @@
 """Where and in which numbers the model runs; every automatic choice says what it chose, once."""
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -28,8 +29,21 @@ class RuntimeConfig(DeviceConfig):
 
     compile: Literal["auto"] | bool = "auto"
     """torch.compile; auto: on GPUs."""
-    micro_batch: int = Field(8, ge=1)
-    """Sequences a process runs through the model at once; gradients are accumulated up to the global batch."""
+    micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = 8
+    """Most sequences a process runs through the model at once; gradients are accumulated up to the global batch.
+    auto: as many as fit into memory."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: every process has the whole model; fsdp: each a part of it, for models larger than a GPU's memory."""
+    on_nonfinite: Literal["halt", "skip", "rollback"] = "halt"
+    """When loss or gradient is not finite (or a spike): stop; pass over the batch; or go back to the last checkpoint,
+    and pass over the batch when it comes again."""
+    max_bad_steps: int = Field(3, ge=0)
+    """So many steps in a row are passed over; one more stops the run."""
+    spike_sigmas: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """A loss so many standard deviations above the mean of the last 100 or so is as bad as one that is not finite;
+    null: none is."""
+    hang_seconds: float | None = Field(600.0, gt=0, allow_inf_nan=False)
+    """When one of several processes gets no further for so long, all stop, and say which; null: they wait for ever."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +87,18 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     return Runtime(device, getattr(torch, name))
 
 
-def maybe_compile(module: nn.Module, config: RuntimeConfig, device: torch.device) -> nn.Module:
-    """Compile the module where the configuration, or the device, asks for it."""
+def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, device: torch.device) -> None:
+    """Compile the modules, in place, where the configuration, or the device, asks for it."""
     wanted = device.type == "cuda" if config.compile == "auto" else config.compile
     if not wanted:
         why = "compiling takes longer than it saves on a CPU" if config.compile == "auto" else "runtime.compile=false"
         say_once(f"not compiled: {why}")
-        return module
+        return
     if device.type == "cuda" and find_spec("triton") is None:
         say_once("not compiled: torch.compile needs the package triton on a GPU")
-        return module
-    return torch.compile(module)  # type: ignore[return-value]
+        return
+    for module in modules:
+        module.compile()
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from common.settings import Settings, UserError
 from data.tokenizer import Tokenizer
 from model.generate import generate
 from model.gpt import GPT
-from trainer.checkpoint import load_model, open_checkpoint
+from trainer.checkpoint import load_model, open_model
 from trainer.runtime import DeviceConfig, Runtime, open_runtime
 
 
@@ -53,7 +53,7 @@ def run_sampling(config: SampleConfig) -> None:
     """Print the samples as they come, and write them to samples.txt in the run directory."""
     runtime = open_runtime(config.runtime)
     runtime.announce()
-    checkpoint = open_checkpoint(config.checkpoint)
+    checkpoint = open_model(config.checkpoint)
     gpt, tokenizer = load_model(checkpoint)
     gpt = gpt.to(runtime.device, runtime.dtype).eval()  # without a backward pass, weights may be bfloat16
     prompt = _read_prompt(config)

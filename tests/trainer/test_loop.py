@@ -117,5 +117,5 @@ def test_a_configuration_that_the_dataset_does_not_fit_is_refused(tiny, changes,
 
 def test_a_batch_that_the_processes_cannot_share_is_refused(tiny):
     config = tiny()
-    with pytest.raises(UserError, match=r"4 sequences, not divisible among 3 processes x runtime.micro_batch=2"):
-        Run(config, open_runtime(config.runtime), World(torch.device("cpu"), rank=0, size=3))
+    with pytest.raises(UserError, match=r"batch_tokens=64 is 4 sequences, fewer than 5 processes"):
+        Run(config, open_runtime(config.runtime), World(torch.device("cpu"), rank=0, size=5))

@@ -1,9 +1,14 @@
-"""metrics.jsonl, and a tracker that may fail in any way."""
+"""metrics.jsonl, on disks that fail too, and a tracker that may fail in any way."""
 
+import contextlib
+import errno
 import json
+import os
+import resource
+import shutil
+import subprocess
 import sys
 import threading
-import types
 
 import pytest
 
@@ -13,13 +18,39 @@ from trainer.metrics import MetricsLog, WandbTracker, WandbTrackerConfig, read_m
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
-WANDB = {"tracker": {"name": "wandb", "every": 1, "finish_seconds": 0.5}}
+WANDB = {"tracker": {"name": "wandb", "every": 1, "finish_seconds": 60.0}}
 
 
-def test_a_log_drops_the_lines_after_the_step_it_resumes_from(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+@pytest.fixture
+def opened(path):
+    """Opens the log at `path`, and closes it at the end."""
+    logs = []
+
+    def open_log(resumed_at=0):
+        logs.append(MetricsLog(path, resumed_at))
+        return logs[-1]
+
+    yield open_log
+    for log in logs:
+        log.close()
+
+
+def train(step):
+    return {"step": step, "tokens": 64 * step, "loss": 3 / step}
+
+
+def steps(path):
+    return [line["step"] for line in read_metrics(path)]
+
+
+def test_a_log_drops_the_lines_after_the_step_it_resumes_from(path, opened):
     path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 0.1}\n{"step": 2, "val_loss": 3}\n{"step": 3}\n{"st')
-    log = MetricsLog(path, resumed_at=2)
+    log = opened(resumed_at=2)
     log.write({"step": 3, "loss": 1e-300})
     assert read_metrics(path) == [  # while it is open
         {"step": 1, "loss": 2.5},
@@ -28,71 +59,331 @@ def test_a_log_drops_the_lines_after_the_step_it_resumes_from(tmp_path):
         {"step": 3, "loss": 1e-300},
     ]
     log.sync()
-    log.close()
 
 
-def test_a_log_refuses_what_is_not_json(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl", resumed_at=0)
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [
+        ("", ""),
+        ('{"st', ""),
+        ('{"step": 1}\n{"step":2,  "a": 0.10}\n{"step": 3}\n', '{"step": 1}\n{"step":2,  "a": 0.10}\n'),
+        ('{"step": 1}\n{"step": 9, "event": "rolled_back"}\n{"step": 2}\n{"step": 3}\n', '{"step": 1}\n{"step": 2}\n'),
+        ('{"step": 1}\n\n{"step": 2}\n{"step', '{"step": 1}\n{"step": 2}\n'),
+    ],
+    ids=["empty", "a part of a line", "in order", "an event in between", "an empty line"],
+)
+def test_what_a_log_keeps_it_keeps_byte_for_byte(path, opened, before, kept):
+    path.write_text(before)
+    opened(resumed_at=2)
+    assert path.read_text() == kept
+
+
+def test_a_log_that_goes_back_takes_the_later_lines_again(path, opened):
+    log = opened()
+    for step in range(1, 8):
+        log.write(train(step))
+        if step == 5:
+            log.sync()
+    log.truncate(6)
+    assert steps(path) == [1, 2, 3, 4, 5, 6]
+    log.truncate(4)
+    log.write({"step": 4, "tokens": 256, "event": "rolled_back", "reason": "a spike"})
+    log.write(train(5))
+    log.sync()
+    assert steps(path) == [1, 2, 3, 4, 4, 5]
+    log.truncate(0)
+    assert path.read_bytes() == b""
+    log.write(train(1))
+    assert steps(path) == [1]
+
+
+def test_a_log_refuses_what_is_not_json(path, opened):
+    log = opened()
     with pytest.raises(ValueError, match="not JSON compliant"):
         log.write({"step": 1, "loss": float("nan")})
+    assert path.read_text() == ""
+    log.write(train(1))
+    assert steps(path) == [1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"\x00\xff", b"{", b"[]", b"3", b'"step"', b"{}", b'{"step": "2"}', b'{"step": true}', b"[" * 100_000],
+    ids=lambda damage: repr(damage[:20]),
+)
+def test_a_damaged_line_in_the_middle_is_named(path, damage):
+    path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 2}\n')
+    for read in (read_metrics, lambda path: MetricsLog(path, resumed_at=5)):
+        with pytest.raises(UserError, match=r"metrics\.jsonl is damaged in line 2 .*: mend or delete that line"):
+            read(path)
+
+
+class Disk:
+    """A file that may not grow beyond `room` bytes, none or some of which are left."""
+
+    def __init__(self, path):
+        self.before, self.path = resource.getrlimit(resource.RLIMIT_FSIZE), path
+
+    def leave(self, room):
+        size = self.path.stat().st_size if self.path.exists() else 0
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, self.before[1]))
+
+    def make_space(self):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+class SmallDisk:
+    """A small disk, filled by another file up to some bytes: blocks are what is left or not."""
+
+    def __init__(self, folder):
+        self.filler = folder / "filler"
+
+    def leave(self, room):
+        with open(self.filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
+    def make_space(self):
+        self.filler.unlink()
+
+
+@pytest.fixture(params=["limit", "tmpfs"])
+def disk(request, path):
+    """Two ways to be full; where a disk may not be mounted, one."""
+    if request.param == "limit":
+        disk = Disk(path)
+        yield disk
+        disk.make_space()
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(path.parent)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        yield SmallDisk(path.parent)
+    finally:
+        subprocess.run(["umount", "--lazy", str(path.parent)], check=True)  # lazy: a failed test has it open
+
+
+def written_until_full(log, path, first=1):
+    """Writes lines until one is not there; returns its step."""
+    for step in range(first, first + 1000):
+        log.write(train(step))
+        if steps(path)[-1:] != [step]:
+            return step
+    raise AssertionError("the disk is not full")
+
+
+@pytest.mark.parametrize("room", [0, 1, 70, 1000])
+def test_a_full_disk_costs_no_line(disk, path, opened, capsys, room):
+    """The file has whole lines at any time, in order; each time without room costs one warning."""
+    log = opened()
+    log.write(train(1))
+    log.sync()
+    step = 1
+    for _ in range(2):
+        disk.leave(room)
+        step = written_until_full(log, path, first=step + 1)
+        full = path.read_bytes()
+        assert full.endswith(b"\n")
+        for _ in range(20):
+            step += 1
+            log.write(train(step))
+        assert path.read_bytes() == full
+        err = capsys.readouterr().err
+        assert err.count("warning:") == 1
+        assert "metrics.jsonl': lines wait in memory until they can be written" in err
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"(No space left|too large).*metrics\.jsonl"):
+                log.sync()
+        disk.make_space()
+        step += 1
+        log.write(train(step))
+        assert steps(path) == list(range(1, step + 1))
+        log.sync()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("way", ["sync", "close", "truncate"])
+def test_lines_that_wait_are_written_by_whatever_comes_next(disk, path, way):
+    log = MetricsLog(path, resumed_at=0)
+    log.write(train(1))
+    disk.leave(0)
+    last = written_until_full(log, path, first=2)
+    disk.make_space()
+    getattr(log, way)(*[last] * (way == "truncate"))
+    assert steps(path) == list(range(1, last + 1))
+    if way != "close":
+        log.close()
+
+
+def test_a_full_disk_at_the_end_is_an_error(disk, path):
+    log = MetricsLog(path, resumed_at=0)
+    log.write(train(1))
+    disk.leave(0)
+    last = written_until_full(log, path, first=2)
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        log.close()
+    assert steps(path) == list(range(1, last))
+
+
+def test_a_full_disk_does_not_keep_a_run_from_going_back(disk, path):
+    """Neither on a restart nor inside a run: the file is cut, not copied."""
+    log = MetricsLog(path, resumed_at=0)
+    log.write(train(1))
+    disk.leave(500)
+    last = written_until_full(log, path, first=2)
+    log.truncate(last)
+    assert steps(path) == list(range(1, last)), "the last line still waits"
+    log.truncate(3)
+    log.write(train(4))
+    assert steps(path) == [1, 2, 3, 4]
+    written_until_full(log, path, first=5)
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        log.close()
+    log = MetricsLog(path, resumed_at=2)
+    log.write(train(3))
     log.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert steps(path) == [1, 2, 3]
+    assert last > 4
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\x00\xff\n{"step": 2}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
-        read_metrics(tmp_path / "metrics.jsonl")
+def test_a_disk_that_loses_lines_when_it_is_synced_gets_them_again(path, opened, monkeypatch):
+    """Quotas and network disks may take a line, and tell only later that they could not keep it."""
+    log = opened()
+    log.write(train(1))
+    log.sync()
+    for step in (2, 3):
+        log.write(train(step))
+
+    def losing(file):
+        os.ftruncate(file, len(json.dumps(train(1))) + 1)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", losing)
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"metrics\.jsonl"):
+                log.sync()
+    log.write(train(4))
+    log.sync()
+    assert steps(path) == [1, 2, 3, 4]
 
 
-class FakeWandb(types.ModuleType):
-    """Takes runs and lines; `hang` and `fail` name what never returns, or raises."""
+def test_a_line_does_not_wait_for_a_sync_in_another_thread(path, opened, monkeypatch):
+    log, in_sync, go_on = opened(), threading.Event(), threading.Event()
+    log.write(train(1))
 
-    def __init__(self, hang="", fail=""):
-        super().__init__("wandb")
-        self.hang, self.fail = hang, fail
-        self.inits, self.lines, self.finished = [], [], 0
-        self.released = threading.Event()
+    def slow(file):
+        in_sync.set()
+        go_on.wait(60)
 
-    def _act(self, what):
-        if what == self.hang:
-            self.released.wait()
-        if what == self.fail:
-            raise ConnectionError(f"no {what} today")
+    monkeypatch.setattr(os, "fsync", slow)
+    thread = threading.Thread(target=log.sync)
+    thread.start()
+    assert in_sync.wait(60)
+    log.write(train(2))
+    assert steps(path) == [1, 2]
+    disk = Disk(path)
+    disk.leave(0)
+    log.write(train(3))  # it waits, and the sync is not about it
+    disk.make_space()
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(60)
+    log.write(train(4))
+    log.sync()
+    assert steps(path) == [1, 2, 3, 4]
 
-    def init(self, **settings):
-        self._act("init")
-        self.inits.append(settings)
-        return self
+
+def test_syncs_of_another_thread_lose_no_line(path, opened):
+    log, ended = opened(), threading.Event()
+
+    def sync():
+        while not ended.is_set():
+            log.sync()
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    for step in range(1, 2001):
+        log.write(train(step))
+        if step % 500 == 0:
+            log.truncate(step - 100)
+            for again in range(step - 99, step + 1):
+                log.write(train(again))
+    ended.set()
+    thread.join(60)
+    assert steps(path) == list(range(1, 2001))
+
+
+FAKE = """
+import json, os, time
+print("noise")
+
+def act(what, *given):
+    with open(os.environ["FAKE_WANDB"], "a") as file:
+        file.write(json.dumps([what, *given]) + "\\n")
+    if os.environ.get("FAKE_FAIL") == what:
+        raise ConnectionError(f"no {what} today\\n  (nor tomorrow)")
+    if os.environ.get("FAKE_EXIT") == what:
+        os._exit(3)
+    while os.environ.get("FAKE_HANG") == what:
+        time.sleep(1)
+
+act("import")
+
+class Run:
+    url = None
 
     def define_metric(self, name, step_metric=None):
-        self._act("define_metric")
+        act("define_metric")
 
     def log(self, line):
-        self._act("log")
-        self.lines.append(line)
+        act("log", line)
 
-    def finish(self):
-        self._act("finish")
-        self.finished += 1
+    def finish(self, exit_code):
+        act("finish", exit_code)
+
+def init(**settings):
+    act("init", settings)
+    return Run()
+"""
+
+
+class Fake:
+    """A wandb whose calls come into a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def calls(self, name):
+        """What the calls of `name` were given."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return [given for what, *given in map(json.loads, lines) if what == name]
+
+    @property
+    def lines(self):
+        return [line for (line,) in self.calls("log")]
 
 
 @pytest.fixture
-def wandb(monkeypatch):
-    """Puts a fake wandb in place of the real one, and lets it go at the end."""
-    fakes = []
+def wandb(tmp_path, monkeypatch):
+    """Puts a fake wandb in place of the real one; hang="init", exit=... or fail=... say what goes wrong where."""
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("FAKE_WANDB", str(folder / "calls.jsonl"))
 
     def install(**behaviour):
-        fakes.append(FakeWandb(**behaviour))
-        monkeypatch.setitem(sys.modules, "wandb", fakes[-1])
-        return fakes[-1]
+        for what, where in behaviour.items():
+            monkeypatch.setenv(f"FAKE_{what.upper()}", where)
+        return Fake(folder / "calls.jsonl")
 
     yield install
-    for fake in fakes:
-        fake.released.set()
     for thread in threading.enumerate():
         if thread.name == "wandb":
-            thread.join(10)
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb):
@@ -100,8 +391,8 @@ def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb):
     fit(tiny(WANDB | {"stop_at": 4}))
     fit(tiny(WANDB))
     assert fake.lines == read_metrics(tiny().run_dir / "metrics.jsonl")
-    assert fake.finished == 2
-    first, second = fake.inits
+    assert fake.calls("finish") == [[0], [0]]
+    (first,), (second,) = fake.calls("init")
     assert first["id"] == second["id"]
     assert first["resume"] == "allow"
     assert (first["project"], first["name"], first["mode"]) == ("log-gpt", "run", "online")
@@ -112,34 +403,53 @@ def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb):
 @pytest.mark.parametrize(
     "behaviour",
     [
-        *({"fail": what} for what in ("init", "define_metric", "log", "finish")),
-        *({"hang": what} for what in ("init", "log", "finish")),
+        *({"fail": what} for what in ("import", "init", "define_metric", "log", "finish")),
+        *({"hang": what} for what in ("import", "init", "log", "finish")),
+        *({"exit": what} for what in ("import", "log", "finish")),
     ],
     ids=lambda behaviour: "-".join(*behaviour.items()),
 )
-def test_training_goes_on_whatever_wandb_does(tiny, wandb, capsys, behaviour):
+def test_training_goes_on_whatever_wandb_does(tiny, wandb, capfd, behaviour):
     wandb(**behaviour)
-    thread = threading.Thread(target=fit, args=(tiny(WANDB),), daemon=True)
+    seconds = 0.5 if "hang" in behaviour else 60.0
+    thread = threading.Thread(target=fit, args=(tiny(WANDB | {"tracker.finish_seconds": seconds}),), daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(50)
     assert not thread.is_alive(), "training hangs"
-    steps = [line["step"] for line in read_metrics(tiny().run_dir / "metrics.jsonl") if "loss" in line]
-    assert steps == [1, 2, 3, 4, 5, 6]
-    err = capsys.readouterr().err
+    lines = [line["step"] for line in read_metrics(tiny().run_dir / "metrics.jsonl") if "loss" in line]
+    assert lines == [1, 2, 3, 4, 5, 6]
+    out, err = capfd.readouterr()
+    assert "noise" not in out + err
     assert err.count("warning:") == err.count("wandb failed") == 1
-    assert "did not finish within 0.5 seconds" in err if "hang" in behaviour else "ConnectionError: no" in err
+    (what, where), *_ = behaviour.items()
+    problem = {
+        "fail": f"(ConnectionError: no {where} today (nor tomorrow))",
+        "hang": "did not finish within 0.5 seconds",
+        "exit": "its process ended with status 3",
+    }
+    assert problem[what] in err
 
 
-def test_wandb_that_is_not_installed_is_one_warning(tiny, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+def test_wandb_that_is_not_installed_is_one_warning(tiny, tmp_path, monkeypatch, capfd):
+    (tmp_path / "wandb.py").write_text("raise ModuleNotFoundError(\"No module named 'wandb'\")")
+    monkeypatch.syspath_prepend(str(tmp_path))
     fit(tiny(WANDB))
-    assert capsys.readouterr().err.count("wandb failed") == 1
+    err = capfd.readouterr().err
+    assert err.count("wandb failed (ModuleNotFoundError: No module named 'wandb')") == err.count("warning") == 1
+
+
+def test_a_process_that_cannot_be_started_is_one_warning(tiny, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    fit(tiny(WANDB))
+    err = capfd.readouterr().err
+    assert err.count("wandb failed ([Errno 2]") == err.count("warning") == 1
+    assert len(read_metrics(tiny().run_dir / "metrics.jsonl")) == 8
 
 
 def test_wandb_that_does_not_keep_up_loses_lines_and_not_time(wandb, capsys):
-    fake = wandb(hang="log")
+    fake = wandb(hang="init")
     tracker = WandbTracker({}, finish_seconds=0.1)
-    for step in range(10_100):  # more than the queue takes
+    for step in range(30_000):  # more than the queue and the pipe take
         tracker.log({"step": step})
     tracker.finish()
     assert capsys.readouterr().err.count("does not keep up") == 1
@@ -151,12 +461,16 @@ def test_an_error_that_ends_training_still_finishes_wandb(tiny, wandb, monkeypat
     monkeypatch.setattr("trainer.loop.Run.save", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fit(tiny(WANDB))
-    assert (len(fake.lines), fake.finished) == (2, 1)
+    assert (len(fake.lines), fake.calls("finish")) == (2, [[0]])
 
 
-def test_the_default_tracker_imports_no_wandb(tiny, monkeypatch):
+def test_training_imports_no_wandb(tiny, wandb, monkeypatch):
+    fake = wandb()
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     fit(tiny())
+    assert fake.calls("import") == []
+    fit(tiny({"run_dir": str(tiny().run_dir.with_name("other")), **WANDB}))
+    assert fake.calls("import") == [[]]  # in its process
     assert "wandb" not in sys.modules
 
 
@@ -164,15 +478,16 @@ def test_wandb_settings_of_a_run_can_be_named(tmp_path, wandb):
     fake = wandb()
     config = WandbTrackerConfig(name="wandb", mode="offline", project="p", run_name="n")
     config.open("abc", tmp_path, {"x": 1}).finish()
-    (settings,) = fake.inits
-    assert settings | {"dir": ""} == {
+    ((settings,),) = fake.calls("init")
+    assert settings == {
         "id": "abc",
         "resume": "allow",
         "mode": "offline",
         "project": "p",
         "name": "n",
-        "dir": "",
+        "dir": str(tmp_path),
         "config": {"x": 1},
+        "settings": {"program": sys.argv[0], "x_stats_pid": os.getpid()},
     }
 
 
@@ -181,6 +496,8 @@ def test_the_real_wandb_offline(run_process, tiny_args, tmp_path):
     (result,) = run_process(["train.py", *tiny_args, "tracker=wandb", "tracker.mode=offline", "tracker.every=1"])
     assert result.status == 0, result.err
     assert "wandb failed" not in result.err
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    (stored,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    content = stored.read_bytes()
+    for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert repr(line.get("loss", line.get("val_loss"))).encode() in content, line
+    assert steps(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 3, 4, 5, 6, 6]

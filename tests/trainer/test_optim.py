@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load, save
 
 from model.gpt import GPT
-from trainer.optim import AdamWConfig, load_named_state, named_state, set_lr
+from trainer.optim import AdamWConfig, named_state, set_lr
 
 OPTIM = AdamWConfig(name="adamw", max_lr=1e-2, weight_decay=0.3)
 
@@ -51,8 +51,24 @@ def test_training_goes_on_to_the_bit_from_state_that_was_saved_by_name(tiny, reg
     restored = OPTIM.build(second)
     if regrouped:  # another order of parameters, as another version may have
         restored.param_groups.reverse()
-    load_named_state(second, restored, load(state))
+    loaded = load(state)
+    for name, value in named_state(second, restored).items():
+        value.copy_(loaded[name])
     train(first, optimizer, range(5, 8))
     train(second, restored, range(5, 8))
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_state_that_is_there_from_the_start_changes_no_bit(tiny):
+    """torch makes it in the first step; ours is there before, so that it can be saved, loaded and measured."""
+    ours, torchs = GPT(tiny().model), GPT(tiny().model)
+    torchs.load_state_dict(ours.state_dict())
+    optimizers = OPTIM.build(ours), OPTIM.build(torchs)
+    made = {name: (value.dtype, value.shape) for name, value in named_state(ours, optimizers[0]).items()}
+    optimizers[1].state.clear()
+    train(ours, optimizers[0], range(3))
+    train(torchs, optimizers[1], range(3))
+    for a, b in zip(ours.parameters(), torchs.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert {name: (v.dtype, v.shape) for name, v in named_state(torchs, optimizers[1]).items()} == made

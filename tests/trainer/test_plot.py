@@ -1,5 +1,6 @@
 """loss.png is drawn whatever lines there are; pytest turns every warning of matplotlib into an error."""
 
+import resource
 import struct
 
 import pytest
@@ -15,6 +16,10 @@ def val(step, loss=3.0):
     return {"step": step, "tokens": 64 * step, "val_loss": loss / step}
 
 
+def event(step, **more):
+    return {"step": step, "tokens": 64 * step, "event": "skipped", "reason": "loss is inf"} | more
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -24,8 +29,21 @@ def val(step, loss=3.0):
         [train(i) for i in range(1, 200)],
         [line for i in range(1, 2000) for line in (train(i), val(i))],
         [train(2 * 10**7), val(2 * 10**7)],
+        [],
+        [event(1)],
+        [event(1), train(1), event(2, loss=1e30), val(2), train(3)],
     ],
-    ids=["one point", "one evaluation", "one of each, equal", "no evaluation", "many", "billions of tokens"],
+    ids=[
+        "one point",
+        "one evaluation",
+        "one of each, equal",
+        "no evaluation",
+        "many",
+        "billions of tokens",
+        "nothing",
+        "an event",
+        "events between",
+    ],
 )
 def test_a_picture_of(lines, tmp_path):
     path = tmp_path / "loss.png"
@@ -49,3 +67,27 @@ def test_running_mean_is_over_the_last_share_of_the_points():
 def test_tokens_are_written_as_people_read_them():
     spoken = {0: "0", 64: "64", 2048: "2.048 k", 5e5: "500 k", 5e6: "5 M", 2.5e9: "2.5 B", 294.9e9: "294.9 B"}
     assert {x: _short(x, 0) for x in spoken} == spoken
+
+
+def test_events_change_no_picture(tmp_path):
+    lines = [train(1), train(2), val(2), train(3)]
+    draw_losses(lines, tmp_path / "without.png", title="run")
+    draw_losses([event(1), *lines[:2], event(2, loss=1e30), *lines[2:]], tmp_path / "with.png", title="run")
+    assert (tmp_path / "with.png").read_bytes() == (tmp_path / "without.png").read_bytes()
+
+
+def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys):
+    path = tmp_path / "loss.png"
+    draw_losses([train(1)], path, title="run")
+    before = path.read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        draw_losses([train(1), train(2)], path, title="run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert capsys.readouterr().err == f"warning: {path} is not drawn anew (File too large)\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
+    assert path.read_bytes() == before
+    draw_losses([train(1), train(2)], path, title="run")
+    assert path.read_bytes() != before

@@ -1,0 +1,32 @@
+"""One owner at a time: a lock that the kernel takes back when its holder dies, however it dies."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.console import warn
+from common.settings import UserError
+
+
+@contextlib.contextmanager
+def owned(path: Path, taken: str) -> Iterator[None]:
+    """Hold the lock on `path`, a folder or an empty file, which is made if need be.
+
+    Raises:
+        UserError: another process holds it: `taken`.
+    """
+    how = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # NFS locks what can be written
+    handle = os.open(path, how, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(taken) from None
+    except OSError as error:  # a file system without locks
+        warn(f"{path} cannot be locked ({error.strerror}): see to it that nobody else writes there")
+    try:
+        yield
+    finally:
+        os.close(handle)  # and with it the lock

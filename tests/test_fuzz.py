@@ -1,0 +1,351 @@
+"""Files and settings changed at random, always in the same ways: what is read is right or a UserError, and soon."""
+
+import contextlib
+import copy
+import json
+import shutil
+import struct
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.files import parse_json, sha256_file
+from common.settings import UserError, decode
+from data.documents import document_at, read_documents
+from data.shards import parse_manifest, read_manifest
+from data.tokenizer import load_tokenizer, read_rank_file
+from trainer.checkpoint import load_model, newest, open_checkpoint
+from trainer.config import TrainConfig
+from trainer.loop import fit
+from trainer.tensor_file import read_tensors
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+SECONDS = 20
+"""No example takes a tenth of it on an idle machine; one that works through a size from the file takes for ever."""
+
+
+def fuzz(examples):
+    """The same examples at every run."""
+    return settings(
+        derandomize=True,
+        database=None,
+        deadline=None,
+        max_examples=examples,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@contextlib.contextmanager
+def nothing_but_user_errors():
+    """Whatever else is raised fails the test, and so does a message that is not a short line."""
+    started, message = time.monotonic(), ""
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    assert message.isprintable()
+    assert len(message) < 1500
+    assert time.monotonic() - started < SECONDS
+
+
+# ----- what is done to files
+
+
+@st.composite
+def damaged(draw, content):
+    """`content` with up to 4 stretches overwritten, cut out, doubled or filled with other bytes, or its end cut off."""
+    content = bytearray(content)
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(content)))
+        stop = min(len(content), start + draw(st.sampled_from([0, 1, 2, 4, 8, 100])))
+        how = draw(st.sampled_from(["bytes", "bit", "cut", "double", "end"]))
+        if how == "bytes":
+            content[start:stop] = draw(st.binary(max_size=9))
+        elif how == "bit" and start < len(content):
+            content[start] ^= 1 << draw(st.integers(0, 7))
+        elif how == "cut":
+            del content[start:stop]
+        elif how == "double":
+            content[start:start] = content[start:stop]
+        elif how == "end":
+            del content[start:]
+    return bytes(content)
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 1, 2, 2**16, 2**31, 2**63 - 1, 2**63, 2**64, 10**30, 10**400, -(10**400)]),
+    st.sampled_from([0.0, -0.0, 1e-320, 1e308, float("nan"), float("inf"), 0.5]),
+    st.sampled_from(
+        ["", "0", "1", "\0", "\x1b[2J\n", "../../x", "/dev/zero", "${oc.env:HOME}", "a" * 10**5, "é\ud800"]
+    ),
+    st.sampled_from([[], {}, [[]], {"_target_": "os.system"}, {"name": "none"}, {"": None}, ["a"] * 1000]),
+    st.text(max_size=5),
+    st.integers(),
+).map(copy.deepcopy)
+
+
+@st.composite
+def mutated(draw, value):
+    """JSON data with up to 3 of its members replaced by odd values, dropped, renamed, or put in each other's place."""
+    value = copy.deepcopy(value)
+    for _ in range(draw(st.integers(1, 3))):
+        places = list(inside(value))
+        if not places:
+            return draw(ODD)
+        parent, key = draw(st.sampled_from(places))
+        how = draw(st.sampled_from(["odd", "odd", "odd", "drop", "add", "swap"]))
+        if how == "odd":
+            parent[key] = draw(ODD)
+        elif how == "drop":
+            del parent[key]
+        elif how == "swap":
+            other, there = draw(st.sampled_from(places))
+            parent[key] = copy.deepcopy(other[there])
+        elif isinstance(parent, dict):
+            parent[draw(st.one_of(st.text(max_size=5), st.sampled_from(["_target_", "name", "\x1b[2J\n"])))] = draw(ODD)
+        else:
+            parent.append(draw(ODD))
+    return value
+
+
+def inside(value):
+    """Every (container, key) in JSON data, at all levels; of long lists the first few."""
+    keys = list(value)[:50] if isinstance(value, dict) else range(min(len(value), 5)) if isinstance(value, list) else ()
+    for key in keys:
+        yield value, key
+        yield from inside(value[key])
+
+
+def json_bytes(value):
+    """As a stranger writes it: NaN and half characters too."""
+    return json.dumps(value).encode()
+
+
+# ----- JSON and settings
+
+
+@fuzz(300)
+@given(data=st.data())
+def test_any_bytes_are_json_or_a_value_error(data):
+    content = data.draw(
+        st.one_of(st.binary(max_size=60), damaged(b'{"a": [1, -2.5e3, "\\u00e9\\ud83d\\ude00", null], "b": {}}'))
+    )
+    try:
+        value = parse_json(content)
+    except ValueError:
+        return
+    assert json.loads(content) == value
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+
+
+@fuzz(300)
+@given(data=st.data())
+def test_any_settings_are_settings_or_a_user_error(tiny, data):
+    raw = data.draw(mutated(tiny().model_dump(mode="json")))
+    with nothing_but_user_errors():
+        config = decode(TrainConfig, raw)
+        json.dumps(config.model_dump(mode="json"))
+
+
+# ----- datasets
+
+
+@pytest.fixture(scope="module")
+def dataset(dataset_dir, tmp_path_factory):
+    """A dataset whose files each example spoils and puts back."""
+    return shutil.copytree(dataset_dir, tmp_path_factory.mktemp("fuzz") / "dataset")
+
+
+@contextlib.contextmanager
+def replaced(path, content):
+    """A file with other content for a while."""
+    before = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def use_dataset(folder):
+    """What training and looking do with a dataset."""
+    parse_manifest(folder)
+    manifest = read_manifest(folder)
+    assert len(manifest.fingerprint) == 64
+    for split in manifest.splits:
+        if manifest.splits[split].shards:
+            document_at(folder, manifest, split, 0)
+        for _ in zip(range(100), read_documents(folder, manifest, split), strict=False):
+            pass
+
+
+@fuzz(200)
+@given(data=st.data())
+def test_any_bytes_of_a_manifest(dataset, data):
+    path = dataset / "manifest.json"
+    with replaced(path, data.draw(damaged(path.read_bytes()))), nothing_but_user_errors():
+        use_dataset(dataset)
+
+
+@fuzz(250)
+@given(data=st.data())
+def test_any_values_in_a_manifest(dataset, data):
+    path = dataset / "manifest.json"
+    content = json_bytes(data.draw(mutated(json.loads(path.read_bytes()))))
+    with replaced(path, content), nothing_but_user_errors():
+        use_dataset(dataset)
+
+
+@fuzz(100)
+@given(data=st.data())
+def test_any_bytes_of_an_index(dataset, data):
+    """Of the right length, since another is seen at once; its sum is compared at its end only."""
+    path = dataset / "train-00000.idx"
+    before = path.read_bytes()
+    content = data.draw(damaged(before)).ljust(len(before), b"\xff")[: len(before)]
+    with replaced(path, content), nothing_but_user_errors():
+        use_dataset(dataset)
+
+
+@fuzz(100)
+@given(data=st.data())
+def test_any_values_in_a_tokenizer(dataset, data):
+    path = dataset / "tokenizer.json"
+    content = json_bytes(data.draw(mutated(json.loads(path.read_bytes()))))
+    with replaced(path, content), nothing_but_user_errors():
+        load_tokenizer(path)
+
+
+@fuzz(200)
+@given(data=st.data())
+def test_any_bytes_of_a_rank_file(rank_file, tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.tiktoken"
+    path.write_bytes(data.draw(damaged(rank_file.read_bytes())))
+    with nothing_but_user_errors():
+        ranks = read_rank_file(path)
+        assert all(isinstance(token, bytes) for token in ranks)
+
+
+# ----- checkpoints
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Where the first example leaves a run for all others."""
+    return tmp_path_factory.mktemp("fuzz") / "run"
+
+
+@pytest.fixture
+def checkpoint(tiny, run):
+    """Its only checkpoint, after 2 of 4 steps, whose files each example spoils and puts back."""
+    if not run.exists():
+        config = tiny({"max_steps": 4, "schedule.warmup_steps": 1, "stop_at": 2})
+        fit(config)
+        config.run_dir.rename(run)
+    return newest(run)
+
+
+def use_checkpoint(path):
+    """What sampling does, and finding what to resume."""
+    open_checkpoint(path.parent.parent)
+    load_model(path)
+
+
+def signed(path, name, content):
+    """The manifest of a checkpoint in which one file has this content, as a stranger would write it."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    with replaced(path / name, content):
+        manifest["sha256"][name] = sha256_file(path / name)
+    return json_bytes(manifest)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "tokenizer.json", "model.safetensors"])
+@fuzz(60)
+@given(data=st.data())
+def test_any_bytes_of_a_checkpoint(checkpoint, data, name):
+    path = checkpoint / name
+    with replaced(path, data.draw(damaged(path.read_bytes()))), nothing_but_user_errors():
+        use_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["state.json", "tokenizer.json", "model.safetensors", "optimizer.safetensors"])
+@fuzz(60)
+@given(data=st.data())
+def test_any_bytes_of_a_checkpoint_with_right_sums(checkpoint, data, name):
+    content = data.draw(damaged((checkpoint / name).read_bytes()))
+    with (
+        replaced(checkpoint / "manifest.json", signed(checkpoint, name, content)),
+        replaced(checkpoint / name, content),
+        nothing_but_user_errors(),
+    ):
+        use_checkpoint(checkpoint)
+
+
+@fuzz(100)
+@given(data=st.data())
+def test_any_values_in_a_checkpoints_manifest(checkpoint, data):
+    path = checkpoint / "manifest.json"
+    content = json_bytes(data.draw(mutated(json.loads(path.read_bytes()))))
+    with replaced(path, content), nothing_but_user_errors():
+        use_checkpoint(checkpoint)
+
+
+@fuzz(200)
+@given(data=st.data())
+def test_any_values_in_a_state(checkpoint, data):
+    path = checkpoint / "state.json"
+    content = json_bytes(data.draw(mutated(json.loads(path.read_bytes()))))
+    with (
+        replaced(checkpoint / "manifest.json", signed(checkpoint, "state.json", content)),
+        replaced(path, content),
+        nothing_but_user_errors(),
+    ):
+        use_checkpoint(checkpoint)
+
+
+# ----- tensors
+
+EXPECTED = {
+    "a": (torch.Size([2, 3]), (torch.float32, torch.float64)),
+    "b": (torch.Size([]), (torch.int64,)),
+    "c": (torch.Size([0, 4]), (torch.uint8,)),
+}
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [8, 32]},
+    "b": {"dtype": "I64", "shape": [], "data_offsets": [0, 8]},
+    "c": {"dtype": "U8", "shape": [0, 4], "data_offsets": [32, 32]},
+}
+
+
+def tensor_bytes(header, body=bytes(32)):
+    return struct.pack("<Q", len(header)) + header + body
+
+
+@fuzz(250)
+@given(data=st.data())
+def test_any_header_of_a_tensor_file(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    header = data.draw(st.one_of(mutated(HEADER).map(json_bytes), damaged(json_bytes(HEADER))))
+    path.write_bytes(tensor_bytes(header, bytes(data.draw(st.sampled_from([32, 32, 32, 0, 8, 56])))))
+    with nothing_but_user_errors():
+        read = read_tensors(path, EXPECTED)
+        assert all(
+            read[name].shape == shape and read[name].dtype in dtypes for name, (shape, dtypes) in EXPECTED.items()
+        )
+        assert all(not tensor.count_nonzero() for tensor in read.values())  # it reads within the file
+
+
+@fuzz(150)
+@given(data=st.data())
+def test_any_bytes_of_a_tensor_file(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    path.write_bytes(data.draw(damaged(tensor_bytes(json_bytes(HEADER)))))
+    with nothing_but_user_errors():
+        read_tensors(path, EXPECTED)

@@ -1,0 +1,902 @@
+"""Checkpoints, datasets and settings of a stranger: what is not as it must be costs one line, and runs nothing."""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.files import open_file, read_json, sha256_file, write_atomic
+from common.settings import UserError, decode
+from data.documents import document_at, read_documents
+from data.shards import read_manifest
+from data.tokenizer import GPT2Config, build_tokenizer, load_tokenizer, read_rank_file
+from model.gpt import GPT, GPTConfig
+from trainer.checkpoint import load_model, newest, open_checkpoint
+from trainer.config import TrainConfig
+from trainer.evaluate import EvaluateConfig, run_evaluation
+from trainer.loop import fit
+from trainer.sampling import SampleConfig, run_sampling
+from trainer.tensor_file import read_tensors
+
+pytestmark = pytest.mark.usefixtures("restored_torch", "in_time")
+
+CPU = {"device": "cpu", "dtype": "float32"}
+
+
+@pytest.fixture
+def in_time():
+    """No file makes anybody wait: neither a pipe nor an endless device."""
+
+    def too_late(*_):
+        pytest.fail("still waiting, or working, after five minutes")
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def fit_for_a_terminal(error):
+    """A short line without commands to the terminal."""
+    return str(error).isprintable() and len(str(error)) < 1500
+
+
+@contextlib.contextmanager
+def refused(message="."):
+    """A UserError of one short line that a terminal can be given."""
+    with pytest.raises(UserError, match=message) as caught:
+        yield
+    assert fit_for_a_terminal(caught.value)
+
+
+# ----- files and JSON
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1, "a": 2}', "it has the key 'a' twice"),
+        (b'[{"b": {"a\\n": 1, "a\\n": 1}}]', r"it has the key 'a\\n' twice"),
+        (b"[NaN]", "the number NaN, which is not finite"),
+        (b"[Infinity]", "not finite"),
+        (b'{"a": -Infinity}', "not finite"),
+        (b"1e999", "the number 1e999, which is not finite"),
+        (b"[" * 65 + b"]" * 65, "more than 64 levels deep"),
+        (b'{"a":' * 65 + b"1" + b"}" * 65, "more than 64 levels deep"),
+        (b"[" * 10**6, "more than 64 levels deep"),
+        (b"9" * 5000, "4300 digits"),
+        (b'"\\ud800"', "surrogates not allowed"),
+        (b'{"\\udfff": 1}', "surrogates not allowed"),
+        (b"\xff", "codec can't decode"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b'"\x00"', "control character"),
+        (b"", "Expecting value"),
+        (b"{", "Expecting"),
+        (b"{} {}", "Extra data"),
+    ],
+)
+def test_json_that_is_not_one_thing(tmp_path, content, message):
+    (tmp_path / "x.json").write_bytes(content)
+    with refused(rf"x\.json: .*{message}"):
+        read_json(tmp_path / "x.json")
+
+
+def test_json_as_it_should_be(tmp_path):
+    path = tmp_path / "x.json"
+    for value in ([1, -2.5, 1e308, None, True, "é🙂\n\\ud800"], {"a": {"b": [[]]}}, json.loads("[" * 64 + "]" * 64)):
+        for ascii in (True, False):
+            path.write_text(json.dumps(value, ensure_ascii=ascii), encoding="utf-8")
+            assert read_json(path) == value
+
+
+def test_a_file_of_a_terabyte_is_not_read(tmp_path):
+    path = tmp_path / "x.json"
+    path.touch()
+    os.truncate(path, 2**40)
+    with refused("is larger than 268,435,456 bytes"):
+        read_json(path)
+    path.write_text("[1, 2, 3]")
+    assert read_json(path, limit=9) == [1, 2, 3]
+    with refused("is larger than 8 bytes"):
+        read_json(path, limit=8)
+
+
+def link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def dangling(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def listening(path):
+    path.unlink()
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:  # its paths must be short
+        server.bind(path.name)
+
+
+def endless(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+NO_FILES = [link, dangling, pipe, folder, listening, endless]
+
+
+@pytest.mark.parametrize("replace", NO_FILES)
+def test_what_is_no_file_is_refused_at_once(tmp_path, replace):
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    replace(path)
+    for read in (read_json, open_file, sha256_file):
+        with refused(r"x\.json is a link, a folder, a pipe or a device"):
+            read(path)
+
+
+def test_a_folder_may_be_reached_by_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "x.json").write_text("{}")
+    (tmp_path / "linked").symlink_to("real")
+    assert read_json(tmp_path / "linked" / "x.json") == {}
+
+
+def test_a_path_with_a_zero_byte(tmp_path):
+    with refused("cannot be the path of a file"):
+        read_json(Path(f"{tmp_path}/\0"))
+
+
+def test_nothing_is_written_through_a_link_that_waits_for_it(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    for name in ("x.json", "x.json.tmp"):
+        (tmp_path / name).symlink_to("mine")
+    write_atomic(tmp_path / "x.json", "new")
+    assert not (tmp_path / "x.json").is_symlink()
+    assert ((tmp_path / "x.json").read_text(), (tmp_path / "mine").read_text()) == ("new", "mine")
+
+
+# ----- tensors
+
+FLOATS = (torch.float32, torch.float64)
+EXPECTED = {"a": (torch.Size([2, 3]), FLOATS), "b": (torch.Size([]), (torch.int64,))}
+GOOD = {
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "I64", "shape": [], "data_offsets": [24, 32]},
+}
+
+
+def tensor_file(path, header, body=bytes(32), length=None):
+    """A safetensors file by hand."""
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + body)
+    return path
+
+
+def changed(name, **changes):
+    return GOOD | {name: GOOD[name] | changes}
+
+
+def test_the_tensors_that_are_expected_are_read(tmp_path):
+    tensors = {"a": torch.randn(2, 3), "b": torch.tensor(7)}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    read = read_tensors(tmp_path / "x.safetensors", EXPECTED)
+    assert list(read) == ["a", "b"]
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    assert torch.equal(read_tensors(tensor_file(tmp_path / "y.safetensors", GOOD), EXPECTED)["a"], torch.zeros(2, 3))
+    save_file({}, tmp_path / "none.safetensors")
+    assert read_tensors(tmp_path / "none.safetensors", {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"a": GOOD["a"]}, "'b' is missing"),
+        ({}, "'a' and 1 more are missing"),
+        (GOOD | {"c\n": GOOD["b"]}, r"'c\\n' is unknown"),
+        (changed("a", shape=[3, 2]), r"a has the shape \[3, 2\], must have \[2, 3\]"),
+        (changed("a", shape=[2, 3, 1]), r"a has the shape \[2, 3, 1\]"),
+        (changed("a", shape=[-2, -3]), r"a has the shape \[-2, -3\]"),
+        (changed("a", shape=[2**40, 2**40]), "a has the shape"),
+        (changed("a", shape="23"), "a has the shape '23'"),
+        (changed("b", shape=[1]), r"b has the shape \[1\], must have \[\]"),
+        (changed("b", shape=None), "b has the shape None"),
+        (changed("b", dtype="F64"), "b has the type 'F64', must have I64"),
+        (changed("a", dtype="F16"), "a has the type 'F16', must have F32 or F64"),
+        (changed("a", dtype="F8_E4M3"), "a has the type 'F8_E4M3'"),
+        (changed("a", dtype=["F32"]), "a has the type"),
+        (changed("a", dtype="F64"), "it has .* bytes, its header and tensors are"),
+        (changed("a", data_offsets=[0, 2**60]), "not a whole"),
+        (changed("a", data_offsets=[8, 32]), "not a whole"),
+        (changed("a", data_offsets=[-1, 23]), "not a whole"),
+        (changed("b", data_offsets=[0, 8]), "not a whole"),
+        (GOOD | {"a": [1]}, "a has the shape None"),
+        (GOOD | {"__metadata__": {"x": 1}}, "not a whole"),
+        (json.dumps(GOOD).encode().replace(b'"b"', b'"a"'), "the key 'a' twice"),
+        (b"[]", "its header is not a JSON object"),
+        (b"{", "not a whole"),
+        (b"", "not a whole"),
+        (b"\xff", "not a whole"),
+        (b"[" * 60_000, "levels deep"),
+    ],
+)
+def test_tensors_that_are_not_those_expected(tmp_path, header, message):
+    with refused(rf"x\.safetensors .*{message}"):
+        read_tensors(tensor_file(tmp_path / "x.safetensors", header), EXPECTED)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 60, -33, -32, -1])
+def test_a_tensor_file_that_was_cut_off(tmp_path, cut):
+    path = tensor_file(tmp_path / "x.safetensors", GOOD)
+    path.write_bytes(path.read_bytes()[:cut])
+    with refused(r"x\.safetensors is not a whole safetensors file"):
+        read_tensors(path, EXPECTED)
+
+
+def test_a_tensor_file_with_something_behind_it(tmp_path):
+    with refused("it has .* bytes, its header and tensors are"):
+        read_tensors(tensor_file(tmp_path / "x.safetensors", GOOD, bytes(33)), EXPECTED)
+
+
+@pytest.mark.parametrize("replace", NO_FILES)
+def test_tensors_from_what_is_no_file(tmp_path, replace):
+    path = tensor_file(tmp_path / "x.safetensors", GOOD)
+    replace(path)
+    with refused(r"x\.safetensors is a link"):
+        read_tensors(path, EXPECTED)
+
+
+_MEASURE = """
+import resource, sys, torch
+from pathlib import Path
+from common.settings import UserError
+from trainer.tensor_file import read_tensors
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+good, *paths = map(Path, sys.argv[1:])
+expected = {"a": (torch.Size([2, 3]), [torch.float32]), "b": (torch.Size([]), [torch.int64])}
+read_tensors(good, expected)
+before = peak()
+for path in paths:
+    try:
+        read_tensors(path, expected)
+    except UserError:
+        print("refused", path.name)
+print(peak() - before)
+"""
+
+
+def test_a_header_of_terabytes_takes_no_memory(tmp_path, run_process):
+    """Headers that are long, or tell of tensors that are large, in files that seem to have all of it."""
+    huge = changed("a", shape=[2**38], data_offsets=[0, 2**40])
+    paths = [
+        tensor_file(tmp_path / "long", GOOD, length=2**40),
+        tensor_file(tmp_path / "longest", GOOD, length=2**64 - 1),
+        tensor_file(tmp_path / "large", huge),
+        tensor_file(tmp_path / "both", huge, length=2**30),
+        tensor_file(tmp_path / "many", {str(i): GOOD["a"] for i in range(10**6)}),
+        tensor_file(tmp_path / "just", GOOD),
+    ]
+    for path in paths:
+        os.truncate(path, 2**41)
+    good = tensor_file(tmp_path / "good", GOOD)
+    (result,) = run_process(["-c", _MEASURE, good, *paths])
+    assert result.status == 0, result.err
+    *said, growth = result.out.splitlines()
+    assert said == [f"refused {path.name}" for path in paths]
+    assert int(growth) < 2**25
+
+
+# ----- the architecture
+
+SMALL = {
+    "n_vocab": 257,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "attention": {"name": "log_space"},
+    "block": {"name": "mlp"},
+    "position": {"name": "learned"},
+}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("n_vocab", "pad_vocab", "n_layer", "n_head", "head_dim", "n_embd"),
+        *("attention.d_key", "attention.d_val", "block.expansion", "position.max_len"),
+    ],
+)
+@pytest.mark.parametrize(
+    "value", [0, -1, 2**24 + 1, 2**63, 10**400], ids=["zero", "negative", "more", "overflow", "huge"]
+)
+def test_a_size_that_no_model_has_is_refused(key, value):
+    part, _, name = key.rpartition(".")
+    raw = SMALL | ({part: SMALL[part] | {name: value}} if part else {name: value})
+    with refused(key):
+        decode(GPTConfig, raw)
+
+
+def test_a_base_of_positions_that_is_not_finite_is_refused():
+    with refused(r"position\.base=inf is not a finite number"):
+        decode(GPTConfig, SMALL | {"position": {"name": "rotary", "base": float("inf")}})
+
+
+@pytest.mark.parametrize("attention", ["log_space_signed", "softmax"])
+def test_the_largest_model_that_is_allowed_can_be_laid_out(attention):
+    largest = {"n_vocab": 2**24, "pad_vocab": 2**16, "n_layer": 1024, "n_head": 2**12, "head_dim": 2**16}
+    sizes = {} if attention == "softmax" else {"d_key": 2**24, "d_val": 2**24}
+    parts = {
+        "attention": {"name": attention, **sizes},
+        "block": {"name": "mlp", "expansion": 2**24},
+        "position": {"name": "learned", "max_len": 2**24},
+    }
+    with torch.device("meta"):
+        gpt = GPT(decode(GPTConfig, {**largest, "n_embd": 2**17, **parts}))
+    assert max(p.numel() for p in gpt.parameters()) * 8 < 2**63
+
+
+# ----- settings
+
+STRANGE = ["${oc.env:HOME}", "${oc.decode:1}", "{{7*7}}", "$(id)", "!!python/object/apply:os.system"]
+
+
+@pytest.fixture
+def raw(tiny):
+    return tiny().model_dump(mode="json")
+
+
+@pytest.mark.parametrize("part", ["", "model", "model.attention", "optim", "schedule", "runtime", "tracker", "data"])
+def test_a_target_is_an_unknown_key_everywhere(raw, part):
+    node = raw
+    for key in filter(None, part.split(".")):
+        node = node[key]
+    node["_target_"] = "os.system"
+    with refused(f"unknown config key '{part and part + '.'}_target_'"):
+        decode(TrainConfig, raw)
+
+
+@pytest.mark.parametrize("text", STRANGE)
+def test_text_stays_text(raw, text):
+    assert str(decode(TrainConfig, raw | {"dataset_dir": text}).dataset_dir) == text
+    for key in ("seed", "model", "resume"):
+        with refused(key):
+            decode(TrainConfig, raw | {key: text})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), 10**400, "1" * 5000, [[]], {"a": {}}, b"\xff", -1, None],
+    ids=["nan", "infinity", "huge", "long", "list", "dict", "bytes", "negative", "none"],
+)
+@pytest.mark.parametrize("key", ["seq_len", "batch_tokens", "max_steps", "optim", "model"])
+def test_odd_values_are_one_line(raw, key, value):
+    with refused():
+        decode(TrainConfig, raw | {key: value})
+
+
+COPY = "shutil.copyfile, src: SOURCE, dst: MARKER"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        f"callbacks: {{x: {{_target_: {COPY}}}}}",
+        f'job_logging: {{version: 1, formatters: {{x: {{"()": {COPY}}}}}}}',
+        f'hydra_logging: {{version: 1, formatters: {{x: {{"()": {COPY}}}}}}}',
+    ],
+    ids=["callbacks", "job_logging", "hydra_logging"],
+)
+def test_an_experiment_of_a_stranger_runs_nothing(run_process, tmp_path, settings):
+    """Hydra calls what `hydra.callbacks` and its logging settings name."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "source").write_text("x")
+    settings = settings.replace("SOURCE", str(tmp_path / "source")).replace("MARKER", str(tmp_path / "marker"))
+    (tmp_path / "experiment" / "strange.yaml").write_text(f"# @package _global_\nhydra:\n  {settings}\n")
+    arguments = ["experiment=strange", "dataset_dir=/no/such", f"run_dir={tmp_path / 'run'}"]
+    (result,) = run_process(["train.py", "--config-dir", tmp_path, *arguments])
+    assert not (tmp_path / "marker").exists()
+    assert result.status == 1
+    assert result.err.startswith("error: ")
+    assert result.err.count("\n") == 1
+    assert "hydra." in result.err
+
+
+# ----- datasets
+
+
+@pytest.fixture
+def dataset(dataset_dir, tmp_path):
+    """A copy of the dataset that may be spoilt."""
+    return shutil.copytree(dataset_dir, tmp_path / "dataset")
+
+
+def edit(path, change):
+    """Change a JSON file."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def first_shard(manifest):
+    return manifest["splits"]["train"]["shards"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: first_shard(m).update(file="../../x"), "shard 0 of train is '../../x', must be 'train-00000.bin'"),
+        (lambda m: first_shard(m).update(file="/etc/passwd"), "must be 'train-00000.bin'"),
+        (lambda m: first_shard(m).update(file="train-00000.bin\0"), "must be 'train-00000.bin'"),
+        (lambda m: first_shard(m).update(tokens=2**60), "less than or equal to"),
+        (lambda m: first_shard(m).update(documents=10**400), "less than or equal to"),
+        (lambda m: first_shard(m).update(tokens=-1), "greater than or equal to"),
+        (lambda m: first_shard(m).update(tokens="9"), "valid integer"),
+        (lambda m: first_shard(m).update(tokens=9.5), "valid integer"),
+        (lambda m: first_shard(m).update(sha256="0"), "sha256"),
+        (lambda m: first_shard(m).update(_target_="os.system"), "_target_"),
+        (lambda m: m["splits"]["train"].update(shards=[]), "in its shards"),
+        (lambda m: m["splits"]["train"]["shards"].append(first_shard(m)), "shard 1 of train is"),
+        (lambda m: m["splits"].update(test=m["splits"]["val"]), "test"),
+        (lambda m: m["splits"].pop("val"), "splits"),
+        (lambda m: m["splits"].update({"tr\x1b[2J\nain": {}}), "is damaged"),
+        (lambda m: m.update({"\x1b[2J\n": 1}), "is damaged"),
+        (lambda m: m.update(format_version=99), "has format version 99, this program reads 2"),
+        (lambda m: m.update(format_version="\x1b[2J" * 10**5), r"has format version '\\x1b"),
+        (lambda m: m.pop("format_version"), "has format version None"),
+        (lambda m: m.update(set_names=["\x1b[2J"]), "printable"),
+        (lambda m: m["tokenizer"].update(n_vocab=2**40), "n_vocab"),
+        (lambda m: m["tokenizer"].update(name="x" * 10**6, n_vocab=0), "is damaged"),
+        (lambda m: m.update(inputs="x" * 10**6), "is damaged"),
+        (lambda m: m.update(inputs=None), "is damaged"),
+    ],
+)
+def test_a_dataset_with_a_strange_manifest(dataset, tiny, change, message):
+    edit(dataset / "manifest.json", change)
+    with refused(message):
+        read_manifest(dataset)
+    with refused(message):
+        fit(tiny({"dataset_dir": str(dataset)}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"format_version": 2', '"format_version": 2, "format_version": 2', "'format_version' twice"),
+        ('"format_version": 2', '"format_version": NaN', "not finite"),
+        ('"prepared": {', '"prepared": {"x": 1e999,', "not finite"),
+        ('"prepared": {', '"prepared": {"x": ' + "[" * 10**5 + "]" * 10**5 + ",", "levels deep"),
+    ],
+)
+def test_a_manifest_that_is_read_in_two_ways(dataset, before, after, message):
+    path = dataset / "manifest.json"
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after))
+    with refused(message):
+        read_manifest(dataset)
+
+
+@pytest.mark.parametrize("replace", NO_FILES)
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "train-00000.bin", "train-00000.idx", "val-00000.bin", "tokenizer.json"]
+)
+def test_what_is_no_file_in_a_dataset(dataset, tiny, name, replace):
+    replace(dataset / name)
+    with refused(name):
+        fit(tiny({"dataset_dir": str(dataset)}))
+    if "tokenizer" not in name:
+        with refused(name):
+            read_manifest(dataset)
+
+
+def test_a_dataset_may_be_reached_by_a_link(dataset, tmp_path):
+    (tmp_path / "linked").symlink_to(dataset)
+    assert read_manifest(tmp_path / "linked") == read_manifest(dataset)
+
+
+def test_an_index_that_becomes_a_link_is_not_followed(dataset):
+    manifest = read_manifest(dataset)
+    link(dataset / "train-00000.idx")
+    with refused("is a link"):
+        next(read_documents(dataset, manifest, "train"))
+    with refused("is a link"):
+        document_at(dataset, manifest, "train", 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.update(name="\x1b[2J" * 10**5),
+        lambda t: t.update(sha256="\x1b[2J" * 10**5),
+        lambda t: t.update(format_version=10**400),
+        lambda t: t.update(ranks=["x" * 10**6]),
+        lambda t: t.update(ranks=t["ranks"] + t["ranks"]),
+        lambda t: t.update(pat_str="(a*)*b"),
+    ],
+)
+def test_a_strange_tokenizer(dataset, change):
+    edit(dataset / "tokenizer.json", change)
+    with refused(r"tokenizer\.json is (not a tokenizer|damaged)"):
+        load_tokenizer(dataset / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"QQ==",
+        b"QQ== 1 2",
+        b"QQ== x",
+        b"QQ== -1",
+        b"QQ== " + b"9" * 5000,
+        b"Q 65",
+        b"Q\xff== 65",
+        b"\0",
+        b" ",
+        b"QQ== 1_0",
+    ],
+)
+def test_a_strange_rank_file(rank_file, tmp_path, line):
+    path = tmp_path / "x.tiktoken"
+    path.write_bytes(rank_file.read_bytes() + line + b"\n")
+    with refused(r"x\.tiktoken"):
+        build_tokenizer(GPT2Config(name="gpt2", path=path))
+
+
+@pytest.mark.parametrize("replace", [pipe, folder, listening, dangling, endless])
+def test_a_rank_file_that_is_no_file(rank_file, tmp_path, replace):
+    path = tmp_path / "x.tiktoken"
+    shutil.copy(rank_file, path)
+    replace(path)
+    with refused():
+        read_rank_file(path)
+
+
+def test_a_rank_file_of_a_terabyte_is_not_read(tmp_path):
+    path = tmp_path / "x.tiktoken"
+    path.touch()
+    os.truncate(path, 2**40)
+    with refused("is larger than"):
+        read_rank_file(path)
+
+
+def test_a_rank_file_may_be_a_link(rank_file, tmp_path):
+    (tmp_path / "x.tiktoken").symlink_to(rank_file)
+    assert read_rank_file(tmp_path / "x.tiktoken") == read_rank_file(rank_file)
+
+
+# ----- checkpoints
+
+TENSORS = ["model.safetensors", "optimizer.safetensors", "random.safetensors"]
+FILES = [*TENSORS, "state.json", "tokenizer.json"]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """Where the first test leaves its run for all others."""
+    return tmp_path_factory.mktemp("pristine") / "run"
+
+
+@pytest.fixture
+def config(tiny):
+    """Of a run of 4 steps."""
+    return tiny({"max_steps": 4, "schedule.warmup_steps": 1, "checkpoint.every": 2})
+
+
+@pytest.fixture
+def checkpoint(config, pristine):
+    """The folder of the only checkpoint of a run that was stopped after 2 of its 4 steps."""
+    if not pristine.exists():
+        fit(config.model_copy(update={"stop_at": 2}))
+        config.run_dir.rename(pristine)
+    return newest(shutil.copytree(pristine, config.run_dir))
+
+
+def sign(path):
+    """Make the manifest's sums those of the files, as a stranger would."""
+
+    def set_sums(manifest):
+        for name in manifest["sha256"]:
+            manifest["sha256"][name] = sha256_file(path / name)
+
+    edit(path / "manifest.json", set_sums)
+
+
+@pytest.fixture
+def uses(config, checkpoint):
+    """What people do with a checkpoint: each ends well, or is refused."""
+    raw = {"checkpoint": str(checkpoint), "runtime": CPU}
+    return {
+        "sample": lambda: run_sampling(decode(SampleConfig, raw | {"max_new_tokens": 2, "prompt": "def"})),
+        "eval": lambda: run_evaluation(decode(EvaluateConfig, raw | {"batches": 1})),
+        "train": lambda: fit(config),
+    }
+
+
+def refusals(uses):
+    """The names of the uses that were refused, in one line."""
+    names = []
+    for name, use in uses.items():
+        try:
+            use()
+        except UserError as error:
+            names.append(name if fit_for_a_terminal(error) else f"{name}: {error}")
+    return names
+
+
+def test_a_checkpoint_as_it_should_be_is_used(checkpoint, uses):
+    sign(checkpoint)
+    assert sorted(p.name for p in checkpoint.iterdir()) == sorted([*FILES, "manifest.json"])
+    assert refusals(uses) == []
+
+
+def test_a_checkpoint_may_be_reached_by_a_link(checkpoint, tmp_path):
+    (tmp_path / "linked").symlink_to(checkpoint)
+    assert load_model(tmp_path / "linked")[0].config == load_model(checkpoint)[0].config
+
+
+class Payload:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch"])
+@pytest.mark.parametrize("name", [*FILES, "manifest.json", "../latest", "../../config.json", "../../metrics.jsonl"])
+def test_a_pickle_in_any_place_is_not_run(checkpoint, uses, tmp_path, name, kind):
+    marker = tmp_path / "marker"
+    if kind == "pickle":
+        (checkpoint / name).write_bytes(pickle.dumps(Payload(marker)))
+    else:
+        torch.save({"weight": Payload(marker)}, checkpoint / name)
+    if name in FILES:
+        sign(checkpoint)
+    refused_ = refusals(uses)
+    with contextlib.suppress(UserError):
+        open_checkpoint(checkpoint / "../latest")
+    assert not marker.exists()
+    if name in ("optimizer.safetensors", "random.safetensors"):
+        assert refused_ == ["train"]
+    elif name in FILES:
+        assert len(refused_) >= 2
+
+
+def test_the_pickle_would_have_run(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "marker")))
+    assert (tmp_path / "marker").is_dir()
+
+
+@pytest.mark.parametrize("replace", NO_FILES)
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_what_is_no_file_in_a_checkpoint(checkpoint, uses, name, replace):
+    replace(checkpoint / name)
+    assert refusals(uses) == (["train"] if name in TENSORS[1:] else list(uses))
+
+
+@pytest.mark.parametrize("replace", NO_FILES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "metrics.jsonl", "loss.png", "checkpoints/latest", "checkpoints/best"),
+        *("config.json.tmp", "metrics.jsonl.tmp", "loss.png.tmp", "checkpoints/latest.tmp"),
+        "checkpoints/step-00000004.tmp",
+    ],
+)
+def test_what_is_no_file_elsewhere_in_a_run(config, checkpoint, name, replace):
+    """Training goes on beside it, or says what is in the way; what a link leads to is never written to."""
+    path = config.run_dir / name
+    path.touch()
+    before = path.read_bytes()
+    replace(path)
+    with contextlib.suppress(UserError, OSError):
+        fit(config)
+    assert replace is not link or path.with_name("elsewhere").read_bytes() == before
+    assert not path.with_name("nowhere").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_weights_that_are_no_numbers(checkpoint, uses, value):
+    change_tensors(checkpoint / "model.safetensors", lambda tensors: [w.fill_(value) for w in tensors.values()])
+    sign(checkpoint)
+    refusals(uses)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["sha256"].update({"../../x": "0" * 64}),
+        lambda m: m["sha256"].update({"/etc/passwd": "0" * 64}),
+        lambda m: m["sha256"].update({"../" + name: m["sha256"].pop(name) for name in list(m["sha256"])}),
+        lambda m: m["sha256"].pop("state.json"),
+        lambda m: m.update(sha256=list(m["sha256"])),
+        lambda m: m.update(sha256=None),
+        lambda m: m["sha256"].update({"state.json": ["0"]}),
+        lambda m: m["sha256"].update({"state.json": 0}),
+        lambda m: m.update(format_version=99),
+        lambda m: m.update(format_version="\x1b[2J\n" * 10**5),
+        lambda m: m.pop("format_version"),
+    ],
+)
+def test_a_checkpoint_with_a_strange_manifest(checkpoint, uses, change):
+    edit(checkpoint / "manifest.json", change)
+    assert refusals(uses) == list(uses)
+
+
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        ('"format_version": 1, "format_version": 2', "twice"),
+        ('"x": NaN', "not finite"),
+        ('"x": 1e999', "not finite"),
+        ('"x": "\\ud800"', "surrogates"),
+        ('"x": ' + "[" * 10**5 + "]" * 10**5, "levels deep"),
+    ],
+)
+def test_json_of_a_checkpoint_that_is_not_one_thing(checkpoint, name, first, message):
+    path = checkpoint / name
+    path.write_text(path.read_text().replace("{", "{" + first + ", ", 1))
+    if name != "manifest.json":
+        sign(checkpoint)
+    with refused(rf"{name}.*{message}"):
+        load_model(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.update(format_version=99),
+        lambda s: s.update(format_version="\x1b[2J\n"),
+        lambda s: s.pop("format_version"),
+        lambda s: s.update(_target_="os.system"),
+        lambda s: s.update({"\x1b[2J\n": 1}),
+        lambda s: s["model"].update(_target_="os.system"),
+        lambda s: s["model"].update(n_layer=10**6),
+        lambda s: s["model"].update(n_layer=1024),
+        lambda s: s["model"].update(n_embd=2**17),
+        lambda s: s["model"].update(n_vocab=10**400),
+        lambda s: s["model"].update(head_dim=2**63),
+        lambda s: s["model"]["attention"].update(name="${oc.env:HOME}"),
+        lambda s: s["model"].update(attention={"name": "softmax", "name\n": "x"}),
+        lambda s: s["model"].update(position={"name": "learned", "max_len": 10**18}),
+        lambda s: s.update(model=None),
+        lambda s: s.update(run_id="../../x"),
+        lambda s: s.update(run_id="${oc.env:HOME}"),
+        lambda s: s.update(run_id="\x1b[2J"),
+        lambda s: s.update(step=-1),
+        lambda s: s.update(step=10**400),
+        lambda s: s.update(seq_len=0),
+        lambda s: s.update(seq_len=-5),
+        lambda s: s.update(seq_len=10**400),
+        lambda s: s.update(batch_tokens=-1),
+        lambda s: s.update(seed="x" * 10**6),
+    ],
+)
+def test_a_checkpoint_with_a_strange_state(checkpoint, uses, change):
+    edit(checkpoint / "state.json", change)
+    sign(checkpoint)
+    assert refusals(uses) == list(uses)
+
+
+@pytest.mark.parametrize(
+    "dataset_dir",
+    ["${oc.env:HOME}", "/dev/zero", "../../x", "\0", "\x1b[2J\nx", "/" + "x/" * 5000, "x" * 10**6],
+    ids=["interpolation", "device", "above", "zero byte", "escapes", "deep", "long"],
+)
+def test_a_dataset_that_a_state_names_is_looked_for_and_no_more(checkpoint, uses, dataset_dir, capsys):
+    edit(checkpoint / "state.json", lambda s: s.update(dataset_dir=dataset_dir))
+    sign(checkpoint)
+    assert "eval" in refusals(uses)
+    said = capsys.readouterr()
+    assert os.environ["HOME"] + "\n" not in said.out + said.err
+    assert "\x1b[2J" not in said.out + said.err
+
+
+def test_a_window_that_no_model_was_trained_with_takes_no_memory(checkpoint, uses):
+    """seq_len is the length of eval.py's windows."""
+    edit(checkpoint / "state.json", lambda s: s.update(seq_len=10**9))
+    sign(checkpoint)
+    assert "train" in refusals(uses)
+
+
+def change_tensors(path, change):
+    tensors = {name: value.clone() for name, value in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("file", TENSORS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, name: t.pop(name), "missing"),
+        (lambda t, name: t.update({"x\x1b[2J\n": torch.zeros(3)}), "unknown"),
+        (lambda t, name: t.update({name: t[name][None]}), "has the shape"),
+        (lambda t, name: t.update({name: torch.zeros(0, dtype=t[name].dtype)}), "has the shape"),
+        (lambda t, name: t.update({name: torch.zeros(t[name].shape, dtype=torch.int16)}), "has the type"),
+        (lambda t, name: t.update({name: torch.zeros(t[name].shape, dtype=torch.bool)}), "has the type"),
+        (lambda t, name: t.update({name: torch.zeros(t[name].shape, dtype=torch.complex64)}), "has the type"),
+    ],
+)
+def test_a_checkpoint_with_strange_tensors(checkpoint, uses, file, change, message):
+    change_tensors(checkpoint / file, lambda tensors: change(tensors, sorted(tensors)[0]))
+    sign(checkpoint)
+    assert refusals(uses) == (list(uses) if file == "model.safetensors" else ["train"])
+    with refused(rf"{file} .*{message}"):
+        (uses["train"])()
+
+
+def test_a_generators_state_that_is_none(checkpoint, uses):
+    """Bytes of the right number and type, which torch may still not take."""
+    change_tensors(checkpoint / "random.safetensors", lambda t: [value.fill_(255) for value in t.values()])
+    sign(checkpoint)
+    assert refusals(uses) in ([], ["train"])
+
+
+@pytest.mark.parametrize("n_vocab", [10, 256, 300])
+def test_a_model_of_other_tokens_than_its_tokenizer(checkpoint, uses, n_vocab):
+    """Ids of the tokenizer that the model does not have; the other way round it is only odd."""
+    edit(checkpoint / "state.json", lambda s: s["model"].update(n_vocab=n_vocab))
+
+    def resize(tensors):
+        rows = torch.zeros(n_vocab, tensors["embed.weight"].shape[1])
+        tensors["embed.weight"] = rows
+
+    change_tensors(checkpoint / "model.safetensors", resize)
+    sign(checkpoint)
+    assert set(refusals(uses)) >= ({"train", "sample", "eval"} if n_vocab < 257 else {"train"})
+
+
+def test_a_tokenizer_of_another_model(checkpoint, uses, rank_file):
+    """Its ids are more than the model has."""
+    from data.tokenizer import save_tokenizer
+
+    save_tokenizer(build_tokenizer(GPT2Config(name="gpt2", path=rank_file)), checkpoint / "tokenizer.json")
+    sign(checkpoint)
+    assert {"sample", "eval"} <= set(refusals(uses))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"../../x", b"/etc/passwd", b"step-00000002/../../x", b"\xff\0", b"", b"step-" + b"1" * 10**6, b"\x1b[2J"],
+)
+def test_a_pointer_that_leads_elsewhere(checkpoint, content):
+    (checkpoint.parent / "latest").write_bytes(content)
+    with refused("does not name a checkpoint"):
+        open_checkpoint(checkpoint.parent / "latest")
+
+
+@pytest.mark.parametrize("script", ["sample", "eval", "train"])
+def test_a_command_says_one_line(checkpoint, command, tiny_args, script):
+    edit(checkpoint / "state.json", lambda s: s.update({"\x1b[2J\n": 1}))
+    sign(checkpoint)
+    arguments = tiny_args if script == "train" else [f"checkpoint={checkpoint}", "runtime.device=cpu"]
+    result = command(script, *arguments)
+    assert result.status == 1
+    assert result.err.startswith("error: ")
+    assert result.err.rstrip("\n").isprintable()

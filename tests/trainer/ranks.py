@@ -1,0 +1,181 @@
+"""The processes of one run, started as srun starts them: each with RANK in its environment, none with a launcher.
+
+They are forks of one process that has imported everything, so that a start does not take seconds; what they run, and
+their threads, pipes and signals, are their own.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Result(NamedTuple):
+    """What a process left behind."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Process:
+    """A fork: what of subprocess.Popen is needed here."""
+
+    def __init__(self, arguments, environment):
+        self._files = [tempfile.TemporaryFile(mode="w+") for _ in range(2)]  # noqa: SIM115 (open as long as the process)
+        paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._files]
+        request = {"arguments": [str(a) for a in arguments], "environment": environment, "files": paths}
+        self.pid = _ask(request)["pid"]
+        self.returncode = None
+
+    def poll(self):
+        """Its exit status, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            self.returncode = _ask({"wait_for": self.pid})["status"]
+        return self.returncode
+
+    def wait(self, seconds):
+        """Its exit status and what it wrote."""
+        wait_until(lambda: self.poll() is not None, "the end of a process", seconds)
+        texts = []
+        for file in self._files:
+            file.seek(0)
+            texts.append(file.read())
+        return self.returncode, *texts
+
+    def end(self):
+        """Kill it, and its children, if it still runs."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait(60)
+        for file in self._files:
+            file.close()
+
+
+def free_port():
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def environment():
+    """A command's environment in tests: one thread, no GPU, no launcher."""
+    mine = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return mine | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+
+
+@contextlib.contextmanager
+def started(size, *arguments, **more_environment):
+    """Starts `size` processes `python <arguments>` that meet at a free port; none outlives the context."""
+    shared = environment() | {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    processes = []
+    try:
+        for rank in range(size):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(Process(arguments, shared | own | more_environment))
+        yield processes
+    finally:
+        for process in processes:
+            process.end()
+
+
+def finish(*processes, seconds=240):
+    """Waits for processes; returns what they left behind."""
+    return [Result(*process.wait(seconds)) for process in processes]
+
+
+def run(size, *arguments, **more_environment):
+    """Starts `size` processes and waits for all of them."""
+    with started(size, *arguments, **more_environment) as processes:
+        return finish(*processes)
+
+
+def wait_until(happened, what, seconds=240):
+    """Polls until something has happened."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
+        time.sleep(0.02)
+
+
+def lines_in(path):
+    """How many lines a file has so far."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@functools.cache
+def _server():
+    command = [sys.executable, str(Path(__file__).resolve())]
+    server = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def end():
+        server.communicate()
+
+    atexit.register(end)
+    return server
+
+
+def _ask(request):
+    server = _server()
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
+
+
+def _serve():
+    """Answers requests, one JSON object a line, until there are no more; in a fork, returns its request."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait_for" in request:
+            pid, status = os.waitpid(request["wait_for"], os.WNOHANG)
+            answer = {"status": os.waitstatus_to_exitcode(status) if pid else None}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                return request
+            answer = {"pid": pid}
+        print(json.dumps(answer), flush=True)
+    return None
+
+
+def _become(request):
+    """Be the process that was asked for."""
+    os.setsid()
+    files = [os.open(os.devnull, os.O_RDONLY), *(os.open(path, os.O_RDWR) for path in request["files"])]
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    script, *sys.argv[1:] = request["arguments"]
+    if script == "-c":
+        sys.argv[:] = ["-c", *sys.argv[2:]]
+        exec(compile(request["arguments"][1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv[0] = script
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    import cli  # noqa: F401
+    import trainer.evaluate
+    import trainer.loop  # noqa: F401
+
+    if (asked_for := _serve()) is not None:
+        _become(asked_for)

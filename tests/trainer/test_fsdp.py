@@ -1,0 +1,172 @@
+"""A model that is shared among processes is trained, saved and evaluated as one that every process has whole."""
+
+import pytest
+import ranks
+import torch
+from safetensors.torch import load_file
+from test_torchrun import assert_same_steps
+
+from common.settings import UserError
+from trainer.checkpoint import checkpoints_dir, newest
+from trainer.distributed import World
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+
+@pytest.fixture
+def train(tiny_args, tmp_path):
+    """Trains with train.py in some processes, two steps between checkpoints; returns the run directory."""
+
+    def run(name, processes, *options):
+        args = [*tiny_args, "runtime.dtype=float64", "runtime.hang_seconds=30", f"run_dir={tmp_path / name}"]
+        for result in ranks.run(processes, "train.py", *args, *options):
+            assert result.status == 0, result.err
+        return tmp_path / name
+
+    return run
+
+
+def tensors(checkpoint):
+    return {name: load_file(checkpoint / name) for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def assert_same_checkpoint(a, b, tolerance):
+    """The same files, and in them the same tensors, at most `tolerance` apart."""
+    assert sorted(path.name for path in a.iterdir()) == sorted(path.name for path in b.iterdir())
+    for name, first in tensors(a).items():
+        second = tensors(b)[name]
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            assert (value.shape, value.dtype) == (second[key].shape, second[key].dtype), key
+            torch.testing.assert_close(
+                value, second[key], rtol=0, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+def test_shared_or_whole_the_run_is_the_same(train):
+    """Same losses, norms and evaluations, same files with the same tensors; of 257 rows each has its part."""
+    whole = train("whole", 2, "runtime.strategy=ddp")
+    shared = train("shared", 2, "runtime.strategy=fsdp")
+    assert_same_steps(whole, shared, tolerance=1e-9)
+    assert sorted(p.name for p in checkpoints_dir(whole).iterdir()) == sorted(
+        p.name for p in checkpoints_dir(shared).iterdir()
+    )
+    assert_same_checkpoint(newest(whole), newest(shared), tolerance=1e-9)
+
+
+def test_a_run_goes_from_whole_to_shared_and_back(train):
+    whole = train("whole", 2, "runtime.strategy=ddp")
+    for stop_at, processes, strategy in [(2, 2, "ddp"), (4, 2, "fsdp"), (5, 1, "fsdp"), (6, 1, "ddp")]:
+        mixed = train("mixed", processes, f"runtime.strategy={strategy}", f"stop_at={stop_at}")
+        assert newest(mixed).name == f"step-{stop_at:08}"
+    assert_same_steps(whole, mixed, tolerance=1e-9)
+    assert_same_checkpoint(newest(whole), newest(mixed), tolerance=1e-9)
+
+
+def test_float32_too(train):
+    whole = train("whole", 2, "runtime.strategy=ddp", "runtime.dtype=float32")
+    shared = train("shared", 2, "runtime.strategy=fsdp", "runtime.dtype=float32")
+    assert_same_steps(whole, shared, tolerance=1e-5)
+
+
+def test_an_evaluation_that_cannot_be_shared_evenly_ends(train):
+    """One process has windows left when the other has none; it takes part in every pass all the same."""
+    options = "eval.batches=null", "runtime.micro_batch=3", "eval.every=2", "batch_tokens=96"
+    whole = train("whole", 1, *options)
+    shared = train("shared", 2, "runtime.strategy=fsdp", *options)
+    assert_same_steps(whole, shared, tolerance=1e-9)
+
+
+def test_a_batch_that_cannot_be_shared_evenly_is_refused(tiny_args):
+    """Processes with unequal numbers of micro-batches would wait for each other for ever."""
+    for result in ranks.run(2, "train.py", *tiny_args, "batch_tokens=48", "runtime.strategy=fsdp"):
+        assert result.status == 1
+        assert "batch_tokens=48 is 3 sequences, not divisible among 2 processes" in result.err
+
+
+def test_compiled_blocks_train_as_well(train):
+    plain = train("plain", 1, "max_steps=2", "schedule.warmup_steps=1")
+    shared = train(
+        "shared", 2, "max_steps=2", "schedule.warmup_steps=1", "runtime.strategy=fsdp", "runtime.compile=true"
+    )
+    assert_same_steps(plain, shared, tolerance=1e-9)
+
+
+def test_without_a_launcher_it_is_told_how(command, tiny_args):
+    result = command("train", *tiny_args, "runtime.strategy=fsdp")
+    assert result.status == 1
+    assert result.err.count("\n") == 1
+    assert "runtime.strategy=fsdp needs processes to share the model among: start with torchrun" in result.err
+
+
+def test_alone_nothing_is_shared():
+    world, value = World(torch.device("cpu")), torch.arange(3.0)
+    assert world.full(value) is value
+    assert torch.equal(world.like(value, torch.zeros(3)), value)
+    assert [v.tolist() for v in world.gather(value)] == [[0, 1, 2]]
+    with pytest.raises(UserError, match="torchrun"):
+        world.wrap(torch.nn.Linear(1, 1), "fsdp")
+
+
+PARTS = """
+import json, torch
+from torch.distributed.tensor import DTensor
+from trainer.distributed import join_world
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(3, 5, bias=False)])
+        self.scale = torch.nn.Parameter(torch.tensor([2.0]))  # one row: fewer than processes
+    def summed_loss(self, x):
+        return (self.blocks[0](x) * self.scale).sum()
+    def token_losses(self, x):
+        return self.blocks[0](x) * self.scale
+
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gpt = Model()
+    def forward(self, x):
+        return self.gpt.summed_loss(x)
+
+with join_world(torch.device("cpu")) as world:
+    torch.manual_seed(1)
+    module = Loss().double()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    wrapped = world.wrap(module, "fsdp")
+    for key, value in module.state_dict().items():
+        assert isinstance(value, DTensor), key
+        assert torch.equal(world.full(value), before[key]), key
+        part = world.like(before[key].float() + 1, value)  # another dtype: it becomes the parameter's
+        assert part.dtype == torch.float64
+        assert part.to_local().shape == value.to_local().shape, key
+        torch.testing.assert_close(world.full(part), before[key] + 1, atol=1e-6, rtol=0)
+        assert part.to_local().untyped_storage().nbytes() == part.to_local().nbytes  # not a view of the whole
+    count = world.like(torch.tensor(7.0), value)
+    assert not isinstance(count, DTensor) and count == 7
+
+    x = torch.full((2, 3), 1.0 + world.rank, dtype=torch.float64)
+    with torch.no_grad():
+        module.gpt.token_losses(x)
+    assert all(isinstance(p, DTensor) for p in module.parameters())  # given back after a forward pass alone
+    for now in (False, True):
+        with world.sync_gradients(wrapped, now):
+            wrapped(x).backward()
+    mean = sum(1.0 + rank for rank in range(world.size)) / world.size
+    gradient = module.gpt.blocks[0].weight.grad
+    expected = torch.full((5, 3), 2 * 2 * 2.0 * mean, dtype=torch.float64)
+    torch.testing.assert_close(world.full(gradient), expected)
+    norm = world.full(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]))
+    assert type(norm) is torch.Tensor and norm.dim() == 0 and norm > gradient.to_local().norm()
+    seen = world.gather(torch.tensor([world.rank], dtype=torch.uint8))
+    assert [int(value) for value in seen] == list(range(world.size))
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_parts_and_wholes(processes):
+    """Every process has its rows and nothing else; full and like undo each other; gradients are means."""
+    for result in ranks.run(processes, "-c", PARTS):
+        assert result.status == 0, result.err
+        assert result.err == ""

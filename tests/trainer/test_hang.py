@@ -1,0 +1,227 @@
+"""A process that hangs or is lost: the others say which, and end with the status that means "start again"."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import finish, lines_in, run, started, wait_until
+
+from common.settings import UserError
+from trainer.distributed import join_world
+from trainer.exits import AGAIN
+from trainer.watchdog import Beat, judge
+
+HANG_SECONDS = 2
+
+# Adds numbers until it is stopped; {fault} is carried out where a step begins.
+WORKER = """
+import os, sys, threading, time
+import torch
+from trainer.distributed import join_world
+
+with join_world(torch.device("cpu"), hang_seconds={hang_seconds}) as world:
+    for step in range(1, {steps} + 1):
+        world.at(f"step {{step}}: data")
+        if step == 80:  # long enough for every process to have said where it is
+            open("{folder}/" + str(world.rank), "w").close()
+        {fault}
+        time.sleep(0.02)
+        world.at(f"step {{step}}: loss")
+        total = world.sum(torch.ones(1)).item()
+        assert total == world.size
+"""
+FOR_EVER = 10**9
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """Builds the worker's command."""
+
+    def build(fault="pass", hang_seconds=HANG_SECONDS, steps=FOR_EVER):
+        return ["-c", WORKER.format(folder=tmp_path, fault=fault, hang_seconds=hang_seconds, steps=steps)]
+
+    return build
+
+
+def all_arrived(folder, size):
+    wait_until(lambda: all((folder / str(rank)).exists() for rank in range(size)), "step 80")
+
+
+def errors_of(result):
+    return [line for line in result.err.splitlines() if line.startswith("error: ")]
+
+
+def test_a_main_thread_that_sleeps_for_ever_is_named_and_shows_where(worker):
+    results = run(3, *worker("if step == 25 and world.rank == 1: time.sleep(10**6)"))
+    assert [result.status for result in results] == [AGAIN] * 3, [result.err for result in results]
+    (line,) = [line for result in results for line in errors_of(result)]  # one line in all
+    assert line in results[0].err
+    assert re.search(r"rank 1 \(host \S+, pid \d+\) hangs, \d+ s at 'step 25: data', and others wait for it", line)
+    assert "rank 0" not in line
+    assert "rank 2" not in line
+    assert "start the same command again" in line
+    assert 'File "<string>", line 11 in <module>' in results[1].err  # the stacks of the one that hangs
+    assert "gets no further" not in results[0].err + results[2].err
+
+
+def test_a_stopped_process_is_named(worker, tmp_path):
+    with started(3, *worker()) as processes:
+        all_arrived(tmp_path, 3)
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        first, last = finish(processes[0], processes[2], seconds=120)
+    assert (first.status, last.status) == (AGAIN, AGAIN), first.err + last.err
+    (line,) = errors_of(first)
+    assert re.search(r"rank 1 \(host \S+, pid \d+\) does not answer .*, last heard of \d+ s at 'step \d+: \w+'", line)
+    assert f"pid {processes[1].pid}" in line
+    assert errors_of(last) == []
+
+
+def test_the_process_that_keeps_the_store_is_named_when_it_is_stopped(worker, tmp_path):
+    with started(3, *worker()) as processes:
+        all_arrived(tmp_path, 3)
+        os.kill(processes[0].pid, signal.SIGSTOP)
+        others = finish(*processes[1:], seconds=120)
+    for rank, result in enumerate(others, start=1):
+        assert result.status == AGAIN, result.err
+        (line,) = errors_of(result)
+        assert f"rank {rank}, " in line
+        assert "rank 0, which keeps what the processes know of each other, does not answer" in line
+
+
+def test_with_torchrun_a_stopped_first_process_is_named_as_any_other(worker, tmp_path):
+    """Its store answers: torchrun keeps it, of whom only that is here."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    launcher = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with started(2, *worker(), **launcher) as processes:
+        all_arrived(tmp_path, 2)
+        os.kill(processes[0].pid, signal.SIGSTOP)
+        (other,) = finish(processes[1], seconds=120)
+    assert other.status == AGAIN, other.err
+    (line,) = errors_of(other)
+    assert re.search(r"rank 0 \(host \S+, pid \d+\) does not answer .*, last heard of \d+ s at 'step \d+: \w+'", line)
+
+
+def test_when_all_are_at_one_place_nobody_is_named(worker):
+    results = run(2, *worker("if step == 25: time.sleep(10**6)"))
+    assert [result.status for result in results] == [AGAIN] * 2
+    (line,) = errors_of(results[0])
+    assert "all processes hang at 'step 25: data', none behind the others" in line
+    assert "rank" not in line
+    for result in results:
+        assert 'File "<string>", line 11 in <module>' in result.err
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_lost_process_is_one_line_and_not_a_traceback(worker, tmp_path, killed):
+    with started(2, *worker(hang_seconds=None)) as processes:
+        all_arrived(tmp_path, 2)
+        os.kill(processes[killed].pid, signal.SIGKILL)
+        (other,) = finish(processes[1 - killed], seconds=120)
+    assert other.status == AGAIN, other.err
+    (line,) = errors_of(other)
+    assert f"rank {1 - killed} lost contact with another process (" in line
+    assert other.err == line + "\n"
+
+
+def test_other_errors_pass_unchanged(worker):
+    results = run(2, *worker("if step == 25: raise RuntimeError('a bug')"))
+    for result in results:
+        assert result.status == 1
+        assert "RuntimeError: a bug" in result.err
+        assert errors_of(result) == []
+
+
+FAULTY_TRAIN = """
+import os, runpy, sys, time
+from model.gpt import GPT
+
+summed_loss, calls = GPT.summed_loss, 0
+
+def faulty(self, token_ids, targets):
+    global calls
+    calls += 1
+    while calls == 5 and os.environ["RANK"] == "1":
+        time.sleep(1)
+    return summed_loss(self, token_ids, targets)
+
+GPT.summed_loss = faulty
+sys.argv = ["train.py", *sys.argv[1:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_training_says_where_it_hangs_and_goes_on_when_it_is_started_again(tiny_args, tmp_path):
+    args = [*tiny_args, "max_steps=10", f"runtime.hang_seconds={HANG_SECONDS}"]
+    results = run(2, "-c", FAULTY_TRAIN, *args)
+    assert [result.status for result in results] == [AGAIN] * 2, results[0].err
+    (line,) = errors_of(results[0])
+    assert re.search(r"rank 1 \(.*\) hangs, \d+ s at 'step 5: forward 1', and others wait for it", line)
+    assert "in faulty" in results[1].err
+    results = run(2, "train.py", *args)
+    assert [result.status for result in results] == [0] * 2, results[0].err
+    assert f"resuming {tmp_path / 'run'} after step 4" in results[0].out
+    assert lines_in(tmp_path / "run" / "metrics.jsonl") == 10 + 4  # and evaluations after 3, 6, 9 and 10
+
+
+def test_slow_is_not_hung(worker):
+    """One process is slower than hang_seconds all in all, and the others wait for it, but it gets on."""
+    slow = "for i in range(6 * (step == 25 and world.rank == 1)): time.sleep(1); world.at(f'evaluate {i}')"
+    results = run(3, *worker(slow, steps=40))
+    assert [result.status for result in results] == [0] * 3, results[0].err
+    assert [result.err for result in results] == [""] * 3
+
+
+def test_a_process_that_is_done_is_not_missed(worker):
+    """Rank 0 has more to do at the end (a last upload, say): the other is not blamed for being gone."""
+    last_words = "if step == 30 and world.rank == 1: break\n        if step == 30: time.sleep(3); break"
+    results = run(2, *worker(last_words))
+    assert results[1].status == 0, results[1].err
+    assert all("rank 1" not in line for line in errors_of(results[0]))
+
+
+def test_an_incomplete_launcher_is_told(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with (
+        pytest.raises(UserError, match=r"MASTER_ADDR is not set: start with torchrun"),
+        join_world(torch.device("cpu")),
+    ):
+        pass
+
+
+def beat(rank, collectives, seconds=60.0, where="step 3: loss", finished=False):
+    return Beat(rank, f"node{rank}", 100 + rank, 9, where, seconds, collectives, finished)
+
+
+@pytest.mark.parametrize(
+    ("beats", "stopped", "blamed", "speaker"),
+    [
+        ([beat(0, 7), beat(1, 6), beat(2, 7)], set(), [1], 0),
+        ([beat(0, 6), beat(1, 6), beat(2, 7)], set(), [0, 1], 2),
+        ([beat(0, 7), beat(1, 7), beat(2, 7)], set(), [], 0),
+        ([beat(0, 7), beat(1, 7), beat(2, 7)], {0}, [0], 1),
+        ([beat(0, 7), beat(1, 6), beat(2, 7)], {0, 2}, [0, 2], 1),
+        ([beat(0, 7), beat(1, 6, finished=True), beat(2, 7)], {1}, [], 0),
+        ([beat(0, 7), beat(1, 6, seconds=1.0), beat(2, 7)], {2}, [2], 0),
+    ],
+)
+def test_judge_names_whom_the_others_wait_for(beats, stopped, blamed, speaker):
+    verdict = judge(beats, stopped, hang_seconds=30)
+    assert (verdict.ranks, verdict.speaker) == (blamed, speaker)
+    assert [rank for rank in range(3) if f"node{rank}" in verdict.line] == blamed
+
+
+def test_judge_gives_time_to_those_who_move():
+    assert judge([beat(0, 7), beat(1, 6, seconds=5.0), beat(2, 7)], set(), hang_seconds=30) is None
+    assert judge([beat(0, 7), beat(1, 7, seconds=5.0)], set(), hang_seconds=30) is None
+
+
+def test_judge_tells_places_apart_where_nobody_is_behind():
+    verdict = judge([beat(0, 7, where="step 3: loss"), beat(1, 7, where="step 3: save")], set(), hang_seconds=30)
+    assert verdict.ranks == []
+    assert "'step 3: loss'" in verdict.line
+    assert "'step 3: save'" in verdict.line

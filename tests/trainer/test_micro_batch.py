@@ -1,0 +1,509 @@
+"""runtime.micro_batch=auto: the largest that fits, whatever it is that does not."""
+
+import json
+import math
+import socket
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from common.settings import UserError, decode
+from model.gpt import GPT, GPTConfig
+from trainer import micro_batch
+from trainer.checkpoint import newest, open_checkpoint
+from trainer.distributed import World
+from trainer.micro_batch import _Trials, available_memory, choose_micro_batch, out_of_memory
+from trainer.runtime import Runtime
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+CPU = Runtime(torch.device("cpu"), torch.float32)
+ALONE = World(CPU.device)
+GB = 10**9
+
+# What child processes begin with: a weight of 64 MiB, and 16 MiB that each sequence has kept for its backward pass.
+CHILD = """
+import os, sys, torch
+from torch import nn
+from trainer.distributed import World, join_world
+from trainer.micro_batch import choose_micro_batch
+from trainer.runtime import Runtime
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2**24))
+
+    def forward(self, ids, targets):
+        return (torch.ones(len(ids), 2**21) * self.weight[0]).exp().sum()
+
+runtime = Runtime(torch.device("cpu"), torch.float32)
+"""
+
+
+class Limited(nn.Module):
+    """Has memory for `limit` sequences and no more, forward or backward."""
+
+    def __init__(self, limit, where="forward", error=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.limit, self.where, self.error = limit, where, error
+        self.sizes = []
+        self.held = []
+
+    def forward(self, ids, targets):
+        self.sizes.append(len(ids))
+        x = torch.ones(len(ids), 100) * self.weight[0]
+        self.held.append(weakref.ref(x))
+        if len(ids) > self.limit and len(self.sizes) > 2:  # the first two passes are those that predict
+            if self.where == "forward":
+                self.fail()
+            x.register_hook(self.fail)
+        return x.exp().sum()
+
+    def fail(self, *grad):
+        raise self.error or torch.OutOfMemoryError("injected")
+
+
+class SummedLoss(nn.Module):
+    def __init__(self, gpt):
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, ids, targets):
+        return self.gpt.summed_loss(ids, targets)
+
+
+def tiny_gpt(attention="log_space", position="log_recurrence", block="mlp", n_embd=16):
+    raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": n_embd, "block": {"name": block}}
+    raw |= {"attention": {"name": attention}, "position": {"name": position}}
+    torch.manual_seed(0)
+    return SummedLoss(GPT(decode(GPTConfig, raw)))
+
+
+def adamw(module):
+    return torch.optim.AdamW(module.parameters(), fused=True)  # without its means: it makes them in its first step
+
+
+def choose(module, share, seq_len=16):
+    return choose_micro_batch(module, adamw(module), share, seq_len, CPU, ALONE)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("share", [1, 2, 3, 7, 8, 20, 60])
+def test_the_largest_that_fits_is_found(where, share, capsys):
+    for limit in range(1, share + 2):
+        module = Limited(limit, where)
+        chosen = choose(module, share)
+        assert chosen == min(limit, share)
+        assert capsys.readouterr().out.startswith(f"runtime.micro_batch=auto: {chosen} of up to {share} sequences, ")
+        tried = module.sizes[2:]
+        assert max(tried) <= share
+        assert len(tried) <= 2 + 2 * math.log2(share)
+        assert all(tensor() is None for tensor in module.held)
+        assert module.weight.grad is None
+
+
+def test_not_even_one_is_a_line_for_the_user():
+    with pytest.raises(
+        UserError, match=r"not even one sequence of seq_len=16 fits in the [\d.]+ GB of the CPU"
+    ) as caught:
+        choose(Limited(0), 8)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes do not match"), ValueError("out of memory"), KeyboardInterrupt()]
+)
+def test_other_errors_pass(error):
+    module = Limited(2, error=error)
+    with pytest.raises(type(error)) as caught:
+        choose(module, 8)
+    assert caught.value is error
+    assert module.weight.grad is None
+
+
+def test_what_means_that_memory_is_out():
+    with pytest.raises(RuntimeError) as real:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert out_of_memory(real.value)
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert out_of_memory(MemoryError())
+    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not out_of_memory(OSError(28, "No space left on device"))
+
+
+def test_it_leaves_no_trace():
+    module, same = tiny_gpt(), tiny_gpt()
+    optimizers = [adamw(module), adamw(same)]
+    ids = torch.arange(64).view(4, 16)
+
+    def step(module, optimizer):
+        module(ids, ids + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for state in ("new", "begun"):  # without and with the optimizer's two means
+        random = torch.get_rng_state()
+        assert choose_micro_batch(module, optimizers[0], 4, 16, CPU, ALONE) == 4
+        assert torch.equal(torch.get_rng_state(), random)
+        assert all(p.grad is None for p in module.parameters())
+        assert len(optimizers[0].state) == len(optimizers[1].state)
+        for one, two in zip((module, same), optimizers, strict=True):
+            step(one, two)
+        for p, q in zip(module.parameters(), same.parameters(), strict=True):
+            assert torch.equal(p, q), state
+
+
+def test_a_trial_has_the_gradients_of_the_micro_batch_before():
+    seen = []
+
+    class Watched(Limited):
+        def forward(self, ids, targets):
+            assert ids.shape == targets.shape == (len(ids), 16)
+            assert ids.dtype == targets.dtype == torch.int64
+            seen.append(self.weight.grad is not None)
+            return super().forward(ids, targets)
+
+    assert choose(Watched(9), 1) == 1
+    assert seen == [False, False, True]
+
+
+def test_what_was_compiled_for_trials_is_forgotten():
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.append([tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.int64])
+        return graph.forward
+
+    module = Limited(1000)
+    module.compile(backend=backend)
+    assert choose(module, 6) == 6
+    shapes.clear()
+    module(*torch.zeros(2, 6, 16, dtype=torch.int64))
+    assert shapes  # compiled again,
+    assert all(isinstance(n, int) for shape in shapes[0] for n in shape)  # for this size alone
+
+
+@pytest.mark.parametrize("attention", ["log_space", "log_space_signed", "softmax"])
+@pytest.mark.parametrize(("position", "block"), [("log_recurrence", "mlp"), ("none", "glu")])
+def test_what_a_pass_saves_is_predicted_from_one_and_two_sequences(attention, position, block):
+    module = tiny_gpt(attention, position, block)
+    trials = _Trials(module, adamw(module), 128, CPU, ALONE)
+    assert trials.most(9) == 9
+    weights = 3 * sum(p.nbytes for p in module.parameters())  # gradient, and two means
+    for size in (1, 2, 5, 9):
+        assert trials.needs[size] == trials._saved(size) + weights
+    begun = adamw(module)
+    module(*trials._batch(1)).backward()
+    begun.step()
+    after = _Trials(module, begun, 128, CPU, ALONE)
+    after.most(1)
+    assert after.needs[1] == trials.needs[1] - 2 * weights // 3
+
+
+def test_saved_storages_are_counted_once_and_weights_not_at_all():
+    class Saving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1000))
+
+        def forward(self, ids, targets):
+            x = (torch.ones(len(ids), 1000) * self.weight).exp()  # saves the ones, the weight, and its result
+            return (x * x[:, :500].repeat(1, 2)).sum() + (x.view(-1) * x.view(-1)).sum()  # that again, and one more
+
+    module = Saving()
+    assert _Trials(module, adamw(module), 16, CPU, ALONE)._saved(3) == 3 * 3 * 4000
+
+
+@pytest.mark.parametrize(("fit", "processes"), [(1, 1), (5, 1), (5, 2), (12, 1)])
+def test_no_more_than_half_of_a_cpus_memory_is_tried(fit, processes, monkeypatch):
+    module = Limited(1000)
+    needs = _Trials(module, adamw(module), 16, CPU, ALONE)
+    needs.most(20)
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: 2 * processes * needs.needs[fit] + 7)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    module.sizes.clear()
+    assert choose(module, 20) == fit
+    assert max(module.sizes[2:]) == fit
+
+
+def test_memory_for_less_than_one_sequence_is_found_without_a_trial(monkeypatch):
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: 1000)
+    module = Limited(1000)
+    with pytest.raises(UserError, match="not even one sequence"):
+        choose(module, 20)
+    assert len(module.sizes) == 2  # those that predict
+
+
+def test_half_of_the_memory_is_margin_enough(run_process):
+    """A pass takes more than it saves; what it takes must not be twice of what is predicted, or the kernel kills."""
+    script = f"""{CHILD}
+import resource
+from tests.trainer.test_micro_batch import ALONE, CPU, _Trials, adamw, tiny_gpt
+module = tiny_gpt(sys.argv[1], n_embd=128)
+trials = _Trials(module, adamw(module), 512, CPU, ALONE)
+assert trials.most(12) == 12
+before = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+assert trials.fits(12)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / trials.needs[12])
+"""
+    for child in run_process(*(["-c", script, attention] for attention in ("log_space", "softmax"))):
+        assert child.status == 0, child.err
+        assert float(child.out) < 2
+
+
+def group(folder, version, limit, used, cache):
+    folder.mkdir(parents=True, exist_ok=True)
+    if version == 2:
+        names = ("memory.max", "memory.current", f"anon 7\ninactive_file {cache}\n")
+    else:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", f"inactive_file 1\ntotal_inactive_file {cache}\n")
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(names[2])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_available_memory_is_what_the_tightest_control_group_leaves(version, tmp_path):
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    physical = available_memory(proc, cgroups)  # nothing is known
+    assert physical > 0
+    (proc / "meminfo").write_text("MemTotal:       32000000 kB\nMemAvailable:   20000000 kB\n")
+    assert available_memory(proc, cgroups) == 20_000_000 * 1024
+
+    line = "0::/job/step\n" if version == 2 else "5:devices:/other\n4:cpu,memory:/job/step\n0::/\n"
+    (proc / "self" / "cgroup").write_text(line)
+    assert available_memory(proc, cgroups) == 20_000_000 * 1024  # the groups cannot be seen
+    top = cgroups if version == 2 else cgroups / "memory"
+    group(top / "job" / "step", version, "max" if version == 2 else 2**63 - 4096, 3 * GB, GB)
+    assert available_memory(proc, cgroups) == 20_000_000 * 1024
+    group(top / "job", version, 8 * GB, 5 * GB, 2 * GB)
+    assert available_memory(proc, cgroups) == 5 * GB
+    group(top, version, 4 * GB, 3 * GB, 0)  # as a container sees its own
+    assert available_memory(proc, cgroups) == GB
+    group(top, version, 4 * GB, 5 * GB, 0)
+    assert available_memory(proc, cgroups) == 0
+
+
+LIMIT = f"""{CHILD}
+import resource
+
+def leave(mebibytes):
+    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + mebibytes * 2**20, resource.RLIM_INFINITY))
+
+def train(size):
+    for _ in range(2):
+        module(*torch.zeros(2, size, 16, dtype=torch.int64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+from trainer import micro_batch
+available_memory, micro_batch.available_memory = micro_batch.available_memory, lambda: 10**12  # nothing is predicted
+module, world = Wide(), World(runtime.device)
+optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+"""
+
+
+def test_memory_that_runs_out_for_real(run_process):
+    script = f"""{LIMIT}
+leave(600)
+chosen = choose_micro_batch(module, optimizer, 1000, 16, runtime, world)
+train(chosen // 2)
+print(chosen)
+"""
+    (child,) = run_process(["-c", script])
+    assert child.status == 0, child.err
+    # 600 MiB less the gradient, another that is added to it, and two means, of 64 MiB each.
+    assert 1 < int(child.out.split()[-1]) <= (600 - 4 * 64) // 16
+
+
+def test_a_limit_of_the_process_counts_as_its_memory(run_process):
+    script = f"""{LIMIT}
+micro_batch.available_memory = available_memory
+leave(1200)
+chosen = choose_micro_batch(module, optimizer, 1000, 16, runtime, world)
+train(chosen)
+train(chosen)
+print(chosen)
+"""
+    (child,) = run_process(["-c", script])
+    assert child.status == 0, child.err
+    assert " of 1.3 GB\n" in child.out  # 1,200 MiB
+    assert 20 <= int(child.out.split()[-1]) <= (600 - 3 * 64) // 16  # of half of it
+
+
+def test_memory_for_the_optimizers_means_is_set_aside(run_process):
+    script = f"""{LIMIT}
+from common.settings import UserError
+module(*torch.zeros(2, 1, 16, dtype=torch.int64)).backward()
+module.weight.grad = None
+leave(216)  # 64 for the gradient, 64 for another that is added to it, some for a sequence: 128 are too many
+try:
+    choose_micro_batch(module, optimizer, 1, 16, runtime, world)
+except UserError as error:
+    print(error)
+leave(1000)
+train(1)
+leave(216)
+choose_micro_batch(module, optimizer, 1, 16, runtime, world)
+"""
+    (child,) = run_process(["-c", script])
+    assert child.status == 0, child.err
+    refused, chosen = child.out.splitlines()
+    assert "not even one sequence" in refused
+    assert chosen.startswith("runtime.micro_batch=auto: 1 of up to 1 sequences")
+
+
+@pytest.fixture
+def run_ranks(run_process):
+    """Runs a script in two processes of one group."""
+
+    def run(script):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        setting = f"os.environ.update(WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT='{port}', RANK=sys.argv[1])"
+        return run_process(*(["-c", f"import os, sys\n{setting}\n{script}", rank] for rank in "01"))
+
+    return run
+
+
+def test_two_processes_agree_on_what_the_poorer_one_can_do(run_ranks):
+    script = f"""{CHILD}
+from tests.trainer.test_micro_batch import Limited, adamw
+with join_world(runtime.device) as world:
+    for where in ("forward", "backward"):
+        module = world.wrap(Limited((5, 3)[world.rank], where))
+        chosen = choose_micro_batch(module, adamw(module), 16, 16, runtime, world)
+        module.module.limit = 1000
+        module(*torch.zeros(2, 1 + world.rank, 16, dtype=torch.int64)).backward()  # gradients are shared as ever
+        print("chosen", chosen, "gradient", module.module.weight.grad[0].item())
+"""
+    for rank, result in enumerate(run_ranks(script)):
+        assert result.status == 0, result.err
+        lines = [line.split() for line in result.out.splitlines() if line.startswith("chosen")]
+        assert [int(line[1]) for line in lines] == [3, 3]
+        for line in lines:
+            assert float(line[3]) == pytest.approx(1.5 * 100 * math.e, rel=1e-6)  # the mean of one and two sequences
+        assert result.out.count("runtime.micro_batch=auto") == (2 if rank == 0 else 0)
+
+
+def test_sharded_weights_want_a_number(run_ranks):
+    script = f"""{CHILD}
+from common.settings import UserError
+from tests.trainer.test_micro_batch import adamw, tiny_gpt
+with join_world(runtime.device) as world:
+    module = world.wrap(tiny_gpt(), "fsdp")
+    try:
+        choose_micro_batch(module, adamw(module), 16, 16, runtime, world)
+    except UserError as error:
+        print("refused:", error)
+"""
+    results = run_ranks(script)
+    for result in results:
+        assert result.status == 0, result.err
+        assert "refused: runtime.micro_batch=auto" in result.out
+        assert "give a number" in result.out
+
+
+def read_lines(run_dir):
+    """The training lines of metrics.jsonl, without timings."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu")} for line in lines]
+
+
+def assert_same_losses(a, b):
+    for one, two in zip(read_lines(a), read_lines(b), strict=True):
+        assert one.keys() == two.keys()
+        for key in one.keys() & {"loss", "val_loss"}:
+            assert one[key] == pytest.approx(two[key], rel=0, abs=1e-5), one["step"]
+
+
+@pytest.fixture
+def room_for(monkeypatch):
+    """Makes a machine of which half is enough for so many sequences of the tiny run."""
+    saved = _Trials.most
+
+    def room_for(sequences):
+        def most(trials, share):
+            trials.room = 10**15
+            saved(trials, 100)
+            trials.room = 2 * trials.needs[sequences]
+            return saved(trials, share)
+
+        monkeypatch.setattr(_Trials, "most", most)
+
+    return room_for
+
+
+@pytest.mark.parametrize("chosen", [3, 4])  # one that divides the batch's 4 sequences, and one that does not
+def test_a_run_has_the_losses_of_any_other_micro_batch(chosen, command, room_for, tiny_args, tmp_path):
+    room_for(chosen)
+    args = [*tiny_args, "max_steps=20", "eval.every=5"]
+    one = command("train", *args, "runtime.micro_batch=1", f"run_dir={tmp_path / 'one'}")
+    auto = command("train", *args, "runtime.micro_batch=auto")
+    assert one.status == auto.status == 0, auto.err
+    assert "micro_batch=auto" not in one.out
+    assert auto.out.count(f"runtime.micro_batch=auto: {chosen} of up to 4 sequences, needs about 0.1 of ") == 1
+    assert open_checkpoint(newest(tmp_path / "run")).state.micro_batch == chosen
+    assert_same_losses(tmp_path / "one", tmp_path / "run")
+
+
+def test_two_processes_train_with_what_was_chosen(command, run_process, tiny_args, tmp_path):
+    one = command("train", *tiny_args, "runtime.micro_batch=1", f"run_dir={tmp_path / 'one'}")
+    assert one.status == 0, one.err
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    (two,) = run_process([*torchrun, "train.py", *tiny_args, "runtime.micro_batch=auto"])
+    assert two.status == 0, two.err
+    assert two.out.count("runtime.micro_batch=auto: 2 of up to 2 sequences") == 1
+    assert_same_losses(tmp_path / "one", tmp_path / "run")
+
+
+def test_a_resumed_run_keeps_what_was_chosen(command, room_for, tiny_args, tmp_path):
+    args = [*tiny_args, "runtime.micro_batch=auto"]
+    room_for(3)
+    assert command("train", *args, f"run_dir={tmp_path / 'whole'}").status == 0
+    assert command("train", *args, "stop_at=2").status == 0
+    room_for(1)
+    rest = command("train", *args)
+    assert rest.status == 0, rest.err
+    assert "1 of up to" not in rest.out
+    assert "resuming" in rest.out
+    a, b = (newest(tmp_path / name) for name in ("whole", "run"))
+    assert open_checkpoint(b).state.micro_batch == 3
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+    assert read_lines(tmp_path / "whole") == read_lines(tmp_path / "run")
+
+
+def test_no_memory_for_one_sequence_is_one_line(command, monkeypatch, tiny_args):
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: 1000)
+    result = command("train", *tiny_args, "runtime.micro_batch=auto")
+    assert result.status == 1
+    assert "runtime.micro_batch=auto: not even one sequence" in result.err
+    assert "Traceback" not in result.err
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpus_memory_is_used_but_for_a_reserve(capsys):
+    runtime = Runtime(torch.device("cuda"), torch.float32)
+    module = tiny_gpt().cuda()
+    optimizer = adamw(module)
+    free, total = torch.cuda.mem_get_info()
+    others = torch.empty(max(0, free - total // 10), dtype=torch.uint8, device="cuda")  # a tenth is left, half reserved
+    before = torch.cuda.memory_allocated()
+    chosen = choose_micro_batch(module, optimizer, 2**16, 512, runtime, World(runtime.device))
+    assert 1 <= chosen < 2**16
+    assert "needs about" in capsys.readouterr().out
+    assert torch.cuda.memory_allocated() <= before + 2**26  # but for what libraries keep
+    for _ in range(2):
+        module(*torch.zeros(2, chosen, 512, dtype=torch.int64, device="cuda")).backward()
+    optimizer.step()
+    del others

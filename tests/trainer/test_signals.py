@@ -1,0 +1,97 @@
+"""A run that is asked to stop saves and says so, and can be started again; asked twice, it is gone at once."""
+
+import os
+import signal
+import time
+
+import pytest
+import ranks
+from test_resume import assert_same_run, metrics
+
+from trainer.checkpoint import newest, open_checkpoint
+from trainer.exits import AGAIN
+from trainer.signals import STOPPING, StopSignals
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+# A run that waits for ever in step 3, as in a collective that never ends: Python code never runs again.
+STUCK = """
+import threading, runpy
+from trainer.loop import Run
+accumulate = Run._accumulate_gradients
+def accumulating(run):
+    if run.step == 2:
+        stuck.acquire()
+    return accumulate(run)
+stuck = threading.Lock()
+stuck.acquire()
+Run._accumulate_gradients = accumulating
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def args(tiny_args):
+    return [*tiny_args, "max_steps=400", "checkpoint.every=1000", "eval.every=1000"]
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_ends_the_run_after_its_step_and_the_same_command_goes_on(command, args, tmp_path, number):
+    assert command("train", *args, f"run_dir={tmp_path / 'whole'}").status == 0
+    log = tmp_path / "run" / "metrics.jsonl"
+    with ranks.started(1, "train.py", *args) as (process,):
+        ranks.wait_until(lambda: ranks.lines_in(log) > 20, "20 steps")
+        os.kill(process.pid, number)
+        (stopped,) = ranks.finish(process)
+    assert stopped.status == AGAIN == 75
+    step = open_checkpoint(tmp_path / "run").state.step
+    assert 20 < step < 400
+    assert metrics(tmp_path / "run")[-1]["step"] == step
+    assert f"stopped by {signal.Signals(number).name}: step {step} of 400 is saved" in stopped.out
+    assert "a second signal stops at once" in stopped.err
+    assert command("train", *args).status == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(args, tmp_path):
+    log = tmp_path / "run" / "metrics.jsonl"
+    with ranks.started(2, "train.py", *args) as processes:
+        ranks.wait_until(lambda: ranks.lines_in(log) > 20, "20 steps")
+        os.kill(processes[1].pid, signal.SIGUSR1)
+        results = ranks.finish(*processes)
+    assert [r.status for r in results] == [AGAIN, AGAIN], [r.err for r in results]
+    step = newest(tmp_path / "run").name
+    assert f"another process was asked to stop: step {int(step[5:])} of 400 is saved" in results[0].out
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_second_signal_ends_even_a_run_that_hangs(args, tmp_path, number):
+    log = tmp_path / "run" / "metrics.jsonl"
+    with ranks.started(1, "-c", STUCK, *args) as (process,):
+        ranks.wait_until(lambda: ranks.lines_in(log) == 2, "2 steps")
+        os.kill(process.pid, number)
+        time.sleep(0.5)
+        assert process.poll() is None, "the first waits for the step"
+        os.kill(process.pid, number)
+        (ended,) = ranks.finish(process, seconds=30)
+    assert ended.status == 128 + number
+
+
+def test_what_torchrun_passes_on_is_not_a_second_signal(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with StopSignals() as signals:
+        for _ in range(3):  # the terminal's Ctrl-C to the whole group, then torchrun's own
+            os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 30
+        while signals.received is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+    assert signals.received is signal.SIGINT
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in STOPPING]
+    with StopSignals():
+        assert [signal.getsignal(number) for number in STOPPING] != before
+    assert [signal.getsignal(number) for number in STOPPING] == before
+    assert signal.set_wakeup_fd(-1) == -1

@@ -1,0 +1,150 @@
+"""scripts/slurm/train.sbatch, run with stand-ins for srun and scontrol that start real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from ranks import ROOT, environment, lines_in, wait_until
+
+SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
+
+SRUN = """#!/bin/bash
+# Starts the tasks; its status is the highest of theirs, as srun's is.
+echo "$*" >> "$STANDIN/srun.log"
+while [[ $1 == --* ]]; do shift; done
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
+    pids+=($!)
+done
+echo "${pids[@]}" > "$STANDIN/pids.new" && mv "$STANDIN/pids.new" "$STANDIN/pids"
+highest=0
+for pid in "${pids[@]}"; do
+    wait "$pid"
+    status=$?
+    ((status > highest)) && highest=$status
+done
+exit $highest
+"""
+SCONTROL = """#!/bin/bash
+# Knows the job's machines and its state, and notes everything else.
+case "$1 $2" in
+    "show hostnames") printf 'localhost\\nnode2\\n' ;;
+    "show job") echo "   JobState=${JOB_STATE:-RUNNING} Reason=None" ;;
+    *) echo "$*" >> "$STANDIN/scontrol.log" ;;
+esac
+"""
+
+
+@pytest.fixture
+def job(tmp_path, tiny_args):
+    """Starts the script as SLURM would, on two tasks; call it with options of train.py and more environment."""
+    standin = tmp_path / "standin"
+    standin.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (standin / name).write_text(text)
+        (standin / name).chmod(0o755)
+    started = []
+
+    def start(*options, **more_environment):
+        (standin / "pids").unlink(missing_ok=True)
+        slurm = {
+            "PATH": f"{standin}:{os.environ['PATH']}",
+            "STANDIN": str(standin),
+            "PYTHON": sys.executable,
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_NTASKS": "2",
+            "SLURM_CPUS_PER_TASK": "1",
+        }
+        process = subprocess.Popen(
+            ["bash", str(SCRIPT), *tiny_args, *options],
+            cwd=ROOT,
+            env=environment() | slurm | more_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    (standin / "scontrol.log").touch()
+    start.requeues = lambda: (standin / "scontrol.log").read_text().splitlines()
+    start.pids = lambda: [int(pid) for pid in (standin / "pids").read_text().split()]
+    start.srun = lambda: (standin / "srun.log").read_text()
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_bash_understands_it():
+    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
+
+
+def test_a_job_at_its_time_limit_is_requeued_and_its_next_start_finishes_the_run(job, tmp_path):
+    steps = "max_steps=400", "checkpoint.every=1000", "eval.every=1000"
+    log = tmp_path / "run" / "metrics.jsonl"
+    first = job(*steps)
+    wait_until(lambda: lines_in(log) > 20 or first.poll() is not None, "step 20")
+    for pid in job.pids():  # SLURM's --signal=USR1@300: to every process of the step
+        os.kill(pid, signal.SIGUSR1)
+    out, err = first.communicate(timeout=120)
+    assert first.returncode == 0, err
+    assert job.requeues() == [f"requeue {os.getpid()}"], out + err
+    saved = int((tmp_path / "run" / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    assert 20 <= saved < 400
+    assert f"requeued, to go on from step-{saved:08}" in out
+
+    second = job(*steps, SLURM_RESTART_COUNT="1")
+    out, err = second.communicate(timeout=240)
+    assert second.returncode == 0, err
+    assert f"resuming {tmp_path / 'run'} after step {saved}" in out
+    assert "step 400 of 400 saved" in out
+    assert len(job.requeues()) == 1
+    assert lines_in(log) == 401  # 400 training lines, one evaluation
+    assert "--kill-on-bad-exit=0" in job.srun()
+
+
+def test_an_error_that_a_person_must_mend_is_not_requeued(job):
+    process = job("max_steps=0")
+    process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert job.requeues() == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "status", "requeued"),
+    [
+        ({"STATUS": "75"}, 0, True),
+        ({"STATUS": "137"}, 0, True),  # a process that the kernel killed
+        ({"STATUS": "75", "SLURM_RESTART_COUNT": "2"}, 0, True),
+        ({"STATUS": "75", "SLURM_RESTART_COUNT": "3"}, 75, False),  # again and again, and no new checkpoint
+        ({"STATUS": "75", "JOB_STATE": "CANCELLED"}, 75, False),
+        ({"STATUS": "1"}, 1, False),
+        ({"STATUS": "143"}, 143, False),
+        ({"STATUS": "0"}, 0, False),
+    ],
+)
+def test_what_is_requeued(job, tmp_path, environment, status, requeued):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\n[[ $1 == train.py && $RANK == "$LOCAL_RANK" ]] && exit "$STATUS"\n')
+    python.chmod(0o755)
+    process = job(PYTHON=str(python), **environment)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == status, err
+    assert job.requeues() == ([f"requeue {os.getpid()}"] if requeued else []), out + err
+
+
+def test_options_with_spaces_and_brackets_reach_train_py_as_they_are(job, tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf -v line "%s|" "$@" "$RANK" "$WORLD_SIZE" "$MASTER_ADDR"; echo "$line"\n')
+    python.chmod(0o755)
+    process = job("data.mixture={Pile-CC: 2}", "run_dir=/a b/$c", PYTHON=str(python))
+    out, _ = process.communicate(timeout=60)
+    assert sorted(line[-46:] for line in out.splitlines()) == [
+        f"data.mixture={{Pile-CC: 2}}|run_dir=/a b/$c|{rank}|2|localhost|"[-46:] for rank in (0, 1)
+    ]

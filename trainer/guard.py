@@ -1,0 +1,81 @@
+"""Steps that must not change the weights: how they are known, and what is kept of them as evidence."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from common.console import warn
+from common.files import write_json
+from common.settings import Settings
+from data.inspect import documents_in, step_windows
+from data.loader import TrainBatches
+from data.shards import Manifest
+
+_MEMORY = 100
+"""Losses that mean and variance are of, about."""
+
+
+class LossStatistics(Settings):
+    """Running mean and variance of the losses of good steps."""
+
+    count: Annotated[int, Field(ge=0)] = 0
+    mean: float = 0.0
+    variance: Annotated[float, Field(ge=0)] = 0.0
+
+    def after(self, loss: float) -> "LossStatistics":
+        """With one more loss: of all at first, later forgetting exponentially."""
+        weight = max(1 / (self.count + 1), 1 / _MEMORY)
+        distance = loss - self.mean
+        return LossStatistics(
+            count=self.count + 1,
+            mean=self.mean + weight * distance,
+            variance=(1 - weight) * (self.variance + weight * distance**2),
+        )
+
+
+def why_bad(loss: float, grad_norm: float, statistics: LossStatistics, spike_sigmas: float | None) -> str | None:
+    """Why a step must not change the weights, or None. All arguments are the same in all processes."""
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return f"loss is {loss} and the gradient's norm {grad_norm}"
+    if spike_sigmas is not None and statistics.count >= _MEMORY:
+        limit = statistics.mean + spike_sigmas * math.sqrt(statistics.variance)
+        if loss > limit:
+            return f"loss is {loss:.4f}, above {limit:.4f}: {spike_sigmas:g} standard deviations over the mean"
+    return None
+
+
+def bad_steps_before(step: int, passed_over: dict[int, str]) -> int:
+    """How many steps right before `step` were passed over, in a row."""
+    first = step
+    while first - 1 in passed_over:
+        first -= 1
+    return step - first
+
+
+def evidence_path(run_dir: Path, step: int) -> Path:
+    """Where what is known of a bad step is written."""
+    return run_dir / "bad_steps" / f"step-{step:08}.json"
+
+
+def keep_evidence(
+    path: Path, dataset_dir: Path, manifest: Manifest, batches: TrainBatches, step: int, found: dict[str, Any]
+) -> None:
+    """Write down a bad step (counted from 1): what was `found`, and every document that its batch was cut from."""
+    sequences = [
+        {
+            "sequence": row,
+            "first_token": start,
+            "documents": [
+                {"set": place.set_name, "input": place.input, "number": place.number}
+                for place in documents_in(dataset_dir, manifest, "train", start, stop)
+            ],
+        }
+        for row, (start, stop) in enumerate(step_windows(batches, step))
+    ]
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, {"step": step, **found, "batch": sequences})
+    except OSError as error:
+        warn(f"{path} was not written: {error.strerror}")
