@@ -47,6 +47,7 @@ def command(
     sys.argv[1:] = map(_bare_keys, sys.argv[1:])
     _refuse_misplaced_groups(config_name)
     _refuse_hydras_powers()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line of ours, not twenty of torch's
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed over many lines
 
     def task(composed: DictConfig) -> None:

@@ -247,9 +247,6 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
         _clear(beside)  # on a full disk, what there is of it is in the way
         raise
     sync_directory(folder)
-    write_atomic(folder / "latest", path.name + "\n")
-    if state.best_step is not None:
-        write_atomic(folder / "best", f"step-{state.best_step:08}\n")
     return path
 
 
@@ -283,19 +280,32 @@ def _os_errors() -> Iterator[None]:
 
 
 def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | None) -> None:
-    """Delete all checkpoints but the newest `keep_last`, the best, and those of every keep_every-th step.
+    """Have `latest` and `best` name their checkpoints, and delete all but these, the newest `keep_last`, and those of
+    every keep_every-th step. Changes nothing where all that is so.
 
-    `state` is that of the checkpoint just saved. Later ones were passed over as damaged: they go, and so does what
-    crashed saves left behind.
+    `state` is that of the newest whole checkpoint: just saved, or found at the start of a run that may have been killed
+    before it came here. Later ones were passed over as damaged: they go, and so does what crashed saves left behind.
     """
-    paths = _all(run_dir)
+    folder, paths = checkpoints_dir(run_dir), _all(run_dir)
     upto = [path for path in paths if step_of(path) <= state.step]
-    keep = {*upto[-keep_last:], *(path for path in upto if keep_every and step_of(path) % keep_every == 0)}
+    best = folder / f"step-{state.best_step:08}" if state.best_step is not None else None
+    if best not in upto and (folder / "best").is_file():  # it could not be written: then the best of those that could
+        best = folder / _first_line(folder / "best")
+    _point(folder / "latest", upto[-1])
+    if best in upto:
+        _point(folder / "best", best)
+    keep = {best, *upto[-keep_last:], *(path for path in upto if keep_every and step_of(path) % keep_every == 0)}
     for path in paths:
-        if path not in keep and step_of(path) != state.best_step:
+        if path not in keep:
             _remove(path)
-    for leftover in checkpoints_dir(run_dir).glob("step-*.tmp"):
+    for leftover in folder.glob("step-*.tmp"):
         _clear(leftover)
+
+
+def _point(pointer: Path, path: Path) -> None:
+    _clear(pointer.with_name(pointer.name + ".tmp"))  # of a crash
+    if not pointer.is_file() or _first_line(pointer) != path.name:
+        write_atomic(pointer, path.name + "\n")
 
 
 def _clear(path: Path) -> None:
@@ -339,10 +349,24 @@ def _sums(path: Path) -> dict[str, str]:
     sums = manifest.get("sha256") if isinstance(manifest, dict) else None
     if not isinstance(sums, dict):
         raise Damaged(f"{path / 'manifest.json'} is damaged: it lists no sums")
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION and isinstance(version, int) and version == _version_of_state(path):
+        raise UserError(
+            f"{path} has format version {version}; this program reads {FORMAT_VERSION}: use another run_dir"
+        )
     _check_version(path / "manifest.json", manifest)
     if set(sums) != set(_FILES):
         raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
     return sums
+
+
+def _version_of_state(path: Path) -> Any:
+    """What state.json says, by which another version is told from a manifest that rotted there."""
+    try:
+        state = read_json(path / "state.json")
+    except UserError:
+        return None
+    return state.get("format_version") if isinstance(state, dict) else None
 
 
 def _check_version(path: Path, raw: Any) -> None:

@@ -19,6 +19,7 @@ from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
+from trainer.checkpoint import retain
 from trainer.config import TrainConfig
 from trainer.distributed import World, join_world
 from trainer.evaluate import evaluate
@@ -57,6 +58,8 @@ def fit(config: TrainConfig) -> None:
 
 
 def _train(run: "Run", config: TrainConfig) -> None:
+    if run.world.is_main and run.step > 0:  # what a kill in the midst of the last save left to do
+        retain(config.run_dir, run.state, config.checkpoint.keep_last, config.checkpoint.keep_every)
     if run.step >= config.last_step:
         say(f"{config.run_dir} is already at step {run.step} of {config.last_step}: nothing to train")
         return

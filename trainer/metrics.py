@@ -348,8 +348,15 @@ def _write_at(file: int, data: bytes, position: int) -> None:
 
 def _drop_later(path: Path, step: int) -> None:
     """Leave the lines up to `step`. Those dropped nearly always come last: to cut a file off needs no room on disk."""
-    content = path.read_bytes()
-    kept = b"".join(text for text, line in _parse(path, content) if line["step"] <= step)
+    content, kept = path.read_bytes(), b""
+    damage: UserError | None = None  # a power cut may leave any bytes after what was synced: lines to be dropped anyway
+    for text, line in _parse(path, content):
+        if isinstance(line, UserError):
+            damage = damage or line
+        elif line["step"] <= step:
+            if damage is not None:
+                raise damage
+            kept += text
     if content.startswith(kept):
         os.truncate(path, len(kept))
     else:
@@ -362,21 +369,27 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: a line is none of a run's.
     """
-    return [line for _, line in _parse(path, path.read_bytes())]
+    lines = []
+    for _, line in _parse(path, path.read_bytes()):
+        if isinstance(line, UserError):
+            raise line
+        lines.append(line)
+    return lines
 
 
-def _parse(path: Path, content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each whole line of `content`, the file at `path`, as it stands there and as what it says."""
+def _parse(path: Path, content: bytes) -> Iterator[tuple[bytes, dict[str, Any] | UserError]]:
+    """Each whole line of `content`, the file at `path`, as it stands there and as what it says, or what is wrong."""
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
         if text.strip():
+            line: dict[str, Any] | UserError
             try:
                 line = json.loads(text.decode(errors="replace"))
                 if type(line["step"]) is not int:
                     raise TypeError("its step is no whole number")
             except (ValueError, RecursionError, TypeError, KeyError) as error:
-                raise UserError(
+                line = UserError(
                     f"{path} is damaged in line {number} ({error}): mend or delete that line, or use another run_dir"
-                ) from None
+                )
             yield text + b"\n", line
 
 

@@ -55,13 +55,13 @@ class Saver:
             return
         if not isinstance(error, OSError):
             raise error
-        problem = f"the checkpoint after step {self.saved_step} was not written ({error.strerror or error})"
+        problem = f"the save after step {self.saved_step} failed ({error.strerror or error})"
         if self._config.on_error == "stop":
             raise UserError(
-                f"{problem}; those before it are whole: mend that, and give the same command again "
+                f"{problem}; earlier checkpoints are whole: mend that, and give the same command again "
                 "(checkpoint.on_error=continue would train on)"
             )
-        warn(f"{problem}; those before it are whole, and training goes on to the next")
+        warn(f"{problem}; earlier checkpoints are whole, and training goes on to the next save")
 
     def finish(self) -> None:
         """Wait for the last save.
@@ -73,8 +73,8 @@ class Saver:
         if isinstance(self._error, OSError):
             problem = self._error.strerror or self._error
             raise UserError(
-                f"the last checkpoint, after step {self.saved_step}, was not written ({problem}); those before it are "
-                "whole: mend that, and give the same command again"
+                f"the last save, after step {self.saved_step}, failed ({problem}); earlier checkpoints are whole: mend "
+                "that, and give the same command again"
             )
         self.check()
 

@@ -501,3 +501,15 @@ def test_the_real_wandb_offline(run_process, tiny_args, tmp_path):
     for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         assert repr(line.get("loss", line.get("val_loss"))).encode() in content, line
     assert steps(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 3, 4, 5, 6, 6]
+
+
+@pytest.mark.parametrize("tail", [b"\0\0\0\n", b"\xff\xfe{\n", b"[]\n{}\n", b"\0" * 5000])
+def test_what_a_power_cut_leaves_after_the_last_save_is_dropped(tmp_path, tail):
+    path = tmp_path / "metrics.jsonl"
+    whole = b'{"step": 1, "tokens": 2}\n{"step": 2, "tokens": 4}\n'
+    path.write_bytes(whole + b'{"step": 3, "tokens": 6}\n' + tail)
+    MetricsLog(path, resumed_at=2).close()
+    assert path.read_bytes() == whole
+    path.write_bytes(tail.rstrip(b"\n") + b"\n" + whole)
+    with pytest.raises(UserError, match="is damaged in line 1"):
+        MetricsLog(path, resumed_at=2)

@@ -105,7 +105,7 @@ def test_stop_is_prompt(tiny, monkeypatch):
 
     step = Run._step
     monkeypatch.setattr(Run, "_step", lambda run: (steps.append(run.step), run.saver.wait(), step(run))[-1])
-    with pytest.raises(UserError, match=r"after step 2 was not written \(No space left on device\)") as error:
+    with pytest.raises(UserError, match=r"after step 2 failed \(No space left on device\)") as error:
         fit(tiny())
     assert "\n" not in str(error.value)
     assert max(steps) == 2
@@ -116,12 +116,12 @@ def test_continue_goes_on_and_the_next_save_works(tiny, tmp_path, monkeypatch, c
     failing(monkeypatch, FULL, times=1)
     fit(tiny({"checkpoint.on_error": "continue"}))
     assert_same_run(tmp_path / "whole", tmp_path / "run")
-    assert "the checkpoint after step 2 was not written (No space left on device)" in capsys.readouterr().err
+    assert "the save after step 2 failed (No space left on device)" in capsys.readouterr().err
 
 
 def test_the_last_save_must_succeed(tiny, monkeypatch):
     failing(monkeypatch, FULL, times=100)
-    with pytest.raises(UserError, match=r"the last checkpoint, after step 6, was not written"):
+    with pytest.raises(UserError, match=r"the last save, after step 6, failed"):
         fit(tiny({"checkpoint.on_error": "continue"}))
 
 

@@ -1,0 +1,465 @@
+"""Training in processes that are killed where a test wants it.
+
+A fork server imports torch once and forks a process for every life of a run, so that a start costs a tenth of a second.
+A life trains by `trainer.loop.fit` and ends on its own, after some time by SIGKILL, or by SIGKILL of itself at its n-th
+operation on the disk.
+"""
+
+import builtins
+import contextlib
+import faulthandler
+import functools
+import gc
+import hashlib
+import io
+import json
+import os
+import platform
+import secrets
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from common.console import console
+from common.settings import UserError, decode
+from trainer.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITES = ("write", "save_file")
+SECONDS_TO_FINISH = 120  # a life that takes longer hangs
+SECONDS_BEHIND_A_KILLED_ONE = 0.05  # how long the other processes of a run live on, before they are killed too
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL at an operation on the disk, counted from 1, of the main thread or of all other threads together."""
+
+    thread: str  # "main" or "other"
+    number: int
+    how: str = "before"  # it is done; or "half": half of what it writes is written
+    power: bool = False  # what was not fsynced is lost with the process
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation on the disk: its thread, its name, and the path that it changes."""
+
+    thread: str
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Life:
+    """How the processes of a life ended: their exit statuses by rank (-9: killed), and what they printed."""
+
+    statuses: list[int]
+    out: str
+    err: str
+    operations: list[Operation] = field(default_factory=list)
+    """Of rank 0, as they were begun."""
+
+    @property
+    def killed(self) -> bool:
+        """Whether a SIGKILL came before the end."""
+        return -signal.SIGKILL in self.statuses
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of it ended well."""
+        return set(self.statuses) == {0}
+
+
+class ForkServer:
+    """Starts lives of runs, one after another."""
+
+    def __init__(self):
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            cwd=ROOT,
+            env=os.environ | alone | {"PATH": ""},  # no git, which takes longer than the rest of a start
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def live(self, config, processes=1, kill=None, seconds=None, victims=None):
+        """Train by `config` until it ends, or until it is killed.
+
+        Args:
+            kill: what kills rank 0 from within.
+            seconds: after which `victims` (ranks; None: all) are killed from without.
+        """
+        job = {
+            "config": config.model_dump(mode="json"),
+            "processes": processes,
+            "kill": kill and asdict(kill),
+            "seconds": seconds,
+            "victims": list(range(processes)) if victims is None else victims,
+        }
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        life = Life(**answer | {"operations": [Operation(*line) for line in answer["operations"]]})
+        assert -signal.SIGABRT not in life.statuses, f"it hangs:\n{life.err}"
+        return life
+
+    def finish(self, config, processes=1):
+        """Train by `config` to its end; all must be well."""
+        life = self.live(config, processes)
+        assert life.finished, f"{life.statuses}\n{life.err}"
+        return life
+
+    def close(self):
+        """End the server."""
+        self._process.communicate()
+
+
+# Where to kill
+
+
+def kills(operations, how="before", power=False):
+    """A kill at every operation, of the main thread and of the others; in the middle only of those that write."""
+    for thread in ("main", "other"):
+        own = [done for done in operations if done.thread == thread]
+        for number, done in enumerate(own, start=1):
+            if how == "before" or done.name in WRITES:
+                yield Kill(thread, number, how, power)
+
+
+def names_given(own):
+    """Where among the operations of one thread a checkpoint gets its name, and the step of that checkpoint."""
+    ends = [(i, done.path.rpartition("/step-")[2]) for i, done in enumerate(own) if done.name in ("rename", "replace")]
+    return [(i, int(step)) for i, step in ends if step.isdigit()]
+
+
+def last_saved(operations):
+    """The step of the last checkpoint whose name was synced when these operations ended; 0: none."""
+    threads = [[done for done in operations if done.thread == thread] for thread in ("main", "other")]
+    return max([0] + [step for own in threads for i, step in names_given(own) if i + 2 < len(own)])
+
+
+# What a run leaves behind
+
+
+def steps_of(run_dir):
+    """The steps of a run's checkpoints."""
+    return sorted(int(path.name.removeprefix("step-")) for path in run_dir.glob("checkpoints/step-*[0-9]"))
+
+
+def checkpoint_of(run_dir, step):
+    """The folder of a checkpoint."""
+    return run_dir / "checkpoints" / f"step-{step:08}"
+
+
+def is_whole(run_dir, step):
+    """Whether a checkpoint has the files, and the files the sums, that its manifest says."""
+    folder = checkpoint_of(run_dir, step)
+    try:
+        sums = json.loads((folder / "manifest.json").read_text())["sha256"]
+        files = content(folder)
+    except (OSError, ValueError):
+        return False
+    del files["manifest.json"]
+    return sums == {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+
+def content(folder):
+    """All files of a folder, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def metrics(run_dir):
+    """The lines of metrics.jsonl but for timings."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: v for key, v in line.items() if key not in ("tokens_per_second", "mfu")} for line in lines]
+
+
+def result(run_dir):
+    """All that must be the same of two runs, by name: every file in checkpoints/, the metrics."""
+    return content(run_dir / "checkpoints") | {"metrics.jsonl": metrics(run_dir)}
+
+
+def assert_same(run_dir, expected, why=""):
+    """The run has exactly these results."""
+    found = result(run_dir)
+    assert sorted(found) == sorted(expected), why
+    differing = [name for name in expected if found[name] != expected[name]]
+    assert not differing, f"{why}: {differing}"
+
+
+# In the server and its children
+
+
+class Disk:
+    """Counts this process's operations on the disk, and kills it at one of them.
+
+    What Python does to files is wrapped: opening them for writing, writing, and the functions of os; and what
+    safetensors writes by itself. A buffered write counts when the buffer is handed to the system.
+    """
+
+    def __init__(self, kill, trace):
+        self._kill = kill
+        self._trace = os.open(trace, os.O_WRONLY | os.O_CREAT)
+        self._write, self._truncate = os.write, os.ftruncate
+        self._count = Counter()
+        self.lock = threading.RLock()
+        self._unsynced = {}  # (device, inode) -> a handle of the file, and the size that was last synced
+
+    def install(self):
+        """Wrap everything."""
+        for name in ("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "truncate"):
+            setattr(os, name, self._changing_names(name, getattr(os, name)))
+        for name in ("fsync", "fdatasync"):
+            setattr(os, name, self._syncing(name, getattr(os, name)))
+        os.write, os.pwrite = self._writing(os.write), self._writing(os.pwrite)
+        os.ftruncate = self._cutting(os.ftruncate)
+        os.open = self._opening(os.open)
+        builtins.open = io.open = self._opening_file(builtins.open)
+        safetensors.torch.serialize_file = self._saving(safetensors.torch.serialize_file)
+
+    def begin(self, name, path, half=None):
+        """An operation begins, which is the last if it is the one to be killed at; `half` does its first half."""
+        with self.lock:  # while the process is being killed nothing else begins
+            thread = "main" if threading.current_thread() is threading.main_thread() else "other"
+            self._count[thread] += 1
+            self._write(self._trace, (json.dumps([thread, name, str(path)]) + "\n").encode())
+            kill = self._kill
+            if kill is None or (kill.thread, kill.number) != (thread, self._count[thread]):
+                return
+            if kill.how == "half" and half is not None:
+                half()
+            if kill.power:
+                for handle, size in self._unsynced.values():
+                    self._truncate(handle, size)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def changes(self, handle, synced=None):
+        """The file of this handle changes; of it only the first `synced` bytes (None: all of now) are on the disk."""
+        status = os.fstat(handle)
+        file, size = (status.st_dev, status.st_ino), status.st_size if synced is None else synced
+        with self.lock:
+            if file not in self._unsynced:
+                self._unsynced[file] = os.dup(handle), size
+
+    def _changing_names(self, name, function):
+        @functools.wraps(function)
+        def call(path, *args, **kwargs):
+            self.begin(name, args[0] if name in ("rename", "replace") else path)
+            return function(path, *args, **kwargs)
+
+        return call
+
+    def _syncing(self, name, function):
+        @functools.wraps(function)
+        def call(handle):
+            number = handle if isinstance(handle, int) else handle.fileno()
+            self.begin(name, _path(number))
+            function(number)
+            status = os.fstat(number)
+            with self.lock:
+                kept, _ = self._unsynced.pop((status.st_dev, status.st_ino), (None, 0))
+            if kept is not None:
+                os.close(kept)
+
+        return call
+
+    def _writing(self, function):
+        @functools.wraps(function)
+        def call(handle, data, *position):
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                return function(handle, data, *position)
+            with self.lock:  # no power cut between what follows
+                self.begin("write", _path(handle), lambda: function(handle, data[: len(data) // 2], *position))
+                self.changes(handle)
+                return function(handle, data, *position)
+
+        return call
+
+    def _cutting(self, function):
+        @functools.wraps(function)
+        def call(handle, length):
+            self.begin("truncate", _path(handle))
+            return function(handle, length)
+
+        return call
+
+    def _opening(self, function):
+        @functools.wraps(function)
+        def call(path, flags, *args, **kwargs):
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                self.begin("open", path)
+            return function(path, flags, *args, **kwargs)
+
+        return call
+
+    def _opening_file(self, function):
+        @functools.wraps(function)
+        def call(path, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **kwargs):
+            if isinstance(path, int) or not set(mode) & set("wax+"):
+                return function(path, mode, buffering, encoding, errors, newline, **kwargs)
+            self.begin("open", path)
+            raw = CountedFile(self, path, mode.replace("b", "").replace("t", ""), **kwargs)
+            if buffering == 0:
+                return raw
+            file = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return file if "b" in mode else io.TextIOWrapper(file, encoding, errors, newline, buffering == 1)
+
+        return call
+
+    def _saving(self, function):
+        @functools.wraps(function)
+        def call(tensors, path, **kwargs):
+            def write(share):
+                function(tensors, path, **kwargs)
+                with io.FileIO(path, "r+") as file:
+                    self.changes(file.fileno(), synced=0)
+                    self._truncate(file.fileno(), int(os.fstat(file.fileno()).st_size * share))
+
+            self.begin("save_file", path, lambda: write(0.5))
+            write(1)
+
+        return call
+
+
+class CountedFile(io.FileIO):
+    """A file open for writing whose writes are counted."""
+
+    def __init__(self, disk, path, mode, **kwargs):
+        super().__init__(path, mode, **kwargs)
+        self._disk = disk
+
+    def write(self, data):
+        """Hand data to the system."""
+        data, write = bytes(data), super().write
+        with self._disk.lock:
+            self._disk.begin("write", self.name, lambda: write(data[: len(data) // 2]))
+            self._disk.changes(self.fileno())
+            return write(data)
+
+    def truncate(self, size=None):
+        """Cut the file."""
+        self._disk.begin("truncate", self.name)
+        return super().truncate(size)
+
+
+def _path(handle):
+    with contextlib.suppress(OSError):  # a system without /proc
+        return os.readlink(f"/proc/self/fd/{handle}")
+    return str(handle)
+
+
+def _picture(lines, path, title):
+    """Stands in for drawing loss.png, which would take most of a short run's time."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_bytes(b"a picture")
+    os.replace(beside, path)
+
+
+def _draw(count, *_):
+    """Draw random numbers, as a model with dropout does in each step."""
+    torch.rand(count)
+
+
+def _train(job, rank, folder):
+    """A process of a life, from its fork to its end."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for handle, name in (1, "out"), (2, "err"):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), handle)
+    faulthandler.enable()
+    if job["processes"] > 1:
+        os.environ.update(job["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
+    secrets.token_hex = lambda n: "0" * 2 * n  # the run's id; it would be the only difference between two runs
+    register_optimizer_step_pre_hook(functools.partial(_draw, 1 + rank))
+    if rank == 0:
+        Disk(job["kill"] and Kill(**job["kill"]), folder / "operations").install()
+    status = 1
+    try:
+        trainer.loop.fit(decode(TrainConfig, job["config"]))
+        status = 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # whatever `fit` left to be done afterwards is lost
+
+
+def _live(job, folder):
+    """Fork the processes of a life, kill those that are to be killed, and wait for all; their exit statuses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job["environment"] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(job["processes"])}
+    pids = []
+    for rank in range(job["processes"]):
+        pid = os.fork()
+        if pid == 0:
+            _train(job, rank, folder)
+        pids.append(pid)
+    now = time.monotonic()
+    kills = [(now + SECONDS_TO_FINISH, signal.SIGABRT, pids)]  # it prints where all threads are
+    if job["seconds"] is not None:
+        kills.append((now + job["seconds"], signal.SIGKILL, [pids[rank] for rank in job["victims"]]))
+    statuses = {}
+    while len(statuses) < len(pids):
+        now = time.monotonic()
+        due = [kill for kill in kills if kill[0] <= now]
+        kills = [kill for kill in kills if kill[0] > now]
+        for _, number, victims in due:
+            for pid in set(victims) - set(statuses):
+                os.kill(pid, number)
+        for pid in set(pids) - set(statuses):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+                if statuses[pid] == -signal.SIGKILL:
+                    kills.append((now + SECONDS_BEHIND_A_KILLED_ONE, signal.SIGKILL, pids))
+        time.sleep(0.001)
+    return [statuses[pid] for pid in pids]
+
+
+def serve():
+    """Read jobs from standard input, a JSON object a line, and answer each when its processes have ended."""
+    torch.set_num_threads(1)
+    platform.platform()  # slow once, and then remembered; as is what the first line on the console imports
+    console.print(end="")
+    gc.collect()
+    gc.freeze()  # the children's collections need not look at, and so copy, what is here
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            statuses = _live(json.loads(line), folder)
+            out, err, operations = ((folder / name).read_text() for name in ("out", "err", "operations"))
+        done = [json.loads(line) for line in operations.splitlines()]
+        answer = {"statuses": statuses, "out": out, "err": err, "operations": done}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    import trainer.plot
+
+    trainer.plot.draw_losses = _picture
+    import trainer.loop
+
+    serve()

@@ -1,0 +1,100 @@
+"""A run that is killed at any operation on the disk goes on when it is started again, and is the run that was not."""
+
+import random
+import shutil
+
+import pytest
+from faults import WRITES, Kill, assert_same, is_whole, kills, last_saved, names_given, result, steps_of
+
+from trainer.checkpoint import open_checkpoint
+
+
+def undisturbed(server, config, processes=1):
+    """The results of a run that nothing happens to, and its operations."""
+    life = server.finish(config, processes)
+    assert steps_of(config.run_dir) == [2, 3], "the best and the newest"
+    expected = result(config.run_dir)
+    shutil.rmtree(config.run_dir)
+    return expected, life.operations
+
+
+def assert_all_whole(run_dir, why):
+    """Whatever has a checkpoint's name is whole, and what points to one finds it."""
+    for step in steps_of(run_dir):
+        assert is_whole(run_dir, step), f"{why}: step {step}"
+    for name in ("latest", "best"):
+        pointer = run_dir / "checkpoints" / name
+        assert not pointer.exists() or open_checkpoint(pointer), f"{why}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("how", "power"), [("before", False), ("half", False), ("before", True)], ids=["before", "in_a_write", "power_cut"]
+)
+def test_killed_at_every_operation(server, quick, how, power):
+    config = quick()
+    expected, operations = undisturbed(server, config)
+    count = 0
+    for kill in list(kills(operations, how, power))[:: 2 if power else 1]:  # what a save does comes three times anyway
+        life = server.live(config, kill=kill)
+        assert life.killed, kill
+        why = f"{kill}: {[done for done in life.operations if done.thread == kill.thread][-1]}"
+        assert_all_whole(config.run_dir, why)
+        assert max(steps_of(config.run_dir), default=0) >= last_saved(life.operations), why
+        life = server.finish(config)
+        assert life.err == "", why
+        assert_same(config.run_dir, expected, why)
+        shutil.rmtree(config.run_dir)
+        count += 1
+    assert count > {"before": 100, "half": 20}[how] / (2 if power else 1)
+
+
+def test_what_is_counted_on_is_synced(server, quick):
+    """A checkpoint's files before it gets its name, and its name before anything else is done in its folder."""
+    _, operations = undisturbed(server, quick())
+    named = 0
+    for thread in ("main", "other"):
+        own = [done for done in operations if done.thread == thread]
+        for i, _ in names_given(own):
+            folder = own[i].path + ".tmp"
+            inside = [(when, done) for when, done in enumerate(own[:i]) if done.path.startswith(f"{folder}/")]
+            syncs = {done.path: when for when, done in enumerate(own[:i]) if done.name == "fsync"}
+            for when, done in inside:
+                if done.name in WRITES:
+                    assert syncs.get(done.path, -1) > when, f"{done} is not synced"
+                elif done.name in ("open", "rename", "replace", "unlink"):
+                    assert syncs.get(folder, -1) > when, f"{done}: its folder is not synced"
+            saved = {done.path for _, done in inside if done.name == "save_file"}
+            assert saved == {f"{folder}/{name}.safetensors" for name in ("model", "optimizer", "random")}
+            assert own[i + 1].name == "fsync"
+            assert own[i + 1].path == own[i].path.rpartition("/")[0]
+            named += 1
+    assert named == 3
+
+
+def test_killed_again_and_again(server, quick):
+    """Each life gets some operations further, however short it is."""
+    expected, operations = undisturbed(server, quick())
+    rng, killed = random.Random(0), 0
+    for _ in range(4):
+        run_dir, life = quick().run_dir, None
+        while life is None or life.killed:
+            thread, how = rng.choice(operations).thread, rng.choice(["before", "half"])
+            life = server.live(quick(), kill=Kill(thread, rng.randrange(1, 60), how, power=rng.random() < 0.5))
+            killed += life.killed
+            assert life.killed or life.finished, life.err
+            assert killed < 100
+        assert_same(run_dir, expected)
+        shutil.rmtree(run_dir)
+    assert killed > 4
+
+
+def test_killed_at_some_operations_of_two_processes(server, quick):
+    config = quick({"runtime.micro_batch": 2})
+    expected, operations = undisturbed(server, config, processes=2)
+    for kill in list(kills(operations))[::12] + list(kills(operations, "half", power=True))[::8]:
+        assert server.live(config, processes=2, kill=kill).killed
+        assert_all_whole(config.run_dir, kill)
+        life = server.finish(config, processes=2)
+        assert life.err == "", kill
+        assert_same(config.run_dir, expected, kill)
+        shutil.rmtree(config.run_dir)

@@ -1,0 +1,223 @@
+"""Which checkpoints are kept, and what becomes of them when the disk is full."""
+
+import contextlib
+import errno
+import os
+import random
+import resource
+import shutil
+import subprocess
+import threading
+
+import pytest
+from faults import assert_same, is_whole, result, steps_of
+
+from common.settings import UserError
+from trainer.checkpoint import open_checkpoint
+from trainer.evaluate import Loss
+from trainer.loop import fit
+from trainer.metrics import Tracker
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """No pictures, which take most of a short run's time; and all runs have the same name."""
+    monkeypatch.setattr("trainer.loop.draw_losses", lambda *_, **__: None)
+    monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
+
+
+@pytest.fixture
+def before_step(monkeypatch):
+    """Has something done before the n-th step ends, when all earlier saves have ended: before_step(n, what)."""
+    calls = {}
+
+    def log(tracker, line):
+        if "loss" in line and line["step"] in calls:
+            for thread in threading.enumerate():
+                if thread.name == "saver":
+                    thread.join()
+            calls[line["step"]]()
+
+    monkeypatch.setattr(Tracker, "log", log)
+    return calls.__setitem__
+
+
+# What is kept
+
+
+def kept(losses, every, keep_last, keep_every):
+    """The definition: the checkpoints that there are after each step, and the best, where all steps are evaluated."""
+    there = []
+    for step in range(1, len(losses) + 1):
+        best = losses.index(min(losses[:step])) + 1
+        if best == step or step % every == 0 or step == len(losses):
+            there.append(step)
+            there = [s for s in there if s in there[-keep_last:] or s == best or (keep_every and s % keep_every == 0)]
+        yield list(there), best
+
+
+def there(run_dir):
+    """The checkpoints that there are, and the one that `best` leads to."""
+    best = run_dir / "checkpoints" / "best"
+    return steps_of(run_dir), open_checkpoint(best).state.step if best.exists() else None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_newest_the_best_and_those_of_every_so_many_steps_are_kept(quick, monkeypatch, before_step, seed):
+    rng = random.Random(seed)
+    policy = {"every": rng.randrange(1, 4), "keep_last": rng.randrange(1, 4), "keep_every": rng.choice([None, 2, 3, 5])}
+    losses = [rng.choice([1.0, 2.0, 3.0, 4.0, 5.0]) for _ in range(9)]
+    left = iter(losses)
+    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
+    config, found = quick({"max_steps": 9, "checkpoint": policy}), []
+    for step in range(2, 10):
+        before_step(step, lambda: found.append(there(config.run_dir)))
+    fit(config)
+    assert [*found, there(config.run_dir)] == list(kept(losses, **policy))
+    assert (config.run_dir / "checkpoints" / "latest").read_text() == "step-00000009\n"
+    assert not list(config.run_dir.glob("checkpoints/*.tmp"))
+
+
+# A full disk
+
+
+@pytest.fixture
+def long(quick):
+    """A run of 6 steps, each saved and none of them deleted, and evaluated at the end alone."""
+
+    def build(**checkpoint):
+        return quick({"max_steps": 6, "eval.every": 6, "checkpoint": {"every": 1, "keep_last": 6, **checkpoint}})
+
+    return build
+
+
+@pytest.fixture
+def expected(long):
+    """The results of a run that has all the room it needs."""
+    config = long()
+    fit(config)
+    expected = result(config.run_dir)
+    shutil.rmtree(config.run_dir)
+    return expected
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk with room for two checkpoints and a half."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a small disk")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def assert_whole(run_dir, steps):
+    assert steps_of(run_dir) == steps
+    assert all(is_whole(run_dir, step) for step in steps)
+    assert not list(run_dir.glob("checkpoints/*.tmp")), "what there is of the others is in the way"
+
+
+def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(long, expected, small_disk):
+    config = long().model_copy(update={"run_dir": small_disk / "run"})
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"after step 3 failed \({os.strerror(errno.ENOSPC)}\)") as error:
+            fit(config)
+        assert "\n" not in str(error.value)
+        assert_whole(config.run_dir, [1, 2])
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    fit(config)
+    assert_same(config.run_dir, expected)
+
+
+def test_a_full_disk_is_trained_on_until_there_is_room(long, small_disk, before_step, capsys):
+    """Somebody else fills it up in step 3 and makes room in step 5; no line of metrics.jsonl is lost."""
+    config = long(on_error="continue", keep_last=2)
+    fit(config)
+    expected = result(config.run_dir)
+    config = config.model_copy(update={"run_dir": small_disk / "run"})
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    other = small_disk / "other"
+
+    def fill_up():
+        with contextlib.suppress(OSError), open(other, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(100))
+
+    before_step(3, fill_up)
+    before_step(5, lambda: [assert_whole(config.run_dir, [1, 2]), other.unlink()])
+    capsys.readouterr()
+    fit(config)
+    warnings = capsys.readouterr().err.splitlines()
+    for step in (3, 4):
+        assert any(f"after step {step} failed" in line for line in warnings), warnings
+    assert all(line.startswith("warning: ") for line in warnings)
+    assert_same(config.run_dir, expected)
+
+
+@contextlib.contextmanager
+def files_no_larger_than(limit):
+    """What a process may write to a file, as a disk that is full for large files alone."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [20_000, 50_000])
+def test_files_that_may_not_grow_stop_the_run_too(long, expected, limit):
+    """The model's file fails, or the optimizer's."""
+    fit(long().model_copy(update={"stop_at": 2}))
+    config = long()
+    message = rf"step 3 failed \({os.strerror(errno.EFBIG)}\)"
+    with files_no_larger_than(limit), pytest.raises(UserError, match=message) as error:
+        fit(config)
+    assert "\n" not in str(error.value)
+    assert_whole(config.run_dir, [1, 2])
+    fit(config)
+    assert_same(config.run_dir, expected)
+
+
+def test_files_that_may_not_grow_are_trained_on_until_they_may(long, before_step, capsys):
+    config = long(on_error="continue", keep_last=2)
+    fit(config)
+    expected = result(config.run_dir)
+    shutil.rmtree(config.run_dir)
+    capsys.readouterr()
+    with contextlib.ExitStack() as stack:
+        before_step(3, lambda: stack.enter_context(files_no_larger_than(50_000)))
+        before_step(5, stack.close)
+        fit(config)
+    warnings = capsys.readouterr().err.splitlines()
+    for step, line in zip((3, 4), warnings, strict=True):
+        assert line.startswith(f"warning: the save after step {step} failed")
+    assert_same(config.run_dir, expected)
+
+
+def test_if_the_last_save_fails_the_run_has_not_ended_well(long, expected):
+    """Whatever checkpoint.on_error says: there is no next one."""
+    config = long(on_error="continue")
+    fit(config.model_copy(update={"stop_at": 4}))
+    with files_no_larger_than(50_000), pytest.raises(UserError, match="step 6, failed"):
+        fit(config)
+    assert_whole(config.run_dir, [1, 2, 3, 4])
+    fit(config)
+    assert_same(config.run_dir, expected)
+
+
+def test_best_leads_to_a_checkpoint_if_the_best_one_could_not_be_written(long, monkeypatch, before_step):
+    config = long(on_error="continue", keep_last=2)
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
+    left = iter([3.0, 2.0, 1.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
+    with contextlib.ExitStack() as stack:
+        before_step(3, lambda: stack.enter_context(files_no_larger_than(50_000)))
+        before_step(4, stack.close)
+        fit(config)
+    best = config.run_dir / "checkpoints" / "best"
+    assert open_checkpoint(best).state.step == 2

@@ -1,0 +1,43 @@
+"""A long run that is killed again and again at random moments is the run that was not."""
+
+import random
+import shutil
+import time
+
+import pytest
+from faults import assert_same, result
+
+KILLS = 25
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_1500_steps_with_25_kills(server, quick, processes):
+    """Of two processes one is killed, or the other, or both at once."""
+    config = quick(
+        {
+            "max_steps": 1500,
+            "checkpoint": {"every": 20, "keep_last": 2, "keep_every": 500},
+            "eval.every": 150,
+        }
+    )
+    started = time.monotonic()
+    server.finish(config, processes)
+    seconds_of_a_life = (time.monotonic() - started) / KILLS
+    expected = result(config.run_dir)
+    shutil.rmtree(config.run_dir)
+
+    rng, kills = random.Random(processes), 0
+    while kills < KILLS:
+        ranks = list(range(processes))
+        victims = rng.choice([[rank] for rank in ranks] + [ranks])
+        life = server.live(config, processes, seconds=rng.uniform(0, 2 * seconds_of_a_life), victims=victims)
+        kills += life.killed
+        if life.finished:  # it made more steps in a life than we thought: the other kills hit it on another way
+            assert_same(config.run_dir, expected)
+            shutil.rmtree(config.run_dir)
+        else:
+            assert life.killed, life.err
+        assert "warning" not in life.err
+    life = server.finish(config, processes)
+    assert life.err == ""
+    assert_same(config.run_dir, expected)
