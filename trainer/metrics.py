@@ -381,15 +381,13 @@ def _parse(path: Path, content: bytes) -> Iterator[tuple[bytes, dict[str, Any] |
     """Each whole line of `content`, the file at `path`, as it stands there and as what it says, or what is wrong."""
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
         if text.strip():
-            line: dict[str, Any] | UserError
             try:
                 line = json.loads(text.decode(errors="replace"))
                 if type(line["step"]) is not int:
                     raise TypeError("its step is no whole number")
             except (ValueError, RecursionError, TypeError, KeyError) as error:
-                line = UserError(
-                    f"{path} is damaged in line {number} ({error}): mend or delete that line, or use another run_dir"
-                )
+                remedy = "mend or delete that line, or use another run_dir"
+                line = UserError(f"{path} is damaged in line {number} ({error}): {remedy}")
             yield text + b"\n", line
 
 
