@@ -21,7 +21,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 
 from common.console import errors, say
 from common.settings import UserError, nearest
@@ -47,6 +53,7 @@ def command(
     sys.argv[1:] = map(_bare_keys, sys.argv[1:])
     _refuse_misplaced_groups(config_name)
     _refuse_hydras_powers()
+    OmegaConf.clear_resolver("oc.env")  # a file could send what is in the environment elsewhere; shells have $HOME
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line of ours, not twenty of torch's
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed over many lines
 
@@ -149,6 +156,9 @@ def explain(error: BaseException, config_name: str) -> str:
             return f"{group}={name} does not exist: {nearest(name, cause.options)}"
         if isinstance(cause, OverrideParseException):
             return f"cannot read the option {cause.override}: give KEY=VALUE, a text as 'KEY=\"...\"'"
+        if isinstance(cause, UnsupportedInterpolationType):
+            what = str(cause.msg).splitlines()[0].rpartition(" ")[2]
+            return f"{cause.full_key}: ${{{what}:...}} is not available: write the value itself, in a shell as $NAME"
         if isinstance(cause, ConfigKeyError | ConfigAttributeError):
             key, keys = str(cause.full_key), _valid_keys(config_name)
             if key not in keys:

@@ -3,7 +3,7 @@
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.console import warn
@@ -11,11 +11,11 @@ from common.settings import UserError
 
 
 @contextlib.contextmanager
-def owned(path: Path, taken: str) -> Iterator[None]:
+def owned(path: Path, taken: Callable[[], str]) -> Iterator[None]:
     """Hold the lock on `path`, a folder or an empty file, which is made if need be.
 
     Raises:
-        UserError: another process holds it: `taken`.
+        UserError: another process holds it; `taken` says so.
     """
     how = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # NFS locks what can be written
     handle = os.open(path, how, 0o644)
@@ -23,7 +23,7 @@ def owned(path: Path, taken: str) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise UserError(taken) from None
+        raise UserError(taken()) from None
     except OSError as error:  # a file system without locks
         warn(f"{path} cannot be locked ({error.strerror}): see to it that nobody else writes there")
     try:

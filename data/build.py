@@ -72,7 +72,7 @@ def build(plan: Plan, read: Callable[[Journal], Batches]) -> Manifest:
     make_directory(plan.out_dir.resolve().parent, "out_dir")
     directory = make_directory(partial_dir(plan.out_dir), "out_dir")
     taken = f"{directory} is being written by another process: wait until it is done"
-    with owned(directory, taken), _full_disk_explained(directory):
+    with owned(directory, lambda: taken), _full_disk_explained(directory):
         try:
             outcome = _finished(plan, directory) or _write(plan, directory, read)
         finally:

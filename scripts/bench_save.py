@@ -8,7 +8,9 @@ in which a checkpoint is being written are compared with the others of the same 
 """
 
 import argparse
+import shutil
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,7 @@ def measure(overrides: list[str], dataset_dir: Path, out: Path, options: argpars
     from trainer.loop import Run
     from trainer.runtime import open_runtime
 
-    run_dir = make_directory(out / "run", "--out")
+    run_dir = Path(tempfile.mkdtemp(dir=out))
     paths = [f"dataset_dir={dataset_dir}", f"run_dir={run_dir}", "resume=auto", "schedule.warmup_steps=1"]
     config = decode(TrainConfig, to_dict(compose("train", [*overrides, *paths, f"max_steps={options.steps}"])))
     runtime = open_runtime(config.runtime)
@@ -78,8 +80,7 @@ def measure(overrides: list[str], dataset_dir: Path, out: Path, options: argpars
                 run.save()
                 held.append(time.perf_counter() - started)
     size = sum(file.stat().st_size for file in (run_dir / "checkpoints").glob("*/*")) / 2  # it keeps two
-    for file in sorted(run_dir.rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
+    shutil.rmtree(run_dir)
     step, slowed = statistics.median(alone[1:]), statistics.median(beside) if beside else None
     return {
         "bytes": size,

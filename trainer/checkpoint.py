@@ -14,10 +14,11 @@ checkpoints are text files that hold a checkpoint's name, for people; a run is r
 """
 
 import contextlib
+import errno
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +40,7 @@ from trainer.tensor_file import Expected, read_tensors
 
 FORMAT_VERSION = 2
 _NAME = re.compile(r"step-\d{8,18}")
+_LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
 _TENSORS = ("model", "optimizer", "random")
 _FILES = (*(f"{name}.safetensors" for name in _TENSORS), "state.json", "tokenizer.json")
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -126,10 +128,17 @@ def newest(run_dir: Path) -> Path | None:
     return next(reversed(_all(run_dir)), None)
 
 
-def newest_whole(run_dir: Path, files: Collection[str] = _FILES) -> Path | None:
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint after `step` is, or would be."""
+    return checkpoints_dir(run_dir) / f"step-{step:08}"
+
+
+def newest_whole(
+    run_dir: Path, files: Collection[str] = _FILES, at: Callable[[str], None] = lambda place: None
+) -> Path | None:
     """The run's newest checkpoint whose `files` are as they were written, or None if it has no checkpoint at all.
 
-    Warns of those that are passed over.
+    Warns of those that are passed over. `at` is told of each file that is being read.
 
     Raises:
         UserError: there are checkpoints, but none is whole.
@@ -137,7 +146,7 @@ def newest_whole(run_dir: Path, files: Collection[str] = _FILES) -> Path | None:
     paths = _all(run_dir)
     for path in reversed(paths):
         try:
-            _verify(path, files)
+            _verify(path, files, at)
         except Damaged as error:
             warn(f"{error}; the checkpoint before it is taken, if there is one")
         else:
@@ -190,7 +199,7 @@ def _first_line(path: Path) -> str:
 
 
 def _opened(path: Path) -> Checkpoint:
-    state = read_json(path / "state.json")
+    state = read_json(path / "state.json", limit=_LARGEST_STATE)
     _check_version(path / "state.json", state)
     try:
         return Checkpoint(path, decode(TrainState, state))
@@ -232,9 +241,11 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
     Raises:
         OSError: it cannot be written.
     """
-    folder = checkpoints_dir(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{state.step:08}"
+    folder, path = checkpoints_dir(run_dir), checkpoint_path(run_dir, state.step)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        sync_directory(run_dir)
+        sync_directory(run_dir.absolute().parent)
     beside = path.with_name(path.name + ".tmp")
     _clear(beside)
     try:
@@ -325,7 +336,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _verify(path: Path, files: Collection[str]) -> None:
+def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lambda place: None) -> None:
     """Compare some of a checkpoint's files with their sums.
 
     Raises:
@@ -333,9 +344,14 @@ def _verify(path: Path, files: Collection[str]) -> None:
     """
     sums = _sums(path)
     for name in files:
+        at(f"reading {path.name}/{name}")
         try:
             found = sha256_file(path / name)
-        except (OSError, UserError) as error:
+        except (UserError, FileNotFoundError) as error:
+            raise Damaged(f"{path / name} is missing or damaged: {error}") from None
+        except OSError as error:
+            if error.errno != errno.EIO:  # EIO: the disk itself has rotted there. Others may pass, or can be mended
+                raise
             raise Damaged(f"{path / name} is missing or damaged: {error}") from None
         if found != sums[name]:
             raise Damaged(f"{path / name} is missing or damaged: its sha256 is not the manifest's")
@@ -343,7 +359,7 @@ def _verify(path: Path, files: Collection[str]) -> None:
 
 def _sums(path: Path) -> dict[str, str]:
     try:
-        manifest = read_json(path / "manifest.json")
+        manifest = read_json(path / "manifest.json", limit=2**16)
     except UserError as error:
         raise Damaged(f"{path} is damaged: {error}") from None
     sums = manifest.get("sha256") if isinstance(manifest, dict) else None
@@ -363,7 +379,7 @@ def _sums(path: Path) -> dict[str, str]:
 def _version_of_state(path: Path) -> Any:
     """What state.json says, by which another version is told from a manifest that rotted there."""
     try:
-        state = read_json(path / "state.json")
+        state = read_json(path / "state.json", limit=_LARGEST_STATE)
     except UserError:
         return None
     return state.get("format_version") if isinstance(state, dict) else None

@@ -64,8 +64,8 @@ def _train(run: "Run", config: TrainConfig) -> None:
         say(f"{config.run_dir} is already at step {run.step} of {config.last_step}: nothing to train")
         return
     with run.open_files():
-        if config.runtime.on_nonfinite == "rollback" and run.step == 0:
-            run.save()  # something to go back to
+        if config.runtime.on_nonfinite == "rollback" and not run.resumed:
+            run.save(wait=True)  # something to go back to
         while not run.ended:
             try:
                 _train_on(run, config)
@@ -132,7 +132,12 @@ class Run:
     def _begin(self) -> None:
         """Build the model as the seed makes it, on all devices, and put in what the run's newest checkpoint holds."""
         config, world = self.config, self.world
-        checkpoint = find_checkpoint(config, world)
+        checkpoint = find_checkpoint(config.run_dir, world)
+        self.resumed = checkpoint is not None
+        if self.resumed and config.resume == "never":
+            raise UserError(
+                f"run_dir={config.run_dir} holds a run, and resume=never: choose another run_dir, or resume=auto"
+            )
         torch.manual_seed(config.seed)
         self.gpt = GPT(config.model).to(self.runtime.param_dtype)
         seed_process(f"{config.seed} 0 {world.rank}")
@@ -317,8 +322,9 @@ class Run:
         if self.world.is_main:
             self.saver.wait()
         self.world.wait_for_all()
-        path = find_checkpoint(self.config, self.world)
-        assert path is not None  # one is saved before the first step
+        path = find_checkpoint(self.config.run_dir, self.world)
+        if path is None:
+            raise UserError(f"{bad}; there is no checkpoint to go back to: somebody has deleted them")
         later = self.state
         restored = restore(path, new_state(self.config, self.manifest), self.gpt, self.optimizer, self.world)
         passed_over = {**later.passed_over, bad.step: bad.reason}
@@ -387,8 +393,8 @@ class Run:
             self.log.write(line)
             self.tracker.log(line)
 
-    def save(self) -> None:
-        """Have a checkpoint written, and those deleted that are not to be kept."""
+    def save(self, wait: bool = False) -> None:
+        """Have a checkpoint written, and those deleted that are not to be kept; `wait` until that is done, and well."""
         self._at("save")
         world = self.world
         states = world.gather(random_state(world.device).to(world.device))
@@ -400,6 +406,8 @@ class Run:
         if world.is_main:
             where = {"processes": world.size, "device": world.device.type}
             self.saver.save(parts, self.state.model_copy(update=where))
+            if wait:
+                self.saver.finish()
         elif self.config.runtime.strategy == "fsdp":  # the main process collects what all have parts of
             for _, tensors in parts:
                 for _ in tensors:

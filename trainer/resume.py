@@ -16,7 +16,7 @@ from common.lock import owned
 from common.settings import UserError, differences
 from data.shards import Manifest
 from model.gpt import GPT
-from trainer.checkpoint import TrainState, newest_whole, open_checkpoint, step_of
+from trainer.checkpoint import TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.optim import named_state
@@ -42,23 +42,24 @@ def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
     )
 
 
-def find_checkpoint(config: TrainConfig, world: World) -> Path | None:
-    """The checkpoint that the run goes on from, the same in all processes; None if it is new.
+def find_checkpoint(run_dir: Path, world: World) -> Path | None:
+    """The newest whole checkpoint of a run, the same in all processes; None if there is none at all.
 
     Raises:
-        UserError: the run must not be touched (resume=never), none of its checkpoints is whole, or the processes do
-            not see the same ones.
+        UserError: none of its checkpoints is whole, or a process does not see the one that the main process found.
     """
-    path = newest_whole(config.run_dir)
-    if path is not None and config.resume == "never":
+    found = torch.zeros(1, dtype=torch.int64, device=world.device)
+    if world.is_main:  # one reads and sums all of it, and the others take its word
+        path = newest_whole(run_dir, at=world.at)
+        found += 0 if path is None else step_of(path) + 1
+    step = int(world.sum(found)) - 1
+    if step < 0:
+        return None
+    path = checkpoint_path(run_dir, step)
+    seen = world.gather(torch.tensor([float(path.is_dir())], device=world.device))
+    if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
         raise UserError(
-            f"run_dir={config.run_dir} holds a run, and resume=never: choose another run_dir, or resume=auto"
-        )
-    seen = world.gather(torch.tensor([-1 if path is None else step_of(path)], device=world.device))
-    if len({int(step) for step in seen}) > 1:
-        raise UserError(
-            f"the processes see different checkpoints in run_dir={config.run_dir} (steps "
-            f"{', '.join(str(int(step)) for step in seen)}): put it on a file system that all machines share"
+            f"{path} is not there for process {', '.join(blind)}: put run_dir on a file system that all machines share"
         )
     return path
 
@@ -77,6 +78,7 @@ def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Opti
     state = checkpoint.state
     _check_same_run(path, state, fresh)
     for name, tensors in (("model", gpt.state_dict()), ("optimizer", named_state(gpt, optimizer))):
+        world.at(f"reading {name}")
         stored = checkpoint.tensors(name, {key: (value.shape, (value.dtype,)) for key, value in tensors.items()})
         with torch.no_grad():
             for key, value in tensors.items():
@@ -107,16 +109,16 @@ def own_run(run_dir: Path) -> AbstractContextManager[None]:
     Raises:
         UserError: one does already; a lock that a dead process left behind is no obstacle.
     """
-    path = run_dir / "config.json"
-    try:
-        environment = read_json(path)["environment"]
-        holder = f"process {environment['pid']} on {environment['host']}"
-    except (UserError, KeyError, TypeError):  # it has not come to writing that
-        holder = "another process"
-    return owned(
-        run_dir / "run.lock",
-        f"run_dir={run_dir} is being trained in by {holder}: wait until it is done, stop it, or use another run_dir",
-    )
+
+    def taken() -> str:
+        try:
+            environment = read_json(run_dir / "config.json")["environment"]
+            holder = f"process {environment['pid']} on {environment['host']}"
+        except (UserError, KeyError, TypeError):  # it has not come to writing that
+            holder = "another process"
+        return f"run_dir={run_dir} is being trained in by {holder}: wait until it is done, or use another run_dir"
+
+    return owned(run_dir / "run.lock", taken)
 
 
 def write_config(path: Path, config: dict[str, Any], world: World, micro_batch: int, resumed: bool) -> None:

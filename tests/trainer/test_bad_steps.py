@@ -272,3 +272,20 @@ def test_what_is_bad_on_one_process_is_bad_on_all(tiny_args, tmp_path, policy):
         one, two = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("alone", "run"))
         for name in one:
             assert (one[name] - two[name]).abs().max() <= 1e-9, name
+
+
+def test_rollback_does_not_care_how_the_run_was_to_begin(tiny, tmp_path, factor_at):
+    factor_at({5: float("nan")})
+    changes = {"runtime.on_nonfinite": "rollback"}
+    fit(tiny(changes | {"run_dir": tmp_path / "other"}))
+    fit(tiny(changes | {"resume": "never"}))
+    assert_same_run(tmp_path / "other", tmp_path / "run")
+
+
+def test_rollback_needs_something_to_go_back_to(tiny, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trainer.saving.save_checkpoint", full)
+    with pytest.raises(UserError, match="the last save, after step 0, failed"):
+        fit(tiny({"runtime.on_nonfinite": "rollback", "checkpoint.on_error": "continue"}))

@@ -149,12 +149,12 @@ def test_a_run_has_one_owner(tiny, tiny_args, tmp_path):
 
 def test_two_owners_of_a_file_or_a_folder(tmp_path):
     for path in (tmp_path, tmp_path / "lock"):
-        with owned(path, "taken"), pytest.raises(UserError, match="taken"), owned(path, "taken"):
+        with owned(path, lambda: "taken"), pytest.raises(UserError, match="taken"), owned(path, lambda: "taken"):
             pass
-        with owned(path, "taken"):
+        with owned(path, lambda: "taken"):
             pass
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="symbolic"), owned(tmp_path / "link", "taken"):
+    with pytest.raises(OSError, match="symbolic"), owned(tmp_path / "link", lambda: "taken"):
         pass
     assert not (tmp_path / "elsewhere").exists()
 
