@@ -149,7 +149,7 @@ def real(dataset_dir: Path, options: argparse.Namespace) -> Figures:
     """Training steps of a model."""
     from trainer.config import TrainConfig
     from trainer.distributed import World
-    from trainer.loop import Run
+    from trainer.run import Run
     from trainer.runtime import open_runtime
 
     overrides = [f"model={options.model}", f"dataset_dir={dataset_dir}", f"run_dir={options.out / 'run'}", *options.set]

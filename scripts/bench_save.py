@@ -57,7 +57,7 @@ def measure(overrides: list[str], dataset_dir: Path, out: Path, options: argpars
     """Seconds of steps and of saves, medians, and checkpoint bytes; of one run."""
     from trainer.config import TrainConfig
     from trainer.distributed import World
-    from trainer.loop import Run
+    from trainer.run import Run
     from trainer.runtime import open_runtime
 
     run_dir = Path(tempfile.mkdtemp(dir=out))

@@ -71,8 +71,8 @@ def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: in
 
     from common.settings import decode
     from model.gpt import GPT, GPTConfig
-    from trainer.loop import SummedLoss
     from trainer.optim import AdamWConfig
+    from trainer.run import SummedLoss
     from trainer.runtime import RuntimeConfig, maybe_compile, open_runtime
 
     composed = to_dict(compose("train", [f"model={name}", "dataset_dir=none", *overrides]))

@@ -137,5 +137,5 @@ def test_the_walk_sees_imports():
     assert imports(Path("trainer/distributed.py"), "torch.distributed")
     assert imports(Path("trainer/metrics.py"), "wandb")
     assert imports(Path("cli.py"), "hydra")
-    assert imports(Path("trainer/loop.py"), "data.loader")
+    assert imports(Path("trainer/run.py"), "data.loader")
     assert len(FILES) > 30

@@ -68,6 +68,14 @@ class World:
         if self.size > 1:
             dist.barrier()
 
+    def leave(self) -> None:
+        """Meet the others no more: they need not wait for this process, and its own work may take as long as it takes.
+
+        To be called before what only one process does at the end; no collective operation may follow.
+        """
+        if self.watchdog is not None:
+            self.watchdog.leave()
+
     def wrap(self, module: nn.Module, strategy: Strategy = "ddp") -> nn.Module:
         """The module on this process's device, its gradients averaged over all processes.
 

@@ -1,5 +1,6 @@
 """Finds the process that the others wait for, and ends the run instead of waiting for ever."""
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -146,12 +147,20 @@ class Watchdog:
         """Note where the main thread is."""
         self._at = (place, time.monotonic())
 
+    def leave(self) -> None:
+        """Watch no more, nor be watched: what the main thread still has to do, it does without the others."""
+        self._finished = True
+        self._stop.set()
+
     def stop(self, finished: bool) -> None:
         """End watching: the main thread has `finished`, which the others may know, or has lost contact to them."""
-        self._finished = finished
+        self._finished = self._finished or finished
         self._stop.set()
         for thread in self._threads:
             thread.join(_READINGS * self._interval)
+        if finished and self._keeps_store:
+            with contextlib.suppress(RuntimeError):
+                self._let_others_finish()
 
     def _seconds(self) -> float:
         return time.monotonic() - self._at[1]
@@ -170,8 +179,6 @@ class Watchdog:
                 self._stop.wait(self._interval)
             if self._finished:
                 self._publish()
-                if self._keeps_store:
-                    self._let_others_finish()
         except RuntimeError:  # of the store: the other thread ends the process if it comes to wait
             return
 

@@ -10,7 +10,8 @@ from data.inspect import bars, draw_sets, visible, window_text
 from data.loader import TrainBatches
 from data.prepare import prepare
 from data.shards import Counts, Split, TokenStream, parse_manifest, read_manifest
-from trainer.loop import Run, fit
+from trainer.loop import fit
+from trainer.run import Run
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from test_resume import assert_same_run, metrics
 
-import trainer.loop
+import trainer.run
 from common.settings import UserError
 from data.inspect import documents_in, step_windows
 from data.loader import TrainBatches
@@ -18,7 +18,8 @@ from data.shards import TokenStream, read_manifest
 from model.gpt import GPT
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.guard import LossStatistics, bad_steps_before, why_bad
-from trainer.loop import Run, fit
+from trainer.loop import fit
+from trainer.run import Run
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -30,7 +31,7 @@ def factor_at(monkeypatch):
     def inject(factors, times=math.inf):
         left = dict.fromkeys(factors, times)
         now = {"factor": 1.0}
-        accumulate, forward = Run._accumulate_gradients, trainer.loop.SummedLoss.forward
+        accumulate, forward = Run._accumulate_gradients, trainer.run.SummedLoss.forward
 
         def accumulating(run):
             step = run.step + 1
@@ -41,7 +42,7 @@ def factor_at(monkeypatch):
             return accumulate(run)
 
         monkeypatch.setattr(Run, "_accumulate_gradients", accumulating)
-        monkeypatch.setattr(trainer.loop.SummedLoss, "forward", lambda *args: forward(*args) * now["factor"])
+        monkeypatch.setattr(trainer.run.SummedLoss, "forward", lambda *args: forward(*args) * now["factor"])
 
     return inject
 
@@ -243,8 +244,8 @@ def test_a_spike_is_treated_as_other_bad_steps_are_and_is_off_by_default(tiny, t
 
 POISONED = """
 import sys
-import trainer.loop
-from trainer.loop import Run, SummedLoss
+import trainer.run
+from trainer.run import Run, SummedLoss
 poisoned, accumulate, forward = [False], Run._accumulate_gradients, SummedLoss.forward
 def accumulating(run):
     poisoned[0] = run.step + 1 == 3 and run.world.rank == run.world.size - 1

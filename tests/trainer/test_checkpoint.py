@@ -139,7 +139,7 @@ def test_odd_paths_give_one_line(tmp_path, make, message):
 
 def test_the_newest_and_the_best_are_kept(tiny, monkeypatch):
     losses = iter([5.0, 3.0, 4.0, 3.5, 6.0, 3.2])
-    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(losses), tokens=1, bytes=1))
+    monkeypatch.setattr("trainer.run.evaluate", lambda *_: Loss(nats=next(losses), tokens=1, bytes=1))
     config = tiny({"eval.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 2})
     fit(config)
     folder = config.run_dir / "checkpoints"
@@ -191,11 +191,11 @@ def crash_at(monkeypatch, number, how):
 @pytest.mark.parametrize("how", ["before", "during", "after"])
 def test_a_crash_anywhere_in_saving_leaves_whole_checkpoints_and_right_pointers(tiny, tmp_path, monkeypatch, how):
     """The run is stopped at every single write of its save after step 4, its best, and then goes on to the end."""
-    monkeypatch.setattr("trainer.loop.draw_losses", lambda *_, **__: None)  # slow, and not a checkpoint
+    monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)  # slow, and not a checkpoint
 
     def run(run_dir, stop_at, *losses):
         losses = iter(losses)
-        monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(losses), tokens=1, bytes=1))
+        monkeypatch.setattr("trainer.run.evaluate", lambda *_: Loss(nats=next(losses), tokens=1, bytes=1))
         settings = {"checkpoint.keep_last": 1, "eval.every": 2, "tracker.every": 100}
         fit(tiny(settings | {"run_dir": run_dir, "stop_at": stop_at}))
 

@@ -182,6 +182,29 @@ def test_a_process_that_is_done_is_not_missed(worker):
     assert all("rank 1" not in line for line in errors_of(results[0]))
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_process_that_has_left_has_as_much_time_as_it_needs(worker, last):
+    """Its last save, say: it is not ended in the middle of it, and the others are not told to start again."""
+    last_words = f"if step == 30: world.rank != {last} or (world.leave(), time.sleep(6)); break"
+    results = run(3, *worker(last_words, hang_seconds=1))
+    assert [(result.status, result.err) for result in results] == [(0, "")] * 3
+
+
+def test_a_process_that_has_left_is_not_waited_for(worker):
+    """The others are judged without it, and it ends its work undisturbed."""
+    fault = "if step == 30 and world.rank == 0: world.leave(); time.sleep(8); print('saved'); break"
+    results = run(3, *worker(fault, hang_seconds=1))
+    assert [result.status for result in results] == [0, AGAIN, AGAIN], results[0].err
+    assert (results[0].out, results[0].err) == ("saved\n", "")
+    (line,) = errors_of(results[1])
+    assert "all processes hang at 'step 30: loss'" in line
+
+
+def test_alone_there_is_nobody_to_leave():
+    with join_world(torch.device("cpu"), hang_seconds=1) as world:
+        world.leave()
+
+
 def test_an_incomplete_launcher_is_told(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)

@@ -9,7 +9,8 @@ import torch
 from common.settings import UserError
 from model.gpt import GPT
 from trainer.distributed import World
-from trainer.loop import Run, fit
+from trainer.loop import fit
+from trainer.run import Run
 from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

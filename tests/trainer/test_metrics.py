@@ -458,7 +458,7 @@ def test_wandb_that_does_not_keep_up_loses_lines_and_not_time(wandb, capsys):
 
 def test_an_error_that_ends_training_still_finishes_wandb(tiny, wandb, monkeypatch):
     fake = wandb()
-    monkeypatch.setattr("trainer.loop.Run.save", lambda self: 1 / 0)
+    monkeypatch.setattr("trainer.run.Run.save", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fit(tiny(WANDB))
     assert (len(fake.lines), fake.calls("finish")) == (2, [[0]])

@@ -13,7 +13,8 @@ from data.loader import TrainBatches
 from data.prepare import PrepareConfig, prepare
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.distributed import World
-from trainer.loop import Run, fit
+from trainer.loop import fit
+from trainer.run import Run
 from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -110,7 +111,7 @@ def test_a_damaged_shard_stops_the_run_with_its_name(tiny, sets_dir, monkeypatch
                 raise UserError("train-00000.bin is shorter than its manifest says")
             return super().batch(step, start, stop)
 
-    monkeypatch.setattr("trainer.loop.TrainBatches", Damaged)
+    monkeypatch.setattr("trainer.run.TrainBatches", Damaged)
     config = tiny({"dataset_dir": str(sets_dir), "checkpoint.every": 1})
     with pytest.raises(UserError, match=r"train-00000.bin is shorter"):
         fit(config)
@@ -123,7 +124,7 @@ def test_a_damaged_shard_stops_the_run_with_its_name(tiny, sets_dir, monkeypatch
 def test_the_thread_ends_with_the_run(tiny, monkeypatch, error):
     def interrupted(self):
         assert len(threads()) == 1
-        raise error
+        raise error("stopped")
 
     monkeypatch.setattr(Run, "evaluate", interrupted)
     with pytest.raises(error):
@@ -142,6 +143,6 @@ def test_nothing_is_read_that_no_step_asks_for(tiny, monkeypatch):
             read.append((step, start, stop))
             return super().batch(step, start, stop)
 
-    monkeypatch.setattr("trainer.loop.TrainBatches", Recorded)
+    monkeypatch.setattr("trainer.run.TrainBatches", Recorded)
     fit(tiny({"stop_at": 3}))
     assert read == [(0, 0, 4), (1, 0, 4), (2, 0, 4)]

@@ -64,7 +64,7 @@ def test_every_sequence_of_an_epoch_is_read_once_whatever_interrupts_it(tiny, mo
             read.extend(self.windows(step * self.batch_size + np.arange(start, stop)).tolist())
             return super().batch(step, start, stop)
 
-    monkeypatch.setattr("trainer.loop.TrainBatches", Recorded)
+    monkeypatch.setattr("trainer.run.TrainBatches", Recorded)
     changes = LONG | {"seq_len": 256, "batch_tokens": 1024}
     for stop_at in (13, 40, 60):
         fit(tiny(changes | {"stop_at": stop_at}))

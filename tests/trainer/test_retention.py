@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     """No pictures, which take most of a short run's time; and all runs have the same name."""
-    monkeypatch.setattr("trainer.loop.draw_losses", lambda *_, **__: None)
+    monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
 
 
@@ -70,7 +70,7 @@ def test_the_newest_the_best_and_those_of_every_so_many_steps_are_kept(quick, mo
     policy = {"every": rng.randrange(1, 4), "keep_last": rng.randrange(1, 4), "keep_every": rng.choice([None, 2, 3, 5])}
     losses = [rng.choice([1.0, 2.0, 3.0, 4.0, 5.0]) for _ in range(9)]
     left = iter(losses)
-    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
+    monkeypatch.setattr("trainer.run.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
     config, found = quick({"max_steps": 9, "checkpoint": policy}), []
     for step in range(2, 10):
         before_step(step, lambda: found.append(there(config.run_dir)))
@@ -214,7 +214,7 @@ def test_best_leads_to_a_checkpoint_if_the_best_one_could_not_be_written(long, m
     config = long(on_error="continue", keep_last=2)
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
     left = iter([3.0, 2.0, 1.0, 4.0, 5.0, 6.0])
-    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
+    monkeypatch.setattr("trainer.run.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
     with contextlib.ExitStack() as stack:
         before_step(3, lambda: stack.enter_context(files_no_larger_than(50_000)))
         before_step(4, stack.close)

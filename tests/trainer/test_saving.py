@@ -101,7 +101,7 @@ def test_stop_is_prompt(tiny, monkeypatch):
     """Not at the next save, which may be hours away."""
     failing(monkeypatch, FULL, times=1)
     steps = []
-    from trainer.loop import Run
+    from trainer.run import Run
 
     step = Run._step
     monkeypatch.setattr(Run, "_step", lambda run: (steps.append(run.step), run.saver.wait(), step(run))[-1])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 # A run that waits for ever in step 3, as in a collective that never ends: Python code never runs again.
 STUCK = """
 import threading, runpy
-from trainer.loop import Run
+from trainer.run import Run
 accumulate = Run._accumulate_gradients
 def accumulating(run):
     if run.step == 2:

@@ -1,0 +1,429 @@
+"""A run in progress: its model, its data, its files; what a step is, and what is done when one goes wrong."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.console import say, warn
+from common.settings import UserError
+from data.loader import EvalBatches, TrainBatches
+from data.mixture import open_mixture
+from data.prefetch import Prefetch
+from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
+from data.tokenizer import Tokenizer, load_tokenizer
+from model.gpt import GPT
+from trainer.config import TrainConfig
+from trainer.distributed import World
+from trainer.evaluate import evaluate
+from trainer.guard import bad_steps_before, evidence_path, keep_evidence, why_bad
+from trainer.metrics import MetricsLog, Tracker, read_metrics
+from trainer.micro_batch import choose_micro_batch, out_of_memory
+from trainer.optim import named_state, set_lr
+from trainer.plot import draw_losses
+from trainer.randomness import RANDOM, random_state, seed_process
+from trainer.resume import find_checkpoint, new_state, restore, write_config
+from trainer.runtime import Runtime, device_name, maybe_compile, peak_flops
+from trainer.saving import Saver
+from trainer.signals import StopSignals
+
+Share = list[tuple[Tensor, Tensor]]
+"""A process's micro-batches of a step: token_ids and targets, int64 (micro_batch, seq_len), on the CPU."""
+
+
+class RollBack(Exception):
+    """A step has gone wrong, and the run goes back to its last checkpoint."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(f"step {step}: {reason}")
+        self.step, self.reason = step, reason
+
+
+class Run:
+    """A run in progress: model, optimizer, data, and the files in its directory."""
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, world: World, signals: StopSignals | None = None) -> None:
+        self.config, self.runtime, self.world = config, runtime, world
+        self.signals = signals or StopSignals()
+        self.stopped_by: str | None = None
+        """The signal that some process has got, once all know of it."""
+        self.manifest = read_manifest(config.dataset_dir)
+        self.tokenizer = load_tokenizer(config.dataset_dir / TOKENIZER)
+        _check_vocabulary(config, self.manifest, self.tokenizer)
+        _check_split(config, world)
+        train, val = (TokenStream(config.dataset_dir, self.manifest, split) for split in ("train", "val"))
+        self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
+        if config.data.mixture is not None:
+            self.batches.mixture = open_mixture(
+                config.dataset_dir, self.manifest, config.data.mixture, config.seq_len, config.seed
+            )
+            say(f"sequences are drawn from {self.batches.mixture}")
+        self._ahead: Prefetch[Share] | None = None
+        n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
+        self.windows = EvalBatches(val, config.seq_len, n_windows)
+        self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)
+        self._begin()
+        self._since: tuple[int, float] = (0, 0.0)  # tokens and seconds of training since the last line
+
+    def _begin(self) -> None:
+        """Build the model as the seed makes it, on all devices, and put in what the run's newest checkpoint holds."""
+        config, world = self.config, self.world
+        checkpoint = find_checkpoint(config.run_dir, world)
+        self.resumed = checkpoint is not None
+        if self.resumed and config.resume == "never":
+            raise UserError(
+                f"run_dir={config.run_dir} holds a run, and resume=never: choose another run_dir, or resume=auto"
+            )
+        torch.manual_seed(config.seed)
+        self.gpt = GPT(config.model).to(self.runtime.param_dtype)
+        seed_process(f"{config.seed} 0 {world.rank}")
+        summed_loss = SummedLoss(self.gpt)
+        whole: list[nn.Module] = [summed_loss]
+        maybe_compile(self.gpt.blocks if config.runtime.strategy == "fsdp" else whole, config.runtime, world.device)
+        self.summed_loss = world.wrap(summed_loss, config.runtime.strategy)
+        self.optimizer = config.optim.build(self.gpt)
+        self.state = new_state(config, self.manifest)
+        if checkpoint is not None:
+            self.state = restore(checkpoint, self.state, self.gpt, self.optimizer, world)
+            say(f"resuming {config.run_dir} after step {self.step}")
+        self.micro_batch = self._choose_micro_batch()
+
+    def _choose_micro_batch(self) -> int:
+        """What the configuration says, or the largest that fits; chosen once, for rounding depends on it."""
+        wanted, world = self.config.runtime.micro_batch, self.world
+        if wanted != "auto":
+            return wanted
+        place = f"{world.size} x {device_name(world.device).strip(',')}"
+        if self.state.micro_batch is None or self.state.micro_batch_for != place:
+            most = -(-self.config.batch_size // world.size)
+            size = choose_micro_batch(self.summed_loss, self.optimizer, most, self.config.seq_len, self.runtime, world)
+            self.state = self.state.model_copy(update={"micro_batch": size, "micro_batch_for": place})
+        else:
+            say(f"runtime.micro_batch=auto: {self.state.micro_batch}, as chosen when this run began on {place}")
+        assert self.state.micro_batch is not None
+        return self.state.micro_batch
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.state.step
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to do, or all processes know that one was asked to stop."""
+        return self.step >= self.config.last_step or self.stopped_by is not None
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every so many steps, and at the end of the schedule, happens now."""
+        return self.step % every == 0 or self.step == self.config.max_steps
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step on the next global batch; returns its line for metrics.jsonl.
+
+        Raises:
+            RollBack: it went wrong, and runtime.on_nonfinite=rollback.
+            UserError: it went wrong in another way, or once too often; weights and optimizer are as they were.
+        """
+        if self.world.is_main and self._ahead is not None:
+            self.saver.check()
+        started = time.perf_counter()
+        try:
+            line = self._pass_over() or self._step()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                f"out of memory in step {self.step + 1} with micro-batches of {self.micro_batch} sequences: "
+                "give a lower runtime.micro_batch"
+            ) from error
+        tokens, seconds = self._since
+        self._since = (tokens + self.config.batch_tokens, seconds + time.perf_counter() - started)
+        return line
+
+    def _step(self) -> dict[str, Any]:
+        config = self.config
+        lr = config.optim.max_lr * config.schedule.factor(self.step, config.max_steps)
+        set_lr(self.optimizer, lr)
+        loss = self._accumulate_gradients().item()
+        self._at("optimizer")
+        params = list(self.gpt.parameters())
+        norm = self.world.full(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
+        reason = why_bad(loss, norm.item(), self.state.statistics, config.runtime.spike_sigmas)
+        if reason is not None:
+            return self._bad_step(reason, {"loss": str(loss), "grad_norm": str(norm.item()), "lr": lr})
+        nn.utils.clip_grads_with_norm_(params, config.optim.grad_clip or math.inf, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._count({"statistics": self.state.statistics.after(loss)} if config.runtime.spike_sigmas else {})
+        tokens = self.step * config.batch_tokens
+        return {"step": self.step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": norm.item()}
+
+    def _accumulate_gradients(self) -> Tensor:
+        """Backward passes over this process's share of the batch; returns the loss of the global batch.
+
+        The gradient is that of the mean over all valid tokens of the global batch, however they are shared among
+        processes and micro-batches: each micro-batch's sum is divided by the global count.
+        """
+        world = self.world
+        self._at("data")
+        micro_batches = self.share(self.step) if self._ahead is None else next(self._ahead)
+        counts = [float((targets >= 0).sum()) for _, targets in micro_batches]
+        valid = world.sum(torch.tensor(sum(counts), dtype=torch.float64, device=world.device))
+        total = torch.zeros_like(valid)
+        for i, micro_batch in enumerate(micro_batches, start=1):
+            self._at(f"forward {i}")
+            x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
+            with world.sync_gradients(self.summed_loss, now=i == len(micro_batches)):
+                with self.runtime.autocast():
+                    loss = self.summed_loss(x, y)
+                self._at(f"backward {i}")
+                (loss * (world.size / valid)).backward()  # DDP averages over processes: hence times their number
+            total += loss.detach()
+        self._at("loss")
+        self._own_loss = total
+        # What stops one process must stop all of them after the same step: that it was asked to travels with the loss.
+        asked = total.new_tensor(float(self.signals.received is not None))
+        total, asked = world.sum(torch.stack([total, asked]))
+        self._heed(asked)
+        return total / valid
+
+    def _heed(self, asked: Tensor) -> None:
+        """Stop after this step if any process was asked to."""
+        if asked > 0:
+            own = self.signals.received
+            self.stopped_by = "another process was asked to stop" if own is None else f"stopped by {own.name}"
+
+    def _bad_step(self, reason: str, found: dict[str, Any]) -> dict[str, Any]:
+        """Do with a step that must not change the weights what runtime.on_nonfinite says."""
+        config, step = self.config, self.step + 1
+        path = self._keep_evidence(step, {"reason": reason, **found})
+        self.optimizer.zero_grad()
+        in_a_row = bad_steps_before(step, self.state.passed_over) + 1
+        policy = config.runtime.on_nonfinite
+        if policy == "halt" or in_a_row > config.runtime.max_bad_steps:
+            often = "" if policy == "halt" else f", after {in_a_row - 1} bad steps in a row"
+            raise UserError(
+                f"step {step}: {reason}{often}; the weights are as they were before it, and {path} says what it read: "
+                f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
+            )
+        if policy == "rollback":
+            raise RollBack(step, reason)
+        warn(f"step {step} is passed over: {reason}; {path} says what it read")
+        self.state = self.state.model_copy(update={"passed_over": {**self.state.passed_over, step: reason}})
+        return self._passed_over(reason)
+
+    def _pass_over(self) -> dict[str, Any] | None:
+        """The next step's line, if its batch is one that went wrong before the run went back; it is not read again."""
+        reason = self.state.passed_over.get(self.step + 1)
+        if reason is None:
+            return None
+        if self._ahead is not None:
+            next(self._ahead)
+        asked = torch.tensor(float(self.signals.received is not None), device=self.world.device)
+        self._heed(self.world.sum(asked))
+        return self._passed_over(reason)
+
+    def _passed_over(self, reason: str) -> dict[str, Any]:
+        self._count({})
+        tokens = self.step * self.config.batch_tokens
+        return {"step": self.step, "tokens": tokens, "event": "skipped", "reason": reason}
+
+    def _count(self, update: dict[str, Any]) -> None:
+        """One more step is done; bad ones that are too long ago to be counted with later ones are forgotten."""
+        step = self.step + 1
+        first = step - self.config.runtime.max_bad_steps
+        passed_over = {bad: why for bad, why in self.state.passed_over.items() if bad >= first}
+        self.state = self.state.model_copy(update={"step": step, "passed_over": passed_over, **update})
+
+    def _keep_evidence(self, step: int, found: dict[str, Any]) -> Path:
+        world, config = self.world, self.config
+        losses = world.gather(self._own_loss)
+        bad_gradients = [
+            name
+            for name, p in self.gpt.named_parameters()
+            if p.grad is not None and not world.full(p.grad).isfinite().all()
+        ]
+        found["processes"] = [
+            {"sequences": sequences_of(rank, world.size, config.batch_size), "sum_of_losses": str(loss.item())}
+            for rank, loss in enumerate(losses)
+        ]
+        found["gradients_not_finite"] = bad_gradients
+        path = evidence_path(config.run_dir, step)
+        if world.is_main:
+            keep_evidence(path, config.dataset_dir, self.manifest, self.batches, step, found)
+        return path
+
+    def roll_back(self, bad: RollBack) -> None:
+        """Go back to the newest checkpoint, and remember to pass over the step that went wrong."""
+        if self.world.is_main:
+            self.saver.wait()
+        self.world.wait_for_all()
+        path = find_checkpoint(self.config.run_dir, self.world)
+        if path is None:
+            raise UserError(f"{bad}; there is no checkpoint to go back to: somebody has deleted them")
+        later = self.state
+        restored = restore(path, new_state(self.config, self.manifest), self.gpt, self.optimizer, self.world)
+        passed_over = {**later.passed_over, bad.step: bad.reason}
+        self.state = restored.model_copy(update={"passed_over": passed_over})
+        self._since = (0, 0.0)
+        if self.world.is_main:
+            self.log.truncate(self.step)
+        warn(f"{bad}; back to step {self.step}, and that step will be passed over")
+
+    def _at(self, place: str) -> None:
+        self.world.at(f"step {self.step + 1}: {place}")
+
+    def share(self, step: int) -> Share:
+        """This process's part of global batch `step`; in pinned memory, where a GPU will fetch it."""
+        first, stop = sequences_of(self.world.rank, self.world.size, self.config.batch_size)
+        parts = [torch.from_numpy(ids) for ids in self.batches.batch(step, first, stop)]
+        if self.world.device.type == "cuda":
+            parts = [ids.contiguous().pin_memory() for ids in parts]  # others are copied before they are fetched
+        pieces = -(-(stop - first) // self.micro_batch)
+        token_ids, targets = (ids.split(-(-(stop - first) // pieces)) for ids in parts)
+        return list(zip(token_ids, targets, strict=True))
+
+    @contextlib.contextmanager
+    def reading_ahead(self) -> Iterator[Prefetch[Share]]:
+        """Have the steps that are left read in the background, as long as the context."""
+        with Prefetch(self.share(step) for step in range(self.step, self.config.last_step)) as self._ahead:
+            try:
+                yield self._ahead
+            finally:
+                self._ahead = None
+
+    def speed(self) -> dict[str, float | None]:
+        """Throughput since it was last asked for."""
+        (tokens, seconds), self._since = self._since, (0, 0.0)
+        rate = tokens / seconds
+        peak = peak_flops(self.world.device)
+        flops = self.gpt.flops_per_token(self.config.seq_len)
+        mfu = rate * flops / (peak * self.world.size) if peak else None
+        return {"tokens_per_second": round(rate, 1), "mfu": mfu and round(mfu, 4)}
+
+    def evaluate(self) -> bool:
+        """Measure the validation loss, write it down, redraw loss.png; True if it is the lowest so far."""
+        loss = evaluate(self.gpt, self.windows, self.byte_lengths, self.micro_batch, self.runtime, self.world)
+        if not math.isfinite(loss.nats):
+            raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
+        tokens = self.step * self.config.batch_tokens
+        self.write(
+            {"step": self.step, "tokens": tokens, "val_loss": loss.per_token, "val_bits_per_byte": loss.bits_per_byte}
+        )
+        say(f"step {self.step}: validation loss {loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte")
+        self.draw()
+        improved = self.state.best_val_loss is None or loss.per_token < self.state.best_val_loss
+        if improved:
+            self.state = self.state.model_copy(update={"best_val_loss": loss.per_token, "best_step": self.step})
+        return improved
+
+    def draw(self) -> None:
+        """Redraw loss.png."""
+        if self.world.is_main:
+            run_dir = self.config.run_dir
+            draw_losses(read_metrics(run_dir / "metrics.jsonl"), run_dir / "loss.png", title=str(run_dir))
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write a line to metrics.jsonl and to the tracker."""
+        if self.world.is_main:
+            self.log.write(line)
+            self.tracker.log(line)
+
+    def save(self, wait: bool = False) -> None:
+        """Have a checkpoint written, and those deleted that are not to be kept; `wait` until that is done, and well."""
+        self._at("save")
+        world = self.world
+        states = world.gather(random_state(world.device).to(world.device))
+        parts = [
+            ("model", self._whole(self.gpt.state_dict())),
+            ("optimizer", self._whole(named_state(self.gpt, self.optimizer))),
+            ("random", iter([(RANDOM, torch.stack(states))])),
+        ]
+        if world.is_main:
+            where = {"processes": world.size, "device": world.device.type}
+            self.saver.save(parts, self.state.model_copy(update=where))
+            if wait:
+                self.saver.finish()
+        elif self.config.runtime.strategy == "fsdp":  # the main process collects what all have parts of
+            for _, tensors in parts:
+                for _ in tensors:
+                    pass
+
+    def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.world.full(value)) for name, value in tensors.items())
+
+    @contextlib.contextmanager
+    def open_files(self) -> Iterator[None]:
+        """Write down what is run, and where; keep metrics, tracker and saver as long as the context."""
+        config, run_dir = self.config, self.config.run_dir
+        self.world.wait_for_all()  # every process has read what the main one is about to change
+        if not self.world.is_main:
+            yield
+            return
+        dumped = config.model_dump(mode="json")
+        write_config(run_dir / "config.json", dumped, self.world, self.micro_batch, resumed=self.step > 0)
+        self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
+        self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
+        self.saver = Saver(run_dir, self.tokenizer, config.checkpoint, self.log)
+        say(
+            f"{self.gpt.n_params():,} parameters, {config.batch_size} x {config.seq_len} tokens a step, "
+            f"{config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens"
+        )
+        try:
+            yield
+            self.saver.finish()
+        except BaseException:
+            self.saver.wait()
+            self.tracker.finish()
+            with contextlib.suppress(OSError):  # it was warned of, and what is being raised says more
+                self.log.close()
+            raise
+        self.tracker.finish()
+        self.log.close()
+
+
+class SummedLoss(nn.Module):
+    """The loss as a module of its own, so that DDP and torch.compile see one forward pass from tokens to loss."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) ids and targets -> the sum of the losses, in nats."""
+        return self.gpt.summed_loss(token_ids, targets)
+
+
+def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:
+    if tokenizer.sha256 != manifest.tokenizer.sha256:
+        raise UserError(
+            f"{config.dataset_dir / TOKENIZER} is not the tokenizer of manifest.json: prepare the data again"
+        )
+    if tokenizer.n_vocab > config.model.n_vocab:
+        raise UserError(
+            f"dataset_dir={config.dataset_dir} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids, "
+            f"and model.n_vocab={config.model.n_vocab}: set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
+        )
+
+
+def _check_split(config: TrainConfig, world: World) -> None:
+    if config.batch_size < world.size:
+        raise UserError(
+            f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences, fewer than {world.size} processes: "
+            "start fewer, or raise batch_tokens"
+        )
+    if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
+        raise UserError(
+            f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences, not divisible among {world.size} "
+            "processes, as runtime.strategy=fsdp needs: change one of them, or use runtime.strategy=ddp"
+        )
+
+
+def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:
+    """Which sequences [first, stop) of every global batch are those of process `rank` of `size`."""
+    return rank * batch_size // size, (rank + 1) * batch_size // size
