@@ -747,6 +747,15 @@ def test_a_checkpoint_with_a_strange_manifest(checkpoint, uses, change):
     assert refusals(uses) == list(uses)
 
 
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+def test_json_of_a_checkpoint_that_is_too_large(checkpoint, name):
+    (checkpoint / name).write_text('{"x": "' + "x" * 2**22 + '"}')
+    if name != "manifest.json":
+        sign(checkpoint)
+    with refused(rf"{name} is larger than"):
+        load_model(checkpoint)
+
+
 @pytest.mark.parametrize("name", ["state.json", "manifest.json", "tokenizer.json"])
 @pytest.mark.parametrize(
     ("first", "message"),
@@ -755,7 +764,7 @@ def test_a_checkpoint_with_a_strange_manifest(checkpoint, uses, change):
         ('"x": NaN', "not finite"),
         ('"x": 1e999', "not finite"),
         ('"x": "\\ud800"', "surrogates"),
-        ('"x": ' + "[" * 10**5 + "]" * 10**5, "levels deep"),
+        ('"x": ' + "[" * 10**4 + "]" * 10**4, "levels deep"),
     ],
 )
 def test_json_of_a_checkpoint_that_is_not_one_thing(checkpoint, name, first, message):

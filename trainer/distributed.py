@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.console import console, errors
 from common.settings import UserError
 from trainer.exits import AGAIN
-from trainer.watchdog import Watchdog
+from trainer.watchdog import Notices, Watchdog
 
 Strategy = Literal["ddp", "fsdp"]
 
@@ -38,6 +38,7 @@ class World:
     rank: int = 0
     size: int = 1
     watchdog: Watchdog | None = field(default=None, repr=False, compare=False)
+    notices: Notices | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -68,11 +69,16 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def leave(self) -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         """Meet the others no more: they need not wait for this process, and its own work may take as long as it takes.
 
         To be called before what only one process does at the end; no collective operation may follow.
+
+        Args:
+            error: what ends this process, if it does not end well; the others are told now if it is its own.
         """
+        if self.notices is not None and error is not None and _is_own(error):
+            self.notices.post()
         if self.watchdog is not None:
             self.watchdog.leave()
 
@@ -144,8 +150,8 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
 
     Raises:
         UserError: the launcher's variables are not complete, or there is no GPU for this process.
-        SystemExit: another process is gone; said in one line, and nothing is lost but the steps since the last
-            checkpoint.
+        SystemExit: another process is gone; said in one line. With AGAIN, nothing is lost but the steps since the
+            last checkpoint; with 1, an error has ended it: it has said which, and a person must act.
     """
     if "RANK" not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield World(device)
@@ -153,37 +159,57 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
     rank, size = _read_environment()
     device = _own_device(device)
     console.quiet = rank != 0
-    watchdog, lost = None, False
+    notices, watchdog, lost, failed = None, None, False, False
     try:
         # The watchdog speaks first: it knows which process the others wait for.
         timeout = timedelta(minutes=30) if hang_seconds is None else timedelta(seconds=2 * hang_seconds + 60)
         store = _connect(rank == 0 and not _store_is_torchruns(), size, timeout)
+        if size > 1:
+            # A connection of its own: the group's may be in use when all is stuck.
+            own = dist.PrefixStore("watchdog", _connect(False, size, timedelta(seconds=hang_seconds or 60)))
+            notices = Notices(own, rank, size, _kept_by())
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        if size > 1 and hang_seconds is not None:
-            watchdog = _start_watchdog(rank, size, hang_seconds)
-        yield World(device, rank, size, watchdog)
-    except RuntimeError as error:
-        if not _is_lost_peer(error):
+        if notices is not None and hang_seconds is not None:
+            group: Any = dist.group.WORLD
+            begun = group._get_sequence_number_for_group
+            watchdog = Watchdog(own, rank, size, hang_seconds, begun, _kept_by(), notices)
+        yield World(device, rank, size, watchdog, notices)
+    except BaseException as error:
+        lost, failed = _is_lost_peer(error), _is_own(error)
+        _forget_frames(error)  # they hold the module: see below
+        if not lost:
             raise
-        lost = True
-        traceback.clear_frames(error.__traceback__)  # they hold the module: see below
-        if watchdog is None or watchdog.verdict is None:  # otherwise it has said more than is known here
-            why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no file, no advice
-            errors.print(
-                f"error: rank {rank} lost contact with another process ({why}): start the same command again",
-                markup=False,
-                style="red",
-            )
-        raise SystemExit(AGAIN) from None
+        raise SystemExit(_say_why_lost(rank, error, watchdog, notices)) from None
     finally:
+        if failed and notices is not None:
+            notices.post()
         # DDP's reducer must be gone before the group. If it were the last to hold the group, it would join gloo's
         # threads while it holds the interpreter's lock, and one of them may need that lock to let go of a tensor.
+        # And connections that it holds would not be closed: the others would not notice that this process is gone.
         gc.collect()
         if watchdog is not None:
             watchdog.stop(finished=not lost)
+            if not lost and not failed:
+                watchdog.let_others_finish()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if notices is not None and (failed or notices.failed is not None):
+            notices.linger()
+
+
+def _say_why_lost(rank: int, error: BaseException, watchdog: Watchdog | None, notices: Notices | None) -> int:
+    """Say in one line why another process cannot be reached; returns the exit status."""
+    if watchdog is not None and watchdog.verdict is not None:  # it has said more than is known here
+        return AGAIN
+    if notices is not None and notices.look_soon() is not None:
+        line, status = notices.line, 1
+    else:
+        why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no file, no advice
+        line = f"error: rank {rank} lost contact with another process ({why}): start the same command again"
+        status = AGAIN
+    errors.print(line, markup=False, style="red")
+    return status
 
 
 def _read_environment() -> tuple[int, int]:
@@ -228,20 +254,26 @@ def _store_is_torchruns() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _start_watchdog(rank: int, size: int, hang_seconds: float) -> Watchdog:
-    """A watchdog that meets the others' over a connection of its own: the group's may be in use when all is stuck."""
-    store = _connect(False, size, timedelta(seconds=hang_seconds))
-    group: Any = dist.group.WORLD
-    return Watchdog(
-        dist.PrefixStore("watchdog", store),
-        rank,
-        size,
-        hang_seconds,
-        collectives=group._get_sequence_number_for_group,
-        kept_by="torchrun" if _store_is_torchruns() else "rank 0",
+def _kept_by() -> str:
+    """Who keeps the store."""
+    return "torchrun" if _store_is_torchruns() else "rank 0"
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether another process is gone, or cannot be reached, rather than something being wrong here."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
     )
 
 
-def _is_lost_peer(error: RuntimeError) -> bool:
-    """Whether another process is gone, or cannot be reached, rather than something being wrong here."""
-    return isinstance(error, dist.DistError) or any(words in str(error) for words in _LOST)
+def _is_own(error: BaseException) -> bool:
+    """Whether this process has failed, so that a person must act; not if it stops as it was asked to."""
+    asked = isinstance(error, SystemExit) and error.code in (None, 0, AGAIN)
+    return not asked and not _is_lost_peer(error)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of the variables of the functions that an error, and those that it came of, went through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

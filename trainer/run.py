@@ -129,8 +129,6 @@ class Run:
             RollBack: it went wrong, and runtime.on_nonfinite=rollback.
             UserError: it went wrong in another way, or once too often; weights and optimizer are as they were.
         """
-        if self.world.is_main and self._ahead is not None:
-            self.saver.check()
         started = time.perf_counter()
         try:
             line = self._pass_over() or self._step()
@@ -334,6 +332,11 @@ class Run:
             self.log.write(line)
             self.tracker.log(line)
 
+    def check_saves(self) -> None:
+        """Say how the save that runs beside training failed, if it did; see Saver.check."""
+        if self.world.is_main:
+            self.saver.check()
+
     def save(self, wait: bool = False) -> None:
         """Have a checkpoint written, and those deleted that are not to be kept; `wait` until that is done, and well."""
         self._at("save")
@@ -376,8 +379,10 @@ class Run:
         )
         try:
             yield
+            self.world.leave()  # the others need not wait for the last save
             self.saver.finish()
-        except BaseException:
+        except BaseException as error:
+            self.world.leave(error)
             self.saver.wait()
             self.tracker.finish()
             with contextlib.suppress(OSError):  # it was warned of, and what is being raised says more

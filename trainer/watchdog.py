@@ -15,6 +15,10 @@ from trainer.exits import AGAIN
 
 _READINGS = 4
 """How often another process's beat must be found unchanged before it counts as stopped."""
+_LOOK_SECONDS = 2.0
+"""How long a process asks at most whether another has failed."""
+_LINGER_SECONDS = 5.0
+"""How long the store is kept at most for those who have not asked yet."""
 
 
 class Store(Protocol):
@@ -105,6 +109,59 @@ def judge(beats: list[Beat], stopped: set[int], hang_seconds: float) -> Verdict 
     return Verdict(ranks, speaker, line)
 
 
+class Notices:
+    """What a process leaves to the others when an error of its own ends it: they must not be started again either."""
+
+    def __init__(self, store: Store, rank: int, size: int, kept_by: str) -> None:
+        self.failed: int | None = None
+        """The first process that has failed, once that is known here."""
+        self._store, self._rank = store, rank
+        self._others = [f"knows/{other}" for other in range(size) if other != rank]
+        self._keeps_store = kept_by == f"rank {rank}"
+
+    @property
+    def line(self) -> str:
+        """Why this process ends."""
+        return f"error: process {self._rank} stops: process {self.failed} ended with an error, see what it said"
+
+    def post(self) -> None:
+        """This process has failed: to be said before the others notice that it is gone."""
+
+        def post() -> None:
+            self._store.compare_set("failed", "", str(self._rank))
+            self.need_no_more()
+
+        _within(_LOOK_SECONDS, post)
+
+    def look(self) -> int | None:
+        """The process that has failed, if any; RuntimeError where there is no store any more."""
+        if self.failed is None and self._store.check(["failed"]):
+            self.failed = int(self._store.get("failed"))
+            self.need_no_more()
+        return self.failed
+
+    def look_soon(self) -> int | None:
+        """The same in bounded time, store or no store."""
+        if self.failed is None:
+            _within(_LOOK_SECONDS, self.look)
+        return self.failed
+
+    def need_no_more(self) -> None:
+        """This process knows, or has finished: nobody need linger for it."""
+        self._store.set(f"knows/{self._rank}", "yes")
+
+    def linger(self) -> None:
+        """Keep the store, if this process does, until the others know who has failed; not for long."""
+        if self._keeps_store:
+            # With room for it to end by itself: a thread that is inside the store at exit would abort the process.
+            _within(_LINGER_SECONDS + _LOOK_SECONDS, self._wait_for_others)
+
+    def _wait_for_others(self) -> None:
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while not self._store.check(self._others) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
 class Watchdog:
     """Two threads beside the main one: one keeps up with the other processes, one sees to it that the first can."""
 
@@ -116,6 +173,7 @@ class Watchdog:
         hang_seconds: float,
         collectives: Callable[[], int],
         kept_by: str,
+        notices: Notices,
     ) -> None:
         """Start watching.
 
@@ -124,10 +182,11 @@ class Watchdog:
             hang_seconds: how long the main thread may be at one place.
             collectives: how many collective operations this process has begun.
             kept_by: who keeps the store: named if it does not answer.
+            notices: where a process says that it has failed.
         """
         self.verdict: Verdict | None = None
         self._store, self._rank, self._size, self._hang_seconds = store, rank, size, hang_seconds
-        self._collectives, self._kept_by = collectives, kept_by
+        self._collectives, self._kept_by, self._notices = collectives, kept_by, notices
         self._keeps_store = kept_by == f"rank {rank}"
         self._interval = min(hang_seconds / 4, 5.0)
         self._at = ("start", time.monotonic())
@@ -158,29 +217,52 @@ class Watchdog:
         self._stop.set()
         for thread in self._threads:
             thread.join(_READINGS * self._interval)
-        if finished and self._keeps_store:
-            with contextlib.suppress(RuntimeError):
-                self._let_others_finish()
+
+    def let_others_finish(self) -> None:
+        """Have the store, if this process keeps it, as long as the others need to say that they have finished too."""
+        deadline = time.monotonic() + _READINGS * self._interval
+        with contextlib.suppress(RuntimeError):  # of the store
+            while self._keeps_store and time.monotonic() < deadline:
+                if all(beat.finished for beat in self._beats()):
+                    return
+                time.sleep(0.02)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._at[1]
 
     def _watch_others(self) -> None:
-        try:
-            while not self._stop.is_set():
+        with contextlib.suppress(RuntimeError):  # of the store: the other thread ends the process if it comes to wait
+            while not self._stop.is_set() and self._notices.look() is None:
+                self._beat()
+        if self._notices.failed is not None:
+            self._end_with_others()
+        if self._finished:
+            with contextlib.suppress(RuntimeError):
                 self._publish()
-                if self._seconds() > self._hang_seconds:
-                    self._look_around()
-                else:
-                    self._others.clear()
-                if self._store.check(["verdict"]):
-                    self._end(Verdict(**json.loads(self._store.get("verdict"))))
-                self._answered = time.monotonic()
-                self._stop.wait(self._interval)
-            if self._finished:
-                self._publish()
-        except RuntimeError:  # of the store: the other thread ends the process if it comes to wait
-            return
+                self._notices.need_no_more()
+
+    def _beat(self) -> None:
+        self._publish()
+        if self._seconds() > self._hang_seconds:
+            self._look_around()
+        else:
+            self._others.clear()
+        if self._store.check(["verdict"]):
+            self._end(Verdict(**json.loads(self._store.get("verdict"))))
+        self._answered = time.monotonic()
+        next_beat = self._answered + self._interval
+        while (left := next_beat - time.monotonic()) > 0 and not self._stop.wait(min(left, 1.0)):
+            if self._notices.look() is not None:  # who has failed does not linger for as long as an interval
+                return
+
+    def _end_with_others(self) -> None:
+        """Another process has failed: end this one, unless its main thread gets on, or notices that by itself."""
+        patience = _READINGS * self._interval
+        while not self._stop.wait(patience):
+            if self._seconds() > patience:
+                _print(self._notices.line)
+                self._notices.linger()
+                os._exit(1)
 
     def _publish(self) -> None:
         self._count += 1
@@ -203,12 +285,6 @@ class Watchdog:
             if verdict is not None:
                 self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))
 
-    def _let_others_finish(self) -> None:
-        """Have the store for as long as the others need to say that they have finished too; not for ever."""
-        deadline = time.monotonic() + _READINGS * self._interval
-        while not all(beat.finished for beat in self._beats()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-
     def _beats(self) -> list[Beat]:
         """What all processes last said of themselves; nothing where some have not begun."""
         keys = [f"beat/{rank}" for rank in range(self._size)]
@@ -228,7 +304,8 @@ class Watchdog:
     def _watch_store(self) -> None:
         while not self._stop.wait(self._interval):
             silent = time.monotonic() - self._answered
-            if self.verdict is None and min(self._seconds(), silent) > self._hang_seconds:
+            known = self.verdict is not None or self._notices.failed is not None
+            if not known and min(self._seconds(), silent) > self._hang_seconds:
                 place, _ = self._at
                 self._dump_stacks()
                 _print(
@@ -246,3 +323,15 @@ class Watchdog:
 def _print(line: Any) -> None:
     """To standard error, whatever locks the main thread holds."""
     os.write(2, f"{line}\n".encode())
+
+
+def _within(seconds: float, ask: Callable[[], object]) -> None:
+    """Ask a store that may be gone, or not answer, in a thread that is not waited for any longer than that."""
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            ask()
+
+    thread = threading.Thread(target=run, name="ask_store", daemon=True)
+    thread.start()
+    thread.join(seconds)

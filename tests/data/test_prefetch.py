@@ -71,7 +71,7 @@ def test_an_error_in_the_thread_is_raised_where_its_item_would_have_come(error):
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError, None])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("stop"), None])
 def test_the_thread_ends_with_the_context_whatever_ends_it(taken, error):
     def use():
         with Prefetch(itertools.count()) as ahead:
@@ -85,7 +85,7 @@ def test_the_thread_ends_with_the_context_whatever_ends_it(taken, error):
         if error is None:
             use()
         else:
-            with pytest.raises(error):
+            with pytest.raises(type(error)):
                 use()
         assert threads() == []
 

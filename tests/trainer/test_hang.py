@@ -123,7 +123,7 @@ def test_a_lost_process_is_one_line_and_not_a_traceback(worker, tmp_path, killed
     assert other.status == AGAIN, other.err
     (line,) = errors_of(other)
     assert f"rank {1 - killed} lost contact with another process (" in line
-    assert other.err == line + "\n"
+    assert "Traceback" not in other.err  # torch's own warnings, which commands silence, are there in a fork
 
 
 def test_other_errors_pass_unchanged(worker):
@@ -198,6 +198,109 @@ def test_a_process_that_has_left_is_not_waited_for(worker):
     assert (results[0].out, results[0].err) == ("saved\n", "")
     (line,) = errors_of(results[1])
     assert "all processes hang at 'step 30: loss'" in line
+
+
+# A model in DDP, whose frames an error of the training goes through: what holds connections, and what joins them.
+FAILING_TRAIN = """
+import os, runpy, sys
+from common.settings import UserError
+from model.gpt import GPT
+
+summed_loss, calls = GPT.summed_loss, 0
+
+def failing(self, token_ids, targets):
+    global calls
+    calls += 1
+    if calls == 5 and os.environ["RANK"] == "{failing}":
+        {fault}
+    return summed_loss(self, token_ids, targets)
+
+GPT.summed_loss = failing
+sys.argv = ["train.py", *sys.argv[1:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
+DISK_FULL = "raise UserError('the disk is full')"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("hang_seconds", [60, "null"])
+def test_an_error_of_one_process_ends_the_others_with_the_same_status(tiny_args, failing, hang_seconds):
+    train = FAILING_TRAIN.format(failing=failing, fault=DISK_FULL)
+    results = run(3, "-c", train, *tiny_args, f"runtime.hang_seconds={hang_seconds}")
+    assert [result.status for result in results] == [1] * 3, [result.err for result in results]
+    for rank, result in enumerate(results):
+        (line,) = errors_of(result)
+        assert result.err == line + "\n"
+        if rank == failing:
+            assert line.endswith("the disk is full")
+        else:
+            assert line == f"error: process {rank} stops: process {failing} ended with an error, see what it said"
+
+
+def test_an_error_of_all_processes_is_said_by_all(tiny_args):
+    train = FAILING_TRAIN.format(failing=0, fault=DISK_FULL).replace('== "0"', 'in "01"')
+    results = run(2, "-c", train, *tiny_args)
+    assert [result.status for result in results] == [1, 1]
+    assert all(errors_of(result)[0].endswith("the disk is full") for result in results)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_of_a_training_is_no_error_of_its_own(tiny_args, killed):
+    train = FAILING_TRAIN.format(failing=killed, fault="os.kill(os.getpid(), 9)")
+    results = run(2, "-c", train, *tiny_args)
+    assert results[killed].status == -signal.SIGKILL
+    assert results[1 - killed].status == AGAIN, results[1 - killed].err
+    (line,) = errors_of(results[1 - killed])
+    assert "start the same command again" in line
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_where_nothing_closes_connections_the_others_end_all_the_same(worker, failing):
+    """A main thread that waits on a GPU sees nothing: here it sleeps."""
+    fault = f"if step == 25: world.rank != {failing} or sys.exit('mend it'); time.sleep(10**6)"
+    results = run(3, *worker(fault, hang_seconds=8))
+    assert [result.status for result in results] == [1] * 3, [result.err for result in results]
+    for rank, result in enumerate(results):
+        said = f"error: process {rank} stops: process {failing} ended with an error, see what it said"
+        assert result.err == ("mend it\n" if rank == failing else said + "\n")
+
+
+def test_an_error_is_told_before_what_one_process_still_has_to_do(worker):
+    """The others neither wait for that, nor take it for a hang; and it is not cut off."""
+    fault = """if step == 25 and world.rank == 0:
+            try:
+                raise ValueError("mend it")
+            except ValueError as error:
+                world.leave(error)
+                time.sleep(8)
+                print("saved")
+                raise"""
+    results = run(2, *worker(fault, hang_seconds=1))
+    assert [result.status for result in results] == [1, 1], results[1].err
+    assert results[0].out == "saved\n"
+    assert "process 0 ended with an error" in errors_of(results[1])[0]
+
+
+LINGER = """
+import sys, time
+import torch
+from trainer import watchdog
+from trainer.distributed import join_world
+
+watchdog.Notices.linger = lambda self: print("lingers")
+watchdog._LINGER_SECONDS = 10**6
+with join_world(torch.device("cpu"), hang_seconds={hang_seconds}) as world:
+    world.sum(torch.ones(1))
+    {end}
+"""
+
+
+@pytest.mark.parametrize("hang_seconds", [None, 60])
+@pytest.mark.parametrize("end", ["pass", "sys.exit(75)", "sys.exit(0)", "world.leave()"])
+def test_nobody_lingers_where_nothing_has_failed(hang_seconds, end):
+    results = run(2, "-c", LINGER.format(hang_seconds=hang_seconds, end=end))
+    assert [(result.out, result.err) for result in results] == [("", "")] * 2
+    assert [result.status for result in results] == [75 if "75" in end else 0] * 2
 
 
 def test_alone_there_is_nobody_to_leave():

@@ -8,6 +8,8 @@ import sys
 import pytest
 from ranks import ROOT, environment, lines_in, wait_until
 
+from trainer.resume import own_run
+
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 
 SRUN = """#!/bin/bash
@@ -114,6 +116,18 @@ def test_an_error_that_a_person_must_mend_is_not_requeued(job):
     process.communicate(timeout=120)
     assert process.returncode == 1
     assert job.requeues() == []
+
+
+def test_an_error_of_one_process_is_not_requeued_for_the_others(job, tmp_path):
+    """Only the first process looks after the run's directory; the other sees that it is gone, no more."""
+    (tmp_path / "run").mkdir()
+    with own_run(tmp_path / "run"):
+        process = job()
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    assert job.requeues() == []
+    assert "error: process 1 stops: process 0 ended with an error, see what it said" in err
+    assert len(err.splitlines()) == 2, err
 
 
 @pytest.mark.parametrize(

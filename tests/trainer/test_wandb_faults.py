@@ -144,7 +144,7 @@ def test_an_account_that_is_missing_is_one_line_and_nothing_is_asked(train):
 @pytest.mark.parametrize(
     ("whose", "sent", "finish_seconds", "problem"),
     [
-        ("service", signal.SIGKILL, 60, "Error: "),
+        ("service", signal.SIGKILL, 60, "Error:"),
         ("service", signal.SIGSTOP, 1, "it did not finish within 1 seconds"),
         ("own", signal.SIGKILL, 60, "its process ended with status -9"),
         ("own", signal.SIGSTOP, 1, "it did not finish within 1 seconds"),
