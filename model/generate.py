@@ -1,12 +1,13 @@
 """Sampling: tokens one after the other, state in, state out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from common.settings import UserError
 from model.gpt import GPT, GPTState
+from model.state import cat_states
 
 _PREFILL = 512  # tokens of a prompt that go through the model at once: bounds memory for prompts of any length
 
@@ -14,7 +15,7 @@ _PREFILL = 512  # tokens of a prompt that go through the model at once: bounds m
 @torch.inference_mode()
 def generate(
     gpt: GPT,
-    prompt_ids: Tensor,
+    prompt_ids: Tensor | Sequence[Tensor],
     *,
     n_vocab: int,
     temperature: float = 1.0,
@@ -25,7 +26,7 @@ def generate(
     """Endlessly yield the next token of every text in the batch, (B,) int64.
 
     Args:
-        prompt_ids: (B, T), T at least 1.
+        prompt_ids: (B, T), T at least 1; or texts (T,) of different lengths, each continued as it would be alone.
         n_vocab: ids from here on, the padding of the embedding, are never sampled.
         temperature: logits are divided by it; 0 takes the most likely token.
         top_k: sample among this many most likely tokens.
@@ -35,13 +36,13 @@ def generate(
     Raises:
         UserError: the model's logits are not finite.
     """
-    logits, state = prefill(gpt, prompt_ids)
+    logits, state = prefill(gpt, prompt_ids) if isinstance(prompt_ids, Tensor) else _prefill_each(gpt, prompt_ids)
     while True:
         # On the CPU, so that a seed gives the same text on any device that computes the same logits.
         probabilities = next_token_probabilities(logits[:, :n_vocab].cpu(), temperature, top_k, top_p)
         if not probabilities.isfinite().all():
             raise UserError("the model's output is not finite: its weights are damaged, or its training diverged")
-        token_ids = torch.multinomial(probabilities, 1, generator=generator).to(prompt_ids.device)  # (B, 1)
+        token_ids = torch.multinomial(probabilities, 1, generator=generator).to(logits.device)  # (B, 1)
         yield token_ids[:, 0]
         logits, state = _step(gpt, token_ids, state)
 
@@ -52,6 +53,12 @@ def prefill(gpt: GPT, token_ids: Tensor, state: GPTState | None = None) -> tuple
         logits, state = _step(gpt, piece, state)
     assert state is not None, "a prompt of no tokens"
     return logits, state
+
+
+def _prefill_each(gpt: GPT, texts: Sequence[Tensor]) -> tuple[Tensor, GPTState]:
+    """The same for texts (T,) of different lengths: read one after the other, then one batch."""
+    logits, states = zip(*(prefill(gpt, text.unsqueeze(0)) for text in texts), strict=True)
+    return torch.cat(logits), cat_states(states)
 
 
 def _step(gpt: GPT, token_ids: Tensor, state: GPTState | None) -> tuple[Tensor, GPTState]:

@@ -36,17 +36,36 @@ class GPTConfig(Settings):
     n_embd: int = Field(ge=1, le=2**17)
     """Features of a token in the residual stream."""
     attention: AttentionConfig
+    """Of every layer, but for attention_pattern."""
+    attention_pattern: list[AttentionConfig] | None = Field(None, min_length=1)
+    """Of the layers, over and over: [log_space, softmax] takes turns. An item is a name, which stands for `attention`
+    if that has this name and else for the mechanism's defaults, or a mechanism with its settings; null: `attention`."""
     block: BlockConfig
     position: PositionConfig
 
+    @model_validator(mode="before")
+    @classmethod
+    def _names_in_the_pattern(cls, raw: Any) -> Any:
+        """A pattern's bare names become settings."""
+        pattern = raw.get("attention_pattern") if isinstance(raw, dict) else None
+        if not isinstance(pattern, list | tuple):
+            return raw
+        attention = raw.get("attention")
+        own = attention.get("name") if isinstance(attention, dict) else getattr(attention, "name", None)
+        named = [(attention if item == own else {"name": item}) if isinstance(item, str) else item for item in pattern]
+        return {**raw, "attention_pattern": named}
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> "GPTConfig":
-        for part in ("attention", "block", "position"):
-            for name, value in getattr(self, part):
-                if isinstance(value, int) and value > _LARGEST_SIZE:
-                    raise ValueError(f"{part}.{name} is too large: use at most {_LARGEST_SIZE:,}")
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise ValueError(f"{part}.{name}={value} is not a finite number")
+        pattern = {f"attention_pattern.{i}": item for i, item in enumerate(self.attention_pattern or [])}
+        parts = {"attention": self.attention, **pattern, "block": self.block, "position": self.position}
+        for part, settings in parts.items():
+            for name, value in settings:
+                for number in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(number, int) and number > _LARGEST_SIZE:
+                        raise ValueError(f"{part}.{name} is too large: use at most {_LARGEST_SIZE:,}")
+                    if isinstance(number, float) and not math.isfinite(number):
+                        raise ValueError(f"{part}.{name}={number} is not a finite number")
         if self.head_dim is None and self.n_embd % self.n_head:
             heads = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
             close = sorted(heads, key=lambda n: abs(n - self.n_head))[:2]
@@ -54,11 +73,33 @@ class GPTConfig(Settings):
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
                 f"set head_dim, or n_head to a divisor such as {' or '.join(map(str, sorted(close)))}"
             )
-        if self.position.name == "rotary" and self.query_dim % 2:
+        if len(pattern) > self.n_layer:
             raise ValueError(
-                f"rotary positions turn pairs of features: {self.query_dim} a head is odd, use an even number"
+                f"attention_pattern has {len(pattern)} items for n_layer={self.n_layer}: leave out what has no layer"
             )
+        for layer in self.layers:
+            self._check_attention(layer)
         return self
+
+    def _check_attention(self, layer: AttentionConfig) -> None:
+        """Raise ValueError where a layer's mechanism does not go with the rest."""
+        if hasattr(layer, "check"):
+            layer.check(self.n_embd, self.n_head, self.head_features)
+        n_global = getattr(layer, "n_global", 0)
+        if self.max_len is not None and n_global > self.max_len:
+            raise ValueError(
+                f"n_global={n_global} is more than the model's {self.max_len} positions: use at most {self.max_len}"
+            )
+        query_dim = layer.query_dim(self.head_features)
+        if self.position.name != "rotary":
+            return
+        if query_dim % 2:
+            raise ValueError(f"rotary positions turn pairs of features: {query_dim} a head is odd, use an even number")
+        if query_dim != self.query_dim:
+            raise ValueError(
+                f"rotary positions turn the queries of all layers alike: {layer.name} has {query_dim} features a head "
+                f"and {self.layers[0].name} {self.query_dim}, use the same"
+            )
 
     @property
     def n_vocab_padded(self) -> int:
@@ -76,9 +117,15 @@ class GPTConfig(Settings):
         return self.position.max_len if self.position.name == "learned" else None
 
     @property
+    def layers(self) -> list[AttentionConfig]:
+        """Each layer's attention."""
+        pattern = self.attention_pattern or [self.attention]
+        return [pattern[i % len(pattern)] for i in range(self.n_layer)]
+
+    @property
     def query_dim(self) -> int:
-        """Features of a head's queries."""
-        return self.attention.query_dim(self.head_features)
+        """Features of a head's queries, which are those of the first layer where a position needs them."""
+        return self.layers[0].query_dim(self.head_features)
 
 
 class GPTState(NamedTuple):
@@ -102,9 +149,9 @@ class GPT(nn.Module):
             config.block.build(
                 config.n_embd,
                 config.n_layer,
-                config.attention.build(config.n_embd, config.n_head, config.head_features),
+                attention.build(config.n_embd, config.n_head, config.head_features),
             )
-            for _ in range(config.n_layer)
+            for attention in config.layers
         )
         self.norm = nn.LayerNorm(config.n_embd)
 

@@ -4,7 +4,8 @@ A position is a module with
 
     forward(x (B, T, n_embd), state=None) -> (x, rotation or None, state)
 
-`rotation` is for attention to turn its queries and keys by; the state is what it must remember of earlier tokens.
+`rotation` is for attention to turn its queries and keys by; the state is what it must remember of earlier tokens, a
+value of which each row of a batch has its own: rows may be at different positions.
 """
 
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -22,15 +23,15 @@ class Rotation(NamedTuple):
     """Angles of T positions for a head's feature pairs."""
 
     cos: Tensor
-    """(T, head_dim / 2), float32 or float64."""
+    """(T, head_dim / 2), or (B, T, head_dim / 2) where rows are at different positions; float32 or float64."""
     sin: Tensor
-    """(T, head_dim / 2), float32 or float64."""
+    """The same."""
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Turn feature pairs (i, i + D / 2) of x (B, H, T, D) by their position's angles (Su et al. 2021, eq. 34)."""
     a, b = x.chunk(2, dim=-1)
-    cos, sin = rotation.cos.to(x.dtype), rotation.sin.to(x.dtype)
+    cos, sin = (angle.to(x.dtype).unsqueeze(-3) for angle in rotation)  # (1, T, D / 2) or (B, 1, T, D / 2)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
@@ -84,6 +85,13 @@ PositionConfig = Annotated[
 POSITIONS = get_args(get_args(PositionConfig)[0])
 
 
+def _positions(before: tuple[int, ...], T: int, device: torch.device) -> Tensor:
+    """Positions of T tokens after so many in each row: (T,), or (B, T) where rows differ."""
+    if len(set(before)) == 1:
+        return torch.arange(before[0], before[0] + T, device=device)
+    return torch.tensor(before, device=device).unsqueeze(1) + torch.arange(T, device=device)
+
+
 class LogRecurrencePosition(nn.Module):
     """x + s, where s_t = log(p_t exp(s_{t-1}) + exp(h_t)) and one linear layer gives p and h. State: s (B, n_embd)."""
 
@@ -99,42 +107,46 @@ class LogRecurrencePosition(nn.Module):
 
 
 class LearnedPosition(nn.Module):
-    """x + one learned vector a position. State: tokens seen so far."""
+    """x + one learned vector a position. State: tokens seen so far, for each row."""
 
     def __init__(self, n_embd: int, max_len: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(max_len, n_embd)
         nn.init.normal_(self.embed.weight, std=0.02)
 
-    def forward(self, x: Tensor, state: int | None = None) -> tuple[Tensor, None, int]:
+    def forward(self, x: Tensor, state: tuple[int, ...] | None = None) -> tuple[Tensor, None, tuple[int, ...]]:
         """(B, T, n_embd) -> the same.
 
         Raises:
-            ValueError: the sequence, with what came before it, is longer than the positions there are.
+            ValueError: a sequence, with what came before it, is longer than the positions there are.
         """
-        start, end, limit = state or 0, (state or 0) + x.shape[1], self.embed.num_embeddings
+        B, T, _ = x.shape
+        before = state or (0,) * B
+        end, limit = max(before) + T, self.embed.num_embeddings
         if end > limit:
             raise ValueError(
                 f"{end} tokens are more than the model's {limit} learned positions: use a shorter sequence"
             )
-        return x + self.embed.weight[start:end], None, end
+        rows = slice(end - T, end) if len(set(before)) == 1 else _positions(before, T, x.device)
+        return x + self.embed.weight[rows], None, tuple(n + T for n in before)
 
 
 class RotaryPosition(nn.Module):
-    """Leaves x alone and returns the rotation of its positions. State: tokens seen so far."""
+    """Leaves x alone and returns the rotation of its positions. State: tokens seen so far, for each row."""
 
     def __init__(self, query_dim: int, base: float) -> None:
         super().__init__()
         self.query_dim, self.base = query_dim, base
 
-    def forward(self, x: Tensor, state: int | None = None) -> tuple[Tensor, Rotation, int]:
+    def forward(self, x: Tensor, state: tuple[int, ...] | None = None) -> tuple[Tensor, Rotation, tuple[int, ...]]:
         """(B, T, n_embd) -> the same."""
-        start, end = state or 0, (state or 0) + x.shape[1]
+        B, T, _ = x.shape
+        before = state or (0,) * B
         dtype = torch.promote_types(x.dtype, torch.float32)
         pair = torch.arange(0, self.query_dim, 2, dtype=dtype, device=x.device)
-        position = torch.arange(start, end, dtype=dtype, device=x.device)
-        angle = position.outer(self.base ** (-pair / self.query_dim))  # (T, query_dim / 2)
-        return x, Rotation(angle.cos(), angle.sin()), end
+        position = _positions(before, T, x.device).to(dtype)
+        angle = position.unsqueeze(-1) * self.base ** (-pair / self.query_dim)  # (T, D / 2) or (B, T, D / 2)
+        return x, Rotation(angle.cos(), angle.sin()), tuple(n + T for n in before)
 
 
 class NoPosition(nn.Module):

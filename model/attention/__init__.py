@@ -4,8 +4,24 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
+from model.attention.linear import LinearConfig
 from model.attention.log_space import LogSpaceConfig, LogSpaceSignedConfig
+from model.attention.longformer import LongformerConfig
+from model.attention.projection import ProjectionConfig
+from model.attention.sliding_window import SlidingWindowConfig
 from model.attention.softmax import SoftmaxConfig
+from model.attention.sparse import FixedConfig, StridedConfig
 
-AttentionConfig = Annotated[LogSpaceConfig | LogSpaceSignedConfig | SoftmaxConfig, Field(discriminator="name")]
+AttentionConfig = Annotated[
+    FixedConfig
+    | LinearConfig
+    | LogSpaceConfig
+    | LogSpaceSignedConfig
+    | LongformerConfig
+    | ProjectionConfig
+    | SlidingWindowConfig
+    | SoftmaxConfig
+    | StridedConfig,
+    Field(discriminator="name"),
+]
 ATTENTION = get_args(get_args(AttentionConfig)[0])

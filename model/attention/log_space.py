@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from common.settings import Settings
 from model.attention.base import Attention
-from model.ops.log_attention import LogAttentionState, log_attention
+from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention
 from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.signed import split_signs
 from model.position import Rotation, rotate
@@ -62,13 +62,24 @@ class LogSpaceAttention(Attention):
         return_state: bool = False,
     ) -> tuple[Tensor, LogAttentionState | None]:
         """(B, T, n_embd) -> (B, T, n_head * d_val)."""
+        y, after = self._attend(*self._project(x, rotation), state, return_state)  # (B, H, T, d_val)
+        return y.transpose(1, 2).flatten(2), after
+
+    def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """What `forward` must equal, by the definition: all latent sums."""
+        return self._attend_naive(*self._project(x, rotation)).transpose(1, 2).flatten(2)
+
+    def _project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k (B, H, T, d_key), v (B, H, T, d_val)."""
         B, T, _ = x.shape
         qkv = _Split.apply(self.qkv(x).view(B, T, self.n_head, -1), self.d_key, self.d_key, self.d_val)
         q, k, v = (x.transpose(1, 2) for x in qkv)  # (B, H, T, .)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        y, after = self._attend(q, k, v, state, return_state)  # (B, H, T, d_val)
-        return y.transpose(1, 2).reshape(B, T, -1), after
+        return q, k, v
+
+    def _attend_naive(self, q: Tensor, k: Tensor, log_v: Tensor) -> Tensor:
+        return cast(Tensor, naive_log_attention(q, k, log_v))
 
     def _attend(
         self, q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState | None, return_state: bool
@@ -112,6 +123,12 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         log_y, after = super()._attend(q, k, split_signs(v.abs().log(), v.sign()), state, return_state)
         positive, negative = log_y.chunk(2, dim=-1)
         return positive.exp() - negative.exp(), after
+
+    def _attend_naive(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """softmax(log(exp(q) exp(k)^T)) v, its weights written out: a sign is nothing to them."""
+        scores = (q.unsqueeze(3) + k.unsqueeze(2)).logsumexp(-1)  # (B, H, T, T)
+        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+        return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
 
     def flops_per_token(self, seq_len: int) -> int:
         """Twice the value columns."""

@@ -17,9 +17,10 @@ CHOICES = [
     for names in itertools.product(*([variant_names(c)[0] for c in group] for group in (ATTENTION, BLOCKS, POSITIONS)))
 ]
 IDS = ["-".join(choice.values()) for choice in CHOICES]
+PUBLISHED = {"attention": "log_space", "block": "glu", "position": "log_recurrence"}
 
 
-def tiny(choice=CHOICES[0], **sizes):
+def tiny(choice=PUBLISHED, **sizes):
     parts = {key: {"name": name} for key, name in choice.items()}
     return GPTConfig(**{"n_vocab": 11, "n_layer": 2, "n_head": 3, "n_embd": 12, **parts, **sizes})
 

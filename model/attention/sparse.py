@@ -1,0 +1,134 @@
+"""Sparse softmax attention: what every pattern of keys has in common, and Child et al.'s strided and fixed patterns."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from common.settings import Settings
+from model.attention.base import check_kv_heads
+from model.attention.cache import KVCache, positions
+from model.attention.softmax import SoftmaxAttention
+from model.ops.sparse_attention import Pattern, fixed, masked_attention, pattern_mask, sparse_attention, strided
+from model.position import Rotation
+
+_LARGEST = 2**20
+_SAMPLES = 256
+
+
+class SparseConfig(Settings):
+    """What the configurations of all patterns share."""
+
+    n_kv_head: int | None = Field(None, ge=1)
+    """Key and value heads, which the query heads share evenly; null: n_head, each its own; 1: one for all."""
+
+    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
+        """Raise ValueError where these do not go together."""
+        check_kv_heads(n_head, self.n_kv_head)
+
+    def query_dim(self, head_dim: int) -> int:
+        """Features of a head's queries, which a rotary position turns in pairs."""
+        return head_dim
+
+
+class StridedConfig(SparseConfig):
+    """Child et al. 2019: A1 = the last `stride` keys and the query's own, A2 = every stride-th key before."""
+
+    name: Literal["strided"]
+    stride: int = Field(128, ge=1, le=_LARGEST)
+    """l, near the root of the length of a text."""
+    merge: bool = False
+    """true: every head sees A1 and A2; false: even heads see A1, and odd ones A2."""
+
+    def build(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
+        """The module for this configuration."""
+        kinds = ["both"] if self.merge else ["A1", "A2"]
+        return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, [strided(self.stride, kind) for kind in kinds])
+
+
+class FixedConfig(SparseConfig):
+    """Child et al. 2019: A1 = the query's own block of `size` tokens, A2 = the last `width` tokens of every block."""
+
+    name: Literal["fixed"]
+    size: int = Field(128, ge=1, le=_LARGEST)
+    """l, tokens of a block."""
+    width: int = Field(8, ge=1)
+    """c, tokens of a block that all later ones see: 1 to l; the paper's are 8, 16 and 32."""
+    merge: bool = False
+    """true: every head sees A1 and A2; false: even heads see A1, and odd ones A2, of which the first l - c tokens see
+    nothing, so that their result is 0."""
+
+    @model_validator(mode="after")
+    def _width_fits(self) -> "FixedConfig":
+        if self.width > self.size:
+            raise ValueError(f"width={self.width} is more than a block has: use 1 to size={self.size}")
+        return self
+
+    def build(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
+        """The module for this configuration."""
+        kinds = ["both"] if self.merge else ["A1", "A2"]
+        patterns = [fixed(self.size, self.width, kind) for kind in kinds]
+        return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
+
+
+class SparseAttention(SoftmaxAttention):
+    """Causal attention whose heads see the keys of a pattern each. Its state is a cache of all keys and values.
+
+    Later tokens need fewer: of strided attention the last l + 1 keys, and for A2 one in l, but another one for every
+    token of the next l; of fixed attention those of the block, and c in l of the earlier ones. All are kept, and what a
+    token does not see is not read.
+    """
+
+    def __init__(
+        self, n_embd: int, n_head: int, head_dim: int, n_kv_head: int | None, patterns: Sequence[Pattern]
+    ) -> None:
+        """`patterns` are given to the heads in turn."""
+        super().__init__(n_embd, n_head, head_dim, n_kv_head)
+        heads = [patterns[h % len(patterns)] for h in range(n_head)]
+        self.patterns = heads if len(set(heads)) > 1 else heads[:1]
+
+    def forward(
+        self, x: Tensor, rotation: Rotation | None = None, state: Any = None, return_state: bool = False
+    ) -> tuple[Tensor, Any]:
+        """(B, T, n_embd) -> (B, T, n_head * head_dim)."""
+        q, k, v = self.project(x, rotation)
+        if state is None:
+            y = sparse_attention(q, k, v, self.patterns)
+            after = self._cache(k, v) if return_state else None
+        else:
+            after, k, v, _ = state.append(k, v)
+            y = self._attend_cached(q, k, v, after.lengths)
+        return y.transpose(1, 2).flatten(2), after if return_state else None
+
+    def _cache(self, k: Tensor, v: Tensor) -> Any:
+        """The state after the first tokens."""
+        return KVCache.of(k, v)
+
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """The last T queries over the last S keys of texts of these lengths: dense, but for keys that no head sees."""
+        i, j = (positions(lengths, x.shape[2], x.device) for x in (q, k))  # (B or 1, T), (B or 1, S)
+        mask = pattern_mask(self.patterns, i, j) & (j >= 0)[:, None, None]  # (B or 1, 1 or H, T, S)
+        if q.shape[2] == 1:
+            seen = mask.flatten(0, 2).any(0)
+            k, v, mask = k[:, :, seen], v[:, :, seen], mask[..., seen]
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self._grouped)
+
+    def mask(self, T: int) -> Tensor:
+        """(1 or n_head, T, T), True where query i may attend to key j."""
+        t = torch.arange(T, device=self.qkv.weight.device)
+        return pattern_mask(self.patterns, t, t)
+
+    def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """What `forward` must equal, by the definition: T x T weights."""
+        return masked_attention(*self.project(x, rotation), self.mask(x.shape[1])).transpose(1, 2).flatten(2)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Scores and their product with the values, for the keys that a token sees on average."""
+        j = torch.arange(seq_len, device="cpu")
+        # Of long texts a sample, spread by the golden ratio lest it keep step with a pattern.
+        i = j if seq_len <= _SAMPLES else (torch.arange(_SAMPLES, device="cpu") * 0.6180339887 % 1 * seq_len).long()
+        seen = pattern_mask(self.patterns, i, j).sum() / (len(self.patterns) * len(i))
+        return round(4 * self.n_head * self.head_dim * float(seen))

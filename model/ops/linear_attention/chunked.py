@@ -1,0 +1,84 @@
+"""Linear attention in linear time: within a chunk of tokens as masked scores, between chunks through the state.
+
+Memory is linear too: chunks of C tokens have T x C scores and a state of d x d_v for every C tokens, T d numbers if
+C = d. Gradients are autograd's: all is sums and products of these.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+CHUNK = 64  # tokens; as many as features of a usual head: scores within and products with the state cost the same
+
+
+class LinearAttentionState(NamedTuple):
+    """The sums of the paper's eqs. 10 and 11 over all tokens so far: of the same size after any number of them."""
+
+    S: Tensor
+    """(B, H, d, d_v): sum_j phi(k_j) v_j^T, float32 or float64."""
+    z: Tensor
+    """(B, H, d): sum_j phi(k_j), float32 or float64."""
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None
+) -> tuple[Tensor, LinearAttentionState]:
+    """Causal attention with similarity phi(q)^T phi(k), phi(x) = elu(x) + 1.
+
+        y_i = phi(q_i)^T S_i / phi(q_i)^T z_i    (Katharopoulos et al. 2020, eqs. 9 to 12)
+
+    Args:
+        q: (B, H, T, d).
+        k: (B, H, T, d).
+        v: (B, H, T, d_v).
+        state: what earlier tokens left behind, which is not changed; None before the first.
+
+    Returns:
+        y (B, H, T, d_v) in the type of v, and the state after these tokens. Sums are kept in float32, or float64 for
+        float64. Where even these cannot hold a weight, all features of the keys being below about -40, y goes to 0.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        f_q, f_k = _features(q.to(dtype)), _features(k.to(dtype))
+        state = _empty(f_k, v) if state is None else state
+        attend = _step if q.shape[2] == 1 else _chunks
+        sums, norms, state = attend(f_q, f_k, v.to(dtype), state)
+        # A weight of 0 / 0 would be NaN; the root keeps gradients, which divide by it, within the range of the type.
+        y = sums / norms.clamp(min=torch.finfo(dtype).tiny ** 0.5)
+    return y.to(v.dtype), state
+
+
+def _features(x: Tensor) -> Tensor:
+    """elu(x) + 1, exact to its relative precision: adding 1 would leave nothing of exp(-20) in float32."""
+    return x.relu() + x.clamp(max=0).exp()
+
+
+def _empty(f_k: Tensor, v: Tensor) -> LinearAttentionState:
+    B, H, _, d = f_k.shape
+    return LinearAttentionState(f_k.new_zeros(B, H, d, v.shape[-1]), f_k.new_zeros(B, H, d))
+
+
+def _step(
+    f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState
+) -> tuple[Tensor, Tensor, LinearAttentionState]:
+    """One token as a step of a recurrent network (eqs. 18 to 20): f_q, f_k (B, H, 1, d), v (B, H, 1, d_v)."""
+    S, z = state.S + f_k.mT * v, state.z + f_k[:, :, 0]
+    return f_q @ S, f_q @ z.unsqueeze(-1), LinearAttentionState(S, z)
+
+
+def _chunks(
+    f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState
+) -> tuple[Tensor, Tensor, LinearAttentionState]:
+    """Numerators (B, H, T, d_v), denominators (B, H, T, 1), and the state after."""
+    T = f_q.shape[2]
+    C = min(CHUNK, T)
+    q, k, v = (pad(x, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for x in (f_q, f_k, v))  # (B, H, N, C, .), ends in 0
+    S = torch.cat([state.S.unsqueeze(2), k.mT @ v], dim=2).cumsum(2)  # (B, H, N + 1, d, d_v)
+    z = torch.cat([state.z.unsqueeze(2), k.sum(3)], dim=2).cumsum(2)  # (B, H, N + 1, d)
+    A = (q @ k.mT).tril()  # (B, H, N, C, C)
+    sums = q @ S[:, :, :-1] + A @ v  # (B, H, N, C, d_v)
+    norms = q @ z[:, :, :-1].unsqueeze(-1) + A.sum(-1, keepdim=True)  # (B, H, N, C, 1)
+    last = LinearAttentionState(S[:, :, -1].clone(), z[:, :, -1].clone())  # a view would keep all chunks' states alive
+    return sums.flatten(2, 3)[:, :, :T], norms.flatten(2, 3)[:, :, :T], last

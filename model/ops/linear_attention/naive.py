@@ -1,0 +1,15 @@
+"""Linear attention as the paper defines it: T x T weights, and the truth that the other form must equal."""
+
+from torch import Tensor
+from torch.nn.functional import elu
+
+
+def naive_linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Katharopoulos et al. 2020 (arXiv 2006.16236), eqs. 7 and 8, literally.
+
+        y_i = sum_{j <= i} phi(q_i)^T phi(k_j) v_j / sum_{j <= i} phi(q_i)^T phi(k_j),    phi(x) = elu(x) + 1
+
+    Shapes and result are those of `linear_attention`.
+    """
+    weights = ((elu(q) + 1) @ (elu(k) + 1).mT).tril()  # (B, H, T, T)
+    return weights @ v / weights.sum(-1, keepdim=True)

@@ -1,0 +1,158 @@
+"""Sparse attention in the time of what it sees: dense attention on the tiles of every part, joined in one softmax.
+
+Tiles of disjoint keys give each their result y_p and the logarithm l_p of their softmax's sum. Together they are
+
+    l = log sum_p exp(l_p),    y = sum_p exp(l_p - l) y_p
+
+and the backward pass of a tile, exp(scores - l) being its weights in the whole, is that of FlashAttention (Dao et al.
+2022, arXiv 2205.14135, algorithm 4) given y and l in place of y_p and l_p. So nothing of T x keys is kept, only q, k
+and v in each part's layout, y and l.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+from model.ops.autocast import as_autocast
+from model.ops.sparse_attention.patterns import Pattern, pattern_mask
+from model.ops.sparse_attention.tiles import UNSEEN, Tiles, tile_mask, tiles_of
+
+_aten = torch.ops.aten
+
+
+def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v, where each query sees the keys of its head's pattern.
+
+    On CPUs in tiles, on CUDA GPUs by FlexAttention, both of which skip what is masked; elsewhere dense.
+
+    Args:
+        q: (B, H, T, D).
+        k: (B, G, T, D), where G divides H: H / G heads in a row share one head of keys and values.
+        v: (B, G, T, D).
+        patterns: one for all heads, or H.
+
+    Returns:
+        y (B, H, T, D) in the type of q; 0 where a query sees no key. Sums are kept in float32, or float64 for float64.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    H, G = q.shape[1], k.shape[1]
+    if k.shape != v.shape or H % G or k.shape != (q.shape[0], G, *q.shape[2:]) or len(patterns) not in (1, H):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"{shapes} and {len(patterns)} patterns do not fit (B, H, T, D), (B, G, T, D) twice, 1 or H")
+    q, k, v = as_autocast(q, k, v)
+    k, v = (x if G == H else x.repeat_interleave(H // G, dim=1) for x in (k, v))
+    attend = {"cpu": _in_tiles, "cuda": _by_flex_attention}.get(q.device.type, _dense)
+    kinds = list(dict.fromkeys(patterns))
+    if len(kinds) == 1:
+        return attend(q, k, v, kinds[0])
+    heads = [[h for h, pattern in enumerate(patterns) if pattern == kind] for kind in kinds]
+    parts = [attend(q[:, hs], k[:, hs], v[:, hs], kind) for hs, kind in zip(heads, kinds, strict=True)]
+    order = torch.tensor([h for hs in heads for h in hs], device=q.device).argsort()
+    return torch.cat(parts, dim=1)[:, order]
+
+
+def _in_tiles(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    laid_out = []
+    layouts = tiles_of(pattern, q.shape[2])
+    for tiles in layouts:  # outside of the operator: the gradients of layouts are autograd's
+        laid_out += [tiles.queries(q[:, :, tiles.rows(q.shape[2])]), tiles.keys(k), tiles.keys(v)]
+    y: Tensor = _Joined.apply(layouts, q.shape, *laid_out)
+    return y
+
+
+class _Joined(torch.autograd.Function):
+    """One softmax over the tiles of all parts, by the CPU kernels under `scaled_dot_product_attention`."""
+
+    @staticmethod
+    def forward(ctx: Any, layouts: tuple[Tiles, ...], shape: torch.Size, *laid_out: Tensor) -> Tensor:
+        B, H, T, _ = shape
+        q = laid_out[0]
+        y, lse = None, None
+        for n, tiles in enumerate(layouts):
+            y_p, lse_p = _aten._scaled_dot_product_flash_attention_for_cpu(
+                *laid_out[3 * n : 3 * n + 3], 0.0, tiles.causal, attn_mask=_mask(tiles, T, q.dtype)
+            )
+            rows = tiles.rows(T)
+            n_rows = rows.stop - rows.start
+            y_p, lse_p = (tiles.natural(x, B, n_rows) for x in (y_p, lse_p.unsqueeze(-1)))
+            if len(layouts) == 1:
+                y, lse = y_p, lse_p
+                break
+            if y is None or lse is None:
+                y, lse = lse_p.new_zeros(shape), lse_p.new_full((B, H, T, 1), 2 * UNSEEN)
+            before, total = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], lse_p)
+            y[:, :, rows] = y[:, :, rows] * (before - total).exp() + y_p * (lse_p - total).exp()
+            lse[:, :, rows] = total
+        assert y is not None
+        assert lse is not None
+        nothing = lse < UNSEEN / 2  # queries that see no key
+        y, lse = y.masked_fill(nothing, 0).to(q.dtype), lse.masked_fill(nothing, 0)
+        ctx.layouts = layouts
+        ctx.save_for_backward(y, lse, *laid_out)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        y, lse, *laid_out = ctx.saved_tensors
+        T = y.shape[2]
+        gradients: list[Tensor | None] = [None, None]
+        for n, tiles in enumerate(ctx.layouts):
+            rows = tiles.rows(T)
+            g_p, y_p, lse_p = (tiles.queries(x[:, :, rows]) for x in (g, y, lse))
+            gradients += _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                g_p,
+                *laid_out[3 * n : 3 * n + 3],
+                y_p,
+                lse_p.squeeze(-1),
+                0.0,
+                tiles.causal,
+                attn_mask=_mask(tiles, T, y.dtype),
+            )
+        return tuple(gradients)
+
+
+def _mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
+    return tile_mask(tiles, T, torch.promote_types(dtype, torch.float32))
+
+
+def _by_flex_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    """FlexAttention's block masks.
+
+    Compiled, and with its backward pass, this has not been run, which takes a GPU. A test holds its masks, and its
+    forward pass uncompiled, to the definition.
+    """
+    attend, _ = _flex_attention()
+    y: Tensor = attend(q, k, v, block_mask=_block_mask(pattern, q.shape[2], q.device))
+    return y
+
+
+@lru_cache(maxsize=1)
+def _flex_attention() -> tuple[Any, Any]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # slow to import
+
+    return torch.compile(flex_attention), create_block_mask
+
+
+@lru_cache(maxsize=64)
+def _block_mask(pattern: Pattern, T: int, device: torch.device) -> Any:
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = pattern[0].sees(i, j)
+        for part in pattern[1:]:
+            seen = seen | part.sees(i, j)
+        return seen
+
+    _, create_block_mask = _flex_attention()
+    return create_block_mask(sees, None, None, T, T, device=device)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    t = torch.arange(q.shape[2], device=q.device)
+    return scaled_dot_product_attention(q, k, v, attn_mask=pattern_mask([pattern], t, t))

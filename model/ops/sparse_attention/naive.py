@@ -1,0 +1,32 @@
+"""Sparse attention as its definition says: T x T scores, a mask, a softmax."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model.ops.sparse_attention.patterns import Pattern, pattern_mask
+
+
+def naive_sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
+    """Child et al. 2019 (arXiv 1904.10509), eqs. 2 and 3. Shapes and result are those of `sparse_attention`."""
+    t = torch.arange(q.shape[2], device=q.device)
+    return masked_attention(q, k, v, pattern_mask(patterns, t, t))
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v over the keys that the mask allows: the definition (Vaswani et al. 2017, eq. 1).
+
+    Args:
+        q: (B, H, T, D).
+        k: (B, G, S, D), H a multiple of G: query head h has key and value head h // (H / G) (Ainslie et al. 2023).
+        v: (B, G, S, D).
+        mask: (..., 1 or H, T, S), bool; True: may attend.
+
+    Returns:
+        (B, H, T, D); 0 where a query sees no key.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1) * mask  # (B, H, T, S)
+    return weights @ v

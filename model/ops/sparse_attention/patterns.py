@@ -1,0 +1,115 @@
+"""Which keys a query sees. A pattern is the union of disjoint parts, and each part is so regular that its keys are
+reached by reshaping: bands of one residue class, blocks, and columns. `sees` is a part's definition.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Band:
+    """Keys j = i - step n for first <= n <= last."""
+
+    step: int
+    first: int
+    """Negative: keys after the query."""
+    last: int | None
+    """None: back to the beginning."""
+    start: int = 0
+    """Keys before this position are left out: another part has them."""
+
+    def sees(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether query i may attend to key j, in the broadcast shape of the two."""
+        seen = ((i - j) % self.step == 0) & (i - j >= self.step * self.first) & (j >= self.start)
+        return seen if self.last is None else seen & (i - j <= self.step * self.last)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys j <= i of the same block of `size` tokens."""
+
+    size: int
+
+    def sees(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether query i may attend to key j."""
+        return (j <= i) & (i // self.size == j // self.size)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Keys j <= i among the last `width` of every block of `size` tokens."""
+
+    size: int
+    width: int
+    own_block: bool
+    """Whether those of the query's own block are among them."""
+
+    def sees(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether query i may attend to key j."""
+        near = j <= i if self.own_block else j // self.size < i // self.size
+        return near & (j % self.size >= self.size - self.width)
+
+
+@dataclass(frozen=True)
+class First:
+    """Keys j <= i among the first `count`."""
+
+    count: int
+
+    def sees(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether query i may attend to key j."""
+        return (j <= i) & (j < self.count)
+
+
+Part = Band | Block | Columns | First
+Pattern = tuple[Part, ...]
+
+
+def window(size: int, dilation: int = 0, causal: bool = True) -> Pattern:
+    """Sliding windows, dilated by gaps of `dilation` (Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
+
+    Causal: (i - j) mod (dilation + 1) = 0 and 0 <= i - j < size (dilation + 1): `size` keys, the query's own among
+    them. Else |i - j| <= floor(size / 2) (dilation + 1).
+    """
+    return (Band(dilation + 1, 0, size - 1) if causal else Band(dilation + 1, -(size // 2), size // 2),)
+
+
+def longformer(size: int, n_global: int) -> Pattern:
+    """A causal window, and the first `n_global` keys for everyone (Beltagy et al. 2020, section 3.1)."""
+    return Band(1, 0, size - 1, start=n_global), First(n_global)
+
+
+def strided(stride: int, which: str = "both") -> Pattern:
+    """Child et al. 2019 (arXiv 1904.10509), section 4.3: A1 = {max(0, i - l) .. i}, A2 = {j <= i : (i - j) mod l = 0}.
+
+    `which`: "A1", "A2", or "both" for their union. In the union, A1 has A2's keys at a distance of 0 and l.
+    """
+    first = 2 if which == "both" and stride > 1 else 0
+    parts: dict[str, Part] = {"A1": Band(1, 0, stride), "A2": Band(stride, first, None)}
+    if which == "both" and stride == 1:  # A2 is all there is
+        return (parts["A2"],)
+    return tuple(parts.values()) if which == "both" else (parts[which],)
+
+
+def fixed(size: int, width: int, which: str = "both") -> Pattern:
+    """Child et al. 2019, section 4.3: A1 = {j <= i : floor(j / l) = floor(i / l)}, A2 = {j <= i : j mod l >= l - c}.
+
+    `which`: "A1", "A2", or "both" for their union. Of A2 alone, the first l - c queries see nothing: their result is 0.
+    """
+    parts: dict[str, Part] = {"A1": Block(size), "A2": Columns(size, width, own_block=which == "A2")}
+    return tuple(parts.values()) if which == "both" else (parts[which],)
+
+
+def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
+    """True where query i (..., T) may attend to key j (..., S), by the pattern of each head: (..., 1 or H, T, S)."""
+    return torch.stack([_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in patterns], dim=-3)
+
+
+def _sees(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
+    seen = pattern[0].sees(i, j)
+    for part in pattern[1:]:
+        seen = seen | part.sees(i, j)
+    return seen

@@ -1,0 +1,39 @@
+"""Share key and value heads of a trained model: python scripts/convert_gqa.py runs/gpt2 runs/gpt2-gqa --n-kv-head 4.
+
+Makes a run of its own whose checkpoint of step 0 holds the model with fewer key and value heads, each the mean of a
+group's (Ainslie et al. 2023, section 2.1). Where the heads of a group were equal, it is the same model. All else starts
+anew: step, schedule, optimizer. The run goes on, some per cent of the first one's steps, by
+
+    python train.py ... model.attention.n_kv_head=4 run_dir=runs/gpt2-gqa max_steps=...
+
+with the settings of the first run in place of the dots, and the seed that was given here.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from common.console import errors
+from common.settings import UserError
+from trainer.convert_gqa import convert
+
+
+def main() -> None:
+    """Parse the command line and convert; what a user can mend is one line on standard error."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a run directory, or one of its checkpoints")
+    parser.add_argument("run_dir", type=Path, help="the run to make; it must not hold one")
+    parser.add_argument("--n-kv-head", type=int, required=True, help="heads of keys and values, 1 for all to share one")
+    parser.add_argument(
+        "--seed", type=int, help="of the new run's data order; default: the first run's, as are its data"
+    )
+    args = parser.parse_args()
+    try:
+        convert(args.checkpoint, args.run_dir, args.n_kv_head, args.seed)
+    except (UserError, OSError) as error:
+        errors.print(f"error: {error}", markup=False, style="red")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""What holds for every attention mechanism of the registry: a new one is covered as soon as it is there."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from common.console import say_once
+from common.settings import UserError, decode, variant_names
+from model.attention import ATTENTION, AttentionConfig
+from model.generate import generate, prefill
+from model.gpt import GPT, GPTConfig
+from model.ops.sparse_attention import masked_attention
+from model.position import RotaryPosition
+from model.state import cat_states, select_rows
+
+N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
+SMALL = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
+    "log_space": [{}, {"d_key": 4, "d_val": 5}],
+    "log_space_signed": [{}, {"d_key": 4, "d_val": 5}],
+    "projection": [{"values": v, "learned": learned} for v in ("keys", "own") for learned in (False, True)],
+    "softmax": [{}, {"kernel": "flash"}, {"kernel": "math"}],
+    "sliding_window": [{"window": 1}, {"window": 5}, {"window": [3, 5, 7, 70], "dilation": [0, 1, 3, 0]}],
+    "longformer": [{"window": 5, "n_global": 3}, {"window": 2, "n_global": 50}],
+    "strided": [{"stride": 6, "merge": merge} for merge in (False, True)],
+    "fixed": [{"size": 6, "width": 2, "merge": merge} for merge in (False, True)],
+}
+CONSTANT = {"linear", "log_space", "log_space_signed", "sliding_window"}
+"""A state of these has the same size after any number of tokens."""
+
+
+def cases():
+    for cls in ATTENTION:
+        name = variant_names(cls)[0]
+        shared = [{}, {"n_kv_head": 2}, {"n_kv_head": 1}] if "n_kv_head" in cls.model_fields else [{}]
+        for settings, heads in itertools.product(SMALL.get(name, [{}]), shared):
+            yield {"name": name, **settings, **heads}
+
+
+CASES = list(cases())
+each_case = pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(f"{v}".replace(" ", "") for v in case.values())
+)
+with_rotation = pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+
+
+def build(case):
+    torch.manual_seed(0)
+    config = TypeAdapter(AttentionConfig).validate_python(case)
+    return config.build(N_EMBD, N_HEAD, HEAD_DIM).double()
+
+
+def text(T, B=2, seed=1):
+    return torch.randn(B, T, N_EMBD, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rotation_of(case, x, rotary, before=None):
+    """A rotation for tokens x after so many in each row."""
+    if not rotary:
+        return None
+    query_dim = TypeAdapter(AttentionConfig).validate_python(case).query_dim(HEAD_DIM)
+    return RotaryPosition(query_dim, 100.0)(x, before)[1]
+
+
+def read(module, case, x, pieces, rotary, state=None, before=0):
+    """Outputs and state of a text that comes in pieces."""
+    outputs = []
+    for piece in x.split(pieces, dim=1):
+        B, T, _ = piece.shape
+        before = (before,) * B if isinstance(before, int) else before
+        y, state = module(piece, rotation_of(case, piece, rotary, before), state, return_state=True)
+        outputs.append(y)
+        before = tuple(n + T for n in before)
+    return torch.cat(outputs, dim=1), state
+
+
+# Outputs and gradients below are sums of up to 100 x 100 products of numbers of order 1, by which float64 may be off by
+# some 100 x 2^-53 = 1e-14 of their size, which is up to 1e3.
+close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)
+
+
+@each_case
+@with_rotation
+@pytest.mark.parametrize("T", [1, 2, 31, 64, 100])
+def test_outputs_and_gradients_are_the_definitions(case, rotary, T):
+    module = build(case)
+    x = text(T).requires_grad_()
+    leaves = [x, *module.parameters()]
+    y = module(x, rotation_of(case, x, rotary))[0]
+    wanted = module.naive(x, rotation_of(case, x, rotary))
+    assert y.shape == (2, T, module.n_out)
+    close(y, wanted)
+    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    gradients = [torch.autograd.grad(out, leaves, g, allow_unused=True, materialize_grads=True) for out in (y, wanted)]
+    for found, expected in zip(*gradients, strict=True):
+        close(found, expected)
+
+
+@each_case
+@with_rotation
+def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
+    module, x, changed = build(case), text(70), text(70)
+    changed[:, 40:] += 1
+    before, after = (module(x, rotation_of(case, x, rotary))[0] for x in (x, changed))
+    close(before[:, :40], after[:, :40], atol=1e-13, rtol=0)
+    assert not torch.allclose(before[:, 40], after[:, 40])
+
+
+@each_case
+@with_rotation
+@pytest.mark.parametrize("pieces", [[1] * 70, [17, 1, 1, 33, 18], [65, 5], [70]], ids=["ones", "mixed", "two", "one"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_a_text_in_pieces_is_the_whole(case, rotary, pieces, mode):
+    module, x = build(case), text(70)
+    with mode():
+        close(read(module, case, x, pieces, rotary)[0], module(x, rotation_of(case, x, rotary))[0])
+
+
+@each_case
+@with_rotation
+def test_gradients_through_a_state_are_those_of_the_whole(case, rotary):
+    module, x = build(case), text(30).requires_grad_()
+    whole = module(x, rotation_of(case, x, rotary))[0]
+    found, expected = (
+        torch.autograd.grad(y.square().sum(), [x, *module.parameters()], materialize_grads=True, allow_unused=True)
+        for y in (read(module, case, x, [9, 1, 1, 12, 7], rotary)[0], whole)
+    )
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+
+
+@each_case
+@with_rotation
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_texts_of_different_lengths_in_a_batch_are_as_each_alone(case, rotary, mode):
+    module, lengths = build(case), (3, 40, 1, 12)
+    texts = [text(n + 20, B=1, seed=n) for n in lengths]
+    with mode():
+        alone = [module(x, rotation_of(case, x, rotary))[0] for x in texts]
+        states = [read(module, case, x[:, :-20], n, rotary)[1] for x, n in zip(texts, lengths, strict=True)]
+        new = torch.cat([x[:, -20:] for x in texts])
+        state, before = cat_states(states), lengths
+        y, after = read(module, case, new, [1, 1, 7, 1, 10], rotary, state, before)
+        for row, wanted in enumerate(alone):
+            close(y[row], wanted[0, -20:])
+        # and rows can be taken out again, also in the middle
+        y, _ = read(module, case, new[[2, 0]], 20, rotary, select_rows(state, [2, 0]), (lengths[2], lengths[0]))
+        close(y[0], alone[2][0, -20:])
+        close(y[1], alone[0][0, -20:])
+        assert after is not state
+
+
+@each_case
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("read_before", [1, 5, 33])
+def test_a_state_stays_valid_after_it_was_passed_on(case, mode, read_before):
+    module = build(case)
+    with mode():
+        _, state = read(module, case, text(read_before), read_before, False)
+        texts = [text(T, seed=seed) for seed, T in enumerate([1, 6, 1, 50])]
+        first = [read(module, case, x, 1, False, state)[0] for x in texts]
+        again = [read(module, case, x, 1, False, state)[0] for x in texts]
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        for y, x in zip(first, texts, strict=True):
+            close(y, module(torch.cat([text(read_before), x], dim=1))[0][:, read_before:])
+
+
+def n_bytes(state):
+    if isinstance(state, Tensor):
+        return state.nbytes
+    return sum(map(n_bytes, state)) if isinstance(state, tuple) else 0
+
+
+@each_case
+def test_a_state_is_as_small_as_it_is_said_to_be(case):
+    """Constant, or linear in the tokens."""
+    module = build(case)
+    with torch.inference_mode():
+        sizes = [n_bytes(read(module, case, text(n), pieces, False)[1]) for n, pieces in [(100, 100), (400, 7)]]
+    if case["name"] in CONSTANT:
+        assert sizes[0] == sizes[1] > 0
+    else:
+        assert sizes[1] <= 4.01 * sizes[0]
+
+
+@each_case
+def test_bfloat16_errs_no_more_than_its_inputs_warrant(case):
+    """Autocast rounds x, the weights, and what they give: each to 2^-9 of its size.
+
+    How much that matters to a mechanism, its own definition tells: the change of its outputs when x and the weights are
+    rounded so, in float64. Rounded are also q, k, v and the weights of attention, with like effect: four times the
+    change, and of the outputs themselves 2^-8 of the largest.
+    """
+    module, x = build(case), text(100)
+    with torch.no_grad():
+        wanted = module.naive(x)
+        rounded = build(case)
+        for p in rounded.parameters():
+            p.copy_(p.bfloat16())
+        change = (rounded.naive(x.bfloat16().double()) - wanted).abs().max()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module.float()(x.float())[0]
+    assert y.isfinite().all()
+    assert (y.double() - wanted).abs().max() <= 4 * change + 2**-8 * wanted.abs().max()
+
+
+def gpt_config(**changes):
+    sizes = {"n_vocab": 11, "n_layer": 3, "n_head": N_HEAD, "n_embd": N_EMBD}
+    parts = {"attention": {"name": "softmax"}, "block": {"name": "glu"}, "position": {"name": "rotary"}}
+    return decode(GPTConfig, {**sizes, **parts, **changes})
+
+
+def gpt_of(**changes):
+    torch.manual_seed(0)
+    return GPT(gpt_config(**changes)).double()
+
+
+def ids(T, B=1, seed=1):
+    return torch.randint(11, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+@each_case
+@pytest.mark.parametrize("position", ["log_recurrence", "learned", "rotary", "none"])
+def test_prompts_of_different_lengths_are_continued_as_each_alone(case, position):
+    gpt = gpt_of(attention=case, position={"name": position})
+    prompts = [ids(n, seed=n)[0] for n in (5, 1, 30)]
+    steps = 6
+
+    def greedy(prompt):
+        return torch.stack(list(itertools.islice(generate(gpt, prompt, n_vocab=11, temperature=0), steps)), dim=1)
+
+    together = greedy(prompts)
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(together[row : row + 1], greedy(prompt.unsqueeze(0)))
+    # the logits too, which the tokens show only in part
+    with torch.inference_mode():
+        state = cat_states([prefill(gpt, prompt.unsqueeze(0))[1] for prompt in prompts])
+        logits, _ = gpt(together, state, return_state=True)
+        for row, prompt in enumerate(prompts):
+            whole = gpt(torch.cat([prompt, together[row]]).unsqueeze(0))
+            close(logits[row], whole[0, -steps:])
+
+
+def pattern_of_all():
+    return [CASES[[case["name"] for case in CASES].index(name)] for name in dict.fromkeys(c["name"] for c in CASES)]
+
+
+def test_a_model_of_every_mechanism_streams_and_learns():
+    pattern = [{**case, **({"d_key": None} if "d_key" in case else {})} for case in pattern_of_all()]
+    gpt = gpt_of(attention_pattern=pattern, n_layer=len(pattern) + 2)
+    names = [layer.name for layer in gpt.config.layers]
+    assert names == [case["name"] for case in pattern] + [case["name"] for case in pattern[:2]]
+    whole = gpt(ids(40, B=2))
+    state, parts = None, []
+    for piece in ids(40, B=2).split([1, 20, 1, 18], dim=1):
+        logits, state = gpt(piece, state, return_state=True)
+        parts.append(logits)
+    close(torch.cat(parts, dim=1), whole)
+    gpt.loss(ids(40)[:, :-1], ids(40)[:, 1:]).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
+    assert gpt.flops_per_token(40) > 0
+
+
+def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
+    config = gpt_config(attention={"name": "softmax", "n_kv_head": 2}, attention_pattern=["log_space", "softmax"])
+    assert [layer.name for layer in config.layers] == ["log_space", "softmax", "log_space"]
+    assert config.layers[1] == config.attention
+    assert decode(GPTConfig, config.model_dump(mode="json")) == config  # as checkpoints keep it
+    assert gpt_config().layers == [gpt_config().attention] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"attention": {"name": "softmax", "n_kv_head": 3}},
+            "n_kv_head=3 does not divide n_head=4: use one of 1, 2, 4",
+        ),
+        ({"attention": {"name": "softmax", "n_kv_head": 0}}, "attention.n_kv_head=0: .* greater than or equal to 1"),
+        ({"attention_pattern": ["softmax", {"name": "softmax", "n_kv_head": 8}]}, "n_kv_head=8 does not divide"),
+        ({"attention_pattern": []}, "attention_pattern.* at least 1 item"),
+        ({"attention_pattern": "softmax"}, "attention_pattern='softmax': .* valid list"),
+        (
+            {"attention_pattern": ["softmaxx"]},
+            r"attention_pattern.0.*'softmaxx' does not exist: did you mean 'softmax'\?",
+        ),
+        ({"attention_pattern": ["softmax"] * 4}, "attention_pattern has 4 items for n_layer=3: leave out"),
+        (
+            {"attention_pattern": ["softmax", {"name": "log_space", "d_key": 4}]},
+            "log_space has 4 features a head and softmax 6, use the same",
+        ),
+        ({"attention_pattern": [{"name": "log_space", "d_key": 2**25}]}, "attention_pattern.0.d_key is too large"),
+        (
+            {
+                "attention_pattern": ["softmax", {"name": "longformer", "n_global": 9}],
+                "position": {"name": "learned", "max_len": 8},
+            },
+            "n_global=9 is more than the model's 8 positions: use at most 8",
+        ),
+        ({"attention": {"name": "sliding_window", "window": 0}}, "window"),
+        ({"attention": {"name": "sliding_window", "window": [3, 5]}}, "window"),
+        ({"attention": {"name": "sliding_window", "dilation": -1}}, "dilation"),
+        ({"attention": {"name": "strided", "stride": 0}}, "stride"),
+        ({"attention": {"name": "fixed", "size": 6, "width": 7}}, "width"),
+        ({"attention": {"name": "projection", "sigma": 0}}, "sigma"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_in_one_line(change, message):
+    with pytest.raises(UserError, match=message) as error:
+        gpt_config(**change)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2])
+def test_shared_heads_are_heads_that_are_alike(n_kv_head):
+    """Multi-head attention whose heads of a group have the same keys and values."""
+    shared, own = build({"name": "softmax", "n_kv_head": n_kv_head}), build({"name": "softmax"})
+    with torch.no_grad():
+        for mine, theirs in zip(own.qkv.parameters(), shared.qkv.parameters(), strict=True):
+            q, kv = theirs.split([N_HEAD * HEAD_DIM, 2 * n_kv_head * HEAD_DIM])
+            kv = kv.unflatten(0, (2, n_kv_head, HEAD_DIM)).repeat_interleave(N_HEAD // n_kv_head, dim=1).flatten(0, 2)
+            mine.copy_(torch.cat([q, kv]))
+    close(shared(text(31))[0], own(text(31))[0])
+
+
+def test_the_definition_is_the_sum_over_allowed_keys():
+    """One output at a time, in Python."""
+    q, k, v = (torch.randn(1, h, 5, 3, dtype=torch.float64) for h in (4, 2, 2))
+    mask = torch.rand(4, 5, 5) < 0.5
+    mask |= torch.eye(5, dtype=torch.bool)
+    y = masked_attention(q, k, v, mask)
+    for h, i in itertools.product(range(4), range(5)):
+        weights = {j: (q[0, h, i] @ k[0, h // 2, j] / 3**0.5).exp() for j in range(5) if mask[h, i, j]}
+        wanted = sum(w * v[0, h // 2, j] for j, w in weights.items()) / sum(weights.values())
+        torch.testing.assert_close(y[0, h, i], wanted, rtol=1e-13, atol=1e-13)
+
+
+def test_the_kernel_in_use_is_said_once(capsys):
+    say_once.cache_clear()
+    module = build({"name": "softmax", "kernel": "math"})
+    module(text(3))
+    module(text(4))
+    assert capsys.readouterr().out == "softmax attention by torch's math kernel\n"
+
+
+def test_a_kernel_that_cannot_run_is_refused_in_one_line():
+    module = build({"name": "softmax", "kernel": "cudnn"})
+    with pytest.raises(
+        UserError, match=r"attention.kernel=cudnn cannot run on cpu in float64, .*: use auto, or one of"
+    ):
+        module(text(3))
+    with pytest.raises(ValidationError, match="kernel"):
+        build({"name": "softmax", "kernel": "quick"})
+
+
+@pytest.mark.parametrize("kernel", ["auto", "math"])
+def test_a_compiled_model_can_say_its_kernel(kernel):
+    module = build({"name": "softmax", "kernel": kernel})
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    close(compiled(text(5))[0], module(text(5))[0])

@@ -1,0 +1,231 @@
+"""Projection attention against its definition by hand, as a module through its state, and through the fused kernels."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import normalize, scaled_dot_product_attention
+
+from model.attention.projection import ProjectionConfig
+from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
+from model.position import RotaryPosition
+from model.state import cat_states, select_rows
+
+# Exponents of size up to 30, to some ten roundings of 1.1e-16 each, move weights by 1e-13 of themselves at most, and
+# gradients, sums over at most 100 tokens of either sign, by some ten times that.
+TOLERANCE = 1e-12
+
+MODULES = [
+    {"values": values, "learned": learned, "n_kv_head": n_kv_head}
+    for values, learned, n_kv_head in itertools.product(("own", "keys"), (False, True), (None, 2, 1))
+]
+IDS = ["-".join(map(str, m.values())) for m in MODULES]
+
+
+def build(dtype=torch.float64, n_head=4, head_dim=6, **settings):
+    torch.manual_seed(0)
+    attention = ProjectionConfig(name="projection", **settings).build(12, n_head, head_dim).to(dtype)
+    if attention.log_sigma is not None:
+        torch.nn.init.uniform_(attention.log_sigma, -0.5, 0.5)
+    return attention
+
+
+def tokens(T, dtype=torch.float64):
+    return torch.randn(2, T, 12, generator=torch.Generator().manual_seed(T), dtype=dtype, requires_grad=True)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def causal(T):
+    return torch.ones(T, T, dtype=torch.bool).tril()
+
+
+def attend(q, k, v, sigma):
+    """As the module does."""
+    k = inner_keys(k)
+    y = scaled_dot_product_attention(inner_queries(q, sigma), k, padded_values(v), is_causal=True, scale=1.0)
+    return y[..., : v.shape[-1]]
+
+
+def with_gradients(y, leaves):
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    return [y, *torch.autograd.grad(y, leaves, weights)]
+
+
+def assert_all_close(got, wanted, tolerance=TOLERANCE):
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("T", [1, 2, 31])
+def test_the_naive_form_is_the_definition(T):
+    q, k, v, sigma = randn(2, 3, T, 5), randn(2, 3, T, 5, seed=1), randn(2, 3, T, 5, seed=2), torch.tensor([0.5, 1, 3])
+    y = naive_projection_attention(q, k, v, sigma.double(), causal(T))
+    for b, h, i in itertools.product(range(2), range(3), range(T)):
+        weights = [
+            math.exp(-(math.dist(q[b, h, i], k[b, h, j]) ** 2) / (2 * sigma[h].item() ** 2)) for j in range(i + 1)
+        ]
+        wanted = sum(w * v[b, h, j] for j, w in enumerate(weights)) / sum(weights)
+        torch.testing.assert_close(y[b, h, i], wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+@pytest.mark.parametrize("settings", MODULES, ids=IDS)
+@pytest.mark.parametrize("T", [1, 2, 31, 64, 100])
+def test_the_module_equals_its_naive_form_with_all_gradients(T, settings, rotary):
+    attention, x = build(**settings), tokens(T)
+    rotation = RotaryPosition(6, 100.0)(x)[1] if rotary else None
+    leaves = [x, *attention.parameters()]
+    y, state = attention(x, rotation)
+    assert state is None
+    assert y.shape == (2, T, 24)
+    assert_all_close(with_gradients(y, leaves), with_gradients(attention.naive(x, rotation), leaves))
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.3, 20.0])
+def test_narrow_and_wide(sigma):
+    attention, x = build(sigma=sigma), tokens(31)
+    leaves = [x, *attention.parameters()]
+    # Exponents are 1 / sigma^2 times as large as at sigma = 1, and so are what rounding moves them by and gradients.
+    tolerance = TOLERANCE * max(1, sigma**-4)
+    got, wanted = attention(x)[0], attention.naive(x)
+    assert_all_close(with_gradients(got, leaves), with_gradients(wanted, leaves), tolerance)
+
+
+def test_weights_depend_on_distances_alone():
+    """Queries and keys that are moved together see each other as before, which is not so of inner products."""
+    q, k, v, sigma = *(randn(1, 2, 40, 6, seed=i) for i in range(3)), torch.tensor([0.7, 1.3]).double()
+    moved = attend(q + 3, k + 3, v, sigma)
+    torch.testing.assert_close(moved, attend(q, k, v, sigma), rtol=0, atol=1e-11)  # exponents 50 times as large
+
+
+def test_for_keys_of_norm_one_it_is_softmax_attention():
+    q, k, v = randn(1, 2, 40, 6), normalize(randn(1, 2, 40, 6, seed=1), dim=-1), randn(1, 2, 40, 6, seed=2)
+    wanted = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5**-2)
+    assert_all_close([attend(q, k, v, torch.full((2,), 0.5).double())], [wanted])
+
+
+def test_the_default_sigma_gives_inner_products_the_scale_of_softmax_attention():
+    assert build(head_dim=64).sigma.pow(-2).tolist() == pytest.approx([64**-0.5] * 4, rel=1e-6)
+
+
+def test_a_learned_sigma_begins_where_a_fixed_one_stays():
+    torch.manual_seed(0)
+    learned = ProjectionConfig(name="projection", sigma=0.3, learned=True).build(12, 4, 6)
+    assert learned.sigma.tolist() == pytest.approx([0.3] * 4, rel=1e-6)
+    assert build(torch.float32, sigma=0.3).sigma.tolist() == pytest.approx([0.3] * 4, rel=1e-6)
+    assert [name for name, _ in build(sigma=0.3).named_parameters()] == ["qkv.weight", "qkv.bias"]
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+@pytest.mark.parametrize("settings", MODULES, ids=IDS)
+def test_streams_through_its_state(settings, rotary):
+    attention, x, position = build(**settings), tokens(70), RotaryPosition(6, 100.0)
+    rotation = position(x)[1] if rotary else None
+    state, place, rows = None, None, []
+    with torch.no_grad():
+        for piece in x.split([3, 1, 1, 40, 25], dim=1):
+            _, turned, place = position(piece, place)
+            y, state = attention(piece, turned if rotary else None, state, return_state=True)
+            rows.append(y)
+        assert_all_close([torch.cat(rows, 1)], [attention(x, rotation)[0]])
+
+
+def test_keys_that_are_values_are_cached_once():
+    def cached(values):
+        _, state = build(values=values)(tokens(64), None, None, return_state=True)
+        return sum(x.numel() for x in state if isinstance(x, torch.Tensor))
+
+    assert cached("own") == 2 * cached("keys")
+
+
+@pytest.mark.parametrize("values", ["own", "keys"])
+def test_rows_of_different_lengths_go_on_together(values):
+    attention, x = build(values=values), tokens(60)
+    with torch.no_grad():
+        alone = [attention(x[:, :T], None, None, return_state=True)[1] for T in (7, 33)]
+        state = cat_states([select_rows(alone[0], [0]), select_rows(alone[1], [1])])
+        for T in (1, 5):  # one token, and several, twice from the same state
+            new = torch.stack([x[0, 7 : 7 + T], x[1, 33 : 33 + T]])
+            y, after = attention(new, None, state, return_state=True)
+            assert after.lengths == (7 + T, 33 + T)
+            wanted = [attention(x[:1, : 7 + T])[0][0, 7:], attention(x[1:, : 33 + T])[0][0, 33:]]
+            assert_all_close([y], [torch.stack(wanted)])
+
+
+@pytest.mark.parametrize("values", ["own", "keys"])
+def test_with_a_rotary_position_the_text_may_begin_anywhere(values):
+    attention, x, position = build(values=values), tokens(30), RotaryPosition(6, 100.0)
+    later = position(torch.cat([x, x], 1))[1]
+    shifted = type(later)(later.cos[30:], later.sin[30:])
+    torch.testing.assert_close(attention(x, shifted)[0], attention(x, position(x)[1])[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("n_kv_head", [None, 2])
+@pytest.mark.parametrize("values", ["own", "keys"])
+@pytest.mark.parametrize("head_dim", [6, 64])
+def test_the_fused_kernel_takes_it(values, n_kv_head, head_dim):
+    """Not the form that holds T x T weights: with that one forbidden, it runs."""
+    attention, x = (
+        build(torch.float32, head_dim=head_dim, values=values, n_kv_head=n_kv_head),
+        tokens(50, torch.float32),
+    )
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        attention(x)[0].sum().backward()
+    assert x.grad.isfinite().all()
+
+
+U = 2.0**-8  # bfloat16 rounds by this much of a number at most
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.7])
+def test_bfloat16_within_its_error(sigma):
+    """Of q, k, v as they are: q / sigma^2 is rounded, which moves an exponent by E = U sum |q k| / sigma^2 at most, and
+    a weight by a factor of exp(2 E); weights, their product with the values, and the result are rounded again.
+    """
+    q, k, v = (randn(2, 3, 100, 6, seed=i).bfloat16() for i in range(3))
+    y = attend(q, k, v, torch.full((3,), sigma))
+    sharpness = torch.tensor(sigma**-2).bfloat16().double()  # that of another sigma
+    wanted = naive_projection_attention(*(x.double() for x in (q, k, v)), (sharpness**-0.5).expand(3), causal(100))
+    E = U * sharpness * (q.double().abs() @ k.double().abs().mT).amax()
+    assert (y - wanted).abs().max() <= (math.expm1(2 * E) + 3 * U) * v.abs().max()
+    assert (y - wanted).abs().mean() <= 2 * U * v.abs().max()  # roundings are not all of one sign
+
+
+def test_bfloat16_does_not_round_the_norms_of_keys():
+    """Exponents near -200, which bfloat16 has every whole number of: weights would be wrong by a factor of exp(1/2)."""
+    k, v = randn(1, 1, 100, 8).mul(0.06).add(10).bfloat16(), randn(1, 1, 100, 8, seed=1).bfloat16()
+    q, sigma = torch.zeros_like(k), torch.full((1,), 2.0).sqrt()
+    wanted = naive_projection_attention(q.double(), k.double(), v.double(), sigma.double(), causal(100))
+    error = (attend(q, k, v, sigma) - wanted).abs()
+    assert error.max() <= 3 * U * v.abs().max()
+
+
+@pytest.mark.parametrize("values", ["own", "keys"])
+def test_autocast(values):
+    attention, x = build(torch.float32, values=values, learned=True), tokens(60, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = attention(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in attention.parameters())
+    assert (y - attention(x)[0]).abs().max() < 0.05  # values of size 1, rounded to 2^-8 of themselves
+
+
+@pytest.mark.parametrize("sigma", [0, -1, float("nan"), float("inf")])
+def test_a_sigma_that_is_no_distance_is_refused(sigma):
+    with pytest.raises(ValidationError, match="sigma"):
+        ProjectionConfig(name="projection", sigma=sigma)
+
+
+def test_heads_that_cannot_be_shared_are_refused():
+    with pytest.raises(ValueError, match="n_kv_head=3 does not divide n_head=4: use one of 1, 2, 4"):
+        ProjectionConfig(name="projection", n_kv_head=3).check(12, 4, 6)
+    with pytest.raises(ValidationError, match="n_kv_head"):
+        ProjectionConfig(name="projection", n_kv_head=0)

@@ -1,0 +1,309 @@
+"""Sparse attention: the operator against loops over the definitions, the modules against theirs, streaming, bounds."""
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from model.attention.longformer import LongformerConfig
+from model.attention.sliding_window import SlidingWindowConfig
+from model.attention.sparse import FixedConfig, StridedConfig
+from model.ops.sparse_attention import attend, fixed, longformer, pattern_mask, sparse_attention, strided, window
+from model.ops.sparse_attention.tiles import tiles_of
+from model.position import RotaryPosition
+from model.state import cat_states, select_rows
+
+LENGTHS = [1, 2, 31, 64, 100]
+# The definitions, one query and one key at a time.
+PATTERNS = {
+    "window 5": ([window(5)], lambda h, i, j: 0 <= i - j < 5),
+    "window 1": ([window(1)], lambda h, i, j: i == j),
+    "window beyond T": ([window(1000)], lambda h, i, j: j <= i),
+    "dilated": ([window(4, 2)], lambda h, i, j: 0 <= i - j < 12 and (i - j) % 3 == 0),
+    "dilated beyond T": ([window(4, 300)], lambda h, i, j: 0 <= i - j < 1204 and (i - j) % 301 == 0),
+    "both sides": ([window(7, causal=False)], lambda h, i, j: abs(i - j) <= 3),
+    "both sides, even": ([window(8, causal=False)], lambda h, i, j: abs(i - j) <= 4),
+    "both sides, dilated": ([window(6, 1, causal=False)], lambda h, i, j: abs(i - j) <= 6 and (i - j) % 2 == 0),
+    "both sides beyond T": ([window(300, causal=False)], lambda h, i, j: abs(i - j) <= 150),
+    "wide blocks": ([window(290)], lambda h, i, j: 0 <= i - j < 290),
+    "heads": (
+        [window(3), window(9, 1), window(3), window(70)],
+        lambda h, i, j: [0 <= i - j < 3, 0 <= i - j < 18 and (i - j) % 2 == 0, 0 <= i - j < 3, 0 <= i - j < 70][h],
+    ),
+    "global": ([longformer(5, 3)], lambda h, i, j: j <= i and (i - j < 5 or j < 3)),
+    "global beyond T": ([longformer(5, 300)], lambda h, i, j: j <= i),
+    "strided": (
+        [strided(6, "A1"), strided(6, "A2")] * 2,
+        lambda h, i, j: max(0, i - 6) <= j <= i if h % 2 == 0 else j <= i and (i - j) % 6 == 0,
+    ),
+    "strided, merged": ([strided(6)], lambda h, i, j: j <= i and (j >= i - 6 or (i - j) % 6 == 0)),
+    "strided by 1, merged": ([strided(1)], lambda h, i, j: j <= i),
+    "fixed": (
+        [fixed(8, 3, "A1"), fixed(8, 3, "A2")] * 2,
+        lambda h, i, j: j <= i and (j // 8 == i // 8 if h % 2 == 0 else j % 8 >= 5),
+    ),
+    "fixed, merged": ([fixed(8, 3)], lambda h, i, j: j <= i and (j // 8 == i // 8 or j % 8 >= 5)),
+    "fixed, c = l": ([fixed(8, 8)], lambda h, i, j: j <= i),
+    "fixed, l = 1": ([fixed(1, 1)], lambda h, i, j: j <= i),
+}
+
+
+def definition(q, k, v, sees):
+    """One query after the other, over the keys that it sees."""
+    B, H, T, D = q.shape
+    rows = []
+    for h in range(H):
+        g = h * k.shape[1] // H
+        for i in range(T):
+            js = [j for j in range(T) if sees(h, i, j)]
+            weights = (k[:, g, js] @ q[:, h, i].unsqueeze(-1) / D**0.5).softmax(1)  # (B, keys, 1)
+            rows.append((weights * v[:, g, js]).sum(1))  # a sum over no keys is 0
+    return torch.stack(rows, 1).view(B, H, T, D)
+
+
+def inputs(T, B=2, H=4, G=4, D=6, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(T)
+    q, k, v, g = (torch.randn(B, n, T, D, generator=generator, dtype=torch.float64) for n in (H, G, G, H))
+    return *(x.to(dtype).requires_grad_() for x in (q, k, v)), g.to(dtype)
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_equals_the_definition_and_its_gradients(name, T):
+    patterns, sees = PATTERNS[name]
+    for G in (4, 2, 1) if T == 31 else (2,):
+        *qkv, g = inputs(T, G=G)
+        wanted, found = definition(*qkv, sees), sparse_attention(*qkv, patterns)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        pairs = zip(torch.autograd.grad(found, qkv, g), torch.autograd.grad(wanted, qkv, g), strict=True)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_mask_is_the_definition(name):
+    patterns, sees = PATTERNS[name]
+    t = torch.arange(40)
+    wanted = [[[sees(h, i, j) for j in range(40)] for i in range(40)] for h in range(len(patterns))]
+    assert pattern_mask(patterns, t, t).tolist() == wanted
+
+
+@pytest.mark.parametrize("name", ["dilated", "global", "strided, merged", "fixed", "fixed, merged"])
+def test_bfloat16_and_autocast_round_like_their_number_format(name):
+    """Rounded are v, the weights and the result, once each, and the results of up to two parts: 4 x 2^-9 of |v|; and
+    the scores' inputs, rounded before, are the same for both. The mean of |v| of what is seen bounds it; its maximum
+    is taken."""
+    patterns, sees = PATTERNS[name]
+    q, k, v, _ = inputs(100, dtype=torch.bfloat16)
+    wanted = definition(*(x.double() for x in (q, k, v)), sees)
+    found = sparse_attention(q, k, v, patterns)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=4 * 2**-9 * v.abs().max().item())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sparse_attention(q.float(), k.float(), v.float(), patterns), found)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", PATTERNS)
+def test_flex_attention_has_the_same_masks(name, monkeypatch):
+    """As it runs without a GPU: not compiled, and forward only."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.create_block_mask))
+    patterns, sees = PATTERNS[name]
+    q, k, v = (x.detach() for x in inputs(40, D=16, dtype=torch.float32)[:3])
+    for h, pattern in enumerate(patterns):
+        found = attend._by_flex_attention(q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1], pattern)
+        wanted = definition(*(x[:, h : h + 1].double() for x in (q, k, v)), lambda _, i, j, h=h: sees(h, i, j))
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_dense_form_for_other_devices_is_the_same(name):
+    patterns, sees = PATTERNS[name]
+    q, k, v, _ = inputs(40)
+    for h, pattern in enumerate(patterns):
+        found = attend._dense(q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1], pattern)
+        wanted = definition(*(x[:, h : h + 1] for x in (q, k, v)), lambda _, i, j, h=h: sees(h, i, j))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_huge_scores_stay_finite():
+    """Of about 10^6: where rounding is far below 1, so that weights computed again can be no larger than e."""
+    q, k, v, g = inputs(100, dtype=torch.float32)
+    y = sparse_attention(q * 1e3, k * 1e3, v, [strided(6)])
+    y.backward(g)
+    assert all(x.isfinite().all() for x in (y, q.grad, k.grad, v.grad))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "most"),
+    [
+        ([window(256)], 4096 * 256 * 1.3),
+        ([window(256, 3)], 4096 * 256 * 1.3),
+        ([strided(64)], 4096 * (65 * 2 + 64)),
+        ([fixed(64, 8)], 4096 * (64 + 4096 / 8 * 0.7)),
+        ([longformer(256, 16)], 4096 * (256 * 1.3 + 16)),
+    ],
+)
+def test_tiles_have_little_more_than_what_is_seen(patterns, most):
+    x = torch.zeros(1, 1, 4096, 1)
+    sizes = [(t.queries(x[:, :, t.rows(4096)]), t.keys(x)) for t in tiles_of(patterns[0], 4096)]
+    assert sum(q.shape[0] * q.shape[2] * k.shape[2] for q, k in sizes) <= most
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    q, k, v, _ = inputs(5, H=4, G=4)
+    for arguments in [
+        (q, k[:, :3], v[:, :3], [window(2)]),
+        (q, k, v[:, :, :4], [window(2)]),
+        (q, k, v, [window(2)] * 3),
+    ]:
+        with pytest.raises(ValueError, match="do not fit"):
+            sparse_attention(*arguments)
+
+
+CONFIGS = {
+    "sliding_window": SlidingWindowConfig(name="sliding_window", window=5),
+    "sliding_window, heads": SlidingWindowConfig(
+        name="sliding_window", window=[3, 9, 1, 30], dilation=[0, 1, 4, 0], n_kv_head=2
+    ),
+    "longformer": LongformerConfig(name="longformer", window=5, n_global=4),
+    "longformer, one key head": LongformerConfig(name="longformer", window=3, n_global=40, n_kv_head=1),
+    "strided": StridedConfig(name="strided", stride=6),
+    "strided, merged": StridedConfig(name="strided", stride=6, merge=True, n_kv_head=2),
+    "fixed": FixedConfig(name="fixed", size=8, width=3),
+    "fixed, merged": FixedConfig(name="fixed", size=8, width=3, merge=True, n_kv_head=2),
+}
+
+
+def build(name, n_embd=8):
+    torch.manual_seed(0)
+    module = CONFIGS[name].build(n_embd, 4, 6).double()
+    with torch.no_grad():  # global projections that differ from the others, and scores that matter
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, dtype=p.dtype))
+    return module
+
+
+def tokens(T, B=2):
+    return torch.randn(B, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
+
+
+def rotations(lengths, T):
+    """Of T tokens after so many in each row."""
+    return RotaryPosition(6, 100.0)(torch.zeros(len(lengths), T, 1, dtype=torch.float64), lengths)[1]
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_modules_equal_their_naive_form(name, T):
+    module, x = build(name), tokens(T).requires_grad_()
+    rotation = rotations((0, 0), T)
+    found, wanted = module(x, rotation)[0], module.naive(x, rotation)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    leaves, g = [x, *module.parameters()], torch.randn_like(found)
+    pairs = zip(torch.autograd.grad(found, leaves, g), torch.autograd.grad(wanted, leaves, g), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("pieces", [[1] * 50, [3, 1, 20, 1, 1, 24], [49, 1]], ids=["ones", "some", "two"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pieces_through_the_state_equal_the_whole(name, pieces, grad):
+    module, x = build(name), tokens(50)
+    state, parts, seen = None, [], 0
+    with torch.set_grad_enabled(grad):
+        for piece in x.split(pieces, dim=1):
+            rotation = rotations((seen, seen), piece.shape[1])
+            again, _ = module(piece, rotation, state, return_state=True)
+            y, state = module(piece, rotation, state, return_state=True)
+            assert torch.equal(y, again)  # a state is a value
+            parts.append(y)
+            seen += piece.shape[1]
+        whole = module.naive(x, rotations((0, 0), 50))
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_of_different_lengths_go_on_together(name):
+    module, lengths, steps = build(name), (2, 37, 11), (1, 1, 6, 1)
+    texts = [tokens(n + sum(steps), B=1) for n in lengths]
+    states = [module(x[:, :n], rotations((0,), n), return_state=True)[1] for x, n in zip(texts, lengths, strict=True)]
+    state, seen = cat_states(states), lengths
+    parts = []
+    for T in steps:
+        x = torch.cat([text[:, n : n + T] for text, n in zip(texts, seen, strict=True)])
+        y, state = module(x, rotations(seen, T), state, return_state=True)
+        parts.append(y)
+        seen = tuple(n + T for n in seen)
+    together = torch.cat(parts, 1)
+    for row, (x, n) in enumerate(zip(texts, lengths, strict=True)):
+        alone = module.naive(x, rotations((0,), x.shape[1]))[0, n:]
+        torch.testing.assert_close(together[row], alone, rtol=0, atol=1e-12)
+    one = select_rows(state, [1])
+    x = tokens(1, B=3)
+    y, _ = module(x, rotations(seen, 1), state)
+    torch.testing.assert_close(module(x[1:2], rotations(seen[1:2], 1), one)[0], y[1:2], rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sliding_window", "sliding_window, heads", "longformer"])
+def test_windows_remember_in_constant_memory(name):
+    module = build(name)
+    sizes = []
+    for T in (50, 500):
+        _, state = module(tokens(T), return_state=True)
+        leaves = [x for part in state for x in (part if isinstance(part, tuple) else [part])]
+        sizes.append(sum(x.numel() for x in leaves if isinstance(x, torch.Tensor)))
+    assert sizes[0] == sizes[1]
+
+
+def test_global_projections_begin_equal_to_the_others():
+    module = LongformerConfig(name="longformer", window=4, n_global=3).build(8, 4, 6)
+    assert torch.equal(module.qkv.weight, module.qkv_global.weight)
+    assert torch.equal(module.qkv.bias, module.qkv_global.bias)
+    assert module.qkv.weight is not module.qkv_global.weight
+
+
+def test_flops_count_the_keys_that_are_seen():
+    module = build("strided, merged")
+    assert module.flops_per_token(100) == round(4 * 4 * 6 * module.mask(100).sum().item() / 100)
+    long = module.mask(3000).sum().item() / 3000
+    assert module.flops_per_token(3000) == pytest.approx(4 * 4 * 6 * long, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("config", "raw", "message"),
+    [
+        (SlidingWindowConfig, {"window": 0}, "window=0 is out of range: use 1 to 1,048,576"),
+        (SlidingWindowConfig, {"window": [4, 0]}, "window=0 is out of range"),
+        (SlidingWindowConfig, {"dilation": -1}, "dilation=-1 is out of range: use 0 to 65,536"),
+        (LongformerConfig, {"window": 0}, "window"),
+        (LongformerConfig, {"n_global": 0}, "n_global"),
+        (StridedConfig, {"stride": 0}, "stride"),
+        (FixedConfig, {"size": 0}, "size"),
+        (FixedConfig, {"width": 0}, "width"),
+        (FixedConfig, {"size": 8, "width": 9}, "width=9 is more than a block has: use 1 to size=8"),
+        (StridedConfig, {"n_kv_head": 0}, "n_kv_head"),
+    ],
+)
+def test_bad_settings_are_refused(config, raw, message):
+    name = config.model_fields["name"].annotation.__args__[0]
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(config).validate_python({"name": name, **raw})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (SlidingWindowConfig(name="sliding_window", window=[4, 5]), "window lists 2 for n_head=4: give one for each"),
+        (SlidingWindowConfig(name="sliding_window", dilation=[0] * 5), "dilation lists 5 for n_head=4"),
+        (FixedConfig(name="fixed", n_kv_head=3), "n_kv_head=3 does not divide n_head=4: use one of 1, 2, 4"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        config.check(8, 4, 2)
