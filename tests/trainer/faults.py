@@ -449,6 +449,8 @@ def serve():
     for line in sys.stdin:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
+            for output in ("out", "err", "operations"):  # a process may be killed before it writes anything
+                (folder / output).touch()
             statuses = _live(json.loads(line), folder)
             out, err, operations = ((folder / name).read_text() for name in ("out", "err", "operations"))
         done = [json.loads(line) for line in operations.splitlines()]

@@ -185,8 +185,8 @@ def test_a_process_that_is_done_is_not_missed(worker):
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_process_that_has_left_has_as_much_time_as_it_needs(worker, last):
     """Its last save, say: it is not ended in the middle of it, and the others are not told to start again."""
-    last_words = f"if step == 30: world.rank != {last} or (world.leave(), time.sleep(6)); break"
-    results = run(3, *worker(last_words, hang_seconds=1))
+    last_words = f"if step == 30: world.rank != {last} or (world.leave(), time.sleep(8)); break"
+    results = run(3, *worker(last_words, hang_seconds=2))
     assert [(result.status, result.err) for result in results] == [(0, "")] * 3
 
 
@@ -258,7 +258,7 @@ def test_a_killed_process_of_a_training_is_no_error_of_its_own(tiny_args, killed
 def test_where_nothing_closes_connections_the_others_end_all_the_same(worker, failing):
     """A main thread that waits on a GPU sees nothing: here it sleeps."""
     fault = f"if step == 25: world.rank != {failing} or sys.exit('mend it'); time.sleep(10**6)"
-    results = run(3, *worker(fault, hang_seconds=8))
+    results = run(3, *worker(fault, hang_seconds=16))
     assert [result.status for result in results] == [1] * 3, [result.err for result in results]
     for rank, result in enumerate(results):
         said = f"error: process {rank} stops: process {failing} ended with an error, see what it said"
