@@ -14,4 +14,4 @@ def run(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    command("sample", run, text_key="prompt")
+    command("sample", run, text_keys=("prompt", "stop"))

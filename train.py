@@ -5,13 +5,13 @@ from typing import Any
 from cli import command
 
 
-def run(config: dict[str, Any]) -> None:
-    """Decode the configuration and train."""
+def run(config: dict[str, Any]) -> float | None:
+    """Decode the configuration and train; returns the lowest validation loss, which sweepers go by."""
     from common.settings import decode
     from trainer.config import TrainConfig
     from trainer.loop import fit
 
-    fit(decode(TrainConfig, config))
+    return fit(decode(TrainConfig, config))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from unicodedata import category
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,6 +16,20 @@ _SECONDS_BETWEEN_LINES = 5.0
 def say(message: str) -> None:
     """Print one line. Square brackets are text, not markup."""
     console.print(message, markup=False)
+
+
+def show(text: str) -> None:
+    """Write a model's or a user's text at once, without wrapping or markup.
+
+    On a terminal its control characters are shown as \\x1b and the like: text must not command a terminal. A pipe or a
+    file gets the text as it is. What the output's encoding lacks is shown in the same way.
+    """
+    file = console.file
+    if file.isatty():
+        text = "".join(f"\\x{ord(c):02x}" if category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    file.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    file.flush()
 
 
 @functools.cache

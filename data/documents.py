@@ -96,8 +96,48 @@ def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Sha
     return None
 
 
+def sets_between(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int) -> np.ndarray:
+    """The set of each token [start, stop) of a split, a number into the manifest's set_names: int64 (stop - start,).
+
+    Raises:
+        UserError: an index is damaged.
+    """
+    begin, parts = 0, [np.empty(0, np.int64)]
+    for shard in manifest.splits[split].shards:
+        first, last = max(start - begin, 0), min(stop - begin, shard.tokens)
+        if first < last:
+            parts.append(_sets_in_shard(dataset_dir, manifest, shard, first, last))
+        begin += shard.tokens
+    return np.concatenate(parts)
+
+
+def _sets_in_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, start: int, stop: int) -> np.ndarray:
+    path = dataset_dir / shard.index_file
+    with open_file(path) as file:
+        number, begin = _document_of(file, path, shard, start)
+        file.seek(HEADER.size + number * RECORD.itemsize)
+        count = min(stop - start, shard.documents - number)  # of documents that have a token at least
+        records = np.frombuffer(_read(file, count * RECORD.itemsize, path), RECORD)
+    which = np.searchsorted(records["end"], np.arange(start, stop, dtype=np.uint64), side="right")
+    wrong = wrong_record(records, begin, manifest, shard)
+    if wrong or which[-1] == count or not begin <= start:
+        raise UserError(f"{path} is damaged: {wrong or 'documents are not in order'}: prepare the dataset again")
+    return records["set"][which].astype(np.int64)
+
+
+def _document_of(file: BinaryIO, path: Path, shard: Shard, token: int) -> tuple[int, int]:
+    """Number and first token of the document that a shard's token is in, found by halving the index in its file."""
+
+    def end(i: int) -> int:
+        file.seek(HEADER.size + i * RECORD.itemsize)
+        return int(np.frombuffer(_read(file, RECORD.itemsize, path), RECORD)["end"][0])
+
+    number = bisect.bisect_right(range(shard.documents - 1), token, key=end)
+    return number, end(number - 1) if number else 0
+
+
 def document_at(dataset_dir: Path, manifest: Manifest, split: SplitName, token: int) -> Place:
-    """The document that token number `token` of a split belongs to, found by halving the index in its file.
+    """The document that token number `token` of a split belongs to.
 
     Raises:
         UserError: the index is damaged.
@@ -111,14 +151,9 @@ def document_at(dataset_dir: Path, manifest: Manifest, split: SplitName, token: 
         raise IndexError(f"token {token} of {begin} in {split}")
     path = dataset_dir / shard.index_file
     with open_file(path) as file:
-
-        def record(i: int) -> np.ndarray:
-            file.seek(HEADER.size + i * RECORD.itemsize)
-            return np.frombuffer(_read(file, RECORD.itemsize, path), RECORD)
-
-        ended = bisect.bisect_right(range(shard.documents - 1), token - begin, key=lambda i: int(record(i)["end"][0]))
-        start = int(record(ended - 1)["end"][0]) if ended else 0
-        found = record(ended)
+        place, start = _document_of(file, path, shard, token - begin)
+        file.seek(HEADER.size + place * RECORD.itemsize)
+        found = np.frombuffer(_read(file, RECORD.itemsize, path), RECORD)
     wrong = wrong_record(found, start, manifest, shard)
     end, input_, number, set_ = found.tolist()[0]
     if wrong or not start <= token - begin < end:

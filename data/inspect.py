@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich import box
 from rich.measure import Measurement
 from rich.segment import Segments
@@ -51,6 +50,8 @@ def sets_table(manifest: Manifest) -> Table:
 def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
     """Draw the tokens of each set as bars, the largest on top, into a PNG; replaces `path` whole."""
     names, tokens = bars(manifest)
+    from matplotlib.figure import Figure  # here, because it takes its time
+
     figure = Figure(figsize=(9, 1.6 + 0.3 * len(names)), layout="constrained")
     axes = figure.subplots()
     begins = np.zeros(len(names))

@@ -51,28 +51,41 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """A split's windows in order: every target exactly once, or `n_windows` windows spread evenly over the split."""
+    """A split's windows in order: every target exactly once, or `n_windows` windows spread evenly over the split.
 
-    def __init__(self, stream: TokenStream, seq_len: int, n_windows: int | None = None) -> None:
+    With a `stride`, a window begins so many tokens after the one before it, and what both hold is no target in it: but
+    for the first window's, every target has at least seq_len - stride tokens before it.
+    """
+
+    def __init__(
+        self, stream: TokenStream, seq_len: int, n_windows: int | None = None, stride: int | None = None
+    ) -> None:
         seq_len = min(seq_len, max(1, stream.n_tokens - 1))  # no window is longer than the text
-        total = -(-(stream.n_tokens - 1) // seq_len)
-        self.stream, self.seq_len, self.total = stream, seq_len, total
-        self.n_windows = total if n_windows is None else min(n_windows, total)
+        self.stream, self.seq_len, self.stride = stream, seq_len, min(stride or seq_len, seq_len)
+        self.total = 1 - (seq_len - stream.n_tokens + 1) // self.stride if stream.n_tokens > 1 else 0
+        self.n_windows = self.total if n_windows is None else min(n_windows, self.total)
 
     def __len__(self) -> int:
         return self.n_windows
 
+    def begin(self, window: int) -> int:
+        """Where a window begins: its first token's number in the split, one less than its first target's."""
+        return window * self.total // self.n_windows * self.stride
+
     def rows(self, start: int, stop: int) -> Batch:
         """Windows [start, stop): token_ids and targets, int64 (stop - start, seq_len).
 
-        Where the last window is short, token_ids are filled with <|endoftext|> and targets with -1.
+        Where the last window is short, token_ids are filled with <|endoftext|> and targets with -1, as is the target of
+        a position that the window before has.
         """
         n_rows = max(0, stop - start)
         token_ids = np.full((n_rows, self.seq_len), self.stream.eot_id, np.int64)
         targets = np.full((n_rows, self.seq_len), IGNORED, np.int64)
         for row in range(n_rows):
-            begin = (start + row) * self.total // self.n_windows * self.seq_len
+            begin = self.begin(start + row)
             tokens = self.stream.read(begin, min(begin + self.seq_len + 1, self.stream.n_tokens))
             token_ids[row, : tokens.size - 1] = tokens[:-1]
             targets[row, : tokens.size - 1] = tokens[1:]
+            if begin:
+                targets[row, : self.seq_len - self.stride] = IGNORED
         return token_ids, targets

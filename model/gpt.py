@@ -162,14 +162,14 @@ class GPT(nn.Module):
 
         `state` is what an earlier call returned for the tokens before these; None at the start of a text.
         """
-        x, state = self._features(token_ids, state, return_state)
+        x, state = self.features(token_ids, state, return_state)
         logits = x @ self.embed.weight.T
         return (logits, state) if return_state else logits
 
-    def _features(
+    def features(
         self, token_ids: Tensor, state: GPTState | None = None, return_state: bool = False
     ) -> tuple[Tensor, GPTState]:
-        """What the output layer sees, (B, T, n_embd)."""
+        """What the output layer sees, (B, T, n_embd), and with `return_state` the state after it, as for `forward`."""
         position, layers = state or (None, (None,) * len(self.blocks))
         x, rotation, position = self.position(self.embed(token_ids), position)  # (B, T, n_embd)
         after = []
@@ -180,12 +180,12 @@ class GPT(nn.Module):
 
     def token_losses(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 where the target is negative."""
-        x, _ = self._features(token_ids)
+        x, _ = self.features(token_ids)
         return token_losses(x.flatten(0, 1), self.embed.weight, targets.flatten()).view_as(targets)
 
     def summed_loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """The sum of `token_losses`, in less memory."""
-        x, _ = self._features(token_ids)
+        x, _ = self.features(token_ids)
         return summed_loss(x.flatten(0, 1), self.embed.weight, targets.flatten())
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Weights from elsewhere."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -66,9 +67,18 @@ def published_config(vocab_sz: int, d_emb: int, n_layers: int, n_heads: int, d_k
 
 def published_name(ours: str) -> str:
     """The published code's name for one of our parameters: blocks.3.gate.bias -> layers.3.feedforward2.0.bias."""
+    return name_elsewhere(ours, _PUBLISHED_NAMES)
+
+
+def name_elsewhere(ours: str, names: Mapping[str, str]) -> str:
+    """Another code's name for one of our parameters, by its names of modules; {} there is the layer's number.
+
+    Raises:
+        KeyError: it has none.
+    """
     layer = next((part for part in ours.split(".") if part.isdigit()), "")
-    for pattern, published in _PUBLISHED_NAMES.items():
+    for pattern, theirs in names.items():
         prefix = pattern.format(layer)
         if ours == prefix or ours.startswith(prefix + "."):
-            return published.format(layer) + ours[len(prefix) :]
+            return theirs.format(layer) + ours[len(prefix) :]
     raise KeyError(ours)

@@ -34,7 +34,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from common.console import console, errors, say
+from common.command import parser_of, run_script
+from common.console import console, say
 from common.files import make_directory, write_json
 from common.settings import UserError
 from model.ops.log_attention import BACKENDS, fallback, log_attention, naive_log_attention
@@ -71,17 +72,12 @@ FEWEST_ROUNDS, MOST_ROUNDS, SECONDS_A_SHAPE = 5, 50, 20.0
 def main(argv: list[str] | None = None) -> int:
     """Check, time, print and write; 1 where an implementation is wrong or an option cannot be followed."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: shows that it works, measures nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_attention"), help="where bench.json and .png go")
-    options = parser.parse_args(argv)
-    try:
-        bench(options, shlex.join(["python", "scripts/bench_attention.py", *argv]))
-    except UserError as error:
-        errors.print(f"error: {error}", markup=False, style="red")
-        return 1
-    return 0
+    command = shlex.join(["python", "scripts/bench_attention.py", *argv])
+    return run_script(parser, lambda options: bench(options, command), argv)
 
 
 def bench(options: argparse.Namespace, command: str) -> None:

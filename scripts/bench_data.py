@@ -24,6 +24,7 @@ from typing import Any
 
 from rich.table import Table
 
+from common.command import parser_of, run_script
 from common.console import console, say
 from common.files import make_directory, write_json
 from common.settings import UserError
@@ -32,9 +33,13 @@ _SECONDS_BETWEEN_LOOKS = 0.02
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and measure."""
+    return run_script(parser(), bench, argv)
+
+
+def bench(options: argparse.Namespace) -> None:
     """Measure, print a table, write bench.json."""
-    options = parse(argv)
     out = make_directory(options.out, "--out")
     rounds = []
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -48,16 +53,16 @@ def main(argv: list[str] | None = None) -> None:
     say(f"written to {out / 'bench.json'}")
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", nargs="+", required=True, help="globs of .jsonl, .jsonl.gz or .jsonl.zst files")
-    parser.add_argument("--text-field", default="text")
-    parser.add_argument("--ranks", type=Path, help="GPT-2's rank file; without one tiktoken downloads it")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_data"))
-    return parser.parse_args(argv)
+    known = parser_of(__doc__)
+    known.add_argument("--files", nargs="+", required=True, help="globs of .jsonl, .jsonl.gz or .jsonl.zst files")
+    known.add_argument("--text-field", default="text")
+    known.add_argument("--ranks", type=Path, help="GPT-2's rank file; without one tiktoken downloads it")
+    known.add_argument("--workers", type=int, default=os.cpu_count())
+    known.add_argument("--rounds", type=int, default=3)
+    known.add_argument("--out", type=Path, default=Path("runs/bench_data"))
+    return known
 
 
 def encode_ordinary(files: list[str], text_field: str, ranks: Path | None) -> dict[str, float]:
@@ -178,4 +183,4 @@ def table(figures: dict[str, Any], workers: int) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,16 +1,24 @@
-"""Time the decoding of one token at several positions of a text, and measure the state it needs.
+"""Measure decoding: tokens per second at several positions of a text, and bytes of the state that it takes.
 
-    python scripts/bench_decode.py                    # log_gpt_1m after 1,000 and after 1,000,000 tokens
-    python scripts/bench_decode.py --models log_gpt_1m --set model/attention=softmax --positions 1000 16000
+    python scripts/bench_decode.py                                       # log_gpt_1m
+    python scripts/bench_decode.py --models gpt2_124m --hf               # beside Hugging Face's GPT-2 with its cache
+    python scripts/bench_decode.py --models gpt2_124m --attention all    # every mechanism in that shape
 
-A model of random weights reads random tokens up to each position. Then the positions take turns, step by step, each
-always from its own state: whatever else the machine does hits all alike.
+Weights and tokens are random, and nobody reads 64,000 of them: a model reads a few, and the state after these is
+stretched to a position by repeating a cache's last column, which costs what a text would, since time depends on shapes
+alone. From there it decodes on, each step from the state that the step before has left. All positions and both
+libraries take turns, step by step, in random order: whatever else the machine does hits all alike.
 """
 
 import argparse
+import importlib
+import itertools
+import os
 import random
 import statistics
+import sys
 import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,72 +26,171 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from cli import compose, to_dict
-from common.console import Track, console, say
+from cli import CONFIGS, compose, to_dict
+from common.command import parser_of, run_script
+from common.console import console, say
 from common.files import make_directory, write_json
-from common.settings import decode
-from model.generate import prefill
-from model.gpt import GPT, GPTConfig, GPTState
+from common.settings import UserError, decode, nearest
+from model.attention.cache import KVCache, RingCache
+from model.gpt import GPT, GPTConfig
 from trainer.runtime import DeviceConfig, open_runtime
 
-WARM_UP = 10  # steps at each position that are not timed
-PIECE = 2**14  # tokens read between two lines of progress
+WARM_UP = 3  # steps that are not timed; a stretched cache is copied in the first
+READ = 8  # tokens before a state is stretched
+BYTES_AT = (1_000, 32_000, 1_000_000)  # tokens that states are sized at
+
 Row = dict[str, Any]
+Decode = Callable[[Tensor], Tensor]
+"""One more token (1, 1) -> its logits (1, 1, n)."""
 
 
-@torch.inference_mode()
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print a table, write bench.json."""
-    options = parse(argv)
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and measure."""
+    return run_script(parser(), bench, argv)
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Measure, print tables, write bench.json."""
     out = make_directory(options.out, "--out")
-    positions = sorted(set(options.positions))
-    figures: dict[str, list[Row]] = {}
-    for name in options.models:
-        gpt = build(name, options.set, positions[-1] + 1)
-        states = read(gpt, positions)
-        seconds = time_steps(gpt, states, options.steps)
-        figures[name] = [
-            {"position": at, "seconds_per_token": seconds[at], "state_bytes": state_bytes(states[at])}
-            for at in positions
-        ]
-    console.print(table(figures, options.steps))
-    write_json(out / "bench.json", {"options": {k: str(v) for k, v in vars(options).items()}, "models": figures})
+    figures = {}
+    for label, overrides in contenders(options).items():
+        figures[label] = measure(overrides, options)
+        say(f"{label}: {', '.join(rates(figures[label]))} tokens per second")
+    found = {
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__},
+        "models": figures,
+    }
+    write_json(out / "bench.json", found)
+    title = f"tokens per second, float32, medians of {options.steps} steps"
+    title += f"; x: times Hugging Face's GPT-2 of {options.hf}'s shape" if options.hf else ""
+    columns = (f"at {at:,}" for at in sorted(set(options.positions)))
+    console.print(table(title, columns, {name: rates(figure) for name, figure in figures.items()}))
+    sizes = {name: [f"{figure['bytes'][str(at)]:,}" for at in BYTES_AT] for name, figure in figures.items()}
+    console.print(table("bytes of state", (f"after {at:,}" for at in BYTES_AT), sizes))
     say(f"written to {out / 'bench.json'}")
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["log_gpt_1m"], help="files of configs/model")
-    parser.add_argument("--set", nargs="*", default=[], help="options for all of them: model.n_layer=2")
-    parser.add_argument("--positions", nargs="+", type=int, default=[1_000, 1_000_000], help="tokens read before")
-    parser.add_argument("--steps", type=int, default=2000, help="timed steps at each position")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_decode"))
-    return parser.parse_args(argv)
+    known = parser_of(__doc__)
+    add = known.add_argument
+    add("--models", nargs="+", default=["log_gpt_1m"], help="files of configs/model")
+    add("--attention", nargs="+", help="files of configs/model/attention in each, or all; else each model's own")
+    add("--set", nargs="*", default=[], help="options for all of them: model.n_layer=2")
+    add("--positions", nargs="+", type=_positive, default=[1_000, 8_000, 64_000], help="tokens before")
+    add("--steps", type=_positive, default=50, help="timed steps, each a position further: few beside --positions")
+    add("--hf", nargs="?", const="gpt2_124m", metavar="MODEL", help="beside Hugging Face's GPT-2 of this model's shape")
+    add("--out", type=Path, default=Path("runs/bench_decode"))
+    return known
 
 
-def build(name: str, overrides: list[str], max_len: int) -> GPT:
-    """A model of configs/model with random weights, in float32, for texts of `max_len` tokens at least."""
-    composed = to_dict(compose("train", [f"model={name}", "dataset_dir=none", *overrides]))
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def contenders(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Options that compose each model, by what it is called in the tables."""
+    models = chosen("model", options.models)
+    if options.attention is None:
+        return {model: [f"model={model}", *options.set] for model in models}
+    pairs = itertools.product(models, chosen("model/attention", options.attention))
+    return {f"{model}, {name}": [f"model={model}", f"model/attention={name}", *options.set] for model, name in pairs}
+
+
+def chosen(group: str, names: list[str]) -> list[str]:
+    """These files of a folder of configs/, or all there are."""
+    there = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    if names == ["all"]:
+        return there
+    for name in names:
+        if name not in there:
+            raise UserError(f"{group}={name} does not exist: {nearest(name, there)}")
+    return names
+
+
+@torch.inference_mode()
+def measure(overrides: list[str], options: argparse.Namespace) -> Row:
+    """One model's speed at each position, beside Hugging Face's if that is asked for, and its bytes."""
+    positions = sorted(set(options.positions))
+    room = positions[-1] + WARM_UP + options.steps
+    config, device = configuration(overrides, room)
+    gpt = GPT(config).to(device)
+    _, state = gpt(random_tokens(gpt, READ), return_state=True)
+    decoders: dict[tuple[str, int], Decode] = {("ours", at): Ours(gpt, stretched(state, at)) for at in positions}
+    if options.hf:
+        gpt2 = build_hf([f"model={chosen('model', [options.hf])[0]}", *options.set], room)
+        decoders |= {("hf", at): hugging_face(gpt2, at) for at in positions}
+    rate = {key: 1 / seconds for key, seconds in time_steps(gpt, decoders, options.steps).items()}
+    rows = [{"position": at, "tokens_per_second": rate["ours", at]} for at in positions]
+    for row in rows if options.hf else []:
+        theirs = rate["hf", row["position"]]
+        row |= {"hf_tokens_per_second": theirs, "over_hf": row["tokens_per_second"] / theirs}
+    sizes = {at: state_bytes(stretched(state, at)) for at in {*positions, *BYTES_AT}}
+    return {"speed": rows, "bytes": {str(at): sizes[at] for at in sorted(sizes)}}
+
+
+def configuration(overrides: list[str], max_len: int) -> tuple[GPTConfig, torch.device]:
+    """A model for texts of `max_len` tokens at least, and where it runs."""
+    composed = to_dict(compose("train", [*overrides, "dataset_dir=none"]))
     if composed["model"]["position"]["name"] == "learned":
         composed["model"]["position"]["max_len"] = max(max_len, composed["model"]["position"]["max_len"])
     runtime = open_runtime(DeviceConfig(device=composed["runtime"]["device"], dtype="float32"))
     torch.manual_seed(0)
-    return GPT(decode(GPTConfig, composed["model"])).to(runtime.device)
+    return decode(GPTConfig, composed["model"]), runtime.device
 
 
-def read(gpt: GPT, positions: list[int]) -> dict[int, GPTState]:
-    """The state after each of these many random tokens."""
-    states: dict[int, GPTState] = {}
-    state, done = None, 0
-    with Track("tokens read", positions[-1]) as track:
-        for position in positions:
-            for piece in random_tokens(gpt, position - done).split(PIECE, dim=1):
-                _, state = prefill(gpt, piece, state)
-                track.advance(piece.shape[1])
-            assert state is not None
-            states[position], done = state, position
-    return states
+def build_hf(overrides: list[str], max_len: int) -> Any:
+    """Hugging Face's GPT-2 of the shape of one of our models, with random weights, in float32."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise UserError("--hf needs the package transformers, which is not installed: pip install '.[hf]'") from None
+    config, device = configuration(overrides, max_len)
+    if config.n_head * config.head_features != config.n_embd:
+        raise UserError(f"head_dim={config.head_dim} is not GPT-2's, whose heads share n_embd evenly: set it to null")
+    shape = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
+    shape |= {"vocab_size": config.n_vocab_padded, "n_positions": max_len}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).to(device).eval()
+
+
+class Ours:
+    """Decodes on from a state."""
+
+    def __init__(self, gpt: GPT, state: Any) -> None:
+        self.gpt, self.state = gpt, state
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """One more token."""
+        logits, self.state = self.gpt(token_ids, self.state, return_state=True)
+        return logits
+
+
+def hugging_face(gpt2: Any, position: int) -> Decode:
+    """The same for theirs, with a DynamicCache that is stretched to this position."""
+    cache = gpt2(torch.zeros(1, READ, dtype=torch.long, device=gpt2.device), use_cache=True).past_key_values
+    for layer in cache.layers:
+        layer.keys, layer.values = _columns(layer.keys, position), _columns(layer.values, position)
+    return lambda token_ids: gpt2(token_ids, past_key_values=cache, use_cache=True).logits  # it changes the cache
+
+
+def stretched(state: Any, n: int) -> Any:
+    """A state as after n tokens. It takes no memory of its own until a token is appended."""
+    if isinstance(state, KVCache):
+        return KVCache(_columns(state.k, n), _columns(state.v, n), (n,) * len(state.lengths))
+    if isinstance(state, RingCache):
+        return RingCache(state.k, state.v, (n,) * len(state.lengths))
+    if not isinstance(state, tuple):
+        return state  # nothing, or of a size that does not depend on the position
+    parts: Any = (n if isinstance(part, int) else stretched(part, n) for part in state)  # an int is a count of tokens
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def _columns(x: Tensor, n: int) -> Tensor:
+    """(B, H, S, D) -> (B, H, n, D), all like the last."""
+    return x[:, :, -1:].expand(-1, -1, n, -1)
 
 
 def random_tokens(gpt: GPT, n: int) -> Tensor:
@@ -91,40 +198,43 @@ def random_tokens(gpt: GPT, n: int) -> Tensor:
     return torch.randint(gpt.config.n_vocab, (1, n), device=gpt.embed.weight.device)
 
 
-def time_steps(gpt: GPT, states: dict[int, GPTState], steps: int) -> dict[int, float]:
-    """Median seconds of a step of one token from each state, the states in turns of random order."""
-    seconds: dict[int, list[float]] = {position: [] for position in states}
+def time_steps(gpt: GPT, decoders: dict[tuple[str, int], Decode], steps: int) -> dict[tuple[str, int], float]:
+    """Each decoder's median seconds for a token, the decoders in turns of random order."""
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in decoders}
     for number in range(WARM_UP + steps):
-        for position in random.sample(list(states), len(states)):  # nobody always follows the same one
+        for key in random.sample(list(decoders), len(decoders)):  # nobody always follows the same one
             token_ids = random_tokens(gpt, 1)
             started = time.perf_counter()
-            logits, _ = gpt(token_ids, states[position], return_state=True)
-            logits[0, 0, 0].item()  # waits for the device
+            decoders[key](token_ids)[0, 0, 0].item()  # waits for the device
             if number >= WARM_UP:
-                seconds[position].append(time.perf_counter() - started)
-    return {position: statistics.median(found) for position, found in seconds.items()}
+                seconds[key].append(time.perf_counter() - started)
+    return {key: statistics.median(found) for key, found in seconds.items()}
 
 
 def state_bytes(state: Any) -> int:
-    """Bytes of all tensors of a state; what is not a tensor, such as a count of tokens, is not counted."""
+    """Bytes of all tensors of a state; neither counts of tokens nor a cache's room for more."""
     if isinstance(state, Tensor):
         return state.nbytes
     return sum(map(state_bytes, state)) if isinstance(state, tuple) else 0
 
 
-def table(figures: dict[str, list[Row]], steps: int) -> Table:
-    """Each model's positions beside its first."""
-    shown = Table(title=f"decoding one token, float32, medians of {steps:,} steps; x: ratio to the first position")
-    for column in ("model", "position", "ms per token", "x", "bytes of state"):
-        shown.add_column(column, justify="left" if column == "model" else "right")
-    for name, rows in figures.items():
-        for row in rows:
-            ratio = row["seconds_per_token"] / rows[0]["seconds_per_token"]
-            figure = f"{1e3 * row['seconds_per_token']:.3f}"
-            shown.add_row(name, f"{row['position']:,}", figure, f"{ratio:.3f}", f"{row['state_bytes']:,}")
-        shown.add_section()
+def rates(figure: Row) -> list[str]:
+    """A model's speed at each position, for people."""
+    return [
+        f"{row['tokens_per_second']:,.1f}" + (f" ({row['over_hf']:.2f} x)" if "over_hf" in row else "")
+        for row in figure["speed"]
+    ]
+
+
+def table(title: str, columns: Iterable[str], rows: Mapping[str, Iterable[str]]) -> Table:
+    """A model a row."""
+    shown = Table("model", title=title)
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for name, cells in rows.items():
+        shown.add_row(name, *cells)
     return shown
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ The real one takes steps of train.py. Waiting is measured from the third step on
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from rich.table import Table
 
 from cli import compose, to_dict
+from common.command import parser_of, run_script
 from common.console import console, say
 from common.files import make_directory, write_json
 from common.settings import decode
@@ -42,9 +44,13 @@ MODEL = ["seq_len=256", "batch_tokens=1024", "runtime.micro_batch=4"]
 Figures = dict[str, float]
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and measure."""
+    return run_script(parser(), bench, argv)
+
+
+def bench(options: argparse.Namespace) -> None:
     """Measure, print a table, write bench.json."""
-    options = parse(argv)
     out = make_directory(options.out, "--out")
     dataset_dir = options.dataset_dir or random_dataset(out / "dataset", options.tokens)
     batches = open_batches(dataset_dir, options)
@@ -56,23 +62,23 @@ def main(argv: list[str] | None = None) -> None:
     say(f"written to {out / 'bench.json'}")
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset-dir", type=Path, help="default: one of random ids")
-    parser.add_argument("--tokens", type=int, default=200_000_000, help="of the random dataset")
-    parser.add_argument("--mixture", type=json.loads, help='weights of sets: {"Pile-CC": 2}')
-    parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--batch-tokens", type=int, default=491_520)
-    parser.add_argument("--seconds", type=float, default=10, help="length of the first two measurements")
-    parser.add_argument("--rate", type=float, default=2e6, help="tokens per second of the dummy model")
-    parser.add_argument("--model", default="log_gpt_125m", help="a file of configs/model")
-    parser.add_argument("--model-steps", type=int, default=5, help="timed steps of it; 0: none")
-    parser.add_argument(
+    known = parser_of(__doc__)
+    known.add_argument("--dataset-dir", type=Path, help="default: one of random ids")
+    known.add_argument("--tokens", type=int, default=200_000_000, help="of the random dataset")
+    known.add_argument("--mixture", type=json.loads, help='weights of sets: {"Pile-CC": 2}')
+    known.add_argument("--seq-len", type=int, default=1024)
+    known.add_argument("--batch-tokens", type=int, default=491_520)
+    known.add_argument("--seconds", type=float, default=10, help="length of the first two measurements")
+    known.add_argument("--rate", type=float, default=2e6, help="tokens per second of the dummy model")
+    known.add_argument("--model", default="log_gpt_125m", help="a file of configs/model")
+    known.add_argument("--model-steps", type=int, default=5, help="timed steps of it; 0: none")
+    known.add_argument(
         "--set", nargs="*", default=MODEL, help=f"options of train.py for it; default: {' '.join(MODEL)}"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_loader"))
-    return parser.parse_args(argv)
+    known.add_argument("--out", type=Path, default=Path("runs/bench_loader"))
+    return known
 
 
 def random_dataset(folder: Path, n_tokens: int) -> Path:
@@ -195,4 +201,4 @@ def table(figures: dict[str, Figures], options: argparse.Namespace) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

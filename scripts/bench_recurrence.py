@@ -9,6 +9,7 @@ The truth is log_recurrence in float64, which tests hold to the definition.
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from common.command import parser_of, run_script
 from common.console import console, say
 from common.files import make_directory, write_json
 from model.ops.log_recurrence import log_recurrence
@@ -28,9 +30,13 @@ FEATURES = 4  # of the long sequences
 Row = dict[str, Any]
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and measure."""
+    return run_script(parser(), bench, argv)
+
+
+def bench(options: argparse.Namespace) -> None:
     """Measure, print two tables, write bench.json."""
-    options = parse(argv)
     out = make_directory(options.out, "--out")
     errors = [errors_at(T, options.logit) for T in options.lengths]
     console.print(error_table(errors))
@@ -43,14 +49,14 @@ def main(argv: list[str] | None = None) -> None:
     say(f"written to {out / 'bench.json'}")
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[2**10, 2**14, 2**17, 2**20], help="tokens")
-    parser.add_argument("--logit", type=float, default=0.0, help="mean of p's logits; the larger, the longer it keeps")
-    parser.add_argument("--rounds", type=int, default=200, help="timed runs of each form")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_recurrence"))
-    return parser.parse_args(argv)
+    known = parser_of(__doc__)
+    known.add_argument("--lengths", nargs="+", type=int, default=[2**10, 2**14, 2**17, 2**20], help="tokens")
+    known.add_argument("--logit", type=float, default=0.0, help="mean of p's logits; the larger, the longer it keeps")
+    known.add_argument("--rounds", type=int, default=200, help="timed runs of each form")
+    known.add_argument("--out", type=Path, default=Path("runs/bench_recurrence"))
+    return known
 
 
 def published(log_p: Tensor, h: Tensor, state: Tensor) -> Tensor:
@@ -119,4 +125,4 @@ def error_table(rows: list[Row]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

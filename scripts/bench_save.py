@@ -10,6 +10,7 @@ in which a checkpoint is being written are compared with the others of the same 
 import argparse
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from cli import compose, to_dict
+from common.command import parser_of, run_script
 from common.console import console, say
 from common.files import make_directory, write_json
 from common.settings import decode
@@ -27,9 +29,13 @@ INTERVAL = 1000
 """checkpoint.every, as it comes."""
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and measure."""
+    return run_script(parser(), bench, argv)
+
+
+def bench(options: argparse.Namespace) -> None:
     """Measure, print a table, write bench.json."""
-    options = parse(argv)
     out = make_directory(options.out, "--out")
     dataset_dir = out / "dataset"
     if not dataset_dir.exists():
@@ -41,16 +47,16 @@ def main(argv: list[str] | None = None) -> None:
     say(f"written to {out / 'bench.json'}")
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = parser_of(__doc__)
     small = "experiment=quickstart"
     large = "model=log_gpt_125m,seq_len=256,batch_tokens=1024,runtime.micro_batch=4"
-    parser.add_argument("--runs", nargs="+", default=[small, large], help="options of train.py, with commas between")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--every", type=int, default=6, help="steps between checkpoints")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_save"))
-    return parser.parse_args(argv)
+    known.add_argument("--runs", nargs="+", default=[small, large], help="options of train.py, with commas between")
+    known.add_argument("--steps", type=int, default=24)
+    known.add_argument("--every", type=int, default=6, help="steps between checkpoints")
+    known.add_argument("--out", type=Path, default=Path("runs/bench_save"))
+    return known
 
 
 def measure(overrides: list[str], dataset_dir: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -110,4 +116,4 @@ def table(figures: dict[str, dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,7 +25,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.console import console, errors, say
+from common.command import parser_of, run_script
+from common.console import console, say
 from common.files import make_directory, write_json
 from common.settings import UserError
 from model.ops.sparse_attention import (
@@ -57,33 +58,28 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Check, time, print and write."""
-    options = _parser().parse_args()
-    try:
-        check(options.heads)
-        make_directory(options.out, "--out")
-        rows = [row for T in options.lengths for row in measure(T, options.heads, options.rounds)]
-        found = {
-            "command": shlex.join(["python", f"scripts/{Path(__file__).name}", *sys.argv[1:]]),
-            "machine": describe(),
-            "rows": rows,
-        }
-        write_json(options.out / "bench.json", found)
-    except UserError as error:
-        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        return 1
-    console.print(table_of(rows))
-    say(f"wrote {options.out / 'bench.json'}")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Parse the command line and measure."""
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=_positive, nargs="+", default=[1024, 4096, 16384], help="tokens")
     parser.add_argument("--heads", type=_positive, default=12)
     parser.add_argument("--rounds", type=_positive, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/bench_sparse"), help="folder for bench.json")
-    return parser
+    return run_script(parser, bench)
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Check, time, print and write."""
+    check(options.heads)
+    make_directory(options.out, "--out")
+    rows = [row for T in options.lengths for row in measure(T, options.heads, options.rounds)]
+    found = {
+        "command": shlex.join(["python", f"scripts/{Path(__file__).name}", *sys.argv[1:]]),
+        "machine": describe(),
+        "rows": rows,
+    }
+    write_json(options.out / "bench.json", found)
+    console.print(table_of(rows))
+    say(f"wrote {options.out / 'bench.json'}")
 
 
 def _positive(text: str) -> int:

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import resource
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,20 @@ from typing import Any
 from rich.table import Table
 
 from cli import compose, to_dict
+from common.command import parser_of, run_script
 from common.console import console, say
 from common.files import make_directory, write_json
 
 CONTROL = "gpt2_124m"
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and measure."""
+    return run_script(parser(), bench, argv)
+
+
+def bench(options: argparse.Namespace) -> None:
     """Measure, print a table, write bench.json."""
-    options = parse(argv)
     names = [CONTROL, *(name for name in options.models if name != CONTROL)]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # glibc reads it when a process starts
@@ -47,19 +53,19 @@ def main(argv: list[str] | None = None) -> None:
     say(f"written to {path}")
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+    known = parser_of(__doc__)
+    known.add_argument(
         "--models", nargs="+", default=["log_gpt_125m", "log_gpt_mlp_124m"], help="files of configs/model"
     )
-    parser.add_argument("--set", nargs="*", default=[], help="options for all of them: model.n_layer=2")
-    parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a step")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of a measurement, after one that is not")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_train"))
-    return parser.parse_args(argv)
+    known.add_argument("--set", nargs="*", default=[], help="options for all of them: model.n_layer=2")
+    known.add_argument("--seq-len", type=int, default=1024)
+    known.add_argument("--batch", type=int, default=1, help="sequences of a step")
+    known.add_argument("--steps", type=int, default=2, help="timed steps of a measurement, after one that is not")
+    known.add_argument("--rounds", type=int, default=3)
+    known.add_argument("--out", type=Path, default=Path("runs/bench_train"))
+    return known
 
 
 def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: int) -> dict[str, Any]:
@@ -126,4 +132,4 @@ def table(figures: dict[str, dict[str, float]], options: argparse.Namespace) -> 
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

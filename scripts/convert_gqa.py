@@ -13,27 +13,27 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.console import errors
-from common.settings import UserError
-from trainer.convert_gqa import convert
+from common.command import parser_of, run_script
 
 
-def main() -> None:
+def main() -> int:
     """Parse the command line and convert; what a user can mend is one line on standard error."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("checkpoint", type=Path, help="a run directory, or one of its checkpoints")
     parser.add_argument("run_dir", type=Path, help="the run to make; it must not hold one")
     parser.add_argument("--n-kv-head", type=int, required=True, help="heads of keys and values, 1 for all to share one")
     parser.add_argument(
         "--seed", type=int, help="of the new run's data order; default: the first run's, as are its data"
     )
-    args = parser.parse_args()
-    try:
-        convert(args.checkpoint, args.run_dir, args.n_kv_head, args.seed)
-    except (UserError, OSError) as error:
-        errors.print(f"error: {error}", markup=False, style="red")
-        sys.exit(1)
+    return run_script(parser, run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Convert."""
+    from trainer.convert_gqa import convert  # imports torch, which --help need not wait for
+
+    convert(args.checkpoint, args.run_dir, args.n_kv_head, args.seed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,8 @@ import random
 import sys
 from pathlib import Path
 
-from common.console import errors, say
+from common.command import parser_of, run_script
+from common.console import say
 from common.settings import UserError
 from data.inspect import documents_table, draw_sets, sets_table, show, step_windows, window_text
 from data.loader import TrainBatches
@@ -26,9 +27,9 @@ def positive(text: str) -> int:
     return number
 
 
-def arguments() -> argparse.Namespace:
-    """What the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options() -> argparse.ArgumentParser:
+    """What the command line may say."""
+    parser = parser_of(__doc__)
     parser.add_argument("dataset_dir", type=Path, help="what scripts/prepare_data.py made")
     parser.add_argument("--chart", type=Path, metavar="PNG", help="draw the tokens of the sets into this file")
     parser.add_argument("--split", choices=["train", "val"], default="train", help="whose text to show")
@@ -42,7 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seq-len", type=positive)
     parser.add_argument("--batch-tokens", type=positive)
-    return parser.parse_args()
+    return parser
 
 
 def batches_of(args: argparse.Namespace, manifest: Manifest) -> TrainBatches:
@@ -66,30 +67,25 @@ def batches_of(args: argparse.Namespace, manifest: Manifest) -> TrainBatches:
     return batches
 
 
-def main() -> None:
-    """Show what is asked for; what a user can mend is one line on standard error."""
-    args = arguments()
-    try:
-        manifest = read_manifest(args.dataset_dir)
-        if args.step is not None:
-            windows = step_windows(batches_of(args, manifest), args.step)
-            show(documents_table(args.dataset_dir, manifest, "train", windows))
-            return
-        n_tokens = manifest.splits[args.split].total.tokens
-        places = args.window + [random.randrange(max(1, n_tokens)) for _ in range(args.random)]
-        for token in places:
-            text = window_text(args.dataset_dir, manifest, args.split, token, args.tokens)
-            show(documents_table(args.dataset_dir, manifest, args.split, [(token, token + args.tokens)]))
-            say(text)
-        if not places:
-            show(sets_table(manifest))
-        if args.chart:
-            draw_sets(manifest, args.chart, f"{args.dataset_dir}: tokens of its sets")
-            say(f"drawn into {args.chart}")
-    except (UserError, OSError) as error:
-        errors.print(f"error: {error}", markup=False, style="red")
-        sys.exit(1)
+def inspect(args: argparse.Namespace) -> None:
+    """Show what is asked for."""
+    manifest = read_manifest(args.dataset_dir)
+    if args.step is not None:
+        windows = step_windows(batches_of(args, manifest), args.step)
+        show(documents_table(args.dataset_dir, manifest, "train", windows))
+        return
+    n_tokens = manifest.splits[args.split].total.tokens
+    places = args.window + [random.randrange(max(1, n_tokens)) for _ in range(args.random)]
+    for token in places:
+        text = window_text(args.dataset_dir, manifest, args.split, token, args.tokens)
+        show(documents_table(args.dataset_dir, manifest, args.split, [(token, token + args.tokens)]))
+        say(text)
+    if not places:
+        show(sets_table(manifest))
+    if args.chart:
+        draw_sets(manifest, args.chart, f"{args.dataset_dir}: tokens of its sets")
+        say(f"drawn into {args.chart}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(options(), inspect))

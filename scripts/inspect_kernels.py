@@ -7,6 +7,7 @@ python scripts/inspect_kernels.py --capability 80 --dtype bfloat16 --head-dim 32
 import argparse
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from common.command import parser_of, run_script
 from model.ops.log_attention import triton as operator
 
 KERNELS = ("forward_sweep", "exact_forward", "backward_sweep", "exact_backward")
@@ -87,13 +89,17 @@ def resources(binary: Any) -> str:
     return f"{binary.metadata.num_warps} | {used['REG']} | {used['STACK']:,} | {binary.metadata.shared / 1024:.0f}"
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Parse the command line and print the table."""
+    parser = parser_of(__doc__)
     parser.add_argument("--capability", type=int, default=90, help="compute capability, times ten")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float16", "float32", "float64"])
     parser.add_argument("--head-dim", nargs="+", type=int, default=[32, 64, 128])
-    arguments = parser.parse_args()
+    return run_script(parser, inspect)
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    """Print the table."""
     print("| type | features | kernel | warps | registers | stack, bytes | shared memory, KiB |")
     print("|---|---|---|---|---|---|---|")
     for dtype in arguments.dtype:
@@ -104,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,26 +8,22 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.console import errors
-from common.settings import UserError
+from common.command import parser_of, run_script
 from data.merge import merge
 
 
-def main() -> None:
+def main() -> int:
     """Parse the command line and merge; what a user can mend is one line on standard error."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts_dir", type=Path, help="the out_dir of the tasks: it holds task-00000-of-... and so on")
     parser.add_argument("out_dir", type=Path, help="the dataset directory to make")
-    args = parser.parse_args()
-    try:
-        merge(args.parts_dir, args.out_dir)
-    except (UserError, OSError) as error:
-        errors.print(f"error: {error}", markup=False, style="red")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        errors.print("error: interrupted; the same command goes on from what is written", style="red")
-        sys.exit(130)
+    return run_script(parser, run, when_interrupted="interrupted; the same command goes on from what is written")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Merge."""
+    merge(args.parts_dir, args.out_dir)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

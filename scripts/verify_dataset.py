@@ -8,28 +8,28 @@ import sys
 import time
 from pathlib import Path
 
+from common.command import parser_of, run_script
 from common.console import errors, say
 from data.shards import parse_manifest
 from data.verify import n_bytes, verify
 
 
-def main() -> None:
-    """Verify, and say what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Parse the command line and verify."""
+    parser = parser_of(__doc__)
     parser.add_argument("dataset_dir", type=Path, help="what scripts/prepare_data.py made")
-    parser.add_argument("--threads", type=int, help="that read shards at the same time; default: one for every CPU")
-    arguments = parser.parse_args()
-    if arguments.threads is not None and arguments.threads < 1:
-        parser.error(f"--threads {arguments.threads}: give 1 or more")
+    parser.add_argument("--threads", type=positive, help="that read shards at a time; default: one for every CPU")
+    return run_script(parser, run, when_interrupted="interrupted: nothing is known of the dataset")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify, and say what was found; 1 where something is wrong."""
     started = time.monotonic()
-    try:
-        problems = verify(arguments.dataset_dir, arguments.threads)
-    except KeyboardInterrupt:
-        problems = [f"interrupted: nothing is known of {arguments.dataset_dir}"]
+    problems = verify(arguments.dataset_dir, arguments.threads)
     if problems:
         for problem in problems:
             errors.print(f"error: {problem}", markup=False, style="red")
-        sys.exit(1)
+        return 1
     manifest = parse_manifest(arguments.dataset_dir)
     totals = [split.total for split in manifest.splits.values()]
     documents, tokens = sum(total.documents for total in totals), sum(total.tokens for total in totals)
@@ -39,7 +39,15 @@ def main() -> None:
         f"{len(manifest.set_names)} sets, {len(manifest.inputs):,} inputs; "
         f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s"
     )
+    return 0
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
+    return number
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

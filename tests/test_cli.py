@@ -163,7 +163,7 @@ def test_progress_bars_nest_on_a_terminal(monkeypatch):
 @pytest.mark.parametrize("script", ["train", "eval", "sample", "scripts/prepare_data"])
 def test_help_shows_the_keys(command, script):
     result = command(script, "--help")
-    key = {"train": "batch_tokens: 491520", "scripts/prepare_data": "shard_tokens"}.get(script, "checkpoint: ???")
+    key = {"train": "batch_tokens: 491_520", "scripts/prepare_data": "shard_tokens"}.get(script, "checkpoint: ???")
     assert result.status == 0
     assert key in result.out
 

@@ -10,8 +10,11 @@ from omegaconf import OmegaConf
 from common.settings import Settings, decode
 from data.prepare import PrepareConfig
 from model.gpt import GPT
+from server.config import ServeConfig
 from trainer.config import TrainConfig
 from trainer.evaluate import EvaluateConfig
+from trainer.harness import HarnessConfig
+from trainer.plan import PlanConfig
 from trainer.sampling import SampleConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -20,8 +23,19 @@ GIVEN = {  # what a user must give
     "eval": ["checkpoint=runs/x"],
     "sample": ["checkpoint=runs/x"],
     "prepare": ["out_dir=datasets/x"],
+    "plan": [],
+    "lm_eval": ["checkpoint=runs/x"],
+    "serve": ["checkpoint=runs/x"],
 }
-CLASSES = {"train": TrainConfig, "eval": EvaluateConfig, "sample": SampleConfig, "prepare": PrepareConfig}
+CLASSES = {
+    "train": TrainConfig,
+    "eval": EvaluateConfig,
+    "sample": SampleConfig,
+    "prepare": PrepareConfig,
+    "plan": PlanConfig,
+    "lm_eval": HarnessConfig,
+    "serve": ServeConfig,
+}
 MEMBERS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("*/**/*.yaml"))
 
 

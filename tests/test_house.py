@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("common", "data", "model", "trainer")
+PACKAGES = ("common", "data", "model", "server", "trainer")
 ENTRY_POINTS = ["train.py", "eval.py", "sample.py"]
 FILES = sorted(
     path.relative_to(ROOT)
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "common": {"common"},
     "data": {"common", "data"},
     "model": {"common", "model"},
+    "server": {"common", "data", "model", "server", "trainer"},
     "trainer": {"common", "data", "model", "trainer"},
 }
 

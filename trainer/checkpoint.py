@@ -107,11 +107,11 @@ class Checkpoint:
         """
         return read_tensors(self.path / f"{name}.safetensors", expected)
 
-    def leave(self, name: str, text: str) -> None:
+    def leave(self, name: str, content: bytes | str) -> None:
         """Write a file for the run's owner, and say where; a run that is read-only is no reason to fail."""
         path = self.run_dir / name
         try:
-            write_atomic(path, text)
+            write_atomic(path, content)
         except OSError as error:
             warn(f"{path} was not written: {error.strerror}")
         else:

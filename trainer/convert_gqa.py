@@ -1,22 +1,16 @@
 """From a checkpoint to one with fewer key and value heads (Ainslie et al. 2023, arXiv 2305.13245, section 2.1)."""
 
-import json
 import secrets
-import shlex
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.console import say
-from common.files import make_directory
 from common.settings import UserError, decode, differences
 from model.gpt import GPT, GPTConfig
-from trainer.checkpoint import TrainState, load_model, newest, open_model, save_checkpoint
-from trainer.optim import AdamWConfig, named_state
-from trainer.randomness import RANDOM, random_state, seed_process
-from trainer.resume import own_run
+from trainer.checkpoint import TrainState, load_model, open_model
+from trainer.resume import begin_with, override
 
 
 def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = None) -> Path:
@@ -35,27 +29,12 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = 
         seed=opened.state.seed if seed is None else seed,
         **opened.state.model_dump(include={"seq_len", "batch_tokens", "data", "dataset_dir", "dataset_fingerprint"}),
     )
-    make_directory(run_dir, "run_dir")
-    with own_run(run_dir):
-        if newest(run_dir) is not None:
-            raise UserError(f"run_dir={run_dir} holds a run: choose another one for the converted model")
-        seed_process(f"{state.seed} 0 0")
-        tensors = {
-            "model": after.state_dict(),
-            "optimizer": named_state(after, decode(AdamWConfig, {"name": "adamw"}).build(after)),
-            "random": {RANDOM: random_state(torch.device("cpu")).unsqueeze(0)},
-        }
-        path = save_checkpoint(run_dir, tensors, state, tokenizer)
+    path = begin_with(after, tokenizer, state, run_dir)
     changed = differences(before.config.model_dump(mode="json"), after.config.model_dump(mode="json"))
-    settings = " ".join(_override(f"model.{key}", new) for key, (_, new) in changed.items())
+    settings = " ".join(override(f"model.{key}", new) for key, (_, new) in changed.items())
     say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
     say(f"go on with train.py, the settings of the first run, and {settings} seed={state.seed} run_dir={run_dir}")
     return path
-
-
-def _override(key: str, value: Any) -> str:
-    """A setting as a command line takes it."""
-    return shlex.quote(f"{key}={json.dumps(value)}".replace('"', ""))
 
 
 def shared(gpt: GPT, n_kv_head: int) -> GPT:

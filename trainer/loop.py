@@ -14,8 +14,11 @@ from trainer.runtime import open_runtime
 from trainer.signals import StopSignals
 
 
-def fit(config: TrainConfig) -> None:
+def fit(config: TrainConfig) -> float | None:
     """Train, or go on training, until config.last_step; everything worth keeping is in config.run_dir.
+
+    Returns:
+        The lowest validation loss, nats per token; None if nothing was evaluated.
 
     Raises:
         UserError: something that its user can mend; nothing that was saved is lost.
@@ -29,7 +32,9 @@ def fit(config: TrainConfig) -> None:
         own_run(config.run_dir) if world.is_main else contextlib.nullcontext(),
     ):
         runtime.announce()
-        _train(Run(config, runtime, world, signals), config)
+        run = Run(config, runtime, world, signals)
+        _train(run, config)
+        return run.state.best_val_loss
 
 
 def _train(run: Run, config: TrainConfig) -> None:

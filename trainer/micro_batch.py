@@ -14,7 +14,7 @@ from common.settings import UserError
 from trainer.distributed import World
 from trainer.runtime import Runtime, device_name
 
-_SPARE = 0.05  # of a GPU: what libraries take later, and what a long run loses to gaps between tensors
+SPARE = 0.05  # of a GPU: what libraries take later, and what a long run loses to gaps between tensors
 _GB = 1e9
 
 
@@ -135,7 +135,7 @@ class _Trials:
         device = self.world.device
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        spare = torch.empty(int(_SPARE * self.room) if self.cuda else 0, dtype=torch.uint8, device=device)
+        spare = torch.empty(int(SPARE * self.room) if self.cuda else 0, dtype=torch.uint8, device=device)
         means = [torch.empty_like(p) for p in 2 * self.without_state]  # which Adam will keep
         for p in self.params:
             p.grad = torch.zeros_like(p)

@@ -35,14 +35,19 @@ def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     if train or val:
         axes.legend()
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
     try:
-        write_atomic(path, buffer.getvalue())
+        write_atomic(path, png(figure))
     except OSError as error:
         with contextlib.suppress(OSError):
             path.with_name(path.name + ".tmp").unlink()
         warn(f"{path} is not drawn anew ({error.strerror or error})")
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as the content of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
 
 
 def _running_mean(points: list[tuple[int, float]], share: float = 0.02) -> list[tuple[int, float]]:

@@ -1,8 +1,10 @@
 """Where a run begins: at its newest checkpoint, or anew; and what is on record about it."""
 
+import json
 import os
 import platform
 import secrets
+import shlex
 import subprocess
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,16 +13,25 @@ from typing import Any
 import torch
 
 from common.console import say, warn
-from common.files import read_json, write_json
+from common.files import make_directory, read_json, write_json
 from common.lock import owned
-from common.settings import UserError, differences
+from common.settings import UserError, decode, differences
 from data.shards import Manifest
+from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from trainer.checkpoint import TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
+from trainer.checkpoint import (
+    TrainState,
+    checkpoint_path,
+    newest,
+    newest_whole,
+    open_checkpoint,
+    save_checkpoint,
+    step_of,
+)
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.optim import named_state
-from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
+from trainer.optim import AdamWConfig, named_state
+from trainer.randomness import RANDOM, random_state, random_tensors, seed_process, set_random_state
 from trainer.runtime import device_name
 
 # What a run keeps as long as it lives: another value would give it other weights or other batches.
@@ -103,6 +114,30 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
         raise UserError(f"{path} is of another run: {listed}; use those settings, or another run_dir")
 
 
+def begin_with(gpt: GPT, tokenizer: Tokenizer, state: TrainState, run_dir: Path) -> Path:
+    """Make a run of a model from elsewhere: its checkpoint of step 0, the optimizer at rest. Returns its path.
+
+    Raises:
+        UserError: run_dir holds a run.
+    """
+    make_directory(run_dir, "run_dir")
+    with own_run(run_dir):
+        if newest(run_dir) is not None:
+            raise UserError(f"run_dir={run_dir} holds a run: choose another one for the converted model")
+        seed_process(f"{state.seed} 0 0")
+        tensors = {
+            "model": gpt.state_dict(),
+            "optimizer": named_state(gpt, decode(AdamWConfig, {"name": "adamw"}).build(gpt)),
+            "random": {RANDOM: random_state(torch.device("cpu")).unsqueeze(0)},
+        }
+        return save_checkpoint(run_dir, tensors, state, tokenizer)
+
+
+def override(key: str, value: Any) -> str:
+    """A setting as a command line takes it."""
+    return shlex.quote(f"{key}={json.dumps(value)}".replace('"', ""))
+
+
 def own_run(run_dir: Path) -> AbstractContextManager[None]:
     """Keep other processes from training in run_dir as long as the context.
 
@@ -121,8 +156,11 @@ def own_run(run_dir: Path) -> AbstractContextManager[None]:
     return owned(run_dir / "run.lock", taken)
 
 
-def write_config(path: Path, config: dict[str, Any], world: World, micro_batch: int, resumed: bool) -> None:
-    """Write config.json: the configuration as run, and the environment. Says what a resumed run has changed."""
+def write_config(path: Path, config: dict[str, Any], world: World, found: dict[str, int], resumed: bool) -> None:
+    """Write config.json: the configuration as run, and the environment, with what was `found` out about the model.
+
+    Says what a resumed run has changed.
+    """
     try:
         before = read_json(path)["config"] if resumed else config
     except (UserError, KeyError, TypeError) as error:  # it is on record only: no reason to stop
@@ -130,7 +168,7 @@ def write_config(path: Path, config: dict[str, Any], world: World, micro_batch: 
         before = config
     for key, (old, new) in differences(before, config).items():
         say(f"changed since this run was last started: {key}={new} (before: {old})")
-    write_json(path, {"config": config, "environment": _environment(world) | {"micro_batch": micro_batch}})
+    write_json(path, {"config": config, "environment": _environment(world) | found})
 
 
 def _environment(world: World) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.evaluate import evaluate
 from trainer.guard import bad_steps_before, evidence_path, keep_evidence, why_bad
+from trainer.losses import evaluate
 from trainer.metrics import MetricsLog, Tracker, read_metrics
 from trainer.micro_batch import choose_micro_batch, out_of_memory
 from trainer.optim import named_state, set_lr
@@ -299,7 +299,7 @@ class Run:
         """Throughput since it was last asked for."""
         (tokens, seconds), self._since = self._since, (0, 0.0)
         rate = tokens / seconds
-        peak = peak_flops(self.world.device)
+        peak = peak_flops(self.world.device, self.runtime.dtype)
         flops = self.gpt.flops_per_token(self.config.seq_len)
         mfu = rate * flops / (peak * self.world.size) if peak else None
         return {"tokens_per_second": round(rate, 1), "mfu": mfu and round(mfu, 4)}
@@ -369,7 +369,12 @@ class Run:
             yield
             return
         dumped = config.model_dump(mode="json")
-        write_config(run_dir / "config.json", dumped, self.world, self.micro_batch, resumed=self.step > 0)
+        found = {
+            "micro_batch": self.micro_batch,
+            "n_params": self.gpt.n_params(),
+            "flops_per_token": self.gpt.flops_per_token(config.seq_len),
+        }
+        write_config(run_dir / "config.json", dumped, self.world, found, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
         self.saver = Saver(run_dir, self.tokenizer, config.checkpoint, self.log)

@@ -13,6 +13,7 @@ from torch import nn
 
 from common.console import say_once
 from common.settings import Settings, UserError
+from trainer.devices import device_of_gpu
 
 
 class DeviceConfig(Settings):
@@ -108,30 +109,7 @@ def device_name(device: torch.device) -> str:
     return f"the CPU, {torch.get_num_threads()} threads,"
 
 
-# Dense bfloat16 peak, FLOP/s, without sparsity, from NVIDIA's data sheets; the first entry that the name contains.
-_PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "A30": 165e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's peak in bfloat16 matrix products, FLOP/s; None where it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in _PEAK_FLOPS.items() if key in name), None)
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The device's peak in matrix products of such numbers, FLOP/s; None where it is not known."""
+    known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known.peak(dtype) if known else None

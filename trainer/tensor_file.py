@@ -1,7 +1,8 @@
 """Tensors from a safetensors file that may come from a stranger: it holds exactly what is expected, or is refused."""
 
+import contextlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _DTYPES = {
 }
 """Types by their names in a file; those that no model, optimizer or generator has are left out."""
 
+_LONGEST_HEADER = 2**24
+
 
 def read_tensors(path: Path, expected: Expected) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU. Nothing of their size is mapped or read before its header is
@@ -36,10 +39,27 @@ def read_tensors(path: Path, expected: Expected) -> dict[str, Tensor]:
         UserError: the file is missing, damaged or of another format, or a tensor is missing, unknown, or of another
             shape or type; with the name of the file, and of the tensor.
     """
-    try:
+    with _one_line(path):
         _check_header(path, expected)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in expected}
+
+
+def tensor_names(path: Path) -> list[str]:
+    """What the tensors of a safetensors file are called, before any of them is read.
+
+    Raises:
+        UserError: the file is missing, damaged or of another format.
+    """
+    with _one_line(path):
+        return list(_read_header(path, longest=_LONGEST_HEADER)[1])
+
+
+@contextlib.contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Say what is wrong with a file in the one line of a UserError."""
+    try:
+        yield
     except UserError:
         raise
     except OSError as error:
@@ -51,15 +71,8 @@ def read_tensors(path: Path, expected: Expected) -> dict[str, Tensor]:
 def _check_header(path: Path, expected: Expected) -> None:
     """A file is 8 bytes, the length of the header; the header, JSON; and the tensors without gaps between them."""
     longest = 2**16 + sum(512 + 6 * len(name) for name in expected)  # in JSON a character has 6 bytes at most, \u0041
-    with open_file(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > longest:
-            raise ValueError(f"its header is said to have {length:,} bytes, {len(expected)} tensors need fewer")
-        header = parse_json(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header is not a JSON object")
-    header.pop("__metadata__", None)
-    wrong = f"{path} does not hold this run's tensors: "
+    length, header = _read_header(path, longest)
+    wrong = f"{path} does not hold the tensors it should: "
     if missing := sorted(expected.keys() - header.keys()):
         raise UserError(f"{wrong}{_listed(missing)} missing")
     if unknown := sorted(header.keys() - expected.keys()):
@@ -70,6 +83,19 @@ def _check_header(path: Path, expected: Expected) -> None:
         n_bytes += math.prod(shape) * dtype.itemsize
     if (size := file_size(path)) != 8 + length + n_bytes:
         raise ValueError(f"it has {size} bytes, its header and tensors are {8 + length + n_bytes}")
+
+
+def _read_header(path: Path, longest: int) -> tuple[int, dict[str, Any]]:
+    """The length of the header in bytes, and what it says of each tensor."""
+    with open_file(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > longest:
+            raise ValueError(f"its header is said to have {length:,} bytes, the tensors need at most {longest:,}")
+        header = parse_json(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return length, header
 
 
 def _dtype(name: str, entry: Any, shape: torch.Size, dtypes: Collection[torch.dtype], wrong: str) -> torch.dtype:

@@ -48,7 +48,8 @@ class KVCache(NamedTuple):
         return after, after.k, after.v, visible(after.lengths, T, S, k.device)
 
     def _after(self, k: Tensor, v: Tensor) -> "KVCache":
-        k_all, v_all, room = _extend(self.k, self.v, self.room, k, v)
+        unused = self.k.shape[2] - max(self.lengths)  # columns of longer texts, whose rows were taken out
+        k_all, v_all, room = _extend(self.k[:, :, unused:], self.v[:, :, unused:], self.room, k, v)
         return KVCache(k_all, v_all, tuple(n + k.shape[2] for n in self.lengths), room)
 
 

@@ -72,7 +72,8 @@ class LogSpaceAttention(Attention):
     def _project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """q and k (B, H, T, d_key), v (B, H, T, d_val)."""
         B, T, _ = x.shape
-        qkv = _Split.apply(self.qkv(x).view(B, T, self.n_head, -1), self.d_key, self.d_key, self.d_val)
+        x, sizes = self.qkv(x).view(B, T, self.n_head, -1), (self.d_key, self.d_key, self.d_val)
+        qkv = _Split.apply(x, *sizes) if torch.is_grad_enabled() else x.split(sizes, dim=-1)  # cheaper to call
         q, k, v = (x.transpose(1, 2) for x in qkv)  # (B, H, T, .)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)

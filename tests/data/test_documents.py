@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.settings import UserError
-from data.documents import document_at, read_documents, read_records
+from data.documents import document_at, read_documents, read_records, sets_between
 from data.prepare import prepare
 from data.shards import HEADER, RECORD, TokenStream, read_manifest
 
@@ -35,6 +35,19 @@ def test_every_token_is_found_in_its_document(make_stream, tmp_path, shard_token
             document_at(tmp_path, manifest, "train", token)
 
 
+@pytest.mark.parametrize("shard_tokens", [1, 150, 10**6])
+def test_the_set_of_every_token(corpus, config, tmp_path, shard_tokens):
+    prepare(config(shard_tokens=shard_tokens))
+    manifest = read_manifest(tmp_path / "out")
+    documents = read_documents(tmp_path / "out", manifest, "train")
+    names = [document.set_name for document in documents for _ in document.ids]
+    assert len(set(names)) > 1, "of one set alone this would be no test"
+    sets = [manifest.set_names.index(name) for name in names]
+    for start, stop in [(0, len(sets)), (0, 1), (5, 5), (len(sets) - 1, len(sets)), *((i, i + 70) for i in range(100))]:
+        found = sets_between(tmp_path / "out", manifest, "train", start, stop)
+        assert found.tolist() == sets[start:stop]
+
+
 @pytest.mark.parametrize("file", ["train-00001.bin", "train-00001.idx"])
 @pytest.mark.parametrize("place", [32, -1])
 def test_damage_is_found_while_reading(make_stream, tmp_path, file, place):
@@ -57,6 +70,8 @@ def test_a_record_that_cannot_be_so_is_refused_at_once(make_stream, tmp_path, fi
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"train-00000\.idx is damaged: a document is said to"):
         next(read_documents(tmp_path, manifest, "train"))
+    with pytest.raises(UserError, match=r"train-00000\.idx is damaged: "):
+        sets_between(tmp_path, manifest, "train", 0, 4)
     with pytest.raises(UserError, match=r"train-00000\.idx is damaged: "):
         document_at(tmp_path, manifest, "train", 4)
 

@@ -199,6 +199,20 @@ def test_evaluation_covers_every_target_once(n_tokens):
     assert counted.any(axis=1).all(), "no row is only padding"
 
 
+@pytest.mark.parametrize("stride", [1, 2, 3, 6, 7])
+@pytest.mark.parametrize("n_tokens", [2, 7, 8, 9, 71, 72, 100])
+def test_evaluation_with_a_stride_covers_every_target_once_and_far_in(n_tokens, stride):
+    batches = EvalBatches(FakeStream(n_tokens), seq_len=7, stride=stride)
+    token_ids, targets = batches.rows(0, len(batches))
+    counted = targets >= 0
+    assert targets[counted].tolist() == list(range(1, n_tokens))
+    assert np.array_equal(token_ids[counted] + 1, targets[counted])
+    assert counted.any(axis=1).all(), "no row is only padding"
+    assert [batches.begin(i) for i in range(len(batches))] == token_ids[:, 0].tolist()
+    assert np.diff(token_ids[:, 0]).tolist() == [stride] * (len(batches) - 1)
+    assert (np.argmax(counted, axis=1)[1:] == 7 - stride).all(), "so many tokens stand before the first that counts"
+
+
 @pytest.mark.parametrize("n_windows", [1, 2, 3, 10, 14, 15, 100])
 def test_evaluation_of_some_windows_spreads_them(n_windows):
     batches = EvalBatches(FakeStream(100), seq_len=7, n_windows=n_windows)  # has 15 windows

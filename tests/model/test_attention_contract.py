@@ -11,7 +11,7 @@ from torch import Tensor
 from common.console import say_once
 from common.settings import UserError, decode, variant_names
 from model.attention import ATTENTION, AttentionConfig
-from model.generate import generate, prefill
+from model.generate import SamplingConfig, generate, prefill
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
 from model.position import RotaryPosition
@@ -230,7 +230,10 @@ def test_prompts_of_different_lengths_are_continued_as_each_alone(case, position
     steps = 6
 
     def greedy(prompt):
-        return torch.stack(list(itertools.islice(generate(gpt, prompt, n_vocab=11, temperature=0), steps)), dim=1)
+        return torch.stack(
+            list(itertools.islice(generate(gpt, prompt, n_vocab=11, sampling=SamplingConfig(temperature=0)), steps)),
+            dim=1,
+        )
 
     together = greedy(prompts)
     for row, prompt in enumerate(prompts):

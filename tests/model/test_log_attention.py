@@ -186,6 +186,21 @@ def test_any_split_into_pieces_with_the_state_carried_equals_one_call(backend):
     assert_all_close(state, last, 1e-12)
 
 
+@torch.no_grad()
+def test_decoding_token_by_token_equals_one_call():
+    q, k, log_v = inputs(30)[:3]
+    k[:, :, 3:9] = -torch.inf  # masked keys
+    log_v[:, 0, :, 1] = -torch.inf  # values of zero, of one feature of all tokens
+    whole, last = naive_log_attention(q, k, log_v, return_state=True)
+    state, pieces = None, []
+    for piece in zip(*(x.split(1, dim=2) for x in (q, k, log_v)), strict=True):
+        log_y, state = log_attention(*piece, state=state, return_state=True)
+        assert torch.equal(log_attention(*piece, state=state), log_attention(*piece, state=state, return_state=True)[0])
+        pieces.append(log_y)
+    torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=0, atol=1e-12)
+    assert_all_close(state, last, 1e-12)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_states_of_adjacent_stretches_merge(backend):
     q, k, log_v = (x.detach() for x in inputs(100)[:3])

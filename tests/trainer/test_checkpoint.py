@@ -16,8 +16,8 @@ from common.settings import UserError
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import _FILES, load_model, newest, open_checkpoint, open_model
-from trainer.evaluate import Loss
 from trainer.loop import fit
+from trainer.losses import Loss
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -12,8 +12,9 @@ from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
 from trainer.distributed import World
-from trainer.evaluate import EvaluateConfig, evaluate, run_evaluation
+from trainer.evaluate import EvaluateConfig, run_evaluation
 from trainer.loop import fit
+from trainer.losses import evaluate
 from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -96,7 +97,7 @@ def test_command_evaluates_n_batches_or_all_and_writes_what_it_prints(tiny, caps
     run_dir = tiny().run_dir
     raw = {"checkpoint": str(run_dir), "micro_batch": 3, "runtime": RUNTIME}
     run_evaluation(decode(EvaluateConfig, raw | {"batches": 2}))
-    assert json.loads((run_dir / "eval.json").read_text())["tokens"] == 2 * 3 * 16
+    assert json.loads((run_dir / "eval.json").read_text())["tokens"] == 2 * 64  # batches of training
 
     run_evaluation(decode(EvaluateConfig, raw))
     result = json.loads((run_dir / "eval.json").read_text())

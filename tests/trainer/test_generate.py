@@ -5,9 +5,18 @@ import itertools
 import pytest
 import torch
 
-from common.settings import decode
-from model.generate import _PREFILL, generate, next_token_probabilities, prefill
+from common.settings import UserError, decode
+from model.generate import (
+    _PREFILL,
+    SamplingConfig,
+    draw,
+    generate,
+    next_token_probabilities,
+    prefill,
+    read,
+)
 from model.gpt import GPT, GPTConfig
+from model.state import cat_states, select_rows
 
 COMBINATIONS = list(
     itertools.product(["log_space", "softmax"], ["glu", "mlp"], ["log_recurrence", "learned", "rotary", "none"])
@@ -21,39 +30,97 @@ def make_gpt(attention="log_space", block="glu", position="log_recurrence"):
     return GPT(decode(GPTConfig, raw | parts)).double().eval()
 
 
-def brute_force(logits, temperature, top_k, top_p):
-    """Probabilities of one row, by the definition."""
-    weights = (logits.double() / temperature).exp()
-    order = sorted(range(len(logits)), key=lambda i: -logits[i].item())
-    kept = order[:top_k] if top_k else order
-    if top_p:
+def brute_force(logits, sampling, seen=()):
+    """Probabilities of one row, by the definitions."""
+    x, theta = logits.double().clone(), sampling.repetition_penalty
+    for i in seen:
+        x[i] = x[i] / theta if x[i] > 0 else x[i] * theta
+    weights = (x / sampling.temperature).exp()
+    kept = sorted(range(len(x)), key=lambda i: -x[i].item())[: sampling.top_k]
+    if sampling.top_p not in (None, 1):
         total, nucleus = sum(weights[i] for i in kept), []
-        while not nucleus or sum(weights[i] for i in nucleus) < top_p * total:
+        while len(nucleus) < len(kept) and sum(weights[i] for i in nucleus) < sampling.top_p * total:
             nucleus.append(kept[len(nucleus)])
         kept = nucleus
-    result = torch.zeros(len(logits), dtype=torch.float64)
+    if sampling.min_p is not None:
+        kept = [i for i in kept if weights[i] >= sampling.min_p * weights.max()]
+    result = torch.zeros(len(x), dtype=torch.float64)
     result[kept] = weights[kept] / sum(weights[i] for i in kept)
     return result
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-@pytest.mark.parametrize("top_k", [None, 1, 5, 40, 1000])
-@pytest.mark.parametrize("top_p", [None, 0.01, 0.5, 0.93, 1.0])
-def test_filters_are_their_definition(temperature, top_k, top_p):
-    logits = 3 * torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
-    probabilities = next_token_probabilities(logits, temperature, top_k, top_p)
-    expected = torch.stack([brute_force(row, temperature, top_k, None if top_p == 1 else top_p) for row in logits])
+SAMPLINGS = [
+    SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+    for temperature, top_k, top_p, min_p, penalty in itertools.product(
+        [0.3, 1.0, 2.5], [None, 1, 5, 40, 1000], [None, 0.01, 0.5, 0.93, 1.0], [None, 0, 0.03, 1], [1.0, 1.3, 0.7]
+    )
+]
+
+
+def rows_of(n, V=40):
+    """Logits (n, V), with no two alike in a row, and what was seen, bool (n, V)."""
+    generator = torch.Generator().manual_seed(0)
+    return 3 * torch.randn(n, V, generator=generator), torch.rand(n, V, generator=generator) < 0.3
+
+
+def test_filters_are_their_definition_with_settings_of_its_own_for_each_row():
+    logits, seen = rows_of(len(SAMPLINGS))
+    probabilities = next_token_probabilities(logits, SAMPLINGS, seen)
+    expected = torch.stack(
+        [brute_force(x, s, ids.nonzero()[:, 0]) for x, s, ids in zip(logits, SAMPLINGS, seen, strict=True)]
+    )
     torch.testing.assert_close(probabilities.double(), expected, rtol=1e-5, atol=1e-7)  # float32 sums of 40
     assert ((probabilities > 0) == (expected > 1e-30)).all()
 
 
+def test_a_rows_probabilities_are_bit_by_bit_those_that_it_has_alone():
+    logits, seen = rows_of(len(SAMPLINGS))
+    together = next_token_probabilities(logits, SAMPLINGS, seen)
+    for row in range(0, len(SAMPLINGS), 7):
+        alone = next_token_probabilities(logits[row : row + 1], SAMPLINGS[row], seen[row : row + 1])
+        assert torch.equal(alone[0], together[row])
+
+
+def test_the_penalty_makes_what_was_seen_less_likely_whatever_the_sign_of_its_logit():
+    logits = torch.tensor([[2.0, 1.0, -1.0, -2.0]])
+    before = next_token_probabilities(logits, SamplingConfig())
+    for i in range(4):
+        seen = torch.arange(4).eq(i).unsqueeze(0)
+        after = next_token_probabilities(logits, SamplingConfig(repetition_penalty=1.5), seen)
+        assert after[0, i] < before[0, i]
+    assert torch.equal(next_token_probabilities(logits, SamplingConfig(repetition_penalty=1.5)), before)
+
+
+def test_what_was_read_is_seen_but_not_the_end_of_a_text():
+    texts = read(make_gpt(), torch.tensor([[49, 3, 4, 3], [49, 7, 49, 8]]), 50)
+    texts = read(make_gpt(), torch.tensor([[5], [9]]), 50, texts)
+    assert [row.nonzero()[:, 0].tolist() for row in texts.seen] == [[3, 4, 5], [7, 8, 9]]
+
+
 def test_temperature_0_takes_the_most_likely():
     logits = torch.tensor([[0.0, 3.0, 2.9], [5.0, -1.0, 4.0]])
-    assert next_token_probabilities(logits, temperature=0, top_k=2, top_p=0.5).tolist() == [[0, 1, 0], [1, 0, 0]]
+    greedy = SamplingConfig(temperature=0, top_k=2, top_p=0.5)
+    assert next_token_probabilities(logits, greedy).tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e30])
+def test_no_temperature_is_too_low_or_too_high(temperature):
+    probabilities = next_token_probabilities(
+        torch.tensor([[80.0, 3.0, -90.0]]), SamplingConfig(temperature=temperature)
+    )
+    expected = [[1, 0, 0]] if temperature < 1 else [[1 / 3] * 3]
+    torch.testing.assert_close(probabilities, torch.tensor(expected).float())
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_refused(temperature, bad):
+    with pytest.raises(UserError, match="not finite"):
+        next_token_probabilities(torch.tensor([[1.0, bad]]), SamplingConfig(temperature=temperature))
 
 
 def test_top_k_keeps_exactly_k_of_equals():
-    assert (next_token_probabilities(torch.zeros(1, 10), top_k=3) > 0).sum() == 3
+    assert (next_token_probabilities(torch.zeros(1, 10), SamplingConfig(top_k=3)) > 0).sum() == 3
 
 
 @pytest.mark.parametrize(("attention", "block", "position"), COMBINATIONS)
@@ -73,7 +140,9 @@ def test_logits_from_a_passed_state_are_those_of_the_whole_text(attention, block
 def test_greedy_decoding_is_greedy_on_the_whole_text(attention, block, position):
     gpt = make_gpt(attention, block, position)
     ids = torch.randint(50, (2, 5), generator=torch.Generator().manual_seed(1))
-    decoded = torch.stack(list(itertools.islice(generate(gpt, ids, n_vocab=50, temperature=0), 12)), dim=1)
+    decoded = torch.stack(
+        list(itertools.islice(generate(gpt, ids, n_vocab=50, sampling=SamplingConfig(temperature=0)), 12)), dim=1
+    )
     for _ in range(12):
         with torch.no_grad():
             ids = torch.cat([ids, gpt(ids)[:, -1:, :50].argmax(-1)], dim=1)
@@ -108,7 +177,7 @@ def test_padding_of_the_vocabulary_is_never_sampled():
     with torch.no_grad():
         gpt.embed.weight[50:] = 100 * gpt.norm.weight  # the padding's logits are the highest
     ids = torch.zeros(64, 1, dtype=torch.long)
-    tokens = itertools.islice(generate(gpt, ids, n_vocab=50, temperature=5.0), 4)
+    tokens = itertools.islice(generate(gpt, ids, n_vocab=50, sampling=SamplingConfig(temperature=5)), 4)
     assert all((token < 50).all() for token in tokens)
 
 
@@ -116,7 +185,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_gives_others():
     gpt, ids = make_gpt(), torch.zeros(1, 1, dtype=torch.long)
 
     def sample(seed):
-        tokens = generate(gpt, ids, n_vocab=50, generator=torch.Generator().manual_seed(seed))
+        tokens = generate(gpt, ids, n_vocab=50, generators=[torch.Generator().manual_seed(seed)])
         return [token.item() for token in itertools.islice(tokens, 20)]
 
     assert sample(1) == sample(1) != sample(2)
@@ -126,8 +195,39 @@ def test_tokens_come_as_often_as_their_probabilities():
     gpt = make_gpt()
     with torch.no_grad():
         expected = gpt(torch.zeros(1, 1, dtype=torch.long))[0, -1, :50].softmax(-1)
-    n = 20_000
-    tokens = generate(gpt, torch.zeros(n, 1, dtype=torch.long), n_vocab=50, generator=torch.Generator().manual_seed(0))
-    counts = torch.bincount(next(tokens), minlength=50)
+    n = 4_000
+    shared = torch.Generator().manual_seed(0)
+    tokens = next(generate(gpt, torch.zeros(n, 1, dtype=torch.long), n_vocab=50, generators=[shared] * n))
+    counts = torch.bincount(tokens, minlength=50)
     chi2 = ((counts - n * expected) ** 2 / (n * expected)).sum().item()
     assert chi2 < 49 + 6 * (2 * 49) ** 0.5  # mean and six deviations of chi-squared with 49 degrees of freedom
+
+
+def test_a_seed_gives_the_same_text_alone_and_among_others_that_come_and_go():
+    gpt = make_gpt()
+    prompts = [torch.randint(50, (1, n), generator=torch.Generator().manual_seed(n)) for n in (3, 9, 1, 40)]
+    sampling = [SamplingConfig(temperature=2, top_k=k, repetition_penalty=1.2) for k in (None, 7, 30, 2)]
+
+    def texts_of(rows, steps, texts, generators):
+        """The tokens of so many steps, a list for each row, and the texts then."""
+        drawn = []
+        for _ in range(steps):
+            probabilities = next_token_probabilities(texts.logits, [sampling[row] for row in rows], texts.seen)
+            token_ids = draw(probabilities, [generators[row] for row in rows])
+            drawn.append(token_ids.tolist())
+            texts = read(gpt, token_ids.unsqueeze(1), 50, texts)
+        return [list(row) for row in zip(*drawn, strict=True)], texts
+
+    def seeded():
+        return [torch.Generator().manual_seed(row) for row in range(4)]
+
+    alone = [texts_of([row], 12, read(gpt, prompts[row], 50), seeded())[0][0] for row in range(4)]
+    generators = seeded()
+    first, texts = texts_of([0, 1], 4, cat_states([read(gpt, prompts[row], 50) for row in (0, 1)]), generators)
+    texts = cat_states([texts, *(read(gpt, prompts[row], 50) for row in (2, 3))])
+    second, texts = texts_of([0, 1, 2, 3], 4, texts, generators)
+    third, _ = texts_of([3, 1], 4, select_rows(texts, [3, 1]), generators)
+    assert first[0] + second[0] == alone[0][:8]
+    assert first[1] + second[1] + third[1] == alone[1]
+    assert second[2] == alone[2][:4]
+    assert second[3] + third[0] == alone[3][:8]

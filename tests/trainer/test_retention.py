@@ -14,8 +14,8 @@ from faults import assert_same, is_whole, result, steps_of
 
 from common.settings import UserError
 from trainer.checkpoint import open_checkpoint
-from trainer.evaluate import Loss
 from trainer.loop import fit
+from trainer.losses import Loss
 from trainer.metrics import Tracker
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

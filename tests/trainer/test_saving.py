@@ -163,8 +163,8 @@ DROPOUT = """
 import runpy
 from torch.nn.functional import dropout
 from model.gpt import GPT
-features = GPT._features
-GPT._features = lambda self, *args, **kwargs: (dropout((out := features(self, *args, **kwargs))[0], 0.1), out[1])
+features = GPT.features
+GPT.features = lambda self, *args, **kwargs: (dropout((out := features(self, *args, **kwargs))[0], 0.1), out[1])
 runpy.run_path("train.py", run_name="__main__")
 """
 

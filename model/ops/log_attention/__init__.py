@@ -12,7 +12,8 @@ from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
 from model.ops.log_attention.repair import Fallback as fallback
 from model.ops.log_attention.signed import join_signs, split_signs
-from model.ops.log_attention.state import LogAttentionState
+from model.ops.log_attention.state import LogAttentionState, empty_state
+from model.ops.log_attention.step import log_attention_step
 
 __all__ = [
     "BACKENDS",
@@ -59,8 +60,8 @@ def log_attention(
         causal: query t sees keys j <= t of this call (so S = T), and all that `state` has seen.
         state: what earlier tokens left behind; None before the first.
         return_state: also return the state after these tokens. It has the same size after any number of tokens.
-        backend: "auto", or one of BACKENDS. "auto" takes the definition for a single causal token without gradients,
-            where it is the fastest; otherwise "triton" on GPUs that it fits, and "chunked" elsewhere.
+        backend: "auto", or one of BACKENDS. "auto" takes `log_attention_step` for a single causal token without
+            gradients; otherwise "triton" on GPUs that it fits, and "chunked" elsewhere.
 
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
@@ -72,8 +73,10 @@ def log_attention(
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(BACKENDS)}")
     _check_shapes(q, k, log_v, causal)
     if backend == "auto":
-        decoding = causal and q.shape[2] == 1 and not torch.is_grad_enabled()
-        backend = "naive" if decoding else _fastest(q)
+        if causal and q.shape[2] == 1 and not torch.is_grad_enabled():
+            state = empty_state(q, log_v) if state is None else state
+            return log_attention_step(q, k, log_v, state=state, return_state=return_state)
+        backend = _fastest(q)
     return BACKENDS[backend](q, k, log_v, causal=causal, state=state, return_state=return_state)
 
 

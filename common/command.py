@@ -1,0 +1,46 @@
+"""What the scripts with options of argparse's have in common: their --help, errors of one line, and a clean Ctrl-C."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from common.console import errors
+from common.settings import UserError
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help shows a script's docstring as it stands, and that knows --debug."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def run_script(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int | None],
+    argv: Sequence[str] | None = None,
+    when_interrupted: str = "interrupted",
+) -> int:
+    """Run with the command line's options; returns the exit status, run's own or 0 where all went well.
+
+    What a user can mend is one line on standard error and 1, unless --debug asks for the traceback; Ctrl-C is 130.
+
+    Args:
+        parser: of `parser_of`.
+        when_interrupted: what Ctrl-C is answered with.
+    """
+    options = parser.parse_args(argv)
+    try:
+        return run(options) or 0
+    except KeyboardInterrupt:
+        errors.print(f"error: {when_interrupted}", markup=False, style="red")
+        return 130
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (UserError, OSError) as error:
+        if options.debug:
+            raise
+        errors.print(f"error: {error}", markup=False, style="red")
+        return 1

@@ -1,0 +1,159 @@
+"""Tokenizers as Hugging Face's tokenizer.json has them: byte-level BPE, from our ranks and back."""
+
+import functools
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+
+from common.console import warn
+from common.files import read_json
+from common.settings import Settings, UserError, decode
+from data.tokenizer import END_OF_TEXT, Tokenizer
+
+_LARGEST_FILE = 2**26
+
+
+@functools.cache
+def _characters() -> dict[int, str]:
+    """A printable character for every byte, as in GPT-2's encoder.py: itself, or one from U+0100 on."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {byte: chr(byte) for byte in own} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def _text(token: bytes) -> str:
+    return "".join(_characters()[byte] for byte in token)
+
+
+def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> dict[str, Any]:
+    """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, but for texts that have the characters
+    <|endoftext|>, which Hugging Face takes for that token.
+
+    Args:
+        max_len: most tokens that the model takes; None: no limit.
+    """
+    by_words = tokenizer.name == "gpt2"
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": by_words}
+    end = {"id": tokenizer.eot_id, "content": END_OF_TEXT, "special": True}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": True,  # as for tiktoken, a word that is a token is that token
+        "vocab": {_text(token): rank for rank, token in enumerate(tokenizer.ranks)},
+        "merges": _merges(tokenizer),
+    }
+    tokenizer_json = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end | plain],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT),
+        "padding_side": "left",  # so that prompts of several lengths can be continued together
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    limit = {} if max_len is None else {"model_max_length": max_len}
+    return {"tokenizer.json": tokenizer_json, "tokenizer_config.json": settings | limit}
+
+
+def _merges(tokenizer: Tokenizer) -> list[str]:
+    """Every pair of tokens that is a token, by its rank: what tiktoken joins wherever it finds them side by side."""
+    known = set(tokenizer.ranks)
+    return [
+        f"{_text(token[:cut])} {_text(token[cut:])}"
+        for token in tokenizer.ranks
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+
+
+class _Lenient(Settings):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class _ByteLevel(_Lenient):
+    type: Literal["ByteLevel"]
+    add_prefix_space: Literal[False] = False
+    use_regex: bool = True
+
+
+class _Model(_Lenient):
+    type: Literal["BPE"]
+    vocab: dict[str, int]
+    merges: list[str | list[str]]
+
+
+class _AddedToken(_Lenient):
+    id: int
+    content: str
+
+
+class _TokenizerJson(_Lenient):
+    """What decides on the ids of a text."""
+
+    added_tokens: list[_AddedToken]
+    normalizer: None = None
+    pre_tokenizer: _ByteLevel
+    model: _Model
+
+
+def read_tokenizer_json(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json: of a GPT-2, or what `tokenizer_files` made.
+
+    Raises:
+        UserError: it is missing, damaged, or of another kind, whose ids we cannot give.
+    """
+    raw = read_json(path, _LARGEST_FILE)
+    try:
+        return _tokenizer(decode(_TokenizerJson, raw), path)
+    except UserError as error:
+        raise UserError(f"{path} is not a tokenizer of GPT-2's kind: {error}") from None
+
+
+def _tokenizer(file: _TokenizerJson, path: Path) -> Tokenizer:
+    added = {token.content: token.id for token in file.added_tokens}
+    eot_id = added.get(END_OF_TEXT)
+    if eot_id is None:
+        raise UserError(f"it has no token {END_OF_TEXT}")
+    if others := [content for content, id_ in added.items() if id_ > eot_id]:
+        warn(f"{path}: {', '.join(map(repr, others))} will be text like any other")
+    ranks = _ranks(file.model.vocab, eot_id)
+    _check_merges(file.model)
+    if file.pre_tokenizer.use_regex:
+        return Tokenizer("gpt2", ranks)
+    return Tokenizer("bytes", ranks)
+
+
+def _ranks(vocab: dict[str, int], eot_id: int) -> list[bytes]:
+    texts = {id_: text for text, id_ in vocab.items() if id_ < eot_id}
+    if len(texts) != eot_id or min(texts, default=0) < 0:
+        raise UserError(f"{END_OF_TEXT} is token {eot_id}, and must be the one after all others")
+    byte = {character: byte for byte, character in _characters().items()}
+    try:
+        return [bytes(byte[character] for character in texts[id_]) for id_ in range(eot_id)]
+    except KeyError as error:
+        raise UserError(f"{error} stands for no byte: its tokens are not those of byte-level BPE") from None
+
+
+def _check_merges(model: _Model) -> None:
+    """Raise UserError where pairs are joined in another order than that of the ids, which is tiktoken's."""
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.merges]
+    ids = [model.vocab.get("".join(pair), -1) for pair in pairs]
+    wrong = next((pair for pair, id_, before in zip(pairs, ids, [0, *ids], strict=False) if id_ < before), None)
+    if wrong is not None:
+        raise UserError(f"the merge of {wrong} is not in the order of the ids")

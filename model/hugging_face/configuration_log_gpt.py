@@ -1,0 +1,16 @@
+"""An exported model's config.json, for transformers' AutoConfig."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+class LogGPTConfig(PretrainedConfig):
+    """`architecture` holds a GPTConfig as plain data; beside it stand the sizes that other programs look for."""
+
+    model_type = "log_gpt"
+
+    def __init__(self, architecture: dict[str, Any] | None = None, use_cache: bool = True, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.architecture = architecture or {}
+        self.use_cache = use_cache

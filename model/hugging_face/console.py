@@ -1,0 +1,10 @@
+"""What stands for common/console.py in an exported folder: other people's programs have a log, not our console."""
+
+from transformers.utils import logging
+
+_logger = logging.get_logger(__name__)
+
+
+def say_once(message: str) -> None:
+    """Log one line, the first time."""
+    _logger.info_once(message)

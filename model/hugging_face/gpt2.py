@@ -1,0 +1,110 @@
+"""GPT-2 as Hugging Face's GPT2LMHeadModel has it: its config.json and its weights, from ours and back.
+
+What the two have in common is not written there: layer norms with 1e-5, biases everywhere, the embeddings for the
+output layer, and attention over n_embd / n_head features a head, divided by their square root.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from torch import Tensor
+
+from common.settings import Settings, UserError, decode
+from model.attention.softmax import SoftmaxConfig
+from model.gpt import GPTConfig
+from model.interop import name_elsewhere
+
+_NAMES = {
+    "embed": "wte",
+    "position.embed": "wpe",
+    "norm": "ln_f",
+    "blocks.{}.norm_attention": "h.{}.ln_1",
+    "blocks.{}.attention.qkv": "h.{}.attn.c_attn",
+    "blocks.{}.proj": "h.{}.attn.c_proj",
+    "blocks.{}.norm_mlp": "h.{}.ln_2",
+    "blocks.{}.up": "h.{}.mlp.c_fc",
+    "blocks.{}.down": "h.{}.mlp.c_proj",
+}
+_TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+PREFIX = "transformer."
+"""Of the names of all weights, in files of today; those of 2019 do without."""
+
+
+def gpt2_name(ours: str) -> str:
+    """GPT-2's name for one of our parameters, without PREFIX: blocks.3.up.bias -> h.3.mlp.c_fc.bias."""
+    return name_elsewhere(ours, _NAMES)
+
+
+def turned(name: str, weight: Tensor) -> Tensor:
+    """A weight as it is stored under GPT-2's name `name`, from ours or back: those of its "Conv1D" are (in, out)."""
+    return weight.T if name.endswith(_TRANSPOSED) else weight
+
+
+def is_gpt2(config: GPTConfig) -> bool:
+    """Whether GPT2LMHeadModel is this architecture."""
+    own_heads = all(
+        isinstance(layer, SoftmaxConfig) and layer.n_kv_head in (None, config.n_head) for layer in config.layers
+    )
+    usual_width = config.n_head * config.head_features == config.n_embd
+    return own_heads and usual_width and config.block.name == "mlp" and config.position.name == "learned"
+
+
+class _GPT2Config(Settings):
+    """Of GPT-2's config.json, what its logits depend on. What is missing there is what transformers takes for it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model_type: Literal["gpt2"]
+    vocab_size: int = Field(50257, ge=2)
+    n_positions: int = Field(1024, ge=1)
+    n_embd: int = Field(768, ge=1)
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: Annotated[int, Field(ge=1)] | None = None
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    layer_norm_epsilon: float = Field(1e-5, ge=1e-5, le=1e-5)
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+    tie_word_embeddings: Literal[True] = True
+
+
+def read_gpt2_config(raw: Any) -> GPTConfig:
+    """Our configuration of the model that a config.json describes.
+
+    Raises:
+        UserError: it is not a GPT2LMHeadModel's, or of one that differs from GPT-2 in more than its sizes.
+    """
+    theirs = decode(_GPT2Config, raw)
+    expansion, rest = divmod(theirs.n_inner or 4 * theirs.n_embd, theirs.n_embd)
+    if rest:
+        raise UserError(f"config n_inner={theirs.n_inner}: it must be a multiple of n_embd={theirs.n_embd}")
+    return decode(
+        GPTConfig,
+        {
+            "n_vocab": theirs.vocab_size,
+            "n_layer": theirs.n_layer,
+            "n_head": theirs.n_head,
+            "n_embd": theirs.n_embd,
+            "attention": {"name": "softmax"},
+            "block": {"name": "mlp", "expansion": expansion},
+            "position": {"name": "learned", "max_len": theirs.n_positions},
+        },
+    )
+
+
+def gpt2_config(config: GPTConfig) -> dict[str, Any]:
+    """The config.json of a GPT2LMHeadModel of this architecture, for which `is_gpt2` holds."""
+    assert config.block.name == "mlp"
+    assert config.position.name == "learned"
+    raw = {
+        "model_type": "gpt2",
+        "vocab_size": config.n_vocab_padded,
+        "n_positions": config.position.max_len,
+        "n_embd": config.n_embd,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_inner": config.block.expansion * config.n_embd,
+    }
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # it was trained with none
+    return {"architectures": ["GPT2LMHeadModel"], **decode(_GPT2Config, raw).model_dump(), **dropout}

@@ -1,0 +1,113 @@
+"""The GPT as transformers' AutoModelForCausalLM gives it.
+
+An exported folder holds copies of this file and of all that it imports; `generate` works with our state for a cache.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from common.settings import decode
+from model.gpt import GPT, GPTConfig, GPTState
+from model.hugging_face.configuration_log_gpt import LogGPTConfig
+from model.state import cat_states, select_rows
+
+
+class GPTCache:
+    """What `generate` takes for a cache of keys and values: the state after all tokens so far, of any mechanism."""
+
+    is_compileable = False
+    is_croppable = False  # a state cannot be that of fewer tokens again
+
+    def __init__(self) -> None:
+        self.state: GPTState | None = None
+        self.length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that were read, padding included."""
+        return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Go on with these rows, as a beam search chose them."""
+        self.state = select_rows(self.state, beam_idx.tolist())
+
+
+class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
+    """A language model of any of our mechanisms."""
+
+    config_class = LogGPTConfig
+    _is_stateful = True
+
+    def __init__(self, config: LogGPTConfig) -> None:
+        super().__init__(config)
+        self.gpt = GPT(decode(GPTConfig, config.architecture))
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """The parts of a GPT have their own initialisation, and have done it."""
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        """The token embeddings, which are the output layer too."""
+        return self.gpt.embed
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # `forward` makes a GPTCache
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: GPTCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **options: Any,
+    ) -> CausalLMOutputWithPast:
+        """(B, T) ids -> logits (B, T, n_vocab), the cache with `use_cache`, and the mean loss of `labels`.
+
+        Args:
+            attention_mask: (B, T), or (B, n + T) after n earlier tokens: 0 where there is padding, on either side.
+            past_key_values: what an earlier call returned. The tokens are appended to it, unless `use_cache` is False.
+            labels: (B, T), as the input's ids: they are shifted here. -100: not counted.
+            logits_to_keep: return logits of so many last tokens alone, or of these; 0: of all.
+        """
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        cache = past_key_values if past_key_values is not None else GPTCache()
+        T = input_ids.shape[1]
+        present = None if attention_mask is None else attention_mask[:, -T:].bool()
+        x, state = self._read(input_ids, present, cache.state, use_cache)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = x[:, kept] @ self.gpt.embed.weight.T
+        if use_cache:
+            cache.state, cache.length = state, cache.length + T
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **options)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+
+    def _read(
+        self, input_ids: Tensor, present: Tensor | None, state: GPTState | None, return_state: bool
+    ) -> tuple[Tensor, GPTState | None]:
+        """What the output layer sees, (B, T, n_embd), and the state. Padding leaves no trace in them."""
+        if present is None or not _padding_matters(present, return_state):
+            return self.gpt.features(input_ids, state, return_state)
+        rows = [
+            self.gpt.features(input_ids[b, tokens].unsqueeze(0), select_rows(state, [b]), return_state)
+            for b, tokens in enumerate(present)
+        ]
+        x = torch.cat([x[0] for x, _ in rows])  # of all tokens that are none of padding
+        padded = x.new_zeros(*input_ids.shape, x.shape[-1])
+        padded[present] = x
+        return padded, cat_states([state for _, state in rows]) if return_state else None
+
+
+def _padding_matters(present: Tensor, return_state: bool) -> bool:
+    """Whether a text would be another one for its padding: not if this comes after it, and no state is wanted."""
+    if not present.any(1).all():
+        raise ValueError("a row of attention_mask has no token at all: give it one, such as bos_token")
+    return not bool(present.all()) if return_state else bool((present[:, 1:] > present[:, :-1]).any())

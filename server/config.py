@@ -1,0 +1,28 @@
+"""What a server is told: whose model, where it listens, and its limits."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from common.settings import Settings
+from trainer.runtime import DeviceConfig
+
+
+class ServeConfig(Settings):
+    """What scripts/serve.py takes."""
+
+    checkpoint: Path
+    """A run directory (its newest checkpoint), or a checkpoint."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 127.0.0.1: only this machine's programs reach it."""
+    port: int = Field(8000, ge=0, le=65535)
+    """0: any that is free."""
+    max_streams: int = Field(16, ge=1)
+    """Texts that are written at once, in one batch."""
+    max_queue: int = Field(64, ge=0)
+    """Texts that wait for a place; more are refused with status 429."""
+    max_prompt_tokens: int = Field(16384, ge=1)
+    """Longest prompt."""
+    max_tokens: int = Field(4096, ge=1)
+    """Longest continuation."""
+    runtime: DeviceConfig

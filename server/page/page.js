@@ -1,0 +1,175 @@
+// The page: sends a request to /v1/completions, shows the text as it comes, and each token's probability.
+
+const N_ALTERNATIVES = 5;
+const byId = (id) => document.getElementById(id);
+const form = byId("form"), prompt = byId("prompt"), text = byId("text"), tip = byId("tip"), status = byId("status");
+const tokens = new WeakMap(); // of a span: [{text, logprob, top}]
+let running = null; // AbortController of the request under way
+
+fetch("v1/models").then((answer) => answer.json()).then(({ data: [model] }) => {
+  byId("model").textContent = model.id + (model.max_model_len ? `, up to ${model.max_model_len} tokens` : "");
+  form.elements.max_tokens.max = model.max_tokens;
+  document.title = `${model.id} - log-gpt`;
+});
+
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  generate();
+});
+byId("stop").addEventListener("click", () => running?.abort());
+byId("continue").addEventListener("click", () => {
+  prompt.value = text.textContent;
+  generate();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+  if (event.key === "Escape") running?.abort();
+});
+
+async function generate() {
+  if (running) return;
+  const body = request();
+  running = new AbortController();
+  text.replaceChildren();
+  if (!body.echo && body.prompt) show(body.prompt, []).className = "prompt";
+  say("waiting for a place");
+  buttons();
+  const started = performance.now();
+  let first, n = 0, reason = "stopped";
+  try {
+    for await (const chunk of chunks(body, running.signal)) {
+      first ??= performance.now();
+      if (chunk.usage) n = chunk.usage.completion_tokens;
+      for (const choice of chunk.choices) {
+        n += append(choice);
+        reason = choice.finish_reason ?? reason;
+      }
+      say(progress(n, first));
+    }
+    const why = { stop: "the text ended", length: "as long as was asked for" }[reason] ?? reason;
+    say(`${progress(n, first)}, ${why}; first after ${((first - started) / 1000).toFixed(2)} s; seed ${body.seed}`);
+  } catch (error) {
+    const stopped = error.name === "AbortError";
+    say(stopped ? `stopped; ${progress(n, first)}; seed ${body.seed}` : error.message, !stopped);
+  }
+  running = null;
+  buttons();
+}
+
+// What the form says, as the API takes it. A seed is chosen here, so that it can be told.
+function request() {
+  const number = (name) => (form.elements[name].value === "" ? null : Number(form.elements[name].value));
+  const names = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens"];
+  const stop = form.elements.stop.value.split("\n").filter((line) => line !== "");
+  return {
+    prompt: prompt.value,
+    ...Object.fromEntries(names.map((name) => [name, number(name)])),
+    seed: number("seed") ?? Math.floor(Math.random() * 2 ** 32),
+    stop: stop.map((line) => line.replaceAll("\\n", "\n")),
+    echo: byId("echo").checked,
+    logprobs: N_ALTERNATIVES,
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+}
+
+// The objects of a stream of server-sent events.
+async function* chunks(body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  const answer = await fetch("v1/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
+  if (!answer.ok) throw new Error((await answer.json()).error.message);
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) throw new Error("the server ended before the text did");
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const data of events.map((event) => event.slice("data: ".length))) {
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      yield chunk;
+    }
+  }
+}
+
+// Put what is new of a text onto the page, a span for each token, or for several that make one character.
+function append({ text: piece, logprobs }) {
+  const characters = [...piece]; // offsets count these, not the halves that some have in JavaScript
+  const begin = logprobs.text_offset[0] ?? 0;
+  let group = [], at = 0;
+  logprobs.tokens.forEach((token, i) => {
+    group.push({ text: token, logprob: logprobs.token_logprobs[i], top: logprobs.top_logprobs[i] ?? {} });
+    const end = i + 1 < logprobs.tokens.length ? logprobs.text_offset[i + 1] - begin : characters.length;
+    if (end === at) return;
+    show(characters.slice(at, end).join(""), group);
+    [group, at] = [[], end];
+  });
+  if (at < characters.length) show(characters.slice(at).join(""), group);
+  return logprobs.tokens.length;
+}
+
+function show(words, group) {
+  const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
+  const span = document.createElement("span");
+  span.textContent = words;
+  if (group.length) {
+    const p = Math.exp(group.reduce((sum, token) => sum + (token.logprob ?? 0), 0));
+    span.className = `token p${p < 0.01 ? 0 : p < 0.1 ? 1 : p < 0.5 ? 2 : 3}`;
+    tokens.set(span, group);
+  }
+  text.append(span);
+  if (atEnd) text.scrollTop = text.scrollHeight;
+  return span;
+}
+
+function progress(n, first) {
+  const seconds = (performance.now() - first) / 1000;
+  return `${n} token${n === 1 ? "" : "s"}` + (n > 1 && seconds > 0.2 ? `, ${Math.round((n - 1) / seconds)} a second` : "");
+}
+
+function say(message, wrong = false) {
+  status.textContent = message;
+  status.classList.toggle("wrong", wrong);
+}
+
+function buttons() {
+  byId("generate").disabled = running !== null;
+  byId("stop").disabled = running === null;
+  byId("continue").disabled = running !== null || text.textContent === "";
+}
+
+text.addEventListener("mouseover", ({ target }) => {
+  const group = tokens.get(target);
+  tip.hidden = !group;
+  if (!group) return;
+  tip.replaceChildren(...group.map(table));
+  const box = target.getClientRects()[0], size = tip.getBoundingClientRect();
+  const below = box.bottom + 6 + size.height < innerHeight;
+  tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - size.width - 8))}px`;
+  tip.style.top = `${below ? box.bottom + 6 : box.top - size.height - 6}px`;
+});
+text.addEventListener("mouseleave", () => (tip.hidden = true));
+text.addEventListener("scroll", () => (tip.hidden = true));
+
+// A token's probability, and those of the most likely in its place.
+function table(token) {
+  const rows = Object.entries(token.top).sort((a, b) => b[1] - a[1]);
+  const element = document.createElement("table");
+  if (token.logprob === null) element.insertRow().insertCell().textContent = "nothing came before it";
+  for (const [other, logprob] of rows) {
+    const row = element.insertRow(), p = Math.exp(logprob), meter = document.createElement("meter");
+    row.classList.toggle("came", other === token.text);
+    row.insertCell().textContent = visible(other);
+    row.insertCell().textContent = p >= 0.001 ? `${(100 * p).toFixed(1)} %` : p.toExponential(1);
+    meter.value = p;
+    row.insertCell().append(meter);
+  }
+  return element;
+}
+
+// A token with its spaces to be seen.
+function visible(token) {
+  return token.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace("bytes:", "");
+}

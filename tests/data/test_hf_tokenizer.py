@@ -1,0 +1,173 @@
+"""tokenizer.json: Hugging Face's tokenizers give tiktoken's ids, and theirs are read back."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.settings import UserError
+from data.hugging_face import read_tokenizer_json, tokenizer_files
+from data.tokenizer import BytesConfig, GPT2Config, Tokenizer, build_tokenizer
+
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install '.[hf]'")
+
+ROOT = Path(__file__).resolve().parents[2]
+BYTES = build_tokenizer(BytesConfig(name="bytes"))
+# Pairs that overlap, are joined from either side, or are tokens that no two tokens make.
+PAIRS = [
+    b"  ",
+    b"aa",
+    b" a",
+    b"ab",
+    b"bc",
+    b"abc",
+    b"aaa",
+    b"'s",
+    b"\n\n",
+    b"11",
+    b"xyz",
+    b"\xc3\xa9",
+    b"aaaa",
+    b"abab",
+]
+SMALL = Tokenizer("gpt2", [*(bytes([i]) for i in range(256)), *PAIRS])
+NASTY = st.text(st.sampled_from("aabbccxyz1 \n\r\t's!é日🙂\x1c\x85\u2028\u3000")) | st.text()
+
+
+def theirs(tokenizer):
+    return tokenizers.Tokenizer.from_str(json.dumps(tokenizer_files(tokenizer, None)["tokenizer.json"]))
+
+
+SMALL_THEIRS, BYTES_THEIRS = theirs(SMALL), theirs(BYTES)
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=NASTY)
+def test_any_text_has_the_same_ids(text):
+    text = text.replace("<|endoftext|>", "")
+    for ours, other in ((SMALL, SMALL_THEIRS), (BYTES, BYTES_THEIRS)):
+        ids = ours.encode(text)
+        assert other.encode(text).ids == ids
+        assert other.decode(ids) == text
+
+
+def test_real_text_has_tiktokens_ids(gpt2_ranks):
+    tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=gpt2_ranks))
+    other = theirs(tokenizer)
+    text = "".join(path.read_text() for path in (*ROOT.glob("docs/*.md"), *ROOT.glob("data/*.py")))
+    text = (
+        text.replace("<|endoftext|>", "")
+        + "Où? Straße, 日本語のテキスト, नमस्ते, 🙂🏳️‍🌈\r\n\t  ...\xa0\u3000 1½ ''s 'LL  "
+    )
+    assert len(text) > 50_000
+    assert other.encode(text).ids == tokenizer.encoding.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("tokenizer", [SMALL, BYTES], ids=["gpt2", "bytes"])
+def test_the_end_of_a_text_is_one_token(tokenizer):
+    other = theirs(tokenizer)
+    assert other.encode("a<|endoftext|>b").ids == [97, tokenizer.eot_id, 98]
+    assert other.get_vocab_size() == tokenizer.n_vocab
+    assert other.decode([97, tokenizer.eot_id, 98]) == "ab"
+
+
+@pytest.mark.parametrize("tokenizer", [SMALL, BYTES], ids=["gpt2", "bytes"])
+def test_what_is_written_is_read_back(tokenizer, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tokenizer_files(tokenizer, None)["tokenizer.json"]))
+    read = read_tokenizer_json(path)
+    assert (read.name, read.sha256) == (tokenizer.name, tokenizer.sha256)
+    theirs(tokenizer).save(str(path))  # as their library writes it, merges as pairs
+    assert read_tokenizer_json(path).sha256 == tokenizer.sha256
+
+
+def test_a_limit_of_length_is_told():
+    assert tokenizer_files(BYTES, 64)["tokenizer_config.json"]["model_max_length"] == 64
+    assert "model_max_length" not in tokenizer_files(BYTES, None)["tokenizer_config.json"]
+
+
+def without_end(raw):
+    raw["added_tokens"] = []
+
+
+def with_a_gap(raw):
+    raw["added_tokens"][0]["id"] = 10**18
+
+
+def negative(raw):
+    raw["model"]["vocab"]["a"] = -1
+
+
+def twice(raw):
+    raw["model"]["vocab"]["a"] = 98
+
+
+def no_byte(raw):
+    raw["model"]["vocab"]["日"] = raw["model"]["vocab"].pop("a")
+
+
+def another_order(raw):
+    raw["model"]["merges"].reverse()
+
+
+def unknown_merge(raw):
+    raw["model"]["merges"].append("q q")
+
+
+def set_(*path, to):
+    def change(raw):
+        for key in path[:-1]:
+            raw = raw[key]
+        raw[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_end, r"it has no token <\|endoftext\|>"),
+        (with_a_gap, r"<\|endoftext\|> is token 1000000000000000000, and must be the one after all others"),
+        (negative, "must be the one after all others"),
+        (twice, "must be the one after all others"),
+        (no_byte, "'日' stands for no byte"),
+        (another_order, "is not in the order of the ids"),
+        (unknown_merge, r"the merge of \['q', 'q'\] is not in the order of the ids"),
+        (set_("model", "type", to="Unigram"), r"model.type='Unigram': Input should be 'BPE'"),
+        (set_("pre_tokenizer", "type", to="Metaspace"), r"pre_tokenizer.type='Metaspace'"),
+        (set_("pre_tokenizer", "add_prefix_space", to=True), r"add_prefix_space=True: Input should be False"),
+        (set_("pre_tokenizer", "use_regex", to=False), r"tokenizer 'bytes' must be the 256 bytes in order"),
+        (set_("pre_tokenizer", to=None), "pre_tokenizer"),
+        (set_("normalizer", to={"type": "NFC"}), "normalizer"),
+        (set_("model", "vocab", to=[]), r"model.vocab"),
+        (set_("model", "merges", to=[["a"], 1]), r"model.merges"),
+        (set_("added_tokens", to=[{"id": "x", "content": 3}]), r"added_tokens"),
+    ],
+)
+def test_what_is_not_of_gpt2s_kind_is_refused(change, message, tmp_path):
+    raw = json.loads(json.dumps(tokenizer_files(SMALL, None)["tokenizer.json"]))
+    change(raw)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=message) as error:
+        read_tokenizer_json(path)
+    assert str(error.value).startswith(f"{path} is not a tokenizer of GPT-2's kind: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'"text"', base64.b64encode(b"x")])
+def test_what_is_no_tokenizer_is_refused(content, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        read_tokenizer_json(tmp_path / "tokenizer.json")
+
+
+def test_more_added_tokens_are_warned_of(tmp_path, capsys):
+    raw = tokenizer_files(SMALL, None)["tokenizer.json"]
+    raw["added_tokens"] = [*raw["added_tokens"], {"id": SMALL.eot_id + 1, "content": "[PAD]"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    assert read_tokenizer_json(tmp_path / "tokenizer.json").sha256 == SMALL.sha256
+    assert "'[PAD]' will be text like any other" in capsys.readouterr().err

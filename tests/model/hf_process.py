@@ -1,0 +1,85 @@
+"""What transformers makes of exported folders, in a process that can import none of our modules.
+
+hf_process.py WORK reads WORK/input.safetensors and WORK/exports/*/model, and writes WORK/results/*.safetensors,
+WORK/said.json and WORK/gpt2, a GPT-2 of transformers' own.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.modules |= dict.fromkeys(("common", "data", "model", "trainer"))  # who imports these now gets an ImportError
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
+
+
+@torch.no_grad()
+def results_of(model, token_ids):
+    """Everything by which a model may differ from the one that was exported."""
+    options = {"max_new_tokens": 8, "do_sample": False}
+    left, right = [0, 0, 0], [0] * 9  # padding of two of the three texts
+    B, T = token_ids.shape
+    mask = torch.ones(B, T, dtype=torch.long)
+    mask[1, : len(left)] = 0
+    both = mask.clone()
+    both[2, -len(right) :] = 0
+    state, pieces = None, []
+    for piece in token_ids.split([5, 1, 1, T - 7], dim=1):
+        out = model(piece, past_key_values=state, use_cache=True)
+        state, pieces = out.past_key_values, [*pieces, out.logits]
+    prompt = {"input_ids": token_ids[:, :20], "attention_mask": mask[:, :20]}
+    first = model.generate(**prompt, **options, return_dict_in_generate=True)
+    more = torch.cat([prompt["attention_mask"], torch.ones(B, 8, dtype=torch.long)], 1)
+    return {
+        "logits": model(token_ids).logits,
+        "in_pieces": torch.cat(pieces, dim=1),
+        "last": model(token_ids, logits_to_keep=2).logits,
+        "padded": model(token_ids, attention_mask=both).logits,
+        "padded_behind": model(token_ids, attention_mask=both[2:].expand(B, -1), use_cache=False).logits,
+        "loss": model(token_ids, labels=token_ids).loss,
+        "generated": first.sequences,
+        "generated_without_cache": model.generate(**prompt, **options, use_cache=False),
+        "continued": model.generate(
+            first.sequences, attention_mask=more, past_key_values=first.past_key_values, **options
+        ),
+        "beams": model.generate(**prompt, **options, num_beams=3),
+        "beams_without_cache": model.generate(**prompt, **options, num_beams=3, use_cache=False),
+    }
+
+
+def write_gpt2(path, token_ids):
+    """A GPT-2 of transformers' own, its tensors far from 0, and its logits."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=24, n_layer=2, n_head=3, n_inner=48)
+    model = GPT2LMHeadModel(config).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(path)
+    save_file({"logits": model(token_ids).logits.detach()}, path / "logits.safetensors")
+
+
+def main(work):
+    """Write results, the names of the classes, and what a tokenizer gives."""
+    token_ids = load_file(work / "input.safetensors")["token_ids"]
+    classes = {}
+    for folder in sorted((work / "exports").glob("*/model")):  # of one name, and so their code is imported once
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+        results = {name: value.contiguous() for name, value in results_of(model, token_ids).items()}
+        save_file(results, work / "results" / f"{folder.parent.name}.safetensors")
+        classes[folder.parent.name] = type(model).__name__
+    model.save_pretrained(work / "again")
+    again = AutoModelForCausalLM.from_pretrained(work / "again", trust_remote_code=True)
+    assert torch.equal(again(token_ids).logits, model(token_ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    text = "déjà vu\n  日本 🙂 <|endoftext|>"
+    ids = tokenizer(["a", text], padding=True)
+    said = {"classes": classes, "text": text, "ids": ids["input_ids"], "mask": ids["attention_mask"]}
+    (work / "said.json").write_text(json.dumps(said | {"decoded": tokenizer.decode(ids["input_ids"][1])}))
+    write_gpt2(work / "gpt2", token_ids)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

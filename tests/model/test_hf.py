@@ -1,0 +1,231 @@
+"""Exported folders give our logits in transformers, without us; and GPT-2's weights give transformers' logits here."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_attention_contract import SMALL
+
+from common.settings import decode, variant_names
+from data.hugging_face import tokenizer_files
+from data.tokenizer import BytesConfig, build_tokenizer
+from model.attention import ATTENTION
+from model.gpt import GPT, GPTConfig
+from model.hugging_face.gpt2 import is_gpt2
+from model.hugging_face.sources import modeling_files
+from trainer.checkpoint import TrainState
+from trainer.export_hf import export
+from trainer.import_gpt2 import read_gpt2
+from trainer.resume import begin_with
+
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed: pip install '.[hf]'"
+)
+BYTES = build_tokenizer(BytesConfig(name="bytes"))
+# Sums of some hundred products of numbers of order 1, in an order that the kernels choose, in float64.
+CLOSE = {"rtol": 0, "atol": 1e-11}
+
+
+def config_of(**changes):
+    raw = {
+        "n_vocab": 257,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 24,
+        "attention": {"name": "softmax"},
+        "block": {"name": "mlp"},
+        "position": {"name": "learned", "max_len": 64},
+    }
+    return decode(GPTConfig, raw | changes)
+
+
+def configs():
+    """One for every mechanism, among all blocks and positions; GPT-2s; and a pattern, with room in the embedding."""
+    for i, cls in enumerate(ATTENTION):
+        name = variant_names(cls)[0]
+        heads = {"n_kv_head": 2} if "n_kv_head" in cls.model_fields else {}
+        position = [{"name": "log_recurrence"}, {"name": "learned", "max_len": 64}, {"name": "rotary"}][i % 3]
+        attention = {"name": name, **SMALL.get(name, [{}])[0], **heads}
+        yield name, config_of(attention=attention, block={"name": ["glu", "mlp"][i % 2]}, position=position)
+    yield "gpt2", config_of()
+    yield "gpt2_wide", config_of(pad_vocab=64, block={"name": "mlp", "expansion": 3}, n_head=3)
+    pattern = ["log_space", {"name": "sliding_window", "window": 5}]
+    changes = {"attention": {"name": "log_space"}, "attention_pattern": pattern, "position": {"name": "none"}}
+    yield "pattern", config_of(n_layer=3, pad_vocab=64, **changes)
+
+
+CONFIGS = dict(configs())
+
+
+def gpt_of(config):
+    torch.manual_seed(1)
+    gpt = GPT(config).double()
+    for parameter in gpt.parameters():  # biases and norms too are what no program would begin with
+        torch.nn.init.normal_(parameter, std=0.3)
+    return gpt
+
+
+def run_of(gpt, run_dir):
+    raw = {"step": 0, "run_id": "x", "model": gpt.config, "seed": 1, "seq_len": 16, "batch_tokens": 64}
+    state = decode(TrainState, raw | {"dataset_dir": "datasets/none", "dataset_fingerprint": ""})
+    begin_with(gpt, BYTES, state, run_dir)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """What transformers made of the exports of all CONFIGS."""
+    work = tmp_path_factory.mktemp("hf")
+    (work / "results").mkdir()
+    token_ids = torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(2))
+    save_file({"token_ids": token_ids}, work / "input.safetensors")
+    for name, config in CONFIGS.items():
+        export(run_of(gpt_of(config), work / "runs" / name), work / "exports" / name / "model")
+    env = os.environ | {"HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONPATH", None)
+    script = Path(__file__).with_name("hf_process.py")
+    line = [sys.executable, "-P", str(script), str(work)]
+    result = subprocess.run(line, cwd=work, env=env, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return work
+
+
+def greedy(gpt, token_ids, n):
+    """The text and its n most likely tokens, by the definition: all of it is read for each."""
+    for _ in range(n):
+        logits = gpt(token_ids.unsqueeze(0))[0, -1, :257]
+        token_ids = torch.cat([token_ids, logits.argmax(-1, keepdim=True)])
+    return token_ids[-n:]
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_generated_texts_are_ours(work, name):
+    gpt, ids = gpt_of(CONFIGS[name]), load_file(work / "input.safetensors")["token_ids"]
+    got = load_file(work / "results" / f"{name}.safetensors")
+    with torch.no_grad():
+        wanted = gpt(ids)[..., :257]
+        after_padding = gpt(ids[1:2, 3:])[..., :257]
+        texts = [greedy(gpt, ids[b, 3 if b == 1 else 0 : 20], 16) for b in range(3)]
+    assert got["logits"].dtype == torch.float64
+    torch.testing.assert_close(got["logits"], wanted, **CLOSE)
+    torch.testing.assert_close(got["in_pieces"], wanted, **CLOSE)
+    torch.testing.assert_close(got["last"], wanted[:, -2:], **CLOSE)
+    torch.testing.assert_close(got["padded"][0], wanted[0], **CLOSE)
+    if not is_gpt2(gpt.config):  # transformers' own counts positions from the padding on, but for `generate`
+        torch.testing.assert_close(got["padded"][1, 3:], after_padding[0], **CLOSE)
+    torch.testing.assert_close(got["padded"][2, :-9], wanted[2, :-9], **CLOSE)
+    torch.testing.assert_close(got["padded_behind"][:, :-9], wanted[:, :-9], **CLOSE)
+    loss = torch.nn.functional.cross_entropy(wanted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(got["loss"].double(), loss, rtol=1e-6, atol=0)  # transformers' is in float32
+    for b, text in enumerate(texts):
+        assert got["generated"][b, 20:].tolist() == text[:8].tolist()
+        assert got["continued"][b, 20:].tolist() == text.tolist()
+    assert torch.equal(got["generated_without_cache"], got["generated"])
+    assert torch.equal(got["beams_without_cache"], got["beams"])
+
+
+@needs_transformers
+def test_gpt2s_are_plain_and_all_others_bring_their_code(work):
+    classes = json.loads((work / "said.json").read_text())["classes"]
+    plain = {name for name, class_ in classes.items() if class_ == "GPT2LMHeadModel"}
+    assert plain == {"gpt2", "gpt2_wide"}
+    assert set(classes.values()) == {"GPT2LMHeadModel", "LogGPTForCausalLM"}
+    for name in classes:
+        code = {path.suffix for path in (work / "exports" / name / "model").iterdir()} & {".py"}
+        assert bool(code) == (name not in plain)
+        card = (work / "exports" / name / "model" / "README.md").read_text()
+        assert ("trust_remote_code" in card) == (name not in plain)
+
+
+@needs_transformers
+def test_the_tokenizer_of_an_export(work):
+    said = json.loads((work / "said.json").read_text())
+    text = said["text"].removesuffix("<|endoftext|>")
+    ids = [*BYTES.encode(text), BYTES.eot_id]
+    assert said["ids"] == [[BYTES.eot_id] * (len(ids) - 1) + BYTES.encode("a"), ids]
+    assert said["mask"][0] == [0] * (len(ids) - 1) + [1]
+    assert said["decoded"] == said["text"]
+
+
+@pytest.fixture
+def gpt2(work):
+    """A folder that transformers wrote, with a tokenizer."""
+    for name, content in tokenizer_files(BYTES, 64).items():
+        (work / "gpt2" / name).write_text(json.dumps(content))
+    return work / "gpt2"
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_transformers_weights_give_transformers_logits_here(work, gpt2, dtype):
+    token_ids = load_file(work / "input.safetensors")["token_ids"]
+    wanted = load_file(gpt2 / "logits.safetensors")["logits"]
+    weights = load_file(gpt2 / "model.safetensors")
+    save_file({name: value.to(dtype) for name, value in weights.items()}, gpt2 / "model.safetensors", {"format": "pt"})
+    try:
+        gpt, tokenizer = read_gpt2(gpt2)
+    finally:
+        save_file(weights, gpt2 / "model.safetensors", {"format": "pt"})
+    assert tokenizer.sha256 == BYTES.sha256
+    assert {p.dtype for p in gpt.parameters()} == {torch.promote_types(dtype, torch.float32)}
+    # 32 roundings of logits of some 10, or weights of 8 bits
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 1.0}[dtype]
+    torch.testing.assert_close(gpt(token_ids).double(), wanted, rtol=0, atol=tolerance)
+
+
+@needs_transformers
+def test_files_of_old_versions(gpt2, tmp_path):
+    """Names without their prefix, causal masks among the weights, and the output layer for itself."""
+    weights = {key.removeprefix("transformer."): value for key, value in load_file(gpt2 / "model.safetensors").items()}
+    for layer in range(2):
+        weights[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
+        weights[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    weights["lm_head.weight"] = weights["wte.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).symlink_to(gpt2 / name)  # as in the folders of huggingface_hub's cache
+    before, after = read_gpt2(gpt2)[0].state_dict(), read_gpt2(tmp_path)[0].state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_one"),
+    [
+        ({}, True),
+        ({"attention": {"name": "softmax", "n_kv_head": 4, "kernel": "math"}}, True),
+        ({"attention": {"name": "softmax", "n_kv_head": 2}}, False),
+        ({"attention": {"name": "log_space"}}, False),
+        ({"attention_pattern": ["softmax", "log_space"]}, False),
+        ({"head_dim": 5}, False),
+        ({"head_dim": 6}, True),
+        ({"block": {"name": "glu"}}, False),
+        ({"position": {"name": "rotary"}}, False),
+    ],
+)
+def test_what_is_a_gpt2(changes, is_one):
+    assert is_gpt2(config_of(**changes)) == is_one
+
+
+def test_what_an_exports_code_imports():
+    """Each other, or what comes with transformers; triton only if it is there."""
+    files = modeling_files()
+    needed = {"torch", "transformers", "pydantic"}
+    for name, text in files.items():
+        for node in ast.walk(ast.parse(text, name)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                names = [node.module] if node.module else [alias.name for alias in node.names]
+                assert all(f"{module}.py" in files for module in names), f"{name}: {names}"
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                top = module.split(".")[0]
+                assert top in needed or top in sys.stdlib_module_names or top == "triton", f"{name} imports {top}"
+        outside = [node for node in ast.parse(text).body if isinstance(node, ast.Import)]
+        assert not any(alias.name.startswith("triton") for node in outside for alias in node.names), name

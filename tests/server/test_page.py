@@ -1,0 +1,165 @@
+"""The page in headless Chromium, driven by ChromeDriver's own protocol (https://www.w3.org/TR/webdriver2)."""
+
+import base64
+import re
+import shutil
+import subprocess
+import time
+
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install '.[dev]'")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="chromium or chromedriver is not here: apt-get install chromium chromium-driver"
+)
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of a reference to an element
+
+
+class Browser:
+    """One window."""
+
+    def __init__(self, driver_url, profile):
+        options = {
+            "binary": CHROMIUM,
+            "args": [
+                *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+                *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+                *("--window-size=1200,850", f"--user-data-dir={profile}"),
+            ],
+        }
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        self.http = httpx.Client(base_url=driver_url, timeout=180)
+        self.session = ""
+        answer = self.ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        self.session = f"/session/{answer['sessionId']}"
+
+    def ask(self, method, path, body=None):
+        response = self.http.request(method, self.session + path, json=body if method == "POST" else None)
+        value = response.json()["value"]
+        assert response.status_code == 200, value
+        return value
+
+    def open(self, url):
+        self.ask("POST", "/url", {"url": url})
+
+    def run(self, script):
+        """What some JavaScript returns."""
+        return self.ask("POST", "/execute/sync", {"script": script, "args": []})
+
+    def find(self, selector):
+        return self.ask("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
+
+    def text(self, selector):
+        return self.run(f"return document.querySelector('{selector}').textContent")
+
+    def click(self, selector):
+        self.ask("POST", f"/element/{self.find(selector)}/click", {})
+
+    def write(self, selector, text):
+        self.ask("POST", f"/element/{self.find(selector)}/clear", {})
+        self.ask("POST", f"/element/{self.find(selector)}/value", {"text": text})
+
+    def point_at(self, selector):
+        origin = {ELEMENT: self.find(selector)}
+        move = {"type": "pointerMove", "origin": origin, "x": 0, "y": 0}
+        pointer = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": [move]}
+        self.ask("POST", "/actions", {"actions": [pointer]})
+
+    def wait(self, condition, seconds=60):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.text("#status")
+            time.sleep(0.02)
+
+    def picture(self, path):
+        path.write_bytes(base64.b64decode(self.ask("GET", "/screenshot")))
+
+    def errors(self):
+        return [entry["message"] for entry in self.ask("POST", "/se/log", {"type": "browser"})]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    port = next(found[1] for line in driver.stdout if (found := re.search(r"started successfully on port (\d+)", line)))
+    try:
+        browser = Browser(f"http://127.0.0.1:{port}", tmp_path_factory.mktemp("profile"))
+        yield browser
+        browser.ask("DELETE", "")
+        browser.http.close()
+    finally:
+        driver.terminate()
+        driver.communicate()
+
+
+@pytest.fixture
+def page(browser, served):
+    browser.open(served.url)
+    browser.wait(lambda: browser.text("#model").startswith("tiny"))
+    yield browser
+    assert browser.errors() == []
+
+
+def generate(page, prompt, **settings):
+    page.write("#prompt", prompt)
+    for name, value in settings.items():
+        page.write(f"[name={name}]", str(value))
+    page.click("#generate")
+
+
+def ended(page):
+    page.wait(lambda: "seed" in page.text("#status"))
+
+
+def test_text_streams_in_with_the_probability_of_each_token(page, served):
+    generate(page, "né 日本 <b>&amp;", max_tokens=40, seed=3, temperature=0.7, top_k="", top_p=0.9, min_p=0.001)
+    ended(page)
+    body = {"prompt": "né 日本 <b>&amp;", "max_tokens": 40, "seed": 3, "temperature": 0.7, "top_p": 0.9, "min_p": 0.001}
+    choice = httpx.post(f"{served.url}/v1/completions", json=body | {"logprobs": 5}).json()["choices"][0]
+    assert page.text("#text") == "né 日本 <b>&amp;" + choice["text"]
+    assert page.text("#status").startswith(f"{len(choice['logprobs']['tokens'])} tokens")
+
+    page.point_at("#text .token")
+    assert page.run("return !document.querySelector('#tip').hidden")
+    best = max(choice["logprobs"]["top_logprobs"][0].values())
+    shown = page.run("return document.querySelector('#tip tr td:nth-child(2)').textContent")
+    assert shown == f"{100 * 2.718281828459045**best:.1f} %"
+    assert page.run("return document.querySelectorAll('#tip .came').length") >= 1
+
+
+def test_stopping_and_going_on(page, served):
+    generate(page, "a", max_tokens=50_000, temperature=0, top_k="", seed=1)
+    page.wait(lambda: len(page.text("#text")) > 20)
+    page.click("#stop")
+    ended(page)
+    assert page.text("#status").startswith("stopped")
+    before = page.text("#text")
+    with httpx.Client() as client:
+        page.wait(lambda: client.get(f"{served.url}/health").json()["writing"] == 0)
+    page.run("document.querySelector('[name=max_tokens]').value = 3")
+    page.click("#continue")
+    ended(page)
+    assert page.text("#text").startswith(before)
+    assert len(page.text("#text")) > len(before)
+
+
+def test_probabilities_of_the_prompt(page):
+    page.click("#echo")
+    generate(page, "é!", max_tokens=1, seed=1)
+    ended(page)
+    assert page.run("return [...document.querySelectorAll('#text .token')].slice(0, 2).map(e => e.textContent)") == [
+        "é",
+        "!",
+    ]
+    page.point_at("#text .token")
+    assert page.run("return document.querySelectorAll('#tip table').length") == 2  # a character of two tokens
+
+
+def test_what_the_server_refuses_is_said(page):
+    page.run("document.querySelector('#prompt').value = 'x'.repeat(2001)")
+    page.click("#generate")
+    page.wait(lambda: "at most 2000" in page.text("#status"))
+    assert page.run("return document.querySelector('#status').classList.contains('wrong')")
+    assert page.run("return !document.querySelector('#generate').disabled")
+    assert len(page.errors()) == 1  # the browser's own line about status 400

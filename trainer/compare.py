@@ -1,0 +1,274 @@
+"""Every attention mechanism in the same small model, on equal terms: the arms of the comparison, and their runs."""
+
+import contextlib
+import functools
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.console import console, errors, say
+from common.files import make_directory, read_json, write_json
+from common.settings import UserError, decode, nearest
+from data.shards import read_manifest
+from model.gpt import GPT, GPTConfig
+from trainer.config import TrainConfig
+from trainer.loop import fit
+from trainer.metrics import read_metrics
+
+SEQ_LEN = 256
+POSITIONS = ("rotary", "log_recurrence", "none", "learned")
+ON_EQUAL_TERMS = ("softmax", "log_space", "log_space_signed")
+"""These stand in every block with every position."""
+_WINDOW = {"name": "sliding_window", "window": 64}
+OTHERS: dict[str, Any] = {
+    "projection": {"name": "projection"},
+    "projection_keys": {"name": "projection", "values": "keys"},
+    "projection_learned": {"name": "projection", "learned": True},
+    "projection_keys_learned": {"name": "projection", "values": "keys", "learned": True},
+    "linear": {"name": "linear"},
+    "sliding_window": _WINDOW,
+    "dilated_window": {**_WINDOW, "dilation": 1},
+    "longformer": {"name": "longformer", "window": 64, "n_global": 4},
+    "strided": {"name": "strided", "stride": 16},
+    "fixed": {"name": "fixed", "size": 32, "width": 4},
+    "gqa": {"name": "softmax", "n_kv_head": 2},
+    "mqa": {"name": "softmax", "n_kv_head": 1},
+    "mixed": [{"name": "log_space"}, {"name": "log_space"}, _WINDOW],
+}
+"""These stand in the control's place; a list is a pattern of the layers. What they see is scaled to SEQ_LEN."""
+CONTROL = "softmax mlp rotary"
+SEEDS = (1, 2, 3)
+_EXTENSIONS = 2  # learning rates beyond the grid
+_EVAL_WINDOWS = 128
+
+Raw = dict[str, Any]
+Models = dict[str, GPTConfig]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all runs have in common."""
+
+    dataset: Path
+    out: Path
+    steps: int
+    grid: list[float]
+    """Learning rates."""
+
+    def open(self) -> None:
+        """Make the folder.
+
+        Raises:
+            UserError: it has runs on other terms, which would be taken for these; or these are none.
+        """
+        if self.steps < 1 or len(set(self.grid)) < 3 or not 0 < min(self.grid) <= max(self.grid) < math.inf:
+            raise UserError("give --steps of 1 or more, and three --learning-rates or more, all above 0")
+        path = make_directory(self.out, "--out") / "terms.json"
+        terms = {"dataset": str(self.dataset.resolve()), "steps": self.steps, "grid": self.grid}
+        if not path.exists():
+            write_json(path, terms)
+        elif read_json(path) != terms:
+            raise UserError(f"{path} says that this folder has runs of other options: give these, or another --out")
+
+    def run_dir(self, name: str, lr: float, seed: int) -> Path:
+        """Where a run is."""
+        return self.out / "runs" / name.replace(" ", "-") / f"lr{lr:g}-seed{seed}"
+
+
+def arms() -> dict[str, Raw]:
+    """What each arm's model has of its own, by "attention block position"; the most telling come first."""
+
+    def arm(attention: Any, block: str = "mlp", position: str = "rotary") -> Raw:
+        pattern = {"attention_pattern": attention} if isinstance(attention, list) else {}
+        first = attention[0] if pattern else attention
+        return {"attention": first, **pattern, "block": {"name": block}, "position": {"name": position}}
+
+    places = [(block, position) for position in POSITIONS for block in ("mlp", "glu")]
+    equal = {f"{name} {b} {p}": arm({"name": name}, b, p) for name in ON_EQUAL_TERMS for b, p in places}
+    others = {f"{name} mlp rotary": arm(attention) for name, attention in OTHERS.items()}
+    last = {name: equal.pop(name) for name in list(equal) if name.startswith("log_space_signed")}
+    return equal | others | last
+
+
+def models_of(dataset: Path, names: list[str] | None = None) -> Models:
+    """The models of these arms, or of all, the control's first; n_vocab is the dataset's.
+
+    Raises:
+        UserError: there is no such arm; or its parameters cannot be made equal to the control's.
+    """
+    n_vocab, every = read_manifest(dataset).tokenizer.n_vocab, arms()
+    for name in names or []:
+        if name not in every:
+            raise UserError(f"there is no arm {name!r}: {nearest(name, every)}")
+    chosen = [name for name in every if name == CONTROL or name in (names or every)]
+    wanted = count(_model(every[CONTROL], n_vocab, 96))
+    return {name: equal_model(name, every[name], n_vocab, wanted) for name in chosen}
+
+
+def equal_model(name: str, arm: Raw, n_vocab: int, wanted: int) -> GPTConfig:
+    """The arm's model with the n_embd that brings it nearest to the wanted number of parameters.
+
+    Raises:
+        UserError: it is not within 1 %.
+    """
+    parameters = functools.cache(lambda n_embd: count(_model(arm, n_vocab, n_embd)))
+    n_embd = 96
+    while parameters(n_embd) > wanted:
+        n_embd -= 1
+    while parameters(n_embd + 1) <= wanted:
+        n_embd += 1
+    best = min(n_embd, n_embd + 1, key=lambda n: abs(parameters(n) - wanted))
+    if abs(parameters(best) / wanted - 1) > 0.01:
+        raise UserError(f"{name}: {parameters(best):,} parameters are not within 1 % of the control's {wanted:,}")
+    return _model(arm, n_vocab, best)
+
+
+def _model(arm: Raw, n_vocab: int, n_embd: int) -> GPTConfig:
+    """3 layers of GPT-2's block, or 6 of the published, which has no MLP, with 4 heads of 24 features."""
+    glu, learned = arm["block"]["name"] == "glu", arm["position"]["name"] == "learned"
+    position = arm["position"] | ({"max_len": SEQ_LEN} if learned else {})
+    sizes = {"n_vocab": n_vocab, "n_layer": 6 if glu else 3, "n_head": 4, "head_dim": 24, "n_embd": n_embd}
+    return decode(GPTConfig, arm | {"position": position} | sizes)
+
+
+def count(model: GPTConfig) -> int:
+    """Its parameters."""
+    with torch.device("meta"):
+        return GPT(model).n_params()
+
+
+def train_all(models: Models, terms: Terms, jobs: int) -> None:
+    """Every run that is not finished, in several processes if so asked.
+
+    Raises:
+        KeyboardInterrupt: somebody stopped it; what was under way is saved.
+    """
+    if jobs == 1:
+        return train_arms(models, terms)
+    names, spawn = list(models), multiprocessing.get_context("spawn")
+    shares = [{name: models[name] for name in names[k::jobs]} for k in range(jobs)]
+    workers = [spawn.Process(target=_work, args=(share, terms)) for share in shares]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    except KeyboardInterrupt:
+        for (
+            worker
+        ) in workers:  # a terminal tells them too; one that was not told, or was about to finish, is told again
+            worker.join(5.0)
+            while worker.is_alive():
+                worker.terminate()
+                worker.join(5.0)
+        raise
+    if any(worker.exitcode == 130 for worker in workers):
+        raise KeyboardInterrupt
+    if any(worker.exitcode for worker in workers):
+        raise UserError("one of the jobs has failed; the same command goes on with what is left")
+
+
+def _work(models: Models, terms: Terms) -> None:
+    """One of several processes."""
+    torch.set_num_threads(1)
+    try:
+        train_arms(models, terms)
+    except UserError as error:
+        errors.print(f"error: {error}", markup=False, style="red")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def train_arms(models: Models, terms: Terms) -> None:
+    """The runs of these arms."""
+    for n, (name, model) in enumerate(models.items(), start=1):
+        row = follow(functools.partial(train, terms, name, model), terms.grid)
+        losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+        say(f"{time.strftime('%H:%M:%S')} arm {n} of {len(models)}: {name}: {losses} at {row['lr']:g}")
+
+
+def follow(loss_of: Callable[[float, int], float], grid: list[float]) -> Raw:
+    """The search for the best learning rate by the first seed, and the other seeds at it; one that fails any is not it.
+
+    Raises:
+        UserError: every one fails some.
+    """
+    tried = search(lambda lr: loss_of(lr, SEEDS[0]), grid)
+    for lr in sorted(tried, key=lambda lr: tried[lr]):
+        losses = [tried[lr], *(loss_of(lr, seed) for seed in SEEDS[1:])]
+        if all(map(math.isfinite, losses)):
+            return {"lr": lr, "at_edge": lr in (min(tried), max(tried)), "losses": losses, "tried": tried}
+    raise UserError("runs diverge at every learning rate: give lower --learning-rates, and another --out")
+
+
+def search(loss_of: Callable[[float], float], grid: list[float]) -> dict[float, float]:
+    """Losses by learning rate: over the grid, and by its last step beyond it while the best is at an edge, twice."""
+    grid = sorted(set(grid))
+    losses = {lr: loss_of(lr) for lr in grid}
+    factor = grid[-1] / grid[-2]
+    for _ in range(_EXTENSIONS):
+        best = min(losses, key=lambda lr: losses[lr])
+        if best not in (min(losses), max(losses)):
+            break
+        further = float(f"{best * factor if best == max(losses) else best / factor:.6g}")
+        losses[further] = loss_of(further)
+    return losses
+
+
+def train(terms: Terms, name: str, model: GPTConfig, lr: float, seed: int) -> float:
+    """The run's validation loss. The run is begun, or gone on with, where it is not finished."""
+    run_dir = terms.run_dir(name, lr, seed)
+    if (loss := loss_in(run_dir)) is not None:
+        return loss
+    quiet, console.quiet = console.quiet, True  # of what the run says
+    try:
+        fit(_config(run_dir, model, lr, seed, terms))
+    except SystemExit:  # it was asked to stop, and has saved
+        raise KeyboardInterrupt from None
+    except UserError:
+        if loss_in(run_dir) is None:
+            raise
+    finally:
+        console.quiet = quiet
+    loss = loss_in(run_dir)
+    assert loss is not None
+    say(f"  {name}, learning rate {lr:g}, seed {seed}: {loss:.4f}")
+    return loss
+
+
+def loss_in(run_dir: Path) -> float | None:
+    """A finished run's validation loss, infinite if it diverged; None: it is not finished."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in read_metrics(run_dir / "metrics.jsonl"):
+            if "val_loss" in line:  # evaluated once, at the end
+                return float(line["val_loss"])
+        return math.inf if (run_dir / "bad_steps").exists() else None
+    return None
+
+
+def _config(run_dir: Path, model: GPTConfig, lr: float, seed: int, terms: Terms) -> TrainConfig:
+    """A run, as train.py would have it."""
+    raw = {
+        "run_dir": run_dir,
+        "dataset_dir": terms.dataset,
+        "seed": seed,
+        "seq_len": SEQ_LEN,
+        "batch_tokens": SEQ_LEN,
+        "max_steps": terms.steps,
+        "model": model.model_dump(),
+        "optim": {"name": "adamw", "max_lr": lr},
+        "schedule": {"name": "one_cycle", "warmup_steps": max(1, terms.steps // 10)},
+        "runtime": {"dtype": "float32", "micro_batch": 1, "compile": False},
+        "checkpoint": {"every": terms.steps},
+        "eval": {"every": terms.steps, "batches": _EVAL_WINDOWS},
+        "tracker": {"name": "local"},
+    }
+    return decode(TrainConfig, raw)

@@ -1,0 +1,163 @@
+"""From a checkpoint to a folder for Hugging Face's transformers.
+
+A model that is GPT-2's architecture becomes a plain GPT2LMHeadModel. Any other brings its code along: copies of our
+modules, which transformers runs where it is told to trust them. Neither needs this program.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.console import say
+from common.files import make_directory, write_json
+from common.settings import UserError, decode
+from data.hugging_face import tokenizer_files
+from data.tokenizer import END_OF_TEXT, Tokenizer
+from model.gpt import GPT, GPTConfig
+from model.hugging_face.gpt2 import PREFIX, gpt2_config, gpt2_name, is_gpt2, turned
+from model.hugging_face.sources import CONFIG_CLASS, MODEL_CLASS, modeling_files
+from trainer.checkpoint import TrainState, load_model, open_model
+
+_LICENSE = Path(__file__).resolve().parent.parent / "LICENSE"
+
+
+def export(checkpoint: Path, out_dir: Path) -> None:
+    """Write the folder: all of it, or nothing.
+
+    Raises:
+        UserError: there is no whole checkpoint, or out_dir is in use.
+    """
+    opened = open_model(checkpoint)
+    gpt, tokenizer = load_model(opened)
+    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
+        raise UserError(f"{out_dir} exists and is not empty: choose another folder, or remove it")
+    beside = out_dir.absolute().with_name(out_dir.absolute().name + ".tmp")
+    shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
+    make_directory(beside, "out_dir")
+    try:
+        plain = _write_model(gpt, tokenizer, beside)
+        for name, content in tokenizer_files(tokenizer, gpt.config.max_len).items():
+            write_json(beside / name, content)
+        (beside / "README.md").write_text(_card(gpt, tokenizer, opened.state, plain), encoding="utf-8")
+        os.rename(beside, out_dir)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    say(f"written to {out_dir}: {'a GPT2LMHeadModel' if plain else 'a model with its own code'}, README.md says more")
+
+
+def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
+    """The weights, how to read them, and the code if need be; returns whether transformers has that itself."""
+    config, tensors = _without_padding(gpt, tokenizer.n_vocab)
+    plain = is_gpt2(config)
+    if plain:
+        tensors = {PREFIX + gpt2_name(name): turned(gpt2_name(name), value) for name, value in tensors.items()}
+    else:
+        tensors = {f"gpt.{name}": value for name, value in tensors.items()}
+        for name, text in modeling_files().items():
+            (folder / name).write_text(text, encoding="utf-8")
+        shutil.copyfile(_LICENSE, folder / "LICENSE-code")
+    metadata = {"format": "pt"}  # transformers refuses a file without
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors", metadata)
+    ids = {"bos_token_id": tokenizer.eot_id, "eos_token_id": tokenizer.eot_id}
+    raw = gpt2_config(config) if plain else _own_config(config)
+    write_json(folder / "config.json", raw | ids | {"dtype": str(gpt.embed.weight.dtype).removeprefix("torch.")})
+    write_json(folder / "generation_config.json", ids | {"pad_token_id": tokenizer.eot_id})
+    return plain
+
+
+def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """The model without rows of the embedding that stand for no token: other programs would sample them."""
+    config = decode(GPTConfig, gpt.config.model_dump() | {"n_vocab": n_vocab, "pad_vocab": 1})
+    tensors = gpt.state_dict()
+    return config, tensors | {"embed.weight": tensors["embed.weight"][:n_vocab]}
+
+
+def _own_config(config: GPTConfig) -> dict[str, Any]:
+    """config.json of a model with its own code: the architecture, and what other programs look for beside it."""
+    sizes = {
+        "vocab_size": config.n_vocab,
+        "hidden_size": config.n_embd,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+    }
+    limit = {} if config.max_len is None else {"max_position_embeddings": config.max_len}
+    return {
+        "model_type": "log_gpt",
+        "architectures": [MODEL_CLASS.rpartition(".")[2]],
+        "auto_map": {"AutoConfig": CONFIG_CLASS, "AutoModelForCausalLM": MODEL_CLASS},
+        **sizes,
+        **limit,
+        "tie_word_embeddings": True,
+        "architecture": config.model_dump(mode="json"),
+    }
+
+
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {title}
+
+- {n_params:,} parameters: {n_layer} layers of {n_embd} features and {n_head} heads
+- `{block}` blocks, `{position}` positions, texts of {length}; tokenizer `{tokenizer}`, {n_vocab:,} ids
+- {training}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER"{trust})
+model = AutoModelForCausalLM.from_pretrained("FOLDER"{trust})
+prompt = tokenizer(tokenizer.bos_token + "Once upon a time", return_tensors="pt")
+tokens = model.generate(**prompt, max_new_tokens=100, do_sample=True, top_k=200, temperature=0.8)
+print(tokenizer.decode(tokens[0], skip_special_tokens=True))
+```
+
+In training, every text followed a `{end}`, which is `bos_token` here: begin prompts with it.
+{code}"""
+
+_CODE = """
+The Python files here are the model's code, copied from log-gpt (LICENSE-code is theirs); they need torch, transformers
+and pydantic. `generate` keeps the model's own state for a cache: batches of different lengths (padded on either side)
+and beam search work; assisted generation, quantized and static caches do not. The weights' licence is their owner's to
+name.
+"""
+
+
+def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool) -> str:
+    """README.md: what the model is, from what is known of its run."""
+    config = gpt.config
+    names = dict.fromkeys(layer.name for layer in config.layers)
+    padding = (config.n_vocab_padded - tokenizer.n_vocab) * config.n_embd  # which is left out
+    return _CARD.format(
+        title=f"GPT with {' and '.join(names)} attention",
+        n_params=gpt.n_params() - padding,
+        n_layer=config.n_layer,
+        n_embd=config.n_embd,
+        n_head=config.n_head,
+        block=config.block.name,
+        position=config.position.name,
+        length="any length" if config.max_len is None else f"up to {config.max_len:,} tokens",
+        tokenizer=tokenizer.name,
+        n_vocab=tokenizer.n_vocab,
+        training=_training(state),
+        trust="" if plain else ", trust_remote_code=True",
+        end=END_OF_TEXT,
+        code="" if plain else _CODE,
+    )
+
+
+def _training(state: TrainState) -> str:
+    if state.step == 0:
+        return "not trained since it was made or imported"
+    tokens, best = state.step * state.batch_tokens, state.best_val_loss
+    loss = "" if best is None else f"; best validation loss {best:.4f} nats per token, at step {state.best_step:,}"
+    return (
+        f"trained for {state.step:,} steps of {state.batch_tokens:,} tokens, {tokens:,} in all, "
+        f"in sequences of {state.seq_len:,}, on `{state.dataset_dir.name}`{loss}"
+    )

@@ -1,0 +1,114 @@
+"""The loss on a split's windows: weighted by tokens, the same for any number of processes and any micro-batch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.console import Track
+from data.loader import IGNORED, EvalBatches
+from model.gpt import GPT
+from trainer.distributed import World
+from trainer.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Cross-entropy of a stretch of text."""
+
+    nats: float
+    """Sum over its tokens."""
+    tokens: int
+    """Tokens that were predicted."""
+    bytes: int
+    """UTF-8 bytes of those tokens; the end of a document has none."""
+
+    @property
+    def per_token(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between tokenizers; not a number for a text of no bytes."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats per token)."""
+        return math.exp(self.per_token) if self.per_token < 700 else math.inf
+
+
+class Sums:
+    """Losses summed apart by a key, such as a token's position or its set: in float64, as many tokens as there are."""
+
+    def __init__(self, n_keys: int, byte_lengths: Tensor) -> None:
+        """`byte_lengths`: (n_vocab,), UTF-8 bytes of each token id, on the device that the losses are on."""
+        self._byte_lengths = byte_lengths
+        self._sums = torch.zeros(n_keys, 3, dtype=torch.float64, device=byte_lengths.device)
+
+    def add(self, keys: Tensor, targets: Tensor, losses: Tensor) -> None:
+        """Count the losses (B, T) of targets (B, T), those below 0 left out; `keys` (B or 1, T), int64."""
+        keys = keys.to(self._sums.device).expand_as(targets)
+        self._sums.index_add_(0, keys.flatten(), _counted(targets, losses, self._byte_lengths).flatten(0, 1))
+
+    def losses(self, world: World) -> list[Loss]:
+        """The loss of each key, over all processes; every process calls this, once."""
+        return [Loss(nats, int(tokens), int(n_bytes)) for nats, tokens, n_bytes in world.sum(self._sums).tolist()]
+
+
+def total(losses: list[Loss]) -> Loss:
+    """All of them together."""
+    nats = math.fsum(loss.nats for loss in losses)
+    return Loss(nats, sum(loss.tokens for loss in losses), sum(loss.bytes for loss in losses))
+
+
+def evaluate(
+    gpt: GPT, windows: EvalBatches, byte_lengths: Tensor, micro_batch: int, runtime: Runtime, world: World
+) -> Loss:
+    """The loss over all windows, shared among the processes and summed in float64.
+
+    Args:
+        byte_lengths: (n_vocab,), UTF-8 bytes of each token id.
+        micro_batch: windows that go through the model at once.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+    for _, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world):
+        sums += _counted(targets, losses, byte_lengths).sum((0, 1))
+    nats, tokens, n_bytes = world.sum(sums).tolist()
+    return Loss(nats, int(tokens), int(n_bytes))
+
+
+def window_losses(
+    gpt: GPT, windows: EvalBatches, micro_batch: int, runtime: Runtime, world: World
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """This process's share of the windows: the number of the first, targets (B, T) and their losses (B, T), at a time.
+
+    To be iterated to its end: the model is in evaluation mode until then.
+    """
+    gpt.eval()
+    together = world.size * micro_batch
+    with Track("evaluating", len(windows)) as track:
+        for first in range(0, len(windows), together):
+            world.at(f"evaluating window {first}")
+            start = first + world.rank * micro_batch
+            token_ids, targets = map(torch.from_numpy, windows.rows(start, min(start + micro_batch, len(windows))))
+            mine = len(targets) > 0
+            if not mine:  # the others still have some, and of a model that is shared all must do every pass
+                token_ids, targets = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED)
+            token_ids, targets = token_ids.to(world.device), targets.to(world.device)
+            with torch.no_grad(), runtime.autocast():
+                losses = gpt.token_losses(token_ids, targets)
+            if mine:
+                yield start, targets, losses
+            track.advance(min(together, len(windows) - first))
+    gpt.train()
+
+
+def _counted(targets: Tensor, losses: Tensor, byte_lengths: Tensor) -> Tensor:
+    """Nats, tokens and bytes of every position, (B, T, 3) float64."""
+    counted = targets >= 0
+    n_bytes = byte_lengths[targets.clamp(min=0)].where(counted, 0)
+    return torch.stack([losses.double(), counted.double(), n_bytes.double()], dim=-1)
