@@ -50,8 +50,7 @@ def command(
         when_interrupted: what Ctrl-C is answered with.
     """
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(help_of(config_name))
-        return
+        return _print_help(config_name)
     debug = "--debug" in sys.argv
     sys.argv[1:] = [arg for arg in sys.argv[1:] if arg != "--debug"]
     texts = _take_texts(text_keys)
@@ -120,6 +119,13 @@ class Job:
         if best is None and choices["hydra/sweeper"] == "optuna":
             raise UserError("nothing was evaluated, which optuna goes by: lower eval.every, or raise stop_at")
         return best
+
+
+def _print_help(config_name: str) -> None:
+    try:
+        print(help_of(config_name), flush=True)
+    except BrokenPipeError:
+        _drop_output()
 
 
 def help_of(config_name: str) -> str:
