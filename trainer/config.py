@@ -88,6 +88,9 @@ class TrainConfig(Settings):
                 f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model: "
                 f"use at most that, or set model.position.max_len"
             )
+        n_global = max(getattr(layer, "n_global", 0) for layer in self.model.layers)
+        if n_global > self.seq_len:
+            raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")
         if self.schedule.warmup_steps > self.max_steps:
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than max_steps={self.max_steps}: lower it"

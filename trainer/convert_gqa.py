@@ -82,10 +82,11 @@ def pooled(rows: Tensor, n_rows: int, n_before: int, n_after: int, head_dim: int
 def with_n_kv_head(config: GPTConfig, n_kv_head: int) -> GPTConfig:
     """The configuration with so many key and value heads wherever there is such a setting."""
     raw = config.model_dump()
-    layers = [layer for layer in [raw["attention"], *(raw["attention_pattern"] or [])] if "n_kv_head" in layer]
+    used = raw["attention_pattern"] or [raw["attention"]]
+    layers = [layer for layer in used if "n_kv_head" in layer]
     if not layers:
-        name = raw["attention"]["name"]
-        raise UserError(f"model.attention={name} does not share heads of keys and values: there is nothing to convert")
+        names = ", ".join(dict.fromkeys(layer["name"] for layer in used))
+        raise UserError(f"attention {names} does not share heads of keys and values: there is nothing to convert")
     before = [layer["n_kv_head"] or config.n_head for layer in layers]
     if set(before) == {n_kv_head}:
         raise UserError(f"--n-kv-head {n_kv_head} is what the model has: there is nothing to convert")

@@ -22,12 +22,16 @@ _SAMPLES = 256
 class SparseConfig(Settings):
     """What the configurations of all patterns share."""
 
+    merge: bool = False
+    """true: every head sees A1 and A2; false: even heads see A1, and odd ones A2."""
     n_kv_head: int | None = Field(None, ge=1)
     """Key and value heads, which the query heads share evenly; null: n_head, each its own; 1: one for all."""
 
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
         """Raise ValueError where these do not go together."""
         check_kv_heads(n_head, self.n_kv_head)
+        if n_head == 1 and not self.merge:
+            raise ValueError("n_head=1 leaves no head for A2: set merge=true, or use more heads")
 
     def query_dim(self, head_dim: int) -> int:
         """Features of a head's queries, which a rotary position turns in pairs."""
@@ -40,8 +44,6 @@ class StridedConfig(SparseConfig):
     name: Literal["strided"]
     stride: int = Field(128, ge=1, le=_LARGEST)
     """l, near the root of the length of a text."""
-    merge: bool = False
-    """true: every head sees A1 and A2; false: even heads see A1, and odd ones A2."""
 
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
         """The module for this configuration."""
@@ -50,16 +52,16 @@ class StridedConfig(SparseConfig):
 
 
 class FixedConfig(SparseConfig):
-    """Child et al. 2019: A1 = the query's own block of `size` tokens, A2 = the last `width` tokens of every block."""
+    """Child et al. 2019: A1 = the query's own block of `size` tokens, A2 = the last `width` tokens of every block.
+
+    Of heads that see A2 alone, the first l - c tokens see nothing: their result is 0.
+    """
 
     name: Literal["fixed"]
     size: int = Field(128, ge=1, le=_LARGEST)
     """l, tokens of a block."""
     width: int = Field(8, ge=1)
     """c, tokens of a block that all later ones see: 1 to l; the paper's are 8, 16 and 32."""
-    merge: bool = False
-    """true: every head sees A1 and A2; false: even heads see A1, and odd ones A2, of which the first l - c tokens see
-    nothing, so that their result is 0."""
 
     @model_validator(mode="after")
     def _width_fits(self) -> "FixedConfig":

@@ -28,7 +28,7 @@ SMALL = {  # settings with which short texts meet what sets a mechanism apart; a
     "strided": [{"stride": 6, "merge": merge} for merge in (False, True)],
     "fixed": [{"size": 6, "width": 2, "merge": merge} for merge in (False, True)],
 }
-CONSTANT = {"linear", "log_space", "log_space_signed", "sliding_window"}
+CONSTANT = {"linear", "log_space", "log_space_signed", "longformer", "sliding_window"}
 """A state of these has the same size after any number of tokens."""
 
 

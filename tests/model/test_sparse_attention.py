@@ -163,6 +163,14 @@ def test_shapes_that_do_not_fit_are_refused():
             sparse_attention(*arguments)
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 5, 8), (2, 4, 0, 8)])
+def test_nothing_to_attend_to_is_no_error(shape):
+    q = torch.randn(shape, requires_grad=True)
+    y = sparse_attention(q, q, q, [window(2)])
+    assert y.shape == shape
+    y.sum().backward()
+
+
 CONFIGS = {
     "sliding_window": SlidingWindowConfig(name="sliding_window", window=5),
     "sliding_window, heads": SlidingWindowConfig(
@@ -307,3 +315,10 @@ def test_bad_settings_are_refused(config, raw, message):
 def test_what_does_not_go_together_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         config.check(8, 4, 2)
+
+
+@pytest.mark.parametrize("config", [StridedConfig(name="strided"), FixedConfig(name="fixed")])
+def test_one_head_cannot_take_turns(config):
+    with pytest.raises(ValueError, match="n_head=1 leaves no head for A2: set merge=true"):
+        config.check(8, 1, 8)
+    config.model_copy(update={"merge": True}).check(8, 1, 8)

@@ -106,13 +106,23 @@ def test_every_layer_of_a_pattern_that_can_share_does():
         (NAMES[0], 0, r"--n-kv-head 0 does not divide"),
         (NAMES[0], 12, r"--n-kv-head 12 does not divide"),
         (NAMES[0], 6, r"--n-kv-head 6 is what the model has"),
-        ("log_space", 2, r"model.attention=log_space does not share heads"),
+        ("log_space", 2, r"attention log_space does not share heads"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(attention, heads, message):
     raw = gpt_of(NAMES[0]).config.model_dump() | {"attention": {"name": attention}}
     with pytest.raises(UserError, match=message):
         with_n_kv_head(decode(GPTConfig, raw), heads)
+
+
+def test_only_layers_that_there_are_count():
+    """With a pattern, `attention` is of no layer."""
+    raw = gpt_of(NAMES[0]).config.model_dump()
+    one = {"attention": {"name": "softmax", "n_kv_head": 1}, "attention_pattern": [{"name": "softmax", "n_kv_head": 6}]}
+    assert with_n_kv_head(decode(GPTConfig, raw | one), 2).layers[0].n_kv_head == 2
+    none = {"attention": {"name": "softmax"}, "attention_pattern": [{"name": "linear"}]}
+    with pytest.raises(UserError, match="attention linear does not share heads"):
+        with_n_kv_head(decode(GPTConfig, raw | none), 2)
 
 
 @pytest.fixture(scope="module")
@@ -189,4 +199,3 @@ def test_those_of_a_pattern_are_what_a_command_line_takes(tiny, settings, tmp_pa
         composed = hydra.compose("train", ["dataset_dir=x", f"model/attention={NAMES[0]}", *overrides])
     layers = OmegaConf.to_container(composed.model.attention_pattern)
     assert [(layer["name"], layer["n_kv_head"]) for layer in layers] == [(NAMES[0], 1), (NAMES[1], 1)]
-    assert composed.model.attention.n_kv_head == 1

@@ -47,6 +47,8 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"{shapes} and {len(patterns)} patterns do not fit (B, H, T, D), (B, G, T, D) twice, 1 or H")
     q, k, v = as_autocast(q, k, v)
+    if q.numel() == 0:  # the kernels would divide by it
+        return q.clone()
     k, v = (x if G == H else x.repeat_interleave(H // G, dim=1) for x in (k, v))
     attend = {"cpu": _in_tiles, "cuda": _by_flex_attention}.get(q.device.type, _dense)
     kinds = list(dict.fromkeys(patterns))
@@ -150,7 +152,8 @@ def _block_mask(pattern: Pattern, T: int, device: torch.device) -> Any:
         return seen
 
     _, create_block_mask = _flex_attention()
-    return create_block_mask(sees, None, None, T, T, device=device)
+    with torch.inference_mode(False):  # kept, and training may be the next to want it
+        return create_block_mask(sees, None, None, T, T, device=device)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
