@@ -3,6 +3,7 @@
 Whatever a user can mend is one line on standard error and exit status 1; `--debug` shows the traceback instead.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -20,6 +21,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -185,15 +187,6 @@ _HYDRAS_POWERS: dict[str, Any] = {
     "output_subdir": None,
     "searchpath": [],
 }
-# What Hydra calls, too, with all that is in there; the command line may choose it, and a configuration file may not.
-_PLUGINS = {
-    "launcher": {"_target_": "hydra._internal.core_plugins.basic_launcher.BasicLauncher"},
-    "sweeper": {
-        "_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
-        "max_batch_size": None,
-        "params": None,
-    },
-}
 
 
 def _restrain_hydra() -> None:
@@ -204,37 +197,39 @@ def _restrain_hydra() -> None:
         return
 
     @functools.wraps(load)
-    def checked(*args: Any, **kwargs: Any) -> DictConfig:
-        composed = load(*args, **kwargs)
+    def checked(
+        loader: ConfigLoaderImpl, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
+    ) -> DictConfig:
+        composed = load(loader, config_name, overrides, *args, **kwargs)
         for key, allowed in _HYDRAS_POWERS.items():
-            if _plain(composed, key) != allowed:
+            given = OmegaConf.select(composed.hydra, key)
+            if (OmegaConf.to_container(given) if OmegaConf.is_config(given) else given) != allowed:
                 raise UserError(f"hydra.{key} is set by a configuration file or an option, which must not: remove it")
-        if any(_plain(composed, key) != usual for key, usual in _PLUGINS.items()):
-            _check_plugins(composed, load)
-            _complete_plugins(composed.hydra)
+        typed = OverridesParser.create(config_loader=loader).parse_overrides(overrides)
+        for_hydra = [str(option.input_line) for option in typed if option.is_hydra_override()]
+        ours = ConfigLoaderImpl(create_config_search_path(str(CONFIGS)))
+        _check_equal(composed, load(ours, config_name, for_hydra, *args, **kwargs))
+        _complete_plugins(composed.hydra)
         return composed
 
-    ConfigLoaderImpl.load_configuration = checked  # type: ignore[method-assign]
+    ConfigLoaderImpl.load_configuration = checked  # type: ignore[assignment, method-assign]
 
 
-def _plain(composed: DictConfig, key: str) -> Any:
-    given = OmegaConf.select(composed.hydra, key)
-    return OmegaConf.to_container(given, enum_to_str=True) if OmegaConf.is_config(given) else given
-
-
-def _check_plugins(composed: DictConfig, load: Callable[..., DictConfig]) -> None:
-    """Launcher and sweeper must be what the command line's options for Hydra, and no others, make of our own files."""
-    ours = ConfigLoaderImpl(create_config_search_path(str(CONFIGS)))
-    typed, config_name = list(composed.hydra.overrides.hydra), composed.hydra.job.config_name
-    trusted = load(ours, config_name, typed, RunMode.MULTIRUN, validate_sweep_overrides=False)
-    for key in _PLUGINS:
-        if _plain(composed, key) != _plain(trusted, key):
+def _check_equal(composed: DictConfig, trusted: DictConfig) -> None:
+    """All that is Hydra's must be what the command line's options for Hydra, and no others, make of our own files."""
+    given, ours = (OmegaConf.to_container(config.hydra, enum_to_str=True) for config in (composed, trusted))
+    assert isinstance(given, dict)
+    assert isinstance(ours, dict)
+    for node in (given, ours):  # what Hydra itself writes into it
+        del node["runtime"], node["overrides"]["task"], node["job"]["override_dirname"]
+    for key in {**ours, **given}:
+        if given.get(key) != ours.get(key):
             raise UserError(f"hydra.{key} is set by a configuration file, which must not: give it on the command line")
 
 
 def _complete_plugins(chosen: DictConfig) -> None:
     """What a sweep that is started again, or that has GPUs to share, needs."""
-    launcher, sweeper = (chosen.runtime.choices[f"hydra/{plugin}"] for plugin in _PLUGINS)
+    launcher, sweeper = (chosen.runtime.choices[f"hydra/{plugin}"] for plugin in ("launcher", "sweeper"))
     if launcher == "joblib":
         from trainer.sweep import let_workers_save, visible_gpus
 
@@ -309,7 +304,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _valid_keys(config_name: str) -> list[str]:
     """Every key of the configuration, with the groups' members that the command line asks for where they exist."""
     choices = [arg for arg in sys.argv[1:] if (CONFIGS / (arg.replace("=", "/", 1) + ".yaml")).is_file()]
-    return list(_keys(compose(config_name, choices)))
+    for wanted in (choices, []):  # what the command line asks for may be what is wrong
+        with contextlib.suppress(UserError, HydraException, OmegaConfBaseException, OSError):
+            return list(_keys(_compose(config_name, wanted)))
+    return []
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
@@ -318,12 +316,16 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
     Raises:
         UserError: there is no such option or file.
     """
-    GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra.compose(config_name, overrides=overrides)
+        return _compose(config_name, overrides)
     except (HydraException, OmegaConfBaseException, OSError) as error:
         raise UserError(explain(error, config_name)) from error
+
+
+def _compose(config_name: str, overrides: list[str]) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return hydra.compose(config_name, overrides=overrides)
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -60,7 +60,10 @@ def assert_one_line(result, *fragments):
         ("batch_tokens=100", ["batch_tokens=100 is not divisible", "use 96"]),
         ("batch_tokens=8", ["batch_tokens=8 is not divisible", "use 16"]),
         ("model/position=learned model.position.max_len=8", ["seq_len=16 is longer than the 8 learned positions"]),
-        ("model/attention=longformer model.attention.n_global=17", ["n_global=17 is more than the seq_len=16 positions"]),
+        (
+            "model/attention=longformer model.attention.n_global=17",
+            ["n_global=17 is more than the seq_len=16 positions"],
+        ),
         ("model/position=rotary model.n_head=16", ["is odd, use an even number"]),
         ("model.n_vocab=200", ["tokenizer bytes of 257 ids", "set model.n_vocab=257"]),
         ("optim.max_lr=1e30", ["step 2: loss is", "lower optim.max_lr=1e+30"]),

@@ -243,11 +243,31 @@ def test_a_strangers_file_chooses_no_launcher_and_no_sweeper(command, tiny_args,
     assert_refused(result, tmp_path, f"hydra.{key}")
 
 
-def test_a_strangers_file_may_begin_a_sweep_and_still_choose_no_sweeper(command, tiny_args, tmp_path):
-    settings = f"# @package _global_\nhydra: {{mode: MULTIRUN, sweeper: {{params: {COPY}}}}}\n"
-    strange_file(tmp_path, "experiment/strange.yaml", settings)
-    result = command("train", "--config-dir", str(tmp_path / "conf"), *tiny_args, "experiment=strange")
-    assert_refused(result, tmp_path, "hydra.sweeper is set by a configuration file")
+SWEEPER = f"sweeper: {{direction: {COPY}}}"
+PRETENDED = COPY.replace("{", "hydra.sweeper.direction={")
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ("mode: MULTIRUN", ["seed=1,2"]),
+        ("sweep: {dir: MARKER}", ["-m", "seed=1,2"]),
+        ("mode: MULTIRUN, sweep: {dir: MARKER, subdir: ..}", []),
+        (f"mode: MULTIRUN, {SWEEPER}", []),
+        (f"overrides: {{hydra: ['{PRETENDED}']}}, {SWEEPER}", ["-m", "hydra/sweeper=optuna"]),
+        (f"overrides: {{task: ['seed=1,2']}}, mode: MULTIRUN, {SWEEPER}", []),
+        ("launcher: {x: {y: 1}}", ["-m", "hydra/launcher=joblib"]),
+        ("sweeper: {params: {x: {y: 1}}}", ["-m"]),
+    ],
+)
+def test_a_strangers_file_sets_nothing_of_hydras(command, tiny_args, tmp_path, settings, options):
+    """Nor does it pretend that something was typed."""
+    strange_file(tmp_path, "experiment/strange.yaml", f"# @package _global_\nhydra: {{{settings}}}\n")
+    options = ["--config-dir", str(tmp_path / "conf"), *options, *tiny_args, "experiment=strange"]
+    result = command("train", *options)
+    assert (result.status, result.err.count("\n")) == (1, 1), result.err
+    assert not (tmp_path / "marker").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def strange_file(tmp_path, name, content):

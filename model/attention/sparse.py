@@ -22,23 +22,32 @@ _SAMPLES = 256
 class SparseConfig(Settings):
     """What the configurations of all patterns share."""
 
-    merge: bool = False
-    """true: every head sees A1 and A2; false: even heads see A1, and odd ones A2."""
     n_kv_head: int | None = Field(None, ge=1)
     """Key and value heads, which the query heads share evenly; null: n_head, each its own; 1: one for all."""
 
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
         """Raise ValueError where these do not go together."""
         check_kv_heads(n_head, self.n_kv_head)
-        if n_head == 1 and not self.merge:
-            raise ValueError("n_head=1 leaves no head for A2: set merge=true, or use more heads")
 
     def query_dim(self, head_dim: int) -> int:
         """Features of a head's queries, which a rotary position turns in pairs."""
         return head_dim
 
 
-class StridedConfig(SparseConfig):
+class TwoSetsConfig(SparseConfig):
+    """What strided and fixed attention share: two sets of keys, A1 and A2."""
+
+    merge: bool = False
+    """true: every head sees A1 and A2; false: even heads see A1, and odd ones A2."""
+
+    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
+        """Raise ValueError where these do not go together."""
+        super().check(n_embd, n_head, head_dim)
+        if n_head == 1 and not self.merge:
+            raise ValueError("n_head=1 leaves no head for A2: set merge=true, or use more heads")
+
+
+class StridedConfig(TwoSetsConfig):
     """Child et al. 2019: A1 = the last `stride` keys and the query's own, A2 = every stride-th key before."""
 
     name: Literal["strided"]
@@ -51,7 +60,7 @@ class StridedConfig(SparseConfig):
         return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, [strided(self.stride, kind) for kind in kinds])
 
 
-class FixedConfig(SparseConfig):
+class FixedConfig(TwoSetsConfig):
     """Child et al. 2019: A1 = the query's own block of `size` tokens, A2 = the last `width` tokens of every block.
 
     Of heads that see A2 alone, the first l - c tokens see nothing: their result is 0.
