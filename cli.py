@@ -281,7 +281,7 @@ def explain(error: BaseException, config_name: str) -> str:
             break
         if isinstance(cause, MissingConfigException) and cause.options:
             group, _, name = (cause.missing_cfg_file or "").rpartition("/")
-            more = "; pip install '.[sweep]' brings others" if group.startswith("hydra/") else ""
+            more = "; pip install -e '.[sweep]' brings others" if group.startswith("hydra/") else ""
             return f"{group}={name} does not exist: {nearest(name, cause.options)}{more}"
         if isinstance(cause, OverrideParseException):
             return f"cannot read the option {cause.override}: give KEY=VALUE, a text as 'KEY=\"...\"'"

@@ -147,7 +147,7 @@ def build_hf(overrides: list[str], max_len: int) -> Any:
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
-        raise UserError("--hf needs the package transformers, which is not installed: pip install '.[hf]'") from None
+        raise UserError("--hf needs the package transformers, which is not installed: pip install -e '.[hf]'") from None
     config, device = configuration(overrides, max_len)
     if config.n_head * config.head_features != config.n_embd:
         raise UserError(f"head_dim={config.head_dim} is not GPT-2's, whose heads share n_embd evenly: set it to null")

@@ -14,7 +14,7 @@ def run(config: dict[str, Any]) -> None:
     settings = decode(ServeConfig, config)
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise UserError(f"{missing[0]} is not installed: pip install '.[serve]'")
+        raise UserError(f"{missing[0]} is not installed: pip install -e '.[serve]'")
     from server.serve import serve
 
     serve(settings)

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.completions import Served, check_model, complete
 from server.errors import ApiError, Gone
@@ -22,12 +23,9 @@ _SAFE = {  # the page needs nothing from elsewhere, and nobody else may put it i
 
 def create_app(served: Served) -> FastAPI:
     """The application; its engine is started and stopped by whoever runs it."""
-
-    def guard(request: Request) -> None:
-        if served.hosts is not None:
-            check_host(request, served.hosts)
-
-    app = FastAPI(title=f"log-gpt: {served.name}", docs_url=None, redoc_url=None, dependencies=[Depends(guard)])
+    app = FastAPI(title=f"log-gpt: {served.name}", docs_url=None, redoc_url=None)
+    if served.hosts is not None:
+        app.add_middleware(Guard, hosts=served.hosts)
 
     @app.exception_handler(ApiError)
     async def _refused(_: Request, error: ApiError) -> Response:
@@ -72,6 +70,23 @@ def create_app(served: Served) -> FastAPI:
         return await complete(http, served)
 
     return app
+
+
+class Guard:
+    """In front of all routes, and of what is none: only requests for this server's own names are answered."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        answer = self._app
+        if scope["type"] == "http":
+            try:
+                check_host(Request(scope), self._hosts)
+            except ApiError as error:
+                answer = error.response()
+        await answer(scope, receive, send)
 
 
 def check_host(request: Request, hosts: frozenset[str]) -> None:

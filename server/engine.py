@@ -96,7 +96,13 @@ class Engine:
         while not self._stopping:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or self._waiting or self._n_admitted)
-            self.turn()
+            try:
+                self.turn()
+            except Exception as error:  # in the upkeep of the batch itself: nobody may wait for ever
+                _fail([*self._reading, *self._writing], error)
+                self._reading, self._writing, self._texts = deque(), [], None
+                with self._changed:
+                    self._n_admitted = 0
         with self._changed:
             completions = [*self._waiting, *self._reading, *self._writing]
         for completion in completions:

@@ -271,5 +271,5 @@ def test_without_the_harness_the_command_says_what_to_install(command, monkeypat
     done = command("scripts/lm_eval", "checkpoint=runs/none", "tasks=x")
     assert (done.status, done.err) == (
         1,
-        "error: the lm-evaluation-harness is not installed: pip install '.[lm_eval]'\n",
+        "error: the lm-evaluation-harness is not installed: pip install -e '.[lm_eval]'\n",
     )

@@ -332,7 +332,7 @@ def test_what_cannot_work_is_one_clear_line(command, tiny_args, tmp_path, option
 def test_a_launcher_that_is_not_installed_is_one_clear_line(command, tiny_args):
     result = command("train", "-m", *tiny_args, "hydra/launcher=jobless")
     assert (result.status, result.err.count("\n")) == (1, 1)
-    assert "pip install '.[sweep]'" in result.err
+    assert "pip install -e '.[sweep]'" in result.err
 
 
 def test_wandbs_sweep_gives_options_that_train_takes(dataset_dir):

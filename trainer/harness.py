@@ -45,7 +45,7 @@ def run_harness(config: HarnessConfig) -> None:
         UserError: the harness is not installed, there is no such task, or max_length is more than the model has.
     """
     if find_spec("lm_eval") is None:
-        raise UserError("the lm-evaluation-harness is not installed: pip install '.[lm_eval]'")
+        raise UserError("the lm-evaluation-harness is not installed: pip install -e '.[lm_eval]'")
     if config.include_path is not None and not config.include_path.is_dir():
         raise UserError(f"include_path={config.include_path} is no folder: give the folder of your task files")
     runtime = open_runtime(config.runtime)

@@ -12,7 +12,7 @@ from common.settings import UserError
 from data.hugging_face import read_tokenizer_json, tokenizer_files
 from data.tokenizer import BytesConfig, GPT2Config, Tokenizer, build_tokenizer
 
-tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install '.[hf]'")
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[hf]'")
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = build_tokenizer(BytesConfig(name="bytes"))

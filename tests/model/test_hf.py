@@ -26,7 +26,7 @@ from trainer.import_gpt2 import read_gpt2
 from trainer.resume import begin_with
 
 needs_transformers = pytest.mark.skipif(
-    find_spec("transformers") is None, reason="transformers is not installed: pip install '.[hf]'"
+    find_spec("transformers") is None, reason="transformers is not installed: pip install -e '.[hf]'"
 )
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
 # Sums of some hundred products of numbers of order 1, in an order that the kernels choose, in float64.

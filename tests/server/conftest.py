@@ -99,8 +99,8 @@ class Server:
 @pytest.fixture(scope="session")
 def serve(run_dir):
     """Starts servers of that run, and ends them."""
-    pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install '.[serve]'")
-    pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install '.[serve]'")
+    pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
+    pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
     started = []
 
     def start(*options):

@@ -1,6 +1,7 @@
 """The engine, turn by turn, against model/generate.py: a text is what it would be alone."""
 
 import itertools
+import time
 from collections import Counter
 
 import pytest
@@ -314,3 +315,28 @@ def test_an_engine_that_stops_tells_everyone(make_engine):
     assert all(isinstance(reader.news[-1], Stopped) for reader in readers)
     with pytest.raises(Stopped):
         submit(engine)
+
+
+def test_an_engine_whose_upkeep_fails_tells_everyone_and_goes_on(make_engine, monkeypatch):
+    engine = make_engine(max_streams=2)
+    keep, failures = engine._keep, iter([MemoryError("no memory")])
+
+    def failing(rows):
+        for error in failures:
+            raise error
+        keep(rows)
+
+    monkeypatch.setattr(engine, "_keep", failing)
+    engine.start()
+    readers = [submit(engine, max_tokens=3) for _ in range(3)]
+    deadline = time.monotonic() + 60
+    while not all(reader.ended for reader in readers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    later = submit(engine, max_tokens=3)
+    while not later.ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.stop()
+    engine.join()
+    assert not isinstance(later.news[-1], Exception)

@@ -13,7 +13,7 @@ import torch
 
 from model.generate import SamplingConfig, generate
 
-httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install '.[dev]'")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
 FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
 
 
@@ -211,7 +211,7 @@ def test_the_servers_own_names(client, name):
 
 @pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Host": "[::1"}, {"Host": "127.0.0.1.evil.example:80"}])
 def test_a_name_that_was_made_to_lead_here_is_refused(client, headers):
-    for path in ("/", "/page.js", "/v1/models"):
+    for path in ("/", "/page.js", "/v1/models", "/openapi.json", "/nothing"):
         response = client.get(path, headers=headers)
         assert response.status_code == 403
         assert "is not this server's name" in response.json()["error"]["message"]
@@ -343,4 +343,4 @@ def test_what_cannot_be_served_is_one_line(command, served, run_dir):
 def test_missing_packages_are_named(command, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = command("scripts/serve", "checkpoint=x")
-    assert result.err == "error: fastapi is not installed: pip install '.[serve]'\n"
+    assert result.err == "error: fastapi is not installed: pip install -e '.[serve]'\n"

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install '.[dev]'")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="chromium or chromedriver is not here: apt-get install chromium chromium-driver"
