@@ -240,7 +240,10 @@ def test_names_and_settings_stay_text(hostile, sweep, capsys):
     assert "\x1b" not in page + capsys.readouterr().out
 
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None or not os.environ.get("BROWSER_TESTS"),
+    reason="tests in a browser need BROWSER_TESTS=1, chromium",
+)
 
 
 def dom_of(path, tmp_path):
