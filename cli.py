@@ -379,5 +379,5 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_error(message: str) -> None:  # not in `guarded`: launchers send that to other machines, a console can't go
+def _print_error(message: str) -> None:  # not in `Job`: launchers send that to other machines, a console can't go
     errors.print(f"error: {message}", markup=False, style="red")

@@ -13,30 +13,23 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.console import errors
-from common.settings import UserError
+from common.command import parser_of, run_script
 
 
-def main() -> None:
-    """Parse the command line and export; what a user can mend is one line on standard error."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Parse the command line and export."""
+    parser = parser_of(__doc__)
     parser.add_argument("checkpoint", type=Path, help="a run directory (its newest checkpoint), or a checkpoint")
     parser.add_argument("out_dir", type=Path, help="the folder to make")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    args = parser.parse_args()
+    return run_script(parser, run, when_interrupted="interrupted; nothing was written")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Export."""
     from trainer.export_hf import export  # imports torch, which --help needs not wait for
 
-    try:
-        export(args.checkpoint, args.out_dir)
-    except (UserError, OSError) as error:
-        if args.debug:
-            raise
-        errors.print(f"error: {error}", markup=False, style="red")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        errors.print("error: interrupted; nothing was written", style="red")
-        sys.exit(130)
+    export(options.checkpoint, options.out_dir)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,35 +9,27 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.console import errors
-from common.settings import UserError
+from common.command import parser_of, run_script
 
 
-def main() -> None:
-    """Parse the command line and import; what a user can mend is one line on standard error."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Parse the command line and import."""
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="of the GPT2LMHeadModel")
     parser.add_argument("run_dir", type=Path, help="the run to make; it must not hold one")
     parser.add_argument("--dataset-dir", type=Path, help="what to train on, of prepare_data.py; default: no training")
     parser.add_argument("--seq-len", type=int, help="tokens of a training sequence; default: the model's positions")
     parser.add_argument("--batch-tokens", type=int, help="tokens of a training step; default: 480 sequences")
     parser.add_argument("--seed", type=int, default=1, help="of the data's order; default: 1")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    args = vars(parser.parse_args())
-    debug = args.pop("debug")
+    return run_script(parser, run, when_interrupted="interrupted; choose another run_dir, or remove this one")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Import."""
     from trainer.import_gpt2 import import_gpt2  # imports torch, which --help needs not wait for
 
-    try:
-        import_gpt2(**args)
-    except (UserError, OSError) as error:
-        if debug:
-            raise
-        errors.print(f"error: {error}", markup=False, style="red")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        errors.print("error: interrupted; choose another run_dir, or remove this one", style="red")
-        sys.exit(130)
+    import_gpt2(**{name: value for name, value in vars(options).items() if name != "debug"})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
