@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from gradients import assert_all_close, with_gradients
 
 from model.attention.linear import LinearConfig
 from model.ops.linear_attention import CHUNK, LinearAttentionState, linear_attention, naive_linear_attention
@@ -28,17 +29,6 @@ def by_hand(q, k, v):
         weights = [(phi(q[:, :, i]) * phi(k[:, :, j])).sum(-1, keepdim=True) for j in range(i + 1)]
         rows.append(sum(w * v[:, :, j] for j, w in enumerate(weights)) / sum(weights))
     return torch.stack(rows, dim=2)
-
-
-def with_gradients(y, leaves):
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    return [y, *torch.autograd.grad(y, leaves, weights)]
-
-
-def assert_all_close(got, wanted, tolerance=TOLERANCE):
-    for a, b in zip(got, wanted, strict=True):
-        assert a.shape == b.shape
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("T", [1, 2, 31])

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from gradients import assert_all_close, with_gradients
 from pydantic import ValidationError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import normalize, scaled_dot_product_attention
@@ -50,17 +51,6 @@ def attend(q, k, v, sigma):
     k = inner_keys(k)
     y = scaled_dot_product_attention(inner_queries(q, sigma), k, padded_values(v), is_causal=True, scale=1.0)
     return y[..., : v.shape[-1]]
-
-
-def with_gradients(y, leaves):
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    return [y, *torch.autograd.grad(y, leaves, weights)]
-
-
-def assert_all_close(got, wanted, tolerance=TOLERANCE):
-    for a, b in zip(got, wanted, strict=True):
-        assert a.shape == b.shape
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("T", [1, 2, 31])

@@ -1,0 +1,16 @@
+"""What tests of operators compare: a result together with its gradients."""
+
+import torch
+
+
+def with_gradients(y, leaves):
+    """The result, and the gradients of a weighted sum of it: the same weights for the same shape."""
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    return [y, *torch.autograd.grad(y, leaves, weights)]
+
+
+def assert_all_close(got, wanted, tolerance=1e-12):
+    """Shape by shape and number by number. float64: some 200 roundings of 1.1e-16 in numbers of size about 1."""
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
