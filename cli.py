@@ -33,6 +33,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
+from common.command import drop_output
 from common.console import errors, say
 from common.settings import UserError, nearest
 
@@ -70,7 +71,7 @@ def command(
     except KeyboardInterrupt:
         _fail(when_interrupted, status=130)
     except BrokenPipeError:
-        _drop_output()
+        drop_output()
     except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
         if debug:
             raise
@@ -100,7 +101,7 @@ class Job:
         except BrokenPipeError:  # whoever read the output has seen enough; Hydra would say more about it
             if in_sweep:
                 raise
-            _drop_output()
+            drop_output()
             return None
         except (UserError, OmegaConfBaseException, OSError) as error:
             if self._debug:
@@ -127,7 +128,7 @@ def _print_help(config_name: str) -> None:
     try:
         print(help_of(config_name), flush=True)
     except BrokenPipeError:
-        _drop_output()
+        drop_output()
 
 
 def help_of(config_name: str) -> str:
@@ -373,10 +374,6 @@ def _fail(message: str, status: int = 1) -> None:
         message = f"process {rank}: {message}"
     _print_error(message)
     sys.exit(status)
-
-
-def _drop_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_error(message: str) -> None:  # not in `Job`: launchers send that to other machines, a console can't go

@@ -37,10 +37,15 @@ def run_script(
         errors.print(f"error: {when_interrupted}", markup=False, style="red")
         return 130
     except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 0
     except (UserError, OSError) as error:
         if options.debug:
             raise
         errors.print(f"error: {error}", markup=False, style="red")
         return 1
+
+
+def drop_output() -> None:
+    """Send what is still to be printed nowhere: whoever read it is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
