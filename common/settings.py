@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -71,13 +71,15 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _one_line(cls: type[Settings], raw: Any, error: ValidationError) -> str:
     first, *others = error.errors()
-    path = ".".join(_path_in(raw, first["loc"]))
+    path = ".".join(_path_in(raw, first["loc"], first["type"] == "missing"))
     more = f" (and {len(others)} more)" if others else ""
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])
         return f"unknown config key '{path}': {nearest(key, _fields_at(cls, first['loc'][:-1]))}{more}"
     if first["type"] == "missing":
         return f"config key '{path}' is missing: give it a value{more}"
+    if first["type"] == "union_tag_not_found":
+        return f"config key '{path}.name' is missing: give it a value{more}"
     if first["type"] == "union_tag_invalid":
         tag, tags = first["ctx"]["tag"], first["ctx"]["expected_tags"].replace("'", "").split(", ")
         return f"config {path}.name={tag!r} does not exist: {nearest(tag, tags)}{more}"
@@ -86,14 +88,16 @@ def _one_line(cls: type[Settings], raw: Any, error: ValidationError) -> str:
     return f"config {path}{given}: {message}{more}" if path else f"{message}{more}"
 
 
-def _path_in(raw: Any, loc: tuple[int | str, ...]) -> list[str]:
-    """The keys of `loc` as its user wrote them: pydantic also puts the names of union members there."""
+def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
+    """The keys of `loc` as its user wrote them, the last maybe not: pydantic puts names of union members there too."""
     path = []
     for i, part in enumerate(loc):
-        inside = isinstance(raw, dict) and part in raw
-        if inside or isinstance(part, int) or i == len(loc) - 1:
+        inside: Any = raw if isinstance(raw, dict) else dict(enumerate(raw)) if isinstance(raw, list | tuple) else {}
+        if part in inside:
             path.append(str(part))
-            raw = raw[part] if inside else None
+            raw = inside[part]
+        elif missing and i == len(loc) - 1:
+            path.append(str(part))
     return path
 
 
@@ -106,6 +110,8 @@ def _fields_at(cls: Any, loc: tuple[int | str, ...]) -> list[str]:
             cls = next(member for member in get_args(cls) if part in variant_names(member))
         else:  # a list or a mapping: its values
             cls = _but_none(get_args(cls)[-1])
+        if get_origin(cls) is Annotated:
+            cls = get_args(cls)[0]
     return list(cls.model_fields)
 
 

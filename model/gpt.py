@@ -77,8 +77,11 @@ class GPTConfig(Settings):
             raise ValueError(
                 f"attention_pattern has {len(pattern)} items for n_layer={self.n_layer}: leave out what has no layer"
             )
-        for layer in self.layers:
-            self._check_attention(layer)
+        for part, layer in (pattern or {"attention": self.attention}).items():
+            try:
+                self._check_attention(layer)
+            except ValueError as error:
+                raise ValueError(f"{part}: {error}") from None
         return self
 
     def _check_attention(self, layer: AttentionConfig) -> None:
@@ -169,7 +172,13 @@ class GPT(nn.Module):
     def features(
         self, token_ids: Tensor, state: GPTState | None = None, return_state: bool = False
     ) -> tuple[Tensor, GPTState]:
-        """What the output layer sees, (B, T, n_embd), and with `return_state` the state after it, as for `forward`."""
+        """What the output layer sees, (B, T, n_embd), and with `return_state` the state after it, as for `forward`.
+
+        Raises:
+            ValueError: T = 0.
+        """
+        if token_ids.shape[1] == 0:
+            raise ValueError(f"token_ids of shape {tuple(token_ids.shape)} have no tokens: give one at least")
         position, layers = state or (None, (None,) * len(self.blocks))
         x, rotation, position = self.position(self.embed(token_ids), position)  # (B, T, n_embd)
         after = []

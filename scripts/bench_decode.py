@@ -31,8 +31,10 @@ from common.command import parser_of, run_script
 from common.console import console, say
 from common.files import make_directory, write_json
 from common.settings import UserError, decode, nearest
-from model.attention.cache import KVCache, RingCache
-from model.gpt import GPT, GPTConfig
+from model.attention.base import Attention
+from model.attention.cache import KVCache, SparseCache
+from model.gpt import GPT, GPTConfig, GPTState
+from model.ops.sparse_attention import Pattern, needed_keys
 from trainer.runtime import DeviceConfig, open_runtime
 
 WARM_UP = 3  # steps that are not timed; a stretched cache is copied in the first
@@ -119,7 +121,7 @@ def measure(overrides: list[str], options: argparse.Namespace) -> Row:
     config, device = configuration(overrides, room)
     gpt = GPT(config).to(device)
     _, state = gpt(random_tokens(gpt, READ), return_state=True)
-    decoders: dict[tuple[str, int], Decode] = {("ours", at): Ours(gpt, stretched(state, at)) for at in positions}
+    decoders: dict[tuple[str, int], Decode] = {("ours", at): Ours(gpt, stretched(gpt, state, at)) for at in positions}
     if options.hf:
         gpt2 = build_hf([f"model={chosen('model', [options.hf])[0]}", *options.set], room)
         decoders |= {("hf", at): hugging_face(gpt2, at) for at in positions}
@@ -128,7 +130,7 @@ def measure(overrides: list[str], options: argparse.Namespace) -> Row:
     for row in rows if options.hf else []:
         theirs = rate["hf", row["position"]]
         row |= {"hf_tokens_per_second": theirs, "over_hf": row["tokens_per_second"] / theirs}
-    sizes = {at: state_bytes(stretched(state, at)) for at in {*positions, *BYTES_AT}}
+    sizes = {at: state_bytes(stretched(gpt, state, at)) for at in {*positions, *BYTES_AT}}
     return {"speed": rows, "bytes": {str(at): sizes[at] for at in sorted(sizes)}}
 
 
@@ -176,15 +178,29 @@ def hugging_face(gpt2: Any, position: int) -> Decode:
     return lambda token_ids: gpt2(token_ids, past_key_values=cache, use_cache=True).logits  # it changes the cache
 
 
-def stretched(state: Any, n: int) -> Any:
-    """A state as after n tokens. It takes no memory of its own until a token is appended."""
+def stretched(gpt: GPT, state: GPTState, n: int) -> GPTState:
+    """A state as after n tokens read at once. Keys and values take no memory of their own until a token is appended."""
+    mechanisms = [module for module in gpt.modules() if isinstance(module, Attention)]
+    layers = (
+        _stretched(layer, n, getattr(mechanism, "patterns", []))
+        for layer, mechanism in zip(state.layers, mechanisms, strict=True)
+    )
+    return GPTState(_stretched(state.position, n, []), tuple(layers))
+
+
+def _stretched(state: Any, n: int, patterns: list[Pattern]) -> Any:
+    """The same of a layer with these patterns, if it has any."""
     if isinstance(state, KVCache):
         return KVCache(_columns(state.k, n), _columns(state.v, n), (n,) * len(state.lengths))
-    if isinstance(state, RingCache):
-        return RingCache(state.k, state.v, (n,) * len(state.lengths))
+    if isinstance(state, SparseCache):
+        j = torch.arange(n, device=state.k.device)
+        kept = j[needed_keys(patterns, j, torch.tensor(n, device=j.device))]
+        place = (1 + kept).to(torch.int32).expand(len(state.lengths), 1, -1)
+        k, v = (_columns(x, len(kept)) for x in (state.k, state.v))
+        return SparseCache(k, v, place, (n,) * len(state.lengths))
     if not isinstance(state, tuple):
-        return state  # nothing, or of a size that does not depend on the position
-    parts: Any = (n if isinstance(part, int) else stretched(part, n) for part in state)  # an int is a count of tokens
+        return n if isinstance(state, int) else state  # a count of tokens; else nothing, or always as large
+    parts: Any = (_stretched(part, n, patterns) for part in state)
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 

@@ -5,11 +5,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from model.attention.cache import RingCache, positions
+from model.attention.cache import SparseCache, positions
 from model.attention.sparse import SparseAttention, SparseConfig
-from model.ops.sparse_attention import longformer, masked_attention, pattern_mask, sparse_attention
+from model.ops.sparse_attention import longformer, masked_attention, sparse_attention
 from model.position import Rotation, rotate
 
 _LARGEST = 2**20
@@ -32,14 +32,10 @@ class LongformerConfig(SparseConfig):
 class LongformerState(NamedTuple):
     """What later tokens may still see: of the same size after any number of them."""
 
-    ring: RingCache
-    """Keys and values of the last `window` tokens."""
-    k: Tensor
-    """(B, n_kv_head, n_global, head_dim): keys of the global tokens so far, as the others see them; then zeros."""
-    v: Tensor
-    """The same of their values."""
+    local: SparseCache
+    """Keys and values of the window and of the global tokens, as all see them."""
     k_global: Tensor
-    """The same of their keys, as global tokens see them."""
+    """(B, n_kv_head, n_global, head_dim): keys of the global tokens so far, as these see each other; then zeros."""
     v_global: Tensor
     """The same of their values."""
 
@@ -55,7 +51,7 @@ class LongformerAttention(SparseAttention):
         self, n_embd: int, n_head: int, head_dim: int, n_kv_head: int | None, window: int, n_global: int
     ) -> None:
         super().__init__(n_embd, n_head, head_dim, n_kv_head, [longformer(window, n_global)])
-        self.window, self.n_global = window, n_global
+        self.n_global = n_global
         self.qkv_global = nn.Linear(self.qkv.in_features, self.qkv.out_features)
         with torch.no_grad():
             self.qkv_global.weight.copy_(self.qkv.weight)
@@ -66,53 +62,38 @@ class LongformerAttention(SparseAttention):
     ) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_head * head_dim)."""
         q, k, v = self.project(x, rotation)
-        after: LongformerState | None
+        after = None
         if state is not None:
-            y, after = self._continue(x, rotation, q, k, v, state)
+            y, local = self._continue(q, k, v, state.local)
+            y, k_g, v_g = self._written_over(y, x, rotation, state)
+            after = LongformerState(local, k_g, v_g)
         else:
             n = min(self.n_global, x.shape[1])
             q_g, k_g, v_g = self._project_global(x, rotation, n)
             y_g = scaled_dot_product_attention(q_g, k_g, v_g, is_causal=True, enable_gqa=self._grouped)
             y = torch.cat([y_g, sparse_attention(q, k, v, self.patterns)[:, :, n:]], dim=2)
-            after = self._first_state(k, v, k_g, v_g) if return_state else None
+            if return_state:
+                k_g, v_g = (pad(first, (0, 0, 0, self.n_global - n)) for first in (k_g, v_g))
+                after = LongformerState(SparseCache.of(k, v, self.patterns), k_g, v_g)
         return y.transpose(1, 2).flatten(2), after if return_state else None
 
-    def _first_state(self, k: Tensor, v: Tensor, k_g: Tensor, v_g: Tensor) -> LongformerState:
-        before = (0,) * len(k)
-        empty = k.new_zeros(*k.shape[:2], self.n_global, self.head_dim)
-        firsts = (self._keep(empty, x, before) for x in (k, v, k_g, v_g))
-        return LongformerState(RingCache.of(k, v, self.window), *firsts)
-
-    def _continue(
-        self, x: Tensor, rotation: Rotation | None, q: Tensor, k: Tensor, v: Tensor, state: LongformerState
-    ) -> tuple[Tensor, LongformerState]:
-        """Results (B, H, T, D) of T more tokens, and the state after them."""
-        before, T = state.ring.lengths, x.shape[1]
-        ring, k_near, v_near, _ = state.ring.append(k, v)
-        k_g, v_g = state.k_global, state.v_global
-        k_first, v_first = (self._keep(kept, new, before) for kept, new in ((state.k, k), (state.v, v)))
-
-        i = positions(ring.lengths, T, x.device)  # (B or 1, T)
-        j = positions(ring.lengths, k_near.shape[2], x.device)  # (B or 1, S)
-        j_first = torch.arange(self.n_global, device=x.device).unsqueeze(0)
-        near = (j >= self.n_global).unsqueeze(1) & pattern_mask(self.patterns, i, j)[:, 0]  # the first come once
-        first = pattern_mask(self.patterns, i, j_first)[:, 0]
-        mask = torch.cat([first, near], dim=2).unsqueeze(1)  # (B or 1, 1, T, n_global + S)
-        k_seen, v_seen = torch.cat([k_first, k_near], dim=2), torch.cat([v_first, v_near], dim=2)
-        y = scaled_dot_product_attention(q, k_seen, v_seen, attn_mask=mask, enable_gqa=self._grouped)
-
-        if min(before) < self.n_global:
-            q_g, new_k, new_v = self._project_global(x, rotation, T)
-            k_g, v_g = self._keep(k_g, new_k, before), self._keep(v_g, new_v, before)
-            earlier = (j_first.unsqueeze(1) <= i.unsqueeze(2)).unsqueeze(1)  # (B or 1, 1, T, n_global)
-            y_g = scaled_dot_product_attention(q_g, k_g, v_g, attn_mask=earlier, enable_gqa=self._grouped)
-            y = y_g.where((i < self.n_global)[:, None, :, None], y)
-        return y, LongformerState(ring, k_first, v_first, k_g, v_g)
+    def _written_over(
+        self, y: Tensor, x: Tensor, rotation: Rotation | None, state: LongformerState
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Results (B, H, T, D) of T more tokens, with those of global ones among them, and keys and values of these."""
+        before, T, k_g, v_g = state.local.lengths, x.shape[1], state.k_global, state.v_global
+        if min(before) >= self.n_global:
+            return y, k_g, v_g
+        q_g, new_k, new_v = self._project_global(x, rotation, T)
+        k_g, v_g = self._keep(k_g, new_k, before), self._keep(v_g, new_v, before)
+        i = positions(tuple(n + T for n in before), T, x.device)  # (B or 1, T)
+        j = torch.arange(self.n_global, device=x.device)
+        earlier = (j <= i.unsqueeze(2)).unsqueeze(1)  # (B or 1, 1, T, n_global)
+        y_g = scaled_dot_product_attention(q_g, k_g, v_g, attn_mask=earlier, enable_gqa=self._grouped)
+        return y_g.where((i < self.n_global)[:, None, :, None], y), k_g, v_g
 
     def _keep(self, kept: Tensor, new: Tensor, before: tuple[int, ...]) -> Tensor:
         """(B, G, n_global, D) of the first tokens, with what is new of them; row b had before[b] tokens."""
-        if min(before) >= self.n_global:
-            return kept
         kept = kept.clone()  # the state before stays as it was
         for row, start in enumerate(before):
             some = new[row, :, : max(self.n_global - start, 0)]
@@ -128,6 +109,11 @@ class LongformerAttention(SparseAttention):
             rotation = Rotation(rotation.cos[..., :n, :], rotation.sin[..., :n, :])
             q, k = rotate(q, rotation), rotate(k, rotation)
         return q, k, v
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """As its patterns have it; less what only global tokens go through, and the model counts for every one."""
+        others = max(seq_len - self.n_global, 0) / seq_len
+        return super().flops_per_token(seq_len) - round(2 * self.qkv_global.weight.numel() * others)
 
     def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """What `forward` must equal, by the definition: T x T weights, the global tokens' written over."""

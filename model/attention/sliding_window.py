@@ -1,15 +1,11 @@
 """Sliding windows, dilated or not (Beltagy et al. 2020), each head's its own."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import field_validator
-from torch import Tensor
+from pydantic import ValidationInfo, field_validator
 
-from model.attention.cache import RingCache
 from model.attention.sparse import SparseAttention, SparseConfig
 from model.ops.sparse_attention import window
-
-_LARGEST = {"window": 2**20, "dilation": 2**16}
 
 
 class SlidingWindowConfig(SparseConfig):
@@ -18,19 +14,16 @@ class SlidingWindowConfig(SparseConfig):
     name: Literal["sliding_window"]
     window: int | tuple[int, ...] = 256
     """Keys that a query sees; a list has one for each head."""
-    dilation: int | tuple[int, ...] = 0
-    """Keys left out between two that are seen; a list has one for each head."""
+    dilation: int | tuple[int | None, ...] | None = None
+    """Keys left out between two that are seen, 1 or more; null: none are; a list has one for each head."""
 
-    @field_validator("window", "dilation")
+    @field_validator("window", "dilation", mode="before")
     @classmethod
-    def _in_range(cls, value: int | tuple[int, ...], info: object) -> int | tuple[int, ...]:
-        name = str(getattr(info, "field_name", ""))
-        least, most = int(name == "window"), _LARGEST[name]
-        for given in _each(value):
-            if not least <= given <= most:
-                raise ValueError(
-                    f"{name}={given} is out of range: use {least} to {most:,}, or a list of one for each head"
-                )
+    def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        most, null = {"window": (2**20, ""), "dilation": (2**16, ", null")}[str(info.field_name)]
+        for given in value if isinstance(value, list | tuple) else [value]:
+            if not (type(given) is int and 1 <= given <= most) and not (null and given is None):
+                raise ValueError(f"{given} is out of range: use 1 to {most:,}{null}, or a list of one for each head")
         return value
 
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
@@ -46,31 +39,11 @@ class SlidingWindowConfig(SparseConfig):
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "SlidingWindowAttention":
         """The module for this configuration."""
         self.check(n_embd, n_head, head_dim)
-        windows, dilations = (
-            list(value) if isinstance(value, tuple) else [value] * n_head for value in (self.window, self.dilation)
-        )
-        return SlidingWindowAttention(n_embd, n_head, head_dim, self.n_kv_head, windows, dilations)
-
-
-def _each(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    return value if isinstance(value, tuple) else (value,)
+        windows = self.window if isinstance(self.window, tuple) else (self.window,) * n_head
+        dilations = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,) * n_head
+        patterns = [window(size, gap or 0) for size, gap in zip(windows, dilations, strict=True)]
+        return SlidingWindowAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
 
 
 class SlidingWindowAttention(SparseAttention):
-    """Causal attention to a window; its state is a ring of the keys and values that the widest head may still see."""
-
-    def __init__(
-        self,
-        n_embd: int,
-        n_head: int,
-        head_dim: int,
-        n_kv_head: int | None,
-        windows: list[int],
-        dilations: list[int],
-    ) -> None:
-        """`windows` and `dilations`: one for each head."""
-        super().__init__(n_embd, n_head, head_dim, n_kv_head, [*map(window, windows, dilations)])
-        self.span = max((w - 1) * (d + 1) + 1 for w, d in zip(windows, dilations, strict=True))
-
-    def _cache(self, k: Tensor, v: Tensor) -> RingCache:
-        return RingCache.of(k, v, self.span)
+    """Causal attention to a window; its state is the keys and values that the widest head may still see."""

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common.settings import Settings
 from model.attention.base import check_kv_heads
-from model.attention.cache import KVCache, positions
+from model.attention.cache import SparseCache, positions
 from model.attention.softmax import SoftmaxAttention
 from model.ops.sparse_attention import Pattern, fixed, masked_attention, pattern_mask, sparse_attention, strided
 from model.position import Rotation
@@ -86,11 +86,10 @@ class FixedConfig(TwoSetsConfig):
 
 
 class SparseAttention(SoftmaxAttention):
-    """Causal attention whose heads see the keys of a pattern each. Its state is a cache of all keys and values.
+    """Causal attention whose heads see the keys of a pattern each. Its state: keys and values that some head will see.
 
-    Later tokens need fewer: of strided attention the last l + 1 keys, and for A2 one in l, but another one for every
-    token of the next l; of fixed attention those of the block, and c in l of the earlier ones. All are kept, and what a
-    token does not see is not read.
+    Of fixed attention these are the block's own and c in l of the earlier ones; of a window, its own; of strided
+    attention all, since A2 of the next l tokens is another one in l each time.
     """
 
     def __init__(
@@ -108,24 +107,22 @@ class SparseAttention(SoftmaxAttention):
         q, k, v = self.project(x, rotation)
         if state is None:
             y = sparse_attention(q, k, v, self.patterns)
-            after = self._cache(k, v) if return_state else None
+            after = SparseCache.of(k, v, self.patterns) if return_state else None
         else:
-            after, k, v, _ = state.append(k, v)
-            y = self._attend_cached(q, k, v, after.lengths)
+            y, after = self._continue(q, k, v, state)
         return y.transpose(1, 2).flatten(2), after if return_state else None
 
-    def _cache(self, k: Tensor, v: Tensor) -> Any:
-        """The state after the first tokens."""
-        return KVCache.of(k, v)
-
-    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """The last T queries over the last S keys of texts of these lengths: dense, but for keys that no head sees."""
-        i, j = (positions(lengths, x.shape[2], x.device) for x in (q, k))  # (B or 1, T), (B or 1, S)
-        mask = pattern_mask(self.patterns, i, j) & (j >= 0)[:, None, None]  # (B or 1, 1 or H, T, S)
+    def _continue(self, q: Tensor, k: Tensor, v: Tensor, state: SparseCache) -> tuple[Tensor, SparseCache]:
+        """Results (B, H, T, D) of T more tokens, dense but for keys that no head sees, and the cache after them."""
+        after, k, v, j = state.append(k, v, self.patterns)  # (B, H, S, D) twice, (B, S)
+        i = positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
+        mask = pattern_mask(self.patterns, i, j) & (j >= 0)[:, None, None]  # (B, 1 or H, T, S)
         if q.shape[2] == 1:
             seen = mask.flatten(0, 2).any(0)
-            k, v, mask = k[:, :, seen], v[:, :, seen], mask[..., seen]
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self._grouped)
+            if 2 * int(seen.sum()) < len(seen):  # copying these costs less than reading all
+                k, v, mask = k[:, :, seen], v[:, :, seen], mask[..., seen]
+        y = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self._grouped)
+        return y, after
 
     def mask(self, T: int) -> Tensor:
         """(1 or n_head, T, T), True where query i may attend to key j."""

@@ -174,7 +174,7 @@ def test_nothing_to_attend_to_is_no_error(shape):
 CONFIGS = {
     "sliding_window": SlidingWindowConfig(name="sliding_window", window=5),
     "sliding_window, heads": SlidingWindowConfig(
-        name="sliding_window", window=[3, 9, 1, 30], dilation=[0, 1, 4, 0], n_kv_head=2
+        name="sliding_window", window=[3, 9, 1, 30], dilation=[None, 1, 4, None], n_kv_head=2
     ),
     "longformer": LongformerConfig(name="longformer", window=5, n_global=4),
     "longformer, one key head": LongformerConfig(name="longformer", window=3, n_global=40, n_kv_head=1),
@@ -286,9 +286,13 @@ def test_flops_count_the_keys_that_are_seen():
 @pytest.mark.parametrize(
     ("config", "raw", "message"),
     [
-        (SlidingWindowConfig, {"window": 0}, "window=0 is out of range: use 1 to 1,048,576"),
-        (SlidingWindowConfig, {"window": [4, 0]}, "window=0 is out of range"),
-        (SlidingWindowConfig, {"dilation": -1}, "dilation=-1 is out of range: use 0 to 65,536"),
+        (SlidingWindowConfig, {"window": 0}, "0 is out of range: use 1 to 1,048,576, or a list of one for each head"),
+        (SlidingWindowConfig, {"window": [4, 0]}, "0 is out of range"),
+        (SlidingWindowConfig, {"dilation": 0}, "0 is out of range: use 1 to 65,536, null, or a list"),
+        (SlidingWindowConfig, {"dilation": [1, 0]}, "0 is out of range"),
+        (SlidingWindowConfig, {"window": 1.5}, "1.5 is out of range"),
+        (SlidingWindowConfig, {"window": True}, "True is out of range"),
+        (SlidingWindowConfig, {"window": None}, "None is out of range: use 1 to 1,048,576, or a list"),
         (LongformerConfig, {"window": 0}, "window"),
         (LongformerConfig, {"n_global": 0}, "n_global"),
         (StridedConfig, {"stride": 0}, "stride"),
@@ -308,7 +312,7 @@ def test_bad_settings_are_refused(config, raw, message):
     ("config", "message"),
     [
         (SlidingWindowConfig(name="sliding_window", window=[4, 5]), "window lists 2 for n_head=4: give one for each"),
-        (SlidingWindowConfig(name="sliding_window", dilation=[0] * 5), "dilation lists 5 for n_head=4"),
+        (SlidingWindowConfig(name="sliding_window", dilation=[1] * 5), "dilation lists 5 for n_head=4"),
         (FixedConfig(name="fixed", n_kv_head=3), "n_kv_head=3 does not divide n_head=4: use one of 1, 2, 4"),
     ],
 )

@@ -7,22 +7,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.cache import KVCache, RingCache, positions
+from model.attention.cache import KVCache, SparseCache
+from model.ops.sparse_attention import fixed, longformer, pattern_mask, strided, window
 from model.position import Rotation, rotate
 from model.state import cat_states, select_rows
 
 H, D, E = 2, 3, 4
+PATTERNS = {
+    "window": [window(7)],
+    "window 1": [window(1)],
+    "heads": [window(3), window(4, 2)],
+    "global": [longformer(5, 3)],
+    "strided": [strided(6, "A1"), strided(6, "A2")],
+    "fixed": [fixed(8, 3, "A1"), fixed(8, 3, "A2")],
+    "fixed, merged": [fixed(8, 3)],
+}
+each_pattern = pytest.mark.parametrize("patterns", PATTERNS.values(), ids=PATTERNS)
 
 
 def kv(T, B=2, seed=0, **options):
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(B, H, T, d, generator=generator, dtype=torch.float64, **options) for d in (D, E))
-
-
-def seen(cache, row):
-    """A row's own columns, for comparing."""
-    n = min(cache.lengths[row], cache.k.shape[2])
-    return (cache.k[row, :, cache.k.shape[2] - n :], cache.v[row, :, cache.v.shape[2] - n :])
 
 
 @pytest.fixture(params=["grad", "no_grad", "inference"])
@@ -33,58 +38,91 @@ def mode(request):
         yield request.param
 
 
-def in_pieces(cls, k, v, pieces, *window):
+def in_pieces(k, v, pieces, *patterns):
+    """The cache after a text that comes in pieces: of all tokens, or of those that these patterns need."""
     first, *others = zip(k.split(pieces, dim=2), v.split(pieces, dim=2), strict=True)
-    cache = cls.of(*first, *window)
+    cache = (SparseCache if patterns else KVCache).of(*first, *patterns)
     for piece in others:
-        cache, *_ = cache.append(*piece)
+        cache, *_ = cache.append(*piece, *patterns)
     return cache
+
+
+def needed(patterns, n):
+    """Positions of the first n tokens that a later one may see, by the definition: of many later ones, any."""
+    return pattern_mask(patterns, torch.arange(n, n + 200), torch.arange(n)).any(0).any(0).nonzero().flatten()
 
 
 @pytest.mark.parametrize("pieces", [[100], [1] * 100, [63, 1, 1, 35], [3, 90, 7]])
 def test_a_cache_in_pieces_is_the_whole(mode, pieces):
     k, v = kv(100)
-    cache = in_pieces(KVCache, k, v, pieces)
+    cache = in_pieces(k, v, pieces)
     assert torch.equal(cache.k, k)
     assert torch.equal(cache.v, v)
     assert cache.lengths == (100, 100)
-    ring = in_pieces(RingCache, k, v, pieces, 7)
-    assert torch.equal(ring.k, k[:, :, -7:])
-    assert torch.equal(ring.v, v[:, :, -7:])
-    assert ring.lengths == (100, 100)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 40])
-def test_an_earlier_cache_stays_what_it_was(mode, window):
+@each_pattern
+@pytest.mark.parametrize("n", [1, 5, 23, 64, 100])
+def test_of_a_text_read_at_once_is_kept_what_some_later_token_sees(mode, patterns, n):
+    k, v = kv(n)
+    cache, kept = SparseCache.of(k, v, patterns), needed(patterns, n)
+    assert cache.place.tolist() == [[(1 + kept).tolist()]] * 2
+    assert torch.equal(cache.k, k[:, :, kept])
+    assert torch.equal(cache.v, v[:, :, kept])
+    assert cache.k.untyped_storage().nbytes() <= 8 * 2 * H * D * max(2 * 64, len(kept))  # a short text's buffer
+
+
+@each_pattern
+@pytest.mark.parametrize("pieces", [[1] * 150, [63, 1, 1, 85], [3, 140, 7], [70, 80]])
+def test_of_a_text_in_pieces_all_that_later_tokens_see_is_kept_and_little_else(mode, patterns, pieces):
+    k, v = kv(150)
+    cache, kept = in_pieces(k, v, pieces, patterns), needed(patterns, 150)
+    place = cache.place[0, 0] - 1
+    assert set(kept.tolist()) <= set(place.tolist())
+    assert torch.equal(cache.k, k[:, :, place])
+    assert torch.equal(cache.v, v[:, :, place])
+    assert cache.lengths == (150, 150)
+    assert len(place) <= len(kept) + 64
+
+
+@pytest.mark.parametrize("patterns", [None, *PATTERNS.values()], ids=["all", *PATTERNS])
+def test_an_earlier_cache_stays_what_it_was(mode, patterns):
     """It is continued twice, in two ways, and so is what came of it."""
-    rest = () if window is None else (window,)
-    cls = RingCache if window else KVCache
-    start = cls.of(*kv(3), *rest)
-    branches = {(): start}
+    rest = () if patterns is None else (patterns,)
+    branches = {(): in_pieces(*kv(3), [3], *rest)}
     for depth in range(4):
         for path in [path for path in branches if len(path) == depth]:
             for seed in (1, 2):
-                branches[*path, seed] = branches[path].append(*kv(1 + 30 * depth, seed=seed))[0]
+                branches[*path, seed] = branches[path].append(*kv(1 + 30 * depth, seed=seed), *rest)[0]
     for path, cache in branches.items():
         whole = [kv(3)] + [kv(1 + 30 * depth, seed=seed) for depth, seed in enumerate(path)]
         k, v = (torch.cat(parts, dim=2) for parts in zip(*whole, strict=True))
-        n = min(window or k.shape[2], k.shape[2])
-        for row in range(2):
-            assert torch.equal(seen(cache, row)[0], k[row, :, -n:])
-            assert torch.equal(seen(cache, row)[1], v[row, :, -n:])
+        place = cache.place[0, 0] - 1 if patterns else slice(None)
+        assert torch.equal(cache.k, k[:, :, place])
+        assert torch.equal(cache.v, v[:, :, place])
 
 
-@pytest.mark.parametrize("window", [None, 16])
-def test_a_step_writes_in_place_and_memory_is_taken_seldom(window):
+@pytest.mark.parametrize(
+    ("patterns", "seldom", "columns"),
+    [
+        (None, 6, 4 * 1001),  # 64 columns, doubled up to 2,048
+        ([window(17)], 1000 // (64 - 16) + 1, 64),  # 64 columns, of which 16 are kept
+        ([fixed(16, 1)], 3 * (1000 // 64) + 1, 2 * (1000 // 16 + 64)),  # a copy every 64, a buffer for it, a larger one
+    ],
+    ids=["all", "window", "fixed"],
+)
+def test_a_step_writes_in_place_and_memory_is_taken_seldom(patterns, seldom, columns):
+    rest = () if patterns is None else (patterns,)
     with torch.inference_mode():
-        cache = RingCache.of(*kv(1), 16) if window else KVCache.of(*kv(1))
-        places = []
+        cache = in_pieces(*kv(1), [1], *rest)
+        places, most = [], 0
         for seed in range(1000):
-            cache, *_ = cache.append(*kv(1, seed=seed))
+            cache, *_ = cache.append(*kv(1, seed=seed), *rest)
             places.append(cache.k.untyped_storage().data_ptr())
+            most = max(most, cache.k.untyped_storage().nbytes())
     taken = 1 + sum(a != b for a, b in itertools.pairwise(places))
-    assert taken <= (1000 // (64 - 16) + 1 if window else 6)  # 64 columns, of which 16 are kept; 64, doubled: 2048
-    assert cache.k.untyped_storage().nbytes() <= 8 * 2 * H * D * (64 if window else 4 * 1001)
+    assert taken <= seldom
+    assert most <= 8 * 2 * H * D * columns
 
 
 def test_a_cache_made_in_inference_mode_goes_on_outside_of_it():
@@ -97,36 +135,48 @@ def test_a_cache_made_in_inference_mode_goes_on_outside_of_it():
 
 def test_gradients_go_through_a_cache():
     k, v = kv(6, requires_grad=True)
-    in_pieces(KVCache, k, v, [4, 1, 1]).k.sum().backward()
-    in_pieces(RingCache, k, v, [4, 1, 1], 3).v.sum().backward()
+    in_pieces(k, v, [4, 1, 1]).k.sum().backward()
+    in_pieces(k, v, [4, 1, 1], [window(3)]).v.sum().backward()
     assert torch.equal(k.grad, torch.ones_like(k))
-    assert v.grad[0, 0, :, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    assert v.grad[0, 0, :, 0].tolist() == [0, 0, 0, 0, 1, 1]
+    in_pieces(k, v, [4, 1, 1], [fixed(4, 1)]).v.sum().backward()
+    assert v.grad[0, 0, :, 0].tolist() == [0, 0, 0, 1, 2, 2]
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 12])
 @pytest.mark.parametrize("T", [1, 2, 9])
-def test_masks_and_positions_are_their_definition_in_rows_of_any_length(mode, window, T):
-    """Each column holds its position's token, and a mask shows a query just the tokens that it may see."""
+def test_a_mask_is_its_definition_in_rows_of_any_length(mode, T):
+    """It shows a query the tokens up to its own."""
     lengths = (2, 11, 5)
     texts = [kv(n + T, B=1, seed=n) for n in lengths]
-    cls, rest = (KVCache, ()) if window is None else (RingCache, (window,))
-    state = cat_states([cls.of(k[:, :, :n], v[:, :, :n], *rest) for (k, v), n in zip(texts, lengths, strict=True)])
-    new = [torch.cat([text[i][:, :, -T:] for text in texts]) for i in range(2)]
-    after, k_all, _, mask = state.append(*new)
+    state = cat_states([KVCache.of(k[:, :, :n], v[:, :, :n]) for (k, v), n in zip(texts, lengths, strict=True)])
+    after, k_all, _, mask = state.append(*(torch.cat([text[i][:, :, -T:] for text in texts]) for i in range(2)))
     assert after.lengths == tuple(n + T for n in lengths)
-    where = positions(after.lengths, k_all.shape[2])  # (B, S)
-    mask = torch.ones(3, 1, T, k_all.shape[2], dtype=torch.bool) if mask is None else mask.expand(3, 1, -1, -1)
     for row, n in enumerate(lengths):
         for i in range(T):
-            allowed = where[row, mask[row, 0, i]].tolist()
-            assert allowed == [j for j in range(n + i + 1) if window is None or n + i - j < window]
-            assert torch.equal(k_all[row, :, mask[row, 0, i]], texts[row][0][0, :, allowed])
+            assert torch.equal(k_all[row, :, mask[row, 0, i]], texts[row][0][0, :, : n + i + 1])
+
+
+@each_pattern
+@pytest.mark.parametrize("T", [1, 2, 9, 70])
+def test_columns_are_where_they_say_in_rows_of_any_length(mode, patterns, T):
+    """And whatever the T new tokens may see is among them."""
+    lengths = (2, 31, 5)
+    texts = [kv(n + T, B=1, seed=n) for n in lengths]
+    caches = [SparseCache.of(k[:, :, :n], v[:, :, :n], patterns) for (k, v), n in zip(texts, lengths, strict=True)]
+    new = [torch.cat([text[i][:, :, -T:] for text in texts]) for i in range(2)]
+    after, k_all, v_all, where = cat_states(caches).append(*new, patterns)
+    assert after.lengths == tuple(n + T for n in lengths)
+    for row, n in enumerate(lengths):
+        there = where[row] >= 0
+        for found, text in zip((k_all, v_all), texts[row], strict=True):
+            assert torch.equal(found[row, :, there], text[0, :, where[row, there]])
+        seen = pattern_mask(patterns, torch.arange(n, n + T), torch.arange(n + T)).any(0).any(0).nonzero().flatten()
+        assert set(seen.tolist()) <= set(where[row].tolist())
+        assert len(set(where[row, there].tolist())) == there.sum()
 
 
 def test_one_token_after_rows_of_the_same_length_needs_no_mask(mode):
     assert KVCache.of(*kv(5)).append(*kv(1))[3] is None
-    assert RingCache.of(*kv(5), 4).append(*kv(1))[3] is None
-    assert RingCache.of(*kv(2), 4).append(*kv(1))[3] is not None  # columns in front are empty
 
 
 class Sums(NamedTuple):

@@ -2,7 +2,16 @@
 
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.naive import masked_attention, naive_sparse_attention
-from model.ops.sparse_attention.patterns import Pattern, fixed, longformer, pattern_mask, strided, window
+from model.ops.sparse_attention.patterns import (
+    Pattern,
+    fixed,
+    longformer,
+    needed_keys,
+    pattern_mask,
+    reach_of,
+    strided,
+    window,
+)
 
 __all__ = [
     "Pattern",
@@ -10,7 +19,9 @@ __all__ = [
     "longformer",
     "masked_attention",
     "naive_sparse_attention",
+    "needed_keys",
     "pattern_mask",
+    "reach_of",
     "sparse_attention",
     "strided",
     "window",

@@ -26,6 +26,14 @@ class Band:
         seen = ((i - j) % self.step == 0) & (i - j >= self.step * self.first) & (j >= self.start)
         return seen if self.last is None else seen & (i - j <= self.step * self.last)
 
+    def reach(self) -> int | None:
+        """How far before a query the earliest key is that it may attend to; None: anywhere."""
+        return None if self.last is None else self.step * self.last
+
+    def needed(self, j: Tensor, n: Tensor) -> Tensor:
+        """Whether query n or a later one may attend to an earlier key j."""
+        return (j >= self.start) & (self.last is None or j >= n - self.step * self.last)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -36,6 +44,14 @@ class Block:
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
         """Whether query i may attend to key j."""
         return (j <= i) & (i // self.size == j // self.size)
+
+    def reach(self) -> int | None:
+        """How far before a query the earliest key is that it may attend to."""
+        return self.size - 1
+
+    def needed(self, j: Tensor, n: Tensor) -> Tensor:
+        """Whether query n or a later one may attend to an earlier key j."""
+        return j // self.size == n // self.size
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,14 @@ class Columns:
         near = j <= i if self.own_block else j // self.size < i // self.size
         return near & (j % self.size >= self.size - self.width)
 
+    def reach(self) -> int | None:
+        """Keys are anywhere."""
+        return None
+
+    def needed(self, j: Tensor, n: Tensor) -> Tensor:
+        """Whether query n or a later one may attend to an earlier key j."""
+        return j % self.size >= self.size - self.width
+
 
 @dataclass(frozen=True)
 class First:
@@ -62,6 +86,14 @@ class First:
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
         """Whether query i may attend to key j."""
         return (j <= i) & (j < self.count)
+
+    def reach(self) -> int | None:
+        """Keys are anywhere."""
+        return None
+
+    def needed(self, j: Tensor, n: Tensor) -> Tensor:
+        """Whether query n or a later one may attend to an earlier key j."""
+        return j < self.count
 
 
 Part = Band | Block | Columns | First
@@ -105,7 +137,22 @@ def fixed(size: int, width: int, which: str = "both") -> Pattern:
 
 def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
     """True where query i (..., T) may attend to key j (..., S), by the pattern of each head: (..., 1 or H, T, S)."""
-    return torch.stack([_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in patterns], dim=-3)
+    kinds = list(dict.fromkeys(patterns))
+    seen = torch.stack([_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in kinds], dim=-3)
+    of_head = [kinds.index(pattern) for pattern in patterns]
+    return seen if of_head == [*range(len(kinds))] else seen[..., of_head, :, :]
+
+
+def needed_keys(patterns: Sequence[Pattern], j: Tensor, n: Tensor) -> Tensor:
+    """True where some head's query n, or a later one, may attend to key j, which is earlier; n and j broadcast."""
+    needed = [part.needed(j, n) for pattern in patterns for part in pattern]
+    return torch.stack(torch.broadcast_tensors(*needed)).any(0)
+
+
+def reach_of(patterns: Sequence[Pattern]) -> int | None:
+    """How far before a query the earliest key is that some head may attend to; None: anywhere."""
+    reaches = [part.reach() for pattern in patterns for part in pattern]
+    return None if None in reaches else max(reach for reach in reaches if reach is not None)
 
 
 def _sees(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
