@@ -144,3 +144,8 @@ def test_a_sequence_beyond_the_learned_positions_is_refused():
     _, state = gpt(ids(8), return_state=True)
     with pytest.raises(ValueError, match="9 tokens are more"):
         gpt(ids(1), state)
+
+
+def test_no_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"token_ids of shape \(2, 0\) have no tokens: give one at least"):
+        build(tiny())(torch.zeros(2, 0, dtype=torch.long))

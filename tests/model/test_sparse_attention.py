@@ -4,9 +4,12 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from common.console import say_once
+from common.settings import decode
 from model.attention.longformer import LongformerConfig
 from model.attention.sliding_window import SlidingWindowConfig
 from model.attention.sparse import FixedConfig, StridedConfig
+from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import attend, fixed, longformer, pattern_mask, sparse_attention, strided, window
 from model.ops.sparse_attention.tiles import tiles_of
 from model.position import RotaryPosition
@@ -163,6 +166,23 @@ def test_shapes_that_do_not_fit_are_refused():
             sparse_attention(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "attend_by", "said"),
+    [
+        ("cpu", torch.float64, 6, "_in_tiles", ""),
+        ("cuda", torch.bfloat16, 64, "_by_flex_attention", ""),
+        ("cuda", torch.float32, 8, "_dense", "FlexAttention needs 16 features a head"),
+        ("cuda", torch.float64, 64, "_dense", "FlexAttention needs 16 features a head and a smaller type than float64"),
+        ("mps", torch.float32, 64, "_dense", "FlexAttention is for CUDA GPUs"),
+    ],
+)
+def test_what_skips_nothing_is_said(device, dtype, head_dim, attend_by, said, capsys):
+    say_once.cache_clear()
+    assert attend._fastest(device, dtype, head_dim) is getattr(attend, attend_by)
+    out = capsys.readouterr().out
+    assert said in out if said else out == ""
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 5, 8), (2, 4, 0, 8)])
 def test_nothing_to_attend_to_is_no_error(shape):
     q = torch.randn(shape, requires_grad=True)
@@ -274,6 +294,19 @@ def test_global_projections_begin_equal_to_the_others():
     assert torch.equal(module.qkv.weight, module.qkv_global.weight)
     assert torch.equal(module.qkv.bias, module.qkv_global.bias)
     assert module.qkv.weight is not module.qkv_global.weight
+
+
+def test_flops_count_global_projections_for_global_tokens_alone():
+    """4 of 100 tokens meet them; with all global, all do."""
+    sizes = {"n_vocab": 16, "n_layer": 1, "n_head": 4, "head_dim": 6, "n_embd": 8}
+    parts = {"block": {"name": "glu"}, "position": {"name": "none"}}
+    gpts = [
+        GPT(decode(GPTConfig, {**sizes, **parts, "attention": {"name": name, "window": 5, **more}}))
+        for name, more in [("longformer", {"n_global": 4}), ("sliding_window", {})]
+    ]
+    longformer, plain = (gpt.flops_per_token(100) for gpt in gpts)
+    keys = build("longformer").mask(100).sum().item() - build("sliding_window").mask(100).sum().item()
+    assert longformer - plain == pytest.approx(6 * 8 * 3 * 4 * 6 * 4 / 100 + 3 * 4 * 4 * 6 * keys / 100, abs=6)
 
 
 def test_flops_count_the_keys_that_are_seen():

@@ -9,7 +9,7 @@ and the backward pass of a tile, exp(scores - l) being its weights in the whole,
 and v in each part's layout, y and l.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from common.console import say_once
 from model.ops.autocast import as_autocast
 from model.ops.sparse_attention.patterns import Pattern, pattern_mask
 from model.ops.sparse_attention.tiles import UNSEEN, Tiles, tile_mask, tiles_of
@@ -28,7 +29,7 @@ _aten = torch.ops.aten
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where each query sees the keys of its head's pattern.
 
-    On CPUs in tiles, on CUDA GPUs by FlexAttention, both of which skip what is masked; elsewhere dense.
+    On CPUs in tiles, on CUDA GPUs by FlexAttention, both of which skip what is masked; else, which is said, dense.
 
     Args:
         q: (B, H, T, D).
@@ -50,7 +51,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     if q.numel() == 0:  # the kernels would divide by it
         return q.clone()
     k, v = (x if G == H else x.repeat_interleave(H // G, dim=1) for x in (k, v))
-    attend = {"cpu": _in_tiles, "cuda": _by_flex_attention}.get(q.device.type, _dense)
+    attend = _fastest(q.device.type, q.dtype, q.shape[3])
     kinds = list(dict.fromkeys(patterns))
     if len(kinds) == 1:
         return attend(q, k, v, kinds[0])
@@ -58,6 +59,17 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     parts = [attend(q[:, hs], k[:, hs], v[:, hs], kind) for hs, kind in zip(heads, kinds, strict=True)]
     order = torch.tensor([h for hs in heads for h in hs], device=q.device).argsort()
     return torch.cat(parts, dim=1)[:, order]
+
+
+@torch.compiler.assume_constant_result
+def _fastest(device: str, dtype: torch.dtype, head_dim: int) -> Callable[[Tensor, Tensor, Tensor, Pattern], Tensor]:
+    if device == "cpu":
+        return _in_tiles
+    if device == "cuda" and head_dim >= 16 and dtype != torch.float64:
+        return _by_flex_attention
+    why = "needs 16 features a head and a smaller type than float64" if device == "cuda" else "is for CUDA GPUs"
+    say_once(f"sparse attention by masks, which skip nothing: FlexAttention {why}")
+    return _dense
 
 
 def _in_tiles(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:

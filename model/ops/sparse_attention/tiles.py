@@ -45,7 +45,7 @@ class Tiles(ABC):
         """(B, H, T, D) -> (N, B H, S, D)."""
 
 
-@lru_cache(maxsize=8)  # made of integers T x S, it takes as long as a small attention, and every layer wants the same
+@lru_cache(maxsize=32)  # made of integers T x S, it takes as long as a small attention, and every layer wants the same
 def tile_mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
     """What is added to the scores: 0 where the part sees the key, else UNSEEN; (N or 1, 1, C, S)."""
     if tiles.causal:
