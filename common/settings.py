@@ -47,12 +47,13 @@ def decode(cls: type[S], raw: Any) -> S:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """A hint for a name that does not exist: the closest valid one, or all of them where none is close."""
+    """A hint for a name that does not exist: the closest valid one, or where none is close all, the first of many."""
     names = sorted(allowed)
     close = difflib.get_close_matches(given, names, n=1)
     if close:
         return f"did you mean '{close[0]}'?"
-    return f"allowed: {', '.join(names)}" if len(names) <= 15 else "--help shows all there are"
+    some = names if len(names) <= 15 else [*names[:15], f"... ({len(names)} in all)"]
+    return f"allowed: {', '.join(some)}"
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

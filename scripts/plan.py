@@ -8,8 +8,8 @@ from cli import command
 def run(config: dict[str, Any]) -> None:
     """Decode the configuration and plan."""
     from common.settings import decode
-    from trainer.plan import PlanConfig
-    from trainer.plan_report import run_plan
+    from trainer.planning.plan import PlanConfig
+    from trainer.planning.plan_report import run_plan
 
     run_plan(decode(PlanConfig, config))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from data.tokenizer import END_OF_TEXT, Tokenizer
-from server.completion import FinishReason
+from server.text import FinishReason
 from server.tokens import Token
 
 

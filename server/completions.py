@@ -16,10 +16,10 @@ from starlette.requests import ClientDisconnect
 from common.files import parse_json
 from common.settings import UserError, decode, nearest
 from server.answer import Answer, usage
-from server.completion import Completion, Piece, TextRequest
 from server.engine import Engine
 from server.errors import ApiError, Gone, api_error
 from server.protocol import CompletionRequest, Limits, text_requests
+from server.text import Completion, Piece, TextRequest
 
 _LARGEST_BODY = 2**24  # bytes
 

@@ -22,7 +22,7 @@ from data.tokenizer import Tokenizer
 from model.generate import Texts, draw, next_token_probabilities, read, texts_after
 from model.gpt import GPT
 from model.state import cat_states, select_rows
-from server.completion import Completion
+from server.text import Completion
 
 PIECE = 256
 """Tokens of a prompt that are read in a turn: all texts wait for them."""

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from common.settings import Settings, UserError
 from data.tokenizer import Tokenizer
 from model.generate import SamplingConfig
-from server.completion import TextRequest, read_ids
+from server.text import TextRequest, read_ids
 
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # at every token, the text is compared with all beginnings of these
 _NOT_OFFERED = {

@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-import trainer.compare as compare
-import trainer.compare_report as compare_report
+import trainer.comparison.compare as compare
+import trainer.comparison.compare_report as compare_report
 from common.settings import UserError
 from model.attention import ATTENTION
-from trainer.compare import CONTROL, arms, count, follow, models_of, search
-from trainer.compare_report import verdict
+from trainer.comparison.compare import CONTROL, arms, count, follow, models_of, search
+from trainer.comparison.compare_report import verdict
 from trainer.exits import AGAIN
 
 PAIR = (CONTROL, "linear mlp rotary")

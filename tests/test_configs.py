@@ -12,10 +12,10 @@ from data.prepare import PrepareConfig
 from model.gpt import GPT
 from server.config import ServeConfig
 from trainer.config import TrainConfig
-from trainer.evaluate import EvaluateConfig
-from trainer.harness import HarnessConfig
-from trainer.plan import PlanConfig
-from trainer.sampling import SampleConfig
+from trainer.evaluation.evaluate import EvaluateConfig
+from trainer.evaluation.harness import HarnessConfig
+from trainer.planning.plan import PlanConfig
+from trainer.sampling.sample import SampleConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GIVEN = {  # what a user must give

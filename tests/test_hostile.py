@@ -22,9 +22,9 @@ from data.tokenizer import GPT2Config, build_tokenizer, load_tokenizer, read_ran
 from model.gpt import GPT, GPTConfig
 from trainer.checkpoint import load_model, newest, open_checkpoint
 from trainer.config import TrainConfig
-from trainer.evaluate import EvaluateConfig, run_evaluation
+from trainer.evaluation.evaluate import EvaluateConfig, run_evaluation
 from trainer.loop import fit
-from trainer.sampling import SampleConfig, run_sampling
+from trainer.sampling.sample import SampleConfig, run_sampling
 from trainer.tensor_file import read_tensors
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "in_time")

@@ -11,9 +11,9 @@ from common.settings import UserError, decode
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import load_model
+from trainer.evaluation.scoring import Text, score
 from trainer.loop import fit
 from trainer.runtime import open_runtime
-from trainer.scoring import Text, score
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -24,7 +24,7 @@ TEXTS = ["def self return", "the (", "日本 🙂 é", "x" * 70, "a"]
 
 @pytest.fixture
 def runtime():
-    from trainer.harness import HarnessConfig
+    from trainer.evaluation.harness import HarnessConfig
 
     return open_runtime(decode(HarnessConfig, {"checkpoint": ".", "tasks": "x", "runtime": DEVICE}).runtime)
 
@@ -56,7 +56,7 @@ def trained(tiny):
 def harness_model(build, runtime):
     """Builds the adapter around such a model."""
     pytest.importorskip("lm_eval", reason="the optional lm-evaluation-harness is not installed")
-    from trainer.harness_model import HarnessModel
+    from trainer.evaluation.harness_model import HarnessModel
 
     def wrap(changes=None, max_length=None, micro_batch=2):
         gpt, tokenizer = build(changes)
@@ -76,8 +76,8 @@ def direct(gpt, ids, n_before):
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax", "sliding_window"])
 def test_scores_are_those_of_a_forward_pass(build, runtime, monkeypatch, attention):
-    monkeypatch.setattr("trainer.scoring._PIECE", 7)  # texts go through the model in several pieces
-    monkeypatch.setattr("trainer.scoring._LOGITS", 1000)
+    monkeypatch.setattr("trainer.evaluation.scoring._PIECE", 7)  # texts go through the model in several pieces
+    monkeypatch.setattr("trainer.evaluation.scoring._LOGITS", 1000)
     settings = {"model.attention": {"name": attention} | ({"window": 8} if attention == "sliding_window" else {})}
     gpt, tokenizer = build(settings)
     ids = [[tokenizer.eot_id, *tokenizer.encode(text)] for text in TEXTS]
@@ -267,7 +267,7 @@ def test_mistakes_cost_one_line(command, trained, tasks, tiny, arguments, messag
 
 def test_without_the_harness_the_command_says_what_to_install(command, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "trainer.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "trainer.evaluation.harness", raising=False)
     done = command("scripts/lm_eval", "checkpoint=runs/none", "tasks=x")
     assert (done.status, done.err) == (
         1,

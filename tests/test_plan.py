@@ -9,11 +9,11 @@ from common.settings import decode
 from model.gpt import GPT
 from trainer.checkpoint import newest
 from trainer.devices import DEVICES, device_by_name, device_of_gpu
-from trainer.measure import measure_rate
 from trainer.metrics import read_metrics
 from trainer.micro_batch import SPARE
-from trainer.plan import PlanConfig, find_place, memory_of, plan
-from trainer.plan_report import duration, engineering, gigabytes
+from trainer.planning.measure import measure_rate
+from trainer.planning.plan import PlanConfig, find_place, memory_of, plan
+from trainer.planning.plan_report import duration, engineering, gigabytes
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("trainer.measure._SECONDS", 0.5)
+    monkeypatch.setattr("trainer.planning.measure._SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -71,6 +71,7 @@ def test_an_unknown_device_is_unknown_and_never_guessed(command, name, hint):
         ("n_device=1000", ["480 sequences, fewer than n_device=1000", "lower n_device"]),
         ("mfu=2", ["mfu=2", "less than or equal to 1"]),
         ("mfu=0.3 measure=true", ["mfu and measure", "give one"]),
+        ("runtime.device=cuda", ["runtime.device=cuda is not here", "such as device=a100-40gb"]),
         ("device=h100 measure=true", ["measure=true measures this machine", "device=h100 is not here"]),
         ("dataset_dir=/no/such", ["dataset_dir=/no/such", "prepare_data.py"]),
         ("n_devices=8", ["unknown config key 'n_devices': did you mean 'n_device'?"]),
@@ -184,12 +185,15 @@ def test_the_table_of_devices_is_sound():
 def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-40GB")
-    place = find_place(tiny_plan({"runtime.dtype": "auto"}))
+    place = find_place(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
     assert (place.name, place.peak, place.numbers.device) == ("a100-40gb", 312e12, "cuda")
     assert place.numbers.dtype == torch.bfloat16
+    assert find_place(tiny_plan({"runtime.device": "cuda"})).name == "a100-40gb"
+    assert find_place(tiny_plan({"runtime.device": "cpu"})).name == "cpu"
+    assert find_place(tiny_plan({"runtime.device": "cpu"}, device="h100")).name == "h100"
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA Tomorrow")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1, 7 * 10**9))
-    place = find_place(tiny_plan())
+    place = find_place(tiny_plan({"runtime.device": "auto"}))
     assert (place.name, place.memory, place.peak, place.source) == ("NVIDIA Tomorrow", 7e9, None, "unknown")
 
 

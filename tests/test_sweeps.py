@@ -18,6 +18,7 @@ from cli import Job, _complete_plugins, compose, to_dict
 from common.settings import decode
 from trainer.checkpoint import newest
 from trainer.config import TrainConfig
+from trainer.exits import AGAIN
 from trainer.loop import fit
 from trainer.metrics import read_metrics
 from trainer.run import Run
@@ -123,6 +124,18 @@ def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp
     assert command("train", "-m", *tiny_args, *options, *sweep).status == 0
     assert len(resumed) == 2
     assert None not in resumed
+
+
+def test_one_job_at_a_time_is_saved_as_without_joblib(start, tmp_path):
+    """joblib then has no worker, and the job must not take its sweep away from the terminal."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    options = ["max_steps=100000", "checkpoint.every=100000", "eval.every=100000"]
+    process = start(*options, "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
+    until(lambda: len(begun(tmp_path)) == 1)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate()
+    assert process.returncode == AGAIN
+    assert [newest(folder) is not None for folder in begun(tmp_path)] == [True]
 
 
 def begun(folder):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -26,7 +27,7 @@ _held = contextlib.ExitStack()  # this process's GPU, until it ends
 @contextlib.contextmanager
 def among_others(launcher: str) -> Iterator[None]:
     """What a sweep's job is run in. `launcher`: the name of Hydra's; "basic" runs one job after the other."""
-    if launcher == "joblib":
+    if launcher == "joblib" and multiprocessing.current_process().name != "MainProcess":  # which may do the jobs itself
         parent = end_with_parent()
         take_gpu()
         try:

@@ -21,8 +21,8 @@ from model.gpt import GPT, GPTConfig
 from model.hugging_face.gpt2 import is_gpt2
 from model.hugging_face.sources import modeling_files
 from trainer.checkpoint import TrainState
-from trainer.export_hf import export
-from trainer.import_gpt2 import read_gpt2
+from trainer.conversion.export_hf import export
+from trainer.conversion.import_gpt2 import read_gpt2
 from trainer.resume import begin_with
 
 needs_transformers = pytest.mark.skipif(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from model.generate import SamplingConfig, generate
-from server.completion import Completion, Piece, TextRequest, read_ids
 from server.engine import PIECE, Engine, Full, Stopped
+from server.text import Completion, Piece, TextRequest, read_ids
 
 SAMPLING = [
     SamplingConfig(),

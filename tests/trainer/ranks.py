@@ -174,7 +174,7 @@ def _become(request):
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
     import cli  # noqa: F401
-    import trainer.evaluate
+    import trainer.evaluation.evaluate
     import trainer.loop  # noqa: F401
 
     if (asked_for := _serve()) is not None:

@@ -13,7 +13,7 @@ from common.settings import UserError, decode, variant_names
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from trainer.checkpoint import load_model, open_checkpoint
-from trainer.convert_gqa import convert, pooled, shared, with_n_kv_head
+from trainer.conversion.convert_gqa import convert, pooled, shared, with_n_kv_head
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

@@ -12,7 +12,7 @@ from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
 from trainer.distributed import World
-from trainer.evaluate import EvaluateConfig, run_evaluation
+from trainer.evaluation.evaluate import EvaluateConfig, run_evaluation
 from trainer.loop import fit
 from trainer.losses import evaluate
 from trainer.runtime import open_runtime

@@ -14,9 +14,9 @@ from data.prepare import PrepareConfig, prepare
 from data.shards import TokenStream, read_manifest
 from trainer.checkpoint import load_model
 from trainer.distributed import World
-from trainer.eval_report import draw_evaluation
-from trainer.evaluate import EvaluateConfig, measure, open_evaluation, run_evaluation
-from trainer.long_context import position_bins
+from trainer.evaluation.eval_report import draw_evaluation
+from trainer.evaluation.evaluate import EvaluateConfig, measure, open_evaluation, run_evaluation
+from trainer.evaluation.long_context import position_bins
 from trainer.loop import fit
 from trainer.runtime import open_runtime
 
@@ -153,7 +153,7 @@ def test_a_stride_gives_every_token_the_window_before_it(trained, sets_dir, stri
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax"])
 def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, attention):
-    monkeypatch.setattr("trainer.long_context._PIECE", 37)  # windows are read in several pieces
+    monkeypatch.setattr("trainer.evaluation.long_context._PIECE", 37)  # windows are read in several pieces
     run_dir = trained({"model.attention": {"name": attention}})
     tokens = all_tokens(sets_dir)
     longest = len(tokens) - 1

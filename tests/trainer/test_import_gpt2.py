@@ -17,8 +17,8 @@ from data.shards import read_manifest
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.gpt import GPT, GPTConfig
 from trainer.checkpoint import TrainState, load_model, open_checkpoint
-from trainer.export_hf import export
-from trainer.import_gpt2 import import_gpt2, read_gpt2
+from trainer.conversion.export_hf import export
+from trainer.conversion.import_gpt2 import import_gpt2, read_gpt2
 from trainer.loop import fit
 from trainer.resume import begin_with
 
@@ -238,7 +238,7 @@ def test_an_export_is_whole_or_absent(original, folder, tmp_path, command, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.export_hf.write_json", full)
+        patch.setattr("trainer.conversion.export_hf.write_json", full)
         result = command("scripts/export_hf", str(original / "run"), str(tmp_path / "new"))
     assert (result.status, "No space left" in result.err) == (1, True)
     assert not (tmp_path / "new").exists()

@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
-from trainer.memory import Numbers, kept_for_backward, step_memory
 from trainer.optim import AdamWConfig
+from trainer.planning.memory import Numbers, kept_for_backward, step_memory
 from trainer.run import SummedLoss
 
 B, T = 4, 512

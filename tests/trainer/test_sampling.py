@@ -22,10 +22,10 @@ from data.tokenizer import BytesConfig, Tokenizer, build_tokenizer
 from model.generate import SamplingConfig
 from model.gpt import GPT
 from trainer.checkpoint import newest
-from trainer.continuations import Continuation, grow, pieces
-from trainer.conversation import Conversation
 from trainer.loop import fit
-from trainer.sampling import SampleConfig, check_lengths, run_sampling
+from trainer.sampling.continuations import Continuation, grow, pieces
+from trainer.sampling.conversation import Conversation
+from trainer.sampling.sample import SampleConfig, check_lengths, run_sampling
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -102,7 +102,7 @@ def continued(gpt, monkeypatch):
 
     def run(ids, max_new_tokens=200, stop=()):
         drawn = iter(ids)
-        monkeypatch.setattr("trainer.continuations.draw", lambda *_: torch.tensor([next(drawn)]))
+        monkeypatch.setattr("trainer.sampling.continuations.draw", lambda *_: torch.tensor([next(drawn)]))
         text = Continuation(BYTES, "x", 1, max_new_tokens, stop)
         for _ in grow(gpt, [text], n_vocab=257, sampling=SamplingConfig(), at_once=1):
             pass
@@ -149,7 +149,7 @@ def test_the_model_steps_once_for_all(gpt):
 
 def conversation_of(gpt, monkeypatch, ids, stop=()):
     drawn = iter(ids)
-    monkeypatch.setattr("trainer.conversation.draw", lambda *_: torch.tensor([next(drawn)]))
+    monkeypatch.setattr("trainer.sampling.conversation.draw", lambda *_: torch.tensor([next(drawn)]))
     return Conversation(gpt, BYTES, SamplingConfig(), stop)
 
 
@@ -239,7 +239,7 @@ def test_the_seed_decides_and_sample_i_has_seed_plus_i(command, run_dir):
 
 def test_the_number_of_sampled_tokens_is_told(command, run_dir, monkeypatch):
     drawn = itertools.chain(*([i, i] for i in (*b"xyz", EOT)))
-    monkeypatch.setattr("trainer.continuations.draw", lambda *_: torch.tensor([next(drawn), next(drawn)]))
+    monkeypatch.setattr("trainer.sampling.continuations.draw", lambda *_: torch.tensor([next(drawn), next(drawn)]))
     result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=abc", "num_samples=2")
     assert result.out.count("abcxyz\n") == 2
     assert re.search(r"^\(6 tokens, \d+ a second\)$", result.out, re.MULTILINE)
@@ -315,7 +315,7 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
             return torch.tensor([token_id])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.continuations.draw", draw)
+    monkeypatch.setattr("trainer.sampling.continuations.draw", draw)
     with pytest.raises(KeyboardInterrupt):
         run_sampling(make_config(checkpoint=run_dir, prompt="x"))
     assert (run_dir / "samples.txt").read_text() == "xabc\n"

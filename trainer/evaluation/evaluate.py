@@ -20,8 +20,8 @@ from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import Checkpoint, load_model, open_model
 from trainer.distributed import World, join_world
-from trainer.eval_report import draw_evaluation, show_evaluation
-from trainer.long_context import bin_of_positions, context_losses, position_bins
+from trainer.evaluation.eval_report import draw_evaluation, show_evaluation
+from trainer.evaluation.long_context import bin_of_positions, context_losses, position_bins
 from trainer.losses import Loss, Sums, total, window_losses
 from trainer.runtime import DeviceConfig, Runtime, open_runtime
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from common.console import console, say
 from common.settings import nearest
 from trainer.devices import DEVICES
-from trainer.plan import PlanConfig, plan
+from trainer.planning.plan import PlanConfig, plan
 
 _UNKNOWN = "unknown"
 

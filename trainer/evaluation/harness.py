@@ -57,7 +57,7 @@ def run_harness(config: HarnessConfig) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from trainer.harness_model import HarnessModel
+    from trainer.evaluation.harness_model import HarnessModel
 
     say("reading the names of the harness's tasks ...")
     manager = TaskManager(include_path=config.include_path and str(config.include_path))

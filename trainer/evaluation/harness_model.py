@@ -16,8 +16,8 @@ from data.text_stream import TextStream
 from data.tokenizer import Tokenizer
 from model.generate import SamplingConfig, generate
 from model.gpt import GPT
+from trainer.evaluation.scoring import Text, score
 from trainer.runtime import Runtime
-from trainer.scoring import Text, score
 
 _MAX_NEW_TOKENS = 256  # of a task that does not say; as for the harness's other models
 

@@ -17,9 +17,9 @@ from data.tokenizer import Tokenizer
 from model.generate import SamplingConfig
 from model.gpt import GPT
 from trainer.checkpoint import Checkpoint, load_model, open_model
-from trainer.continuations import Continuation, grow, pieces
-from trainer.conversation import Conversation, converse, say_rate
 from trainer.runtime import DeviceConfig, open_runtime
+from trainer.sampling.continuations import Continuation, grow, pieces
+from trainer.sampling.conversation import Conversation, converse, say_rate
 
 
 class SampleConfig(SamplingConfig):

@@ -11,9 +11,9 @@ from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
 from trainer.config import TrainConfig
 from trainer.devices import device_by_name, device_of_gpu
-from trainer.measure import measure_rate
-from trainer.memory import Memory, Numbers, step_memory
 from trainer.micro_batch import SPARE, available_memory
+from trainer.planning.measure import measure_rate
+from trainer.planning.memory import Memory, Numbers, step_memory
 
 
 class PlanConfig(TrainConfig):
@@ -22,7 +22,7 @@ class PlanConfig(TrainConfig):
     dataset_dir: Path | None = None  # type: ignore[assignment]
     """For the size of the data, if it is there."""
     device: str = "auto"
-    """auto: what this machine has; or cpu, or the name of a GPU in trainer/devices.py."""
+    """auto: what this machine has, or runtime.device of it; or cpu, or the name of a GPU in trainer/devices.py."""
     n_device: int = Field(1, ge=1, le=2**20)
     """Devices that train together."""
     mfu: float | None = Field(None, gt=0, le=1)
@@ -69,7 +69,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     """All figures, as JSON has them: bytes, seconds, tokens; None is not known.
 
     Raises:
-        UserError: measure=true for a device that is not here.
+        UserError: what is asked for takes a device that is not here.
     """
     place = find_place(config)
     with torch.device("meta"):
@@ -92,14 +92,23 @@ def plan(config: PlanConfig) -> dict[str, Any]:
 
 
 def find_place(config: PlanConfig) -> Place:
-    """The device that is asked for, or this machine's; what is not known of it is None."""
+    """The device that is asked for, or this machine's; what is not known of it is None.
+
+    Raises:
+        UserError: it is to be measured, or known from this machine, and is not here.
+    """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     here = device_of_gpu(gpu) if gpu else None
-    known = here if config.device == "auto" else device_by_name(config.device)
-    is_here = config.device == "auto" or config.device == "cpu" or (here is not None and here == known)
+    device = config.device
+    if device == "auto" and config.runtime.device == "cpu":
+        device = "cpu"
+    if device == "auto" and config.runtime.device == "cuda" and gpu is None:
+        raise UserError("runtime.device=cuda is not here: name the GPU that you plan for, such as device=a100-40gb")
+    known = here if device == "auto" else device_by_name(device)
+    is_here = device in ("auto", "cpu") or (here is not None and here == known)
     if config.measure and not is_here:
-        raise UserError(f"measure=true measures this machine, and device={config.device} is not here: leave one out")
-    cpu = config.device == "cpu" or (config.device == "auto" and gpu is None)
+        raise UserError(f"measure=true measures this machine, and device={device} is not here: leave one out")
+    cpu = device == "cpu" or (device == "auto" and gpu is None)
     dtype = config.runtime.dtype
     if dtype == "auto":
         dtype = "float32" if cpu or (known is not None and known.bfloat16 is None) else "bfloat16"
@@ -107,8 +116,8 @@ def find_place(config: PlanConfig) -> Place:
     if cpu:
         return Place("cpu", numbers, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
     if known is None:
-        own = float(torch.cuda.mem_get_info()[1]) if config.device == "auto" else None
-        return Place(gpu if config.device == "auto" and gpu else config.device, numbers, own, None, "unknown")
+        own = float(torch.cuda.mem_get_info()[1]) if device == "auto" else None
+        return Place(gpu if device == "auto" and gpu else device, numbers, own, None, "unknown")
     return Place(known.name, numbers, known.memory * 1e9, known.peak(numbers.dtype), known.source)
 
 
@@ -143,7 +152,8 @@ def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> d
     tokens = config.last_step * config.batch_tokens
     rate = config.tokens_per_second
     if config.measure:
-        rate = measure_rate(config, micro_batch, config.share)
+        runtime = config.runtime.model_copy(update={"device": place.numbers.device})
+        rate = measure_rate(config.model_copy(update={"runtime": runtime}), micro_batch, config.share)
     elif config.mfu is not None and place.peak is not None:
         rate = config.mfu * place.peak / flops
     seconds = tokens / (rate * config.n_device) if rate else None

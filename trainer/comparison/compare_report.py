@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from common.console import say
 from common.files import read_json, write_atomic, write_json
 from model.gpt import GPT, GPTConfig
-from trainer.compare import (
+from trainer.comparison.compare import (
     CONTROL,
     ON_EQUAL_TERMS,
     POSITIONS,

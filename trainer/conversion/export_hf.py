@@ -22,7 +22,7 @@ from model.hugging_face.gpt2 import PREFIX, gpt2_config, gpt2_name, is_gpt2, tur
 from model.hugging_face.sources import CONFIG_CLASS, MODEL_CLASS, modeling_files
 from trainer.checkpoint import TrainState, load_model, open_model
 
-_LICENSE = Path(__file__).resolve().parent.parent / "LICENSE"
+_LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
 
 
 def export(checkpoint: Path, out_dir: Path) -> None:

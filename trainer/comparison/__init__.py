@@ -1,0 +1,1 @@
+"""The comparison of attention mechanisms: scripts/compare_attention.py."""

@@ -1,0 +1,1 @@
+"""From checkpoints to others, and to and from the folders of Hugging Face's transformers."""

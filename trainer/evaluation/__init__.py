@@ -1,0 +1,1 @@
+"""Evaluation of checkpoints: eval.py, and the adapter for lm-evaluation-harness."""

@@ -1,0 +1,1 @@
+"""Text from checkpoints: sample.py."""
