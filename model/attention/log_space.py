@@ -13,6 +13,8 @@ from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.signed import split_signs
 from model.position import Rotation, rotate
 
+_SMALLEST_VALUE = 1e-30  # a product with it, and with a weight, is still in the range of float32 and bfloat16
+
 
 class _Sizes(Settings):
     d_key: int | None = Field(None, ge=1)
@@ -115,12 +117,19 @@ class _Split(torch.autograd.Function):
         return whole, *(None for _ in ctx.sizes)
 
 
+def _away_from_zero(v: Tensor) -> Tensor:
+    """v, but 1e-30 where it is smaller, with v's gradient: y is linear in v, but passes it on through log |v|."""
+    short = torch.where(v.abs() < _SMALLEST_VALUE, _SMALLEST_VALUE - v.detach(), 0)
+    return v + short
+
+
 class LogSpaceSignedAttention(LogSpaceAttention):
     """The same over values v of either sign: positive and negative ones are summed apart, and y is their difference."""
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LogAttentionState | None, return_state: bool
     ) -> tuple[Tensor, LogAttentionState | None]:
+        v = _away_from_zero(v)
         log_y, after = super()._attend(q, k, split_signs(v.abs().log(), v.sign()), state, return_state)
         positive, negative = log_y.chunk(2, dim=-1)
         return positive.exp() - negative.exp(), after

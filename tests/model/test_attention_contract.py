@@ -100,6 +100,26 @@ def test_outputs_and_gradients_are_the_definitions(case, rotary, T):
 
 
 @each_case
+def test_zeros_are_numbers_like_others(case):
+    """Of a token of zeros, without biases, queries, keys and values are 0 exactly: their logarithms are not finite."""
+    module = build(case)
+    x = text(20)
+    x[:, [0, 7, 8]] = 0
+    x.requires_grad_()
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+    leaves = [x, *module.parameters()]
+    found, wanted = module(x)[0], module.naive(x)
+    close(found, wanted)
+    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    pairs = (torch.autograd.grad(y, leaves, g, allow_unused=True, materialize_grads=True) for y in (found, wanted))
+    for ours, theirs in zip(*pairs, strict=True):
+        close(ours, theirs)
+
+
+@each_case
 @with_rotation
 def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
     module, x, changed = build(case), text(70), text(70)

@@ -47,6 +47,7 @@ CONTROL = "softmax mlp rotary"
 SEEDS = (1, 2, 3)
 _EXTENSIONS = 2  # learning rates beyond the grid
 _EVAL_WINDOWS = 128
+_DIVERGES = "left out, because it diverges at every learning rate: give lower --learning-rates, and another --out"
 
 Raw = dict[str, Any]
 Models = dict[str, GPTConfig]
@@ -191,22 +192,21 @@ def train_arms(models: Models, terms: Terms) -> None:
     """The runs of these arms."""
     for n, (name, model) in enumerate(models.items(), start=1):
         row = follow(functools.partial(train, terms, name, model), terms.grid)
-        losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
-        say(f"{time.strftime('%H:%M:%S')} arm {n} of {len(models)}: {name}: {losses} at {row['lr']:g}")
+        losses = f"{', '.join(f'{loss:.4f}' for loss in row['losses'])} at {row['lr']:g}" if row else _DIVERGES
+        say(f"{time.strftime('%H:%M:%S')} arm {n} of {len(models)}: {name}: {losses}")
 
 
-def follow(loss_of: Callable[[float, int], float], grid: list[float]) -> Raw:
+def follow(loss_of: Callable[[float, int], float], grid: list[float]) -> Raw | None:
     """The search for the best learning rate by the first seed, and the other seeds at it; one that fails any is not it.
 
-    Raises:
-        UserError: every one fails some.
+    None: every one fails some.
     """
     tried = search(lambda lr: loss_of(lr, SEEDS[0]), grid)
     for lr in sorted(tried, key=lambda lr: tried[lr]):
         losses = [tried[lr], *(loss_of(lr, seed) for seed in SEEDS[1:])]
         if all(map(math.isfinite, losses)):
             return {"lr": lr, "at_edge": lr in (min(tried), max(tried)), "losses": losses, "tried": tried}
-    raise UserError("runs diverge at every learning rate: give lower --learning-rates, and another --out")
+    return None
 
 
 def search(loss_of: Callable[[float], float], grid: list[float]) -> dict[float, float]:

@@ -90,7 +90,7 @@ def report(models: Models, speed: dict[str, list[float]], terms: Terms, command:
 
 
 def row_of(name: str, model: GPTConfig, speed: list[float], terms: Terms) -> Raw | None:
-    """What is known of an arm once all of its runs are finished."""
+    """What is known of an arm once all of its runs are finished, unless it diverges at every learning rate."""
 
     def finished(lr: float, seed: int) -> float:
         if (loss := loss_in(terms.run_dir(name, lr, seed))) is None:
@@ -100,6 +100,8 @@ def row_of(name: str, model: GPTConfig, speed: list[float], terms: Terms) -> Raw
     try:
         row = follow(finished, terms.grid)
     except LookupError:
+        return None
+    if row is None:
         return None
     tried = {f"{lr:g}": loss if math.isfinite(loss) else None for lr, loss in sorted(row["tried"].items())}
     sizes = {"parameters": count(model), "n_layer": model.n_layer, "n_embd": model.n_embd}
