@@ -53,4 +53,4 @@ format: setup  ## put every file into the project's format
 	$(VENV)/ruff format .
 
 clean:  ## remove .venv and caches; datasets and runs stay
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

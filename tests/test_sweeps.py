@@ -14,7 +14,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from cli import Job, _complete_plugins, compose, to_dict
+from cli import compose, to_dict
+from cli.command import Job
+from cli.restraint import complete_plugins
 from common.settings import decode
 from trainer.checkpoint import newest
 from trainer.config import TrainConfig
@@ -225,7 +227,7 @@ def test_joblib_has_a_worker_for_every_gpu(monkeypatch, visible, n_jobs):
     monkeypatch.setattr("trainer.sweep.let_workers_save", lambda: None)
     choices = {"hydra/launcher": "joblib", "hydra/sweeper": "basic"}
     config = OmegaConf.create({"runtime": {"choices": choices}, "launcher": {"n_jobs": -1}})
-    _complete_plugins(config)
+    complete_plugins(config)
     assert config.launcher.n_jobs == n_jobs
 
 
