@@ -10,183 +10,37 @@ the models are as they are initialised, so that their weights tell no more than 
 """
 
 import argparse
-import io
-import math
 import sys
 from pathlib import Path
-from typing import Any
-
-import torch
-from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
-from torch import Tensor
 
 from common.command import parser_of, run_script
 from common.console import say
 from common.files import write_atomic
-from common.settings import UserError, decode
-from model.attention.base import Attention
-from model.attention.linear import LinearAttention
-from model.attention.log_space import LogSpaceAttention
-from model.attention.longformer import LongformerAttention
-from model.attention.projection import ProjectionAttention
-from model.attention.softmax import SoftmaxAttention
-from model.gpt import GPT, GPTConfig
-from model.ops.linear_attention import naive_linear_attention
-from model.ops.log_attention import naive_log_attention
-from model.ops.projection_attention import naive_projection_attention
-from model.ops.sparse_attention.naive import masked_attention
-from model.position import Rotation
-from trainer.checkpoint import load_model
 
 SENTENCE = "the cat that the old dog saw sat on the mat and the dog lay down"
-PANELS: dict[str, tuple[Any, int]] = {
-    "softmax": ({"name": "softmax"}, 0),
-    "sliding_window: the last 4": ({"name": "sliding_window", "window": 4}, 0),
-    "sliding_window: 4, dilated by 1": ({"name": "sliding_window", "window": 4, "dilation": 1}, 0),
-    "longformer: the last 4, 2 global": ({"name": "longformer", "window": 4, "n_global": 2}, 0),
-    "strided by 4: even heads": ({"name": "strided", "stride": 4}, 0),
-    "strided by 4: odd heads": ({"name": "strided", "stride": 4}, 1),
-    "fixed, 1 of blocks of 4: even heads": ({"name": "fixed", "size": 4, "width": 1}, 0),
-    "fixed, 1 of blocks of 4: odd heads": ({"name": "fixed", "size": 4, "width": 1}, 1),
-    "projection: by distance": ({"name": "projection"}, 0),
-    "linear: phi(q) phi(k)^T": ({"name": "linear"}, 0),
-    "log_space: exp(q) exp(k)^T": ({"name": "log_space"}, 0),
-    "log_space_signed: the same": ({"name": "log_space_signed"}, 0),
-}
-"""A mechanism, and the head that is shown."""
-LONGEST = 64  # tokens that a panel has room for
-
-Panels = dict[str, tuple[Tensor, Tensor]]
-"""Weights and mask, (T, T), by title."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Parse the command line and draw."""
     parser = parser_of(__doc__)
     parser.add_argument("--checkpoint", type=Path, help="a run, or a checkpoint: a panel for each of its layers")
     parser.add_argument("--head", type=int, default=1, help="of the checkpoint's; the first is 1")
     parser.add_argument("--text", default=SENTENCE)
     parser.add_argument("--out", type=Path, default=Path("attention.png"))
-    return run_script(parser, draw, argv)
+    return run_script(parser, run)
 
 
-def draw(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Draw and write."""
-    labels, panels = of_checkpoint(options) if options.checkpoint else of_mechanisms(options.text)
+    # here, because --help need not wait for torch
+    from trainer.benchmarks.attention_masks import of_checkpoint, of_mechanisms, picture
+
+    if options.checkpoint:
+        labels, panels = of_checkpoint(options.checkpoint, options.text, options.head)
+    else:
+        labels, panels = of_mechanisms(options.text)
     write_atomic(options.out, picture(labels, panels))
     say(f"{len(panels)} panels are in {options.out}")
-
-
-def of_mechanisms(text: str) -> tuple[list[str], Panels]:
-    """Words, and a panel for every mechanism; a word that comes again is the same token."""
-    words = text.split()
-    ids = torch.tensor([[words.index(word) for word in words]])  # (1, T)
-    _check_length(ids)
-    panels = {}
-    for title, (attention, head) in PANELS.items():
-        torch.manual_seed(1)
-        sizes = {"n_vocab": len(words), "n_layer": 1, "n_head": 2, "n_embd": 64}
-        parts = {"attention": attention, "block": {"name": "glu"}, "position": {"name": "none"}}
-        (weights, mask), *_ = weights_and_masks(GPT(decode(GPTConfig, sizes | parts)), ids)
-        panels[title] = weights[head], mask[head % len(mask)]
-    return words, panels
-
-
-def of_checkpoint(options: argparse.Namespace) -> tuple[list[str], Panels]:
-    """Tokens, and a panel for every layer of a trained model."""
-    gpt, tokenizer = load_model(options.checkpoint)
-    if not 1 <= options.head <= gpt.config.n_head:
-        raise UserError(f"--head={options.head} is none of the model's: give 1 to {gpt.config.n_head}")
-    encoded = tokenizer.encode(options.text)
-    _check_length(ids := torch.tensor([encoded]))
-    panels = {}
-    for n, (layer, found) in enumerate(zip(gpt.config.layers, weights_and_masks(gpt, ids), strict=True), start=1):
-        weights, mask = found
-        head = options.head - 1
-        panels[f"layer {n}, {layer.name}, head {head + 1}"] = weights[head], mask[head % len(mask)]
-    return [_label(tokenizer.decode_bytes([token])) for token in encoded], panels
-
-
-def _label(token: bytes) -> str:
-    """What fits under a column: spaces and line ends as signs that are seen."""
-    return token.decode(errors="replace").replace(" ", "\N{OPEN BOX}").replace("\n", "\\n").replace("\t", "\\t")
-
-
-def _check_length(ids: Tensor) -> None:
-    if not 1 <= ids.numel() <= LONGEST:
-        raise UserError(f"--text has {ids.numel()} tokens: give 1 to {LONGEST}")
-
-
-@torch.no_grad()
-def weights_and_masks(gpt: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of every layer, what its attention does with ids (1, T): weights (H, T, T) and mask (1 or H, T, T)."""
-    found: list[tuple[Tensor, Tensor]] = []
-
-    def look(layer: Any, inputs: tuple[Tensor, Rotation | None]) -> None:
-        T = inputs[0].shape[1]
-        mask = layer.mask(T) if hasattr(layer, "mask") else torch.ones(1, T, T, dtype=torch.bool).tril()
-        found.append((weights_of(layer, *inputs[:2]), mask))
-
-    hooks = [m.register_forward_pre_hook(look) for m in gpt.modules() if isinstance(m, Attention)]
-    gpt(ids)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor:
-    """The weights (H, T, T) of x (1, T, n_embd), by the definitions: what they make of values that are unit vectors."""
-    T = x.shape[1]
-    unit = torch.eye(T, dtype=x.dtype)
-    if isinstance(layer, LogSpaceAttention):
-        q, k, _ = layer._project(x, rotation)
-        log_weights = naive_log_attention(q, k, unit.log().expand(*q.shape[:2], T, T))
-        assert isinstance(log_weights, Tensor)
-        return log_weights.exp()[0]
-    if isinstance(layer, LinearAttention):
-        q, k, _ = layer.project(x, rotation)
-        return naive_linear_attention(q, k, unit.expand(*k.shape[:2], T, T))[0]
-    if isinstance(layer, ProjectionAttention):
-        q, k, _ = layer.project(x, rotation)
-        k = k.repeat_interleave(layer.n_head // layer.n_kv_head, dim=1)
-        return naive_projection_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.sigma, layer.mask(T))[0]
-    assert isinstance(layer, SoftmaxAttention)
-    q, k, _ = layer.project(x, rotation)
-    weights = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
-    if isinstance(layer, LongformerAttention):
-        q, k, _ = layer._project_global(x, rotation, T)
-        own = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
-        weights[:, : layer.n_global] = own[:, : layer.n_global]
-    return weights
-
-
-def picture(labels: list[str], panels: Panels) -> bytes:
-    """A PNG of the panels, four in a row."""
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    side = max(2.6, 0.17 * len(labels))
-    figure = Figure(figsize=(columns * side + 0.8, rows * (side + 0.3) + 0.8), layout="constrained")
-    for n, (title, (weights, mask)) in enumerate(panels.items()):
-        axes = figure.add_subplot(rows, columns, n + 1)
-        relative = (weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)).masked_fill(~mask, math.nan)
-        axes.imshow(torch.zeros_like(weights), cmap=ListedColormap(["0.88"]))
-        image = axes.imshow(relative, cmap="Blues", vmin=-0.15, vmax=1.0)
-        axes.set_title(title, fontsize=9)
-        ticks, angle = range(len(labels)), 90 if max(map(len, labels)) > 2 else 0
-        axes.set_xticks(ticks, labels if n + columns >= len(panels) else [], rotation=angle, fontsize=7)
-        axes.set_yticks(ticks, labels if n % columns == 0 else [], fontsize=7)
-        axes.set_xticks([t - 0.5 for t in ticks], minor=True)
-        axes.set_yticks([t - 0.5 for t in ticks], minor=True)
-        axes.grid(which="minor", color="white", linewidth=0.6)
-        axes.tick_params(which="both", length=0)
-        axes.spines[:].set_visible(False)
-    bar = figure.colorbar(image, ax=figure.axes, shrink=0.4, pad=0.01)
-    bar.set_label("weight, the row's largest = 1; grey: may not attend", fontsize=8)
-    bar.ax.set_ylim(0, 1)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
-from scripts.bench_decode import Ours, state_bytes, stretched
+from trainer.benchmarks.decode import Ours, state_bytes, stretched
 
 SMALL = ["n_layer=1", "n_embd=32", "n_head=2", "head_dim=16", "n_vocab=64"]
 OPTIONS = ("--set", "runtime.device=cpu", *(f"model.{option}" for option in SMALL), "--steps", "3")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import model.ops.sparse_attention as operator
+from trainer.benchmarks import sparse
 
 
 def test_it_checks_times_and_writes(command, tmp_path):
@@ -26,8 +26,8 @@ def test_it_checks_times_and_writes(command, tmp_path):
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_it_does_not_time_what_is_wrong(command, tmp_path, monkeypatch, factor):
-    right = operator.sparse_attention
-    monkeypatch.setattr(operator, "sparse_attention", lambda *qkv, patterns: right(*qkv, patterns) * factor)
+    right = sparse.sparse_attention
+    monkeypatch.setattr(sparse, "sparse_attention", lambda *qkv, patterns: right(*qkv, patterns) * factor)
     result = command("scripts/bench_sparse", "--heads", "2", "--out", str(tmp_path))
     assert result.status == 1
     assert result.err.startswith("error: window 256 differs from its definition by")

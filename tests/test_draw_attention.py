@@ -6,7 +6,7 @@ import torch
 from common.settings import decode
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
-from scripts.draw_attention import PANELS, of_mechanisms, weights_and_masks, weights_of
+from trainer.benchmarks.attention_masks import PANELS, of_mechanisms, weights_and_masks, weights_of
 from trainer.loop import fit
 
 T = 13

@@ -1,6 +1,7 @@
 """Who may import whom, and what may be nowhere: walked in the source, so it holds for code that no test runs."""
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,12 @@ def test_what_runs_or_unpickles_is_seen(source, offence):
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_entry_points_are_thin(name):
     assert len((ROOT / name).read_text().splitlines()) < 60
+
+
+def test_entry_points_and_scripts_are_checked_and_installed():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    there = [".".join(file.with_suffix("").parts) for file in FILES if package(file) not in (*PACKAGES, "cli")]
+    assert sorted(tool["mypy"]["modules"]) == sorted(tool["setuptools"]["py-modules"]) == sorted(there)
 
 
 def test_the_walk_sees_imports():

@@ -1,5 +1,6 @@
 """What every command and script has in common: a short --help, quickly; errors of one line; colours where wanted."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,9 +17,6 @@ from common.settings import UserError
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ["train.py", "eval.py", "sample.py"]
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "scripts").glob("*.py"))
-# Benchmarks of torch itself, whose first lines import it.
-HEAVY = {f"scripts/{name}.py" for name in ("bench_attention", "bench_decode", "bench_recurrence", "bench_sparse")}
-HEAVY |= {"scripts/draw_attention.py", "scripts/inspect_kernels.py"}
 SLOW = ("torch", "matplotlib", "transformers", "triton", "datasets", "wandb", "fastapi", "pyarrow")
 HELP = """
 import contextlib, io, json, runpy, sys
@@ -35,45 +33,31 @@ print(json.dumps(found))
 """
 
 
-def helps(scripts):
-    """What each script's --help prints, and the slow libraries that it has imported until then."""
-    import json
-
+@pytest.fixture(scope="module")
+def helps():
+    """What each command's --help prints, and the slow libraries that it has imported until then."""
     source = f"SLOW = {SLOW!r}\n{HELP}"
     env = os.environ | {"COLUMNS": "120", "PYTHONPATH": str(ROOT)}
     found = subprocess.run(
-        [sys.executable, "-c", source, "", *scripts], cwd=ROOT, env=env, capture_output=True, text=True
+        [sys.executable, "-c", source, "", *COMMANDS, *SCRIPTS], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout)
 
 
-@pytest.fixture(scope="module")
-def light():
-    return helps([script for script in [*COMMANDS, *SCRIPTS] if script not in HEAVY])
-
-
-def test_help_waits_for_no_slow_library(light):
+def test_help_waits_for_no_slow_library(helps):
     """They are asked one after the other in one process: the first that imports something is to blame."""
-    assert {script: loaded for script, (_, loaded) in light.items() if loaded} == {}
+    assert {script: loaded for script, (_, loaded) in helps.items() if loaded} == {}
 
 
-@pytest.mark.parametrize("script", [script for script in [*COMMANDS, *SCRIPTS] if script not in HEAVY])
-def test_help_fits_a_screen_and_shows_examples(light, script):
-    text = light[script][0]
+@pytest.mark.parametrize("script", [*COMMANDS, *SCRIPTS])
+def test_help_fits_a_screen_and_shows_examples(helps, script):
+    text = helps[script][0]
     lines = text.splitlines()
     assert 5 < len(lines) <= 40
     assert max(map(len, lines)) <= 120
     assert f"python {script}" in text
     assert "--debug" in text
-
-
-@pytest.mark.skipif(not SCRIPTS, reason="no scripts")
-def test_help_of_benchmarks_fits_a_screen_too():
-    pytest.importorskip("triton", reason="triton is not installed")
-    for script, (text, _) in helps(sorted(HEAVY)).items():
-        assert 5 < len(text.splitlines()) <= 40, script
-        assert "--debug" in text, script
 
 
 @pytest.mark.parametrize(
@@ -120,7 +104,7 @@ def test_a_script_returns_its_own_status():
     assert [run_script(parser_of(""), lambda _, status=status: status, []) for status in (None, 0, 3)] == [0, 0, 3]
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in HEAVY])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_wrong_option_is_refused(command, script):
     result = command(script.removesuffix(".py"), "--no-such-option=1", "x")
     assert result.status not in (0, None)

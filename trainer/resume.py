@@ -5,13 +5,13 @@ import os
 import platform
 import secrets
 import shlex
-import subprocess
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from common.commit import git_commit
 from common.console import say, warn
 from common.files import make_directory, read_json, write_json
 from common.lock import owned
@@ -173,17 +173,11 @@ def write_config(path: Path, config: dict[str, Any], world: World, found: dict[s
 
 def _environment(world: World) -> dict[str, Any]:
     """What, besides the configuration, a run's numbers depend on."""
-    here = Path(__file__).parent
-    try:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
-        commit = git.stdout.strip() or None
-    except OSError:  # no git on this machine
-        commit = None
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "git_commit": commit,
+        "git_commit": git_commit(),
         "device": device_name(world.device).strip(","),
         "processes": world.size,
         "host": platform.node(),
