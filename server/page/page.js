@@ -1,9 +1,12 @@
 // The page: sends a request to /v1/completions, shows the text as it comes, and each token's probability.
 
 const N_ALTERNATIVES = 5;
+const PER_FRAME = 250, PER_BLOCK = 250; // tokens: at most so many put onto the page at once; about so many in a block
 const byId = (id) => document.getElementById(id);
 const form = byId("form"), prompt = byId("prompt"), text = byId("text"), tip = byId("tip"), status = byId("status");
 const tokens = new WeakMap(); // of a span: [{text, logprob, top}]
+const fresh = []; // what has come and is not on the page yet
+let drawing = Promise.resolve(); // until it is
 let running = null; // AbortController of the request under way
 
 fetch("v1/models").then((answer) => answer.json()).then(({ data: [model] }) => {
@@ -31,11 +34,13 @@ async function generate() {
   const body = request();
   running = new AbortController();
   text.replaceChildren();
-  if (!body.echo && body.prompt) show(body.prompt, []).className = "prompt";
+  tip.hidden = true;
+  text.parentElement.scrollIntoView({ block: "nearest" }); // on a small screen it is below the form
+  if (!body.echo && body.prompt) body.prompt.split(/(?<=\n)/).forEach((line) => show(line));
   say("waiting for a place");
   buttons();
   const started = performance.now();
-  let first, n = 0, reason = "stopped";
+  let first, n = 0, reason = "stopped", told = 0;
   try {
     for await (const chunk of chunks(body, running.signal)) {
       first ??= performance.now();
@@ -44,13 +49,21 @@ async function generate() {
         n += append(choice);
         reason = choice.finish_reason ?? reason;
       }
-      say(progress(n, first));
+      if (performance.now() - told > 100) {
+        say(progress(n, first));
+        told = performance.now();
+      }
     }
     const why = { stop: "the text ended", length: "as long as was asked for" }[reason] ?? reason;
-    say(`${progress(n, first)}, ${why}; first after ${((first - started) / 1000).toFixed(2)} s; seed ${body.seed}`);
+    const wait = ((first - started) / 1000).toFixed(2);
+    const end = `${progress(n, first)}, ${why}; first after ${wait} s; seed ${body.seed}`;
+    await drawing;
+    say(end);
   } catch (error) {
     const stopped = error.name === "AbortError";
-    say(stopped ? `stopped; ${progress(n, first)}; seed ${body.seed}` : error.message, !stopped);
+    const end = stopped ? `stopped; ${progress(n, first)}; seed ${body.seed}` : error.message;
+    await drawing;
+    say(end, !stopped);
   }
   running = null;
   buttons();
@@ -83,9 +96,10 @@ async function* chunks(body, signal) {
   for (;;) {
     const { done, value } = await reader.read();
     if (done) throw new Error("the server ended before the text did");
-    const events = (rest + value).split("\n\n");
-    rest = events.pop();
-    for (const data of events.map((event) => event.slice("data: ".length))) {
+    const lines = value.split("\n"); // an event is one line, and an empty one
+    lines[0] = rest + lines[0];
+    rest = lines.pop();
+    for (const data of lines.filter(Boolean).map((line) => line.slice("data: ".length))) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
@@ -94,7 +108,7 @@ async function* chunks(body, signal) {
   }
 }
 
-// Put what is new of a text onto the page, a span for each token, or for several that make one character.
+// Show what is new of a text, in a span for each token, or for several that make one character.
 function append({ text: piece, logprobs }) {
   const characters = [...piece]; // offsets count these, not the halves that some have in JavaScript
   const begin = logprobs.text_offset[0] ?? 0;
@@ -110,18 +124,46 @@ function append({ text: piece, logprobs }) {
   return logprobs.tokens.length;
 }
 
-function show(words, group) {
-  const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
-  const span = document.createElement("span");
-  span.textContent = words;
-  if (group.length) {
-    const p = Math.exp(group.reduce((sum, token) => sum + (token.logprob ?? 0), 0));
-    span.className = `token p${p < 0.01 ? 0 : p < 0.1 ? 1 : p < 0.5 ? 2 : 3}`;
-    tokens.set(span, group);
+// Have words put onto the page with the next frame: with one layout for all that came by then, not one for each.
+function show(words, group = null) {
+  fresh.push([words, group]);
+  if (fresh.length === 1) drawing = draw();
+}
+
+async function draw() {
+  while (fresh.length) {
+    await nextFrame();
+    const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
+    for (const [words, group] of fresh.splice(0, PER_FRAME)) block().append(span(words, group));
+    if (atEnd) text.scrollTop = text.scrollHeight;
   }
-  text.append(span);
-  if (atEnd) text.scrollTop = text.scrollHeight;
-  return span;
+}
+
+// A tab that nobody looks at has no frames.
+function nextFrame() {
+  return new Promise((go) => (document.hidden ? setTimeout(go) : requestAnimationFrame(go)));
+}
+
+// The block that the text goes on in. Blocks are laid out one by one, so what is added costs the layout of the last one
+// only. The next one begins at the end of a line, or within a line that is longer than several blocks.
+function block() {
+  const last = text.lastElementChild, n = last?.childElementCount;
+  const full = !last || (n >= PER_BLOCK && last.lastChild.textContent.endsWith("\n")) || n >= 4 * PER_BLOCK;
+  if (full) text.append(document.createElement("div"));
+  return text.lastElementChild;
+}
+
+// Null for a group is the prompt; an empty one, what is left of tokens that are shown already.
+function span(words, group) {
+  const element = document.createElement("span");
+  element.textContent = words;
+  if (!group) element.className = "prompt";
+  else if (group.length) {
+    const p = Math.exp(group.reduce((sum, token) => sum + (token.logprob ?? 0), 0));
+    element.className = `token p${p < 0.01 ? 0 : p < 0.1 ? 1 : p < 0.5 ? 2 : 3}`;
+    tokens.set(element, group);
+  }
+  return element;
 }
 
 function progress(n, first) {
@@ -151,7 +193,13 @@ text.addEventListener("mouseover", ({ target }) => {
   tip.style.top = `${below ? box.bottom + 6 : box.top - size.height - 6}px`;
 });
 text.addEventListener("mouseleave", () => (tip.hidden = true));
-text.addEventListener("scroll", () => (tip.hidden = true));
+document.addEventListener("scroll", () => (tip.hidden = true), true); // the text, or the page with it
+
+// Copying gives the text itself: browsers would add an end of line after each block.
+text.addEventListener("copy", (event) => {
+  event.clipboardData.setData("text/plain", getSelection().getRangeAt(0).toString());
+  event.preventDefault();
+});
 
 // A token's probability, and those of the most likely in its place.
 function table(token) {

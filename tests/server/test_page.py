@@ -137,6 +137,54 @@ def test_text_streams_in_with_the_probability_of_each_token(page, served):
     assert page.run("return document.querySelectorAll('#tip .came').length") >= 1
 
 
+LONG_TEXT = """
+// 50,000 tokens at once, each as likely as its number says; the second half is a single line
+const words = (i) => ` ${i}` + (i < 25000 && i % 20 === 19 ? "\\n" : "");
+const event = (choices, more) => `data: ${JSON.stringify({ choices, ...more })}\\n\\n`;
+const events = [];
+for (let i = 0, at = 0; i < 50000; at += words(i).length, i++) {
+  const text = words(i), p = Math.log([0.005, 0.05, 0.3, 0.9][i % 4]);
+  const logprobs = { tokens: [text], token_logprobs: [p], top_logprobs: [{ [text]: p }], text_offset: [at] };
+  events.push(event([{ index: 0, text, logprobs, finish_reason: null }]));
+}
+const end = event([], { usage: { completion_tokens: 50000 } }) + "data: [DONE]\\n\\n";
+window.fetch = async () => new Response(events.join("") + end);
+"""
+
+
+def test_a_long_text_is_laid_out_in_parts(page):
+    """At 50,000 tokens, a layout of all the text for each token would take hours."""
+    page.run(LONG_TEXT)
+    before = layouts(page)
+    page.click("#generate")
+    ended(page)
+    assert layouts(page) - before < 1_000
+    assert page.run("return Math.max(...[...text.children].map((block) => block.childElementCount))") <= 1_000
+
+    whole = "".join(f" {i}" + ("\n" if i < 25_000 and i % 20 == 19 else "") for i in range(50_000))
+    assert page.text("#text") == whole
+    assert page.run("return text.scrollHeight - text.scrollTop - text.clientHeight") < 40  # the end is in sight
+    shades = "return [...document.querySelectorAll('.token')].slice(-4).map((token) => token.className)"
+    assert page.run(shades) == ["token p0", "token p1", "token p2", "token p3"]
+    page.run("document.querySelectorAll('.token')[24_002].id = 'there'")
+    page.run("document.querySelector('#there').scrollIntoView()")
+    page.point_at("#there")
+    assert page.text("#tip") == "␣2400230.0 %"
+    copied = page.run("""
+        getSelection().selectAllChildren(text);
+        const copy = new ClipboardEvent("copy", { clipboardData: new DataTransfer(), cancelable: true });
+        text.dispatchEvent(copy);
+        return copy.clipboardData.getData("text/plain")""")
+    assert copied == whole
+
+
+def layouts(page):
+    """How often the browser has computed where things are."""
+    page.ask("POST", "/goog/cdp/execute", {"cmd": "Performance.enable", "params": {}})
+    metrics = page.ask("POST", "/goog/cdp/execute", {"cmd": "Performance.getMetrics", "params": {}})["metrics"]
+    return next(metric["value"] for metric in metrics if metric["name"] == "LayoutCount")
+
+
 def test_stopping_and_going_on(page, served):
     generate(page, "a", max_tokens=5_000, temperature=0, top_k="", seed=1)
     page.wait(lambda: len(page.text("#text")) > 20)
