@@ -32,8 +32,8 @@ class LongformerConfig(SparseConfig):
 class LongformerState(NamedTuple):
     """What later tokens may still see: of the same size after any number of them."""
 
-    local: SparseCache
-    """Keys and values of the window and of the global tokens, as all see them."""
+    local: tuple[SparseCache, ...]
+    """Keys and values of the window and of the global tokens, as all see them; one, as all heads see the same."""
     k_global: Tensor
     """(B, n_kv_head, n_global, head_dim): keys of the global tokens so far, as these see each other; then zeros."""
     v_global: Tensor
@@ -74,14 +74,14 @@ class LongformerAttention(SparseAttention):
             y = torch.cat([y_g, sparse_attention(q, k, v, self.patterns)[:, :, n:]], dim=2)
             if return_state:
                 k_g, v_g = (pad(first, (0, 0, 0, self.n_global - n)) for first in (k_g, v_g))
-                after = LongformerState(SparseCache.of(k, v, self.patterns), k_g, v_g)
+                after = LongformerState(self._caches(k, v), k_g, v_g)
         return y.transpose(1, 2).flatten(2), after if return_state else None
 
     def _written_over(
         self, y: Tensor, x: Tensor, rotation: Rotation | None, state: LongformerState
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Results (B, H, T, D) of T more tokens, with those of global ones among them, and keys and values of these."""
-        before, T, k_g, v_g = state.local.lengths, x.shape[1], state.k_global, state.v_global
+        before, T, k_g, v_g = state.local[0].lengths, x.shape[1], state.k_global, state.v_global
         if min(before) >= self.n_global:
             return y, k_g, v_g
         q_g, new_k, new_v = self._project_global(x, rotation, T)

@@ -1,7 +1,7 @@
 """Sparse softmax attention: what every pattern of keys has in common, and Child et al.'s strided and fixed patterns."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -85,11 +85,21 @@ class FixedConfig(TwoSetsConfig):
         return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
 
 
-class SparseAttention(SoftmaxAttention):
-    """Causal attention whose heads see the keys of a pattern each. Its state: keys and values that some head will see.
+class HeadGroup(NamedTuple):
+    """Heads of keys and values whose query heads see by the same patterns: they have a cache of their own."""
 
-    Of fixed attention these are the block's own and c in l of the earlier ones; of a window, its own; of strided
-    attention all, since A2 of the next l tokens is another one in l each time.
+    patterns: list[Pattern]
+    """Of its query heads; one, if all are the same."""
+    heads: list[int]
+    """Query heads."""
+    kv_heads: list[int]
+
+
+class SparseAttention(SoftmaxAttention):
+    """Causal attention whose heads see the keys of a pattern each. Its state: of each group of heads, what it will see.
+
+    Of A1 this is a window or a block, of fixed attention's A2 c in l of the earlier tokens; of strided attention's A2
+    all, since that of the next l tokens is another one in l each time.
     """
 
     def __init__(
@@ -97,8 +107,21 @@ class SparseAttention(SoftmaxAttention):
     ) -> None:
         """`patterns` are given to the heads in turn."""
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
-        heads = [patterns[h % len(patterns)] for h in range(n_head)]
-        self.patterns = heads if len(set(heads)) > 1 else heads[:1]
+        self.patterns = _one_if_alike([patterns[h % len(patterns)] for h in range(n_head)])
+        self.groups = self._grouped_heads()
+
+    def _grouped_heads(self) -> list[HeadGroup]:
+        shared = self.n_head // self.n_kv_head  # query heads of a head of keys and values
+        groups: dict[frozenset[Pattern], list[int]] = {}
+        for g in range(self.n_kv_head):
+            seen_by = frozenset(self.patterns[h % len(self.patterns)] for h in range(g * shared, (g + 1) * shared))
+            groups.setdefault(seen_by, []).append(g)
+        found = []
+        for kv_heads in groups.values():
+            heads = [g * shared + h for g in kv_heads for h in range(shared)]
+            patterns = _one_if_alike([self.patterns[h % len(self.patterns)] for h in heads])
+            found.append(HeadGroup(patterns, heads, kv_heads))
+        return found
 
     def forward(
         self, x: Tensor, rotation: Rotation | None = None, state: Any = None, return_state: bool = False
@@ -107,22 +130,39 @@ class SparseAttention(SoftmaxAttention):
         q, k, v = self.project(x, rotation)
         if state is None:
             y = sparse_attention(q, k, v, self.patterns)
-            after = SparseCache.of(k, v, self.patterns) if return_state else None
+            after = self._caches(k, v) if return_state else None
         else:
             y, after = self._continue(q, k, v, state)
         return y.transpose(1, 2).flatten(2), after if return_state else None
 
-    def _continue(self, q: Tensor, k: Tensor, v: Tensor, state: SparseCache) -> tuple[Tensor, SparseCache]:
-        """Results (B, H, T, D) of T more tokens, dense but for keys that no head sees, and the cache after them."""
-        after, k, v, j = state.append(k, v, self.patterns)  # (B, H, S, D) twice, (B, S)
-        i = positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
-        mask = pattern_mask(self.patterns, i, j) & (j >= 0)[:, None, None]  # (B, 1 or H, T, S)
+    def _caches(self, k: Tensor, v: Tensor) -> tuple[SparseCache, ...]:
+        """The groups' caches after the first tokens."""
+        return tuple(
+            SparseCache.of(_heads(k, group.kv_heads), _heads(v, group.kv_heads), group.patterns)
+            for group in self.groups
+        )
+
+    def _continue(
+        self, q: Tensor, k: Tensor, v: Tensor, state: tuple[SparseCache, ...]
+    ) -> tuple[Tensor, tuple[SparseCache, ...]]:
+        """Results (B, H, T, D) of T more tokens, and the caches after them."""
+        parts, caches = [], []
+        for (patterns, heads, kv_heads), cache in zip(self.groups, state, strict=True):
+            after, k_all, v_all, j = cache.append(_heads(k, kv_heads), _heads(v, kv_heads), patterns)
+            i = positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
+            mask = pattern_mask(patterns, i, j) & (j >= 0)[:, None, None]  # (B, 1 or H, T, S)
+            parts.append(self._attend_to_seen(_heads(q, heads), k_all, v_all, mask))
+            caches.append(after)
+        order = sorted(range(self.n_head), key=[h for group in self.groups for h in group.heads].__getitem__)
+        return _heads(torch.cat(parts, dim=1), order), tuple(caches)
+
+    def _attend_to_seen(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Dense, but for keys that a single query sees in no head."""
         if q.shape[2] == 1:
-            seen = mask.flatten(0, 2).any(0)
-            if 2 * int(seen.sum()) < len(seen):  # copying these costs less than reading all
-                k, v, mask = k[:, :, seen], v[:, :, seen], mask[..., seen]
-        y = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self._grouped)
-        return y, after
+            seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
+            if 2 * len(seen) < k.shape[2]:  # copying these costs less than reading all
+                k, v, mask = (x.index_select(dim, seen) for x, dim in ((k, 2), (v, 2), (mask, 3)))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self._grouped)
 
     def mask(self, T: int) -> Tensor:
         """(1 or n_head, T, T), True where query i may attend to key j."""
@@ -140,3 +180,12 @@ class SparseAttention(SoftmaxAttention):
         i = j if seq_len <= _SAMPLES else (torch.arange(_SAMPLES, device="cpu") * 0.6180339887 % 1 * seq_len).long()
         seen = pattern_mask(self.patterns, i, j).sum() / (len(self.patterns) * len(i))
         return round(4 * self.n_head * self.head_dim * float(seen))
+
+
+def _heads(x: Tensor, heads: list[int]) -> Tensor:
+    """Some heads of (B, H, T, D)."""
+    return x if heads == [*range(x.shape[1])] else x[:, heads]
+
+
+def _one_if_alike(patterns: list[Pattern]) -> list[Pattern]:
+    return patterns if len(set(patterns)) > 1 else patterns[:1]

@@ -120,6 +120,18 @@ def test_zeros_are_numbers_like_others(case):
 
 
 @each_case
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # where the graph has a break
+def test_a_compiled_module_is_the_same(case):
+    module, x = build(case), text(70).requires_grad_()
+    leaves = [x, *module.parameters()]
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend="aot_eager")
+    found, wanted = ([y, *torch.autograd.grad(y.square().sum(), leaves)] for y in (compiled(x)[0], module(x)[0]))
+    for ours, theirs in zip(found, wanted, strict=True):
+        close(ours, theirs)
+
+
+@each_case
 @with_rotation
 def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
     module, x, changed = build(case), text(70), text(70)

@@ -10,7 +10,17 @@ from model.attention.longformer import LongformerConfig
 from model.attention.sliding_window import SlidingWindowConfig
 from model.attention.sparse import FixedConfig, StridedConfig
 from model.gpt import GPT, GPTConfig
-from model.ops.sparse_attention import attend, fixed, longformer, pattern_mask, sparse_attention, strided, window
+from model.ops.sparse_attention import (
+    attend,
+    fixed,
+    longformer,
+    naive_sparse_attention,
+    pattern_mask,
+    sparse_attention,
+    strided,
+    window,
+)
+from model.ops.sparse_attention.patterns import is_causal
 from model.ops.sparse_attention.tiles import tiles_of
 from model.position import RotaryPosition
 from model.state import cat_states, select_rows
@@ -69,9 +79,15 @@ def inputs(T, B=2, H=4, G=4, D=6, dtype=torch.float64):
     return *(x.to(dtype).requires_grad_() for x in (q, k, v)), g.to(dtype)
 
 
+@pytest.fixture(params=["tiles", "masks"])
+def form(request, monkeypatch):
+    """Either form at any length; which is the faster is a test of its own."""
+    monkeypatch.setattr(attend, "_tiles_pay", lambda pattern, T: request.param == "tiles")
+
+
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("name", PATTERNS)
-def test_equals_the_definition_and_its_gradients(name, T):
+def test_equals_the_definition_and_its_gradients(name, T, form):
     patterns, sees = PATTERNS[name]
     for G in (4, 2, 1) if T == 31 else (2,):
         *qkv, g = inputs(T, G=G)
@@ -91,7 +107,7 @@ def test_the_mask_is_the_definition(name):
 
 
 @pytest.mark.parametrize("name", ["dilated", "global", "strided, merged", "fixed", "fixed, merged"])
-def test_bfloat16_and_autocast_round_like_their_number_format(name):
+def test_bfloat16_and_autocast_round_like_their_number_format(name, form):
     """Rounded are v, the weights and the result, once each, and the results of up to two parts: 4 x 2^-9 of |v|; and
     the scores' inputs, rounded before, are the same for both. The mean of |v| of what is seen bounds it; its maximum
     is taken."""
@@ -105,30 +121,68 @@ def test_bfloat16_and_autocast_round_like_their_number_format(name):
         assert torch.equal(sparse_attention(q.float(), k.float(), v.float(), patterns), found)
 
 
+@pytest.mark.parametrize(
+    "patterns",
+    [[window(290)], [window(70, 3)], [fixed(100, 9)], [fixed(2000, 800, "A2")], [longformer(300, 20)], [strided(40)]],
+)
+def test_more_tokens_than_a_tile_has(patterns, form):
+    """Queries of columns are split at 1,024, and blocks of a wide window have more than 64."""
+    *qkv, g = inputs(1300, B=1, H=2, G=2, D=4)
+    wanted, found = naive_sparse_attention(*qkv, patterns), sparse_attention(*qkv, patterns)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    pairs = zip(torch.autograd.grad(found, qkv, g), torch.autograd.grad(wanted, qkv, g), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "T", "pay"),
+    [
+        (window(16), 256, False),  # a short text
+        (window(256), 300, False),  # nearly all there is
+        (window(256), 1024, True),
+        (fixed(128, 8, "A2"), 1024, True),
+        (fixed(2**20, 8), 1024, False),
+    ],
+)
+def test_tiles_are_for_long_texts_that_are_seen_in_part(pattern, T, pay):
+    assert attend._tiles_pay(pattern, T) == pay
+
+
+@pytest.mark.parametrize(
+    ("pattern", "T", "causal"),
+    [
+        (window(10), 10, True),
+        (window(10), 11, False),
+        (window(10, 1), 2, False),
+        (window(10, causal=False), 3, False),
+        (strided(1), 50, True),
+        (longformer(50, 1), 4, False),
+        (fixed(9, 3, "A1"), 4, False),
+    ],
+)
+def test_patterns_that_are_plainly_causal_are_known(pattern, T, causal):
+    assert is_causal(pattern, T) == causal
+
+
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("T", [40, 128, 300])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_flex_attention_has_the_same_masks(name, monkeypatch):
-    """As it runs without a GPU: not compiled, and forward only."""
+def test_flex_attention_has_the_same_masks(name, T, monkeypatch):
+    """As it runs without a GPU: not compiled, and forward only. Its blocks are those that torch finds."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.create_block_mask))
-    patterns, sees = PATTERNS[name]
-    q, k, v = (x.detach() for x in inputs(40, D=16, dtype=torch.float32)[:3])
-    for h, pattern in enumerate(patterns):
-        found = attend._by_flex_attention(q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1], pattern)
-        wanted = definition(*(x[:, h : h + 1].double() for x in (q, k, v)), lambda _, i, j, h=h: sees(h, i, j))
-        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", PATTERNS)
-def test_the_dense_form_for_other_devices_is_the_same(name):
-    patterns, sees = PATTERNS[name]
-    q, k, v, _ = inputs(40)
-    for h, pattern in enumerate(patterns):
-        found = attend._dense(q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1], pattern)
-        wanted = definition(*(x[:, h : h + 1] for x in (q, k, v)), lambda _, i, j, h=h: sees(h, i, j))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.BlockMask))
+    q, k, v = (x.detach() for x in inputs(T, B=1, D=16, dtype=torch.float32)[:3])
+    for pattern in dict.fromkeys(PATTERNS[name][0]):
+        found = attend._by_flex_attention(q, k, v, pattern)
+        torch.testing.assert_close(found, naive_sparse_attention(q, k, v, [pattern]), rtol=0, atol=1e-5)
+        ours = attend._block_mask(pattern, T, q.device)
+        torchs = flex.create_block_mask(ours.mask_mod, None, None, T, T, device="cpu")
+        assert ours.shape == torchs.shape
+        for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(ours, part), getattr(torchs, part))
+        assert torch.equal(ours.to_dense(), torchs.to_dense())
 
 
 def test_huge_scores_stay_finite():
@@ -167,18 +221,18 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "attend_by", "said"),
+    ("device", "dtype", "head_dim", "wanted", "said"),
     [
-        ("cpu", torch.float64, 6, "_in_tiles", ""),
-        ("cuda", torch.bfloat16, 64, "_by_flex_attention", ""),
-        ("cuda", torch.float32, 8, "_dense", "FlexAttention needs 16 features a head"),
-        ("cuda", torch.float64, 64, "_dense", "FlexAttention needs 16 features a head and a smaller type than float64"),
-        ("mps", torch.float32, 64, "_dense", "FlexAttention is for CUDA GPUs"),
+        ("cpu", torch.float64, 6, "tiles", ""),
+        ("cuda", torch.bfloat16, 64, "flex", ""),
+        ("cuda", torch.float32, 8, "masks", "FlexAttention needs 16 features a head"),
+        ("cuda", torch.float64, 64, "masks", "FlexAttention needs 16 features a head and a smaller type than float64"),
+        ("mps", torch.float32, 64, "masks", "FlexAttention is for CUDA GPUs"),
     ],
 )
-def test_what_skips_nothing_is_said(device, dtype, head_dim, attend_by, said, capsys):
+def test_what_skips_nothing_is_said(device, dtype, head_dim, wanted, said, capsys):
     say_once.cache_clear()
-    assert attend._fastest(device, dtype, head_dim) is getattr(attend, attend_by)
+    assert attend._form(device, dtype, head_dim) == wanted
     out = capsys.readouterr().out
     assert said in out if said else out == ""
 

@@ -5,7 +5,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,19 +135,19 @@ def stretched(gpt: GPT, state: GPTState, n: int) -> GPTState:
     """A state as after n tokens read at once. Keys and values take no memory of their own until a token is appended."""
     mechanisms = [module for module in gpt.modules() if isinstance(module, Attention)]
     layers = (
-        _stretched(layer, n, getattr(mechanism, "patterns", []))
+        _stretched(layer, n, (group.patterns for group in getattr(mechanism, "groups", [])))
         for layer, mechanism in zip(state.layers, mechanisms, strict=True)
     )
-    return GPTState(_stretched(state.position, n, []), tuple(layers))
+    return GPTState(_stretched(state.position, n, iter(())), tuple(layers))
 
 
-def _stretched(state: Any, n: int, patterns: list[Pattern]) -> Any:
-    """The same of a layer with these patterns, if it has any."""
+def _stretched(state: Any, n: int, patterns: Iterator[list[Pattern]]) -> Any:
+    """The same of a part of it, with the patterns of its sparse caches, in order."""
     if isinstance(state, KVCache):
         return KVCache(_columns(state.k, n), _columns(state.v, n), (n,) * len(state.lengths))
     if isinstance(state, SparseCache):
         j = torch.arange(n, device=state.k.device)
-        kept = j[needed_keys(patterns, j, torch.tensor(n, device=j.device))]
+        kept = j[needed_keys(next(patterns), j, torch.tensor(n, device=j.device))]
         place = (1 + kept).to(torch.int32).expand(len(state.lengths), 1, -1)
         k, v = (_columns(x, len(kept)) for x in (state.k, state.v))
         return SparseCache(k, v, place, (n,) * len(state.lengths))
@@ -158,8 +158,9 @@ def _stretched(state: Any, n: int, patterns: list[Pattern]) -> Any:
 
 
 def _columns(x: Tensor, n: int) -> Tensor:
-    """(B, H, S, D) -> (B, H, n, D), all like the last."""
-    return x[:, :, -1:].expand(-1, -1, n, -1)
+    """(B, H, S, D) -> (B, H, n, D), all like the last, or 0."""
+    last = x[:, :, -1:] if x.shape[2] else x.new_zeros(*x.shape[:2], 1, x.shape[3])
+    return last.expand(-1, -1, n, -1)
 
 
 def random_tokens(gpt: GPT, n: int) -> Tensor:

@@ -9,7 +9,7 @@ and the backward pass of a tile, exp(scores - l) being its weights in the whole,
 and v in each part's layout, y and l.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,16 +20,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common.console import say_once
 from model.ops.autocast import as_autocast
-from model.ops.sparse_attention.patterns import Pattern, pattern_mask
+from model.ops.sparse_attention.patterns import Pattern, is_causal, pattern_mask, pattern_sees
 from model.ops.sparse_attention.tiles import UNSEEN, Tiles, tile_mask, tiles_of
 
 _aten = torch.ops.aten
+_BLOCK = 128  # queries, and keys, of a block of FlexAttention
+_SHORT = 256  # tokens: up to these, tiles take longer to lay out than they save
 
 
+@torch.compiler.disable  # layouts and masks are made once and kept; FlexAttention is compiled by itself
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where each query sees the keys of its head's pattern.
 
-    On CPUs in tiles, on CUDA GPUs by FlexAttention, both of which skip what is masked; else, which is said, dense.
+    On CPUs in tiles where that is faster than dense, on CUDA GPUs by FlexAttention, both of which skip what is masked;
+    else, which is said, dense.
 
     Args:
         q: (B, H, T, D).
@@ -51,30 +55,56 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     if q.numel() == 0:  # the kernels would divide by it
         return q.clone()
     k, v = (x if G == H else x.repeat_interleave(H // G, dim=1) for x in (k, v))
-    attend = _fastest(q.device.type, q.dtype, q.shape[3])
+    form = _form(q.device.type, q.dtype, q.shape[3])
     kinds = list(dict.fromkeys(patterns))
     if len(kinds) == 1:
-        return attend(q, k, v, kinds[0])
+        return _attend(form, q, k, v, kinds[0])
     heads = [[h for h, pattern in enumerate(patterns) if pattern == kind] for kind in kinds]
-    parts = [attend(q[:, hs], k[:, hs], v[:, hs], kind) for hs, kind in zip(heads, kinds, strict=True)]
+    parts = [_attend(form, q[:, hs], k[:, hs], v[:, hs], kind) for hs, kind in zip(heads, kinds, strict=True)]
     order = torch.tensor([h for hs in heads for h in hs], device=q.device).argsort()
     return torch.cat(parts, dim=1)[:, order]
 
 
-@torch.compiler.assume_constant_result
-def _fastest(device: str, dtype: torch.dtype, head_dim: int) -> Callable[[Tensor, Tensor, Tensor, Pattern], Tensor]:
+def _form(device: str, dtype: torch.dtype, head_dim: int) -> str:
+    """How a device computes it."""
     if device == "cpu":
-        return _in_tiles
+        return "tiles"
     if device == "cuda" and head_dim >= 16 and dtype != torch.float64:
-        return _by_flex_attention
+        return "flex"
     why = "needs 16 features a head and a smaller type than float64" if device == "cuda" else "is for CUDA GPUs"
     say_once(f"sparse attention by masks, which skip nothing: FlexAttention {why}")
-    return _dense
+    return "masks"
+
+
+def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    T = q.shape[2]
+    if is_causal(pattern, T):
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+    if form == "flex":
+        return _by_flex_attention(q, k, v, pattern)
+    if form == "masks" or not _tiles_pay(pattern, T):
+        return scaled_dot_product_attention(q, k, v, attn_mask=_dense_mask(pattern, T, q.device))
+    return _in_tiles(q, k, v, pattern)
+
+
+def _tiles_pay(pattern: Pattern, T: int) -> bool:
+    """Whether tiles are faster than the dense form with a mask: measured on a CPU, by docs/attention.md's benchmark."""
+    n_scores = sum(tiles.n_scores(T) for tiles in tiles_of(pattern, T))
+    return T > _SHORT and n_scores < 0.75 * T**2
+
+
+@lru_cache(maxsize=8)
+def _dense_mask(pattern: Pattern, T: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # kept, and training may be the next to want it
+        t = torch.arange(T, device=device)
+        return pattern_mask([pattern], t, t)
 
 
 def _in_tiles(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
     laid_out = []
     layouts = tiles_of(pattern, q.shape[2])
+    if not layouts:
+        return q * 0  # nobody sees anything
     for tiles in layouts:  # outside of the operator: the gradients of layouts are autograd's
         laid_out += [tiles.queries(q[:, :, tiles.rows(q.shape[2])]), tiles.keys(k), tiles.keys(v)]
     y: Tensor = _Joined.apply(layouts, q.shape, *laid_out)
@@ -150,24 +180,32 @@ def _by_flex_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Ten
 
 @lru_cache(maxsize=1)
 def _flex_attention() -> tuple[Any, Any]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # slow to import
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention  # slow to import
 
-    return torch.compile(flex_attention), create_block_mask
+    return torch.compile(flex_attention), BlockMask
 
 
 @lru_cache(maxsize=64)
 def _block_mask(pattern: Pattern, T: int, device: torch.device) -> Any:
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = pattern[0].sees(i, j)
-        for part in pattern[1:]:
-            seen = seen | part.sees(i, j)
-        return seen
+    """Which blocks of 128 queries and keys are seen, a row at a time: torch's own way takes memory of T x T."""
 
-    _, create_block_mask = _flex_attention()
+    def sees(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
+        return pattern_sees(pattern, i, j)
+
+    n = -(-T // _BLOCK)
     with torch.inference_mode(False):  # kept, and training may be the next to want it
-        return create_block_mask(sees, None, None, T, T, device=device)
+        t = torch.arange(n * _BLOCK, device=device)
+        some, every = (torch.zeros(n, n, dtype=torch.bool, device=device) for _ in range(2))
+        for row, i in enumerate(t.split(_BLOCK)):
+            seen = pattern_sees(pattern, i.unsqueeze(1), t) & (i.unsqueeze(1) < T) & (t < T)  # (128, n 128)
+            blocks = seen.unflatten(1, (n, _BLOCK))
+            some[row], every[row] = blocks.any(2).any(0), blocks.all(2).all(0)
+        partly, wholly = (_numbered(blocks) for blocks in (some & ~every, every))
+        _, BlockMask = _flex_attention()
+        return BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(T, T))
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    t = torch.arange(q.shape[2], device=q.device)
-    return scaled_dot_product_attention(q, k, v, attn_mask=pattern_mask([pattern], t, t))
+def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of blocks (n, n): how many each row has (1, 1, n), and their numbers first (1, 1, n, n)."""
+    numbers = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], numbers.to(torch.int32)[None, None]

@@ -135,10 +135,18 @@ def fixed(size: int, width: int, which: str = "both") -> Pattern:
     return tuple(parts.values()) if which == "both" else (parts[which],)
 
 
+def is_causal(pattern: Pattern, T: int) -> bool:
+    """Whether each of T queries sees all keys up to its own."""
+    band, *others = pattern
+    if others or not isinstance(band, Band):
+        return False
+    return (band.step, band.first, band.start) == (1, 0, 0) and (band.last is None or band.last >= T - 1)
+
+
 def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
     """True where query i (..., T) may attend to key j (..., S), by the pattern of each head: (..., 1 or H, T, S)."""
     kinds = list(dict.fromkeys(patterns))
-    seen = torch.stack([_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in kinds], dim=-3)
+    seen = torch.stack([pattern_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in kinds], dim=-3)
     of_head = [kinds.index(pattern) for pattern in patterns]
     return seen if of_head == [*range(len(kinds))] else seen[..., of_head, :, :]
 
@@ -155,7 +163,8 @@ def reach_of(patterns: Sequence[Pattern]) -> int | None:
     return None if None in reaches else max(reach for reach in reaches if reach is not None)
 
 
-def _sees(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
+def pattern_sees(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
+    """Whether query i may attend to key j, in the broadcast shape of the two."""
     seen = pattern[0].sees(i, j)
     for part in pattern[1:]:
         seen = seen | part.sees(i, j)

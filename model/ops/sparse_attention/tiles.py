@@ -33,6 +33,10 @@ class Tiles(ABC):
         """The queries that these tiles have."""
 
     @abstractmethod
+    def n_scores(self, T: int) -> int:
+        """Scores that are computed for a head."""
+
+    @abstractmethod
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, rows, D) -> (N, B H, C, D)."""
 
@@ -45,7 +49,7 @@ class Tiles(ABC):
         """(B, H, T, D) -> (N, B H, S, D)."""
 
 
-@lru_cache(maxsize=32)  # made of integers T x S, it takes as long as a small attention, and every layer wants the same
+@lru_cache(maxsize=64)  # made of integers T x S, it takes as long as a small attention, and every layer wants the same
 def tile_mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
     """What is added to the scores: 0 where the part sees the key, else UNSEEN; (N or 1, 1, C, S)."""
     if tiles.causal:
@@ -72,6 +76,11 @@ class Blocks(Tiles):
     def rows(self, T: int) -> slice:
         """All."""
         return slice(0, T)
+
+    def n_scores(self, T: int) -> int:
+        """Those of all blocks, of which the last may be cut."""
+        n_queries = -(-T // self.step)  # of a sequence
+        return self.step * -(-n_queries // self.C) * self.C * (self.before + self.C + self.after)
 
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> (step N, B H, C, D)."""
@@ -110,6 +119,10 @@ class Selected(Tiles):
         """Those of the tile."""
         return slice(self.begin, self.end)
 
+    def n_scores(self, T: int) -> int:
+        """Those of the tile."""
+        return (self.end - self.begin) * -(-self.end // self.size) * self.width
+
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, rows, D) -> (1, B H, rows, D)."""
         return x.flatten(0, 1).unsqueeze(0)
@@ -140,6 +153,9 @@ def _tiles(part: Part, T: int) -> list[Tiles]:
         case First():  # of a sequence cut to its first tokens, the last of the only block are all
             count = min(part.count, T)
             return [_FirstKeys(part, 0, T, count, count)]
+        case Columns() if part.size > T:  # a block that is not whole, with what it has of the columns
+            width = T - (part.size - part.width)
+            return [Selected(part, 0, T, T, width)] if width > 0 and part.own_block else []
         case Columns():
             # Whole blocks, such that their queries see the same columns but for those of their own block.
             edges = [*range(0, T, -(-_ROWS // part.size) * part.size), T]
@@ -153,6 +169,10 @@ class _FirstKeys(Selected):
     def keys(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> (1, B H, size, D)."""
         return x[:, :, : self.size].flatten(0, 1).unsqueeze(0)
+
+    def n_scores(self, T: int) -> int:
+        """Those of the tile."""
+        return (self.end - self.begin) * self.size
 
 
 def _band(part: Band, T: int) -> Blocks:
