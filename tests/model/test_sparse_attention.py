@@ -138,11 +138,12 @@ def test_more_tokens_than_a_tile_has(patterns, form):
 @pytest.mark.parametrize(
     ("pattern", "T", "pay"),
     [
-        (window(16), 256, False),  # a short text
+        (window(16), 100, False),  # a short text
+        (window(16), 256, True),
         (window(256), 300, False),  # nearly all there is
         (window(256), 1024, True),
         (fixed(128, 8, "A2"), 1024, True),
-        (fixed(2**20, 8), 1024, False),
+        (strided(128), 300, False),  # two parts
     ],
 )
 def test_tiles_are_for_long_texts_that_are_seen_in_part(pattern, T, pay):
@@ -158,7 +159,10 @@ def test_tiles_are_for_long_texts_that_are_seen_in_part(pattern, T, pay):
         (window(10, causal=False), 3, False),
         (strided(1), 50, True),
         (longformer(50, 1), 4, False),
-        (fixed(9, 3, "A1"), 4, False),
+        (fixed(9, 3, "A1"), 9, True),
+        (fixed(9, 3), 9, True),
+        (fixed(9, 3), 10, False),
+        (fixed(9, 3, "A2"), 9, False),
     ],
 )
 def test_patterns_that_are_plainly_causal_are_known(pattern, T, causal):

@@ -25,7 +25,7 @@ from model.ops.sparse_attention.tiles import UNSEEN, Tiles, tile_mask, tiles_of
 
 _aten = torch.ops.aten
 _BLOCK = 128  # queries, and keys, of a block of FlexAttention
-_SHORT = 256  # tokens: up to these, tiles take longer to lay out than they save
+_SHORT = 128  # tokens: of fewer, tiles take longer to lay out than they save
 
 
 @torch.compiler.disable  # layouts and masks are made once and kept; FlexAttention is compiled by itself
@@ -88,9 +88,8 @@ def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Ten
 
 
 def _tiles_pay(pattern: Pattern, T: int) -> bool:
-    """Whether tiles are faster than the dense form with a mask: measured on a CPU, by docs/attention.md's benchmark."""
-    n_scores = sum(tiles.n_scores(T) for tiles in tiles_of(pattern, T))
-    return T > _SHORT and n_scores < 0.75 * T**2
+    """Whether tiles are faster than the dense form with a mask, as measured forward and backward on a CPU."""
+    return T >= _SHORT and sum(tiles.n_scores(T) for tiles in tiles_of(pattern, T)) < 0.4 * T**2
 
 
 @lru_cache(maxsize=8)

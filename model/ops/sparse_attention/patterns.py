@@ -137,10 +137,14 @@ def fixed(size: int, width: int, which: str = "both") -> Pattern:
 
 def is_causal(pattern: Pattern, T: int) -> bool:
     """Whether each of T queries sees all keys up to its own."""
-    band, *others = pattern
-    if others or not isinstance(band, Band):
-        return False
-    return (band.step, band.first, band.start) == (1, 0, 0) and (band.last is None or band.last >= T - 1)
+    return any(  # parts are disjoint: one that has all leaves nothing to the others
+        part.size >= T
+        if isinstance(part, Block)
+        else isinstance(part, Band)
+        and (part.step, part.first, part.start) == (1, 0, 0)
+        and (part.last is None or part.last >= T - 1)
+        for part in pattern
+    )
 
 
 def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
