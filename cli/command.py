@@ -52,6 +52,7 @@ def command(
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
+        sys.stdout.flush()  # here, where a reader that is gone is no error
     except KeyboardInterrupt:
         _fail(when_interrupted, status=130)
     except BrokenPipeError:

@@ -32,7 +32,9 @@ def run_script(
     """
     options = parser.parse_args(argv)
     try:
-        return run(options) or 0
+        status = run(options) or 0
+        sys.stdout.flush()  # here, where a reader that is gone is no error
+        return status
     except KeyboardInterrupt:
         errors.print(f"error: {when_interrupted}", markup=False, style="red")
         return 130

@@ -22,7 +22,7 @@ def inputs(draw, dtype=torch.float64):
 
 # Logarithms here are below 100, and each result is a difference of sums of at most 151 terms in float64.
 CLOSE = {"rtol": 0, "atol": 1e-10}
-many = settings(max_examples=30, deadline=None, derandomize=True)
+many = settings(max_examples=15, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,8 +15,9 @@ import torch
 
 from common.console import console, errors, say
 from common.files import make_directory, read_json, write_json
-from common.settings import UserError, decode, nearest
+from common.settings import UserError, decode, nearest, variant_names
 from data.shards import read_manifest
+from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from trainer.config import TrainConfig
 from trainer.loop import fit
@@ -42,7 +43,8 @@ OTHERS: dict[str, Any] = {
     "mqa": {"name": "softmax", "n_kv_head": 1},
     "mixed": [{"name": "log_space"}, {"name": "log_space"}, _WINDOW],
 }
-"""These stand in the control's place; a list is a pattern of the layers. What they see is scaled to SEQ_LEN."""
+"""These stand in the control's place, as does a mechanism that is not here, with its defaults; a list is a pattern of
+the layers. What they see is scaled to SEQ_LEN."""
 CONTROL = "softmax mlp rotary"
 SEEDS = (1, 2, 3)
 _EXTENSIONS = 2  # learning rates beyond the grid
@@ -93,7 +95,9 @@ def arms() -> dict[str, Raw]:
 
     places = [(block, position) for position in POSITIONS for block in ("mlp", "glu")]
     equal = {f"{name} {b} {p}": arm({"name": name}, b, p) for name in ON_EQUAL_TERMS for b, p in places}
-    others = {f"{name} mlp rotary": arm(attention) for name, attention in OTHERS.items()}
+    known = {layer["name"] for value in OTHERS.values() for layer in (value if isinstance(value, list) else [value])}
+    more = {name: {"name": name} for cls in ATTENTION for name in variant_names(cls) if name not in {*known, *ON_EQUAL_TERMS}}
+    others = {f"{name} mlp rotary": arm(attention) for name, attention in (OTHERS | more).items()}
     last = {name: equal.pop(name) for name in list(equal) if name.startswith("log_space_signed")}
     return equal | others | last
 
@@ -164,7 +168,7 @@ def train_all(models: Models, terms: Terms, jobs: int) -> None:
     except KeyboardInterrupt:
         for (
             worker
-        ) in workers:  # a terminal tells them too; one that was not told, or was about to finish, is told again
+        ) in workers:  # a terminal tells them, too; one that was not told is told again
             worker.join(5.0)
             while worker.is_alive():
                 worker.terminate()
