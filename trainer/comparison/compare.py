@@ -95,8 +95,8 @@ def arms() -> dict[str, Raw]:
 
     places = [(block, position) for position in POSITIONS for block in ("mlp", "glu")]
     equal = {f"{name} {b} {p}": arm({"name": name}, b, p) for name in ON_EQUAL_TERMS for b, p in places}
-    known = {layer["name"] for value in OTHERS.values() for layer in (value if isinstance(value, list) else [value])}
-    more = {name: {"name": name} for cls in ATTENTION for name in variant_names(cls) if name not in {*known, *ON_EQUAL_TERMS}}
+    known = {*ON_EQUAL_TERMS, *(value["name"] for value in OTHERS.values() if isinstance(value, dict))}
+    more = {name: {"name": name} for cls in ATTENTION for name in variant_names(cls) if name not in known}
     others = {f"{name} mlp rotary": arm(attention) for name, attention in (OTHERS | more).items()}
     last = {name: equal.pop(name) for name in list(equal) if name.startswith("log_space_signed")}
     return equal | others | last
@@ -166,9 +166,7 @@ def train_all(models: Models, terms: Terms, jobs: int) -> None:
         for worker in workers:
             worker.join()
     except KeyboardInterrupt:
-        for (
-            worker
-        ) in workers:  # a terminal tells them, too; one that was not told is told again
+        for worker in workers:  # a terminal tells them, too; one that was not told is told again
             worker.join(5.0)
             while worker.is_alive():
                 worker.terminate()
