@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -22,6 +23,8 @@ from cli.restraint import restrain_hydra
 from common.command import drop_output
 from common.console import errors, say
 from common.settings import UserError
+
+_SAID = "It has been said."  # of what went wrong in a job of a sweep
 
 
 def command(
@@ -40,6 +43,7 @@ def command(
         return print_help(config_name)
     debug = "--debug" in sys.argv
     sys.argv[1:] = [arg for arg in sys.argv[1:] if arg != "--debug"]
+    _refuse_dashes()
     texts = _take_texts(text_keys)
     sys.argv[1:] = map(_bare_keys, sys.argv[1:])
     _refuse_misplaced_groups(config_name)
@@ -60,7 +64,12 @@ def command(
     except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
         if debug:
             raise
-        _fail(explain(error, config_name))
+        said = _SAID in getattr(error, "__notes__", [])
+        _fail(
+            "jobs of the sweep failed, as said above; mended, the same command goes on"
+            if said
+            else explain(error, config_name)
+        )
 
 
 class Job:
@@ -94,6 +103,7 @@ class Job:
             if not in_sweep:
                 _fail(explain(error, self._config_name))
             _print_error(explain(error, self._config_name))
+            error.add_note(_SAID)
             raise
 
     def _run_one_of_many(self, config: dict[str, Any]) -> float | None:
@@ -147,6 +157,14 @@ def _refuse_misplaced_groups(config_name: str) -> None:
         folder = CONFIGS / group.replace(".", "/")
         if "." in group and (folder / f"{value}.yaml").is_file():
             _fail(f"{arg} sets a value, not a group: write {group.replace('.', '/')}={value}")
+
+
+def _refuse_dashes() -> None:
+    """--KEY=VALUE is how others write options; Hydra's own flags have dashes here, too."""
+    flags = get_args_parser()._option_string_actions
+    for arg in sys.argv[1:]:
+        if arg.startswith("--") and arg.partition("=")[0] not in flags:
+            _fail(f"{arg}: options have no dashes here: write {arg.lstrip('-')}{'' if '=' in arg else '=...'}")
 
 
 def _fail(message: str, status: int = 1) -> None:

@@ -52,6 +52,8 @@ def explain(error: BaseException, config_name: str) -> str:
             return f"{cause.full_key}: ${{{what}:...}} is not available: write the value itself, in a shell as $NAME"
         if isinstance(cause, ConfigKeyError | ConfigAttributeError):
             key, keys = str(cause.full_key), _valid_keys(config_name)
+            if key.startswith("hydra.") and isinstance(cause.parent_node, DictConfig):
+                keys = [f"{key.rpartition('.')[0]}.{name}" for name in map(str, cause.parent_node)]
             if key not in keys:
                 return f"unknown config key '{key}': {nearest(key, keys)}"
     return " ".join(str(error).split())

@@ -20,7 +20,8 @@ def print_help(config_name: str) -> None:
 def help_of(config_name: str) -> str:
     """What a command is for, examples, its groups, and its keys as configs/<config_name>.yaml explains them."""
     lines = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8").splitlines()
-    example = next(word for word in _header(config_name).split() if word.endswith(".py"))
+    examples = [line.split() for line in _header(config_name).splitlines() if line.strip().startswith("python ")]
+    example = examples[0][1]
     first, last = lines.index("") + 1, lines.index("hydra:")
     own_groups = {"train": _groups() - {"data", "tokenizer"}, "plan": set(), "prepare": {"data", "tokenizer"}}
     groups = [f"{group}: {', '.join(_members(group))}" for group in sorted(own_groups.get(config_name, set()))]

@@ -7,6 +7,7 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from cli.compose import CONFIGS
@@ -47,7 +48,7 @@ def restrain_hydra() -> None:
         for_hydra = [str(option.input_line) for option in typed if option.is_hydra_override()]
         ours = ConfigLoaderImpl(create_config_search_path(str(CONFIGS)))
         _check_equal(composed, load(ours, config_name, for_hydra, *args, **kwargs))
-        complete_plugins(composed.hydra)
+        complete_plugins(composed.hydra, any(option.is_sweep_override() for option in typed))
         return composed
 
     ConfigLoaderImpl.load_configuration = checked  # type: ignore[assignment, method-assign]
@@ -65,13 +66,19 @@ def _check_equal(composed: DictConfig, trusted: DictConfig) -> None:
             raise UserError(f"hydra.{key} is set by a configuration file, which must not: give it on the command line")
 
 
-def complete_plugins(chosen: DictConfig) -> None:
-    """What a sweep that is started again, or that has GPUs to share, needs."""
+def complete_plugins(chosen: DictConfig, searched: bool) -> None:
+    """What a sweep that is started again, or that has GPUs to share, needs. `searched`: some option has several values.
+
+    Raises:
+        UserError: a launcher or a sweeper cannot work so.
+    """
     launcher, sweeper = (chosen.runtime.choices[f"hydra/{plugin}"] for plugin in ("launcher", "sweeper"))
     if launcher == "joblib":
         from trainer.sweep import let_workers_save, visible_gpus
 
         let_workers_save()
+        if chosen.launcher.n_jobs == 0:
+            raise UserError("hydra.launcher.n_jobs=0 is no worker: use 1 or more, or -1 for one for every GPU or CPU")
         if chosen.launcher.n_jobs == -1:  # one for every CPU
             chosen.launcher.n_jobs = len(visible_gpus()) or -1
     if launcher == "submitit_slurm" and shutil.which("srun") is None:
@@ -81,6 +88,14 @@ def complete_plugins(chosen: DictConfig) -> None:
     if sweeper == "optuna":
         from optuna import logging as optuna_logging
 
+        for key in ("n_trials", "n_jobs"):
+            if chosen.sweeper[key] < 1:
+                raise UserError(f"hydra.sweeper.{key}={chosen.sweeper[key]} is too few: use 1 or more")
+        if chosen.mode == RunMode.MULTIRUN and not searched:
+            raise UserError(
+                "hydra/sweeper=optuna has nothing to search: give a range or choices, such as "
+                "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
+            )
         if chosen.sweeper.storage is not None:
             raise UserError(
                 "hydra.sweeper.storage is not needed: started again, a sweep finds its jobs by their folders"

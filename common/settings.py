@@ -85,6 +85,8 @@ def _one_line(cls: type[Settings], raw: Any, error: ValidationError) -> str:
         tag, tags = first["ctx"]["tag"], first["ctx"]["expected_tags"].replace("'", "").split(", ")
         return f"config {path}.name={tag!r} does not exist: {nearest(tag, tags)}{more}"
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] in ("list_type", "tuple_type"):
+        message = f"{message}, such as [{first['input']}]"
     given = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
     return f"config {path}{given}: {message}{more}" if path else f"{message}{more}"
 

@@ -84,7 +84,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # Python puts the address in brackets after it
         raise UserError(
-            f"host={host} port={port} cannot be listened at ({reason}): use another port, or port=0 for any"
+            f"host={host} port={port} cannot be listened at ({reason}): use another port, or "
+            f"port=0 for any, and an address of this machine"
         ) from None
     if _names(host) is None:
         warn(f"host={host}: everyone who reaches this machine can use the model; nothing asks for a password")

@@ -31,6 +31,8 @@ def assert_one_line(result, *fragments):
     ("arguments", "fragments"),
     [
         ("optim.max_lrr=3", ["unknown config key 'optim.max_lrr': did you mean 'optim.max_lr'?"]),
+        ("--max_steps=3", ["--max_steps=3: options have no dashes here: write max_steps=3"]),
+        ("--seed", ["--seed: options have no dashes here: write seed=..."]),
         ("modle=log_gpt_125m", ["unknown config key 'modle': did you mean 'model'?"]),
         ("model=log_gpt_125", ["model=log_gpt_125 does not exist: did you mean 'log_gpt_125m'?"]),
         ("schedule=cosin", ["schedule=cosin does not exist: did you mean 'cosine'?"]),
@@ -207,6 +209,8 @@ def test_a_failing_job_does_not_stop_the_others_but_the_sweep_fails(command, tin
     assert result.status == 1
     assert "n_embd=16 is not divisible by n_head=3" in result.err
     assert "model.n_head=3" in result.err  # the job is named
+    assert result.err.count("is not divisible") == 1
+    assert result.err.endswith("error: jobs of the sweep failed, as said above; mended, the same command goes on\n")
     assert "Traceback" not in result.err
     finished = [p for p in (tmp_path / "run").iterdir() if p.is_dir() and newest(p)]
     assert len(finished) == 2

@@ -252,6 +252,10 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks, tiny):
         ([], "tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag"),
         (["tasks=x", "max_length=25"], "max_length=25 is more than the model's 24 learned positions: lower it"),
         (["tasks=x", "include_path=/no/such"], "include_path=/no/such is no folder"),
+        (
+            ["tasks=local_multiple_choice", "num_fewshot=50"],
+            "num_fewshot=50: the harness refuses it (Sample larger than",
+        ),
         (["tasks=x", "limit=0"], "limit=0: Input should be greater than or equal to 1"),
     ],
 )

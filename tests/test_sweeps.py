@@ -174,6 +174,28 @@ def test_optuna_without_an_evaluation_is_one_clear_line(command, optuna_args):
     assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "hydra.launcher.n_jobs=0 is no worker: use 1 or more"),
+        (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
+        (["hydra/sweeper=optuna", "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),
+        (
+            ["hydra/sweeper=optuna", "hydra.sweeper.trials=2"],
+            "unknown config key 'hydra.sweeper.trials': did you mean 'hydra.sweeper.n_trials'",
+        ),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, options, message):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    result = command("train", "-m", *(arg for arg in tiny_args if "max_lr" not in arg), *options)
+    assert result.status == 1
+    assert message in result.err
+    assert result.err.count("\n") == 1
+    assert "---" not in result.out
+
+
 def test_submitit_requeues_a_job_whose_step_is_saved(start, tmp_path):
     """SIGUSR2 is what it sends before a job's time is up: here its local executor plays SLURM."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
@@ -227,7 +249,7 @@ def test_joblib_has_a_worker_for_every_gpu(monkeypatch, visible, n_jobs):
     monkeypatch.setattr("trainer.sweep.let_workers_save", lambda: None)
     choices = {"hydra/launcher": "joblib", "hydra/sweeper": "basic"}
     config = OmegaConf.create({"runtime": {"choices": choices}, "launcher": {"n_jobs": -1}})
-    complete_plugins(config)
+    complete_plugins(config, searched=True)
     assert config.launcher.n_jobs == n_jobs
 
 

@@ -233,6 +233,7 @@ def test_what_is_possible_is_chosen(trained, sets_dir):
     [
         ({"contexts": [8, 17]}, "contexts=17 is longer than the model's 16 learned positions"),
         ({"seq_len": 17}, "seq_len=17 is longer than the model's 16 learned positions: lower it"),
+        ({"contexts": 5}, r"config contexts=5: Input should be a valid list, such as \[5\]"),
         ({"stride": 17}, "stride=17 would skip text between windows of 16 tokens: lower it"),
         ({"contexts": [0]}, "contexts.0=0: Input should be greater than or equal to 1"),
     ],
@@ -246,6 +247,8 @@ def test_what_cannot_be_measured_is_said(trained, settings, message):
 def test_without_a_limit_of_positions_the_text_is_one(trained):
     with pytest.raises(UserError, match=r"contexts=100000 is longer than the \d+ tokens of split 'val'"):
         evaluated(trained(), contexts=[100_000])
+    with pytest.raises(UserError, match=r"seq_len=100000 is longer than the \d+ tokens of split 'val': lower it"):
+        evaluated(trained(), seq_len=100_000)
 
 
 def test_learned_positions_limit_what_is_chosen(trained):

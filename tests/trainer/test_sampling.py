@@ -15,7 +15,7 @@ import traceback
 import pytest
 import torch
 
-from common.console import show
+from common.console import say_once, show
 from common.settings import UserError, decode
 from data.text_stream import TextStream
 from data.tokenizer import BytesConfig, Tokenizer, build_tokenizer
@@ -228,6 +228,17 @@ def test_prompt_from_argument_file_and_standard_input(command, run_dir, tmp_path
     assert text_of(command, run_dir, f"prompt_file={tmp_path / 'prompt.txt'}") == given
     monkeypatch.setattr("sys.stdin", io.StringIO(ODD_PROMPT))
     assert text_of(command, run_dir, "prompt=-") == given
+
+
+def test_nothing_is_said_amid_a_text(command, tiny):
+    """Softmax attention says once, in its first forward pass, by which kernel."""
+    say_once.cache_clear()
+    fit(tiny({"max_steps": 2, "model.attention": {"name": "softmax"}}))
+    say_once.cache_clear()
+    out = command("sample", f"checkpoint={tiny().run_dir}", "prompt=def", "max_new_tokens=5").out
+    before, text = out.split("def", 1)
+    assert before.endswith("softmax attention by torch's flash kernel\n")
+    assert "softmax" not in text
 
 
 def test_the_seed_decides_and_sample_i_has_seed_plus_i(command, run_dir):

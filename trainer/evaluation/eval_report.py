@@ -66,7 +66,8 @@ def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
         _draw_contexts(axes["contexts"], result["contexts"], trained_on)
     if "sets" in axes:
         _draw_sets(axes["sets"], sets, result["loss"])
-    figure.suptitle(f"{result['checkpoint']} on {result['dataset_dir']} ({result['split']})".replace("$", r"\$"))
+    title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
+    figure.suptitle(title.replace("$", r"\$"))
     return png(figure)
 
 

@@ -117,6 +117,11 @@ def open_evaluation(config: EvaluateConfig) -> tuple[GPT, Evaluation]:
     seq_len, max_len = config.seq_len or checkpoint.state.seq_len, gpt.config.max_len
     if max_len is not None and seq_len > max_len:
         raise UserError(f"seq_len={seq_len} is longer than the model's {max_len} learned positions: lower it")
+    if config.seq_len is not None and seq_len >= stream.n_tokens:
+        raise UserError(
+            f"seq_len={seq_len} is longer than the {stream.n_tokens} tokens of split '{config.split}': lower it; "
+            f"long texts are for contexts=[...], which are read in pieces"
+        )
     if config.stride is not None and config.stride > seq_len:
         raise UserError(f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it")
     contexts = choose_contexts(config.contexts, stream, max_len)
@@ -155,10 +160,12 @@ def measure(gpt: GPT, plan: Evaluation, runtime: Runtime, world: World) -> dict[
     sets = by_set.losses(world)
     named = sorted(zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens)
     return {
+        "run": plan.checkpoint.run_dir.name,
         "checkpoint": plan.checkpoint.path.name,
         "step": plan.checkpoint.state.step,
         "dataset_dir": str(plan.dataset_dir),
         "split": config.split,
+        "batches": config.batches,
         **figures(total(sets)),
         "seq_len": windows.seq_len,
         "stride": windows.stride,

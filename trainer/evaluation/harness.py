@@ -65,14 +65,18 @@ def run_harness(config: HarnessConfig) -> None:
     runtime.announce()
     gpt = gpt.to(runtime.device, runtime.param_dtype).eval()
     model = HarnessModel(gpt, tokenizer, wanted or max_len, config.micro_batch, runtime)
-    found = simple_evaluate(
-        model=model,
-        tasks=tasks,
-        num_fewshot=config.num_fewshot,
-        limit=config.limit,
-        task_manager=manager,
-        log_samples=False,
-    )
+    try:
+        found = simple_evaluate(
+            model=model,
+            tasks=tasks,
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except ValueError as error:  # more examples than a task has, or a task that lacks what it needs
+        given = f"tasks={config.tasks} num_fewshot={config.num_fewshot}"
+        raise UserError(f"{given}: the harness refuses it ({error}): --debug shows where") from error
     show(results_table(found))
     checkpoint.leave("lm_eval.json", json.dumps(summary(checkpoint, config, found), indent=2, default=str) + "\n")
 

@@ -51,8 +51,8 @@ def colours(records: Sequence[Record]) -> list[str]:
 
 
 def draw_curves(records: Sequence[Record], title: str) -> bytes:
-    """Validation loss over tokens, FLOPs and time, as far as they are known, side by side; a PNG."""
-    known = [key for key in _X_AXES if any(point[key] is not None for record in records for point in record.val)]
+    """Validation loss over tokens, FLOPs and time, side by side, as far as they are known of all runs; a PNG."""
+    known = [key for key in _X_AXES if _all_know(records, key)]
     with matplotlib.rc_context({"text.parse_math": False}):
         figure = Figure(figsize=(5.2 * max(1, len(known)) + 0.6, 5.2), layout="constrained")
         panels = figure.subplots(1, max(1, len(known)), sharey=True, squeeze=False)[0]
@@ -79,6 +79,12 @@ def draw_curves(records: Sequence[Record], title: str) -> bytes:
             _colour_bar(figure, panels, records)
         figure.suptitle(_cut(title, 90))
         return _png(figure)
+
+
+def _all_know(records: Sequence[Record], key: str) -> bool:
+    """Whether an axis has a place for every point, and there are some."""
+    found = [point[key] for record in records for point in record.val]
+    return bool(found) and None not in found
 
 
 def _unit(records: Sequence[Record]) -> str:
@@ -110,14 +116,16 @@ def _limits(records: Sequence[Record]) -> tuple[float, float] | None:
 
 def draw_settings(records: Sequence[Record], title: str) -> bytes | None:
     """Loss by the settings that vary: a heat map of two with few values, else parallel axes; None if none varies."""
-    keys = varying_settings(records)[:_MOST_AXES]
+    every = varying_settings(records)
+    keys = every[:_MOST_AXES]
     evaluated = [record for record in records if record.figures["best"] is not None]
     if not keys or not evaluated:
         return None
     with matplotlib.rc_context({"text.parse_math": False}):
         grid = len(keys) == 2 and all(len(_values(evaluated, key)) <= _MOST_CELLS for key in keys)
         figure = _heat_map(evaluated, keys[0], keys[1]) if grid else _parallel(evaluated, keys)
-        figure.suptitle(_cut(title, 90))
+        more = f" ({len(every) - len(keys)} more settings vary)" if len(every) > len(keys) else ""
+        figure.suptitle(_cut(title, 90) + more)
         return _png(figure)
 
 

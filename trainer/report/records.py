@@ -168,11 +168,11 @@ def _number(value: Any) -> float | None:
 
 
 def varying_settings(records: Sequence[Record]) -> list[str]:
-    """Keys of the settings in which the runs differ: those that change what is learned first."""
+    """Keys of the settings in which the runs differ: first what changes what is learned, and what has most values."""
     keys = dict.fromkeys(itertools.chain.from_iterable(record.settings for record in records))
     values = {key: {printable(json.dumps(record.settings.get(key))) for record in records} for key in keys}
     varying = [key for key in keys if len(values[key]) > 1 and key not in _NOT_COMPARED]
-    return sorted(varying, key=lambda key: (key.startswith(_COMPARED_LAST), key))
+    return sorted(varying, key=lambda key: (key.startswith(_COMPARED_LAST), -len(values[key]), key))
 
 
 def shown(value: Any) -> float | str:

@@ -116,6 +116,7 @@ def _continue(
     steps = grow(gpt, texts, n_vocab=tokenizer.n_vocab, sampling=config, at_once=config.micro_batch)
     started = time.perf_counter()
     try:
+        next(steps, None)  # before anything is shown: a model says once how it computes, and not amid a text
         for i, text in enumerate(texts):
             _print(text, pieces(text, steps), config, _heading(i, text, len(prompts), config.num_samples))
     except KeyboardInterrupt:
@@ -167,7 +168,8 @@ def _read_prompts(config: SampleConfig) -> list[str]:
         text.encode()  # an argument's bytes that are not UTF-8 have become half characters
     except (OSError, UnicodeError) as error:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
-        raise UserError(f"{source} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
+        raise UserError(f"{source} cannot be read: {reason}") from None
     if not config.prompts_file:
         return [text]
     if not (prompts := [line for line in text.split("\n") if line]):
