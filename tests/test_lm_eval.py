@@ -252,10 +252,6 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks, tiny):
         ([], "tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag"),
         (["tasks=x", "max_length=25"], "max_length=25 is more than the model's 24 learned positions: lower it"),
         (["tasks=x", "include_path=/no/such"], "include_path=/no/such is no folder"),
-        (
-            ["tasks=local_multiple_choice", "num_fewshot=50"],
-            "num_fewshot=50: the harness refuses it (Sample larger than",
-        ),
         (["tasks=x", "limit=0"], "limit=0: Input should be greater than or equal to 1"),
     ],
 )
@@ -267,6 +263,18 @@ def test_mistakes_cost_one_line(command, trained, tasks, tiny, arguments, messag
     assert done.err.startswith("error: ")
     assert message in done.err
     assert done.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("own_tasks_alone")
+def test_more_examples_than_a_task_has_are_one_line(command, trained, tasks, tiny):
+    trained(LEARNED)
+    options = [f"include_path={tasks}", "tasks=local_multiple_choice", "num_fewshot=50", "runtime.device=cpu"]
+    done = command("scripts/lm_eval", f"checkpoint={tiny().run_dir}", *options)
+    assert done.status == 1
+    last = done.err.splitlines()[-1]  # before it are the harness's own
+    assert last.startswith(
+        "error: tasks=local_multiple_choice num_fewshot=50: the harness refuses it (Sample larger than"
+    )
 
 
 def test_without_the_harness_the_command_says_what_to_install(command, monkeypatch):

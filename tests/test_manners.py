@@ -57,6 +57,7 @@ def test_help_fits_a_screen_and_shows_examples(helps, script):
     assert max(map(len, lines)) <= 120
     assert f"python {script}" in text
     assert "--debug" in text
+    assert "-sc install" not in text or f"python {script} -sc install=bash" in text
 
 
 @pytest.mark.parametrize(
