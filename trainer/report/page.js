@@ -455,12 +455,16 @@ function drawHead() {
   byId("made").textContent = `${runs.length} ${runs.length === 1 ? "run" : "runs"}, ${data.made}`;
   document.querySelector("h1").textContent = document.title = data.title;
   const sum = (key) => runs.reduce((total, run) => total + (run.figures[key] ?? 0), 0);
+  const known = (key) => {
+    const some = runs.filter((run) => run.figures[key] !== null && run.figures[key] !== undefined).length;
+    return some < runs.length ? `of ${some} of ${runs.length} runs` : runs.length > 1 ? "all runs together" : "";
+  };
   const best = runs[0].figures.best === null ? null : runs[0];
   const ended = runs.filter((run) => run.figures.max_steps !== null && run.figures.step >= run.figures.max_steps).length;
   const cards = [
     ["lowest validation loss", best ? best.figures.best.toFixed(4) : "–", best ? best.label : "no run has been evaluated"],
     ["runs at their end", `${ended} of ${runs.length}`, ""], ["tokens", amount(sum("tokens")), ""],
-    ["training time", clock(sum("seconds")), runs.length > 1 ? "all runs together" : ""], ["training FLOPs", power(sum("flops")), ""],
+    ["training time", clock(sum("seconds")), known("seconds")], ["training FLOPs", power(sum("flops")), known("flops")],
   ].filter(([name]) => !(name === "training FLOPs" && !sum("flops")) && !(name === "training time" && !sum("seconds")));
   byId("cards").append(...cards.map(([name, value, note]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, note)))));
   byId("omitted").textContent = data.omitted ? ` ${data.omitted} more settings differ, and are not shown.` : "";
