@@ -160,7 +160,7 @@ class SparseAttention(SoftmaxAttention):
         """Dense, but for keys that a single query sees in no head."""
         if q.shape[2] == 1:
             seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
-            if 2 * len(seen) < k.shape[2]:  # copying these costs less than reading all
+            if 0 < 2 * len(seen) < k.shape[2]:  # copying these costs less than reading all
                 k, v, mask = (x.index_select(dim, seen) for x, dim in ((k, 2), (v, 2), (mask, 3)))
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self._grouped)
 
