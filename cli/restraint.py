@@ -48,7 +48,8 @@ def restrain_hydra() -> None:
         for_hydra = [str(option.input_line) for option in typed if option.is_hydra_override()]
         ours = ConfigLoaderImpl(create_config_search_path(str(CONFIGS)))
         _check_equal(composed, load(ours, config_name, for_hydra, *args, **kwargs))
-        complete_plugins(composed.hydra, any(option.is_sweep_override() for option in typed))
+        is_job = kwargs.get("run_mode") == RunMode.RUN  # of a sweep or by itself: its options have one value each
+        complete_plugins(composed.hydra, is_job or any(option.is_sweep_override() for option in typed))
         return composed
 
     ConfigLoaderImpl.load_configuration = checked  # type: ignore[assignment, method-assign]
@@ -76,9 +77,9 @@ def complete_plugins(chosen: DictConfig, searched: bool) -> None:
     if launcher == "joblib":
         from trainer.sweep import let_workers_save, visible_gpus
 
-        let_workers_save()
         if chosen.launcher.n_jobs == 0:
             raise UserError("hydra.launcher.n_jobs=0 is no worker: use 1 or more, or -1 for one for every GPU or CPU")
+        let_workers_save()
         if chosen.launcher.n_jobs == -1:  # one for every CPU
             chosen.launcher.n_jobs = len(visible_gpus()) or -1
     if launcher == "submitit_slurm" and shutil.which("srun") is None:
@@ -91,14 +92,14 @@ def complete_plugins(chosen: DictConfig, searched: bool) -> None:
         for key in ("n_trials", "n_jobs"):
             if chosen.sweeper[key] < 1:
                 raise UserError(f"hydra.sweeper.{key}={chosen.sweeper[key]} is too few: use 1 or more")
-        if chosen.mode == RunMode.MULTIRUN and not searched:
-            raise UserError(
-                "hydra/sweeper=optuna has nothing to search: give a range or choices, such as "
-                "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
-            )
         if chosen.sweeper.storage is not None:
             raise UserError(
                 "hydra.sweeper.storage is not needed: started again, a sweep finds its jobs by their folders"
+            )
+        if not (searched or chosen.sweeper.get("params")):
+            raise UserError(
+                "hydra/sweeper=optuna has nothing to search: give a range or choices, such as "
+                "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
             )
         if "seed" in chosen.sweeper.sampler and chosen.sweeper.sampler.seed is None:  # others would be other jobs
             chosen.sweeper.sampler.seed = 1
