@@ -16,6 +16,13 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def positive(text: str) -> int:
+    """An option's whole number from 1 on, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
 def run_script(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], int | None],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import CONFIGS, compose, to_dict
-from common.command import parser_of, run_script
+from common.command import parser_of, positive, run_script
 from common.console import say
 from common.files import make_directory, write_json
 from common.settings import UserError, nearest
@@ -35,17 +35,11 @@ def parser() -> argparse.ArgumentParser:
     add("--models", nargs="+", default=["log_gpt_1m"], help="files of configs/model")
     add("--attention", nargs="+", help="files of configs/model/attention in each, or all; else each model's own")
     add("--set", nargs="*", default=[], help="options for all of them: model.n_layer=2")
-    add("--positions", nargs="+", type=_positive, default=[1_000, 8_000, 64_000], help="tokens before")
-    add("--steps", type=_positive, default=50, help="timed steps, each a position further: few beside --positions")
+    add("--positions", nargs="+", type=positive, default=[1_000, 8_000, 64_000], help="tokens before")
+    add("--steps", type=positive, default=50, help="timed steps, each a position further: few beside --positions")
     add("--hf", nargs="?", const="gpt2_124m", metavar="MODEL", help="beside Hugging Face's GPT-2 of this model's shape")
     add("--out", type=Path, default=Path("runs/bench_decode"))
     return known
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from common.command import parser_of, run_script
+from common.command import parser_of, positive, run_script
 from common.console import console, say
 from common.files import make_directory, write_json
 
@@ -20,17 +20,11 @@ from common.files import make_directory, write_json
 def main() -> int:
     """Parse the command line and measure."""
     parser = parser_of(__doc__)
-    parser.add_argument("--lengths", type=_positive, nargs="+", default=[1024, 4096, 16384], help="tokens")
-    parser.add_argument("--heads", type=_positive, default=12)
-    parser.add_argument("--rounds", type=_positive, default=3)
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[1024, 4096, 16384], help="tokens")
+    parser.add_argument("--heads", type=positive, default=12)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/bench_sparse"), help="folder for bench.json")
     return run_script(parser, run)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -11,20 +11,13 @@ import random
 import sys
 from pathlib import Path
 
-from common.command import parser_of, run_script
+from common.command import parser_of, positive, run_script
 from common.console import say
 from common.settings import UserError
 from data.inspect import documents_table, draw_sets, sets_table, show, step_windows, window_text
 from data.loader import TrainBatches
 from data.mixture import open_mixture
 from data.shards import Manifest, TokenStream, read_manifest
-
-
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
 
 
 def options() -> argparse.ArgumentParser:

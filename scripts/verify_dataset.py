@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.command import parser_of, run_script
+from common.command import parser_of, positive, run_script
 from common.console import errors, say
 from data.shards import parse_manifest
 from data.verify import n_bytes, verify
@@ -40,13 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s"
     )
     return 0
-
-
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
-    return number
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_packages_import_only_what_stands_below_them(file):
 @pytest.mark.parametrize(
     ("modules", "allowed"),
     [
-        (["hydra", "omegaconf"], [f"cli/{name}.py" for name in ("command", "compose", "help", "restraint")]),
+        (["hydra", "omegaconf"], [f"cli/{name}.py" for name in ("command", "compose", "help", "plugins", "restraint")]),
         (["torch.distributed", "torch.nn.parallel"], ["trainer/distributed.py"]),
         (["wandb"], ["trainer/metrics.py"]),
         (["pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "joblib", "cloudpickle", "dbm"], []),

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from cli import compose, to_dict
 from cli.command import Job
-from cli.restraint import complete_plugins
+from cli.plugins import complete_plugins
 from common.settings import decode
 from trainer.checkpoint import newest
 from trainer.config import TrainConfig

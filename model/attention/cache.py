@@ -1,8 +1,8 @@
 """Keys and values of earlier tokens, for every mechanism that looks back at them: all of them, or some.
 
 A cache is a value. It is a view into a buffer with room behind it, where the next tokens are written: a step copies
-nothing but itself. The buffer knows how far it is written, so that whoever continues the same cache a second time gets
-a copy, and nobody's tokens are overwritten.
+nothing but itself, but for those at which columns are dropped. The buffer knows how far it is written, so that whoever
+continues the same cache a second time gets a copy, and nobody's tokens are overwritten.
 
 The rows of a batch end together, in the last column: that is each row's latest token, however many tokens came before.
 So all rows are written in the same place, and a row with fewer tokens than columns has zeros in front that none sees.

@@ -115,7 +115,7 @@ def test_a_run_on_another_dataset_is_refused(tiny, command, dataset):
         (["--step", "1", "--run", "nowhere"], "checkpoint=nowhere holds no checkpoint"),
         (["--step", "1", "--seed", "1", "--seq-len", "3", "--batch-tokens", "8"], "is not a multiple of --seq-len 3"),
         (["--step", "1", "--seed", "1", "--seq-len", "9999", "--batch-tokens", "9999"], "needs 10000 tokens"),
-        (["--step", "0"], "--step: invalid positive value: '0'"),
+        (["--step", "0"], "--step: '0' is not a whole number from 1 on"),
         (["--window", "999999"], "token 999999 is not in 'train', which has"),
         (["--window", "-5"], "token -5 is not in 'train'"),
         (["--chart", "nowhere/sets.png"], "No such file or directory"),

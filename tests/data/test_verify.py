@@ -329,4 +329,4 @@ def test_the_command(dataset, command):
 def test_no_threads_are_no_answer(dataset, command):
     result = command("scripts/verify_dataset", str(dataset), "--threads", "0")
     assert result.status == 2
-    assert "argument --threads: 0: give 1 or more" in result.err
+    assert "argument --threads: '0' is not a whole number from 1 on" in result.err
