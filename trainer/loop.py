@@ -32,17 +32,16 @@ def fit(config: TrainConfig) -> float | None:
         own_run(config.run_dir) if world.is_main else contextlib.nullcontext(),
     ):
         runtime.announce()
-        run = Run(config, runtime, world, signals)
-        _train(run, config)
-        return run.state.best_val_loss
+        # No variable here may hold the run: its model must be gone when the world ends (see join_world).
+        return _train(Run(config, runtime, world, signals), config)
 
 
-def _train(run: Run, config: TrainConfig) -> None:
+def _train(run: Run, config: TrainConfig) -> float | None:
     if run.world.is_main and run.step > 0:  # what a kill in the midst of the last save left to do
         retain(config.run_dir, run.state, config.checkpoint.keep_last, config.checkpoint.keep_every)
     if run.step >= config.last_step:
         say(f"{config.run_dir} is already at step {run.step} of {config.last_step}: nothing to train")
-        return
+        return run.state.best_val_loss
     with run.open_files():
         if config.runtime.on_nonfinite == "rollback" and not run.resumed:
             run.save(wait=True)  # something to go back to
@@ -57,6 +56,7 @@ def _train(run: Run, config: TrainConfig) -> None:
         raise SystemExit(AGAIN)
     run_dir = config.run_dir
     say(f"step {run.step} of {config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
+    return run.state.best_val_loss
 
 
 def _train_on(run: Run, config: TrainConfig) -> None:

@@ -4,6 +4,7 @@ import json
 import socket
 
 import pytest
+import ranks
 from safetensors.torch import load_file
 
 from trainer.checkpoint import newest
@@ -55,6 +56,34 @@ def assert_same_values(a, b):
             assert_same_values(a[key], b[key])
     else:
         assert a == (pytest.approx(b, rel=1e-12) if isinstance(b, float) else b)
+
+
+LAST_HOLDER = """
+import gc, runpy, sys
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+destroy = dist.destroy_process_group
+
+def look_and_destroy():
+    alive = sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects())
+    print(f"{alive} alive")
+    destroy()
+
+dist.destroy_process_group = look_and_destroy
+sys.argv = ["train.py", *sys.argv[1:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "status"), [("stop_at=3", 0), ("optim.max_lr=1e30", 1)], ids=["it_ends", "it_fails"]
+)
+def test_the_model_is_gone_before_the_group(args, option, status):
+    """A reducer that held the group last would join gloo's threads with the interpreter's lock: some runs would hang."""
+    for result in ranks.run(2, "-c", LAST_HOLDER, *args, option):
+        assert result.status == status, result.err
+        assert "0 alive" in result.out.splitlines()
 
 
 def test_two_agents_end_with_the_weights_of_one_process(command, run_process, args, tmp_path):
