@@ -80,7 +80,7 @@ runpy.run_path("train.py", run_name="__main__")
     ("option", "status"), [("stop_at=3", 0), ("optim.max_lr=1e30", 1)], ids=["it_ends", "it_fails"]
 )
 def test_the_model_is_gone_before_the_group(args, option, status):
-    """A reducer that held the group last would join gloo's threads with the interpreter's lock: some runs would hang."""
+    """A reducer that holds the group last joins gloo's threads with the interpreter's lock: some runs would hang."""
     for result in ranks.run(2, "-c", LAST_HOLDER, *args, option):
         assert result.status == status, result.err
         assert "0 alive" in result.out.splitlines()
