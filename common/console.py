@@ -1,6 +1,7 @@
 """What people see: a rich console and progress bars on a terminal, plain lines everywhere else."""
 
 import functools
+import sys
 import time
 from unicodedata import category
 
@@ -19,12 +20,12 @@ def say(message: str) -> None:
 
 
 def show(text: str) -> None:
-    """Write a model's or a user's text at once, without wrapping or markup.
+    """Write a model's or a user's text to standard output at once, without wrapping or markup.
 
     On a terminal its control characters are shown as \\x1b and the like: text must not command a terminal. A pipe or a
     file gets the text as it is. What the output's encoding lacks is shown in the same way.
     """
-    file = console.file
+    file = sys.stdout
     if file.isatty():
         text = "".join(f"\\x{ord(c):02x}" if category(c) == "Cc" and c not in "\n\t" else c for c in text)
     encoding = getattr(file, "encoding", None) or "utf-8"

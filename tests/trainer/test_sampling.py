@@ -230,13 +230,16 @@ def test_prompt_from_argument_file_and_standard_input(command, run_dir, tmp_path
     assert text_of(command, run_dir, "prompt=-") == given
 
 
-def test_nothing_is_said_amid_a_text(command, tiny):
+def test_nothing_is_said_amid_a_text(tiny, monkeypatch):
     """Softmax attention says once, in its first forward pass, by which kernel."""
     say_once.cache_clear()
     fit(tiny({"max_steps": 2, "model.attention": {"name": "softmax"}}))
     say_once.cache_clear()
-    out = command("sample", f"checkpoint={tiny().run_dir}", "prompt=def", "max_new_tokens=5").out
-    before, text = out.split("def", 1)
+    terminal = io.StringIO()  # where both outputs are seen
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    run_sampling(make_config(checkpoint=tiny().run_dir, prompt="def", max_new_tokens=5))
+    before, text = terminal.getvalue().split("def", 1)
     assert before.endswith("softmax attention by torch's flash kernel\n")
     assert "softmax" not in text
 
@@ -253,7 +256,7 @@ def test_the_number_of_sampled_tokens_is_told(command, run_dir, monkeypatch):
     monkeypatch.setattr("trainer.sampling.continuations.draw", lambda *_: torch.tensor([next(drawn), next(drawn)]))
     result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=abc", "num_samples=2")
     assert result.out.count("abcxyz\n") == 2
-    assert re.search(r"^\(6 tokens, \d+ a second\)$", result.out, re.MULTILINE)
+    assert re.search(r"^\(6 tokens, \d+ a second\)$", result.err, re.MULTILINE)
 
 
 def test_prompts_of_a_file_are_continued_as_each_alone(command, run_dir, tmp_path):
@@ -261,6 +264,12 @@ def test_prompts_of_a_file_are_continued_as_each_alone(command, run_dir, tmp_pat
     together = text_of(command, run_dir, f"prompts_file={tmp_path / 'prompts.txt'}", "num_samples=2", "micro_batch=3")
     alone = [text_of(command, run_dir, f"prompt={p}", "num_samples=2") for p in ("one", "zwei 日本", "  drei")]
     assert together.removesuffix("\n") == "\n\n---\n\n".join(text.removesuffix("\n") for text in alone)
+
+
+def test_text_is_all_there_is_on_standard_output(command, run_dir):
+    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=def", "max_new_tokens=9")
+    assert result.out == (run_dir / "samples.txt").read_text(encoding="utf-8")
+    assert "written to " in result.err
 
 
 def test_json_is_all_there_is_on_standard_output(command, run_dir, tmp_path):
@@ -330,7 +339,9 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         run_sampling(make_config(checkpoint=run_dir, prompt="x"))
     assert (run_dir / "samples.txt").read_text() == "xabc\n"
-    assert "xabc\nwritten to " in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert out == "xabc\n"
+    assert "written to " in err
 
 
 def test_a_conversation_through_a_pipe(command, run_dir, monkeypatch):
@@ -340,7 +351,7 @@ def test_a_conversation_through_a_pipe(command, run_dir, monkeypatch):
     assert result.status == 0, result.err
     text = (run_dir / "samples.txt").read_text().removesuffix("\n")
     assert text.startswith("zero one\ntwo")
-    assert "(10 tokens, " in result.out
+    assert "(10 tokens, " in result.err
     assert text == text_of(command, run_dir, "prompt=zero one\ntwo", "temperature=0", "max_new_tokens=10")[:-1]
 
 
@@ -368,7 +379,7 @@ class Terminal:
         if self.pid == 0:
             status = 1
             try:
-                sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+                sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
                 run()
                 status = 0
             except BaseException:

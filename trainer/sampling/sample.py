@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.console import console, say, show
+from common.console import console, show
 from common.files import parse_json
 from common.settings import UserError
 from data.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ class SampleConfig(SamplingConfig):
     micro_batch: int = Field(16, ge=1)
     """Continuations that go through the model at once; text in the order of the prompts all the same."""
     output: Literal["text", "json"] = "text"
-    """json: a line of JSON for each continuation on standard output, all else on standard error."""
+    """json: a line of JSON for each continuation."""
     runtime: DeviceConfig
 
     @field_validator("stop", mode="before")
@@ -78,8 +78,11 @@ class SampleConfig(SamplingConfig):
 
 
 def run_sampling(config: SampleConfig) -> None:
-    """Print the samples as they come, and write them to samples.txt in the run directory."""
-    with _messages_aside() if config.output == "json" else contextlib.nullcontext():
+    """Print the samples as they come, and write them to samples.txt in the run directory.
+
+    Standard output gets them and nothing else: all messages go to standard error.
+    """
+    with _messages_aside():
         runtime = open_runtime(config.runtime)
         runtime.announce()
         prompts = _read_prompts(config)
@@ -144,7 +147,7 @@ def _print(text: Continuation, growing: Iterator[str], config: SampleConfig, hea
         print(json.dumps(text.as_dict()), flush=True)
         return
     if heading:
-        say(heading)
+        show(f"{heading}\n")
     show(text.prompt)
     for piece in growing:
         show(piece)
@@ -179,7 +182,6 @@ def _read_prompts(config: SampleConfig) -> list[str]:
 
 @contextlib.contextmanager
 def _messages_aside() -> Iterator[None]:
-    """Standard output is for what programs read: all that is for people goes to standard error."""
     console.stderr = True
     try:
         yield
