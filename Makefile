@@ -38,7 +38,7 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
 test: setup  ## run the test suite
-	$(VENV)/python -m pytest -n 2
+	$(VENV)/python -m pytest -n 3
 
 check: setup  ## lint, format and types
 	$(VENV)/ruff check .

@@ -18,6 +18,8 @@ from common.settings import decode
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in triton's interpreter; read when triton is imported
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C; what they start inherits this
 torch.set_num_threads(1)  # tests run side by side; and the bits of a result depend on the number of threads
 
 ROOT = Path(__file__).resolve().parent.parent
