@@ -7,6 +7,7 @@ their threads, pipes and signals, are their own.
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import runpy
@@ -177,5 +178,7 @@ if __name__ == "__main__":
     import trainer.evaluation.evaluate
     import trainer.loop  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # the children's collections need not look at, and so copy, what is here
     if (asked_for := _serve()) is not None:
         _become(asked_for)
