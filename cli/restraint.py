@@ -48,8 +48,8 @@ def restrain_hydra() -> None:
         for_hydra = [str(option.input_line) for option in typed if option.is_hydra_override()]
         ours = ConfigLoaderImpl(create_config_search_path(str(CONFIGS)))
         _check_equal(composed, load(ours, config_name, for_hydra, *args, **kwargs))
-        is_job = kwargs.get("run_mode") == RunMode.RUN  # of a sweep or by itself: its options have one value each
-        complete_plugins(composed.hydra, is_job or any(option.is_sweep_override() for option in typed))
+        if kwargs.get("run_mode") != RunMode.RUN:  # a job, of a sweep or by itself, starts no plugin
+            complete_plugins(composed.hydra, any(option.is_sweep_override() for option in typed))
         return composed
 
     ConfigLoaderImpl.load_configuration = checked  # type: ignore[assignment, method-assign]

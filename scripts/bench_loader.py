@@ -19,7 +19,7 @@ import numpy as np
 from rich.table import Table
 
 from cli import compose, to_dict
-from common.command import parser_of, run_script
+from common.command import parser_of, positive, run_script
 from common.console import console, say
 from common.files import make_directory, write_json
 from common.settings import decode
@@ -66,10 +66,10 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     known = parser_of(__doc__)
     known.add_argument("--dataset-dir", type=Path, help="default: one of random ids")
-    known.add_argument("--tokens", type=int, default=200_000_000, help="of the random dataset")
+    known.add_argument("--tokens", type=positive, default=200_000_000, help="of the random dataset")
     known.add_argument("--mixture", type=json.loads, help='weights of sets: {"Pile-CC": 2}')
-    known.add_argument("--seq-len", type=int, default=1024)
-    known.add_argument("--batch-tokens", type=int, default=491_520)
+    known.add_argument("--seq-len", type=positive, default=1024)
+    known.add_argument("--batch-tokens", type=positive, default=491_520)
     known.add_argument("--seconds", type=float, default=10, help="length of the first two measurements")
     known.add_argument("--rate", type=float, default=2e6, help="tokens per second of the dummy model")
     known.add_argument("--model", default="log_gpt_125m", help="a file of configs/model")

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.command import parser_of, run_script
+from common.command import parser_of, positive, run_script
 from common.console import say
 from common.files import make_directory, write_json
 
@@ -18,9 +18,9 @@ from common.files import make_directory, write_json
 def main() -> int:
     """Parse the command line and measure."""
     parser = parser_of(__doc__)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[2**10, 2**14, 2**17, 2**20], help="tokens")
+    parser.add_argument("--lengths", nargs="+", type=positive, default=[2**10, 2**14, 2**17, 2**20], help="tokens")
     parser.add_argument("--logit", type=float, default=0.0, help="mean of p's logits; the larger, the longer it keeps")
-    parser.add_argument("--rounds", type=int, default=200, help="timed runs of each form")
+    parser.add_argument("--rounds", type=positive, default=200, help="timed runs of each form")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_recurrence"))
     return run_script(parser, run)
 

@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from cli import compose, to_dict
-from common.command import parser_of, run_script
+from common.command import parser_of, positive, run_script
 from common.console import console, say
 from common.files import make_directory, write_json
 from common.settings import decode
@@ -53,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
     small = "experiment=quickstart"
     large = "model=log_gpt_125m,seq_len=256,batch_tokens=1024,runtime.micro_batch=4"
     known.add_argument("--runs", nargs="+", default=[small, large], help="options of train.py, with commas between")
-    known.add_argument("--steps", type=int, default=24)
-    known.add_argument("--every", type=int, default=6, help="steps between checkpoints")
+    known.add_argument("--steps", type=positive, default=24)
+    known.add_argument("--every", type=positive, default=6, help="steps between checkpoints")
     known.add_argument("--out", type=Path, default=Path("runs/bench_save"))
     return known
 

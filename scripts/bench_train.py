@@ -22,7 +22,7 @@ from typing import Any
 from rich.table import Table
 
 from cli import compose, to_dict
-from common.command import parser_of, run_script
+from common.command import parser_of, positive, run_script
 from common.console import console, say
 from common.files import make_directory, write_json
 
@@ -60,10 +60,10 @@ def parser() -> argparse.ArgumentParser:
         "--models", nargs="+", default=["log_gpt_125m", "log_gpt_mlp_124m"], help="files of configs/model"
     )
     known.add_argument("--set", nargs="*", default=[], help="options for all of them: model.n_layer=2")
-    known.add_argument("--seq-len", type=int, default=1024)
-    known.add_argument("--batch", type=int, default=1, help="sequences of a step")
-    known.add_argument("--steps", type=int, default=2, help="timed steps of a measurement, after one that is not")
-    known.add_argument("--rounds", type=int, default=3)
+    known.add_argument("--seq-len", type=positive, default=1024)
+    known.add_argument("--batch", type=positive, default=1, help="sequences of a step")
+    known.add_argument("--steps", type=positive, default=2, help="timed steps of a measurement, after one that is not")
+    known.add_argument("--rounds", type=positive, default=3)
     known.add_argument("--out", type=Path, default=Path("runs/bench_train"))
     return known
 

@@ -16,7 +16,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from common.command import parser_of, run_script
+from common.command import parser_of, positive, run_script
 from common.console import say
 
 
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--dataset", type=Path, required=True, help="what scripts/prepare_data.py made")
     parser.add_argument("--out", type=Path, default=Path("runs/compare_attention"))
     parser.add_argument("--arms", nargs="+", help="some of them, such as 'log_space glu none'; default: all")
-    parser.add_argument("--steps", type=int, default=2000, help="of a run, 256 tokens each")
+    parser.add_argument("--steps", type=positive, default=2000, help="of a run, 256 tokens each")
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="three or more")
     parser.add_argument("--jobs", type=int, default=1, choices=range(1, 65), metavar="N", help="runs at a time")
     return run_script(parser, compare, when_interrupted="interrupted; the same command goes on from here")

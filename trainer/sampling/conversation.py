@@ -144,5 +144,5 @@ def _ask() -> str | None:
 
 
 def say_rate(n_tokens: int, seconds: float) -> None:
-    """The last line of every sampling."""
+    """How much was sampled, and how fast."""
     say(f"({n_tokens} tokens, {n_tokens / max(seconds, 1e-9):.0f} a second)")
