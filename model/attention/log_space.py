@@ -131,8 +131,8 @@ class LogSpaceSignedAttention(LogSpaceAttention):
     ) -> tuple[Tensor, LogAttentionState | None]:
         v = _away_from_zero(v)
         log_y, after = super()._attend(q, k, split_signs(v.abs().log(), v.sign()), state, return_state)
-        positive, negative = log_y.chunk(2, dim=-1)
-        return positive.exp() - negative.exp(), after
+        positive, negative = log_y.exp().chunk(2, dim=-1)
+        return positive - negative, after
 
     def _attend_naive(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """softmax(log(exp(q) exp(k)^T)) v, its weights written out: a sign is nothing to them."""

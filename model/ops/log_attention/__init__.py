@@ -71,7 +71,7 @@ def log_attention(
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(BACKENDS)}")
-    _check_shapes(q, k, log_v, causal)
+    _check_shapes(q, k, log_v, state, causal)
     if backend == "auto":
         if causal and q.shape[2] == 1 and not torch.is_grad_enabled():
             state = empty_state(q, log_v) if state is None else state
@@ -153,7 +153,7 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     return None
 
 
-def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, causal: bool) -> None:
+def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState | None, causal: bool) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, log_v {tuple(log_v.shape)}"
     fits = q.dim() == k.dim() == log_v.dim() == 4
     fits = fits and q.shape[:2] == k.shape[:2] == log_v.shape[:2] and q.shape[3] == k.shape[3]
@@ -163,3 +163,11 @@ def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, causal: bool) -> None:
         raise ValueError(f"{shapes}: every dimension must be at least 1")
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"{shapes}: causal attention needs as many queries as keys; pass causal=False for T != S")
+    if state is not None:
+        (B, H, _, d_k), d_v = q.shape, log_v.shape[3]
+        given = tuple(state.log_s.shape), tuple(state.log_z.shape)
+        if given != ((B, H, d_k, d_v), (B, H, d_k)):
+            raise ValueError(
+                f"state has log_s {given[0]} and log_z {given[1]}: for {shapes} they must be "
+                f"{(B, H, d_k, d_v)} and {(B, H, d_k)}"
+            )

@@ -116,16 +116,18 @@ def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
     results = _empty_results(inputs, causal)
     for batch in _batches(inputs.q):
         part, into = inputs.of(batch), results.of(batch)
-        frames = frames_of(part, causal)
-        (_causal_forward if causal else _full_forward)(part, frames, into)
+        frames, certificate = frames_of(part, causal), repair.Certificate(part)
+        (_causal_forward if causal else _full_forward)(part, frames, certificate, into)
         into.log_s.copy_(log_of_scaled(into.M[-1], frames.key[-1].mT + frames.value[-1]))
-        heads = into.doubtful.any(0) | repair.lost_heads(part, into.M[-1], want_state)  # (B, H)
+        heads = into.doubtful.any(0)  # (B, H)
+        if want_state:
+            heads |= certificate.lost_heads(into.M[-1])
         if heads.any():
             _forward_again(part, causal, heads, into)
     return results
 
 
-def _causal_forward(inputs: Inputs, frames: Frames, results: _Results) -> None:
+def _causal_forward(inputs: Inputs, frames: Frames, certificate: repair.Certificate, results: _Results) -> None:
     results.M[0] = in_first_frame(inputs, frames)
     for i, (tokens, chunks) in enumerate(_blocks(inputs.q)):
         here = frames.of(chunks)
@@ -134,21 +136,21 @@ def _causal_forward(inputs: Inputs, frames: Frames, results: _Results) -> None:
         results.M[i + 1] = M[-1]
         sums = _add_product(e_q @ M[:-1], (e_q @ e_k.mT).tril_(), e_v)  # (n, B, H, C, E)
         write(results.log_y[:, :, tokens], _log_y(sums, here))
-        results.doubtful[chunks] = repair.too_small(inputs, sums, tokens) | here.far
+        results.doubtful[chunks] = certificate.too_small(sums, tokens.start)
 
 
-def _full_forward(inputs: Inputs, frames: Frames, results: _Results) -> None:
+def _full_forward(inputs: Inputs, frames: Frames, certificate: repair.Certificate, results: _Results) -> None:
     """Every query sees the state after all keys."""
     M = results.M  # (2, B, H, d_k, E)
     M[:] = in_first_frame(inputs, frames)
     for tokens, _ in _blocks(inputs.k):
         e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
         M[1:].add_(e_k.mT @ e_v)
-    results.doubtful.copy_(frames.far)
+    results.doubtful.zero_()
     for tokens, _ in _blocks(inputs.q):
         sums = queries(inputs, tokens, frames) @ M[1:]  # (1, B, H, t, E)
         write(results.log_y[:, :, tokens], _log_y(sums, frames))
-        results.doubtful.logical_or_(repair.too_small(inputs, sums, slice(-1, None)))
+        results.doubtful.logical_or_(certificate.too_small(sums, None))
 
 
 def _log_y(sums: Tensor, frames: Frames) -> Tensor:
@@ -160,20 +162,17 @@ def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Result
 
     float64 is certain of nearly all that float32 is not; the rest is computed in log space.
     """
+    some = _of_heads(inputs, heads)
+    doubtful, log_y = results.doubtful[:, heads].mT, results.log_y[heads]  # (F, N), (F, T, d_v)
     if inputs.log_s.dtype == torch.float64:
-        log_y, last = results.log_y.flatten(0, 1).contiguous(), results.log_s.flatten(0, 1).contiguous()
-        doubtful = results.doubtful.flatten(1).mT
-        repair.forward(repair.call_of(inputs, causal), doubtful, heads.flatten(), log_y, last)
-        results.log_y.copy_(log_y.view(results.log_y.shape))
-        results.log_s.copy_(last.view(results.log_s.shape))
-        return
-    again = _forward(_of_heads(inputs, heads), causal, want_state=True)  # of (F, 1, ...)
-    doubtful = results.doubtful[:, heads].mT  # (F, N)
-    if causal:
-        doubtful = doubtful.repeat_interleave(CHUNK, 1)[:, : inputs.q.shape[2]]
-    log_y = results.log_y[heads]  # (F, T, d_v)
-    results.log_y[heads] = torch.where(doubtful.unsqueeze(-1), again.log_y[:, 0].to(log_y.dtype), log_y)
-    results.log_s[heads] = again.log_s[:, 0].to(log_y.dtype)
+        log_y, log_s = repair.forward(repair.call_of(some, causal), doubtful, log_y)
+    else:
+        again = _forward(some, causal, want_state=True)
+        if causal:
+            doubtful = doubtful.repeat_interleave(CHUNK, 1)[:, : inputs.q.shape[2]]
+        log_y = torch.where(doubtful.unsqueeze(-1), again.log_y[:, 0].to(log_y.dtype), log_y)
+        log_s = again.log_s[:, 0].to(log_y.dtype)
+    results.log_y[heads], results.log_s[heads] = log_y, log_s
 
 
 def _of_heads(tensors: Any, heads: Tensor) -> Any:
@@ -272,7 +271,8 @@ def _full_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor, 
 def _of_last_M(inputs: Inputs, M: Tensor, given: _Given) -> tuple[Tensor, Tensor]:
     """Gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is not certain."""
     nothing = (given.log_s == 0) | (M == 0)
-    return torch.where(nothing, 0, given.log_s / M), repair.lost_heads(inputs, M.masked_fill(given.log_s == 0, 1))
+    lost = repair.Certificate(inputs).lost_heads(M.masked_fill(given.log_s == 0, 1))
+    return torch.where(nothing, 0, given.log_s / M), lost
 
 
 def _of_sums(sums: Tensor, results: _Results, given: _Given, tokens: slice, frames: Frames) -> Tensor:
@@ -286,18 +286,15 @@ def _of_sums(sums: Tensor, results: _Results, given: _Given, tokens: slice, fram
 
 def _backward_again(inputs: Inputs, causal: bool, given: _Given, heads: Tensor, gradients: Inputs) -> None:
     """Put what is certain in place of the gradients of these heads (B, H): see `_forward_again`."""
+    some, (g_y, g_log_s) = _of_heads(inputs, heads), _of_heads(given, heads)
+    again: tuple[Tensor, ...]
     if inputs.log_s.dtype == torch.float64:
-        g_y, g_log_s = (x.flatten(0, 1).double() for x in given)
-        g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (G, T, E), G = B H
-        flat = [x.flatten(0, 1).double() for x in gradients]
-        repair.backward(repair.call_of(inputs, causal), heads.flatten(), g_log_S, g_log_s, flat)
-        for whole, part in zip(gradients, flat, strict=True):
-            whole.copy_(part.view(whole.shape))
-        return
-    more = _of_heads(inputs, heads)
-    again = _backward(more, causal, _forward(more, causal, want_state=True), _of_heads(given, heads))
-    for whole, part in zip(gradients, again, strict=True):
-        whole[heads] = part[:, 0].to(whole.dtype)
+        g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (F, 1, T, E)
+        again = repair.backward(repair.call_of(some, causal), g_log_S[:, 0], g_log_s[:, 0])
+    else:
+        again = _backward(some, causal, _forward(some, causal, want_state=True), _Given(g_y, g_log_s))
+    for whole, part in zip(gradients, again, strict=True):  # the exact log_v has the normalizer's column, too
+        whole[heads] = part.reshape(-1, *part.shape[-2:])[..., : whole.shape[-1]].to(whole.dtype)
 
 
 def _carry(M: Tensor, updates: Tensor, factor: Tensor, chunks: slice) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.log_attention.chunks import CHUNK, maxima, split
-from model.ops.log_attention.frames import FAR, LN2, at_least_far, finite, scaled_exp, whole_log2
+from model.ops.log_attention.frames import LN2, finite, frame_above, scaled_exp
 
 
 class Inputs(NamedTuple):
@@ -36,8 +36,6 @@ class Frames(NamedTuple):
     """(N, B, H, 1, E)."""
     factor: Tensor
     """(N, B, H, d_k, E): from the frame of the chunk before (of the state, for the first) into this one's."""
-    far: Tensor
-    """(N, B, H): whether all values of a feature, or all keys so far, are below FAR, and so not told apart."""
     C: int | None
     """Tokens of a chunk; None where all are one."""
     chunks: slice
@@ -45,8 +43,7 @@ class Frames(NamedTuple):
 
     def of(self, chunks: slice) -> "Frames":
         """Those of some chunks."""
-        key, value, factor, far, C, _ = self
-        return Frames(key[chunks], value[chunks], factor[chunks], far[chunks], C, chunks)
+        return Frames(self.key[chunks], self.value[chunks], self.factor[chunks], self.C, chunks)
 
     def split(self, x: Tensor, fill: float) -> Tensor:
         """Tokens (B, H, t, D) as these chunks have them, in the type of all sums: (n, B, H, C, D)."""
@@ -58,20 +55,18 @@ def frames_of(inputs: Inputs, causal: bool) -> Frames:
     C = min(CHUNK, inputs.k.shape[2]) if causal else None
     log_s, log_z = inputs.log_s, inputs.log_s[..., -1]  # (B, H, d_k, E), (B, H, d_k)
     mean = (log_s - finite(log_s[..., -1:])).amax(2)  # (B, H, E): of log_v, over the state's tokens
-    k, log_v = (at_least_far(maxima(x, C or x.shape[2]).to(log_s.dtype)) for x in (inputs.k, inputs.log_v))
+    k, log_v = (maxima(x, C or x.shape[2]).to(log_s.dtype) for x in (inputs.k, inputs.log_v))
     keys, values = torch.cat([log_z[None], k]), torch.cat([mean[None], pad(log_v, (0, 1))])
-    keys, values = (whole_log2(x).cummax(0).values for x in (keys, values))  # (1 + N, B, H, .)
+    keys, values = (frame_above(x / LN2).cummax(0).values for x in (keys, values))  # (1 + N, B, H, .)
     decay, rescale = (torch.exp2(x[:-1] - finite(x[1:])) for x in (keys, values))  # at most 1
     factor = decay.unsqueeze(-1) * rescale.unsqueeze(-2)
-    key, value = finite(keys[1:]), finite(values[1:])
-    far = (key <= FAR).all(-1) | (value <= FAR).any(-1)
-    return Frames(keys[1:].unsqueeze(3), value.unsqueeze(3), factor, far, C, slice(None))
+    return Frames(keys[1:].unsqueeze(3), finite(values[1:]).unsqueeze(3), factor, C, slice(None))
 
 
 def queries(inputs: Inputs, tokens: slice, frames: Frames) -> Tensor:
     """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for a query that a chunk lacks, so that its sums are certain."""
     q = frames.split(inputs.q[:, :, tokens], 0.0)
-    row = torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True).ceil_()  # (n, B, H, C, 1)
+    row = frame_above(torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True))  # (n, B, H, C, 1)
     return scaled_exp(q, finite(row), -frames.key)
 
 

@@ -62,11 +62,6 @@ class Call(NamedTuple):
     """(G, d_k, E)."""
     causal: bool
 
-    def of(self, heads: Tensor) -> "Call":
-        """Some of its heads."""
-        q, k, log_v, log_s = (x[heads] for x in self[:4])
-        return Call(q, k, log_v, log_s, self.causal)
-
     def tiles(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (0 where the last chunk has none), keys and values (-inf there), each (G, N, C, .)."""
         C = min(CHUNK, self.k.shape[1])
@@ -79,30 +74,62 @@ def call_of(inputs: Inputs, causal: bool) -> Call:
     return Call(q, k, pad(log_v, (0, 1)), log_s, causal)
 
 
-def too_small(inputs: Inputs, sums: Tensor, tokens: slice) -> Tensor:
-    """Chunks (n, B, H) with a sum (n, B, H, C, E) that is too small to be certain."""
+class Certificate:
+    """Tells which sums are too small, or too strange, to be certain. A sum of no terms is 0, and certain."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self._first = torch.where((inputs.log_s > -torch.inf).any(2, keepdim=True), 0, inputs.k.shape[2])
+        self._seen = 0
+
+    def too_small(self, sums: Tensor, start: int | None) -> Tensor:
+        """Chunks (n, B, H) with a doubtful sum, of sums (n, B, H, C, E) over the tokens up to each query.
+
+        The first query is number `start`; None where every query sees all tokens.
+        """
+        small = _is_small(sums)
+        if small is None:
+            return sums.new_zeros(sums.shape[:3], dtype=torch.bool)
+        n, _, _, C, _ = sums.shape
+        S = self._inputs.k.shape[2]
+        if start is None:
+            small &= self._first_term(S) < S
+        else:
+            query = torch.arange(start, start + n * C, device=sums.device).view(n, 1, 1, C, 1)
+            small &= (self._first_term(min(start + n * C, S)) <= query) & (query < S)  # the last chunk may lack some
+        return small.flatten(3).any(-1)
+
+    def lost_heads(self, M: Tensor) -> Tensor:
+        """Heads (B, H) whose M after all tokens (B, H, d_k, E) has a doubtful entry."""
+        small = _is_small(M)
+        if small is None:
+            return M.new_zeros(M.shape[:2], dtype=torch.bool)
+        has_key, has_value = (x.to(M.dtype) for x in self._alive(slice(None)))
+        some = (has_key.mT @ has_value > 0) | (self._inputs.log_s > -torch.inf)  # (B, H, d_k, E)
+        return (small & some).flatten(2).any(-1)
+
+    def _alive(self, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Keys (B, H, t, d_k) and values (B, H, t, E) that are not -inf."""
+        k, log_v = self._inputs.k[:, :, tokens], self._inputs.log_v[:, :, tokens]
+        return k > -torch.inf, pad(log_v > -torch.inf, (0, 1), value=True)
+
+    def _first_term(self, stop: int) -> Tensor:
+        """The first token with a term in a column's sum, (B, H, 1, E); S if there is none before `stop`."""
+        if self._seen < stop:
+            has_key, has_value = self._alive(slice(self._seen, stop))
+            some = has_value & has_key.any(-1, keepdim=True)  # (B, H, t, E)
+            first = some.to(torch.uint8).argmax(2, keepdim=True).add_(self._seen)
+            self._first = torch.where(some.any(2, keepdim=True), torch.minimum(self._first, first), self._first)
+            self._seen = stop
+        return self._first
+
+
+def _is_small(sums: Tensor) -> Tensor | None:
+    """Which of the sums are not between CERTAIN and infinity (NaN is not, either); None if all are."""
     certain = CERTAIN[sums.dtype]
     if sums.amin() >= certain and sums.amax() < torch.inf:
-        return sums.new_zeros(sums.shape[:3], dtype=torch.bool)
-    small = ~((sums >= certain) & (sums < torch.inf))  # NaN, too
-    if (inputs.log_v == -torch.inf).any():  # a sum of nothing is 0, and certain
-        some = _something_to_sum(inputs)[:, :, tokens]
-        small &= split(some, min(sums.shape[3], some.shape[2]), True)
-    return small.flatten(3).any(-1)
-
-
-def lost_heads(inputs: Inputs, after: Tensor, wanted: bool = True) -> Tensor:
-    """Heads (B, H) whose last M (B, H, d_k, E), which is wanted, has an entry too small to be certain."""
-    small = ~((after >= CERTAIN[after.dtype]) & (after < torch.inf))
-    if not wanted or not small.any():
-        return small.new_zeros(small.shape[:2])
-    return (small & _something_to_sum(inputs)[:, :, -1:]).flatten(2).any(-1)
-
-
-def _something_to_sum(inputs: Inputs) -> Tensor:
-    """Whether any value up to a token, of a key that is not masked, is not zero: (B, H, S, E)."""
-    some = pad(inputs.log_v > -torch.inf, (0, 1), value=True) & (inputs.k > -torch.inf).any(-1, keepdim=True)
-    return (some.int().cumsum(2) > 0) | (inputs.log_s > -torch.inf).any(2, keepdim=True)
+        return None
+    return ~((sums >= certain) & (sums < torch.inf))
 
 
 def count(which: str, doubtful: Tensor, T: int, causal: bool) -> None:
@@ -111,43 +138,30 @@ def count(which: str, doubtful: Tensor, T: int, causal: bool) -> None:
         Fallback.counter(which, doubtful.device).add_(doubtful.sum() * (1 if causal else -(-T // CHUNK)))
 
 
-def forward(call: Call, doubtful: Tensor, lost: Tensor, log_y: Tensor, log_s_after: Tensor) -> None:
-    """Replace log_y (G, T, E - 1) where doubtful (G, N), and the last state (G, d_k, E) of every head concerned.
-
-    `lost` (G) are the heads whose last state is doubtful.
-    """
-    heads = (doubtful.any(1) | lost).nonzero()[:, 0]
-    call, doubtful, ys = call.of(heads), doubtful[heads], log_y[heads]
+def forward(call: Call, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
+    """log_y (G, T, E - 1) with its doubtful chunks (G, N) computed exactly, and the last state (G, d_k, E)."""
     q, k, log_v = call.tiles()
-    states = exact.states(k, log_v, call.log_s)  # (F, N + 1, d_k, E)
+    states = exact.states(k, log_v, call.log_s)  # (G, N + 1, d_k, E)
     if call.causal:
-        chunks = _tiles(ys, q.shape[2], 0.0).clone()
-        for f, n in _groups(doubtful, states):
-            log_S, _ = exact.causal_log_sums(q[f, n], k[f, n], log_v[f, n], states[f, n])
-            chunks[f, n] = _normalized(log_S)
-        ys = _sequence(chunks, ys.shape[1])
+        chunks = _tiles(log_y, q.shape[2], 0.0).clone()
+        for g, n in _groups(doubtful, states):
+            log_S, _ = exact.causal_log_sums(q[g, n], k[g, n], log_v[g, n], states[g, n])
+            chunks[g, n] = _normalized(log_S)
+        log_y = _sequence(chunks, log_y.shape[1])
     elif doubtful.any():
-        f = doubtful[:, 0]
-        ys[f] = _normalized(exact.full_log_sums(call.q[f], states[f, -1]))
-    log_y[heads] = ys
-    log_s_after[heads] = states[:, -1]
+        g = doubtful[:, 0]
+        log_y[g] = _normalized(exact.full_log_sums(call.q[g], states[g, -1]))
+    return log_y, states[:, -1]
 
 
-def backward(call: Call, heads: Tensor, g_log_S: Tensor, g_log_s: Tensor, gradients: list[Tensor]) -> None:
-    """Replace the gradients of q, k, log_v and log_s of some heads (G).
-
-    g_log_S (G, T, E) and g_log_s (G, d_k, E) are the gradients of the log-sums and of the last state.
-    """
-    call, g_log_S, g_log_s = call.of(heads), g_log_S[heads], g_log_s[heads]
+def backward(call: Call, g_log_S: Tensor, g_log_s: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k, log_v and log_s, from those of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
     q, k, log_v = call.tiles()
-    states = exact.states(k, log_v, call.log_s)  # (F, N + 1, d_k, E)
-    if call.causal:
-        *tiles, g_first = _causal_backward(q, k, log_v, _tiles(g_log_S, q.shape[2], 0.0), states, g_log_s)
-        result = [*(_sequence(x, g_log_S.shape[1]) for x in tiles), g_first]
-    else:
-        result = [*exact.full_gradients(*call[:4], states[:, -1], g_log_S, g_log_s)]
-    for whole, part in zip(gradients, result, strict=True):
-        whole[heads] = part[..., : whole.shape[-1]]  # without the normalizer's column
+    states = exact.states(k, log_v, call.log_s)  # (G, N + 1, d_k, E)
+    if not call.causal:
+        return exact.full_gradients(*call[:4], states[:, -1], g_log_S, g_log_s)
+    *tiles, g_first = _causal_backward(q, k, log_v, _tiles(g_log_S, q.shape[2], 0.0), states, g_log_s)
+    return *(_sequence(x, g_log_S.shape[1]) for x in tiles), g_first
 
 
 def _normalized(log_S: Tensor) -> Tensor:

@@ -6,9 +6,8 @@ from torch import Tensor
 
 def split_signs(log_abs_v: Tensor, sign_v: Tensor) -> Tensor:
     """(B, H, S, d_v) twice -> log_v (B, H, S, 2 d_v): positive values, then negative ones; -inf where there is none."""
-    positive = log_abs_v.masked_fill(sign_v <= 0, -torch.inf)
-    negative = log_abs_v.masked_fill(sign_v >= 0, -torch.inf)
-    return torch.cat([positive, negative], dim=-1)
+    has_part = torch.stack([sign_v > 0, sign_v < 0], dim=-2)  # (B, H, S, 2, d_v)
+    return torch.where(has_part, log_abs_v.unsqueeze(-2), -torch.inf).flatten(-2)
 
 
 def join_signs(log_y: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,10 +23,20 @@ def finite(x):
 
 @triton.jit
 def frame_of(log2, OPERAND: tl.constexpr):
-    """The smallest whole number not below, up to rounding; LOST beyond what `exp_measured` can tell apart."""
+    """The smallest whole number not below, up to rounding, within what `exp_measured` can tell apart.
+
+    What is smaller becomes 0; LOST for what is larger.
+    """
     limit: tl.constexpr = 900.0 if OPERAND == tl.bfloat16 else 2.0**20
     frame = tl.ceil(log2)
-    return tl.where((tl.abs(frame) <= limit) | (frame == NOTHING), frame, LOST)
+    frame = tl.where((frame < -limit) & (frame > NOTHING), -limit, frame)
+    return tl.where(frame > limit, LOST, frame)
+
+
+@triton.jit
+def is_small(sums, CERTAIN: tl.constexpr):
+    """True for sums below CERTAIN, for infinity and for NaN."""
+    return ((sums >= CERTAIN) & (sums < float("inf"))) == 0
 
 
 @triton.jit

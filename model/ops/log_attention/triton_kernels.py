@@ -9,12 +9,14 @@ import triton.language as tl
 
 from model.ops.log_attention.triton_frames import (
     LOG2E,
+    LOST,
     NOTHING,
     any_of,
     exp_measured,
     finite,
     frame_of,
     head_of,
+    is_small,
     load_chunk,
     log_of_scaled,
     packed_head,
@@ -96,7 +98,7 @@ def forward_sweep(
             _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, OPERAND, PRECISION, ACC)  # (C, BV), (C,)
             _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V, C)
             unsure = 0
-            if _smallest(sums, z_sums, n, T, e, D_V, BV, C) < CERTAIN:
+            if _some_small(sums, z_sums, n, T, e, D_V, BV, C, CERTAIN):
                 k_n = load_chunk(k, k_strides[2], n * C, S, d, D_K, NOTHING, C, ACC)  # again, to keep no registers
                 v_n = load_chunk(log_v, v_strides[2], n * C, S, e, D_V, NOTHING, C, ACC)
                 first_k, first_v = _first_of_chunk(k_n, v_n, key_before, value_before, C)
@@ -115,7 +117,7 @@ def forward_sweep(
             z_sums = tl.sum(e_q.to(ACC) * z[None, :], 1)  # (C,)
             _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V, C)
             unsure = 0
-            if _smallest(sums, z_sums, n, T, e, D_V, BV, C) < CERTAIN:
+            if _some_small(sums, z_sums, n, T, e, D_V, BV, C, CERTAIN):
                 first_k, first_v = _first_if_seen(key, value, C)
                 unsure = _is_doubtful(sums, z_sums, first_k, first_v, n, T, e, D_V, C, CERTAIN)
             tl.store(doubtful + n * blocks, unsure)
@@ -123,7 +125,8 @@ def forward_sweep(
     lost = 0
     if WANT_STATE:
         seen = (key > NOTHING)[:, None] & (value > NOTHING)[None, :]
-        lost = tl.max((seen & (M < CERTAIN)).to(tl.int32)) | tl.max(((key > NOTHING) & (z < CERTAIN)).to(tl.int32))
+        lost = tl.max((seen & is_small(M, CERTAIN)).to(tl.int32))
+        lost |= tl.max(((key > NOTHING) & is_small(z, CERTAIN)).to(tl.int32))
         here = (d < D_K)[:, None] & (e < D_V)[None, :]
         log_M = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
         tl.store(log_s_after + g * D_K * D_V + d[:, None] * D_V + e[None, :], log_M, mask=here)
@@ -258,6 +261,7 @@ def backward_sweep(
 def exp_of_queries(q, key, OPERAND: tl.constexpr):
     """e_q of q (C, BK): measured against a power of two for each row, after the frame of the keys has moved to it."""
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), OPERAND)
+    row = tl.where(row == LOST, 2 * LOST, row)  # so that e_q is 0, and not infinite, for a key that is lost
     return exp_measured(q, finite(row)[:, None] - key[None, :], OPERAND).to(OPERAND)
 
 
@@ -315,12 +319,13 @@ def _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V: tl.constexpr, C: t
 
 
 @triton.jit
-def _smallest(sums, z_sums, n, T, e, D_V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr):
-    """The smallest sum of the tile."""
+def _some_small(sums, z_sums, n, T, e, D_V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CERTAIN: tl.constexpr):
+    """Whether any sum of the tile is small."""
+    small = is_small(sums, CERTAIN)
     if D_V % BV != 0:
-        sums = tl.where((e < D_V)[None, :], sums, 1.0)
-    smallest = tl.minimum(tl.min(sums, 1), z_sums)  # (C,)
-    return tl.min(tl.where(n * C + tl.arange(0, C) < T, smallest, 1.0), 0)
+        small &= (e < D_V)[None, :]
+    small = tl.max(small.to(tl.int32), 1) | is_small(z_sums, CERTAIN).to(tl.int32)  # (C,)
+    return tl.max(tl.where(n * C + tl.arange(0, C) < T, small, 0), 0) > 0
 
 
 @triton.jit
@@ -346,8 +351,8 @@ def _is_doubtful(sums, z_sums, first_k, first_v, n, T, e, D_V: tl.constexpr, C: 
     """Whether a sum of something is too small to be certain. A sum of nothing is 0, and certain."""
     rows = tl.arange(0, C)
     real = (n * C + rows < T)[:, None] & (e < D_V)[None, :]
-    small = (sums < CERTAIN) & (rows[:, None] >= first_v[None, :])
-    small |= ((z_sums < CERTAIN) & (rows >= first_k))[:, None]
+    small = is_small(sums, CERTAIN) & (rows[:, None] >= first_v[None, :])
+    small |= (is_small(z_sums, CERTAIN) & (rows >= first_k))[:, None]
     return tl.max((small & real).to(tl.int32))
 
 

@@ -1,0 +1,194 @@
+"""log_attention on inputs that nobody would think of: every backend, type and layout against the definition."""
+
+import random
+
+import pytest
+import torch
+from definition import Definition
+
+from model.ops.log_attention import LogAttentionState, log_attention
+from model.ops.log_attention.frames import CERTAIN
+
+TYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
+# Roundings on the way from the inputs to a sum, each at most half a unit in the last place of its size.
+ROUNDINGS = 16
+
+
+class Case:
+    """One random call; `largest` bounds B H T d_k d_v, `longest` B H T and B H S."""
+
+    def __init__(self, seed, largest, longest=1000):
+        self.rng = rng = random.Random(seed)
+        torch.manual_seed(seed)
+        while True:
+            B, H = rng.choice([(1, 1), (1, 3), (2, 1), (2, 2)])
+            T = rng.choice([1, 2, 3, 63, 64, 65, 128, rng.randint(1, 20), rng.randint(1, 300)])
+            d_k, d_v = (rng.choice([1, 2, 3, 8, rng.randint(1, 70)]) for _ in range(2))
+            self.causal = rng.random() < 0.7
+            S = T if self.causal else rng.choice([T, rng.randint(1, 200)])
+            if B * H * max(T, S) * d_k * d_v <= largest and B * H * max(T, S) <= longest:
+                break
+        self.dtype = rng.choice(TYPES)
+        shapes = [(B, H, T, d_k), (B, H, S, d_k), (B, H, S, d_v)]
+        tensors = [torch.randn(shape, dtype=torch.float64) * 10 ** rng.uniform(-3, 4) for shape in shapes]
+        self.structures = rng.sample(list(STRUCTURES), rng.choice([0, 1, 1, 2]))
+        for name in self.structures:
+            STRUCTURES[name](rng, *tensors)
+        largest_number = torch.finfo(self.dtype).max / 4
+        tensors = [x.clamp(max=largest_number).to(self.dtype) for x in tensors]  # large masks of float16 become -inf
+        self.layout = rng.choice(list(LAYOUTS))
+        self.q, self.k, self.log_v = (x.requires_grad_() for x in LAYOUTS[self.layout](tensors))
+        acc = torch.promote_types(self.dtype, torch.float32)
+        self.state = None
+        log_s = torch.full((B, H, d_k, d_v), -torch.inf, dtype=acc)
+        log_z = torch.full((B, H, d_k), -torch.inf, dtype=acc)
+        if rng.random() < 0.4:
+            log_z = torch.randn(B, H, d_k, dtype=acc) * 10 ** rng.uniform(-3, 3)
+            log_s = log_z.unsqueeze(-1) + torch.randn(B, H, d_k, d_v, dtype=acc) * 10 ** rng.uniform(-3, 3)
+            self.state = LogAttentionState(log_s.requires_grad_(), log_z.requires_grad_())
+        self.definition = Definition(
+            *(x.detach() for x in (self.q, self.k, self.log_v, log_s, log_z)), causal=self.causal
+        )
+
+    def __repr__(self):
+        sizes = f"q {tuple(self.q.shape)}, S={self.k.shape[2]}, d_v={self.log_v.shape[3]}, {self.dtype}"
+        return f"{sizes}, causal={self.causal}, state={self.state is not None}, {self.layout}, {self.structures}"
+
+
+def _some(rng, n):
+    """A stretch of n tokens or features, or single ones, or all."""
+    start, stop = sorted((rng.randint(0, n), rng.randint(0, n)))
+    return rng.choice([slice(start, stop), slice(0, stop), slice(None, None, rng.randint(1, 7)), slice(None)])
+
+
+def _set(value, *which):
+    def change(rng, *qkv):
+        x = qkv[rng.choice(which)]
+        x[:, rng.randrange(x.shape[1]) :, _some(rng, x.shape[2]), _some(rng, x.shape[3])] = value(rng)
+
+    return change
+
+
+def _spike(rng, *qkv):
+    x = rng.choice(qkv)
+    x[:, :, rng.randrange(x.shape[2])] += rng.choice([-1, 1]) * 10 ** rng.uniform(1, 4)
+
+
+def _masked_prefix(rng, q, k, log_v):
+    k[:, :, : rng.randint(1, k.shape[2])] = rng.choice([-torch.inf, -1e9, -1e30])
+
+
+STRUCTURES = {
+    "constant": _set(lambda rng: rng.uniform(-100, 100), 0, 1, 2),
+    "spike": _spike,
+    "spikes": lambda *x: [_spike(*x) for _ in range(3)],
+    "masked prefix": _masked_prefix,
+    "masked keys": _set(lambda rng: -torch.inf, 1),
+    "values of zero": _set(lambda rng: -torch.inf, 2),
+    "tiny": _set(lambda rng: rng.choice([-2e6, -1.1e6, -1e9, -1e13, -1e30]), 0, 1, 2),
+    "huge": _set(lambda rng: rng.choice([700, 3e4, 2e6, 1e9]), 0, 1, 2),
+}
+
+
+def _as_one_projection(tensors):
+    """As the model has them: parts of (B, T, H, all features); queries apart where there are other numbers of them."""
+    q, k, log_v = tensors
+    together = [q, k, log_v] if q.shape[2] == k.shape[2] else [k, log_v]
+    parts = torch.cat(together, -1).transpose(1, 2).contiguous().split([x.shape[3] for x in together], -1)
+    parts = [x.transpose(1, 2) for x in parts]
+    return [x.detach() for x in (parts if len(parts) == 3 else [q, *parts])]
+
+
+LAYOUTS = {
+    "contiguous": lambda tensors: tensors,
+    "projection": _as_one_projection,
+    "gaps": lambda tensors: [torch.stack([x, x], -1)[..., 0] for x in tensors],
+    "last heads first": lambda tensors: [x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors],
+}
+
+
+def assert_within(name, got, truth, unit, dtype, operand_eps, case, lost=0.0):
+    """The error is that of rounding: of sums and of operands in units, of the result; besides what may be lost."""
+    acc = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    assert torch.equal(got.isnan(), truth.isnan()), f"{name} of {case}: NaN"
+    finite = truth.isfinite() & (unit * acc * ROUNDINGS < 1)  # beyond, float32 does not know the result
+    allowed = ROUNDINGS * acc * unit + operand_eps * (unit if name.startswith("g") else 1)
+    allowed = allowed + torch.finfo(got.dtype).eps * truth.abs() + torch.finfo(got.dtype).tiny + lost
+    known = ~truth.isfinite() | finite
+    fits = torch.where(finite, (got - truth).abs() <= allowed, got == truth) | truth.isnan() | ~known
+    beyond = got.abs() == torch.inf  # of float16
+    fits |= beyond & (truth.abs() > torch.finfo(got.dtype).max)
+    if not fits.all():
+        at = tuple(x[0].item() for x in (~fits).nonzero(as_tuple=True))
+        raise AssertionError(
+            f"{name} of {case} at {at}: {got[at].item()}, truth {truth[at].item()}, allowed {allowed[at].item()}, "
+            f"{(~fits).sum().item()} of {fits.numel()} wrong"
+        )
+
+
+def check(seed, backend, largest, longest=1000):
+    case = Case(seed, largest, longest)
+    truth = case.definition.forward()
+    operand_eps = 0.0
+    if backend == "triton" and case.dtype in (torch.bfloat16, torch.float16):
+        operand_eps = 4 * torch.finfo(case.dtype).eps  # four factors of a term are rounded
+    log_y, state = log_attention(
+        case.q, case.k, case.log_v, causal=case.causal, state=case.state, return_state=True, backend=backend
+    )
+    outputs = [log_y, *state]
+    for name, got, wanted, unit in zip(("log_y", "log_s", "log_z"), outputs, *truth, strict=True):
+        assert_within(name, got.detach(), wanted, unit, case.dtype, operand_eps, case)
+
+    generator = torch.Generator().manual_seed(seed)
+    gs = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
+    if case.rng.random() < 0.5:  # as in training, where nobody reads the state
+        gs[1:] = [torch.zeros_like(x) for x in gs[1:]]
+    gs = [g.masked_fill(~x.isfinite(), 0) for g, x in zip(gs, truth.values, strict=True)]
+    leaves = [case.q, case.k, case.log_v, *(case.state or ())]
+    if backend == "naive" and any((x == -torch.inf).any() for x in leaves):
+        return  # its gradients are NaN there
+    got = torch.autograd.grad(outputs, leaves, gs)
+    wanted = case.definition.backward(*(g.double() for g in gs), truth.units[0].nan_to_num(0))
+    acc = state.log_s.dtype  # what underflows is, of a sum that is certain, at most this; and tokens may share it
+    lost = torch.finfo(acc).tiny / CERTAIN[acc] * sum(g.double().abs().sum().item() for g in gs)
+    for name, x, *of_definition in zip(["g_q", "g_k", "g_v", "g_s", "g_z"], got, *wanted, strict=False):
+        assert_within(name, x, *of_definition, case.dtype, 2 * operand_eps, case, lost)
+
+    if case.causal:  # in pieces, single tokens among them, without gradients
+        T, state, parts = case.q.shape[2], case.state, []
+        cuts = sorted(case.rng.sample(range(1, T), min(T - 1, case.rng.choice([0, 1, 3]))))
+        with torch.no_grad():
+            for start, stop in zip([0, *cuts], [*cuts, T], strict=True):
+                piece = (x[:, :, start:stop] for x in (case.q, case.k, case.log_v))
+                pick = "auto" if stop - start == 1 and backend == "chunked" else backend
+                y, state = log_attention(*piece, state=state, return_state=True, backend=pick)
+                parts.append(y)
+        # A state that is handed over has been rounded once more, as has each term in it.
+        for name, x, value, unit in zip(
+            ("log_y", "log_s", "log_z"), [torch.cat(parts, 2), *state], *truth, strict=True
+        ):
+            assert_within(f"{name} in pieces", x, value, 2 * unit, case.dtype, 2 * operand_eps, case)
+
+
+SMALL = {"naive": (2**16, 300), "chunked": (2**16, 300), "triton": (2**12, 70)}  # triton's interpreter is slow
+LARGE = {"naive": (2**20, 1000), "chunked": (2**20, 1000), "triton": (2**14, 150)}
+
+
+@pytest.mark.parametrize(("backend", "seeds"), [("naive", range(10)), ("chunked", range(60)), ("triton", range(4))])
+def test_any_input(backend, seeds):
+    for seed in seeds:
+        check(seed, backend, *SMALL[backend])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(i, i + 25) for i in range(1000, 1200, 25)], ids=lambda seeds: str(seeds.start))
+def test_many_inputs(seeds):
+    for seed in seeds:
+        check(seed, "chunked", *LARGE["chunked"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "seeds"), [("naive", range(1000, 1025)), ("triton", range(1000, 1010))])
+def test_many_inputs_of_slow_backends(backend, seeds):
+    for seed in seeds:
+        check(seed, backend, *LARGE[backend])
