@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, glu, linear, scaled_dot_product_a
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.linear_cross_entropy import summed_loss, token_losses
+from model.ops.log_attention import log_attention, naive_log_attention
 from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.ops.sparse_attention import attend, naive_sparse_attention, sparse_attention, window
@@ -38,6 +39,14 @@ OPERATORS = {
     "summed_loss": (lambda *a: summed_loss(*a, TARGETS), lambda *a: all_losses(*a).sum(), [(T, 3), (5, 3)]),
     "token_losses": (lambda *a: token_losses(*a, TARGETS), all_losses, [(T, 3), (5, 3)]),
     "gated_linear": (gated_linear, lambda x, weight: linear(glu(x), weight), [(2, T, 6), (4, 3)]),
+    **{
+        f"log_attention {backend}": (
+            lambda *a, backend=backend: log_attention(*a, backend=backend),
+            naive_log_attention,
+            HEADS,
+        )
+        for backend in ("chunked", "triton")
+    },
     "log_recurrence": (
         lambda p, h, s: log_recurrence(p, h, state=s),
         lambda p, h, s: naive_log_recurrence(p, h, state=s),
@@ -58,6 +67,8 @@ OPERATORS = {
 }
 REFUSALS = {  # the other operators refuse nothing
     "summed_loss": r"summed_loss .* use token_losses\(\.\.\.\)\.sum\(\)",
+    "log_attention chunked": "log_attention .* use backend='naive'",
+    "log_attention triton": "log_attention .* use backend='naive'",
     "log_recurrence": "log_recurrence .* use naive_log_recurrence",
     "sparse_attention": "sparse_attention in tiles .* use naive_sparse_attention",
     "gated_linear": "forward mode AD|vmap support",  # these are torch's words

@@ -271,6 +271,20 @@ def test_what_does_not_fit_is_refused(change, message):
         log_attention(**arguments)
 
 
+@pytest.mark.parametrize("T", [1, 3])  # a single token has a path of its own
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize(
+    ("log_s", "log_z"),
+    [((1, 2, 3, 2), (1, 2, 1)), ((1, 2, 3, 1), (1, 2, 3)), ((1, 1, 3, 2), (1, 1, 3)), ((3, 2), (3,))],
+)
+@torch.no_grad()
+def test_a_state_that_does_not_fit_is_refused(T, backend, log_s, log_z):
+    q, k, log_v = torch.zeros(1, 2, T, 3), torch.zeros(1, 2, T, 3), torch.zeros(1, 2, T, 2)
+    state = LogAttentionState(torch.zeros(log_s), torch.zeros(log_z))
+    with pytest.raises(ValueError, match=r"^state has log_s .* they must be \(1, 2, 3, 2\) and \(1, 2, 3\)$"):
+        log_attention(q, k, log_v, state=state, backend=backend)
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that is not there, whose facts may be set."""

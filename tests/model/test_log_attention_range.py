@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.ops.log_attention import BACKENDS, fallback, log_attention, naive_log_attention
+from model.ops.log_attention import BACKENDS, LogAttentionState, fallback, log_attention, naive_log_attention
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
 FAST = [name for name in BACKENDS if name != "naive"]
@@ -175,6 +175,66 @@ def test_a_value_that_is_zero_in_every_token_stays_zero_and_spoils_no_gradient(b
     others = [0, 1, 2, *range(4, 24)]
     wanted = log_attention(q, k, log_v[..., others], causal=causal, backend=backend)
     torch.testing.assert_close(log_y[..., others], wanted, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keys_far_below_the_rest_are_told_apart_where_queries_make_them_count(backend, dtype):
+    parts = [[-1e7, 0], [-1e7, 0]], [[0, -1e9], [0, -2e6]], [[0], [5]]
+    q, k, log_v = (torch.tensor(x, dtype=dtype).view(1, 1, 2, -1) for x in parts)
+    log_y, state = log_attention(q, k, log_v, return_state=True, backend=backend)
+    wanted, wanted_state = naive_log_attention(q.double(), k.double(), log_v.double(), return_state=True)
+    assert wanted.flatten().tolist() == [0, 5]
+    for a, b in zip([log_y, *state], [wanted, *wanted_state], strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("mask", [-1e9, -1e30])
+def test_a_feature_that_is_masked_throughout_is_no_reason_to_fall_back(which, mask):
+    inputs = [x.float() for x in normal(T=130)]
+    inputs[which][..., 3] = mask
+    if which == 1:
+        assert tiles(lambda: log_y_and_gradients(log_attention, inputs, True, backend="chunked")) == (0, 0)
+    _, state = log_attention(*inputs, return_state=True, backend="chunked")
+    _, wanted = naive_log_attention(*(x.double() for x in inputs), return_state=True)
+    for a, b in zip(state, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_and_states_beyond_what_bfloat16_is_made_for(backend, causal):
+    """Where a key's frame and a row's are both lost, nothing is left to measure against: a doubt, and no NaN."""
+    k = torch.full((1, 1, 2, 1), 700, dtype=torch.bfloat16)
+    q, log_v = torch.full_like(k, 100), torch.zeros_like(k)
+    assert log_attention(q, k, log_v, causal=causal, backend=backend).flatten().tolist() == [0, 0]
+    state = LogAttentionState(torch.full((1, 1, 1, 1), 701.0), torch.full((1, 1, 1), 700.0))
+    assert log_attention(q, k - 700, log_v, causal=causal, state=state, backend=backend).flatten().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("B", "H"), [(1, 2), (2, 1), (1, 1), (2, 2)])
+def test_heads_are_repaired_whatever_their_layout(causal, B, H):
+    """As the model has them, (B, T, H, features of q, k and v), in float64, which is repaired in log space."""
+    x = torch.zeros(B, 2, H, 3, dtype=torch.float64)
+    x[..., 1] = torch.tensor([-3000.0, 3000]).view(1, 2, 1)
+    x[:, 0, :, 2] = 2000
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    results = []
+    for leaf, attend in zip(leaves, (log_attention, naive_log_attention), strict=True):
+        log_y = attend(*(z.transpose(1, 2) for z in leaf.split(1, -1)), causal=causal)
+        results.append([log_y, *torch.autograd.grad(log_y.sum(), leaf)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("T", [100, 128])
+def test_values_of_zero_in_every_token_are_no_reason_to_fall_back(T):
+    """Nor do queries that the last chunk lacks count as having something to sum."""
+    inputs = [x.float() for x in normal(T=T)]
+    inputs[2][..., 3] = -torch.inf
+    assert tiles(lambda: log_y_and_gradients(log_attention, inputs, True, backend="chunked")) == (0, 0)
 
 
 @pytest.mark.parametrize("backend", FAST)

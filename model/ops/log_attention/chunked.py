@@ -29,12 +29,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from model.ops.derivatives import refuse_second_order, refuse_transforms
 from model.ops.log_attention import repair
 from model.ops.log_attention.chunks import CHUNK, write
 from model.ops.log_attention.exponentials import Frames, Inputs, frames_of, in_first_frame, keys_and_values, queries
 from model.ops.log_attention.frames import CERTAIN, log_of_scaled
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, empty_state
 
+NAMES = "log_attention", "backend='naive'"  # the operator, and what has all derivatives
 # Numbers of a temporary on a CPU, whose cache then holds all that a step needs. Other devices get everything at once.
 BLOCK = 2**17
 
@@ -50,6 +52,7 @@ def chunked_log_attention(
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
     """As `log_attention`. For the backward pass it keeps its inputs, and at most T / CHUNK states."""
     state = empty_state(q, log_v) if state is None else state
+    refuse_transforms(*NAMES, q, k, log_v, *state)
     log_s = torch.cat([state.log_s, state.log_z.unsqueeze(-1)], dim=-1)  # (B, H, d_k, E), E = d_v + 1
     log_y, log_s, *_ = _attend(q, k, log_v, log_s.to(accumulation_dtype(q)), causal, return_state)
     log_y = log_y.to(log_v.dtype)
@@ -209,6 +212,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward_of_op(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_order(*NAMES)
     return *_attend_backward(g_y, g_log_s, *ctx.saved_tensors, ctx.causal), None, None
 
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.ops.derivatives import refuse_second_order, refuse_transforms
+from model.ops.log_attention.chunked import NAMES
 from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.frames import CERTAIN
 from model.ops.log_attention.repair import Fallback
@@ -34,6 +36,7 @@ def triton_log_attention(
     Products take bfloat16 as it is, float16 as tf32 (the range of bfloat16 and float16's digits) and float32 as three
     products of tf32. Sums are kept in float32, or float64 for float64.
     """
+    refuse_transforms(*NAMES, q, k, log_v, *(state or ()))
     acc = accumulation_dtype(q)
     log_s, log_z = (None, None) if state is None else (x.to(acc).contiguous() for x in state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, log_v, log_s, log_z))
@@ -194,6 +197,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(
     ctx: Any, g_y: Tensor | None, g_log_s: Tensor | None, g_log_z: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
+    refuse_second_order(*NAMES)
     q, k, log_v, log_s, log_z, *saved = ctx.saved_tensors
     if g_y is None:
         g_y = log_v.new_zeros(1).expand(*q.shape[:3], log_v.shape[3])
