@@ -1,7 +1,7 @@
 """Every command that a program prints for its user to type does what it should, as it is printed.
 
-`PLACES` lists all of them. Those of --help, of docstrings and of `make train` are run here up to the work itself; those
-that depend on what a program has found are run to their end by the tests that are named there.
+Those of --help, of docstrings, of `make train` and of the pages of docs/ are run here up to the work itself. Those that
+depend on what a program has found stand in `PLACES`, with the tests that run them to their end.
 """
 
 import ast
@@ -83,6 +83,7 @@ def goes_to_work(command, monkeypatch, tmp_path):
         arrived.append(True)
         if not in_sweep:
             raise AtWork
+        return 0.0  # a validation loss
 
     arrived, in_sweep = [], False
 
@@ -134,6 +135,18 @@ def test_what_make_train_says_is_next(goes_to_work):
     typed = commands_in(said)
     assert [one.script for one in typed] == ["sample", "train", "train", "train"]
     assert [goes_to_work(*one) for one in typed] == [1, 1, 1, 4]
+
+
+@pytest.mark.filterwarnings("ignore")  # optuna's
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda path: path.stem)
+def test_the_commands_of_a_page(goes_to_work, tmp_path, page):
+    for plugin in ("triton", "uvicorn", "optuna"):
+        pytest.importorskip(plugin)
+    (tmp_path / "runs" / "bench_save" / "dataset").mkdir(parents=True)
+    text = page.read_text().replace(" ... ", " experiment=quickstart ")  # dots are the reader's own options
+    for one in commands_in(text):
+        if not {"-sc", "--help"} & set(one.arguments):
+            assert goes_to_work(*one) >= 1
 
 
 def constants(path):
