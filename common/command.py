@@ -1,9 +1,16 @@
-"""What the scripts with options of argparse's have in common: their --help, errors of one line, and a clean Ctrl-C."""
+"""What the scripts with options of argparse's have in common: their --help, errors of one line, and a clean Ctrl-C.
+
+And how settings are written in commands that are printed.
+"""
 
 import argparse
+import json
 import os
+import re
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from common.console import errors
 from common.settings import UserError
@@ -58,3 +65,23 @@ def run_script(
 def drop_output() -> None:
     """Send what is still to be printed nowhere: whoever read it is gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+_NO_TEXTS = ("null", "true", "false", "nan", "inf")
+
+
+def overrides(settings: Mapping[str, Any]) -> str:
+    """Settings of plain data as a shell's command line takes them, in Hydra's grammar."""
+    return " ".join(shlex.quote(f"{key}={_in_hydras_grammar(value)}") for key, value in settings.items())
+
+
+def _in_hydras_grammar(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_in_hydras_grammar(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_in_hydras_grammar, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*", value, re.ASCII) and value.lower() not in _NO_TEXTS:
+        return value
+    return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", r"\'") + "'"

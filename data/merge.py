@@ -79,7 +79,7 @@ def find_parts(parts_dir: Path) -> list[Part]:
     totals = sorted({int(match[2]) for match in found})
     if not totals:
         raise UserError(
-            f"{parts_dir} holds no parts task-00000-of-...: give the out_dir of prepare_data.py num_tasks=N"
+            f"{parts_dir} holds no parts task-00000-of-...: give the out_dir of scripts/prepare_data.py with num_tasks"
         )
     if len(totals) > 1:
         raise UserError(f"{parts_dir} holds parts of num_tasks={totals[0]} and num_tasks={totals[1]}: delete one kind")
@@ -88,8 +88,8 @@ def find_parts(parts_dir: Path) -> list[Part]:
     if missing:
         more = f" ({len(missing)} of {totals[0]} are)" if len(missing) > 1 else ""
         raise UserError(
-            f"{directories[missing[0]]} is missing{more}: run prepare_data.py with num_tasks={totals[0]} "
-            f"task_index={missing[0]} to its end"
+            f"{directories[missing[0]]} is missing{more}: run the command that made the others, "
+            f"with task_index={missing[0]}, to its end"
         )
     return [Part(directory, read_manifest(directory)) for directory in directories]
 

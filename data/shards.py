@@ -208,7 +208,7 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
     if file_size(path) is None:
         raise UserError(
             f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: "
-            f"make it with python scripts/prepare_data.py data=... out_dir={dataset_dir}"
+            "give the folder that scripts/prepare_data.py made (its --help has examples)"
         )
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None

@@ -1,6 +1,7 @@
 """Measure log attention beside the published formula and torch's softmax attention: error, time and memory.
 
-    python scripts/bench_attention.py [--device auto|cpu|cuda] [--quick] [--out runs/bench_attention]
+    python scripts/bench_attention.py
+    python scripts/bench_attention.py --device cpu --quick --out runs/bench_quick
 
 Every implementation is first compared with the definition in float64, over ranges from ordinary to hostile: with one
 less exact than the definition's own rounding allows, nothing is timed. The contenders then take turns in every round,

@@ -1,6 +1,7 @@
 """Measure sparse attention beside dense causal attention by torch's fused kernel: forward and backward, by length.
 
-    python scripts/bench_sparse.py [--lengths 1024 4096 16384] [--heads 12] [--rounds 3] [--out runs/bench_sparse]
+    python scripts/bench_sparse.py
+    python scripts/bench_sparse.py --lengths 1024 4096 --heads 8 --rounds 1 --out runs/bench_short
 
 Float32 on the CPU, one text. Every contender is first compared with its definition, at a length where that fits into
 memory; one that is wrong is not timed. They then take turns in every round, so that whatever else the machine does hits

@@ -1,6 +1,6 @@
 """Train every attention mechanism in the same small model, on equal terms, and compare it with softmax attention.
 
-    python scripts/compare_attention.py --dataset datasets/pile_bytes --out runs/compare_attention [--jobs 2]
+    python scripts/compare_attention.py --dataset datasets/pile_bytes --out runs/compare_attention --jobs 2
 
 The control is softmax attention with rotary positions in GPT-2's block. Every arm has its parameters within 1 %: models
 of `glu` blocks, which have no MLP, have twice the layers, as the published one does; what is left is made up by n_embd,

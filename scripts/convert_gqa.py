@@ -2,11 +2,8 @@
 
 Makes a run of its own whose checkpoint of step 0 holds the model with fewer key and value heads, each the mean of a
 group's (Ainslie et al. 2023, section 2.1). Where the heads of a group were equal, it is the same model. All else starts
-anew: step, schedule, optimizer. The run goes on, some per cent of the first one's steps, by
-
-    python train.py ... model.attention.n_kv_head=4 run_dir=runs/gpt2-gqa max_steps=...
-
-with the settings of the first run in place of the dots, and the seed that was given here.
+anew: step, schedule, optimizer. The run goes on, some per cent of the first one's steps, by train.py with the settings
+of the first run and those that are printed at the end.
 """
 
 import argparse

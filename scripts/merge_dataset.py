@@ -1,7 +1,7 @@
 """Join the parts that tasks prepared: python scripts/merge_dataset.py datasets/pile-parts datasets/pile.
 
-The parts are those of `prepare_data.py num_tasks=N task_index=0..N-1 out_dir=datasets/pile-parts`. The result is the
-dataset, to the byte, that one machine makes without num_tasks. The parts stay; delete them when you have verified it.
+The parts are what scripts/prepare_data.py left in its out_dir with num_tasks. The result is the dataset, to the byte,
+that one machine makes without num_tasks. The parts stay; delete them when you have verified it.
 """
 
 import argparse

@@ -76,6 +76,12 @@ def test_a_mistake_is_one_clear_line(command, tiny_args, monkeypatch, arguments,
     assert_one_line(command("train", *tiny_args, *arguments.split()), *fragments)
 
 
+@pytest.mark.parametrize("mistake", ["--max_steps=3", "model.attention=softmax"])
+def test_an_option_is_right_as_it_is_said_to_be_written(command, tiny_args, mistake):
+    err = command("train", *tiny_args, mistake).err
+    assert command("train", *tiny_args, err.rpartition("write ")[2].strip()).status == 0
+
+
 def test_a_mistake_in_another_command_is_one_clear_line_too(command):
     assert_one_line(command("sample"), "checkpoint is not given: add checkpoint=...")
     assert_one_line(command("eval", "checkpiont=x"), "unknown config key 'checkpiont': did you mean 'checkpoint'?")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,11 +69,11 @@ def test_help_fits_a_screen_and_shows_examples(helps, script):
         ("python sample.py checkp", ["checkpoint="]),
     ],
 )
-def test_the_shell_completes(typed, offered):
-    """What bash would do when the Tab key is pressed, with the function that -sc install=bash prints."""
-    script = typed.split()[1]
+def test_the_shell_completes(helps, typed, offered):
+    """What bash would do when the Tab key is pressed, after the line that --help shows."""
+    (install,) = re.findall(r'^ *eval ".*"$', helps[typed.split()[1]][0], re.MULTILINE)
     source = f"""
-        eval "$({sys.executable} {script} -sc install=bash)"
+        {install}
         COMP_LINE={typed!r}; COMP_POINT=${{#COMP_LINE}}; COMP_WORDS=($COMP_LINE); COMP_CWORD=2
         hydra_bash_completion
         printf '%s\\n' "${{COMPREPLY[@]}}"

@@ -99,8 +99,8 @@ class World:
             return DistributedDataParallel(module) if self.size > 1 else module
         if not dist.is_initialized():
             raise UserError(
-                "runtime.strategy=fsdp needs processes to share the model among: start with torchrun "
-                "(torchrun --standalone --nproc_per_node=8 train.py ...), or use runtime.strategy=ddp"
+                "runtime.strategy=fsdp needs processes to share the model among: start them with "
+                "torchrun --standalone --nproc_per_node=2 in place of python, or use runtime.strategy=ddp"
             )
         gpt: Any = module.gpt
         mesh = init_device_mesh(self.device.type, (self.size,))

@@ -1,10 +1,8 @@
 """Where a run begins: at its newest checkpoint, or anew; and what is on record about it."""
 
-import json
 import os
 import platform
 import secrets
-import shlex
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -131,11 +129,6 @@ def begin_with(gpt: GPT, tokenizer: Tokenizer, state: TrainState, run_dir: Path)
             "random": {RANDOM: random_state(torch.device("cpu")).unsqueeze(0)},
         }
         return save_checkpoint(run_dir, tensors, state, tokenizer)
-
-
-def override(key: str, value: Any) -> str:
-    """A setting as a command line takes it."""
-    return shlex.quote(f"{key}={json.dumps(value)}".replace('"', ""))
 
 
 def own_run(run_dir: Path) -> AbstractContextManager[None]:

@@ -93,9 +93,26 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def _read(
         self, input_ids: Tensor, present: Tensor | None, state: GPTState | None, return_state: bool
     ) -> tuple[Tensor, GPTState | None]:
-        """What the output layer sees, (B, T, n_embd), and the state. Padding leaves no trace in them."""
-        if present is None or not _padding_matters(present, return_state):
+        """What the output layer sees, (B, T, n_embd), and the state. Padding leaves no trace in them.
+
+        A place of padding after a text has what the text's last token has: `generate` reads the last place of a row.
+        """
+        if present is None or bool(present.all()):
             return self.gpt.features(input_ids, state, return_state)
+        if not present.any(1).all():
+            raise ValueError("a row of attention_mask has no token at all: give it one, such as bos_token")
+        if return_state or bool((present[:, 1:] > present[:, :-1]).any()):
+            x, state = self._read_row_by_row(input_ids, present, state, return_state)
+        else:  # all padding comes after the texts, which do not see it
+            x, state = self.gpt.features(input_ids, state, return_state)
+        rows, places = (torch.arange(n, device=x.device) for n in present.shape)
+        last_token = torch.where(present, places, 0).cummax(1).values
+        return x[rows.unsqueeze(1), last_token], state
+
+    def _read_row_by_row(
+        self, input_ids: Tensor, present: Tensor, state: GPTState | None, return_state: bool
+    ) -> tuple[Tensor, GPTState | None]:
+        """The same, with zeros in the places of padding."""
         rows = [
             self.gpt.features(input_ids[b, tokens].unsqueeze(0), select_rows(state, [b]), return_state)
             for b, tokens in enumerate(present)
@@ -104,10 +121,3 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         padded = x.new_zeros(*input_ids.shape, x.shape[-1])
         padded[present] = x
         return padded, cat_states([state for _, state in rows]) if return_state else None
-
-
-def _padding_matters(present: Tensor, return_state: bool) -> bool:
-    """Whether a text would be another one for its padding: not if this comes after it, and no state is wanted."""
-    if not present.any(1).all():
-        raise ValueError("a row of attention_mask has no token at all: give it one, such as bos_token")
-    return not bool(present.all()) if return_state else bool((present[:, 1:] > present[:, :-1]).any())

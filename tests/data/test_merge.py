@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import runpy
 import shutil
 import sys
@@ -157,7 +158,7 @@ def flip(path, at=40):
         (lambda part: (part / "manifest.json").unlink(), r"task-00001-of-00003 does not exist or has no manifest"),
         (
             lambda part: part.rename(part.with_name(part.name + ".partial")),
-            r"task-00001-of-00003 is missing: run prepare_data\.py with num_tasks=3 task_index=1 to its end",
+            r"task-00001-of-00003 is missing: run the command that made the others, with task_index=1, to its end",
         ),
     ],
 )
@@ -193,13 +194,24 @@ def test_parts_of_a_tokenizer_that_changed(make, tmp_path, rank_file):
         merge(tmp_path / "parts", tmp_path / "merged")
 
 
+def test_a_part_that_is_missing_is_made_by_what_is_printed(command, files, tmp_path):
+    settings = ["data=jsonl", f"data.path='{files}'", "tokenizer=bytes", "val_fraction=0.2", "workers=1"]
+    made = ["scripts/prepare_data", *settings, f"out_dir={tmp_path / 'parts'}", "num_tasks=2"]
+    assert command(*made, "task_index=0").status == 0
+    joined = ["scripts/merge_dataset", str(tmp_path / "parts"), str(tmp_path / "merged")]
+    result = command(*joined)
+    option = re.search(r"run the command that made the others, with (\S+), to its end", result.err)
+    assert command(*made, option[1]).status == 0
+    assert command(*joined).status == 0
+
+
 def test_folders_without_all_parts(parts, tmp_path):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(UserError, match=r"nothing holds no parts task-00000-of-\.\.\.: give the out_dir of"):
         merge(tmp_path / "nothing", tmp_path / "merged")
     shutil.rmtree(parts / "task-00000-of-00003")
     shutil.rmtree(parts / "task-00002-of-00003")
-    with pytest.raises(UserError, match=r"task-00000-of-00003 is missing \(2 of 3 are\): run prepare_data"):
+    with pytest.raises(UserError, match=r"task-00000-of-00003 is missing \(2 of 3 are\): run the command"):
         merge(parts, tmp_path / "merged")
     (parts / "task-00000-of-00002").mkdir()
     with pytest.raises(UserError, match="holds parts of num_tasks=2 and num_tasks=3: delete one kind"):

@@ -1,7 +1,7 @@
 """What transformers makes of exported folders, in a process that can import none of our modules.
 
-hf_process.py WORK reads WORK/input.safetensors and WORK/exports/*/model, and writes WORK/results/*.safetensors,
-WORK/said.json and WORK/gpt2, a GPT-2 of transformers' own.
+hf_process.py WORK reads WORK/input.safetensors, WORK/prompts/*.safetensors and WORK/exports/*/model, and writes
+WORK/results/*.safetensors, WORK/said.json and WORK/gpt2, a GPT-2 of transformers' own.
 """
 
 import json
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 
 @torch.no_grad()
-def results_of(model, token_ids):
+def results_of(model, token_ids, prompts):
     """Everything by which a model may differ from the one that was exported."""
     options = {"max_new_tokens": 8, "do_sample": False}
     left, right = [0, 0, 0], [0] * 9  # padding of two of the three texts
@@ -32,7 +32,12 @@ def results_of(model, token_ids):
     prompt = {"input_ids": token_ids[:, :20], "attention_mask": mask[:, :20]}
     first = model.generate(**prompt, **options, return_dict_in_generate=True)
     more = torch.cat([prompt["attention_mask"], torch.ones(B, 8, dtype=torch.long)], 1)
-    return {
+    of_prompts = {
+        f"{name}, {use_cache=}": model.generate(**batch, **options, use_cache=use_cache)
+        for name, batch in prompts.items()
+        for use_cache in (True, False)
+    }
+    return of_prompts | {
         "logits": model(token_ids).logits,
         "in_pieces": torch.cat(pieces, dim=1),
         "last": model(token_ids, logits_to_keep=2).logits,
@@ -63,10 +68,11 @@ def write_gpt2(path, token_ids):
 def main(work):
     """Write results, the names of the classes, and what a tokenizer gives."""
     token_ids = load_file(work / "input.safetensors")["token_ids"]
+    prompts = {path.stem: load_file(path) for path in (work / "prompts").iterdir()}
     classes = {}
     for folder in sorted((work / "exports").glob("*/model")):  # of one name, and so their code is imported once
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-        results = {name: value.contiguous() for name, value in results_of(model, token_ids).items()}
+        results = {name: value.contiguous() for name, value in results_of(model, token_ids, prompts).items()}
         save_file(results, work / "results" / f"{folder.parent.name}.safetensors")
         classes[folder.parent.name] = type(model).__name__
     model.save_pretrained(work / "again")

@@ -31,6 +31,8 @@ needs_transformers = pytest.mark.skipif(
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
 # Sums of some hundred products of numbers of order 1, in an order that the kernels choose, in float64.
 CLOSE = {"rtol": 0, "atol": 1e-11}
+LENGTHS = (11, 20, 17)
+SIDES = {"left": 1.0, "right": 0.0, "both": 0.5}  # the share of a row's padding that stands before its text
 
 
 def config_of(**changes):
@@ -79,6 +81,16 @@ def run_of(gpt, run_dir):
     return run_dir
 
 
+def padded(token_ids, share):
+    """The first LENGTHS tokens of the rows as a tokenizer would pad them, and their mask."""
+    ids = torch.full((len(LENGTHS), max(LENGTHS)), BYTES.eot_id)
+    mask = torch.zeros_like(ids)
+    for b, n in enumerate(LENGTHS):
+        first = int(share * (max(LENGTHS) - n))
+        ids[b, first : first + n], mask[b, first : first + n] = token_ids[b, :n], 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """What transformers made of the exports of all CONFIGS."""
@@ -86,6 +98,9 @@ def work(tmp_path_factory):
     (work / "results").mkdir()
     token_ids = torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(2))
     save_file({"token_ids": token_ids}, work / "input.safetensors")
+    (work / "prompts").mkdir()
+    for side, share in SIDES.items():
+        save_file(padded(token_ids, share), work / "prompts" / f"{side}.safetensors")
     for name, config in CONFIGS.items():
         export(run_of(gpt_of(config), work / "runs" / name), work / "exports" / name / "model")
     env = os.environ | {"HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -130,6 +145,20 @@ def test_logits_and_generated_texts_are_ours(work, name):
         assert got["continued"][b, 20:].tolist() == text.tolist()
     assert torch.equal(got["generated_without_cache"], got["generated"])
     assert torch.equal(got["beams_without_cache"], got["beams"])
+
+
+@needs_transformers
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_texts_of_a_batch_are_continued_as_each_alone_wherever_they_are_padded(work, name, side, use_cache):
+    gpt, ids = gpt_of(CONFIGS[name]), load_file(work / "input.safetensors")["token_ids"]
+    if is_gpt2(gpt.config) and side != "left":
+        pytest.skip("GPT2LMHeadModel is transformers' own code, which continues texts with padding in front alone")
+    got = load_file(work / "results" / f"{name}.safetensors")[f"{side}, {use_cache=}"]
+    with torch.no_grad():
+        alone = [greedy(gpt, ids[b, :n], 8).tolist() for b, n in enumerate(LENGTHS)]
+    assert got[:, max(LENGTHS) :].tolist() == alone
 
 
 @needs_transformers

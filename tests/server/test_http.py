@@ -1,6 +1,7 @@
 """scripts/serve.py in a process of its own, asked by a real HTTP client."""
 
 import json
+import shlex
 import signal
 import socket
 import threading
@@ -11,6 +12,7 @@ from itertools import islice, takewhile
 import pytest
 import torch
 
+from cli.help import help_of
 from model.generate import SamplingConfig, generate
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
@@ -27,6 +29,15 @@ def complete(client, **body):
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+def test_the_request_that_help_shows_is_answered(client):
+    (line,) = (line for line in help_of("serve").splitlines() if line.strip().startswith("curl "))
+    _, url, _, header, _, body = shlex.split(line)
+    name, value = header.split(": ")
+    response = client.post(httpx.URL(url).path, headers={name: value}, content=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["text"]
 
 
 def events(lines):

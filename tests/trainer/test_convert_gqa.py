@@ -2,12 +2,9 @@
 
 import json
 import shlex
-from pathlib import Path
 
-import hydra
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from common.settings import UserError, decode, variant_names
 from model.attention import ATTENTION
@@ -20,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 
 NAMES = [variant_names(config)[0] for config in ATTENTION if "n_kv_head" in config.model_fields]
 HEADS, DIM = 6, 4
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def gpt_of(attention, n_kv_head=None, dtype=torch.float64, **changes):
@@ -182,20 +178,21 @@ def test_mistakes_are_one_line(tiny, settings, tmp_path, command):
     assert not (tmp_path / "gqa" / "checkpoints").exists()
 
 
-def test_the_settings_to_go_on_with_are_printed(tiny, settings, tmp_path, command):
-    fit(tiny(settings | {"max_steps": 2}))
-    result = command("scripts/convert_gqa", str(tmp_path / "run"), str(tmp_path / "gqa"), "--n-kv-head", "2")
+@pytest.mark.parametrize(
+    ("options", "heads", "wanted"),
+    [
+        ([], 2, [2]),
+        (["model.n_layer=2", f"model.attention_pattern=[{NAMES[0]},{{name:{NAMES[1]},n_kv_head:2}}]"], 1, [1, 1]),
+    ],
+)
+def test_the_settings_to_go_on_with_are_printed(tiny_args, tmp_path, command, options, heads, wanted):
+    first = [*tiny_args, "model.n_head=4", f"model/attention={NAMES[0]}", "model/position=rotary", *options]
+    assert command("train", *first, "stop_at=2").status == 0
+    run_dir = tmp_path / "it's shared (1)"
+    result = command("scripts/convert_gqa", str(tmp_path / "run"), str(run_dir), "--n-kv-head", str(heads))
     assert result.status == 0, result.err
-    assert "model.attention.n_kv_head=2 seed=1" in " ".join(result.out.split())
-
-
-def test_those_of_a_pattern_are_what_a_command_line_takes(tiny, settings, tmp_path, command):
-    pattern = {"model.n_layer": 2, "model.attention_pattern": [NAMES[0], {"name": NAMES[1], "n_kv_head": 2}]}
-    fit(tiny(settings | pattern | {"max_steps": 2}))
-    out = command("scripts/convert_gqa", str(tmp_path / "run"), str(tmp_path / "gqa"), "--n-kv-head", "1").out
-    words = shlex.split(out[out.index("go on with") :])
-    overrides = [word for word in words if word.startswith("model.")]
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        composed = hydra.compose("train", ["dataset_dir=x", f"model/attention={NAMES[0]}", *overrides])
-    layers = OmegaConf.to_container(composed.model.attention_pattern)
-    assert [(layer["name"], layer["n_kv_head"]) for layer in layers] == [(NAMES[0], 1), (NAMES[1], 1)]
+    settings = shlex.split(result.out.partition("go on with train.py, the settings of the first run, and ")[2])
+    result = command("train", *first, *settings, "stop_at=1")
+    assert result.status == 0, result.err
+    state = open_checkpoint(run_dir).state
+    assert (state.step, [layer.n_kv_head for layer in state.model.layers]) == (1, wanted)

@@ -1,10 +1,12 @@
 """A model that is shared among processes is trained, saved and evaluated as one that every process has whole."""
 
+import re
+
 import pytest
 import ranks
 import torch
 from safetensors.torch import load_file
-from test_torchrun import assert_same_steps
+from test_torchrun import TORCHRUN, assert_same_steps
 
 from common.settings import UserError
 from trainer.checkpoint import checkpoints_dir, newest
@@ -92,11 +94,15 @@ def test_compiled_blocks_train_as_well(train):
     assert_same_steps(plain, shared, tolerance=1e-9)
 
 
-def test_without_a_launcher_it_is_told_how(command, tiny_args):
-    result = command("train", *tiny_args, "runtime.strategy=fsdp")
+def test_without_a_launcher_it_is_told_how(command, run_process, tiny_args, tmp_path):
+    args = [*tiny_args, "runtime.strategy=fsdp", "stop_at=2"]
+    result = command("train", *args)
     assert result.status == 1
     assert result.err.count("\n") == 1
-    assert "runtime.strategy=fsdp needs processes to share the model among: start with torchrun" in result.err
+    torchrun = re.search(r"=fsdp needs processes .*: start them with torchrun (.+) in place of python, or", result.err)
+    (result,) = run_process([*TORCHRUN, *torchrun[1].split(), "train.py", *args])
+    assert result.status == 0, result.err
+    assert newest(tmp_path / "run").name == "step-00000002"
 
 
 def test_alone_nothing_is_shared():

@@ -2,14 +2,11 @@
 
 import json
 import os
-import shlex
 import shutil
-from pathlib import Path
 
-import hydra
 import pytest
 import torch
-from omegaconf import OmegaConf
+from printed import commands_in
 from safetensors.torch import load_file, save_file
 
 from common.settings import UserError, decode
@@ -24,7 +21,6 @@ from trainer.resume import begin_with
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODEL = {
     "n_vocab": 257,
     "pad_vocab": 64,
@@ -80,22 +76,20 @@ def test_a_run_that_was_exported_and_imported_is_the_same_model(original, folder
     assert state.dataset_fingerprint == read_manifest(dataset_dir).fingerprint
 
 
-def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, dataset_dir, command, tiny):
+def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, dataset_dir, command):
+    run_dir = tmp_path / "it's again (1)"
     result = command(
         "scripts/import_gpt2",
-        *(str(folder), str(tmp_path / "again"), "--dataset-dir", str(dataset_dir)),
+        *(str(folder), str(run_dir), "--dataset-dir", str(dataset_dir)),
         *("--seq-len", "8", "--batch-tokens", "32", "--seed", "5"),
     )
     assert result.status == 0, result.err
-    printed = " ".join(result.out.split())
-    words = shlex.split(printed[printed.index("model=gpt2_124m") :].removesuffix(" optim.max_lr=... max_steps=..."))
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        composed = OmegaConf.to_container(hydra.compose("train", words), throw_on_missing=True)
-    given = {key: composed[key] for key in ("model", "seq_len", "batch_tokens", "seed", "run_dir", "dataset_dir")}
-    before, _ = load_model(tmp_path / "again")
-    fit(tiny({**given, "max_steps": 3}))
-    assert open_checkpoint(tmp_path / "again").state.step == 3
-    assert not torch.equal(before.embed.weight, load_model(tmp_path / "again")[0].embed.weight)
+    (typed,) = commands_in(result.out)
+    before, _ = load_model(run_dir)
+    result = command(typed.script, *typed.arguments, "stop_at=3", "runtime.device=cpu")
+    assert result.status == 0, result.err
+    assert open_checkpoint(run_dir).state.step == 3
+    assert not torch.equal(before.embed.weight, load_model(run_dir)[0].embed.weight)
 
 
 def test_without_a_dataset_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, command, tiny):

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.command import overrides
 from common.console import say
 from common.settings import UserError, decode, differences
 from model.gpt import GPT, GPTConfig
 from trainer.checkpoint import TrainState, load_model, open_model
-from trainer.resume import begin_with, override
+from trainer.resume import begin_with
 
 
 def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = None) -> Path:
@@ -31,9 +32,10 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = 
     )
     path = begin_with(after, tokenizer, state, run_dir)
     changed = differences(before.config.model_dump(mode="json"), after.config.model_dump(mode="json"))
-    settings = " ".join(override(f"model.{key}", new) for key, (_, new) in changed.items())
+    own = {f"model.{key}": new for key, (_, new) in changed.items()}
+    settings = overrides(own | {"seed": state.seed, "run_dir": str(run_dir)})
     say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
-    say(f"go on with train.py, the settings of the first run, and {settings} seed={state.seed} run_dir={run_dir}")
+    say(f"go on with train.py, the settings of the first run, and {settings}")
     return path
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.command import overrides
 from common.console import say
 from common.files import file_size, read_json
 from common.settings import UserError, decode
@@ -19,7 +20,7 @@ from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
 from model.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from trainer.checkpoint import TrainState
-from trainer.resume import begin_with, override
+from trainer.resume import begin_with
 from trainer.tensor_file import read_tensors, tensor_names
 
 _WEIGHTS = "model.safetensors"
@@ -28,6 +29,8 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
 _MASK = re.compile(r"h\.(0|[1-9]\d*)\.attn\.(masked_)?bias")  # files of old versions have them, and they are no weights
 _NO_DATASET = Path("no-dataset-that-was-given")
+_TO_CHOOSE = {"optim.max_lr": 6e-5, "max_steps": 1000, "schedule.warmup_steps": 100}
+"""Settings of the training that is proposed: short, at a tenth of the usual rate."""
 
 
 def import_gpt2(
@@ -56,11 +59,11 @@ def import_gpt2(
     if dataset_dir is None:
         say("no --dataset-dir was given: evaluate with dataset_dir=..., and import again with one to train")
         return path
-    say(
-        f"train it with python train.py model=gpt2_124m {' '.join(_settings(gpt.config))} dataset_dir={dataset_dir} "
-        f"run_dir={run_dir} seq_len={state.seq_len} batch_tokens={state.batch_tokens} seed={seed} "
-        "optim.max_lr=... max_steps=..."
-    )
+    kept = {"seq_len": state.seq_len, "batch_tokens": state.batch_tokens, "seed": seed}
+    paths = {"dataset_dir": str(dataset_dir), "run_dir": str(run_dir)}
+    settings = overrides({"model": "gpt2_124m"} | _settings(gpt.config) | paths | kept | _TO_CHOOSE)
+    say(f"train it with python train.py {settings}")
+    say(f"{', '.join(_TO_CHOOSE)} are examples: choose your own")
     return path
 
 
@@ -93,13 +96,13 @@ def _first_state(
     return decode(TrainState, raw)
 
 
-def _settings(config: GPTConfig) -> list[str]:
+def _settings(config: GPTConfig) -> dict[str, int]:
     """What of the model differs from model=gpt2_124m, or may."""
     assert config.block.name == "mlp"
     assert config.position.name == "learned"
     sizes = {name: getattr(config, name) for name in ("n_vocab", "n_layer", "n_head", "n_embd")}
     inner = {"block.expansion": config.block.expansion, "position.max_len": config.position.max_len}
-    return [override(f"model.{key}", value) for key, value in (sizes | inner).items()]
+    return {f"model.{key}": value for key, value in (sizes | inner).items()}
 
 
 def _fingerprint(dataset_dir: Path, tokenizer: Tokenizer) -> str:

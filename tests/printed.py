@@ -1,0 +1,33 @@
+"""Commands that programs print for a user to type, out of what they print."""
+
+import re
+import shlex
+from typing import NamedTuple
+
+_COMMAND = re.compile(r"([`(]?)(?:\bpython|\btorchrun(?: --[\w=-]+)+) ((?:\w+/)*\w+)\.py\b([^`\n]*)")
+
+
+class Command(NamedTuple):
+    """What the shell gives a script: "scripts/plan", ["device=t4"]."""
+
+    script: str
+    arguments: list[str]
+
+
+def commands_in(text):
+    """The commands of a text, as a shell reads them. One ends with its line, a sentence's period, or what surrounds it.
+
+    Raises:
+        AssertionError: one has dots where its user would have to write something: it fails as it is.
+    """
+    return [_read(match) for match in _COMMAND.finditer(text.replace("\\\n", ""))]
+
+
+def _read(match):
+    before, script, rest = match.groups()
+    rest = rest.partition({"`": "`", "(": ")"}.get(before, "\n"))[0]
+    assert "..." not in rest, f"not a whole command: {match[0]}"
+    arguments = shlex.split(re.split(r" (?:\||\d?>)", rest)[0], comments=True)
+    if arguments and arguments[-1].endswith("."):
+        arguments[-1] = arguments[-1].removesuffix(".")
+    return Command(script, arguments)
