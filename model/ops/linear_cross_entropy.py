@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from model.ops.autocast import as_autocast
+from model.ops.derivatives import refuse_second_order, refuse_transforms
 
+_ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**24, "cuda": 2**27}  # logits at a time: what a GPU has to do must keep it busy
 
 
@@ -32,7 +34,8 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The sum of `token_losses`; gradients that are wanted are computed along with it."""
+    """The sum of `token_losses`; gradients that are wanted are computed along with it, and can be taken once."""
+    refuse_transforms(_ITSELF, _OTHER, x, weight)
     x, weight = as_autocast(x, weight)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _summed_loss(x, weight, targets, wanted)[0]
@@ -85,11 +88,12 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_order(_ITSELF, _OTHER)
+    if ctx.used:  # before saved_tensors, which would only say that they were changed in place
+        raise RuntimeError("summed_loss: its gradients can be taken once; call it again to go back a second time")
     g_x, g_weight = ctx.saved_tensors
     if torch.compiler.is_compiling():
         return g_x * g, (g_weight * g).to(ctx.dtype), None, None
-    if ctx.used:
-        raise RuntimeError("summed_loss: its gradients can be taken once; call it again to go back a second time")
     ctx.used = True
     # In place: as large as the weight, they exist once.
     return g_x.mul_(g), g_weight.mul_(g).to(ctx.dtype), None, None

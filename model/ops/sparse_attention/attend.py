@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.console import say_once
 from model.ops.autocast import as_autocast
+from model.ops.derivatives import refuse_second_order, refuse_transforms
 from model.ops.sparse_attention.patterns import Pattern, is_causal, pattern_mask, pattern_sees
 from model.ops.sparse_attention.tiles import UNSEEN, Tiles, tile_mask, tiles_of
 
+_ITSELF, _OTHER = "sparse_attention in tiles", "naive_sparse_attention"
 _aten = torch.ops.aten
 _BLOCK = 128  # queries, and keys, of a block of FlexAttention
 _SHORT = 128  # tokens: of fewer, tiles take longer to lay out than they save
@@ -100,6 +101,7 @@ def _dense_mask(pattern: Pattern, T: int, device: torch.device) -> Tensor:
 
 
 def _in_tiles(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    refuse_transforms(_ITSELF, _OTHER, q, k, v)
     laid_out = []
     layouts = tiles_of(pattern, q.shape[2])
     if not layouts:
@@ -142,8 +144,8 @@ class _Joined(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order(_ITSELF, _OTHER)
         y, lse, *laid_out = ctx.saved_tensors
         T = y.shape[2]
         gradients: list[Tensor | None] = [None, None]

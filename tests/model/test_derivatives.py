@@ -1,0 +1,171 @@
+"""Derivatives of every operator: those of the definition, or one line that refuses; never zero without a word."""
+
+import re
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vjp, vmap
+from torch.nn.functional import cross_entropy, glu, linear, scaled_dot_product_attention
+
+from model.ops.gated_linear import gated_linear
+from model.ops.linear_attention import linear_attention, naive_linear_attention
+from model.ops.linear_cross_entropy import summed_loss, token_losses
+from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
+from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
+from model.ops.sparse_attention import attend, naive_sparse_attention, sparse_attention, window
+from model.ops.tiles import tiled_attention
+
+T = 6
+TARGETS = torch.tensor([4, 0, -1, 2, 2, 1])
+CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
+SIGMA = torch.tensor([0.7, 1.3], dtype=torch.float64)
+HEADS = [(2, 2, T, 3)] * 3
+PATTERN = [window(3)]
+
+
+def all_losses(x, weight):
+    return cross_entropy(x @ weight.T, TARGETS, ignore_index=-1, reduction="none")
+
+
+def projected(q, k, v):
+    q, k, values = inner_queries(q, SIGMA), inner_keys(k), padded_values(v)
+    return scaled_dot_product_attention(q, k, values, is_causal=True, scale=1.0)[..., : v.shape[-1]]
+
+
+# The operator, its definition, and the shapes of its inputs.
+OPERATORS = {
+    "summed_loss": (lambda *a: summed_loss(*a, TARGETS), lambda *a: all_losses(*a).sum(), [(T, 3), (5, 3)]),
+    "token_losses": (lambda *a: token_losses(*a, TARGETS), all_losses, [(T, 3), (5, 3)]),
+    "gated_linear": (gated_linear, lambda x, weight: linear(glu(x), weight), [(2, T, 6), (4, 3)]),
+    "log_recurrence": (
+        lambda p, h, s: log_recurrence(p, h, state=s),
+        lambda p, h, s: naive_log_recurrence(p, h, state=s),
+        [(2, T, 3), (2, T, 3), (2, 3)],
+    ),
+    "linear_attention": (lambda *a: linear_attention(*a)[0], naive_linear_attention, HEADS),
+    "sparse_attention": (
+        lambda *a: sparse_attention(*a, PATTERN),
+        lambda *a: naive_sparse_attention(*a, PATTERN),
+        HEADS,
+    ),
+    "projection_attention": (projected, lambda *a: naive_projection_attention(*a, SIGMA, CAUSAL), HEADS),
+    "tiled_attention": (
+        lambda *a: tiled_attention(*a, tile=4),
+        lambda q, k, v: (q @ k.mT / 3**0.5).masked_fill(~CAUSAL, -torch.inf).softmax(-1) @ v,
+        HEADS,
+    ),
+}
+REFUSALS = {  # the other operators refuse nothing
+    "summed_loss": r"summed_loss .* use token_losses\(\.\.\.\)\.sum\(\)",
+    "log_recurrence": "log_recurrence .* use naive_log_recurrence",
+    "sparse_attention": "sparse_attention in tiles .* use naive_sparse_attention",
+    "gated_linear": "forward mode AD|vmap support",  # these are torch's words
+    "projection_attention": "forward AD|is not implemented",
+}
+
+
+@pytest.fixture(params=OPERATORS)
+def name(request, monkeypatch):
+    monkeypatch.setattr(attend, "_tiles_pay", lambda pattern, T: True)
+    return request.param
+
+
+def by_forward_mode(f, inputs, tangents):
+    with forward_ad.dual_level():
+        y = f(*map(forward_ad.make_dual, inputs, tangents))
+        return forward_ad.unpack_dual(y).tangent
+
+
+def by_forward_mode_without_a_graph(f, inputs, tangents):
+    with torch.no_grad():
+        return by_forward_mode(f, inputs, tangents)
+
+
+def by_forward_mode_of_leaves(f, inputs, tangents):
+    return by_forward_mode(f, [x.clone().requires_grad_() for x in inputs], tangents)
+
+
+def by_forward_mode_in_vmap(f, inputs, tangents):
+    with forward_ad.dual_level():
+        duals = map(forward_ad.make_dual, inputs, tangents)
+        y = vmap(lambda *a: f(*a))(*(x.unsqueeze(0) for x in duals))
+        return forward_ad.unpack_dual(y).tangent
+
+
+def by_jvp(f, inputs, tangents):
+    return jvp(f, tuple(inputs), tuple(tangents))[1]
+
+
+def by_jvp_outside_of_jvp(f, inputs, tangents):
+    """The inner transform does not see that the outer one differentiates what f closes over."""
+    zero = torch.zeros((), dtype=torch.float64)
+    outer = lambda *a: jvp(lambda _: f(*a), (zero,), (zero,))[0]  # noqa: E731
+    return jvp(outer, tuple(inputs), tuple(tangents))[1]
+
+
+def by_vjp(f, inputs, tangents):
+    return torch.stack([g.sum() for g in vjp(lambda *a: f(*a).sin().sum(), *inputs)[1](tangents[0].new_ones(()))])
+
+
+def by_grad(f, inputs, tangents):
+    return grad(lambda x: f(x, *inputs[1:]).sin().sum())(inputs[0])
+
+
+def by_grad_in_vmap(f, inputs, tangents):
+    return vmap(grad(lambda x: f(x, *inputs[1:]).sin().sum()))(torch.stack(inputs[:1]))
+
+
+def by_forward_mode_of_grad(f, inputs, tangents):
+    return jvp(lambda x: by_grad(f, [x, *inputs[1:]], None), (inputs[0],), (tangents[0],))[1]
+
+
+def twice(f, inputs, tangents, weigh=lambda y: y.sin()):
+    """Gradients of a loss that has gradients in it: silently wrong where these have no graph."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    loss = weigh(f(*leaves)).sum()
+    penalty = sum(g.square().sum() for g in torch.autograd.grad(loss, leaves, create_graph=True))
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss + penalty, leaves)])
+
+
+def twice_of_a_sum(f, inputs, tangents):
+    """The gradient that the backward pass gets is a constant, so that it alone needs no graph."""
+    return twice(f, inputs, tangents, weigh=lambda y: y)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        by_forward_mode,
+        by_forward_mode_without_a_graph,
+        by_forward_mode_of_leaves,
+        by_forward_mode_in_vmap,
+        by_jvp,
+        by_jvp_outside_of_jvp,
+        by_vjp,
+        by_grad,
+        by_grad_in_vmap,
+        by_forward_mode_of_grad,
+        twice,
+        twice_of_a_sum,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_derivatives_are_the_definitions_or_refused(name, derivative):
+    operator, definition, shapes = OPERATORS[name]
+    generator = torch.Generator().manual_seed(0)
+    inputs, tangents = ([torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(2))
+    wanted = derivative(definition, inputs, tangents)
+    assert wanted.abs().max() > 1e-3
+    got, refusal = None, ""
+    try:
+        got = derivative(operator, inputs, tangents)
+    except RuntimeError as error:  # torch's, or NotImplementedError
+        refusal = str(error)
+    if refusal:
+        assert name in REFUSALS
+        assert re.search(REFUSALS[name], refusal)
+    else:
+        assert got is not None, "no derivative, which is zero without a word"
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
