@@ -1,6 +1,7 @@
 """A dataset while it is written: documents are added in input order, and every few seconds all of it is saved."""
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Generator, Mapping
@@ -9,7 +10,8 @@ from typing import NamedTuple, get_args
 
 from common.settings import UserError
 from data.dedup import DIGESTS, SeenDigests
-from data.encode import Batch, Encoded
+from data.documents import read_documents
+from data.encode import Batch, Encoded, document_digest, document_place
 from data.journal import JOURNAL, Journal, Made, Place, damaged, write_journal
 from data.shards import MAX_SETS, Manifest, Split, SplitName, write_manifest
 from data.sources import Unreadable
@@ -19,6 +21,8 @@ from data.writer import Names, ShardWriter
 _SECONDS_BETWEEN_SAVES = 5.0
 _SHARE_OF_SAVING = 0.02  # of the time, at most, however slow the disk is
 _MAX_INPUTS = 2**32
+_WANTED_IN_A_SPLIT = 10  # documents, by the val_fraction that is suggested where one would be empty
+_ENOUGH_PLACES = 1000  # to choose it by
 
 Batches = Generator[Batch, None, None]
 
@@ -105,10 +109,6 @@ class Assembly:
             UserError: nothing was left to train or validate on; there is no use in keeping the directory then.
         """
         splits: dict[SplitName, Split] = {name: writer.finish() for name, writer in self.writers.items()}
-        if not self.plan.is_part:
-            self._check_not_empty(splits)
-        elif self.seen is not None:
-            self.seen.save(self.directory / DIGESTS)
         manifest = Manifest(
             tokenizer=self.plan.made.tokenizer,
             inputs=self.inputs.names,
@@ -117,6 +117,10 @@ class Assembly:
             skipped=dict(sorted(self.skipped.items())),
             prepared=self.plan.made.prepared,
         )
+        if not self.plan.is_part:
+            self._check_not_empty(manifest)
+        elif self.seen is not None:
+            self.seen.save(self.directory / DIGESTS)
         write_manifest(self.directory, manifest)
         return manifest
 
@@ -140,8 +144,8 @@ class Assembly:
             first=self.first,
         )
 
-    def _check_not_empty(self, splits: Mapping[SplitName, Split]) -> None:
-        documents = {name: split.total.documents for name, split in splits.items()}
+    def _check_not_empty(self, manifest: Manifest) -> None:
+        documents = {name: split.total.documents for name, split in manifest.splits.items()}
         total, val_fraction = sum(documents.values()), self.plan.made.prepared["val_fraction"]
         for name, count in documents.items():
             if count == 0:
@@ -151,5 +155,26 @@ class Assembly:
                     raise UserError(f"the corpus is empty ({why}): check data.path")
                 raise UserError(
                     f"none of {total} documents went to '{name}' with val_fraction={val_fraction}: "
-                    f"try val_fraction={min(0.5, 10 / total):.2g} or add documents"
+                    + self._remedy(manifest, name)
                 )
+
+    def _remedy(self, manifest: Manifest, empty: SplitName) -> str:
+        """What to do about an empty split: the val_fraction that gives it some documents, if there is one."""
+        (full,) = manifest.splits.keys() - {empty}
+        places: set[float] = set()
+        for document in read_documents(self.directory, manifest, full):
+            utf8 = self.plan.tokenizer.decode_bytes(document.ids[:-1].tolist())
+            places.add(document_place(document_digest(utf8)))
+            if len(places) == _ENOUGH_PLACES:
+                break
+        if len(places) < 2:
+            return "the text decides, and there is only one: add documents with other texts"
+        in_order, some = sorted(places), min(_WANTED_IN_A_SPLIT, len(places) // 2)
+        n_val = some if empty == "val" else len(places) - some
+        return f"try val_fraction={_shortest_between(*in_order[n_val - 1 : n_val + 1])} or add documents"
+
+
+def _shortest_between(low: float, high: float) -> float:
+    """A number of few decimal places that is above `low` and at most `high`."""
+    shortened = (math.floor(high * 10**digits) / 10**digits for digits in range(1, 17))
+    return next((x for x in shortened if low < x <= high), high)

@@ -60,10 +60,14 @@ def document_digest(utf8: bytes | bytearray) -> bytes:
     return hashlib.blake2b(utf8, digest_size=16).digest()
 
 
+def document_place(digest: bytes) -> float:
+    """A document's place between 0 and 1, by the hash of its text alone."""
+    return int.from_bytes(digest[:8], "little") / 2**64
+
+
 def document_split(digest: bytes, val_fraction: float) -> SplitName:
-    """The split of a document, by the hash of its text alone: the same wherever and whenever it turns up."""
-    uniform = int.from_bytes(digest[:8], "little") / 2**64
-    return "val" if uniform < val_fraction else "train"
+    """The split of a document, by its place: the same wherever and whenever it turns up."""
+    return "val" if document_place(digest) < val_fraction else "train"
 
 
 def encode_all(

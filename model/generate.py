@@ -25,7 +25,7 @@ _PREFILL = 512  # tokens of a prompt that go through the model at once: bounds m
 class SamplingConfig(Settings):
     """How the next token is drawn, in the order of the fields; by default from the model's own distribution."""
 
-    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, ge=0.001, le=1000)
     """Above 1, tokens that the text has already, prompt included, become less likely; 1: nothing changes."""
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Below 1 sharpens, above 1 flattens; 0 takes the most likely token."""
@@ -88,11 +88,14 @@ def next_token_probabilities(
     Raises:
         UserError: the logits are not finite.
     """
+    logits = logits.float()
     if not logits.isfinite().all():
-        raise UserError("the model's output is not finite: its weights are damaged, or its training diverged")
+        raise UserError(
+            "the model's output is not finite in float32: its weights are damaged, or its training diverged"
+        )
     B = len(logits)
     each = [sampling] * B if isinstance(sampling, SamplingConfig) else sampling
-    rows = zip(logits.float(), each, [None] * B if seen is None else seen, strict=True)
+    rows = zip(logits, each, [None] * B if seen is None else seen, strict=True)
     return torch.stack([_row_probabilities(*row) for row in rows])
 
 
@@ -103,13 +106,16 @@ def draw(probabilities: Tensor, generators: Sequence[torch.Generator | None]) ->
 
 
 def _row_probabilities(logits: Tensor, sampling: SamplingConfig, seen: Tensor | None) -> Tensor:
-    """The same for one row, (V,)."""
+    """The same for one row, (V,), in float64: there no accepted setting rounds to 0 or makes a logit infinite."""
+    logits = logits.double()
     if seen is not None and sampling.repetition_penalty != 1:
         logits = logits.where(~seen, _penalized(logits, sampling.repetition_penalty))
     if sampling.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(), len(logits)).float()
     n_vocab, order = len(logits), None
-    logits = (logits - logits.max()) / sampling.temperature  # the difference first: no temperature makes it overflow
+    logits = (
+        logits - logits.max()
+    ) / sampling.temperature  # the largest is 0 whatever the temperature, the others less
     if sampling.top_k is not None and sampling.top_k < n_vocab:
         logits, order = logits.topk(sampling.top_k)  # descending
     elif sampling.top_p is not None:
@@ -120,7 +126,7 @@ def _row_probabilities(logits: Tensor, sampling: SamplingConfig, seen: Tensor | 
         probabilities = probabilities.where(before < sampling.top_p, 0)
     if sampling.min_p is not None:  # Nguyen et al. 2024, section 3
         probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.max(), 0)
-    probabilities = probabilities / probabilities.sum()
+    probabilities = (probabilities / probabilities.sum()).float()
     return probabilities if order is None else torch.zeros(n_vocab).scatter(0, order, probabilities)
 
 

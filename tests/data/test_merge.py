@@ -57,6 +57,20 @@ def make(files, tmp_path):
     return prepare_into
 
 
+def test_the_fraction_that_an_empty_split_suggests_works(make, tmp_path):
+    def prepare_and_merge(folder, val_fraction):
+        for i in range(2):
+            make(folder, num_tasks=2, task_index=i, val_fraction=val_fraction)
+        return merge(tmp_path / folder, tmp_path / f"{folder}-merged")
+
+    with pytest.raises(
+        UserError, match=r"none of 400 documents went to 'val' .* try val_fraction=\S+ or add documents"
+    ) as error:
+        prepare_and_merge("few", 1e-9)
+    manifest = prepare_and_merge("more", float(re.search(r"try val_fraction=(\S+)", str(error.value))[1]))
+    assert all(split.total.documents > 0 for split in manifest.splits.values())
+
+
 @pytest.fixture
 def parts(make, tmp_path):
     """Three parts, without duplicates."""

@@ -91,6 +91,12 @@ def test_every_choice_has_its_prompt_and_its_seed(client, make_gpt):
     assert answer["usage"]["completion_tokens"] == 36
 
 
+@pytest.mark.parametrize("extreme", [{"temperature": 1e-50}, {"top_p": 1e-300}])
+def test_extreme_settings_take_the_most_likely_token(client, make_gpt, extreme):
+    (choice,) = complete(client, prompt="one, two", max_tokens=12, **extreme)["choices"]
+    assert choice["text"] == expected(make_gpt(endless=True), "one, two", 12, temperature=0)
+
+
 def test_token_ids_are_a_prompt_as_good_as_text(client):
     asked = {"max_tokens": 8, "seed": 1}
     one, ids = (complete(client, prompt=prompt, **asked)["choices"][0]["text"] for prompt in ("ab", [97, 98]))
@@ -168,6 +174,7 @@ BAD = [
     ({"n": 10**15}, "this server takes at most 20 at once"),
     ({"temperature": -1}, "temperature=-1"),
     ({"top_p": 0}, "top_p=0"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty=1e+39: Input should be less than or equal to 1000"),
     ({"stop": ["a", ""]}, "1 to 256 characters"),
     ({"stop": "x" * 257}, "1 to 256 characters"),
     ({"logprobs": 21}, "logprobs=21"),

@@ -1,9 +1,12 @@
 """Sampling filters against brute force, and decoding with a passed state against the whole forward pass."""
 
 import itertools
+from decimal import Decimal
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.settings import UserError, decode
 from model.generate import (
@@ -101,6 +104,106 @@ def test_temperature_0_takes_the_most_likely():
     logits = torch.tensor([[0.0, 3.0, 2.9], [5.0, -1.0, 4.0]])
     greedy = SamplingConfig(temperature=0, top_k=2, top_p=0.5)
     assert next_token_probabilities(logits, greedy).tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
+# Of float32 the numbers that arithmetic goes wrong with: zeros, the least, the largest, and values that are met twice.
+LOGITS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e38, 3.4e38, -3.4e38]) | st.floats(
+    width=32, allow_nan=False, allow_infinity=False
+)
+ORDINARY = st.floats(-30, 30, width=32)
+
+
+def extremes(low, high, *, usual):
+    return st.sampled_from([low, high]) | st.floats(low, high) | st.floats(*usual)
+
+
+@st.composite
+def rows_to_sample(draw_from):
+    """Logits of a row, which of its tokens were seen, and any settings that are accepted."""
+    logits = draw_from(st.lists(draw_from(st.sampled_from([LOGITS, ORDINARY])), min_size=1, max_size=8))
+    seen = draw_from(st.lists(st.booleans(), min_size=len(logits), max_size=len(logits)))
+    least, largest = 5e-324, 1.7976931348623157e308  # of Python's numbers
+    raw = {
+        "temperature": draw_from(extremes(0.0, largest, usual=(0.1, 3)) | extremes(least, 1e-30, usual=(least, 1e-40))),
+        "repetition_penalty": draw_from(extremes(0.001, 1000.0, usual=(0.5, 2))),
+        "top_k": draw_from(st.none() | st.integers(1, 9) | st.integers(1, 2**70)),
+        "top_p": draw_from(st.none() | extremes(least, 1.0, usual=(0.1, 1))),
+        "min_p": draw_from(st.none() | extremes(0.0, 1.0, usual=(0.001, 0.5))),
+    }
+    return logits, seen, raw
+
+
+def exact(logits, sampling, looser):
+    """Probabilities by the definitions in decimals of 28 digits, descending; top_p and min_p by a factor looser."""
+    weights = sorted(((x - max(logits)) / Decimal(sampling.temperature) for x in logits), reverse=True)
+    weights = [x.exp() for x in weights[: sampling.top_k]]
+    if sampling.top_p not in (None, 1):
+        nucleus = Decimal(sampling.top_p) * looser * sum(weights)
+        weights = [w for i, w in enumerate(weights) if i == 0 or sum(weights[:i]) < nucleus]
+    if sampling.min_p is not None:
+        weights = [w for w in weights if w >= Decimal(sampling.min_p) / looser * weights[0]]
+    return [float(w / sum(weights)) for w in weights] + [0.0] * (len(logits) - len(weights))
+
+
+@settings(max_examples=500, deadline=None)
+@given(rows_to_sample())
+def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
+    logits, seen, raw = row
+    sampling = decode(SamplingConfig, raw)
+    found = next_token_probabilities(torch.tensor([logits]), sampling, torch.tensor([seen]))
+    penalty = Decimal(sampling.repetition_penalty)
+    penalized = [
+        (x / penalty if x > 0 else x * penalty) if was else x
+        for x, was in zip(map(Decimal, torch.tensor(logits).tolist()), seen, strict=True)
+    ]
+    probabilities = found[0].tolist()
+    assert all(0 <= p <= 1 for p in probabilities)  # not so of NaN
+    assert sum(probabilities) == pytest.approx(1, abs=1e-6)
+    assert probabilities[int(draw(found, [None]))] > 0
+    largest = max(map(abs, penalized))
+    likeliest = max(p for p, x in zip(probabilities, penalized, strict=True) if x >= max(penalized) - largest / 2**50)
+    assert likeliest == max(probabilities), "a token that is as likely as any stays, but for rounding"
+    if sampling.temperature == 0:
+        assert sorted(probabilities)[-1] == 1
+        return
+    # Exponents have a few roundings of the largest logit; where these or a filter's edge decide, nothing is exact.
+    wanted, loose, tight = (exact(penalized, sampling, Decimal(x)) for x in ("1", "1.000001", "0.999999"))
+    if largest / 2**50 / Decimal(sampling.temperature) < Decimal("1e-7") and loose == tight:
+        assert sorted(probabilities, reverse=True) == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"top_p": 1e-300},
+        {"temperature": 1e-50},
+        {"temperature": 1e-50, "top_p": 1e-300, "repetition_penalty": 1000, "min_p": 1},
+    ],
+    ids=str,
+)
+def test_settings_beyond_the_range_of_float32_have_their_limits(raw):
+    logits, seen = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([[True, False, False]])
+    (found,) = next_token_probabilities(logits, decode(SamplingConfig, raw), seen).tolist()
+    assert found == [0, 1, 0]
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e39])
+@given(rows_to_sample())
+@settings(max_examples=20, deadline=None)
+def test_no_setting_hides_that_the_logits_are_not_finite(bad, row):
+    logits, seen, raw = row
+    with pytest.raises(UserError, match="not finite in float32"):
+        next_token_probabilities(
+            torch.tensor([[*logits, bad]], dtype=torch.float64),
+            decode(SamplingConfig, raw),
+            torch.tensor([[*seen, True]]),
+        )
+
+
+@pytest.mark.parametrize("penalty", [0, 0.0009, 1000.1, 1e39, torch.inf, torch.nan])
+def test_penalties_that_leave_nothing_of_the_logits_are_refused(penalty):
+    with pytest.raises(UserError, match=r"repetition_penalty=\S+: Input should be"):
+        decode(SamplingConfig, {"repetition_penalty": penalty})
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e30])

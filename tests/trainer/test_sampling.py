@@ -251,6 +251,12 @@ def test_the_seed_decides_and_sample_i_has_seed_plus_i(command, run_dir):
     assert both == one.removesuffix("\n") + "\n\n---\n\n" + two
 
 
+@pytest.mark.parametrize("extreme", ["temperature=1e-50", "top_p=1e-300"])
+def test_extreme_settings_take_the_most_likely_token(command, run_dir, extreme):
+    wanted = text_of(command, run_dir, "prompt=ab", "temperature=0", "max_new_tokens=10")
+    assert text_of(command, run_dir, "prompt=ab", extreme, "max_new_tokens=10") == wanted
+
+
 def test_the_number_of_sampled_tokens_is_told(command, run_dir, monkeypatch):
     drawn = itertools.chain(*([i, i] for i in (*b"xyz", EOT)))
     monkeypatch.setattr("trainer.sampling.continuations.draw", lambda *_: torch.tensor([next(drawn), next(drawn)]))
@@ -301,7 +307,8 @@ def test_stop_strings_as_people_give_them(given, stop):
         ({"interactive": True, "num_samples": 2}, "num_samples=2 is not for interactive=true"),
         ({"interactive": True, "prompt": "-"}, "prompt=- is not for interactive=true"),
         ({"min_p": 2}, "less than or equal to 1"),
-        ({"repetition_penalty": 0}, "greater than 0"),
+        ({"repetition_penalty": 0}, "greater than or equal to 0.001"),
+        ({"repetition_penalty": 1e39}, "less than or equal to 1000"),
         ({"temperature": float("inf")}, "finite"),
     ],
 )
@@ -344,9 +351,10 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
     assert "written to " in err
 
 
-def test_a_conversation_through_a_pipe(command, run_dir, monkeypatch):
+@pytest.mark.parametrize("greedy", ["temperature=0", "temperature=1e-50", "top_p=1e-300"])
+def test_a_conversation_through_a_pipe(command, run_dir, monkeypatch, greedy):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\\\ntwo\n\n"))
-    options = ["interactive=true", "prompt=zero ", "max_new_tokens=5", "temperature=0"]
+    options = ["interactive=true", "prompt=zero ", "max_new_tokens=5", greedy]
     result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", *options)
     assert result.status == 0, result.err
     text = (run_dir / "samples.txt").read_text().removesuffix("\n")
