@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in triton's interpreter; read when triton is imported
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C; what they start inherits this
-torch.set_num_threads(1)  # tests run side by side; and the bits of a result depend on the number of threads
+torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests run side by side
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日本", "🙂"]
