@@ -8,7 +8,7 @@ from cli import command
 def run(config: dict[str, Any]) -> None:
     """Decode the configuration and evaluate."""
     from common.settings import decode
-    from trainer.evaluation.evaluate import EvaluateConfig, run_evaluation
+    from inference.evaluate import EvaluateConfig, run_evaluation
 
     run_evaluation(decode(EvaluateConfig, config))
 

@@ -8,7 +8,7 @@ from cli import command
 def run(config: dict[str, Any]) -> None:
     """Decode the configuration and sample."""
     from common.settings import decode
-    from trainer.sampling.sample import SampleConfig, run_sampling
+    from inference.sample import SampleConfig, run_sampling
 
     run_sampling(decode(SampleConfig, config))
 

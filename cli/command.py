@@ -107,7 +107,7 @@ class Job:
             raise
 
     def _run_one_of_many(self, config: dict[str, Any]) -> float | None:
-        from trainer.sweep import among_others
+        from cli.sweep import among_others
 
         config["run_dir"] = os.path.join(config["run_dir"], _job_folder(self._typed))
         say(f"--- job {HydraConfig.get().job.num}: {config['run_dir']}")

@@ -15,7 +15,7 @@ def complete_plugins(chosen: DictConfig, searched: bool) -> None:
     """
     launcher, sweeper = (chosen.runtime.choices[f"hydra/{plugin}"] for plugin in ("launcher", "sweeper"))
     if launcher == "joblib":
-        from trainer.sweep import let_workers_save, visible_gpus
+        from cli.sweep import let_workers_save, visible_gpus
 
         if chosen.launcher.n_jobs == 0:
             raise UserError("hydra.launcher.n_jobs=0 is no worker: use 1 or more, or -1 for one for every GPU or CPU")

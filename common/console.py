@@ -6,7 +6,10 @@ import time
 from unicodedata import category
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segments
+from rich.table import Table
 
 console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -104,3 +107,13 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def show_table(table: Table) -> None:
+    """Print a table: on a terminal as wide as that, elsewhere as wide as the table is."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    wide = console.options.update(width=10_000)
+    needed = Measurement.get(console, wide, table).maximum
+    console.print(Segments(console.render(table, wide.update(width=needed))), end="")

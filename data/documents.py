@@ -166,3 +166,12 @@ def _read(file: BinaryIO, n_bytes: int, path: Path) -> bytes:
     if len(content) < n_bytes:
         raise UserError(f"{path} is shorter than its manifest says: prepare the dataset again")
     return content
+
+
+def documents_in(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int) -> Iterator[Place]:
+    """The documents that tokens [start, stop) of a split belong to, as far as it goes, in order."""
+    stop = min(stop, manifest.splits[split].total.tokens)
+    while start < stop:
+        place = document_at(dataset_dir, manifest, split, start)
+        yield place
+        start = place.stop

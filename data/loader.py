@@ -89,3 +89,10 @@ class EvalBatches:
             if begin:
                 targets[row, : self.seq_len - self.stride] = IGNORED
         return token_ids, targets
+
+
+def step_windows(batches: TrainBatches, step: int) -> list[tuple[int, int]]:
+    """Where the sequences of a step, counted from 1 as in metrics.jsonl, are in the training split: [start, stop)."""
+    rows = np.arange(batches.batch_size) + (step - 1) * batches.batch_size
+    begins = (batches.windows(rows) * batches.seq_len).tolist()
+    return [(begin, begin + batches.seq_len + 1) for begin in begins]

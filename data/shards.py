@@ -7,7 +7,8 @@ val-00000.bin ...           by <|endoftext|>, the highest id. A document never s
 train-00000.idx ...         which documents these are: HEADER (32 bytes), then a RECORD (22 bytes) for each, in order
 val-00000.idx ...
 
-data/writer.py writes shards, data/documents.py finds documents in them, data/verify.py counts everything again.
+data/prepare/writer.py writes shards, data/documents.py finds documents in them, data/prepare/verify.py counts
+everything again.
 """
 
 import bisect

@@ -29,7 +29,7 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Check, time, print and write."""
-    from trainer.benchmarks.attention import bench, draw  # imports torch, which --help need not wait for
+    from tools.bench.attention import bench, draw  # imports torch, which --help need not wait for
 
     out = make_directory(options.out, "--out")
     command = shlex.join(["python", "scripts/bench_attention.py", *sys.argv[1:]])

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> None:
     """Compose the models, measure and print, write bench.json."""
-    from trainer.benchmarks.decode import Terms, bench  # imports torch, which --help need not wait for
+    from tools.bench.decode import Terms, bench  # imports torch, which --help need not wait for
 
     out = make_directory(options.out, "--out")
     models = {label: composed(overrides) for label, overrides in contenders(options).items()}

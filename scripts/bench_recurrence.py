@@ -27,7 +27,7 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Measure and print, write bench.json."""
-    from trainer.benchmarks.recurrence import bench  # imports torch, which --help need not wait for
+    from tools.bench.recurrence import bench  # imports torch, which --help need not wait for
 
     out = make_directory(options.out, "--out")
     found = bench(options.lengths, options.logit, options.rounds)

@@ -31,7 +31,7 @@ def main() -> int:
 def run(options: argparse.Namespace) -> None:
     """Check, time, print and write."""
     # here, because --help need not wait for torch
-    from trainer.benchmarks.sparse import check, describe, measure, table_of
+    from tools.bench.sparse import check, describe, measure, table_of
 
     check(options.heads)
     out = make_directory(options.out, "--out")

@@ -36,8 +36,8 @@ def compare(options: argparse.Namespace) -> None:
     """Measure speed, train what is not trained yet, report what there is."""
     import torch  # here, because --help need not wait for it
 
-    from trainer.comparison.compare import CONTROL, SEQ_LEN, Terms, count, models_of, train_all
-    from trainer.comparison.compare_report import report, speeds
+    from tools.compare.compare import CONTROL, SEQ_LEN, Terms, count, models_of, train_all
+    from tools.compare.report import report, speeds
 
     torch.set_num_threads(1)  # the products are small, and the bits of a result depend on the number of threads
     terms = Terms(options.dataset, options.out, options.steps, options.learning_rates)

@@ -27,7 +27,7 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Convert."""
-    from trainer.conversion.convert_gqa import convert  # imports torch, which --help need not wait for
+    from tools.convert.gqa import convert  # imports torch, which --help need not wait for
 
     convert(args.checkpoint, args.run_dir, args.n_kv_head, args.seed)
 

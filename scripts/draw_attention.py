@@ -33,7 +33,7 @@ def main() -> int:
 def run(options: argparse.Namespace) -> None:
     """Draw and write."""
     # here, because --help need not wait for torch
-    from trainer.benchmarks.attention_masks import of_checkpoint, of_mechanisms, picture
+    from tools.report.attention_masks import of_checkpoint, of_mechanisms, picture
 
     if options.checkpoint:
         labels, panels = of_checkpoint(options.checkpoint, options.text, options.head)

@@ -26,7 +26,7 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Export."""
-    from trainer.conversion.export_hf import export  # imports torch, which --help needs not wait for
+    from tools.convert.export_hf import export  # imports torch, which --help needs not wait for
 
     export(options.checkpoint, options.out_dir)
 

@@ -26,7 +26,7 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Import."""
-    from trainer.conversion.import_gpt2 import import_gpt2  # imports torch, which --help needs not wait for
+    from tools.convert.import_gpt2 import import_gpt2  # imports torch, which --help needs not wait for
 
     import_gpt2(**{name: value for name, value in vars(options).items() if name != "debug"})
 

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 from common.command import parser_of, positive, run_script
-from common.console import say
+from common.console import say, show_table
 from common.settings import UserError
-from data.inspect import documents_table, draw_sets, sets_table, show, step_windows, window_text
-from data.loader import TrainBatches
+from data.loader import TrainBatches, step_windows
 from data.mixture import open_mixture
+from data.prepare.inspect import documents_table, draw_sets, sets_table, window_text
 from data.shards import Manifest, TokenStream, read_manifest
 
 
@@ -65,16 +65,16 @@ def inspect(args: argparse.Namespace) -> None:
     manifest = read_manifest(args.dataset_dir)
     if args.step is not None:
         windows = step_windows(batches_of(args, manifest), args.step)
-        show(documents_table(args.dataset_dir, manifest, "train", windows))
+        show_table(documents_table(args.dataset_dir, manifest, "train", windows))
         return
     n_tokens = manifest.splits[args.split].total.tokens
     places = args.window + [random.randrange(max(1, n_tokens)) for _ in range(args.random)]
     for token in places:
         text = window_text(args.dataset_dir, manifest, args.split, token, args.tokens)
-        show(documents_table(args.dataset_dir, manifest, args.split, [(token, token + args.tokens)]))
+        show_table(documents_table(args.dataset_dir, manifest, args.split, [(token, token + args.tokens)]))
         say(text)
     if not places:
-        show(sets_table(manifest))
+        show_table(sets_table(manifest))
     if args.chart:
         draw_sets(manifest, args.chart, f"{args.dataset_dir}: tokens of its sets")
         say(f"drawn into {args.chart}")

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
     """Compile, and print the table."""
     if find_spec("triton") is None:
         raise UserError("the package triton is not installed: pip install triton")
-    from trainer.benchmarks.kernels import inspect  # imports torch and triton, which --help need not wait for
+    from tools.bench.kernels import inspect  # imports torch and triton, which --help need not wait for
 
     inspect(options.dtype, options.head_dim, options.capability)
 

@@ -13,7 +13,7 @@ from cli import command  # noqa: E402
 def run(config: dict[str, Any]) -> None:
     """Decode the configuration and run the tasks."""
     from common.settings import decode
-    from trainer.evaluation.harness import HarnessConfig, run_harness
+    from inference.harness import HarnessConfig, run_harness
 
     run_harness(decode(HarnessConfig, config))
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from common.command import parser_of, run_script
-from data.merge import merge
+from data.prepare.merge import merge
 
 
 def main() -> int:

@@ -8,8 +8,8 @@ from cli import command
 def run(config: dict[str, Any]) -> None:
     """Decode the configuration and plan."""
     from common.settings import decode
-    from trainer.planning.plan import PlanConfig
-    from trainer.planning.plan_report import run_plan
+    from tools.plan.plan import PlanConfig
+    from tools.plan.report import run_plan
 
     run_plan(decode(PlanConfig, config))
 

@@ -6,7 +6,7 @@ from typing import Any
 def run(config: dict[str, Any]) -> None:
     """Decode the configuration and prepare the data."""
     from common.settings import decode
-    from data.prepare import PrepareConfig, prepare
+    from data.prepare.dataset import PrepareConfig, prepare
 
     prepare(decode(PrepareConfig, config))
 

@@ -22,7 +22,7 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Read the runs, write the report, say where it is."""
-    from trainer.report.write import write_report  # here, because matplotlib takes its time
+    from tools.report.write import write_report  # here, because matplotlib takes its time
 
     for path in write_report(options.folders, options.out):
         say(f"written: {path}")

@@ -9,13 +9,13 @@ from cli import command
 def run(config: dict[str, Any]) -> None:
     """Decode the configuration and serve."""
     from common.settings import UserError, decode
-    from server.config import ServeConfig
+    from inference.server.config import ServeConfig
 
     settings = decode(ServeConfig, config)
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UserError(f"{missing[0]} is not installed: pip install -e '.[serve]'")
-    from server.serve import serve
+    from inference.server.serve import serve
 
     serve(settings)
 

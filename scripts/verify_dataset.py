@@ -10,8 +10,8 @@ from pathlib import Path
 
 from common.command import parser_of, positive, run_script
 from common.console import errors, say
+from data.prepare.verify import n_bytes, verify
 from data.shards import parse_manifest
-from data.verify import n_bytes, verify
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ class Result(NamedTuple):
 @pytest.fixture(scope="session")
 def make_dataset(tmp_path_factory):
     """Makes datasets: about 40,000 bytes to train on and 4,000 to validate, of bytes or another tokenizer."""
-    from data.prepare import PrepareConfig, prepare
+    from data.prepare.dataset import PrepareConfig, prepare
 
     def make(seed=0, tokenizer=None):
         folder = tmp_path_factory.mktemp("corpus")

@@ -8,14 +8,14 @@ import torch
 from omegaconf import OmegaConf
 
 from common.settings import Settings, decode
-from data.prepare import PrepareConfig
+from data.prepare.dataset import PrepareConfig
+from inference.evaluate import EvaluateConfig
+from inference.harness import HarnessConfig
+from inference.sample import SampleConfig
+from inference.server.config import ServeConfig
 from model.gpt import GPT
-from server.config import ServeConfig
+from tools.plan.plan import PlanConfig
 from trainer.config import TrainConfig
-from trainer.evaluation.evaluate import EvaluateConfig
-from trainer.evaluation.harness import HarnessConfig
-from trainer.planning.plan import PlanConfig
-from trainer.sampling.sample import SampleConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GIVEN = {  # what a user must give

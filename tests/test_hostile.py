@@ -19,12 +19,12 @@ from common.settings import UserError, decode
 from data.documents import document_at, read_documents
 from data.shards import read_manifest
 from data.tokenizer import GPT2Config, build_tokenizer, load_tokenizer, read_rank_file
+from inference.evaluate import EvaluateConfig, run_evaluation
+from inference.sample import SampleConfig, run_sampling
 from model.gpt import GPT, GPTConfig
 from trainer.checkpoint import load_model, newest, open_checkpoint
 from trainer.config import TrainConfig
-from trainer.evaluation.evaluate import EvaluateConfig, run_evaluation
 from trainer.loop import fit
-from trainer.sampling.sample import SampleConfig, run_sampling
 from trainer.tensor_file import read_tensors
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "in_time")

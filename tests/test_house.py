@@ -7,22 +7,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("common", "data", "model", "server", "trainer")
+PACKAGES = ("cli", "common", "data", "inference", "model", "tools", "trainer")
 ENTRY_POINTS = ["train.py", "eval.py", "sample.py"]
 FILES = sorted(
     path.relative_to(ROOT)
     for path in [
         *(ROOT / name for name in ENTRY_POINTS),
-        *(path for folder in ("cli", *PACKAGES, "scripts") for path in (ROOT / folder).rglob("*.py")),
+        *(path for folder in (*PACKAGES, "scripts") for path in (ROOT / folder).rglob("*.py")),
     ]
 )
 MAY_IMPORT = {
     "common": {"common"},
+    "cli": {"common", "cli"},
     "data": {"common", "data"},
     "model": {"common", "model"},
-    "server": {"common", "data", "model", "server", "trainer"},
     "trainer": {"common", "data", "model", "trainer"},
+    "inference": {"common", "data", "model", "trainer", "inference"},
+    "tools": {"common", "data", "model", "trainer", "inference", "cli", "tools"},
 }
+OF_TRAINING = ("checkpoint", "distributed", "losses", "runtime")
+"""What inference may import of trainer: checkpoints, the processes and devices a model runs on, and losses."""
 
 
 def tree_of(file):
@@ -52,8 +56,19 @@ def package(file):
 
 @pytest.mark.parametrize("file", [f for f in FILES if package(f) in PACKAGES], ids=str)
 def test_packages_import_only_what_stands_below_them(file):
-    for other in {*PACKAGES, "cli", "train", "eval", "sample", "scripts", "tests"} - MAY_IMPORT[package(file)]:
+    for other in {*PACKAGES, "train", "eval", "sample", "scripts", "tests"} - MAY_IMPORT[package(file)]:
         assert not imports(file, other), f"{file} imports {other}"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if package(f) == "inference"], ids=str)
+def test_inference_imports_no_training(file):
+    of_trainer = {name.split(".")[1] for name in imported(file) if name.startswith("trainer.")}
+    assert of_trainer <= set(OF_TRAINING)
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if package(f) in ("data", "trainer", "inference")], ids=str)
+def test_what_reads_data_does_not_prepare_it(file):
+    assert file.is_relative_to("data/prepare") or not imports(file, "data.prepare")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +151,7 @@ def test_entry_points_are_thin(name):
 
 def test_entry_points_and_scripts_are_checked_and_installed():
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-    there = [".".join(file.with_suffix("").parts) for file in FILES if package(file) not in (*PACKAGES, "cli")]
+    there = [".".join(file.with_suffix("").parts) for file in FILES if package(file) not in PACKAGES]
     assert sorted(tool["mypy"]["modules"]) == sorted(tool["setuptools"]["py-modules"]) == sorted(there)
 
 
@@ -146,4 +161,6 @@ def test_the_walk_sees_imports():
     assert imports(Path("trainer/metrics.py"), "wandb")
     assert imports(Path("cli/command.py"), "hydra")
     assert imports(Path("trainer/run.py"), "data.loader")
+    assert imports(Path("inference/evaluate.py"), "trainer.checkpoint")
+    assert imports(Path("data/prepare/dataset.py"), "data.prepare.build")
     assert len(FILES) > 30

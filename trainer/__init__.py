@@ -1,1 +1,1 @@
-"""What train.py, eval.py and sample.py share: configuration, the training loop, checkpoints, metrics."""
+"""Training: its configuration, the loop, optimizers and schedules, checkpoints, processes, metrics."""

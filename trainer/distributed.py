@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import console, errors
+from common.exits import AGAIN
 from common.settings import UserError
-from trainer.exits import AGAIN
 from trainer.watchdog import Notices, Watchdog
 
 Strategy = Literal["ddp", "fsdp"]

@@ -9,8 +9,8 @@ from pydantic import Field
 from common.console import warn
 from common.files import write_json
 from common.settings import Settings
-from data.inspect import documents_in, step_windows
-from data.loader import TrainBatches
+from data.documents import documents_in
+from data.loader import TrainBatches, step_windows
 from data.shards import Manifest
 
 _MEMORY = 100

@@ -3,11 +3,11 @@
 import contextlib
 
 from common.console import Track, say
+from common.exits import AGAIN
 from common.files import make_directory
 from trainer.checkpoint import retain
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
-from trainer.exits import AGAIN
 from trainer.resume import own_run
 from trainer.run import RollBack, Run
 from trainer.runtime import open_runtime

@@ -1,13 +1,13 @@
 """The picture of a run: loss.png."""
 
 import contextlib
-import io
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from common.console import warn
+from common.figures import png, short_count
 from common.files import write_atomic
 
 
@@ -31,7 +31,7 @@ def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)
-    axes.xaxis.set_major_formatter(_short)
+    axes.xaxis.set_major_formatter(short_count)
     axes.grid(alpha=0.3)
     if train or val:
         axes.legend()
@@ -41,13 +41,6 @@ def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
         with contextlib.suppress(OSError):
             path.with_name(path.name + ".tmp").unlink()
         warn(f"{path} is not drawn anew ({error.strerror or error})")
-
-
-def png(figure: Figure) -> bytes:
-    """The figure as the content of a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
 
 
 def _running_mean(points: list[tuple[int, float]], share: float = 0.02) -> list[tuple[int, float]]:
@@ -67,9 +60,3 @@ def _limits(losses: list[float]) -> tuple[float, float]:
     low, high = min(losses), max(losses)
     margin = 0.05 * (high - low) or 0.05  # one loss alone is a point, not a range
     return low - margin, high + margin
-
-
-def _short(x: float, _: float) -> str:
-    """Token counts as people say them: 500 k, 3 M, 1.5 B."""
-    size, unit = next(((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if x >= size), (1, ""))
-    return f"{x / size:g}{unit}"

@@ -11,25 +11,16 @@ import torch
 
 from common.commit import git_commit
 from common.console import say, warn
-from common.files import make_directory, read_json, write_json
+from common.files import read_json, write_json
 from common.lock import owned
-from common.settings import UserError, decode, differences
+from common.settings import UserError, differences
 from data.shards import Manifest
-from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from trainer.checkpoint import (
-    TrainState,
-    checkpoint_path,
-    newest,
-    newest_whole,
-    open_checkpoint,
-    save_checkpoint,
-    step_of,
-)
+from trainer.checkpoint import TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.optim import AdamWConfig, named_state
-from trainer.randomness import RANDOM, random_state, random_tensors, seed_process, set_random_state
+from trainer.optim import named_state
+from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import device_name
 
 # What a run keeps as long as it lives: another value would give it other weights or other batches.
@@ -110,25 +101,6 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
     if changed:
         listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())
         raise UserError(f"{path} is of another run: {listed}; use those settings, or another run_dir")
-
-
-def begin_with(gpt: GPT, tokenizer: Tokenizer, state: TrainState, run_dir: Path) -> Path:
-    """Make a run of a model from elsewhere: its checkpoint of step 0, the optimizer at rest. Returns its path.
-
-    Raises:
-        UserError: run_dir holds a run.
-    """
-    make_directory(run_dir, "run_dir")
-    with own_run(run_dir):
-        if newest(run_dir) is not None:
-            raise UserError(f"run_dir={run_dir} holds a run: choose another one for the converted model")
-        seed_process(f"{state.seed} 0 0")
-        tensors = {
-            "model": gpt.state_dict(),
-            "optimizer": named_state(gpt, decode(AdamWConfig, {"name": "adamw"}).build(gpt)),
-            "random": {RANDOM: random_state(torch.device("cpu")).unsqueeze(0)},
-        }
-        return save_checkpoint(run_dir, tensors, state, tokenizer)
 
 
 def own_run(run_dir: Path) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from trainer.exits import AGAIN
+from common.exits import AGAIN
 
 _READINGS = 4
 """How often another process's beat must be found unchanged before it counts as stopped."""

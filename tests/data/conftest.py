@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from common.settings import decode
-from data.prepare import PrepareConfig
+from data.prepare.dataset import PrepareConfig
+from data.prepare.writer import Names, ShardWriter
 from data.shards import Manifest, TokenizerId, TokenStream, write_manifest
-from data.writer import Names, ShardWriter
 
 GPT2_RANKS = Path(__file__).resolve().parents[3] / "shared" / "tokenizer" / "gpt2.tiktoken"
 

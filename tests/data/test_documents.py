@@ -7,7 +7,7 @@ import pytest
 
 from common.settings import UserError
 from data.documents import document_at, read_documents, read_records, sets_between
-from data.prepare import prepare
+from data.prepare.dataset import prepare
 from data.shards import HEADER, RECORD, TokenStream, read_manifest
 
 DOCUMENTS = [[1, 2, 999], [3, 999], [4, 5, 6, 7, 8, 9, 999], [999], [10, 999], [11, 12, 999]]

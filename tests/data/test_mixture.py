@@ -7,8 +7,8 @@ import pytest
 from common.settings import UserError, decode
 from data.loader import TrainBatches
 from data.mixture import PERIOD, DataConfig, Mixture, Places, fair_order, open_mixture, owners_of_windows, whole_parts
+from data.prepare.writer import Names, ShardWriter
 from data.shards import Manifest, TokenizerId, TokenStream
-from data.writer import Names, ShardWriter
 
 SIZES = [700, 250, 49, 1]
 

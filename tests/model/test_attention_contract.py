@@ -10,8 +10,8 @@ from torch import Tensor
 
 from common.console import say_once
 from common.settings import UserError, decode, variant_names
+from inference.generate import SamplingConfig, generate, prefill
 from model.attention import ATTENTION, AttentionConfig
-from model.generate import SamplingConfig, generate, prefill
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
 from model.position import RotaryPosition

@@ -20,10 +20,10 @@ from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from model.hugging_face.gpt2 import is_gpt2
 from model.hugging_face.sources import modeling_files
+from tools.convert.export_hf import export
+from tools.convert.import_gpt2 import read_gpt2
+from tools.convert.new_run import begin_with
 from trainer.checkpoint import TrainState
-from trainer.conversion.export_hf import export
-from trainer.conversion.import_gpt2 import read_gpt2
-from trainer.resume import begin_with
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed: pip install -e '.[hf]'"

@@ -175,7 +175,6 @@ def _become(request):
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
     import cli  # noqa: F401
-    import trainer.evaluation.evaluate
     import trainer.loop  # noqa: F401
 
     gc.collect()

@@ -12,8 +12,8 @@ from test_resume import assert_same_run, metrics
 
 import trainer.run
 from common.settings import UserError
-from data.inspect import documents_in, step_windows
-from data.loader import TrainBatches
+from data.documents import documents_in
+from data.loader import TrainBatches, step_windows
 from data.shards import TokenStream, read_manifest
 from model.gpt import GPT
 from trainer.checkpoint import newest, open_checkpoint

@@ -10,9 +10,9 @@ from common.settings import UserError, decode
 from data.loader import EvalBatches
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
+from inference.evaluate import EvaluateConfig, run_evaluation
 from model.gpt import GPT
 from trainer.distributed import World
-from trainer.evaluation.evaluate import EvaluateConfig, run_evaluation
 from trainer.loop import fit
 from trainer.losses import evaluate
 from trainer.runtime import open_runtime

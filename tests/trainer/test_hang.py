@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from ranks import finish, lines_in, run, started, wait_until
 
+from common.exits import AGAIN
 from common.settings import UserError
 from trainer.distributed import join_world
-from trainer.exits import AGAIN
 from trainer.watchdog import Beat, judge
 
 HANG_SECONDS = 2

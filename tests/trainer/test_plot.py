@@ -5,7 +5,8 @@ import struct
 
 import pytest
 
-from trainer.plot import _running_mean, _short, draw_losses
+from common.figures import short_count
+from trainer.plot import _running_mean, draw_losses
 
 
 def train(step, loss=3.0):
@@ -66,7 +67,7 @@ def test_running_mean_is_over_the_last_share_of_the_points():
 
 def test_tokens_are_written_as_people_read_them():
     spoken = {0: "0", 64: "64", 2048: "2.048 k", 5e5: "500 k", 5e6: "5 M", 2.5e9: "2.5 B", 294.9e9: "294.9 B"}
-    assert {x: _short(x, 0) for x in spoken} == spoken
+    assert {x: short_count(x, 0) for x in spoken} == spoken
 
 
 def test_events_change_no_picture(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from common.settings import UserError, decode
 from data.loader import TrainBatches
-from data.prepare import PrepareConfig, prepare
+from data.prepare.dataset import PrepareConfig, prepare
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.distributed import World
 from trainer.loop import fit

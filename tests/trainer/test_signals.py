@@ -8,8 +8,8 @@ import pytest
 import ranks
 from test_resume import assert_same_run, metrics
 
+from common.exits import AGAIN
 from trainer.checkpoint import newest, open_checkpoint
-from trainer.exits import AGAIN
 from trainer.signals import STOPPING, StopSignals
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

@@ -1,0 +1,119 @@
+"""A dataset for the eye: its sets as a table and a picture, its text, and the documents behind a training step."""
+
+import io
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from common.files import write_atomic
+from common.settings import UserError
+from data.documents import documents_in
+from data.shards import TOKENIZER, Manifest, SplitName, TokenStream
+from data.tokenizer import load_tokenizer
+
+_BARS = 40
+
+
+def sets_table(manifest: Manifest) -> Table:
+    """How much text each set of each split has, the largest first."""
+    table = _table(["split", "set"], ["documents", "tokens", "share, %", "bytes", "tokens/byte"])
+    for name, split in manifest.splits.items():
+        largest_first = sorted(split.sets.items(), key=lambda item: -item[1].tokens)
+        for set_name, counts in [*largest_first, ("all", split.total)]:
+            share = 100 * counts.tokens / max(1, split.total.tokens)
+            rate = counts.tokens / max(1, counts.utf8_bytes)
+            numbers = f"{counts.documents:,}", f"{counts.tokens:,}", f"{share:.2f}", f"{counts.utf8_bytes:,}"
+            _add_row(table, name, visible(set_name), *numbers, f"{rate:.3f}")
+        table.add_section()
+    return table
+
+
+def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
+    """Draw the tokens of each set as bars, the largest on top, into a PNG; replaces `path` whole."""
+    names, tokens = bars(manifest)
+    from matplotlib.figure import Figure  # here, because it takes its time
+
+    figure = Figure(figsize=(9, 1.6 + 0.3 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    begins = np.zeros(len(names))
+    for split, widths, color in zip(manifest.splits, tokens, ("tab:blue", "tab:orange"), strict=True):
+        label = f"{split}, {_short(int(widths.sum()))} tokens"
+        drawn = axes.barh(names, widths, left=begins, color=color, label=label)
+        begins += widths
+    axes.bar_label(drawn, [f" {_short(int(n))}, {n / tokens.sum():.1%}" for n in begins], fontsize=9)
+    axes.margins(x=0.2, y=0.01)
+    axes.xaxis.set_major_formatter(_short)
+    axes.set_xlabel("tokens")
+    axes.set_title(title)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(loc="lower right")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_atomic(path, buffer.getvalue())
+
+
+def bars(manifest: Manifest) -> tuple[list[str], np.ndarray]:
+    """Labels (n,) and tokens (splits, n) of the bars, the largest last; many small sets are put together."""
+    splits = manifest.splits.values()
+    sizes = [[split.sets[name].tokens if name in split.sets else 0 for split in splits] for name in manifest.set_names]
+    by_size = sorted(zip(sizes, manifest.set_names, strict=True), key=lambda bar: sum(bar[0]))
+    names = [visible(name).replace("$", r"\$") for _, name in by_size]  # between dollars, matplotlib reads formulas
+    tokens = np.array([numbers for numbers, _ in by_size]).T
+    if (small := len(by_size) - _BARS) > 0:
+        names = [f"{small + 1:,} other sets", *names[small + 1 :]]
+        tokens = np.concatenate([tokens[:, : small + 1].sum(axis=1, keepdims=True), tokens[:, small + 1 :]], axis=1)
+    return names, tokens
+
+
+def window_text(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, n_tokens: int) -> str:
+    """The text of up to `n_tokens` tokens from number `start` of a split; what no terminal should get is escaped.
+
+    Raises:
+        UserError: the split has no such token.
+    """
+    stream = TokenStream(dataset_dir, manifest, split)
+    if not 0 <= start < stream.n_tokens:
+        raise UserError(f"token {start} is not in '{split}', which has {stream.n_tokens} tokens: give a lower number")
+    ids = stream.read(start, min(start + n_tokens, stream.n_tokens)).tolist()
+    return visible(load_tokenizer(dataset_dir / TOKENIZER).decode_bytes(ids).decode(errors="replace"), kept="\n\t")
+
+
+def documents_table(dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]]) -> Table:
+    """The documents behind windows [start, stop) of a split: what part of which, and where it was read from."""
+    table = _table(["set", "input"], ["number", "its tokens", "of", "row", "at token of the split"])
+    for row, (start, stop) in enumerate(windows):
+        for place in documents_in(dataset_dir, manifest, split, start, stop):
+            begin, end = max(start, place.start), min(stop, place.stop)
+            part = f"{begin - place.start:,} - {end - place.start:,}", f"{place.stop - place.start:,}"
+            _add_row(table, visible(place.set_name), visible(place.input), place.number, *part, row, begin)
+    return table
+
+
+def _short(n: float, _: object = None) -> str:
+    """A number as people say it: 166 k, 3.37 M, 388 B."""
+    size, unit = next(((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if n >= size), (1, ""))
+    return f"{float(f'{n / size:.3g}'):g}{unit}"
+
+
+def visible(text: str, kept: str = "") -> str:
+    """`text` with control characters, which a terminal would obey, escaped; but for those of `kept`."""
+    commands = {c for c in text if unicodedata.category(c)[0] == "C" and c not in kept}
+    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in commands})
+
+
+def _table(texts: list[str], numbers: list[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in texts:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _add_row(table: Table, *cells: object, style: str = "") -> None:
+    table.add_row(*(Text(str(cell)) for cell in cells), style=style)  # a Text's brackets are no markup

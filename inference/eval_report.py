@@ -1,0 +1,134 @@
+"""What eval.py shows: its tables, and eval.png."""
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from common.console import say, show_table
+from common.figures import png
+
+_MOST_BARS = 30
+_FIRST_POSITION = 16  # in the picture of long contexts
+
+
+def show_evaluation(result: dict[str, Any], checkpoint: str) -> None:
+    """Print the line of the whole, a table of the sets where there are several, and one of the contexts."""
+    say(
+        f"{checkpoint} on {result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens): "
+        f"loss {_number(result['loss'])} nats per token, perplexity {_number(result['perplexity'], 3)}, "
+        f"{_number(result['bits_per_byte'])} bits per byte"
+    )
+    if len(result["sets"]) > 1:
+        show_table(_table("set", list(result["sets"].items())))
+    if result["contexts"]:
+        show_table(_table("context", [(f"{row['context']:,}", row) for row in result["contexts"]]))
+
+
+def _table(first: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(first, overflow="fold", justify="right" if first == "context" else "left")
+    for column in ("tokens", "loss", "perplexity", "bits per byte"):
+        table.add_column(column, justify="right")
+    for name, row in rows:
+        numbers = _number(row["loss"]), _number(row["perplexity"], 3), _number(row["bits_per_byte"])
+        table.add_row(*(Text(cell) for cell in (name, f"{row['tokens']:,}", *numbers)))  # brackets are no markup
+    return table
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
+    """A PNG: loss by position in the window, at long contexts, and by set, as far as there is each.
+
+    Args:
+        result: what eval.json holds.
+        trained_on: tokens of a training sequence.
+    """
+    sets = list(result["sets"].items())[:_MOST_BARS]
+    rows = [("windows", 4.0)]
+    if result["contexts"]:
+        rows.append(("contexts", 4.0))
+    if len(sets) > 1:
+        rows.append(("sets", 1.2 + 0.28 * len(sets)))
+    figure = Figure(figsize=(8, sum(height for _, height in rows)), layout="constrained")
+    grid = figure.subplots(len(rows), 1, squeeze=False, height_ratios=[height for _, height in rows])
+    axes = dict(zip((name for name, _ in rows), grid[:, 0], strict=True))
+    _draw_windows(axes["windows"], result)
+    if "contexts" in axes:
+        _draw_contexts(axes["contexts"], result["contexts"], trained_on)
+    if "sets" in axes:
+        _draw_sets(axes["sets"], sets, result["loss"])
+    title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
+    figure.suptitle(title.replace("$", r"\$"))
+    return png(figure)
+
+
+def _draw_windows(axes: Axes, result: dict[str, Any]) -> None:
+    _draw_positions(axes, result["by_position"], color="tab:blue", marker="o", markersize=3)
+    if result["loss"] is not None:
+        axes.axhline(result["loss"], color="tab:gray", linestyle="--", label=f"mean {result['loss']:.3f}")
+        axes.legend()
+    _of_positions(axes, f"Windows of {result['seq_len']:,} tokens, {result['tokens']:,} in all")
+
+
+def _draw_contexts(axes: Axes, contexts: list[dict[str, Any]], trained_on: int) -> None:
+    label = "at each position (of different text)"
+    _draw_positions(axes, _best_known(contexts), color="tab:orange", marker="o", markersize=3, label=label)
+    means = [(row["context"], row["loss"]) for row in contexts if row["loss"] is not None]
+    if means:
+        label = "mean over windows of that length (of the same text)"
+        axes.plot(*zip(*means, strict=True), color="tab:blue", marker="o", label=label)
+    axes.axvline(trained_on, color="tab:gray", linestyle=":", label=f"trained on {trained_on:,}")
+    _of_positions(axes, f"Long contexts, the state carried along, {contexts[0]['tokens']:,} tokens in all")
+    axes.legend()
+
+
+def _best_known(contexts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The loss at each position, from the shortest windows that have it: these are the most. The first tokens of a
+    window, whose loss is high, are left to the windows' own picture.
+    """
+    known, bins = _FIRST_POSITION, []
+    for row in contexts:
+        bins += [part for part in row["by_position"] if part["start"] >= known]
+        known = max(known, row["context"])
+    return bins
+
+
+def _draw_positions(axes: Axes, bins: list[dict[str, Any]], **style: Any) -> None:
+    points = [((row["start"] + row["stop"] + 1) / 2, row["loss"]) for row in bins if row["loss"] is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), **style)
+
+
+def _of_positions(axes: Axes, title: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("tokens read so far")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+
+
+def _draw_sets(axes: Axes, sets: list[tuple[str, dict[str, Any]]], mean: float | None) -> None:
+    worst_last = sorted(sets, key=lambda item: item[1]["loss"] or 0)
+    names = [name.replace("$", r"\$") for name, _ in worst_last]  # between dollars, matplotlib reads formulas
+    drawn = axes.barh(names, [row["loss"] or 0 for _, row in worst_last], color="tab:blue")
+    labels = [_number(row["loss"], 3) for _, row in worst_last]
+    axes.bar_label(drawn, labels, label_type="center", color="white", fontsize=9)
+    title = "Sets" if len(sets) < _MOST_BARS else f"The {len(sets)} largest sets"
+    if mean is not None:
+        axes.axvline(mean, color="tab:gray", linestyle="--")
+        title += f"; dashed: all text, {mean:.3f}"
+    axes.margins(x=0.02, y=0.02)
+    axes.set_xlabel("loss (nats per token)")
+    axes.set_title(title, fontsize=10)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)

@@ -1,0 +1,222 @@
+"""eval.py: what a checkpoint makes of held-out text, as a whole, by sets, by position, and at long contexts."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from common.settings import Settings, UserError
+from data.documents import sets_between
+from data.loader import EvalBatches
+from data.shards import Manifest, TokenStream, read_manifest
+from data.tokenizer import Tokenizer
+from inference.eval_report import draw_evaluation, show_evaluation
+from inference.long_context import bin_of_positions, context_losses, position_bins
+from model.gpt import GPT
+from trainer.checkpoint import Checkpoint, load_model, open_model
+from trainer.distributed import World, join_world
+from trainer.losses import Loss, Sums, total, window_losses
+from trainer.runtime import DeviceConfig, Runtime, open_runtime
+
+_CONTEXTS = (1024, 4096, 16384, 65536)
+
+
+class EvaluateConfig(Settings):
+    """What eval.py takes."""
+
+    checkpoint: Path
+    """A run directory (its newest checkpoint), or a checkpoint."""
+    dataset_dir: Path | None = None
+    """Dataset to evaluate on; null: the one the model was trained on."""
+    split: Literal["train", "val"] = "val"
+    """Its split: train or val."""
+    batches: int | None = Field(None, ge=1)
+    """Batches of as many windows as in training, spread evenly over the split; null: all of it."""
+    seq_len: int | None = Field(None, ge=1)
+    """Tokens of a window; null: as in training."""
+    stride: int | None = Field(None, ge=1)
+    """A window begins so many tokens after the one before it, and only what is new in it is counted: every token then
+    has at least seq_len - stride before it. null: seq_len, windows side by side."""
+    contexts: list[Annotated[int, Field(ge=1)]] | None = None
+    """Lengths of text to measure the loss at, the state carried along through the model. null: 1024, 4096, 16384 and
+    65536, as far as the text and the model's learned positions reach; []: none."""
+    context_windows: int | None = Field(2, ge=1)
+    """Stretches of text as long as the longest of `contexts` that all of them are measured on, spread evenly over the
+    split; null: all of it."""
+    micro_batch: int = Field(16, ge=1)
+    """Windows that go through the model at once."""
+    runtime: DeviceConfig
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All that is needed to evaluate, checked: a model, a text, and how to go through it."""
+
+    config: EvaluateConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    dataset_dir: Path
+    manifest: Manifest
+    stream: TokenStream
+    seq_len: int
+    contexts: list[int]
+
+    @property
+    def windows(self) -> EvalBatches:
+        """What the whole is measured on."""
+        state, batches = self.checkpoint.state, self.config.batches
+        n_windows = None if batches is None else batches * max(1, state.batch_tokens // self.seq_len)
+        return EvalBatches(self.stream, self.seq_len, n_windows, self.config.stride)
+
+    @property
+    def stretches(self) -> EvalBatches:
+        """What all contexts are measured on."""
+        return EvalBatches(self.stream, max(self.contexts), self.config.context_windows)
+
+
+def run_evaluation(config: EvaluateConfig) -> None:
+    """Evaluate a checkpoint, print the results, and write them to eval.json and eval.png in the run directory."""
+    runtime = open_runtime(config.runtime)
+    gpt, plan = open_evaluation(config)
+    with join_world(runtime.device) as world:
+        runtime.announce()
+        gpt = gpt.to(world.device, runtime.param_dtype)
+        result = measure(gpt, plan, runtime, world)
+        show_evaluation(result, str(plan.checkpoint.path))
+        if world.is_main:
+            plan.checkpoint.leave("eval.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+            plan.checkpoint.leave("eval.png", draw_evaluation(result, plan.checkpoint.state.seq_len))
+
+
+def open_evaluation(config: EvaluateConfig) -> tuple[GPT, Evaluation]:
+    """The model, and what it is to be evaluated on.
+
+    Raises:
+        UserError: checkpoint and dataset do not belong together, or a length is longer than text or model allow.
+    """
+    checkpoint = open_model(config.checkpoint)
+    gpt, tokenizer = load_model(checkpoint)
+    dataset_dir = config.dataset_dir or checkpoint.state.dataset_dir
+    manifest = read_manifest(dataset_dir)
+    if manifest.tokenizer.sha256 != tokenizer.sha256:
+        raise UserError(
+            f"dataset_dir={dataset_dir} was made with tokenizer {manifest.tokenizer.name} "
+            f"(n_vocab {manifest.tokenizer.n_vocab}), the model with {tokenizer.name} (n_vocab {tokenizer.n_vocab}): "
+            f"prepare the dataset with the model's tokenizer"
+        )
+    stream = TokenStream(dataset_dir, manifest, config.split)
+    if stream.n_tokens < 2:
+        raise UserError(f"dataset_dir={dataset_dir} has no text in its split {config.split}: choose another split")
+    seq_len, max_len = config.seq_len or checkpoint.state.seq_len, gpt.config.max_len
+    if max_len is not None and seq_len > max_len:
+        raise UserError(f"seq_len={seq_len} is longer than the model's {max_len} learned positions: lower it")
+    if config.seq_len is not None and seq_len >= stream.n_tokens:
+        raise UserError(
+            f"seq_len={seq_len} is longer than the {stream.n_tokens} tokens of split '{config.split}': lower it; "
+            f"long texts are for contexts=[...], which are read in pieces"
+        )
+    if config.stride is not None and config.stride > seq_len:
+        raise UserError(f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it")
+    contexts = choose_contexts(config.contexts, stream, max_len)
+    return gpt, Evaluation(config, checkpoint, tokenizer, dataset_dir, manifest, stream, seq_len, contexts)
+
+
+def choose_contexts(wanted: Sequence[int] | None, stream: TokenStream, max_len: int | None) -> list[int]:
+    """The contexts to measure, the shortest first: those that are wanted, or all that are possible.
+
+    Raises:
+        UserError: one is longer than the text, or than the model's learned positions.
+    """
+    longest = stream.n_tokens - 1
+    if wanted is None:
+        return [context for context in _CONTEXTS if context <= min(longest, max_len or longest)]
+    most = max(wanted, default=0)
+    if max_len is not None and most > max_len:
+        raise UserError(f"contexts={most} is longer than the model's {max_len} learned positions: lower it")
+    if most > longest:
+        raise UserError(
+            f"contexts={most} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
+        )
+    return sorted(set(wanted))
+
+
+def measure(gpt: GPT, plan: Evaluation, runtime: Runtime, world: World) -> dict[str, Any]:
+    """All figures, as eval.json has them; every process calls this."""
+    config, windows = plan.config, plan.windows
+    byte_lengths = torch.from_numpy(plan.tokenizer.byte_lengths).to(world.device)
+    bins = position_bins(windows.seq_len)
+    bin_of = bin_of_positions(bins).unsqueeze(0)  # (1, T)
+    by_set, by_position = (Sums(n, byte_lengths) for n in (len(plan.manifest.set_names), len(bins) - 1))
+    for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world):
+        by_set.add(_sets(plan, windows, first, len(targets)), targets, losses)
+        by_position.add(bin_of, targets, losses)
+    sets = by_set.losses(world)
+    named = sorted(zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens)
+    return {
+        "run": plan.checkpoint.run_dir.name,
+        "checkpoint": plan.checkpoint.path.name,
+        "step": plan.checkpoint.state.step,
+        "dataset_dir": str(plan.dataset_dir),
+        "split": config.split,
+        "batches": config.batches,
+        **figures(total(sets)),
+        "seq_len": windows.seq_len,
+        "stride": windows.stride,
+        "sets": {name: figures(loss) for name, loss in named if loss.tokens},
+        "by_position": _binned(bins, by_position.losses(world)),
+        "contexts": [_context(gpt, plan, context, byte_lengths, runtime, world) for context in plan.contexts],
+    }
+
+
+def _sets(plan: Evaluation, windows: EvalBatches, first: int, n_windows: int) -> Tensor:
+    """Numbers of the sets that the targets of windows belong to, (n_windows, T); 0 where there is no target."""
+    sets = np.zeros((n_windows, windows.seq_len), np.int64)
+    if len(plan.manifest.set_names) > 1:
+        for row in range(n_windows):
+            begin = windows.begin(first + row) + 1
+            stop = min(begin + windows.seq_len, plan.stream.n_tokens)
+            sets[row, : stop - begin] = sets_between(plan.dataset_dir, plan.manifest, plan.config.split, begin, stop)
+    return torch.from_numpy(sets)
+
+
+def _context(
+    gpt: GPT, plan: Evaluation, context: int, byte_lengths: Tensor, runtime: Runtime, world: World
+) -> dict[str, Any]:
+    at_once = plan.config.micro_batch * plan.seq_len
+    losses = context_losses(gpt, plan.stretches, context, byte_lengths, at_once, runtime, world)
+    return {
+        "context": context,
+        **figures(total(losses)),
+        "by_position": _binned(position_bins(context), losses),
+    }
+
+
+def _binned(bins: list[int], losses: list[Loss]) -> list[dict[str, Any]]:
+    """Positions [start, stop), counted from 0, with their loss; those without a target are left out."""
+    return [
+        {"start": start, "stop": stop, "tokens": loss.tokens, "loss": _finite(loss.per_token)}
+        for start, stop, loss in zip(bins, bins[1:], losses, strict=False)
+        if loss.tokens
+    ]
+
+
+def figures(loss: Loss) -> dict[str, Any]:
+    """What is said of a loss; null where it is no finite number."""
+    return {
+        "tokens": loss.tokens,
+        "bytes": loss.bytes,
+        "loss": _finite(loss.per_token),
+        "perplexity": _finite(loss.perplexity),
+        "bits_per_byte": _finite(loss.bits_per_byte),
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

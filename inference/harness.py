@@ -1,0 +1,121 @@
+"""scripts/lm_eval.py: known benchmarks, by EleutherAI's lm-evaluation-harness."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from common.console import say, show_table
+from common.settings import Settings, UserError, nearest
+from trainer.checkpoint import Checkpoint, load_model, open_model
+from trainer.runtime import DeviceConfig, open_runtime
+
+
+class HarnessConfig(Settings):
+    """What scripts/lm_eval.py takes."""
+
+    checkpoint: Path
+    """A run directory (its newest checkpoint), or a checkpoint."""
+    tasks: str
+    """Names of the harness's tasks, groups or tags, with commas between them; * stands for any characters."""
+    include_path: Path | None = None
+    """A folder of task files of your own. They may hold Python, which is run: use none that you do not trust."""
+    num_fewshot: int | None = Field(None, ge=0)
+    """Examples before each question; null: what each task says."""
+    limit: int | None = Field(None, ge=1)
+    """Questions of each task, the first so many, for a trial; null: all."""
+    max_length: int | None = Field(None, ge=2)
+    """Most tokens the model may read: longer contexts lose their beginning, long texts are scored in windows, as the
+    harness does for other models. null: the model's learned positions, or no limit where it has none."""
+    micro_batch: int = Field(16, ge=1)
+    """Texts that go through the model at once."""
+    runtime: DeviceConfig
+
+
+def run_harness(config: HarnessConfig) -> None:
+    """Run the tasks, print a table of their metrics, and write lm_eval.json in the run directory.
+
+    Raises:
+        UserError: the harness is not installed, there is no such task, or max_length is more than the model has.
+    """
+    if find_spec("lm_eval") is None:
+        raise UserError("the lm-evaluation-harness is not installed: pip install -e '.[lm_eval]'")
+    if config.include_path is not None and not config.include_path.is_dir():
+        raise UserError(f"include_path={config.include_path} is no folder: give the folder of your task files")
+    runtime = open_runtime(config.runtime)
+    checkpoint = open_model(config.checkpoint)
+    gpt, tokenizer = load_model(checkpoint)
+    max_len, wanted = gpt.config.max_len, config.max_length
+    if max_len is not None and wanted is not None and wanted > max_len:
+        raise UserError(f"max_length={wanted} is more than the model's {max_len} learned positions: lower it")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from inference.harness_model import HarnessModel
+
+    say("reading the names of the harness's tasks ...")
+    manager = TaskManager(include_path=config.include_path and str(config.include_path))
+    tasks = find_tasks(config.tasks, manager)
+    runtime.announce()
+    gpt = gpt.to(runtime.device, runtime.param_dtype).eval()
+    model = HarnessModel(gpt, tokenizer, wanted or max_len, config.micro_batch, runtime)
+    try:
+        found = simple_evaluate(
+            model=model,
+            tasks=tasks,
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except ValueError as error:  # more examples than a task has, or a task that lacks what it needs
+        given = f"tasks={config.tasks} num_fewshot={config.num_fewshot}"
+        raise UserError(f"{given}: the harness refuses it ({error}): --debug shows where") from error
+    show_table(results_table(found))
+    checkpoint.leave("lm_eval.json", json.dumps(summary(checkpoint, config, found), indent=2, default=str) + "\n")
+
+
+def find_tasks(names: str, manager: Any) -> list[str]:
+    """The tasks that are asked for.
+
+    Raises:
+        UserError: one of the names fits none.
+    """
+    tasks: list[str] = []
+    for name in filter(None, map(str.strip, names.split(","))):
+        matching = manager.match_tasks([name])
+        if not matching:
+            raise UserError(f"task {name!r} does not exist: {nearest(name, manager.all_tasks)}")
+        tasks += matching
+    if not tasks:
+        raise UserError("tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag")
+    return tasks
+
+
+def results_table(found: dict[str, Any]) -> Table:
+    """Every metric of every task and group, with its standard error."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("task", "metric", "filter"):
+        table.add_column(column)
+    for column in ("few-shot", "value", "standard error"):
+        table.add_column(column, justify="right")
+    for task, row in found["results"].items():
+        for metric, chosen in (key.split(",", 1) for key in row if "," in key and "_stderr," not in key):
+            numbers = (row[f"{metric},{chosen}"], row.get(f"{metric}_stderr,{chosen}", ""))
+            shown = (f"{n:.4f}" if isinstance(n, float) else str(n) for n in numbers)
+            cells = row.get("alias", task), metric, chosen, str(found["n-shot"].get(task, "")), *shown
+            table.add_row(*map(Text, cells))  # a Text's brackets are no markup
+    return table
+
+
+def summary(checkpoint: Checkpoint, config: HarnessConfig, found: dict[str, Any]) -> dict[str, Any]:
+    """What lm_eval.json holds: the harness's results, and what they are of."""
+    settings = config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"})
+    kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
+    results = {key: found[key] for key in kept if key in found}
+    return {"checkpoint": checkpoint.path.name, "step": checkpoint.state.step, **settings, **results}

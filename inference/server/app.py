@@ -1,0 +1,119 @@
+"""The routes: a page at /, OpenAI's API at /v1. Every error says its reason, in OpenAI's form."""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from inference.server.completions import Served, check_model, complete
+from inference.server.errors import ApiError, Gone
+from inference.server.protocol import CompletionRequest
+
+PAGE = Path(__file__).parent / "page"
+_SAFE = {  # the page needs nothing from elsewhere, and nobody else may put it into theirs
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
+
+def create_app(served: Served) -> FastAPI:
+    """The application; its engine is started and stopped by whoever runs it."""
+    app = FastAPI(title=f"log-gpt: {served.name}", docs_url=None, redoc_url=None)
+    if served.hosts is not None:
+        app.add_middleware(Guard, hosts=served.hosts)
+
+    @app.exception_handler(ApiError)
+    async def _refused(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def _no_route(request: Request, error: HTTPException) -> Response:
+        return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
+
+    @app.exception_handler(Exception)
+    async def _failed(_: Request, error: Exception) -> Response:
+        return ApiError(500, f"the server failed: {type(error).__name__}").response()
+
+    @app.exception_handler(Gone)
+    async def _gone(_: Request, error: Gone) -> Response:
+        return Response(status_code=499)  # that nobody reads
+
+    @app.get("/", include_in_schema=False)
+    @app.get("/page.js", include_in_schema=False)
+    @app.get("/page.css", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        return FileResponse(PAGE / (request.url.path[1:] or "page.html"), headers=_SAFE)
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        writing, waiting = served.engine.load
+        return {"status": "ok", "writing": writing, "waiting": waiting}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(served)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name, served)
+        return _model(served)
+
+    body = {"required": True, "content": {"application/json": {"schema": CompletionRequest.model_json_schema()}}}
+
+    @app.post("/v1/completions", openapi_extra={"requestBody": body})
+    async def completions(http: Request) -> Response:
+        return await complete(http, served)
+
+    return app
+
+
+class Guard:
+    """In front of all routes, and of what is none: only requests for this server's own names are answered."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        answer = self._app
+        if scope["type"] == "http":
+            try:
+                check_host(Request(scope), self._hosts)
+            except ApiError as error:
+                answer = error.response()
+        await answer(scope, receive, send)
+
+
+def check_host(request: Request, hosts: frozenset[str]) -> None:
+    """Refuse what a page of somebody else's makes a browser send: by a name of theirs that leads here, or across.
+
+    Raises:
+        ApiError: it did.
+    """
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    if _name(host) not in hosts:
+        raise ApiError(403, f"Host {host!r} is not this server's name: use {' or '.join(sorted(hosts))}", "wrong_host")
+    if origin not in (None, f"http://{host}"):
+        raise ApiError(403, f"Origin {origin!r} is another site, which may not use this server", "wrong_origin")
+
+
+def _name(host: str) -> str | None:
+    """A Host header without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:  # [ without ]
+        return None
+
+
+def _model(served: Served) -> dict[str, Any]:
+    limits = {
+        "max_prompt_tokens": served.limits.max_prompt_tokens,
+        "max_tokens": served.limits.max_tokens,
+        "max_model_len": served.limits.max_len,
+    }
+    return {"id": served.name, "object": "model", "created": 0, "owned_by": "log-gpt"} | limits

@@ -1,0 +1,175 @@
+"""What every command and script has in common: a short --help, quickly; errors of one line; colours where wanted."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from common.command import parser_of, run_script
+from common.settings import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ["train.py", "eval.py", "sample.py"]
+SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "scripts").glob("*.py"))
+SLOW = ("torch", "matplotlib", "transformers", "triton", "datasets", "wandb", "fastapi", "pyarrow")
+HELP = """
+import contextlib, io, json, runpy, sys
+found = {}
+for script in sys.argv[2:]:
+    before = set(sys.modules)
+    sys.argv = [script, "--help"]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        runpy.run_path(script, run_name="__main__")
+    loaded = [name for name in SLOW if name in sys.modules and name not in before]
+    found[script] = [out.getvalue(), loaded]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps():
+    """What each command's --help prints, and the slow libraries that it has imported until then."""
+    source = f"SLOW = {SLOW!r}\n{HELP}"
+    env = os.environ | {"COLUMNS": "120", "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(
+        [sys.executable, "-c", source, "", *COMMANDS, *SCRIPTS], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+def test_help_waits_for_no_slow_library(helps):
+    """They are asked one after the other in one process: the first that imports something is to blame."""
+    assert {script: loaded for script, (_, loaded) in helps.items() if loaded} == {}
+
+
+@pytest.mark.parametrize("script", [*COMMANDS, *SCRIPTS])
+def test_help_fits_a_screen_and_shows_examples(helps, script):
+    text = helps[script][0]
+    lines = text.splitlines()
+    assert 5 < len(lines) <= 40
+    assert max(map(len, lines)) <= 120
+    assert f"python {script}" in text
+    assert "--debug" in text
+    assert "-sc install" not in text or f"python {script} -sc install=bash" in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("python train.py model=log_", ["model=log_gpt_125m", "model=log_gpt_1m", "model=log_gpt_mlp_124m"]),
+        ("python train.py optim.max", ["optim.max_lr="]),
+        ("python sample.py checkp", ["checkpoint="]),
+    ],
+)
+def test_the_shell_completes(helps, typed, offered):
+    """What bash would do when the Tab key is pressed, after the line that --help shows."""
+    (install,) = re.findall(r'^ *eval ".*"$', helps[typed.split()[1]][0], re.MULTILINE)
+    source = f"""
+        {install}
+        COMP_LINE={typed!r}; COMP_POINT=${{#COMP_LINE}}; COMP_WORDS=($COMP_LINE); COMP_CWORD=2
+        hydra_bash_completion
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    found = subprocess.run(["bash", "-c", source], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert found.stdout.split() == offered, found.stderr
+
+
+def test_a_script_answers_what_a_user_can_mend_in_one_line(capsys):
+    def fail(options):
+        raise UserError("out=/x cannot be written: [choose] another")
+
+    assert run_script(parser_of("What it does."), fail, []) == 1
+    assert capsys.readouterr().err == "error: out=/x cannot be written: [choose] another\n"
+    with pytest.raises(UserError):
+        run_script(parser_of("What it does."), fail, ["--debug"])
+
+
+def test_a_script_that_is_interrupted_says_so(capsys):
+    def interrupt(options):
+        raise KeyboardInterrupt
+
+    assert run_script(parser_of(""), interrupt, [], when_interrupted="interrupted; nothing is lost") == 130
+    assert capsys.readouterr().err == "error: interrupted; nothing is lost\n"
+
+
+def test_a_script_returns_its_own_status():
+    assert [run_script(parser_of(""), lambda _, status=status: status, []) for status in (None, 0, 3)] == [0, 0, 3]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_wrong_option_is_refused(command, script):
+    result = command(script.removesuffix(".py"), "--no-such-option=1", "x")
+    assert result.status not in (0, None)
+    assert "error: " in result.err.splitlines()[-1]
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("line", ["scripts/plan.py experiment=quickstart device=t4 output=json", "train.py --help"])
+def test_output_that_nobody_reads_to_its_end_is_no_error(line):
+    """`true` reads nothing, and is gone before there is anything to read."""
+    source = f"set -o pipefail; {sys.executable} {line} | true"
+    found = subprocess.run(["bash", "-c", source], cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "terminal", "coloured"),
+    [({}, True, True), ({"NO_COLOR": "1"}, True, False), ({}, False, False)],
+    ids=["terminal", "NO_COLOR", "pipe"],
+)
+def test_colours_are_for_terminals_that_want_them(variables, terminal, coloured):
+    """On a pseudo-terminal, as a person has one, and on a pipe."""
+    import pty
+
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color"}
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "scripts/merge_dataset.py", "/no/such", "/no/out"],
+        cwd=ROOT,
+        env=env | variables,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            part = os.read(ours, 1024)
+        except OSError:  # how a pseudo-terminal ends
+            break
+        if not part:
+            break
+        said += part
+    assert process.wait() == 1
+    os.close(ours)
+    assert said.lstrip(b"\x1b[0123456789;m").startswith(b"error: ")
+    assert (b"\x1b[31m" in said) == coloured
+
+
+def test_a_plan_that_takes_long_can_be_interrupted():
+    process = subprocess.Popen(
+        [sys.executable, "scripts/plan.py", "model=log_gpt_125m", "measure=true", "runtime.device=cpu"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline().startswith("not compiled")  # everything is imported, and measuring begins
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err == "error: interrupted\n"
+
+
+def test_consoles_follow_no_color(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert Console(force_terminal=True).no_color

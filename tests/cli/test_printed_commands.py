@@ -1,0 +1,208 @@
+"""Every command that a program prints for its user to type does what it should, as it is printed.
+
+Those of --help, of docstrings, of `make train` and of the pages of docs/ are run here up to the work itself. Those that
+depend on what a program has found stand in `PLACES`, with the tests that run them to their end.
+"""
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from printed import commands_in
+
+from common.command import overrides
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = {  # what a script calls once it has read its command line and everything that this names, apart from files
+    "train": "trainer.loop.fit",
+    "eval": "inference.evaluate.run_evaluation",
+    "sample": "inference.sample.run_sampling",
+    "scripts/bench_attention": "tools.bench.attention.bench",
+    "scripts/bench_data": "tools.bench.data.bench",
+    "scripts/bench_decode": "tools.bench.decode.bench",
+    "scripts/bench_loader": "tools.bench.loader.bench",
+    "scripts/bench_recurrence": "tools.bench.recurrence.bench",
+    "scripts/bench_save": "trainer.run.Run",
+    "scripts/bench_sparse": "tools.bench.sparse.check",
+    "scripts/bench_train": "multiprocessing.get_context",
+    "scripts/compare_attention": "tools.compare.compare.models_of",
+    "scripts/convert_gqa": "tools.convert.gqa.convert",
+    "scripts/draw_attention": " ".join(f"tools.report.attention_masks.{n}" for n in ("of_checkpoint", "picture")),
+    "scripts/export_hf": "tools.convert.export_hf.export",
+    "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",
+    "scripts/inspect_dataset": "data.shards.read_manifest",
+    "scripts/inspect_kernels": "tools.bench.kernels.inspect",
+    "scripts/lm_eval": "inference.harness.run_harness",
+    "scripts/merge_dataset": "data.prepare.merge.merge",
+    "scripts/plan": "tools.plan.report.run_plan",
+    "scripts/prepare_data": "data.prepare.dataset.prepare",
+    "scripts/report": "tools.report.write.write_report",
+    "scripts/serve": "inference.server.serve.serve",
+    "scripts/verify_dataset": "data.prepare.verify.verify",
+}
+NEEDS = {"scripts/inspect_kernels": "triton", "scripts/serve": "uvicorn"}
+SCRIPTS = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.glob("scripts/*.py"))
+PLACES = {  # where a text says what to type, and the test that types it
+    "cli/help.py": "test_the_shell_completes",
+    "configs/lm_eval.yaml": "test_extras_that_are_to_be_installed_exist",
+    "configs/serve.yaml": "test_the_request_that_help_shows_is_answered",
+    "cli/compose.py": "test_extras_that_are_to_be_installed_exist",
+    "data/prepare/merge.py": "test_a_part_that_is_missing_is_made_by_what_is_printed",
+    "model/ops/log_attention/__init__.py": "test_extras_that_are_to_be_installed_exist",
+    "scripts/inspect_kernels.py": "test_extras_that_are_to_be_installed_exist",
+    "scripts/serve.py": "test_extras_that_are_to_be_installed_exist",
+    "tools/bench/decode.py": "test_extras_that_are_to_be_installed_exist",
+    "tools/convert/gqa.py": "test_the_settings_to_go_on_with_are_printed",
+    "tools/convert/import_gpt2.py": "test_training_goes_on_by_the_command_that_is_printed",
+    "trainer/distributed.py": "test_without_a_launcher_it_is_told_how",
+    "inference/harness.py": "test_extras_that_are_to_be_installed_exist",
+}
+
+
+class AtWork(BaseException):
+    """The command has come to its work."""
+
+
+@pytest.fixture
+def goes_to_work(command, monkeypatch, tmp_path):
+    """Runs a printed command in this process, in an empty folder, up to the work; in a sweep, all jobs come to it."""
+    monkeypatch.chdir(tmp_path)
+
+    def work(*_, **__):
+        arrived.append(True)
+        if not in_sweep:
+            raise AtWork
+        return 0.0  # a validation loss
+
+    arrived, in_sweep = [], False
+
+    def go(script, arguments):
+        nonlocal in_sweep
+        arrived.clear()
+        in_sweep = "-m" in arguments
+        line = shlex.join(["python", f"{script}.py", *arguments])
+        with monkeypatch.context() as patch:
+            for name in WORK[script].split():
+                patch.setattr(name, work)
+            try:
+                result = command(script, *arguments)
+            except AtWork:
+                return 1
+        assert (result.status, result.err) == (0, ""), line
+        assert in_sweep, f"{line} has ended before its work"
+        return len(arrived)
+
+    return go
+
+
+def docstring(script):
+    return ast.get_docstring(ast.parse((ROOT / f"{script}.py").read_text()), clean=False)
+
+
+@pytest.mark.parametrize("script", WORK)
+def test_the_commands_of_a_help_and_of_a_docstring(command, goes_to_work, tmp_path, script):
+    pytest.importorskip(NEEDS.get(script, "torch"))
+    text = f"{docstring(script)}\n{command(script, '--help').out}"
+    typed = [one for one in commands_in(text) if "-sc" not in one.arguments]  # test_the_shell_completes types that
+    assert script in [one.script for one in typed]
+    (tmp_path / "runs" / "bench_save" / "dataset").mkdir(parents=True)  # else the script prepares it: minutes
+    for one in typed:
+        n_jobs = goes_to_work(*one)
+        assert n_jobs == (4 if "-m" in one.arguments else 1), one
+
+
+def test_all_scripts_are_typed():
+    assert sorted(WORK) == ["eval", "sample", *SCRIPTS, "train"]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_what_make_train_says_is_next(goes_to_work):
+    recipe = ["make", "-n", "-o", ".venv/installed", "train"]
+    lines = subprocess.run(recipe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    end = lines.index(r"printf '\nNext:\n'")
+    said = subprocess.run(["sh", "-c", "\n".join(lines[end:])], capture_output=True, text=True, check=True).stdout
+    typed = commands_in(said)
+    assert [one.script for one in typed] == ["sample", "train", "train", "train"]
+    assert [goes_to_work(*one) for one in typed] == [1, 1, 1, 4]
+
+
+@pytest.mark.filterwarnings("ignore")  # optuna's
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda path: path.stem)
+def test_the_commands_of_a_page(goes_to_work, tmp_path, page):
+    for plugin in ("triton", "uvicorn", "optuna"):
+        pytest.importorskip(plugin)
+    (tmp_path / "runs" / "bench_save" / "dataset").mkdir(parents=True)
+    text = page.read_text().replace(" ... ", " experiment=quickstart ")  # dots are the reader's own options
+    for one in commands_in(text):
+        if not {"-sc", "--help"} & set(one.arguments):
+            assert goes_to_work(*one) >= 1
+
+
+def constants(path):
+    """A module's texts, its docstrings left out."""
+    tree = ast.parse(path.read_text())
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.value
+
+
+ELSE_TO_TYPE = re.compile(r"\b(?:curl|sbatch) \S|\bpip install ")  # besides the commands that all --help are run for
+TO_TYPE = re.compile(
+    rf"{ELSE_TO_TYPE.pattern}|\b(?:python|torchrun) (?:[\w./-]|$)|run the command |go on with \w+\.py|\w\.py [\w.-]+="
+)
+
+
+def test_every_place_that_says_what_to_type_has_its_test():
+    helps = {path for path in ROOT.glob("configs/*.yaml") if ELSE_TO_TYPE.search(path.read_text())}
+    packages = ["cli", "common", "data", "inference", "model", "scripts", "tools", "trainer"]
+    paths = [*ROOT.glob("*.py"), *(path for name in packages for path in (ROOT / name).rglob("*.py"))]
+    found = helps | {path for path in paths if any(map(TO_TYPE.search, constants(path)))}
+    assert {str(path.relative_to(ROOT)) for path in found} == set(PLACES)
+    tests = {
+        name
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert set(PLACES.values()) <= tests
+
+
+def test_extras_that_are_to_be_installed_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = {re.split(r"\W", needed)[0] for needs in project["optional-dependencies"].values() for needed in needs}
+    paths = [ROOT / place for place in PLACES]
+    asked = re.findall(r"pip install (?:-e '\.\[(\w+)\]')?(\w*)", "".join(path.read_text() for path in paths))
+    assert len(asked) >= 6
+    for extra, package in asked:
+        assert extra in project["optional-dependencies"] if extra else package in packages
+
+
+WORDS = ["runs/demo", "a b", "it's", "c:\\", r"c:\x\'", "1", "1e3", "NULL", "x=1", "[x]", "{a: 1}", "a,b", "~", "日本"]
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["C", "Zl", "Zp"])) | st.sampled_from(WORDS))
+def test_settings_are_printed_as_a_command_line_takes_them(text):
+    for value in (text, [text, {"name": text, "n": 1}, None, True, 6e-5]):
+        (typed,) = shlex.split(overrides({"a.key": value}))
+        (parsed,) = OverridesParser.create().parse_overrides([typed])
+        assert (parsed.key_or_group, plain(parsed.value())) == ("a.key", value)
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value.text if isinstance(value, QuotedString) else value

@@ -1,0 +1,385 @@
+"""Sweeps with every launcher: killed, they go on; they share GPUs; and no file chooses what Hydra calls."""
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from cli import compose, to_dict
+from cli.command import Job
+from cli.plugins import complete_plugins
+from cli.sweep import take_gpu
+from common.exits import AGAIN
+from common.settings import decode
+from trainer.checkpoint import newest
+from trainer.config import TrainConfig
+from trainer.loop import fit
+from trainer.metrics import read_metrics
+from trainer.run import Run
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def jobs_of(sweep):
+    return {path.parent.name: path.parent for path in sweep.glob("*/config.json")}
+
+
+def best_of(run):
+    return min(line["val_loss"] for line in read_metrics(run / "metrics.jsonl") if "val_loss" in line)
+
+
+def weights(sweep):
+    return {name: (newest(run) / "model.safetensors").read_bytes() for name, run in jobs_of(sweep).items()}
+
+
+def written(sweep):
+    return {p: p.stat().st_mtime_ns for p in sweep.rglob("step-*/*")}
+
+
+def until(condition, seconds=120):
+    stop = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < stop
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+def start(tiny_args):
+    """Starts train.py in a process of its own, in a group of its own."""
+    started = []
+
+    def begin(*arguments):
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+        line = [sys.executable, "train.py", "-m", *tiny_args, *arguments]
+        process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=-1, stderr=-1, text=True, start_new_session=True)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_training_gives_its_lowest_validation_loss(tiny):
+    assert fit(tiny({"stop_at": 2})) is None
+    assert fit(tiny()) == best_of(tiny().run_dir)
+    assert fit(tiny()) == best_of(tiny().run_dir)  # nothing left to train
+
+
+def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monkeypatch):
+    """Its first job is not touched again, the second resumes; what comes out is what no kill would have given."""
+    sweep = ["train", "-m", *tiny_args, "seed=1,2,3"]
+    step = Run.train_step
+
+    def fatal(run):
+        if (run.config.seed, run.step) == (2, 5):
+            run.saver.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(run)
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(Run, "train_step", fatal)
+        command(*sweep)
+        os._exit(1)  # it was not killed
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    run = tmp_path / "run"
+    steps = {re.search("seed=.", name)[0]: newest(job).name for name, job in jobs_of(run).items()}
+    assert steps == {"seed=1": "step-00000006", "seed=2": "step-00000004"}
+    before = {path: when for path, when in written(run).items() if "seed=1" in str(path)}
+    result = command(*sweep)
+    assert result.status == 0, result.err
+    assert len(re.findall("nothing to train", result.out)) == 1
+    assert len(re.findall(r"resuming .*seed=2\S* after step 4", result.out)) == 1
+    assert {path: when for path, when in written(run).items() if "seed=1" in str(path)} == before
+    assert command(*sweep, f"run_dir={tmp_path / 'unbroken'}").status == 0
+    assert weights(run) == weights(tmp_path / "unbroken")
+
+
+OPTUNA = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "seed=choice(1, 2)"]
+
+
+@pytest.mark.parametrize(("how", "sweep"), [(signal.SIGKILL, ["seed=1,2"]), (signal.SIGINT, OPTUNA)])
+def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp_path, monkeypatch, how, sweep):
+    """Whether it is killed, or stopped by Ctrl-C. Another launcher finds them, too."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    options = ["max_steps=100000", "checkpoint.every=100000", "eval.every=100000"]
+    process = start(*options, *sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    until(lambda: len(begun(tmp_path)) == 2)
+    os.killpg(process.pid, how)
+    process.communicate()  # until the workers have closed their ends, too
+    resumed = []
+    monkeypatch.setattr("trainer.loop.fit", lambda config: resumed.append(newest(config.run_dir)) or 1.0)
+    assert command("train", "-m", *tiny_args, *options, *sweep).status == 0
+    assert len(resumed) == 2
+    assert None not in resumed
+
+
+def test_one_job_at_a_time_is_saved_as_without_joblib(start, tmp_path):
+    """joblib then has no worker, and the job must not take its sweep away from the terminal."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    options = ["max_steps=100000", "checkpoint.every=100000", "eval.every=100000"]
+    process = start(*options, "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
+    until(lambda: len(begun(tmp_path)) == 1)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate()
+    assert process.returncode == AGAIN
+    assert [newest(folder) is not None for folder in begun(tmp_path)] == [True]
+
+
+def begun(folder):
+    return [path.parent for path in folder.glob("run/*/metrics.jsonl") if path.stat().st_size]
+
+
+@pytest.fixture
+def optuna_args(tiny_args):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    search = ["optim.max_lr=tag(log, interval(1e-3, 1e-1))", "model/position=choice(none, log_recurrence)"]
+    sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
+    return ["-m", *(arg for arg in tiny_args if "max_lr" not in arg), *sweeper, *search]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optuna_finds_the_lowest_loss_and_asks_for_the_same_jobs_again(command, optuna_args, tmp_path):
+    run = tmp_path / "run"
+    result = command("train", *optuna_args)
+    assert result.status == 0, result.err
+    found = yaml.safe_load((run / "optimization_results.yaml").read_text())
+    assert len(jobs_of(run)) == 3
+    assert found["best_value"] == min(map(best_of, jobs_of(run).values()))
+    before = written(run)
+    result = command("train", *optuna_args)
+    assert (result.status, result.out.count("nothing to train")) == (0, 3)
+    assert written(run) == before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optuna_without_an_evaluation_is_one_clear_line(command, optuna_args):
+    result = command("train", *optuna_args, "stop_at=2")
+    assert result.status == 1
+    assert "error: nothing was evaluated, which optuna goes by: lower eval.every, or raise stop_at" in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "hydra.launcher.n_jobs=0 is no worker: use 1 or more"),
+        (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=0", "seed=choice(1,2)"], "n_trials=0 is too few: use 1 or"),
+        (["hydra/sweeper=optuna", "optim.max_lr=1e-3"], "hydra/sweeper=optuna has nothing to search: give a range"),
+        (
+            ["hydra/sweeper=optuna", "hydra.sweeper.trials=2"],
+            "unknown config key 'hydra.sweeper.trials': did you mean 'hydra.sweeper.n_trials'",
+        ),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, options, message):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    result = command("train", "-m", *(arg for arg in tiny_args if "max_lr" not in arg), *options)
+    assert result.status == 1
+    assert message in result.err
+    assert result.err.count("\n") == 1
+    assert "---" not in result.out
+
+
+def test_submitit_requeues_a_job_whose_step_is_saved(start, tmp_path):
+    """SIGUSR2 is what it sends before a job's time is up: here its local executor plays SLURM."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    process = start("hydra/launcher=submitit_local", "max_steps=100000", "checkpoint.every=100000", "eval.every=100000")
+    (run,) = until(lambda: begun(tmp_path))
+    os.kill(json.loads((run / "config.json").read_text())["environment"]["pid"], signal.SIGUSR2)
+    logs = lambda: "".join(path.read_text() for path in (tmp_path / "run").rglob(".submitit/**/*.out"))  # noqa: E731
+    until(lambda: re.search(r"resuming \S* after step [1-9]", logs()))
+    assert process.poll() is None
+
+
+class Worker:
+    """A process of its own that takes a GPU, and keeps it until it is ended."""
+
+    def __init__(self):
+        (says, said), (waits, self._ends) = os.pipe(), os.pipe()
+        self._process = os.fork()
+        if self._process == 0:
+            os.close(self._ends)
+            take_gpu()
+            os.write(said, os.environ["CUDA_VISIBLE_DEVICES"].encode())
+            os.read(waits, 1)
+            os._exit(0)
+        os.close(waits)
+        self.gpu = os.read(says, 100).decode()
+
+    def end(self):
+        os.close(self._ends)
+        assert os.waitpid(self._process, 0)[1] == 0
+
+
+def test_workers_share_gpus_evenly(tmp_path, monkeypatch):
+    """Three workers on two GPUs: two on one; when the one that has its own ends, the next gets it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-a/b")
+    workers = []
+    for _ in range(3):
+        workers.append(Worker())  # it inherits the pipes of those before it: the last one ends first
+    assert [worker.gpu for worker in workers] == ["3", "GPU-a/b", "3"]
+    workers.pop().end()
+    workers.pop().end()
+    workers.append(Worker())
+    assert workers[-1].gpu == "GPU-a/b"
+    for worker in reversed(workers):
+        worker.end()
+
+
+@pytest.mark.parametrize(("visible", "n_jobs"), [("0,1,2", 3), ("5", 1), ("", -1), ("-1", -1)])
+def test_joblib_has_a_worker_for_every_gpu(monkeypatch, visible, n_jobs):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("cli.sweep.let_workers_save", lambda: None)
+    choices = {"hydra/launcher": "joblib", "hydra/sweeper": "basic"}
+    config = OmegaConf.create({"runtime": {"choices": choices}, "launcher": {"n_jobs": -1}})
+    complete_plugins(config, searched=True)
+    assert config.launcher.n_jobs == n_jobs
+
+
+# ----- what a file may not
+
+COPY = "{_target_: shutil.copyfile, src: SOURCE, dst: MARKER}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (f"hydra: {{launcher: {{x: {COPY}}}}}", "launcher"),
+        (f"hydra: {{launcher: {COPY}}}", "launcher"),
+        (f"hydra: {{sweeper: {{params: {COPY}}}}}", "sweeper"),
+        ("hydra: {sweeper: {params: {seed: '1,2'}}}", "sweeper"),
+        ("hydra: {sweeper: {max_batch_size: 1}}", "sweeper"),
+        ("hydra: {launcher: null}", "launcher"),
+        ("defaults: [override /hydra/launcher: joblib]", "launcher"),
+        ("defaults: [override /hydra/sweeper: optuna]", "sweeper"),
+    ],
+)
+def test_a_strangers_file_chooses_no_launcher_and_no_sweeper(command, tiny_args, tmp_path, settings, key):
+    if "override" in settings:
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    strange_file(tmp_path, "experiment/strange.yaml", f"# @package _global_\n{settings}\n")
+    result = command("train", "-m", "--config-dir", str(tmp_path / "conf"), *tiny_args, "experiment=strange")
+    assert_refused(result, tmp_path, f"hydra.{key}")
+
+
+SWEEPER = f"sweeper: {{direction: {COPY}}}"
+PRETENDED = COPY.replace("{", "hydra.sweeper.direction={")
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ("mode: MULTIRUN", ["seed=1,2"]),
+        ("sweep: {dir: MARKER}", ["-m", "seed=1,2"]),
+        ("mode: MULTIRUN, sweep: {dir: MARKER, subdir: ..}", []),
+        (f"mode: MULTIRUN, {SWEEPER}", []),
+        (f"overrides: {{hydra: ['{PRETENDED}']}}, {SWEEPER}", ["-m", "hydra/sweeper=optuna"]),
+        (f"overrides: {{task: ['seed=1,2']}}, mode: MULTIRUN, {SWEEPER}", []),
+        ("launcher: {x: {y: 1}}", ["-m", "hydra/launcher=joblib"]),
+        ("sweeper: {params: {x: {y: 1}}}", ["-m"]),
+    ],
+)
+def test_a_strangers_file_sets_nothing_of_hydras(command, tiny_args, tmp_path, settings, options):
+    """Nor does it pretend that something was typed."""
+    strange_file(tmp_path, "experiment/strange.yaml", f"# @package _global_\nhydra: {{{settings}}}\n")
+    options = ["--config-dir", str(tmp_path / "conf"), *options, *tiny_args, "experiment=strange"]
+    result = command("train", *options)
+    assert (result.status, result.err.count("\n")) == (1, 1), result.err
+    assert not (tmp_path / "marker").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def strange_file(tmp_path, name, content):
+    (tmp_path / "source").write_text("x")
+    path = tmp_path / "conf" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(content.replace("SOURCE", str(tmp_path / "source")).replace("MARKER", str(tmp_path / "marker")))
+
+
+def assert_refused(result, tmp_path, message):
+    assert (result.status, result.err.count("\n")) == (1, 1)
+    assert result.err.startswith("error: ")
+    assert message in result.err
+    assert not (tmp_path / "marker").exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of a schema with the same name
+@pytest.mark.parametrize("name", ["joblib", "basic", "new"])
+def test_a_strangers_folder_cannot_pose_as_a_launcher(command, tiny_args, tmp_path, name):
+    strange_file(tmp_path, f"hydra/launcher/{name}.yaml", "_target_: shutil.copyfile\n")
+    arguments = ["--config-dir", str(tmp_path / "conf"), *tiny_args, f"hydra/launcher={name}", "seed=1,2"]
+    result = command("train", "-m", *arguments)
+    assert_refused(result, tmp_path, "launcher")
+
+
+def test_the_command_line_may_choose_them(command, tiny_args, tmp_path):
+    result = command("train", "-m", *tiny_args, "hydra.sweeper.max_batch_size=1", "seed=1,2", "max_steps=2")
+    assert result.status == 0, result.err
+    assert len(jobs_of(tmp_path / "run")) == 2
+
+
+def test_a_job_is_as_careful_in_another_process(run_process, tmp_path):
+    """Launchers send it there; what they start has not come through the front door."""
+    (tmp_path / "job").write_bytes(pickle.dumps(Job("train", print, {}, False)))
+    code = """
+import pickle, sys
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import OmegaConf
+careful = lambda: (hasattr(ConfigLoaderImpl.load_configuration, "__wrapped__"), not OmegaConf.has_resolver("oc.env"))
+before = careful()
+pickle.load(open(sys.argv[1], "rb"))
+print(before, careful())
+"""
+    (result,) = run_process(["-c", code, tmp_path / "job"])
+    assert result.out == "(False, False) (True, True)\n", result.err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("hydra/launcher=submitit_slurm", "there is no srun here"),
+        ("hydra/sweeper=optuna hydra.sweeper.storage=sqlite:///x.db", "hydra.sweeper.storage is not needed"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_line(command, tiny_args, tmp_path, option, message):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    assert_refused(command("train", "-m", *tiny_args, *option.split()), tmp_path, message)
+
+
+def test_a_launcher_that_is_not_installed_is_one_clear_line(command, tiny_args):
+    result = command("train", "-m", *tiny_args, "hydra/launcher=jobless")
+    assert (result.status, result.err.count("\n")) == (1, 1)
+    assert "pip install -e '.[sweep]'" in result.err
+
+
+def test_wandbs_sweep_gives_options_that_train_takes(dataset_dir):
+    sweep = yaml.safe_load((ROOT / "sweeps" / "wandb.yaml").read_text())
+    values = {name: p.get("value", p.get("values", [p.get("min")])) for name, p in sweep["parameters"].items()}
+    options = [f"{name}={value[0] if isinstance(value, list) else value}" for name, value in values.items()]
+    config = decode(TrainConfig, to_dict(compose("train", [*options, f"dataset_dir={dataset_dir}", "tracker=wandb"])))
+    assert sweep["metric"] == {"name": "val_loss", "goal": "minimize"}
+    assert config.optim.max_lr == 1e-3
+    command = " ".join(sweep["command"])
+    assert "exec python train.py tracker=wandb" in command
+    assert "$WANDB_RUN_ID" in command
+    assert command.endswith("${args_no_hyphens}")

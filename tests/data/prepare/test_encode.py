@@ -1,0 +1,280 @@
+import gzip
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import zstandard
+from tiktoken_ext.openai_public import r50k_pat_str
+
+import data.prepare.encode
+import data.prepare.json_lines
+from common.settings import UserError
+from data.prepare.encode import Encoded, encode_all
+from data.prepare.sources import FileSource, JsonlSource, Position, TextSource, Unreadable
+from data.tokenizer import BytesConfig, GPT2Config, Tokenizer, TokenizerFailed, build_tokenizer, save_tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+CORPORA = ROOT.parent / "shared" / "corpora"
+
+BAD_LINES = {
+    b'{"text": "cut': "malformed JSON",
+    b"{'text': 1}": "malformed JSON",
+    b'{"other": "x"}': "missing text",
+    b'{"text": null}': "missing text",
+    b'{"text": 7}': "text is not a string",
+    b'{"text": ""}': "empty document",
+    b'{"text": "\xff"}': "invalid UTF-8",
+    b'{"text": "\xed\xa0\x80"}': "invalid UTF-8",
+    b'{"text": "\\ud800 half"}': "lone surrogate",
+}
+GOOD_TEXTS = ["nul \0", "a\u2028b\u0085c", "<|endoftext|>", "crlf\r\n", "\ufeffmark", "half \U0001f600"]
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    save_tokenizer(build_tokenizer(BytesConfig(name="bytes")), tmp_path / "tokenizer.json")
+    return tmp_path / "tokenizer.json"
+
+
+@pytest.fixture
+def encode(tokenizer_file, monkeypatch):
+    """All batches of a source, as bytes, a few documents each."""
+    monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 50)
+
+    def run(source, workers=1, **options):
+        return list(encode_all(source, tokenizer_file, 0.1, workers, **options))
+
+    return run
+
+
+def jsonl(*paths):
+    return JsonlSource(name="jsonl", path=[str(path) for path in paths])
+
+
+def write_jsonl(path, texts):
+    path.write_bytes(b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in texts))
+    return path
+
+
+def items_of(batches):
+    return [item for batch in batches for item in batch.items]
+
+
+def text_of(item):
+    assert item.ids[-1] == 256
+    return bytes(item.ids[:-1].astype(np.uint8)).decode()
+
+
+def plain(items):
+    """Items that compare: numpy's arrays as lists."""
+    return [item if isinstance(item, Unreadable) else item._replace(ids=item.ids.tolist()) for item in items]
+
+
+def test_items_are_in_order_and_know_where_they_are_from(tmp_path, encode):
+    paths = [write_jsonl(tmp_path / name, [f"{name} {i}" for i in range(30)]) for name in ("b.jsonl", "a.jsonl")]
+    batches = encode(jsonl(*paths))
+    assert len(batches) > 5
+    items = items_of(batches)
+    assert [text_of(item) for item in items] == [f"{path.name} {i}" for path in paths for i in range(30)]
+    assert [(item.input, item.number) for item in items] == [(str(path), i + 1) for path in paths for i in range(30)]
+    for item in items:
+        utf8 = text_of(item).encode()
+        assert item.ids.dtype == np.uint16
+        assert item.utf8_bytes == len(utf8)
+        assert item.digest == hashlib.blake2b(utf8, digest_size=16).digest()
+    assert {item.split for item in items} == {"train", "val"}
+    for batch in batches:
+        assert batch.position == (batch.items[-1].input, batch.items[-1].number)
+
+
+@pytest.fixture
+def mixed_files(tmp_path):
+    """Good and bad lines, damaged archives, files that hold nothing: all that a jsonl source can meet."""
+    good = [json.dumps({"text": text}, ensure_ascii=False).encode() for text in GOOD_TEXTS]
+    lines = [line for pair in zip([*good, *good], BAD_LINES, strict=False) for line in pair]
+    (tmp_path / "1.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n\r\n".join(lines) + b"\r\n")
+    (tmp_path / "2.jsonl").touch()
+    whole = b"".join(b'{"text": "%d"}\n' % i for i in range(5000))
+    (tmp_path / "3.jsonl.zst").write_bytes(zstandard.compress(whole)[:-10])
+    (tmp_path / "4.jsonl.gz").write_bytes(gzip.compress(b'{"text": "kept"}\n') + b"garbage")
+    (tmp_path / "5.jsonl.zst").write_bytes(b"garbage")
+    (tmp_path / "6.jsonl.gz").write_bytes(gzip.compress(whole)[:-10])
+    (tmp_path / "7.jsonl").symlink_to(tmp_path / "nowhere")
+    write_jsonl(tmp_path / "8.jsonl", ["last"])
+    return [
+        tmp_path / f"{i}.jsonl{suffix}" for i, suffix in enumerate(["", "", ".zst", ".gz", ".zst", ".gz", "", ""], 1)
+    ]
+
+
+def test_whatever_can_be_wrong_is_counted_and_all_else_is_kept(mixed_files, encode):
+    items = items_of(encode(jsonl(*mixed_files)))
+    skipped = Counter(item.reason for item in items if isinstance(item, Unreadable))
+    wrong_files = ["empty file", "unreadable file", *["truncated archive", "corrupted archive"] * 2]
+    assert skipped == Counter([*BAD_LINES.values(), *wrong_files])
+    texts = [text_of(item) for item in items if isinstance(item, Encoded)]
+    assert texts[: len(BAD_LINES)] == [*GOOD_TEXTS, *GOOD_TEXTS][: len(BAD_LINES)]
+    assert texts[-1] == "last"
+    assert "kept" in texts
+
+
+def test_a_run_goes_on_after_any_position(mixed_files, encode):
+    source = jsonl(*mixed_files)
+    batches = encode(source)
+    whole = plain(items_of(batches))
+    assert len(batches) > 100
+    for done in [*range(10), *range(10, len(batches), 97), *range(len(batches) - 10, len(batches))]:
+        rest = plain(items_of(encode(source, after=batches[done].position)))
+        assert rest == whole[len(items_of(batches[: done + 1])) :]
+
+
+def test_files_before_the_position_are_not_opened(tmp_path, encode, monkeypatch):
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", [f"{i} {j}" for j in range(10)]) for i in range(3)]
+    opened, read = [], JsonlSource.read
+    monkeypatch.setattr(JsonlSource, "read", lambda self, name, *rest: opened.append(name) or read(self, name, *rest))
+    seen = []
+    items = items_of(encode(jsonl(*paths), seen=seen.append, after=Position(str(paths[1]), 4)))
+    assert [text_of(item) for item in items] == [f"1 {j}" for j in range(4, 10)] + [f"2 {j}" for j in range(10)]
+    assert opened == [str(path) for path in paths[1:]]
+    assert sum(seen) == sum(path.stat().st_size for path in paths), "the first counts as read"
+    with pytest.raises(UserError, match="is not among the input files any more"):
+        encode(jsonl(*paths[1:]), after=Position(str(paths[0]), 4))
+
+
+def test_passages_of_text_files_have_numbers(tmp_path, encode):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"Paragraph {i}. {'word ' * 50}\n\n" for i in range(500)))
+    items = items_of(encode(TextSource(name="text", path=str(path))))
+    assert [item.number for item in items] == list(range(1, len(items) + 1))
+    assert "".join(map(text_of, items)) == path.read_text()
+    assert plain(items_of(encode(TextSource(name="text", path=str(path)), after=Position(str(path), 3)))) == plain(
+        items[3:]
+    )
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=[str(line) for line in BAD_LINES])
+def test_on_error_stop_names_reason_and_place(tmp_path, encode, line, reason):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    with pytest.raises(UserError) as error:
+        encode(jsonl(path), on_error="stop")
+    assert str(error.value) == f"{path}:2: {reason}: mend it, or count such and go on with on_error=skip"
+
+
+def test_workers_give_what_one_process_gives(tmp_path, mixed_files, encode, monkeypatch):
+    monkeypatch.setattr(data.prepare.encode, "LONG", 2000)  # long documents do not go to workers
+    write_jsonl(mixed_files[7], ["x" * 5000, "short", "y" * 5000, "z" * 5000])
+    alone, together = (encode(jsonl(*mixed_files), workers=workers) for workers in (1, 2))
+    assert [batch.position for batch in alone] == [batch.position for batch in together]
+    assert plain(items_of(alone)) == plain(items_of(together))
+    assert [len(batch.items) for batch in alone[-4:]] == [1, 1, 1, 1]
+
+
+def test_a_long_line_gives_what_a_short_one_gives(tmp_path, encode, monkeypatch):
+    text = "".join(GOOD_TEXTS) * 50
+    records = [{"text": text, "meta": {"pile_set_name": "A"}}, {"meta": {"note": text}, "text": text}, {"text": "s"}]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(json.dumps(r, ensure_ascii=i % 2 == 0).encode() for i, r in enumerate(records)))
+    short = plain(items_of(encode(jsonl(path))))
+    assert [item.set_name for item in short] == ["A", "jsonl", "jsonl"]
+    for module in (data.prepare.encode, data.prepare.json_lines):
+        monkeypatch.setattr(module, "LONG", 200)
+    monkeypatch.setattr(data.prepare.json_lines, "_LONG_STRING", 100)
+    monkeypatch.setattr(data.prepare.json_lines, "_PIECE", 16)
+    monkeypatch.setattr(data.prepare.encode, "_CHUNK", 7)
+    assert plain(items_of(encode(jsonl(path)))) == short
+
+
+def test_a_text_that_cannot_be_tokenized_is_counted(tmp_path, encode, monkeypatch):
+    encode_arrays = Tokenizer.encode_arrays
+
+    def fail_on_b(self, chunks):
+        yield from encode_arrays(self, chunks)
+        if chunks == ["b"]:
+            raise TokenizerFailed
+
+    monkeypatch.setattr(Tokenizer, "encode_arrays", fail_on_b)
+    path = write_jsonl(tmp_path / "a.jsonl", "abc")
+    a, b, c = items_of(encode(jsonl(path)))
+    assert (text_of(a), text_of(c)) == ("a", "c")
+    assert b == Unreadable("cannot be tokenized", f"{path}:2")
+
+
+class Deadly(FileSource):
+    """Kills the worker process that parses it."""
+
+    def paths(self):
+        return {"deadly": Path(__file__)}
+
+    def read(self, name, path, seen):
+        from data.prepare.sources import Raw
+
+        for number in range(1, 100):
+            yield Raw(Position(name, number), None, 100)
+
+    def parse(self, raw):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_is_an_error(encode):
+    with pytest.raises(UserError, match="a worker process was killed, perhaps for want of memory"):
+        encode(Deadly(), workers=2)
+
+
+def test_workers_end_with_their_parent(tmp_path, tokenizer_file):
+    path = write_jsonl(tmp_path / "a.jsonl", (f"{i} " + "word " * 1000 for i in range(20_000)))
+    code = f"""
+import multiprocessing
+from pathlib import Path
+from data.prepare.encode import encode_all
+from data.prepare.sources import JsonlSource
+if __name__ == "__main__":
+    source = JsonlSource(name="jsonl", path={str(path)!r})
+    for _ in encode_all(source, Path({str(tokenizer_file)!r}), 0.1, 2):
+        pids = sorted(child.pid for child in multiprocessing.active_children())
+        if len(pids) == 2:
+            break
+    print(*pids, flush=True)
+    input()
+"""
+    script = tmp_path / "parent.py"
+    script.write_text(code)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, script], env=env, stdin=-1, stdout=-1, text=True) as parent:
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in workers):
+        assert time.monotonic() < deadline, "a worker is still there"
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not (CORPORA / "pile_sample.jsonl.zst").is_file(), reason="no sample of the Pile here")
+def test_documents_of_the_pile_have_the_ids_of_encode_ordinary(gpt2_ranks, tmp_path):
+    tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=gpt2_ranks))
+    ranks = {token: rank for rank, token in enumerate(tokenizer.ranks)}
+    of_tiktoken = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+    save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
+    source = jsonl(CORPORA / "pile_sample.jsonl.zst")
+    texts = (source.parse(raw).text for raw in source.documents())
+    batches = encode_all(source, tmp_path / "tokenizer.json", 0.005, 1)
+    for _ in range(5):
+        for item in next(batches).items:
+            assert item.ids.tolist() == [*of_tiktoken.encode_ordinary(next(texts)), tokenizer.eot_id]

@@ -1,0 +1,83 @@
+"""What is read: each file once, in little memory, the same for every process; and a dataset knows its whole input."""
+
+import json
+import tracemalloc
+
+import pytest
+import zstandard
+
+from common.settings import UserError, decode
+from data.prepare.archives import read_lines
+from data.prepare.dataset import PrepareConfig, prepare
+from data.prepare.json_lines import NotRead, parse_line
+from data.prepare.merge import merge
+
+
+def write(path, documents):
+    path.write_text("".join(json.dumps({"text": f"{path.stem} {i} " + "word " * 20}) + "\n" for i in range(documents)))
+
+
+def config(tmp_path, **changes):
+    raw = {
+        "data": {"name": "jsonl", "path": str(tmp_path / "*.jsonl")},
+        "tokenizer": {"name": "bytes"},
+        "out_dir": str(tmp_path / "out"),
+        "val_fraction": 0.2,
+    }
+    return decode(PrepareConfig, raw | changes)
+
+
+def test_a_file_that_came_between_two_tasks_is_not_lost_silently(tmp_path):
+    for name in "bcd":
+        write(tmp_path / f"{name}.jsonl", 50)
+    prepare(config(tmp_path, num_tasks=2, task_index=0))
+    write(tmp_path / "a.jsonl", 50)
+    prepare(config(tmp_path, num_tasks=2, task_index=1))
+    with pytest.raises(UserError, match=r"other settings than task-00000-of-00002: input\..*a\.jsonl"):
+        merge(tmp_path / "out", tmp_path / "merged")
+
+
+def test_a_dataset_whose_input_has_changed_is_not_taken_for_it(tmp_path):
+    write(tmp_path / "a.jsonl", 50)
+    prepare(config(tmp_path))
+    prepare(config(tmp_path))
+    write(tmp_path / "b.jsonl", 50)
+    with pytest.raises(UserError, match=r"was made with input\..*b\.jsonl"):
+        prepare(config(tmp_path))
+
+
+def test_a_file_with_two_names_is_read_once(tmp_path, monkeypatch):
+    write(tmp_path / "a.jsonl", 50)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    paths = ["a.jsonl", "./a.jsonl", "*.jsonl"]
+    manifest = prepare(config(tmp_path, data={"name": "jsonl", "path": paths}))
+    assert sum(split.total.documents for split in manifest.splits.values()) == 50
+
+
+def test_an_archive_of_nothing_but_ends_of_lines_takes_little_memory(tmp_path):
+    path = tmp_path / "lines.jsonl.zst"
+    path.write_bytes(zstandard.ZstdCompressor().compress(b"\n" * 60_000_000))
+    tracemalloc.start()
+    assert sum(1 for _ in read_lines(path, lambda _: None)) == 60_000_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 250_000_000  # what one read gives, and not three lists of all its lines
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.xz", "a.zip", "a.parquet"])
+def test_other_kinds_of_files_are_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\xfd7zXZ")
+    with pytest.raises(UserError, match="decompress or convert"):
+        list(read_lines(tmp_path / name, lambda _: None))
+
+
+def test_how_deep_a_line_may_be_nested_does_not_depend_on_the_caller():
+    def nested(depth):
+        return b'{"text": "[[[[", "m": NaN, "q": ' + b"[" * depth + b"]" * depth + b"}"  # NaN: not for orjson
+
+    assert parse_line(nested(490), "text")["text"] == "[[[["
+    with pytest.raises(NotRead):
+        parse_line(nested(510), "text")
+    texts = b'{"text": "' + b"[" * 5000 + b'", "m": NaN}'
+    assert len(parse_line(texts, "text")["text"]) == 5000

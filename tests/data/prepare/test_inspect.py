@@ -1,0 +1,187 @@
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+
+from data.loader import TrainBatches
+from data.prepare.dataset import prepare
+from data.prepare.inspect import bars, draw_sets, visible, window_text
+from data.shards import Counts, Split, TokenStream, parse_manifest, read_manifest
+from trainer.loop import fit
+from trainer.run import Run
+
+
+@pytest.fixture
+def dataset(config):
+    """A dataset of two sets and several shards."""
+    prepare(config(shard_tokens=1000))
+    return config().out_dir
+
+
+@pytest.fixture
+def inspect(command, dataset):
+    """Runs the command on the dataset, which must succeed, and returns what it printed."""
+
+    def run(*arguments):
+        result = command("scripts/inspect_dataset", str(dataset), *map(str, arguments))
+        assert result.status == 0, result.err
+        return result.out
+
+    return run
+
+
+def rows(printed):
+    """The cells of a table's rows."""
+    lines = (re.split(r"\s{2,}", line.strip()) for line in printed.splitlines())
+    return [line for line in lines if len(line) > 5 and line[0] not in ("split", "set")]
+
+
+def number(cell):
+    return float(cell.replace(",", ""))
+
+
+def test_the_table_has_the_manifest_s_counts(inspect, dataset):
+    found = {(row[0], row[1]): list(map(number, row[2:])) for row in rows(inspect())}
+    splits = read_manifest(dataset).splits
+    assert set(found) == {(split, name) for split in ("train", "val") for name in ("A", "B", "all")}
+    for (split, name), (documents, tokens, share, n_bytes, rate) in found.items():
+        total = splits[split].total
+        counts = total if name == "all" else splits[split].sets[name]
+        assert (documents, tokens, n_bytes) == (counts.documents, counts.tokens, counts.utf8_bytes)
+        assert share == pytest.approx(100 * counts.tokens / total.tokens, abs=0.005)
+        assert rate == pytest.approx(counts.tokens / counts.utf8_bytes, abs=5e-4)
+
+
+@pytest.fixture
+def tokens_of(corpus):
+    """Turns a table of documents into the tokens of each row, read from the lines of the input that it names."""
+    lines = [json.loads(line) for line in corpus.read_text().splitlines()]
+
+    def read(printed):
+        found = {}
+        for set_name, path, line, part, length, row, _ in rows(printed):
+            document = lines[int(line) - 1]
+            ids = [*document["text"].encode(), 256]
+            begin, end = map(int, part.split(" - "))
+            assert (set_name, path, int(length)) == (document["meta"]["pile_set_name"], str(corpus), len(ids))
+            found[int(row)] = found.get(int(row), []) + ids[begin:end]
+        return [found[row] for row in range(len(found))]
+
+    return read
+
+
+def test_provenance_by_settings(inspect, dataset, tokens_of):
+    batches = TrainBatches(TokenStream(dataset, read_manifest(dataset), "train"), 50, 4, seed=3)
+    token_ids, targets = batches.batch(6)
+    printed = inspect("--step", 7, "--seed", 3, "--seq-len", 50, "--batch-tokens", 200)
+    assert tokens_of(printed) == np.concatenate([token_ids, targets[:, -1:]], axis=1).tolist()
+
+
+@pytest.mark.parametrize("mixture", [None, {"A": 3, "B": 0}])
+@pytest.mark.usefixtures("restored_torch")
+def test_provenance_of_a_run(inspect, dataset, tokens_of, tiny, monkeypatch, mixture):
+    """The tokens that a run was trained on are those of the documents named."""
+    trained = {}
+
+    class Recording(Run):
+        def share(self, step):
+            trained[step + 1] = super().share(step)
+            return trained[step + 1]
+
+    monkeypatch.setattr("trainer.loop.Run", Recording)
+    config = tiny({"dataset_dir": str(dataset), "data.mixture": mixture, "max_steps": 3, "seed": 5})
+    fit(config)
+    for step in (1, 2, 3):
+        expected = [torch.cat([x, y[:, -1:]], dim=1) for x, y in trained[step]]
+        assert tokens_of(inspect("--step", step, "--run", config.run_dir)) == torch.cat(expected).tolist()
+
+
+@pytest.mark.usefixtures("restored_torch")
+def test_a_run_on_another_dataset_is_refused(tiny, command, dataset):
+    config = tiny({"max_steps": 2})
+    fit(config)
+    result = command("scripts/inspect_dataset", str(dataset), "--step", "1", "--run", str(config.run_dir))
+    assert result.status == 1
+    assert f"was trained on {config.dataset_dir}, not on {dataset}: inspect that" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--step", "1"], "--step is a step of which run? Give --run RUN_DIR, or --seed, --seq-len and --batch-tokens"),
+        (["--step", "1", "--run", "nowhere"], "checkpoint=nowhere holds no checkpoint"),
+        (["--step", "1", "--seed", "1", "--seq-len", "3", "--batch-tokens", "8"], "is not a multiple of --seq-len 3"),
+        (["--step", "1", "--seed", "1", "--seq-len", "9999", "--batch-tokens", "9999"], "needs 10000 tokens"),
+        (["--step", "0"], "--step: '0' is not a whole number from 1 on"),
+        (["--window", "999999"], "token 999999 is not in 'train', which has"),
+        (["--window", "-5"], "token -5 is not in 'train'"),
+        (["--chart", "nowhere/sets.png"], "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(command, dataset, arguments, named):
+    result = command("scripts/inspect_dataset", str(dataset), *arguments)
+    assert result.status != 0
+    assert named in result.err
+    assert "Traceback" not in result.err
+
+
+def test_windows_show_text_and_where_it_is_from(inspect, dataset, corpus, tokens_of):
+    printed = inspect("--window", 0, 30, "--tokens", 40, "--split", "val")
+    first, second = re.split(r"\n(?=  set )", printed)[1:]
+    for part, start in ((first, 0), (second, 30)):
+        ids = TokenStream(dataset, read_manifest(dataset), "val").read(start, start + 40).tolist()
+        assert tokens_of(part) == [ids]
+        text = "".join("<|endoftext|>" if i == 256 else chr(i) for i in ids)
+        assert text in part
+    assert len(re.split(r"\n(?=  set )", inspect("--random", 3))) == 4
+
+
+def test_the_end_of_a_split_ends_its_last_window(dataset):
+    manifest = parse_manifest(dataset)
+    total = manifest.splits["train"].total.tokens
+    assert window_text(dataset, manifest, "train", total - 1, 100) == "<|endoftext|>"
+
+
+def test_what_a_terminal_would_obey_is_escaped():
+    assert visible("a\x1b[2J\u202eb\0\n\té日", kept="\n\t") == "a\\x1b[2J\\u202eb\\x00\n\té日"
+    assert visible("two\nlines") == "two\\nlines"
+
+
+def test_names_are_no_markup(dataset, command):
+    def rename(raw):
+        raw["set_names"] = ["[red]A[/red]", "$B_1$"]
+        for split in raw["splits"].values():
+            split["sets"] = dict(zip(raw["set_names"], split["sets"].values(), strict=True))
+
+    raw = json.loads((dataset / "manifest.json").read_text())
+    rename(raw)
+    (dataset / "manifest.json").write_text(json.dumps(raw))
+    result = command("scripts/inspect_dataset", str(dataset), "--chart", str(dataset / "sets.png"))
+    assert result.status == 0, result.err
+    assert "[red]A[/red]" in result.out
+    assert imread(dataset / "sets.png").shape[0] > 100
+
+
+def test_the_chart_has_a_bar_for_every_set(dataset, tmp_path):
+    manifest = parse_manifest(dataset)
+    names, tokens = bars(manifest)
+    found = dict(zip(names, tokens.T.tolist(), strict=True))
+    assert found == {n: [split.sets[n].tokens for split in manifest.splits.values()] for n in ("A", "B")}
+    draw_sets(manifest, tmp_path / "sets.png", "two sets")
+    height, width, _ = imread(tmp_path / "sets.png").shape
+    assert width > 2 * height
+
+
+def test_many_small_sets_share_a_bar(dataset, tmp_path):
+    manifest = parse_manifest(dataset)
+    names = [f"set {i}" for i in range(1000)]
+    sets = {name: Counts(tokens=i, documents=1, utf8_bytes=1) for i, name in enumerate(names)}
+    splits = {name: Split(sets=sets, shards=[]) for name in ("train", "val")}
+    many = manifest.model_copy(update={"set_names": names, "splits": splits})
+    labels, tokens = bars(many)
+    assert labels == ["961 other sets", *names[961:]]
+    assert tokens.tolist() == [[sum(range(961)), *range(961, 1000)]] * 2
+    draw_sets(many, tmp_path / "sets.png", "many sets")

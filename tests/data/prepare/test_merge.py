@@ -1,0 +1,301 @@
+"""Parts of several tasks, joined: the bytes are those of one machine."""
+
+import json
+import random
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import data.prepare.assembly
+import data.prepare.encode
+import data.prepare.merge
+from common.settings import UserError, decode
+from data.prepare.dataset import PrepareConfig, prepare
+from data.prepare.dedup import DIGESTS
+from data.prepare.journal import JOURNAL
+from data.prepare.merge import merge
+from data.shards import read_manifest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Seven files: 400 documents of four sets, many of them twice or more often, some unreadable; an empty file."""
+    rng = random.Random(0)
+    texts = rng.choices([f"{i} " + "word " * rng.randrange(9) for i in range(300)], k=400)
+    lines = [json.dumps({"text": text, "meta": {"pile_set_name": rng.choice("ABCD")}}) for text in texts] + ["{"] * 9
+    rng.shuffle(lines)
+    for i in range(7):
+        content = "\n".join(lines[i::6]) if i < 6 else ""
+        (tmp_path / f"{(i + 3) % 7}.jsonl").write_text(content)
+    return str(tmp_path / "*.jsonl")
+
+
+@pytest.fixture
+def make(files, tmp_path):
+    """Prepares the files, or a task's share of them, into a folder of tmp_path."""
+
+    def prepare_into(folder, **changes):
+        raw = {
+            "data": {"name": "jsonl", "path": files},
+            "tokenizer": {"name": "bytes"},
+            "out_dir": str(tmp_path / folder),
+            "val_fraction": 0.2,
+            "shard_tokens": 700,
+        }
+        return prepare(decode(PrepareConfig, raw | changes))
+
+    return prepare_into
+
+
+def test_the_fraction_that_an_empty_split_suggests_works(make, tmp_path):
+    def prepare_and_merge(folder, val_fraction):
+        for i in range(2):
+            make(folder, num_tasks=2, task_index=i, val_fraction=val_fraction)
+        return merge(tmp_path / folder, tmp_path / f"{folder}-merged")
+
+    with pytest.raises(
+        UserError, match=r"none of 400 documents went to 'val' .* try val_fraction=\S+ or add documents"
+    ) as error:
+        prepare_and_merge("few", 1e-9)
+    manifest = prepare_and_merge("more", float(re.search(r"try val_fraction=(\S+)", str(error.value))[1]))
+    assert all(split.total.documents > 0 for split in manifest.splits.values())
+
+
+@pytest.fixture
+def parts(make, tmp_path):
+    """Three parts, without duplicates."""
+    for i in range(3):
+        make("parts", num_tasks=3, task_index=i, dedup="exact")
+    return tmp_path / "parts"
+
+
+@pytest.mark.parametrize("dedup", ["none", "exact"])
+@pytest.mark.parametrize("num_tasks", [2, 3, 7])
+def test_merged_bytes_are_those_of_one_machine(make, tmp_path, monkeypatch, dedup, num_tasks):
+    monkeypatch.setattr(data.prepare.merge, "_TOKENS_OF_A_BATCH", 500)
+    whole = make("whole", dedup=dedup)
+    for i in reversed(range(num_tasks)):
+        make("parts", dedup=dedup, num_tasks=num_tasks, task_index=i, workers=1 + i % 3)
+    before = {path: path.read_bytes() for path in (tmp_path / "parts").rglob("*.*")}
+    assert merge(tmp_path / "parts", tmp_path / "merged") == whole
+    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
+    assert before == {path: path.read_bytes() for path in (tmp_path / "parts").rglob("*.*")}, "the parts stay"
+    assert whole.skipped["malformed JSON"] == 9
+    assert (whole.skipped.get("duplicate document", 0) > 50) == (dedup == "exact")
+    assert len(whole.splits["train"].shards) > 5
+
+
+def test_parts_made_by_worker_processes(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 300)  # enough batches for worker processes
+    make("whole", workers=1)
+    for i in range(2):
+        make("parts", num_tasks=2, task_index=i, workers=2 + i)
+    merge(tmp_path / "parts", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
+
+
+def test_a_part_may_have_nothing_to_train_on(make, files, tmp_path):
+    for name in ("0", "1"):
+        (tmp_path / f"{name}.jsonl").write_text("{\n")
+    whole = make("whole")
+    for i in range(7):
+        make("parts", num_tasks=7, task_index=i)
+    assert merge(tmp_path / "parts", tmp_path / "merged") == whole
+    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
+
+
+def test_no_parts_have_anything(make, tmp_path):
+    for path in tmp_path.glob("*.jsonl"):
+        path.write_text("{\n")
+    for i in range(2):
+        make("parts", num_tasks=2, task_index=i)
+    with pytest.raises(UserError, match=r"the corpus is empty \(7 x malformed JSON\)"):
+        merge(tmp_path / "parts", tmp_path / "merged")
+    assert not (tmp_path / "merged.partial").exists()
+
+
+@pytest.mark.parametrize("journals", [0, 1, 4, 9])
+def test_a_merge_that_was_stopped_goes_on(make, parts, tmp_path, monkeypatch, capsys, journals):
+    make("whole", dedup="exact")
+    monkeypatch.setattr(data.prepare.merge, "_TOKENS_OF_A_BATCH", 500)
+    monkeypatch.setattr(data.prepare.assembly, "_SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(data.prepare.assembly, "_SHARE_OF_SAVING", 1e9)
+    write, calls = data.prepare.assembly.write_journal, iter(range(journals))
+
+    def stop(*args):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        write(*args)
+
+    monkeypatch.setattr(data.prepare.assembly, "write_journal", stop)
+    with pytest.raises(KeyboardInterrupt):
+        merge(parts, tmp_path / "merged")
+    monkeypatch.setattr(data.prepare.assembly, "write_journal", write)
+    capsys.readouterr()
+    merge(parts, tmp_path / "merged")
+    assert ("going on with" in capsys.readouterr().out) == (journals > 0)
+    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
+
+
+def test_a_second_time_is_quick(parts, tmp_path, capsys):
+    first = merge(parts, tmp_path / "merged")
+    capsys.readouterr()
+    assert merge(parts, tmp_path / "merged") == first
+    assert "is already prepared with these settings" in capsys.readouterr().out
+
+
+def flip(path, at=40):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda part: flip(part / "train-00001.bin"), r"task-00001-of-00003/train-00001\.bin is damaged: its sha256"),
+        (lambda part: flip(part / "val-00000.idx"), r"task-00001-of-00003/val-00000\.idx is damaged"),
+        (lambda part: flip(part / DIGESTS), r"task-00001-of-00003/digests\.bin is damaged"),
+        (lambda part: (part / DIGESTS).unlink(), r"task-00001-of-00003/digests\.bin is missing"),
+        (lambda part: (part / "train-00000.bin").unlink(), r"task-00001-of-00003/train-00000\.bin is missing"),
+        (lambda part: (part / "manifest.json").write_text("{}"), r"task-00001-of-00003/manifest\.json has format"),
+        (lambda part: (part / "manifest.json").unlink(), r"task-00001-of-00003 does not exist or has no manifest"),
+        (
+            lambda part: part.rename(part.with_name(part.name + ".partial")),
+            r"task-00001-of-00003 is missing: run the command that made the others, with task_index=1, to its end",
+        ),
+    ],
+)
+def test_damaged_parts_are_named_and_leave_nothing(parts, tmp_path, monkeypatch, damage, message):
+    monkeypatch.setattr(data.prepare.merge, "_TOKENS_OF_A_BATCH", 100)
+    monkeypatch.setattr(data.prepare.assembly, "_SECONDS_BETWEEN_SAVES", 0.0)
+    damage(parts / "task-00001-of-00003")
+    with pytest.raises(UserError, match=message) as error:
+        merge(parts, tmp_path / "merged")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "merged").exists()
+    assert not (tmp_path / "merged.partial").exists(), "nobody goes on from what a damaged part gave"
+
+
+def test_parts_of_other_settings(make, parts, tmp_path, rank_file):
+    shutil.rmtree(parts / "task-00002-of-00003")
+    make("parts", num_tasks=3, task_index=2, dedup="exact", val_fraction=0.3)
+    with pytest.raises(
+        UserError,
+        match=r"task-00002-of-00003 was made with other settings than task-00000-of-00003: "
+        r"val_fraction=0\.2 \(now 0\.3\): prepare one of them again",
+    ):
+        merge(parts, tmp_path / "merged")
+
+
+def test_parts_of_a_tokenizer_that_changed(make, tmp_path, rank_file):
+    ranks = tmp_path / "ranks"
+    for i in range(2):
+        lines = rank_file.read_bytes().splitlines(keepends=True)
+        ranks.write_bytes(b"".join(lines[: len(lines) - i]))
+        make("parts", num_tasks=2, task_index=i, tokenizer={"name": "gpt2", "path": str(ranks)})
+    with pytest.raises(UserError, match="task-00001-of-00002 was made with another tokenizer than task-00000-of-00002"):
+        merge(tmp_path / "parts", tmp_path / "merged")
+
+
+def test_a_part_that_is_missing_is_made_by_what_is_printed(command, files, tmp_path):
+    settings = ["data=jsonl", f"data.path='{files}'", "tokenizer=bytes", "val_fraction=0.2", "workers=1"]
+    made = ["scripts/prepare_data", *settings, f"out_dir={tmp_path / 'parts'}", "num_tasks=2"]
+    assert command(*made, "task_index=0").status == 0
+    joined = ["scripts/merge_dataset", str(tmp_path / "parts"), str(tmp_path / "merged")]
+    result = command(*joined)
+    option = re.search(r"run the command that made the others, with (\S+), to its end", result.err)
+    assert command(*made, option[1]).status == 0
+    assert command(*joined).status == 0
+
+
+def test_folders_without_all_parts(parts, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UserError, match=r"nothing holds no parts task-00000-of-\.\.\.: give the out_dir of"):
+        merge(tmp_path / "nothing", tmp_path / "merged")
+    shutil.rmtree(parts / "task-00000-of-00003")
+    shutil.rmtree(parts / "task-00002-of-00003")
+    with pytest.raises(UserError, match=r"task-00000-of-00003 is missing \(2 of 3 are\): run the command"):
+        merge(parts, tmp_path / "merged")
+    (parts / "task-00000-of-00002").mkdir()
+    with pytest.raises(UserError, match="holds parts of num_tasks=2 and num_tasks=3: delete one kind"):
+        merge(parts, tmp_path / "merged")
+
+
+def test_a_task_takes_its_own_row_of_files(make, files, tmp_path):
+    names = []
+    for i in range(3):
+        make("parts", num_tasks=3, task_index=i)
+        inputs = read_manifest(tmp_path / "parts" / f"task-{i:05}-of-00003").inputs
+        assert inputs
+        names += inputs
+    assert names == sorted(names)
+    assert len(names) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_tasks": 3, "task_index": 3}, "task_index=3 is out of range with num_tasks=3: give one from 0 to 2"),
+        ({"task_index": 1}, "task_index=1 is out of range with num_tasks=1: give one from 0 to 0"),
+        ({"num_tasks": 8}, "num_tasks=8 is more than the input's files, 7: use at most num_tasks=7"),
+        ({"num_tasks": 2, "data": {"name": "pile"}}, "num_tasks=2 shares out files, data=pile has none"),
+        ({"num_tasks": 0}, "num_tasks=0"),
+        ({"task_index": -1}, "task_index=-1"),
+    ],
+)
+def test_shares_that_cannot_be(make, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        make("parts", **changes)
+    assert not (tmp_path / "parts").exists()
+
+
+def test_parts_do_not_go_into_a_dataset(make, tmp_path):
+    make("whole")
+    with pytest.raises(UserError, match=r"out_dir=.*whole is a dataset: choose another folder for the parts"):
+        make("whole", num_tasks=2)
+    make("parts", num_tasks=2)
+    with pytest.raises(UserError, match="parts exists and is not a dataset: choose another folder"):
+        make("parts")
+
+
+def run_script(monkeypatch, capsys, *arguments):
+    """Status, standard output and standard error of merge_dataset.py."""
+    monkeypatch.setattr(sys, "argv", ["merge_dataset.py", *map(str, arguments)])
+    capsys.readouterr()
+    status = 0
+    try:
+        runpy.run_path(str(ROOT / "scripts" / "merge_dataset.py"), run_name="__main__")
+    except SystemExit as exit_:
+        status = exit_.code
+    return status, *capsys.readouterr()
+
+
+def test_the_command(parts, tmp_path, monkeypatch, capsys):
+    status, out, _ = run_script(monkeypatch, capsys, parts, tmp_path / "merged")
+    assert status == 0
+    assert f"{tmp_path / 'merged'} is ready" in out
+    status, out, err = run_script(monkeypatch, capsys, tmp_path, tmp_path / "other")
+    assert (status, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    monkeypatch.setattr(data.prepare.merge, "find_parts", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    status, _, err = run_script(monkeypatch, capsys, parts, tmp_path / "merged")
+    assert (status, err) == (130, "error: interrupted; the same command goes on from what is written\n")
+
+
+def test_only_tasks_keep_digests_and_only_with_dedup(make, tmp_path):
+    make("whole", dedup="exact")
+    make("parts", num_tasks=2, task_index=0)
+    assert not list(tmp_path.rglob(DIGESTS))
+    assert not list(tmp_path.rglob(JOURNAL))

@@ -1,0 +1,219 @@
+import json
+import random
+import re
+from collections import Counter
+
+import pytest
+
+import data.prepare.assembly
+import data.prepare.encode
+from common.settings import UserError
+from data.prepare.dataset import prepare
+from data.shards import TokenStream, read_manifest
+from data.tokenizer import load_tokenizer
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def texts(folder, split):
+    """The documents of a split, decoded."""
+    manifest = read_manifest(folder)
+    stream = TokenStream(folder, manifest, split)
+    ids = stream.read(0, stream.n_tokens).tolist()
+    assert ids[-1] == stream.eot_id
+    decoded = load_tokenizer(folder / "tokenizer.json").decode_bytes(ids).decode()
+    return decoded.split("<|endoftext|>")[:-1]
+
+
+def test_every_document_is_in_one_split_and_counted(config, corpus, tmp_path):
+    manifest = prepare(config())
+    written = [json.loads(line) for line in corpus.read_text().splitlines()]
+    out = tmp_path / "out"
+    train, val = texts(out, "train"), texts(out, "val")
+    assert Counter(train + val) == Counter(record["text"] for record in written)
+    assert 5 < len(val) < 50, "about a tenth of 200"
+    assert [text for text in (record["text"] for record in written) if text in set(train)] == train, "order is kept"
+    for set_name in "AB":
+        mine = [record["text"] for record in written if record["meta"]["pile_set_name"] == set_name]
+        counts = [split.sets[set_name] for split in manifest.splits.values()]
+        assert sum(c.documents for c in counts) == len(mine)
+        assert sum(c.utf8_bytes for c in counts) == sum(map(len, mine))
+        assert sum(c.tokens for c in counts) == sum(map(len, mine)) + len(mine), "each ended by <|endoftext|>"
+    assert manifest == read_manifest(out)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 100)  # batches enough for worker processes
+    started = []
+    pool = data.prepare.encode.ProcessPoolExecutor
+    monkeypatch.setattr(
+        data.prepare.encode, "ProcessPoolExecutor", lambda n, *rest: started.append(n) or pool(n, *rest)
+    )
+    for workers in (1, 2):
+        prepare(config(workers=workers, shard_tokens=500, out_dir=str(tmp_path / str(workers))))
+    assert started == [2]
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    assert len(read_manifest(tmp_path / "1").splits["train"].shards) > 3
+
+
+def test_the_split_does_not_depend_on_order_or_company(config, corpus, tmp_path):
+    prepare(config())
+    lines = corpus.read_text().splitlines()
+    random.Random(0).shuffle(lines)
+    corpus.write_text("\n".join(lines[:150]))
+    prepare(config(out_dir=str(tmp_path / "other")))
+    for split in ("train", "val"):
+        assert set(texts(tmp_path / "other", split)) < set(texts(tmp_path / "out", split))
+
+
+def test_no_document_is_in_two_splits(config, corpus, tmp_path):
+    corpus.write_text(corpus.read_text() * 3)
+    prepare(config())
+    assert not set(texts(tmp_path / "out", "train")) & set(texts(tmp_path / "out", "val"))
+
+
+def test_special_text_stays_text(config, corpus, tmp_path):
+    strange = [f"{i} a\u2028b\u0085c\r\nd \0 <|endoftext|> \ufeff" for i in range(100)]
+    corpus.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in strange))
+    manifest = prepare(config())
+    out = tmp_path / "out"
+    decoded = []
+    for split in ("train", "val"):
+        stream = TokenStream(out, manifest, split)
+        ids = bytes(min(i, 255) for i in stream.read(0, stream.n_tokens).tolist())  # 255 never occurs in UTF-8
+        decoded += [part.decode() for part in ids.split(b"\xff")[:-1]]
+    assert sorted(decoded) == sorted(strange)
+
+
+def test_what_is_skipped_is_counted_and_reported(config, corpus, capsys):
+    with open(corpus, "a") as file:
+        file.write('{"text": 1}\n{"text": 2}\n{\n')
+    manifest = prepare(config())
+    assert manifest.skipped == {"malformed JSON": 1, "text is not a string": 2}
+    assert f"skipped 2 x text is not a string (first: {corpus}:201)" in capsys.readouterr().out
+    assert sum(split.total.documents for split in manifest.splits.values()) == 200
+
+
+def test_every_document_of_the_input_is_accounted_for(config, corpus, tmp_path, capsys):
+    """What is neither written nor skipped, by a reason that is counted, cannot be."""
+    good = corpus.read_bytes().splitlines()
+    bad = {
+        "malformed JSON": [b"{", b'"\xff"'[:1], b"[" * 100_000],
+        "missing text": [b"{}", b'{"text": null}', b"3"],
+        "text is not a string": [b'{"text": 3}'],
+        "empty document": [b'{"text": ""}'] * 4,
+        "lone surrogate": [b'{"text": "\\ud800"}'],
+        "duplicate document": good[:7] + good[3:5],
+    }
+    lines = [*good, *(line for wrong in bad.values() for line in wrong)]
+    corpus.write_bytes(b"\n\n".join(lines) + b"\n \n")
+    manifest = prepare(config(dedup="exact"))
+    assert manifest.skipped == {reason: len(wrong) for reason, wrong in sorted(bad.items())}
+    written = sum(split.total.documents for split in manifest.splits.values())
+    assert written + sum(manifest.skipped.values()) == len(lines)
+    assert f"{len(lines)} documents in the input: {written} written, {len(lines) - written} skipped" in (
+        capsys.readouterr().out
+    )
+
+
+def test_what_stops_a_run_can_be_skipped_by_the_next(config, corpus, tmp_path, monkeypatch, capsys):
+    lines = corpus.read_text().splitlines()
+    corpus.write_text("\n".join([*lines[:150], "{", *lines[150:]]))
+    prepare(config(out_dir=str(tmp_path / "skipped")))
+    monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(data.prepare.assembly, "_SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(data.prepare.assembly, "_SHARE_OF_SAVING", 1e9)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"corpus\.jsonl:151: malformed JSON: mend it, or .* on_error=skip"):
+            prepare(config(on_error="stop"))
+    assert "going on with" in capsys.readouterr().out
+    prepare(config(on_error="skip"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "skipped")
+
+
+def test_progress_shows_rate_documents_and_time_left(config, corpus, monkeypatch, capsys):
+    corpus.write_text(corpus.read_text() * 10)
+    monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("data.prepare.archives._READ_BYTES", 1000)
+    monkeypatch.setattr("common.console._SECONDS_BETWEEN_LINES", 0.0)
+    prepare(config(workers=1))
+    line = r"reading, bytes [\d,]+/144,600 \(0:\d\d, 0:\d\d left\) [\d,]+ documents, \d+ MB of text, \d+\.\d MB/s"
+    assert re.search(line, capsys.readouterr().out)
+
+
+def test_a_second_time_is_quick_and_other_settings_are_refused(config, tmp_path, monkeypatch, capsys):
+    first = prepare(config())
+    monkeypatch.setattr("data.prepare.dataset.build_tokenizer", None)
+    assert prepare(config(workers=3)) == first
+    assert "is already prepared with these settings" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"was made with val_fraction=0\.1 \(now 0\.2\): choose another out_dir"):
+        prepare(config(val_fraction=0.2))
+    with pytest.raises(UserError, match=r"data\.text_field='text' \(now 'body'\)"):
+        prepare(config(data={**config().data.model_dump(), "text_field": "body"}))
+
+
+def test_a_folder_with_other_things_is_left_alone(config, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="exists and is not a dataset"):
+        prepare(config())
+    assert contents(tmp_path / "out") == {"thesis.txt": b"precious"}
+
+
+@pytest.mark.parametrize("content", ["", "\n", "{\n"])
+def test_an_empty_corpus_leaves_nothing(config, corpus, tmp_path, content):
+    corpus.write_text(content)
+    with pytest.raises(UserError, match="the corpus is empty"):
+        prepare(config())
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+@pytest.mark.parametrize("val_fraction", [1e-9, 0.5, 0.999999])
+@pytest.mark.parametrize("copies", [1, 3])
+def test_texts_that_no_fraction_divides(config, corpus, copies, val_fraction):
+    corpus.write_text('{"text": "only one"}\n' * copies)
+    with pytest.raises(UserError, match=rf"none of {copies} documents .* add documents with other texts"):
+        prepare(config(val_fraction=val_fraction))
+
+
+@pytest.mark.parametrize("dedup", ["none", "exact"])
+@pytest.mark.parametrize(("empty", "val_fraction"), [("val", 1e-9), ("train", 1 - 1e-9)])
+@pytest.mark.parametrize("n", [2, 3, 7, 40, 2000])
+def test_the_fraction_that_an_empty_split_suggests_works(config, corpus, tmp_path, n, empty, val_fraction, dedup):
+    for i in range(5 if n < 40 else 1):
+        corpus.write_text("".join(json.dumps({"text": f"text {i} {j % n} é"}) + "\n" for j in range(n + 2)))
+        with pytest.raises(UserError, match=rf"went to '{empty}' .* try val_fraction=\S+ or add documents") as error:
+            prepare(config(val_fraction=val_fraction, dedup=dedup))
+        suggested = float(re.search(r"try val_fraction=(\S+)", str(error.value))[1])
+        manifest = prepare(config(val_fraction=suggested, dedup=dedup, out_dir=str(tmp_path / f"out-{i}")))
+        assert manifest.splits[empty].total.documents >= min(10, n // 2)
+        assert all(split.total.documents > 0 for split in manifest.splits.values())
+
+
+def test_two_documents_of_one_split(config, corpus, tmp_path):
+    """Both go to validation with val_fraction=0.5, so that it cannot be what is suggested."""
+    corpus.write_text('{"text": "a"}\n{"text": "c"}\n')
+    with pytest.raises(UserError, match=r"none of 2 documents went to '\w+' with val_fraction=0\.5: try") as error:
+        prepare(config(val_fraction=0.5))
+    suggested = float(re.search(r"try val_fraction=(\S+)", str(error.value))[1])
+    manifest = prepare(config(val_fraction=suggested))
+    assert [split.total.documents for split in manifest.splits.values()] == [1, 1]
+
+
+def test_one_long_text_file_is_enough(config, tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"Paragraph {i}. {'word ' * 50}\n\n" for i in range(3000)))
+    manifest = prepare(config(data={"name": "text", "path": str(path)}))
+    assert all(split.total.documents > 0 for split in manifest.splits.values())
+    assert sum(split.total.utf8_bytes for split in manifest.splits.values()) == path.stat().st_size
+
+
+def test_leftovers_of_a_killed_run_are_replaced(config, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "train-00007.bin").write_text("old")
+    prepare(config())
+    shards = ["train-00000.bin", "train-00000.idx", "val-00000.bin", "val-00000.idx"]
+    assert sorted(contents(tmp_path / "out")) == ["manifest.json", "tokenizer.json", *shards]

@@ -1,0 +1,413 @@
+"""A run that is killed goes on when it is started again, and makes the same bytes as one that was not."""
+
+import contextlib
+import errno
+import fcntl
+import gzip
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+import data.prepare.assembly
+import data.prepare.encode
+from common.settings import UserError
+from data.prepare.dataset import prepare
+from data.prepare.dedup import DATABASE
+from data.prepare.journal import JOURNAL
+
+ROOT = Path(__file__).resolve().parents[3]
+KILLS = 20
+DRIVER = """
+import json, sys
+import data.prepare.assembly, data.prepare.encode
+from common.settings import decode
+from data.prepare.dataset import PrepareConfig, prepare
+data.prepare.assembly._SECONDS_BETWEEN_SAVES = 0.05
+data.prepare.assembly._SHARE_OF_SAVING = 1.0
+data.prepare.encode._BATCH_CHARACTERS = 20_000
+prepare(decode(PrepareConfig, json.loads(sys.argv[1])))
+"""
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A folder where fsync costs nothing, as far as there is one: a killed process leaves the same files anywhere."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def large(tmp_path):
+    """40,000 short documents in three files, a tenth of them twice, some unreadable."""
+    rng = random.Random(0)
+    texts = [f"{i} " + "word " * rng.randrange(40) for i in range(36_000)]
+    lines = [json.dumps({"text": text, "meta": {"pile_set_name": f"set {i % 5}"}}) for i, text in enumerate(texts)]
+    lines += rng.sample(lines, 4000) + ["{", '{"text": ""}', '{"text": 3}'] * 5
+    rng.shuffle(lines)
+    for part in range(3):
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(lines[part::3]) + "\n")
+    return {
+        "data": {"name": "jsonl", "path": str(tmp_path / "*.jsonl")},
+        "tokenizer": {"name": "bytes"},
+        "val_fraction": 0.1,
+        "shard_tokens": 400_000,
+        "dedup": "exact",
+    }
+
+
+def start(raw, out_dir, workers):
+    settings = json.dumps({**raw, "out_dir": str(out_dir), "workers": workers})
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, settings],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out.decode()
+
+
+def test_killed_at_random_moments_the_bytes_are_the_same(large, memory):
+    """The whole tree of processes is killed, of one worker or two; some kills hit the start, most hit the writing."""
+    finish(start(large, memory / "undisturbed", 2))
+    expected = contents(memory / "undisturbed")
+    assert len(expected) > 20
+    rng, out, journal = random.Random(0), memory / "out", memory / "out.partial" / JOURNAL
+    kills = places = 0
+    while kills < KILLS:
+        if out.exists():
+            assert contents(out) == expected
+            shutil.rmtree(out)
+        process = start(large, out, rng.choice([1, 2]))
+        if rng.random() < 0.9:
+            wait_for_a_save(process, journal)
+        time.sleep(rng.uniform(0, 0.4))
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+            places += journal.exists()
+        process.communicate()
+    finish(start(large, out, 2))
+    assert contents(out) == expected
+    assert not (memory / "out.partial").exists()
+    assert places > KILLS / 2, "most kills leave something to go on from"
+
+
+def wait_for_a_save(process, journal):
+    def saved():
+        try:
+            return journal.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    before = saved()
+    while process.poll() is None and saved() == before:
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def saves_often(monkeypatch):
+    """A journal after every batch, and small batches."""
+    monkeypatch.setattr(data.prepare.assembly, "_SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(data.prepare.assembly, "_SHARE_OF_SAVING", 1e9)
+    monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 1000)
+
+
+@pytest.fixture
+def expected(config, tmp_path):
+    """What a run makes that nothing happens to."""
+    prepare(config(out_dir=str(tmp_path / "undisturbed"), dedup="exact", shard_tokens=1000))
+    return contents(tmp_path / "undisturbed")
+
+
+def run_until_call(config, n):
+    """Prepare in a process that is killed at its n-th call that changes the disk; False if it got through."""
+    child = os.fork()
+    if child == 0:
+        calls = iter(range(n))
+
+        def killing(function):
+            def call(*args, **kwargs):
+                if next(calls, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **kwargs)
+
+            return call
+
+        for name in ("replace", "fsync", "unlink", "truncate", "mkdir"):
+            setattr(os, name, killing(getattr(os, name)))
+        with contextlib.suppress(BaseException):
+            prepare(config)
+            os._exit(0)
+        os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+@pytest.mark.usefixtures("saves_often")
+def test_killed_at_every_step_of_saving_and_finishing(config, expected, memory, monkeypatch):
+    monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 4000)
+    settings = config(dedup="exact", shard_tokens=1000, workers=1, out_dir=str(memory / "out"))
+    n = 0
+    while run_until_call(settings, n):
+        prepare(settings)
+        assert contents(memory / "out") == expected, f"killed before call {n}"
+        shutil.rmtree(memory / "out")
+        n += 1
+    assert n > 50
+
+
+@pytest.mark.usefixtures("saves_often")
+def test_killed_again_and_again(config, expected, memory):
+    """Each run gets some calls further, however short its life."""
+    settings = config(dedup="exact", shard_tokens=1000, workers=1, out_dir=str(memory / "out"))
+    kills = 0
+    while run_until_call(settings, 22) and kills < 30:
+        kills += 1
+    assert 3 < kills < 30
+    assert contents(memory / "out") == expected
+
+
+BROKEN = OSError(errno.EIO, "broken")
+
+
+def stop_in_the_middle(config, monkeypatch, error=BROKEN):
+    """A run that breaks off after some journals."""
+    write, calls = data.prepare.assembly.write_journal, iter(range(3))
+
+    def writing(*args):
+        if next(calls, None) is None:
+            raise error
+        write(*args)
+
+    monkeypatch.setattr(data.prepare.assembly, "write_journal", writing)
+    with pytest.raises(type(error)):
+        prepare(config)
+    monkeypatch.setattr(data.prepare.assembly, "write_journal", write)
+
+
+@pytest.mark.usefixtures("saves_often")
+@pytest.mark.parametrize("error", [BROKEN, KeyboardInterrupt(), MemoryError()], ids=repr)
+def test_whatever_stops_it_what_is_written_is_kept(config, expected, tmp_path, monkeypatch, capsys, error):
+    settings = config(dedup="exact", shard_tokens=1000)
+    stop_in_the_middle(settings, monkeypatch, error)
+    assert (tmp_path / "out.partial" / JOURNAL).exists()
+    prepare(settings)
+    assert "going on with" in capsys.readouterr().out
+    assert contents(tmp_path / "out") == expected
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Every kind of source that restarts can meet, with what cannot be read."""
+    (tmp_path / "notes").mkdir()
+    for i in range(30):
+        (tmp_path / "notes" / f"{i:02}.txt").write_bytes(b"\xff" if i % 7 == 3 else b"Text %d.\n\n" % i * 40)
+    book = "".join(f"Paragraph {i}. {'word ' * 50}\n\n" for i in range(2000))
+    (tmp_path / "notes" / "book.txt").write_text(book)
+    lines = b"".join(b'{"text": "line %d of a damaged archive"}\n' % i for i in range(3000))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    (tmp_path / "c.jsonl").write_bytes(lines[:20_000].replace(b"line 1", b"line"))
+    (tmp_path / "rows.json").write_bytes(lines[: lines.index(b"\n", 50_000)])
+    return {
+        "text": {"name": "text", "path": str(tmp_path / "notes" / "*.txt")},
+        "jsonl": {"name": "jsonl", "path": str(tmp_path / "*.jsonl*")},
+        "pile": {"name": "pile", "path": "json", "data_files": str(tmp_path / "rows.json")},
+    }
+
+
+@pytest.mark.usefixtures("saves_often")
+@pytest.mark.parametrize("name", ["text", "jsonl", "pile"])
+def test_every_source_goes_on(config, sources, memory, monkeypatch, name):
+    settings = {"data": sources[name], "shard_tokens": 3000, "dedup": "exact"}
+    whole = prepare(config(**settings, out_dir=str(memory / "undisturbed")))
+    assert name == "pile" or len(whole.skipped) > 0
+    for _ in range(3):
+        stop_in_the_middle(config(**settings, out_dir=str(memory / "out")), monkeypatch)
+    prepare(config(**settings, out_dir=str(memory / "out")))
+    assert contents(memory / "out") == contents(memory / "undisturbed")
+
+
+@pytest.mark.usefixtures("saves_often")
+def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkeypatch):
+    stop_in_the_middle(config(dedup="exact"), monkeypatch)
+    before = contents(tmp_path / "out.partial")
+    remedy = r"go on with what it was started with, or delete .*out\.partial to start again"
+    with pytest.raises(UserError, match=rf"was begun with val_fraction=0\.1 \(now 0\.3\): {remedy}"):
+        prepare(config(dedup="exact", val_fraction=0.3))
+    with pytest.raises(UserError, match=rf"was begun with dedup='exact' \(now 'none'\): {remedy}"):
+        prepare(config())
+    size = corpus.stat().st_size
+    with open(corpus, "a") as file:
+        file.write("{}\n")
+    message = rf"with the input .*corpus\.jsonl of {size:,} bytes \(now {size + 3:,} bytes\): {remedy}"
+    with pytest.raises(UserError, match=message):
+        prepare(config(dedup="exact"))
+    os.truncate(corpus, size)
+    assert contents(tmp_path / "out.partial") == before
+    prepare(config(dedup="exact", workers=3, on_error="stop"))
+
+
+@pytest.mark.usefixtures("saves_often")
+def test_inputs_that_came_or_went(config, corpus, tmp_path, monkeypatch):
+    settings = config(data={"name": "jsonl", "path": str(tmp_path / "*.jsonl")})
+    stop_in_the_middle(settings, monkeypatch)
+    shutil.copy(corpus, tmp_path / "more.jsonl")
+    with pytest.raises(UserError, match=r"with the input .*more\.jsonl of nothing \(now [\d,]+ bytes\)"):
+        prepare(settings)
+    corpus.rename(tmp_path / "another.jsonl")
+    with pytest.raises(UserError, match=r"corpus\.jsonl of [\d,]+ bytes \(now nothing\) \(2 more changed\)"):
+        prepare(settings)
+
+
+@pytest.mark.usefixtures("saves_often")
+def test_a_tokenizer_whose_file_changed(config, rank_file, tmp_path, monkeypatch):
+    ranks = tmp_path / "ranks"
+    shutil.copy(rank_file, ranks)
+    settings = config(tokenizer={"name": "gpt2", "path": str(ranks)})
+    stop_in_the_middle(settings, monkeypatch)
+    ranks.write_bytes(b"".join(ranks.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(UserError, match="was begun with another tokenizer 'gpt2'"):
+        prepare(settings)
+
+
+@pytest.mark.usefixtures("saves_often")
+@pytest.mark.parametrize("file", ["train-00000.bin", "train-00000.idx", DATABASE, JOURNAL])
+@pytest.mark.parametrize("change", ["missing", "cut", "other"])
+def test_a_damaged_partial_dataset_is_named(config, tmp_path, monkeypatch, file, change):
+    settings = config(dedup="exact")
+    stop_in_the_middle(settings, monkeypatch)
+    path = tmp_path / "out.partial" / file
+    if change == "missing":
+        path.unlink()
+    elif change == "cut":
+        os.truncate(path, 5)
+    else:
+        path.write_bytes(b"{" * path.stat().st_size)
+    if (file, change) == (JOURNAL, "missing"):
+        prepare(settings)  # there is nothing to go on from: it begins anew
+    elif change == "other" and file.startswith("train"):
+        pass  # found by scripts/verify_dataset.py
+    else:
+        with pytest.raises(UserError, match=r"out\.partial.*is damaged: delete it to start again"):
+            prepare(settings)
+
+
+INTERRUPTED = """
+import runpy, sys
+import data.prepare.assembly, data.prepare.encode
+data.prepare.assembly._SECONDS_BETWEEN_SAVES = 0.05
+data.prepare.encode._BATCH_CHARACTERS = 20_000
+sys.argv[0] = "scripts/prepare_data.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(large, memory, workers):
+    out, journal = memory / "out", memory / "out.partial" / JOURNAL
+    options = [f"{key}={large[key]}" for key in ("val_fraction", "shard_tokens", "dedup")]
+    path = large["data"]["path"]
+    command = ["data=jsonl", f"data.path='{path}'", "tokenizer=bytes", f"out_dir={out}", f"workers={workers}", *options]
+
+    def run():
+        return subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTED, *command],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    process = run()
+    wait_for_a_save(process, journal)
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "error: interrupted; the same command goes on from what is written\n")
+    assert journal.exists()
+    process = run()
+    printed, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "going on with" in printed
+
+
+def test_two_processes_do_not_write_the_same_dataset(config, tmp_path):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    handle = os.open(partial, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match=r"out\.partial is being written by another process"):
+        prepare(config())
+    os.close(handle)
+    prepare(config())
+
+
+@pytest.mark.usefixtures("saves_often")
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, expected, tmp_path, capsys):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=72k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        settings = config(out_dir=str(disk / "out"), dedup="exact", shard_tokens=1000)
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"out\.partial cannot be written \(.*\): make space .* same command"):
+                prepare(settings)
+            assert (disk / "out.partial" / JOURNAL).exists()
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        capsys.readouterr()
+        prepare(settings)
+        assert "going on with" in capsys.readouterr().out
+        assert contents(disk / "out") == expected
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.usefixtures("saves_often")
+@pytest.mark.parametrize("limit", [300, 1500, 3000])
+def test_files_that_may_not_grow_are_one_line_too(config, expected, tmp_path, limit):
+    settings = config(dedup="exact", shard_tokens=1000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"out\.partial cannot be written"):
+            prepare(settings)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    prepare(settings)
+    assert contents(tmp_path / "out") == expected
+
+
+def test_nothing_is_left_of_a_run_that_wrote_nothing(config, tmp_path, monkeypatch):
+    def failing(*_):
+        raise UserError("no network")
+        yield
+
+    monkeypatch.setattr("data.prepare.sources.JsonlSource.read", failing)
+    with pytest.raises(UserError, match="no network"):
+        prepare(config())
+    assert not (tmp_path / "out.partial").exists()

@@ -1,0 +1,283 @@
+import gzip
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+import zstandard
+
+import data.prepare.sources
+from common.settings import UserError, decode
+from data.prepare.sources import SOURCES, Document, JsonlSource, PileSource, Position, Unreadable, passages
+
+STRANGE = [
+    "line\u2028separator",
+    "next\u0085line",
+    "carriage\r\nreturn\r",
+    "\ufeffmark",
+    "<|endoftext|>",
+    "nul\0",
+    "🐍 ü",
+]
+
+
+@pytest.fixture
+def example(tmp_path):
+    """Settings of every source, on files that exist."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.jsonl").write_text('{"text": "text"}\n')
+    return {
+        "stdlib": {},
+        "text": {"path": str(tmp_path / "a.txt")},
+        "jsonl": {"path": str(tmp_path / "a.jsonl")},
+        "pile": {"path": "json", "data_files": str(tmp_path / "a.jsonl")},
+    }
+
+
+def jsonl(path, **settings):
+    return parsed(decode(JsonlSource, {"name": "jsonl", "path": str(path)} | settings))
+
+
+def parsed(source, after=None):
+    """What a source holds, each item parsed as a worker process does it."""
+    raws = source.documents(after=after)
+    return [raw.content if isinstance(raw.content, Unreadable) else source.parse(raw) for raw in raws]
+
+
+def compress(content, suffix):
+    return {".jsonl": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](content)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_contract(name, example):
+    source = decode(SOURCES[name], {"name": name, **example[name]})
+    items = parsed(source)
+    assert items == parsed(source), "the order is fixed"
+    assert 0 < source.usual_val_fraction < 1
+    documents = [item for item in items if isinstance(item, Document)]
+    assert documents
+    for document in documents:
+        assert document.text.encode().decode() == document.text != ""
+        assert document.set_name
+
+
+def test_stdlib_has_no_tests_and_no_installed_packages():
+    source = SOURCES["stdlib"](name="stdlib")
+    texts = {item.text for item in parsed(source) if isinstance(item, Document)}
+    root = Path(sysconfig.get_path("stdlib"))
+    assert (root / "json" / "decoder.py").read_bytes().decode() in texts
+    assert Path(pytest.__file__).read_bytes().decode() not in texts
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".gz", ".zst"])
+def test_jsonl_keeps_texts_exactly(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in STRANGE]
+    path.write_bytes(compress("\n".join(lines).encode(), suffix))
+    assert jsonl(path) == [Document(text, "jsonl") for text in STRANGE]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_archives_of_several_frames(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    content = b"".join(b'{"text": "%d"}\n' % i for i in range(50_000))
+    middle = len(content) // 2 + 3  # inside a line
+    path.write_bytes(compress(content[:middle], suffix) + compress(content[middle:], suffix))
+    assert [document.text for document in jsonl(path)] == [str(i) for i in range(50_000)]
+
+
+def test_lines_may_end_in_crlf_and_be_blank_and_the_file_may_begin_with_a_mark(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
+    assert jsonl(path) == [Document("a", "jsonl"), Document("b", "jsonl")]
+
+
+def test_set_names_and_text_field(tmp_path):
+    path = tmp_path / "a.jsonl"
+    metas = [{"pile_set_name": "Pile-CC"}, {"pile_set_name": 7}, {"pile_set_name": "\x1b[2J"}, {}, None, "meta"]
+    path.write_text("".join(json.dumps({"content": "x", "meta": meta}) + "\n" for meta in metas))
+    sets = [document.set_name for document in jsonl(path, text_field="content")]
+    assert sets == ["Pile-CC", "jsonl", "jsonl", "jsonl", "jsonl", "jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "cut', "malformed JSON"),
+        (b"[" * 100_000, "malformed JSON"),
+        (b'{"text": ' + b"1" * 10_000 + b"}", "malformed JSON"),
+        (b'{"other": "x"}', "missing text"),
+        (b'{"text": null}', "missing text"),
+        (b'["text"]', "missing text"),
+        (b'{"text": ["x"]}', "text is not a string"),
+        (b'{"text": ""}', "empty document"),
+        (b'{"text": "\xff"}', "invalid UTF-8"),
+        (b'{"text": "\xed\xa0\x80"}', "invalid UTF-8"),
+        (b'{"text": "\\ud800"}', "lone surrogate"),
+    ],
+)
+def test_unreadable_lines_are_counted_and_passed_over(tmp_path, line, reason):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n')
+    before, bad, after = jsonl(path)
+    assert (before.text, after.text) == ("before", "after")
+    assert bad == Unreadable(reason, f"{path}:2")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", ["truncated archive", "corrupted archive"])
+def test_damaged_archives_keep_what_stands_before(tmp_path, suffix, damage):
+    path = tmp_path / f"a{suffix}"
+    whole = compress(b'{"text": "whole"}\n', suffix)
+    second = compress(b"".join(b'{"text": "%d"}\n' % i for i in range(20_000)), suffix)
+    path.write_bytes(whole + (second[:-10] if damage == "truncated archive" else b"not an archive"))
+    first, *others, last = jsonl(path)
+    assert first.text == "whole"
+    assert [document.text for document in others] == [str(i) for i in range(len(others))]
+    assert (type(last), last.reason) == (Unreadable, damage)
+
+
+def test_files_that_hold_nothing(tmp_path):
+    empty, dangling = tmp_path / "empty.jsonl", tmp_path / "dangling.jsonl"
+    empty.touch()
+    dangling.symlink_to(tmp_path / "nowhere")
+    assert jsonl(empty) == [Unreadable("empty file", str(empty))]
+    assert jsonl(tmp_path / "dang*.jsonl") == [Unreadable("unreadable file", str(dangling))]
+
+
+def test_text_files(tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    contents = {"b.txt": b"\xef\xbb\xbfb\r\n", "a.txt": b"a", "deep/er/c.txt": "ü\u2028".encode()}
+    contents |= {"empty.txt": b"", "latin.txt": b"\xfc"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    source = SOURCES["text"](name="text", path=[str(tmp_path / "b.txt"), str(tmp_path / "**" / "*.txt")])
+    items = parsed(source)
+    assert [item.text for item in items if isinstance(item, Document)] == ["\ufeffb\r\n", "a", "ü\u2028"]
+    reasons = [(item.reason, item.where) for item in items if isinstance(item, Unreadable)]
+    assert reasons == [
+        ("empty document", str(tmp_path / "empty.txt")),
+        ("invalid UTF-8", str(tmp_path / "latin.txt")),
+    ]
+
+
+@pytest.mark.parametrize("path", ["none*.txt", "none.txt", "."])
+def test_a_path_without_files_is_named(tmp_path, path):
+    with pytest.raises(UserError, match=r"matches no file: give a file or a glob") as error:
+        list(SOURCES["text"](name="text", path=str(tmp_path / path)).documents())
+    assert str(tmp_path / path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "paragraph", ["word " * 300 + "\n\n", "word " * 300 + "\r\n\r\n", "word " * 300 + "\n", "x" * 999]
+)
+def test_passages_join_to_the_text(paragraph):
+    text = paragraph * 100
+    cut = list(passages([text]))
+    assert cut == list(passages(text[i : i + 1000] for i in range(0, len(text), 1000)))
+    assert "".join(cut) == text
+    if "\n" in paragraph:
+        assert len(cut) > 5
+        assert all(len(piece) >= 16_384 and piece.endswith(paragraph) for piece in cut)
+    else:
+        assert cut == [text], "there is no place to cut"
+
+
+def test_pile_goes_on_where_the_connection_broke(monkeypatch, capsys):
+    import datasets
+
+    failed = []
+
+    def rows():
+        for i in range(100):
+            if i == 57 and not failed:
+                failed.append(i)
+                raise ConnectionError("reset by peer")
+            yield {"text": f"text {i}", "meta": {"pile_set_name": "Github"}}
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
+    monkeypatch.setattr(data.prepare.sources, "_SECONDS_BEFORE_RETRY", 0)
+    assert parsed(PileSource(name="pile")) == [Document(f"text {i}", "Github") for i in range(100)]
+    assert failed == [57]
+    assert "failed at row 58 (reset by peer)" in capsys.readouterr().err
+
+
+class ReadTimeout(Exception):
+    """An error of an HTTP client that is no OSError."""
+
+    __module__ = "httpx"
+
+
+def test_pile_goes_on_after_a_position_and_a_broken_connection(monkeypatch):
+    import datasets
+
+    failed = []
+
+    def rows():
+        for i in range(100):
+            if i == 57 and not failed:
+                failed.append(i)
+                raise ReadTimeout("read timed out")
+            yield {"text": f"text {i}"}
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
+    monkeypatch.setattr(data.prepare.sources, "_SECONDS_BEFORE_RETRY", 0)
+    source = PileSource(name="pile")
+    raws = list(source.documents(after=Position(source.path, 10)))
+    assert [raw.position for raw in raws] == [(source.path, number) for number in range(11, 101)]
+    assert [source.parse(raw).text for raw in raws] == [f"text {i}" for i in range(10, 100)]
+    assert failed == [57]
+
+
+@pytest.fixture
+def local_pile(tmp_path):
+    """Two files in the Pile's format, as the library datasets streams them."""
+    for name, texts in {"a": range(40), "b": range(40, 70)}.items():
+        lines = "".join(
+            json.dumps({"text": f"text {i}", "meta": {"pile_set_name": "ABC"[i % 3]}}) + "\n" for i in texts
+        )
+        (tmp_path / f"{name}.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    return PileSource(name="pile", path="json", data_files=[str(tmp_path / f"{name}.jsonl.zst") for name in "ab"])
+
+
+def test_pile_streams_files(local_pile):
+    assert parsed(local_pile) == [Document(f"text {i}", "ABC"[i % 3]) for i in range(70)]
+    assert local_pile.inputs() == {"json": None}
+    for number in (0, 1, 39, 40, 55, 69, 70):
+        rest = parsed(local_pile, after=Position("json", number))
+        assert [document.text for document in rest] == [f"text {i}" for i in range(number, 70)]
+
+
+def test_pile_with_a_wrong_line_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{wrong\n')
+    with pytest.raises(UserError, match=r"data\.path=json cannot be read at row 1 \(.*JSON.*use data=jsonl"):
+        parsed(PileSource(name="pile", path="json", data_files=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(ConnectionError("no route"), "check the network, or bring"), (FileNotFoundError("no dataset x"), "no dataset x")],
+)
+def test_pile_that_cannot_be_opened(monkeypatch, error, message):
+    import datasets
+
+    def load_dataset(*_, **__):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(UserError, match=message):
+        list(PileSource(name="pile").documents())
+
+
+def test_pile_gives_up_on_a_dead_connection(monkeypatch):
+    import datasets
+
+    def rows():
+        raise ConnectionError("dead")
+        yield
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
+    monkeypatch.setattr(data.prepare.sources, "_SECONDS_BEFORE_RETRY", 0)
+    with pytest.raises(UserError, match=r"cannot be reached \(dead\)"):
+        list(PileSource(name="pile").documents())

@@ -1,0 +1,332 @@
+"""Whatever is wrong with a dataset is found, and the file it is in is named."""
+
+import errno
+import hashlib
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+import data.prepare.verify
+from common.settings import UserError
+from data.prepare.dataset import prepare
+from data.prepare.verify import verify
+from data.shards import HEADER, RECORD, read_manifest
+
+
+@pytest.fixture
+def dataset(config):
+    """A dataset of two sets and several shards."""
+    prepare(config(shard_tokens=1000))
+    return config().out_dir
+
+
+def problem(dataset):
+    """The only problem there is."""
+    (found,) = verify(dataset)
+    assert "\n" not in found
+    return found
+
+
+def edit(path, change):
+    """Change a file's content, a bytearray, in place."""
+    content = bytearray(path.read_bytes())
+    path.write_bytes(change(content) or content)
+
+
+def edit_manifest(dataset, change):
+    path = dataset / "manifest.json"
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+
+
+def forge(dataset, file, change):
+    """Change a file, and the manifest so that the file's sum is right."""
+    edit(dataset / file, change)
+    key = "sha256" if file.endswith(".bin") else "index_sha256"
+
+    def new_sum(raw):
+        for split in raw["splits"].values():
+            for shard in split["shards"]:
+                if shard["file"][:-4] == file[:-4]:
+                    shard[key] = hashlib.sha256((dataset / file).read_bytes()).hexdigest()
+
+    edit_manifest(dataset, new_sum)
+
+
+def forge_record(dataset, file, row, **fields):
+    def change(content):
+        records = np.frombuffer(content, RECORD, offset=HEADER.size)
+        for name, value in fields.items():
+            records[name][row] = value
+
+    forge(dataset, file, change)
+
+
+@pytest.mark.parametrize("threads", [None, 1, 3])
+def test_a_whole_dataset_has_no_problems(dataset, threads):
+    assert len(read_manifest(dataset).splits["train"].shards) > 3
+    assert verify(dataset, threads) == []
+
+
+@pytest.mark.parametrize("ids_at_once", [1, 2, 7, 19, 100, 1023])
+def test_documents_are_counted_across_the_borders_of_blocks(dataset, monkeypatch, ids_at_once):
+    monkeypatch.setattr(data.prepare.verify, "_IDS_AT_ONCE", ids_at_once)
+    assert verify(dataset) == []
+
+
+def test_documents_of_multi_byte_tokens(config, rank_file, corpus):
+    corpus.write_text("".join(json.dumps({"text": f"there {i} these é 日本\0"}) + "\n" for i in range(100)))
+    manifest = prepare(config(tokenizer={"name": "gpt2", "path": str(rank_file)}, shard_tokens=300))
+    assert manifest.splits["train"].total.utf8_bytes > manifest.splits["train"].total.tokens
+    assert verify(config().out_dir) == []
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_flipped_bit_is_found(dataset, suffix, seed):
+    rng = random.Random(seed)
+    path = rng.choice(sorted(dataset.glob(f"*{suffix}")))
+    place = rng.randrange(path.stat().st_size)
+
+    def flip(content):
+        content[place] ^= 1 << rng.randrange(8)
+
+    edit(path, flip)
+    found = verify(dataset)
+    assert any(
+        line.startswith(f"{path} is damaged: its sha256 is") or f"{path} is damaged: the " in line for line in found
+    )
+
+
+@pytest.mark.parametrize("place", range(HEADER.size))
+def test_a_flipped_byte_in_the_header_is_found_before_training_too(dataset, place):
+    path = dataset / "train-00001.idx"
+
+    def flip(content):
+        content[place] ^= 255
+
+    edit(path, flip)
+    assert problem(dataset).startswith(f"{path} is damaged: the ")
+    with pytest.raises(UserError, match=r"train-00001\.idx is damaged: the .* in its header is"):
+        read_manifest(dataset)
+
+
+@pytest.mark.parametrize("file", ["train-00001.bin", "val-00000.bin", "train-00001.idx", "val-00000.idx"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(path.read_bytes()[:20]),
+        lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+    ids=["missing", "empty", "cut by a byte", "cut short", "longer", "a folder"],
+)
+def test_missing_and_truncated_files_are_named(dataset, file, change):
+    change(dataset / file)
+    assert problem(dataset).startswith(f"{dataset / file} ")
+
+
+def test_a_disk_that_fails_while_it_is_read(dataset, monkeypatch):
+    def failing(path, mode):
+        if path.name == "train-00001.idx":
+            raise OSError(errno.EIO, "Input/output error")
+        return open(path, mode)
+
+    monkeypatch.setattr(data.prepare.verify, "open", failing, raising=False)
+    assert problem(dataset).startswith(
+        f"{dataset / 'train-00001.bin'} is damaged: it or its index cannot be read (Input/output error)"
+    )
+
+
+def test_every_damaged_file_is_named(dataset):
+    for file in ("train-00000.bin", "train-00002.idx", "val-00000.bin", "tokenizer.json"):
+        (dataset / file).unlink()
+    tokenizer, *shards = verify(dataset)
+    assert "tokenizer.json" in tokenizer
+    assert [line.split()[0] for line in shards] == [
+        str(dataset / file) for file in ("train-00000.bin", "train-00002.idx", "val-00000.bin")
+    ]
+
+
+@pytest.mark.parametrize("unit", ["tokens", "documents", "utf8_bytes"])
+def test_a_wrong_count_of_a_set(dataset, unit):
+    def change(raw):  # the sum of both stays, or the manifest would not even be read
+        raw["splits"]["train"]["sets"]["A"][unit] += 1
+        raw["splits"]["train"]["sets"]["B"][unit] -= 1
+
+    true = [counts.model_dump()[unit] for _, counts in sorted(read_manifest(dataset).splits["train"].sets.items())]
+    edit_manifest(dataset, change)
+    assert verify(dataset) == [
+        f"{dataset / 'manifest.json'} is damaged: set '{name}' of train has {n} {unit} in the shards, "
+        f"{n + wrong} in the manifest: prepare the dataset again"
+        for name, n, wrong in zip("AB", true, (1, -1), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("unit", ["tokens", "documents"])
+def test_a_wrong_count_of_a_shard(dataset, unit):
+    def change(raw):
+        raw["splits"]["train"]["shards"][0][unit] += 1
+        raw["splits"]["train"]["shards"][1][unit] -= 1
+
+    edit_manifest(dataset, change)
+    suffix = {"tokens": ".bin", "documents": ".idx"}[unit]
+    found = verify(dataset)
+    assert [line.split()[0] for line in found] == [str(dataset / f"train-0000{i}{suffix}") for i in (0, 1)]
+
+
+def test_a_set_that_is_not_in_the_shards_and_one_that_is_not_in_the_manifest(dataset):
+    def change(raw):
+        raw["set_names"].append("C")
+        sets = raw["splits"]["train"]["sets"]
+        sets["C"] = sets.pop("A")
+
+    edit_manifest(dataset, change)
+    found = verify(dataset)
+    assert len(found) == 6
+    assert sum("set 'A' of train has" in line and "0 in the manifest" in line for line in found) == 3
+    assert sum("set 'C' of train has 0 " in line for line in found) == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "named"),
+    [
+        (3, {"set": 2}, "a document is said to be of set 2 of 2"),
+        (3, {"input": 1}, "a document is said to be from input 1 of 1"),
+        (3, {"input": 2**32 - 1}, "a document is said to be from input 4294967295 of 1"),
+        (0, {"number": 0}, "a document is said to have the number 0 in its input"),
+        (3, {"end": 2}, r"document 4 is said to end at token 2, it ends at \d+"),
+        (3, {"end": 2**64 - 1}, r"document 4 is said to end at token 18446744073709551615, it ends at \d+"),
+        (-1, {"end": 1}, r"document \d+ is said to end at token 1, it ends at \d+"),
+        (3, {"number": 2}, r"document 4 is number 2 of input 0, after number \d+ of input 0"),
+    ],
+)
+@pytest.mark.parametrize("ids_at_once", [30, 2**18])
+def test_records_that_cannot_be_so(dataset, monkeypatch, ids_at_once, row, fields, named):
+    monkeypatch.setattr(data.prepare.verify, "_IDS_AT_ONCE", ids_at_once)
+    forge_record(dataset, "train-00001.idx", row, **fields)
+    found = rf"{dataset / 'train-00001.idx'} is damaged: {named}: prepare the dataset again"
+    assert re.fullmatch(found, problem(dataset))
+
+
+def test_a_document_counted_under_another_set(dataset):
+    was = int(np.frombuffer((dataset / "train-00001.idx").read_bytes()[HEADER.size :], RECORD)["set"][3])
+    forge_record(dataset, "train-00001.idx", 3, set=1 - was)
+    found = verify(dataset)
+    assert len(found) == 6, "tokens, documents and bytes of both sets"
+    assert all("manifest.json is damaged: set " in line for line in found)
+
+
+def test_a_shard_that_goes_back(dataset):
+    forge_record(dataset, "train-00001.idx", 0, number=1)
+    assert "train-00001.idx is damaged: it begins with number 1 of input 0, after number" in problem(dataset)
+
+
+def test_ids_that_the_tokenizer_does_not_have(dataset):
+    def change(content):
+        content[0:2] = (300).to_bytes(2, "little")
+
+    forge(dataset, "val-00000.bin", change)
+    found = verify(dataset)
+    assert f"{dataset / 'val-00000.bin'} is damaged: it holds the id 300, its tokenizer's last is 256" in found[0]
+
+
+def test_documents_joined_and_cut(dataset):
+    def join(content):
+        ids = np.frombuffer(content, "<u2")
+        ids[np.flatnonzero(ids == 256)[2]] = 65
+
+    def cut(content):
+        np.frombuffer(content, "<u2")[5] = 256
+
+    forge(dataset, "train-00000.bin", join)
+    forge(dataset, "train-00001.bin", cut)
+    found = verify(dataset)
+    for file in ("train-00000.bin", "train-00001.bin"):
+        assert any(f"{file} is damaged: it holds" in line and "documents, the manifest says" in line for line in found)
+
+
+def test_a_last_document_that_is_not_ended(dataset):
+    def change(content):
+        content[-2:] = b"A\0"
+
+    forge(dataset, "train-00000.bin", change)
+    found = verify(dataset)
+    assert any("train-00000.bin is damaged: its last document is not ended by <|endoftext|>" in line for line in found)
+
+
+def test_another_tokenizer(dataset, make_dataset, rank_file):
+    other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
+    (dataset / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
+    assert problem(dataset) == f"{dataset / 'tokenizer.json'} is not the tokenizer of manifest.json: " + (
+        "prepare the dataset again"
+    )
+
+
+@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_text("{}")])
+def test_a_tokenizer_that_cannot_be_read(dataset, change):
+    change(dataset / "tokenizer.json")
+    assert "tokenizer.json" in problem(dataset)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: raw["splits"]["train"]["shards"][0].update(file="../../secret.bin"),
+        lambda raw: raw["splits"]["train"]["shards"][0].update(file="/etc/passwd"),
+        lambda raw: raw["splits"]["train"]["shards"][0].update(tokens=10**30),
+        lambda raw: raw["splits"]["train"]["shards"][0].update(documents=10**30),
+        lambda raw: raw["tokenizer"].update(n_vocab=10**30),
+        lambda raw: raw["splits"].update(other=raw["splits"]["val"]),
+        lambda raw: raw.update(set_names=["A", "A"]),
+    ],
+)
+def test_hostile_manifests(dataset, change):
+    edit_manifest(dataset, change)
+    assert problem(dataset).startswith(f"{dataset / 'manifest.json'} is damaged: ")
+
+
+def test_huge_numbers_that_agree(dataset):
+    def change(raw):
+        raw["splits"]["train"]["shards"][0].update(tokens=2**47, documents=2**46)
+        raw["splits"]["train"]["sets"]["A"].update(tokens=2**47, documents=2**46)
+        rest = raw["splits"]["train"]["shards"][1:]
+        raw["splits"]["train"]["sets"]["B"].update({u: sum(s[u] for s in rest) for u in ("tokens", "documents")})
+
+    edit_manifest(dataset, change)
+    found = verify(dataset)
+    assert [line.split()[0] for line in found] == [str(dataset / f"train-00000.{s}") for s in ("bin", "idx")]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"format_version": 2}', "[" * 10**5, "9" * 5000])
+def test_manifests_that_are_none(dataset, content):
+    (dataset / "manifest.json").write_text(content)
+    assert "manifest.json" in problem(dataset)
+
+
+def test_the_command(dataset, command):
+    result = command("scripts/verify_dataset", str(dataset))
+    assert result.status == 0
+    assert f"{dataset} is whole: 200 documents, " in result.out
+    (dataset / "train-00001.idx").unlink()
+    (dataset / "val-00000.bin").unlink()
+    result = command("scripts/verify_dataset", str(dataset))
+    assert result.status == 1
+    assert result.out == ""
+    assert [line.split()[:2] for line in result.err.splitlines()] == [
+        ["error:", str(dataset / "train-00001.idx")],
+        ["error:", str(dataset / "val-00000.bin")],
+    ]
+
+
+def test_no_threads_are_no_answer(dataset, command):
+    result = command("scripts/verify_dataset", str(dataset), "--threads", "0")
+    assert result.status == 2
+    assert "argument --threads: '0' is not a whole number from 1 on" in result.err

@@ -1,0 +1,121 @@
+"""What the tests of the server share: tiny models, and the server itself in a process of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.settings import decode
+from data.tokenizer import BytesConfig, build_tokenizer
+from model.gpt import GPT, GPTConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return build_tokenizer(BytesConfig(name="bytes"))
+
+
+@pytest.fixture(scope="session")
+def make_gpt():
+    """Builds tiny models of bytes in float64, in which batches of any size give the same tokens."""
+
+    def make(attention="log_space", position="log_recurrence", endless=False):
+        torch.manual_seed(0)
+        raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "block": {"name": "mlp"}}
+        parts = {"attention": {"name": attention}, "position": {"name": position}}
+        gpt = GPT(decode(GPTConfig, raw | parts)).double().eval()
+        with torch.no_grad():
+            gpt.embed.weight.mul_(20)  # so that some tokens are much likelier than others
+            if endless:
+                gpt.norm.bias.fill_(1)  # a constant in all that the output layer sees,
+                gpt.embed.weight[256] = -10  # by which <|endoftext|> is never likely
+        return gpt
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_dir(make_gpt, tokenizer, tmp_path_factory):
+    """A run named "tiny" whose checkpoint holds such a model, and one whose texts do not end by themselves."""
+    from trainer.checkpoint import TrainState, save_checkpoint
+
+    gpt, path = make_gpt(endless=True), tmp_path_factory.mktemp("runs") / "tiny"
+    path.mkdir()
+    state = TrainState(
+        step=1,
+        run_id="tiny",
+        model=gpt.config,
+        seed=1,
+        seq_len=16,
+        batch_tokens=16,
+        dataset_dir=Path("none"),
+        dataset_fingerprint="none",
+    )
+    tensors = {"model": {name: value.detach() for name, value in gpt.state_dict().items()}}
+    save_checkpoint(path, tensors | {"optimizer": {}, "random": {}}, state, tokenizer)
+    return path
+
+
+class Server:
+    """scripts/serve.py in a process, listening at a free port."""
+
+    def __init__(self, run_dir, *options):
+        arguments = [f"checkpoint={run_dir}", "port=0", "runtime.device=cpu", "runtime.dtype=float64", *options]
+        self.process = subprocess.Popen(
+            [sys.executable, "scripts/serve.py", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said = []
+        for line in self.process.stdout:
+            self.said.append(line)
+            if found := re.search(r"served at (\S+) ", line):
+                self.url = found[1]
+                return
+        raise AssertionError(self.process.communicate()[1])
+
+    def end(self, number=signal.SIGTERM):
+        """(status, stdout, stderr) after a signal."""
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=240)
+        return self.process.returncode, "".join(self.said) + out, err
+
+    def kill(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+
+@pytest.fixture(scope="session")
+def serve(run_dir):
+    """Starts servers of that run, and ends them."""
+    pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
+    pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
+    started = []
+
+    def start(*options):
+        started.append(Server(run_dir, *options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def served(serve):
+    """The server of most tests, with limits that are easily reached; at last SIGTERM stops it."""
+    server = serve("max_queue=4", "max_prompt_tokens=2000", "max_tokens=100000")
+    yield server
+    status, out, err = server.end(signal.SIGTERM)
+    assert (status, out.splitlines()[-1], err) == (0, "stopped", "")

@@ -1,0 +1,342 @@
+"""The engine, turn by turn, against inference/generate.py: a text is what it would be alone."""
+
+import itertools
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from inference.generate import SamplingConfig, generate
+from inference.server.engine import PIECE, Engine, Full, Stopped
+from inference.server.text import Completion, Piece, TextRequest, read_ids
+
+SAMPLING = [
+    SamplingConfig(),
+    SamplingConfig(temperature=0),
+    SamplingConfig(temperature=0.7, top_k=20),
+    SamplingConfig(top_p=0.8, repetition_penalty=1.3),
+    SamplingConfig(temperature=1.5, min_p=0.05),
+]
+
+
+class Reader:
+    """A text given to an engine, and all that was told of it."""
+
+    def __init__(self, engine, **request):
+        defaults = {"prompt_ids": tuple(b"abc"), "max_tokens": 10, "sampling": SamplingConfig(), "seed": 1}
+        self.request = TextRequest(**(defaults | request))
+        self.news = []
+        self.completion = Completion(self.request, engine.tokenizer, self.news.append)
+
+    @property
+    def text(self):
+        assert all(isinstance(piece, Piece) for piece in self.news), self.news
+        return "".join(piece.text for piece in self.news)
+
+    @property
+    def tokens(self):
+        return [token for piece in self.news for token in piece.tokens]
+
+    @property
+    def ended(self):
+        return self.completion.finished
+
+
+@pytest.fixture
+def make_engine(make_gpt, tokenizer):
+    def make(max_streams=4, max_queue=100, gpt=None):
+        return Engine(gpt or make_gpt(), tokenizer, max_streams, max_queue)
+
+    return make
+
+
+def submit(engine, **request):
+    reader = Reader(engine, **request)
+    engine.submit([reader.completion])
+    return reader
+
+
+def turn_until_ended(engine, readers, limit=10_000):
+    for turns in itertools.count():
+        if all(reader.ended for reader in readers):
+            return turns
+        assert turns < limit
+        engine.turn()
+
+
+def alone(engine, request):
+    """The same text by `generate`: its bytes up to <|endoftext|>, decoded at once."""
+    ids = torch.tensor([read_ids(request.prompt_ids, engine.tokenizer)])
+    generators = [torch.Generator().manual_seed(request.seed)]
+    tokens = generate(engine.gpt, ids, n_vocab=257, sampling=request.sampling, generators=generators)
+    drawn = [int(token.item()) for token in itertools.islice(tokens, request.max_tokens)]
+    text = bytes(itertools.takewhile(lambda token: token < 256, drawn)).decode(errors="replace")
+    ends = [text.find(stop) for stop in request.stop if stop in text]
+    return text[: min(ends)] if ends else text
+
+
+MODELS = [
+    ("log_space", "log_recurrence"),
+    ("softmax", "learned"),
+    ("softmax", "rotary"),
+    ("sliding_window", "none"),
+    ("strided", "rotary"),
+]
+
+
+@pytest.mark.parametrize(("attention", "position"), MODELS)
+def test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_gpt, attention, position):
+    engine = make_engine(gpt=make_gpt(attention, position))
+    readers = []
+    for i in range(12):  # more than there are places, of different lengths, at different times
+        prompt = tuple(b"some words and more " * (1 + 5 * (i % 4)))[: 7 + 13 * i]
+        readers.append(
+            submit(engine, prompt_ids=prompt, max_tokens=5 + 7 * (i % 5), seed=i, sampling=SAMPLING[i % len(SAMPLING)])
+        )
+        engine.turn()
+        engine.turn()
+    turn_until_ended(engine, readers)
+    for reader in readers:
+        assert reader.text == alone(engine, reader.request)
+    assert len({reader.text for reader in readers}) > 6
+
+
+def test_a_prompt_of_many_pieces_is_read_as_one(make_engine):
+    engine = make_engine()
+    reader = submit(engine, prompt_ids=tuple(b"0123456789" * 60), max_tokens=20)
+    assert len(reader.request.prompt_ids) > 2 * PIECE
+    turn_until_ended(engine, [reader])
+    assert reader.text == alone(engine, reader.request)
+
+
+def test_all_streams_are_read_in_one_forward_pass(make_engine, monkeypatch):
+    engine, shapes = make_engine(max_streams=16), []
+    forward = engine.gpt.forward
+    monkeypatch.setattr(
+        engine.gpt, "forward", lambda ids, *a, **k: (shapes.append(tuple(ids.shape)), forward(ids, *a, **k))[1]
+    )
+    readers = [submit(engine, prompt_ids=tuple(b"x" * (i + 1)), max_tokens=30, seed=i) for i in range(16)]
+    turn_until_ended(engine, readers)
+    assert (16, 1) in shapes
+    assert sum(T == 1 and B > 1 for B, T in shapes) <= 16 + 30  # and not 16 times 30
+
+
+def test_a_long_prompt_holds_up_neither_texts_nor_other_prompts(make_engine):
+    engine = make_engine(max_streams=3)
+    first = submit(engine, max_tokens=1000, sampling=SamplingConfig(temperature=0))
+    engine.turn()
+    long = submit(engine, prompt_ids=tuple(b"l" * (PIECE * 50)), max_tokens=1)
+    for _ in range(3):
+        engine.turn()
+    told = len(first.news)
+    short = submit(engine, max_tokens=3, sampling=SamplingConfig(temperature=0))
+    turns = turn_until_ended(engine, [short])
+    assert turns <= 6  # its piece comes every other turn
+    assert not long.ended
+    assert first.completion._n_tokens >= 3 + turns  # a token at every turn
+    assert told
+
+
+def test_whoever_waits_is_next(make_engine):
+    engine = make_engine(max_streams=2)
+    readers = [submit(engine, max_tokens=4, seed=i, sampling=SamplingConfig(top_k=3)) for i in range(8)]
+    ended = []
+    while len(ended) < 8:
+        engine.turn()
+        ended += [i for i, reader in enumerate(readers) if reader.ended and i not in ended]
+    assert all(abs(place - i) <= 1 for place, i in enumerate(ended))
+
+
+def test_the_queue_has_an_end(make_engine):
+    engine = make_engine(max_streams=2, max_queue=1)
+    readers = [submit(engine) for _ in range(3)]
+    with pytest.raises(Full, match="3 texts are being written or wait already: try again"):
+        submit(engine)
+    engine.turn()
+    with pytest.raises(Full):
+        submit(engine)
+    turn_until_ended(engine, readers)
+    engine.turn()
+    several = [Reader(engine) for _ in range(4)]
+    with pytest.raises(Full):  # all or none
+        engine.submit([reader.completion for reader in several])
+    engine.submit([reader.completion for reader in several[:3]])
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_who_leaves_frees_the_place(make_engine, turns):
+    """While it waits, while its prompt is read, while it is written."""
+    engine = make_engine(max_streams=1, max_queue=1)
+    leaves = submit(engine, prompt_ids=tuple(b"y" * (2 * PIECE)), max_tokens=500)
+    for _ in range(turns):
+        engine.turn()
+    leaves.completion.cancelled = True
+    stays = submit(engine, max_tokens=3)
+    turn_until_ended(engine, [stays], limit=8)
+    assert stays.text == alone(engine, stays.request)
+    assert not leaves.ended
+    assert engine._n_admitted == 0
+
+
+def test_columns_of_longer_texts_that_left_are_given_back(make_engine, make_gpt):
+    """Else a cache would grow for ever while there is always someone."""
+    engine = make_engine(gpt=make_gpt("softmax", "rotary"))
+    submit(engine, prompt_ids=tuple(b"long" * 100), max_tokens=3)
+    for _ in range(10):
+        submit(engine, max_tokens=12, sampling=SamplingConfig(temperature=0))
+        for _ in range(6):
+            engine.turn()
+    lengths = engine._texts.state.layers[0].lengths
+    assert engine._texts.state.layers[0].k.shape[2] == max(lengths) < 30
+
+
+class Faulty(torch.nn.Module):
+    """A model that fails with texts in which a token occurs."""
+
+    def __init__(self, gpt, token_id, fail):
+        super().__init__()
+        self.gpt, self.token_id, self.fail = gpt, token_id, fail
+        self.embed = gpt.embed
+
+    def forward(self, ids, *args, **kwargs):
+        logits, state = self.gpt(ids, *args, **kwargs)
+        return self.fail(logits, (ids == self.token_id).any(1)), state
+
+
+def not_finite(logits, rows):
+    return logits.masked_fill(rows[:, None, None], torch.nan)
+
+
+def raises(logits, rows):
+    if rows.any():
+        raise torch.cuda.OutOfMemoryError("no memory")
+    return logits
+
+
+@pytest.mark.parametrize("fail", [not_finite, raises])
+def test_what_goes_wrong_with_one_text_is_its_end_alone(make_engine, make_gpt, fail):
+    engine = make_engine(gpt=Faulty(make_gpt(), ord("!"), fail))
+    good = submit(engine, max_tokens=20, sampling=SamplingConfig(temperature=0))
+    bad = submit(engine, prompt_ids=tuple(b"ab!"))
+    turn_until_ended(engine, [good, bad])
+    assert isinstance(bad.news[-1], Exception)
+    assert good.text == alone(make_engine(), good.request)
+
+
+def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(make_engine, monkeypatch):
+    engine = make_engine()
+    readers = [submit(engine, seed=seed) for seed in range(3)]
+    for _ in range(2):
+        engine.turn()
+    with monkeypatch.context() as patch:
+        patch.setattr("inference.server.engine.read", lambda *_: 1 / 0)
+        engine.turn()
+    assert [type(reader.news[-1]) for reader in readers[:2]] == [ZeroDivisionError] * 2
+    after = submit(engine, seed=9)
+    turn_until_ended(engine, [readers[2], after])
+    assert after.text == alone(engine, after.request)
+
+
+def test_a_stop_string_ends_a_text_and_is_no_part_of_it(make_engine):
+    engine = make_engine()
+    whole = submit(engine, max_tokens=60, seed=3)
+    turn_until_ended(engine, [whole])
+    stop = whole.text[20:23]
+    reader = submit(engine, max_tokens=60, seed=3, stop=("never there", stop), n_top=2)
+    turn_until_ended(engine, [reader])
+    assert reader.text == whole.text[: whole.text.index(stop)]
+    assert reader.news[-1].finish_reason == "stop"
+    assert all(token.offset < len(reader.text) for token in reader.tokens)
+    assert reader.news[-1].n_tokens < 60
+
+
+def test_the_token_that_ends_a_text_ends_it_and_a_character_that_is_not_whole_is_marked(make_engine):
+    reader = Reader(make_engine())
+    for token_id in (97, 0xE6, 256):
+        reader.completion.accept(token_id, torch.zeros(1, 257))
+    assert reader.text == "a\ufffd"
+    assert (reader.news[-1].finish_reason, reader.news[-1].n_tokens) == ("stop", 3)
+
+
+def test_max_tokens_ends_a_text(make_engine):
+    engine = make_engine()
+    reader = submit(engine, max_tokens=7, sampling=SamplingConfig(temperature=0))
+    turn_until_ended(engine, [reader])
+    assert (reader.news[-1].finish_reason, reader.news[-1].n_tokens) == ("length", 7)
+
+
+def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
+    engine = make_engine()
+    monkeypatch.setattr("inference.server.engine.PIECE", 7)  # the prompt's cross the borders of pieces
+    prompt = tuple("né 日本 text".encode())
+    reader = submit(engine, prompt_ids=prompt, max_tokens=40, seed=2, n_top=3, echo=True, sampling=SAMPLING[2])
+    turn_until_ended(engine, [reader])
+    ids = [token.id for token in reader.tokens]
+    assert tuple(ids[: len(prompt)]) == prompt
+    with torch.no_grad():
+        logprobs = engine.gpt(torch.tensor([[256, *ids]]))[0, :-1].log_softmax(-1)
+    for token, row in zip(reader.tokens, logprobs, strict=True):
+        assert token.logprob == pytest.approx(row[token.id].item(), abs=1e-4)  # float32 of a sum over 257
+        best = row.topk(3)
+        for token_id, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            assert token.top[token_id] == pytest.approx(value, abs=1e-4)
+        assert token.top[token.id] == token.logprob
+        assert len(token.top) in (3, 4)
+
+
+def test_offsets_cut_the_text_at_its_tokens(make_engine):
+    engine = make_engine()
+    reader = submit(engine, prompt_ids=tuple("né 日本".encode()), max_tokens=30, seed=4, n_top=0, echo=True)
+    turn_until_ended(engine, [reader])
+    assert reader.text.startswith("né 日本")
+    assert [token.offset for token in reader.tokens[:11]] == [0, 1, 1, 2, 3, 3, 3, 4, 4, 4, 5]
+    assert Counter(token.logprob is None for token in reader.tokens) == {False: len(reader.tokens)}
+
+
+def test_nothing_foretells_a_token_that_begins_a_text(make_engine):
+    engine = make_engine()
+    reader = submit(engine, prompt_ids=(256, *b"ab"), max_tokens=0, n_top=1, echo=True)
+    turn_until_ended(engine, [reader])
+    assert reader.text == "<|endoftext|>ab"
+    assert [token.id for token in reader.tokens] == [256, *b"ab"]
+    assert reader.tokens[0].logprob is None
+    assert reader.tokens[1].logprob < 0
+    assert (reader.news[-1].finish_reason, reader.news[-1].n_tokens) == ("length", 0)
+
+
+def test_an_engine_that_stops_tells_everyone(make_engine):
+    engine = make_engine(max_streams=2)
+    readers = [submit(engine, max_tokens=10**9) for _ in range(5)]
+    engine.start()
+    engine.stop()
+    engine.join()
+    assert not engine._thread.is_alive()
+    assert all(isinstance(reader.news[-1], Stopped) for reader in readers)
+    with pytest.raises(Stopped):
+        submit(engine)
+
+
+def test_an_engine_whose_upkeep_fails_tells_everyone_and_goes_on(make_engine, monkeypatch):
+    engine = make_engine(max_streams=2)
+    keep, failures = engine._keep, iter([MemoryError("no memory")])
+
+    def failing(rows):
+        for error in failures:
+            raise error
+        keep(rows)
+
+    monkeypatch.setattr(engine, "_keep", failing)
+    engine.start()
+    readers = [submit(engine, max_tokens=3) for _ in range(3)]
+    deadline = time.monotonic() + 60
+    while not all(reader.ended for reader in readers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    later = submit(engine, max_tokens=3)
+    while not later.ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.stop()
+    engine.join()
+    assert not isinstance(later.news[-1], Exception)

@@ -1,0 +1,364 @@
+"""scripts/serve.py in a process of its own, asked by a real HTTP client."""
+
+import json
+import shlex
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, takewhile
+
+import pytest
+import torch
+
+from cli.help import help_of
+from inference.generate import SamplingConfig, generate
+
+httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
+FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        yield client
+
+
+def complete(client, **body):
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_the_request_that_help_shows_is_answered(client):
+    (line,) = (line for line in help_of("serve").splitlines() if line.strip().startswith("curl "))
+    _, url, _, header, _, body = shlex.split(line)
+    name, value = header.split(": ")
+    response = client.post(httpx.URL(url).path, headers={name: value}, content=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["text"]
+
+
+def events(lines):
+    """The objects of server-sent events, as they come; the last must be [DONE]."""
+    for line in lines:
+        if line:
+            assert line.startswith("data: ")
+            if line == "data: [DONE]":
+                return
+            yield json.loads(line.removeprefix("data: "))
+    raise AssertionError("no [DONE]")
+
+
+def streamed(client, **body):
+    with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return list(events(response.iter_lines()))
+
+
+def expected(gpt, prompt, n, seed=None, **sampling):
+    """The continuation by inference/generate.py."""
+    ids = torch.tensor([[256, *prompt.encode()]])
+    tokens = generate(
+        gpt,
+        ids,
+        n_vocab=257,
+        sampling=SamplingConfig(**sampling),
+        generators=[torch.Generator().manual_seed(seed or 0)],
+    )
+    drawn = [int(token.item()) for token in islice(tokens, n)]
+    return bytes(takewhile(lambda token: token < 256, drawn)).decode(errors="replace")
+
+
+def test_a_completion_is_what_the_model_generates(client, make_gpt):
+    answer = complete(client, prompt="one, two", max_tokens=12, seed=7, temperature=0.9, top_k=50)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+    assert answer["id"].startswith("cmpl-")
+    choice = answer["choices"][0]
+    assert choice["text"] == expected(make_gpt(endless=True), "one, two", 12, seed=7, temperature=0.9, top_k=50)
+    assert (choice["index"], choice["logprobs"], choice["finish_reason"]) == (0, None, "length")
+    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 12, "total_tokens": 20}
+
+
+def test_every_choice_has_its_prompt_and_its_seed(client, make_gpt):
+    answer = complete(client, prompt=["a", "bc"], n=2, max_tokens=9, seed=5)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    texts = [expected(make_gpt(endless=True), prompt, 9, seed) for prompt in ("a", "bc") for seed in (5, 6)]
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == 36
+
+
+@pytest.mark.parametrize("extreme", [{"temperature": 1e-50}, {"top_p": 1e-300}])
+def test_extreme_settings_take_the_most_likely_token(client, make_gpt, extreme):
+    (choice,) = complete(client, prompt="one, two", max_tokens=12, **extreme)["choices"]
+    assert choice["text"] == expected(make_gpt(endless=True), "one, two", 12, temperature=0)
+
+
+def test_token_ids_are_a_prompt_as_good_as_text(client):
+    asked = {"max_tokens": 8, "seed": 1}
+    one, ids = (complete(client, prompt=prompt, **asked)["choices"][0]["text"] for prompt in ("ab", [97, 98]))
+    several = complete(client, prompt=[[97, 98], [256, 97, 98]], **asked)["choices"]
+    assert [one] * 3 == [ids, *(choice["text"] for choice in several)]
+
+
+def test_what_is_null_or_as_usual_has_its_default(client):
+    usual = {
+        "best_of": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "user": "me",
+        "suffix": None,
+    }
+    answer = complete(
+        client, model="tiny", temperature=None, stop=None, max_tokens=None, n=None, logprobs=None, **usual
+    )
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_a_stream_says_the_same_in_pieces(client):
+    body = {"prompt": "né 日本", "max_tokens": 40, "seed": 3, "n": 2, "logprobs": 2, "echo": True}
+    whole = complete(client, **body)
+    *chunks, last = streamed(client, **body, stream_options={"include_usage": True})
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    assert len(chunks) > 40
+    assert {chunk["id"] for chunk in chunks} == {last["id"]}
+    for choice in whole["choices"]:
+        pieces = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
+        for key, values in choice["logprobs"].items():
+            assert [value for piece in pieces for value in piece["logprobs"][key]] == values
+
+
+def test_probabilities_have_openais_form(client):
+    logprobs = complete(client, prompt="é", max_tokens=3, logprobs=2, echo=True, seed=1)["choices"][0]["logprobs"]
+    assert logprobs["tokens"][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 5
+    for token, logprob, top in zip(
+        *(logprobs[key] for key in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+    ):
+        assert top[token] == logprob <= 0
+        assert len(top) in (2, 3)
+
+
+def test_a_prompt_alone_is_scored(client):
+    choice = complete(client, prompt="abc", max_tokens=0, echo=True, logprobs=0)["choices"][0]
+    assert choice["text"] == "abc"
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert None not in choice["logprobs"]["token_logprobs"]
+
+
+def test_stop_strings(client):
+    text = complete(client, prompt="x", max_tokens=60, seed=2)["choices"][0]["text"]
+    stop = text[10:12]
+    for given in (stop, ["not there", stop]):
+        choice = complete(client, prompt="x", max_tokens=60, seed=2, stop=given)["choices"][0]
+        assert choice["text"] == text[: text.index(stop)]
+        assert choice["finish_reason"] == "stop"
+
+
+BAD = [
+    ({"prompt": 5}, "prompt=5: give a text"),
+    ({"prompt": []}, "give a text, a list of token ids"),
+    ({"prompt": ["a", [97]]}, "give a text, a list of token ids"),
+    ({"prompt": [97, 257]}, "token id 257: this model's are 0 to 256"),
+    ({"prompt": "x" * 2001}, "prompt has 2001 tokens: this server takes at most 2000"),
+    ({"max_tokens": 100_001}, "max_tokens=100001 is too much: this server gives at most 100000"),
+    ({"max_tokens": "9"}, "max_tokens='9': Input should be a valid integer"),
+    ({"n": 21}, "are 21 texts: this server takes at most 20 at once"),
+    ({"n": 10**15}, "this server takes at most 20 at once"),
+    ({"temperature": -1}, "temperature=-1"),
+    ({"top_p": 0}, "top_p=0"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty=1e+39: Input should be less than or equal to 1000"),
+    ({"stop": ["a", ""]}, "1 to 256 characters"),
+    ({"stop": "x" * 257}, "1 to 256 characters"),
+    ({"logprobs": 21}, "logprobs=21"),
+    ({"max_token": 3}, "unknown key 'max_token': did you mean 'max_tokens'?"),
+    ({"presence_penalty": 0.5}, "presence_penalty is not offered: use repetition_penalty"),
+    ({"best_of": 2}, "best_of is not offered"),
+    ([], "not a JSON object"),
+    (b"{", "not JSON"),
+    (b'{"temperature": NaN}', "NaN, which is not finite"),
+    (b'{"prompt": "\\ud800"}', "surrogates"),
+    (b"[" * 100_000, "levels deep"),
+    (b"\xff", "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("body", "reason"), BAD)
+def test_a_bad_request_is_told_why(client, body, reason):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert reason in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_other_errors_have_that_form_too(client):
+    def check(status, response, reason):
+        assert response.status_code == status
+        assert reason in response.json()["error"]["message"]
+
+    check(404, client.post("/v1/completions", json={"model": "tinny"}), "did you mean 'tiny'?")
+    check(404, client.get("/v1/models/other"), "the model 'other' does not exist")
+    check(404, client.get("/v1/chat/completions"), "Not Found")
+    check(405, client.get("/v1/completions"), "Method Not Allowed")
+    check(415, client.post("/v1/completions", content=b"{}"), "Content-Type is missing: send JSON")
+    check(413, client.post("/v1/completions", json={"prompt": "x" * 2**24}), "larger than 16,777,216 bytes")
+
+
+def test_models_are_listed(client):
+    listed = client.get("/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["tiny"]
+    assert client.get("/v1/models/tiny").json() == listed["data"][0]
+    schema = client.get("/openapi.json").json()["paths"]["/v1/completions"]["post"]["requestBody"]
+    assert "min_p" in schema["content"]["application/json"]["schema"]["properties"]
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "[::1]", "LOCALHOST"])
+def test_the_servers_own_names(client, name):
+    assert client.get("/v1/models", headers={"Host": f"{name}:80"}).status_code == 200
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Host": "[::1"}, {"Host": "127.0.0.1.evil.example:80"}])
+def test_a_name_that_was_made_to_lead_here_is_refused(client, headers):
+    for path in ("/", "/page.js", "/v1/models", "/openapi.json", "/nothing"):
+        response = client.get(path, headers=headers)
+        assert response.status_code == 403
+        assert "is not this server's name" in response.json()["error"]["message"]
+
+
+def test_another_sites_page_is_refused(client):
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
+        response = client.post("/v1/completions", json={}, headers={"Origin": origin})
+        assert response.status_code == 403
+
+
+def test_the_page_needs_nothing_from_elsewhere(client):
+    for path, kind in (("/", "text/html"), ("/page.js", "javascript"), ("/page.css", "text/css")):
+        response = client.get(path)
+        assert kind in response.headers["content-type"]
+        assert "default-src 'self'" in response.headers["content-security-policy"]
+        assert "//" not in response.text.replace("// ", "")
+
+
+def open_stream(client, **body):
+    """A stream under way: the response, and an iterator over what follows its first line."""
+    request = client.build_request("POST", "/v1/completions", json=FOREVER | body | {"stream": True})
+    response = client.send(request, stream=True)
+    assert response.status_code == 200, response.read()
+    lines = response.iter_lines()
+    next(lines)
+    return response, lines
+
+
+def ask_and_listen_not(url, **body):
+    """A client, not of a stream, that has sent its request and may go away: the connection."""
+    address, content = httpx.URL(url), json.dumps(FOREVER | body).encode()
+    connection = socket.create_connection((address.host, address.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+    connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+    return connection
+
+
+def wait_for_load(client, writing, waiting, seconds=60):
+    end, load = time.monotonic() + seconds, None
+    while load != {"status": "ok", "writing": writing, "waiting": waiting}:
+        assert time.monotonic() < end, load
+        load = client.get("/health").json()
+
+
+def test_places_queue_and_who_leaves(client, served):
+    """16 are written, 4 wait, the next is refused; each that goes away makes room, written or waiting."""
+    streams = [open_stream(client, prompt="s") for _ in range(15)]
+    connections = [ask_and_listen_not(served.url) for _ in range(4)]
+    wait_for_load(client, 16, 3)
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(httpx.post, f"{served.url}/v1/completions", json={}, timeout=60)
+        wait_for_load(client, 16, 4)
+        full = client.post("/v1/completions", json={})
+        assert full.status_code == 429
+        assert full.json()["error"]["type"] == "rate_limit_error"
+        assert full.json()["error"]["message"].startswith("20 texts are being written or wait already: try again")
+        assert full.headers["retry-after"]
+        connections.pop().close()  # it waited
+        wait_for_load(client, 16, 3)
+        assert not last.done()
+        connections.pop(0).close()  # it was written: the first that waits is next
+        wait_for_load(client, 16, 2)
+        for response, _ in streams[:2]:
+            response.close()
+        assert last.result().status_code == 200
+    for other in (*(response for response, _ in streams), *connections):
+        other.close()
+    wait_for_load(client, 0, 0)
+
+
+def test_sixteen_streams_at_once_and_none_starves(served):
+    came = [[] for _ in range(16)]
+    together = threading.Barrier(16)
+
+    def read(i):
+        with httpx.Client(base_url=served.url, timeout=60) as client:
+            together.wait()
+            body = FOREVER | {"prompt": "p" * (1 + 30 * i), "max_tokens": 400, "stream": True}
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                came[i] = [time.monotonic() for _ in events(response.iter_lines())]
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(read, range(16)))
+    assert max(times[0] for times in came) < min(times[-1] for times in came)  # all were under way together
+
+
+def test_it_stops_in_the_middle_of_streams_and_tells_everyone(serve):
+    """Where it listens to others, they call it what they like, and there is a warning."""
+    server = serve("max_streams=2", "host=0.0.0.0")
+    url = server.url.replace("0.0.0.0", "127.0.0.1")
+    with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(1) as pool:
+        assert client.get("/v1/models", headers={"Host": "machine.example"}).status_code == 200
+        streams = [open_stream(client, max_tokens=4096) for _ in range(2)]
+        waits = pool.submit(httpx.post, f"{url}/v1/completions", json={"max_tokens": 4096}, timeout=60)
+        wait_for_load(client, 2, 1)
+        status, out, err = server.end(signal.SIGINT)
+        assert (status, out.splitlines()[-1]) == (0, "stopped")
+        assert err.startswith("warning: host=0.0.0.0: everyone who reaches this machine can use the model")
+        assert err.count("\n") == 1
+        for _, lines in streams:
+            last = [line for line in lines if line][-1]
+            assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
+        assert waits.result().status_code == 503
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+@pytest.mark.usefixtures("restored_torch")
+def test_what_cannot_be_served_is_one_line(command, served, run_dir):
+    port = served.url.rpartition(":")[2]
+    for options, reason in [
+        (
+            [f"checkpoint={run_dir}", f"port={port}", "runtime.device=cpu"],
+            "cannot be listened at (Address already in use)",
+        ),
+        ([f"checkpoint={run_dir}", "host=192.0.2.1"], "cannot be listened at (Cannot assign requested address)"),
+        ([f"checkpoint={run_dir / 'none'}", "runtime.device=cpu"], "holds no checkpoint"),
+        ([f"checkpoint={run_dir}", "max_stream=2"], "did you mean 'max_streams'"),
+        (["port=1"], "checkpoint is not given"),
+    ]:
+        result = command("scripts/serve", *options)
+        assert result.status == 1
+        assert result.err.startswith("error: ")
+        assert result.err.count("\n") == 1
+        assert reason in result.err
+
+
+def test_missing_packages_are_named(command, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = command("scripts/serve", "checkpoint=x")
+    assert result.err == "error: fastapi is not installed: pip install -e '.[serve]'\n"

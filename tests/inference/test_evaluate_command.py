@@ -1,0 +1,288 @@
+"""eval.py's tables against a direct computation, token by token in float64; its picture; and what it refuses."""
+
+import json
+import math
+import random
+import struct
+
+import pytest
+import torch
+
+from common.settings import UserError, decode
+from data.documents import read_documents
+from data.prepare.dataset import PrepareConfig, prepare
+from data.shards import TokenStream, read_manifest
+from inference.eval_report import draw_evaluation
+from inference.evaluate import EvaluateConfig, measure, open_evaluation, run_evaluation
+from inference.long_context import position_bins
+from trainer.checkpoint import load_model
+from trainer.distributed import World
+from trainer.loop import fit
+from trainer.runtime import open_runtime
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+SEQ_LEN = 16
+RUNTIME = {"device": "cpu", "dtype": "float64"}
+
+
+@pytest.fixture(scope="session")
+def sets_dir(tmp_path_factory):
+    """A dataset of three named sets, one with a name that matplotlib and rich would read as markup."""
+    folder = tmp_path_factory.mktemp("sets")
+    rng = random.Random(1)
+    words = {"code": ["def", "self", "("], "$x$ [red]_prose": ["the", "of", "é"], "chat": ["🙂", "hi", "日本"]}
+    lines = [
+        {"text": " ".join(rng.choices(words[name], k=rng.randrange(12))), "meta": {"pile_set_name": name}}
+        for name in rng.choices(list(words), k=160)
+    ]
+    (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    raw = {
+        "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
+        "tokenizer": {"name": "bytes"},
+        "out_dir": str(folder / "dataset"),
+        "val_fraction": 0.4,
+    }
+    prepare(decode(PrepareConfig, raw))
+    return folder / "dataset"
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Where models are trained, and those that were, by their settings."""
+    return tmp_path_factory.mktemp("runs"), {}
+
+
+@pytest.fixture
+def trained(tiny, sets_dir, runs):
+    """Trains a tiny model on the sets, once for all tests, and returns where."""
+    folder, done = runs
+
+    def train(changes=None):
+        run_dir = done.setdefault(json.dumps(changes), folder / str(len(done)))
+        settings = {"runtime.dtype": "float64", "max_steps": 3, "dataset_dir": str(sets_dir), "run_dir": str(run_dir)}
+        if not run_dir.exists():
+            fit(tiny(settings | (changes or {})))
+        return run_dir
+
+    return train
+
+
+def evaluated(run_dir, **settings):
+    """What eval.json holds afterwards."""
+    run_evaluation(decode(EvaluateConfig, {"checkpoint": str(run_dir), "runtime": RUNTIME} | settings))
+    return json.loads((run_dir / "eval.json").read_text())
+
+
+def all_tokens(sets_dir):
+    stream = TokenStream(sets_dir, read_manifest(sets_dir), "val")
+    return torch.from_numpy(stream.read(0, stream.n_tokens))
+
+
+@torch.no_grad()
+def nats_of(gpt, window):
+    """Cross-entropy of every token but the first, from one call."""
+    p = gpt(window[None, :-1])[0].softmax(-1)
+    return (-p[torch.arange(len(window) - 1), window[1:]].log()).tolist()
+
+
+def in_windows(gpt, tokens, length):
+    """(position, nats) of every target, in windows side by side."""
+    found = []
+    for begin in range(0, len(tokens) - 1, length):
+        found += enumerate(nats_of(gpt, tokens[begin : begin + length + 1]))
+    return found
+
+
+def assert_positions(bins, found):
+    for part in bins:
+        nats = [n for position, n in found if part["start"] <= position < part["stop"]]
+        assert part["tokens"] == len(nats)
+        assert part["loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-11)
+    assert sum(part["tokens"] for part in bins) == len(found)
+
+
+def test_sets_and_positions(trained, sets_dir, capsys):
+    run_dir = trained()
+    result = evaluated(run_dir, micro_batch=5)
+    gpt, tokenizer = load_model(run_dir)
+    tokens = all_tokens(sets_dir)
+    found = in_windows(gpt, tokens, SEQ_LEN)
+    assert (len(tokens) - 1) % SEQ_LEN, "the last window must be ragged for this to be a test"
+    assert result["loss"] == pytest.approx(sum(nats for _, nats in found) / len(found), rel=1e-12)
+    assert_positions(result["by_position"], found)
+
+    manifest = read_manifest(sets_dir)
+    names = [document.set_name for document in read_documents(sets_dir, manifest, "val") for _ in document.ids][1:]
+    assert set(result["sets"]) == set(names)
+    assert len(result["sets"]) == 3
+    out = capsys.readouterr().out
+    for name, row in result["sets"].items():
+        nats = [nats for of, (_, nats) in zip(names, found, strict=True) if of == name]
+        n_bytes = sum(
+            len(tokenizer.decode_bytes([token])) if token != tokenizer.eot_id else 0
+            for token, of in zip(tokens[1:].tolist(), names, strict=True)
+            if of == name
+        )
+        assert (row["tokens"], row["bytes"]) == (len(nats), n_bytes)
+        assert row["loss"] == pytest.approx(sum(nats) / len(nats), rel=1e-12)
+        assert row["perplexity"] == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-11)
+        assert row["bits_per_byte"] == pytest.approx(sum(nats) / math.log(2) / n_bytes, rel=1e-12)
+        assert f"{name}  " in out
+        assert f"{row['loss']:.4f}" in out
+    order = [row["tokens"] for row in result["sets"].values()]
+    assert order == sorted(order, reverse=True)
+    assert sum(order) == result["tokens"] == len(tokens) - 1
+
+
+@pytest.mark.parametrize("stride", [5, 16])
+def test_a_stride_gives_every_token_the_window_before_it(trained, sets_dir, stride):
+    run_dir = trained()
+    result = evaluated(run_dir, stride=stride, contexts=[])
+    gpt, _ = load_model(run_dir)
+    tokens = all_tokens(sets_dir)
+    found = list(enumerate(nats_of(gpt, tokens[: SEQ_LEN + 1])))
+    while len(found) < len(tokens) - 1:  # by the definition: new targets at the end of a window of SEQ_LEN
+        begin = len(found) - SEQ_LEN + stride
+        window = list(enumerate(nats_of(gpt, tokens[begin : begin + SEQ_LEN + 1])))
+        found += window[SEQ_LEN - stride :]
+    assert result["tokens"] == len(tokens) - 1
+    assert result["loss"] == pytest.approx(sum(nats for _, nats in found) / len(found), rel=1e-12)
+    assert_positions(result["by_position"], found)
+
+
+@pytest.mark.parametrize("attention", ["log_space", "softmax"])
+def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, attention):
+    monkeypatch.setattr("inference.long_context._PIECE", 37)  # windows are read in several pieces
+    run_dir = trained({"model.attention": {"name": attention}})
+    tokens = all_tokens(sets_dir)
+    longest = len(tokens) - 1
+    contexts = [50, 300, longest]
+    result = evaluated(run_dir, contexts=contexts[::-1], context_windows=None, micro_batch=4)
+    gpt, _ = load_model(run_dir)
+    assert [row["context"] for row in result["contexts"]] == contexts
+    for row in result["contexts"]:
+        found = in_windows(gpt, tokens, row["context"])
+        assert row["tokens"] == len(found) == longest
+        assert row["loss"] == pytest.approx(sum(nats for _, nats in found) / longest, rel=1e-10)
+        assert_positions(row["by_position"], found)
+
+
+def test_all_contexts_are_measured_on_the_same_text(trained, sets_dir):
+    run_dir = trained()
+    result = evaluated(run_dir, contexts=[20, 300], context_windows=2)
+    gpt, _ = load_model(run_dir)
+    tokens = all_tokens(sets_dir)
+    stretches = -(-(len(tokens) - 1) // 300)
+    begins = [0, stretches // 2 * 300]  # spread evenly
+    for row in result["contexts"]:
+        found = [pair for begin in begins for pair in in_windows(gpt, tokens[begin : begin + 301], row["context"])]
+        assert row["tokens"] == len(found) == 600
+        assert row["loss"] == pytest.approx(sum(nats for _, nats in found) / 600, rel=1e-11)
+
+
+def same_figures(a, b):
+    """Equal but for the order of sums."""
+    if isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_figures(a[key], b[key]) for key in b)
+    if isinstance(b, list):
+        return len(a) == len(b) and all(map(same_figures, a, b))
+    return a == (pytest.approx(b, rel=1e-12) if isinstance(b, float) else b)
+
+
+def test_any_micro_batch_gives_the_same_figures(trained):
+    run_dir = trained()
+    settings = {"batches": 3, "stride": 6, "contexts": [20, 300]}
+    first = evaluated(run_dir, micro_batch=16, **settings)
+    assert first["tokens"] == 4 * 3 * 6 + 10  # 3 batches of 4 windows; the first counts as a whole
+    for micro_batch in (1, 5):
+        assert same_figures(evaluated(run_dir, micro_batch=micro_batch, **settings), first)
+
+
+@pytest.mark.parametrize("size", [2, 3, 50])
+def test_any_number_of_processes_covers_everything_once(trained, size):
+    raw = {"checkpoint": str(trained()), "runtime": RUNTIME, "contexts": [20, 300], "micro_batch": 3}
+    config = decode(EvaluateConfig, raw)
+    runtime = open_runtime(config.runtime)
+    gpt, plan = open_evaluation(config)
+    asked: dict[int, list[torch.Tensor]] = {}
+
+    class Recorded(World):
+        """One process, or one of several, that goes on with the sums of one."""
+
+        def sum(self, value):
+            asked.setdefault(self.size * 1000 + self.rank, []).append(value)
+            return asked[1000][len(asked[self.size * 1000 + self.rank]) - 1]
+
+    measure(gpt, plan, runtime, Recorded(torch.device("cpu")))
+    for rank in range(size):
+        measure(gpt, plan, runtime, Recorded(torch.device("cpu"), rank, size))
+    for whole, *shares in zip(*asked.values(), strict=True):
+        torch.testing.assert_close(torch.stack(shares).sum(0), whole, rtol=1e-12, atol=0)
+    assert gpt.training
+
+
+def test_what_is_possible_is_chosen(trained, sets_dir):
+    longest = len(all_tokens(sets_dir)) - 1
+    assert 1024 <= longest < 4096
+    assert [row["context"] for row in evaluated(trained())["contexts"]] == [1024]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"contexts": [8, 17]}, "contexts=17 is longer than the model's 16 learned positions"),
+        ({"seq_len": 17}, "seq_len=17 is longer than the model's 16 learned positions: lower it"),
+        ({"contexts": 5}, r"config contexts=5: Input should be a valid list, such as \[5\]"),
+        ({"stride": 17}, "stride=17 would skip text between windows of 16 tokens: lower it"),
+        ({"contexts": [0]}, "contexts.0=0: Input should be greater than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(trained, settings, message):
+    run_dir = trained({"model.position": {"name": "learned", "max_len": 16}})
+    with pytest.raises(UserError, match=message):
+        evaluated(run_dir, **settings)
+
+
+def test_without_a_limit_of_positions_the_text_is_one(trained):
+    with pytest.raises(UserError, match=r"contexts=100000 is longer than the \d+ tokens of split 'val'"):
+        evaluated(trained(), contexts=[100_000])
+    with pytest.raises(UserError, match=r"seq_len=100000 is longer than the \d+ tokens of split 'val': lower it"):
+        evaluated(trained(), seq_len=100_000)
+
+
+def test_learned_positions_limit_what_is_chosen(trained):
+    run_dir = trained({"model.position": {"name": "learned", "max_len": 16}})
+    assert evaluated(run_dir)["contexts"] == []
+
+
+@pytest.mark.parametrize("length", [*range(1, 40), 1000, 1024, 65536])
+def test_bins_cover_every_position_once(length):
+    bins = position_bins(length)
+    assert (bins[0], bins[-1]) == (0, length)
+    assert bins == sorted(set(bins))
+    assert len(bins) <= 2 + 2 * length.bit_length()
+
+
+def png_size(content):
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", content[16:24])
+
+
+def test_the_picture_has_a_panel_for_each_table(trained, dataset_dir):
+    run_dir = trained()
+    assert png_size((run_dir / "eval.png").read_bytes()) if evaluated(run_dir) else None
+    full = png_size((run_dir / "eval.png").read_bytes())[1]
+    evaluated(run_dir, contexts=[])
+    without = png_size((run_dir / "eval.png").read_bytes())[1]
+    evaluated(run_dir, contexts=[], dataset_dir=str(dataset_dir))
+    one_set = png_size((run_dir / "eval.png").read_bytes())[1]
+    assert full > without > one_set
+
+
+def test_losses_that_are_not_finite_are_null_and_drawn_as_nothing(trained):
+    result = evaluated(trained(), contexts=[20, 300])
+    gone = {"loss": None, "perplexity": None, "bits_per_byte": None}
+    for row in (result, *result["sets"].values(), *result["contexts"], *result["by_position"]):
+        row.update({key: value for key, value in gone.items() if key in row})
+    assert png_size(draw_evaluation(result, SEQ_LEN))

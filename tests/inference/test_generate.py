@@ -1,0 +1,336 @@
+"""Sampling filters against brute force, and decoding with a passed state against the whole forward pass."""
+
+import itertools
+from decimal import Decimal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.settings import UserError, decode
+from inference.generate import (
+    _PREFILL,
+    SamplingConfig,
+    draw,
+    generate,
+    next_token_probabilities,
+    prefill,
+    read,
+)
+from model.gpt import GPT, GPTConfig
+from model.state import cat_states, select_rows
+
+COMBINATIONS = list(
+    itertools.product(["log_space", "softmax"], ["glu", "mlp"], ["log_recurrence", "learned", "rotary", "none"])
+)
+
+
+def make_gpt(attention="log_space", block="glu", position="log_recurrence"):
+    torch.manual_seed(0)
+    raw = {"n_vocab": 50, "pad_vocab": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    parts = {"attention": {"name": attention}, "block": {"name": block}, "position": {"name": position}}
+    return GPT(decode(GPTConfig, raw | parts)).double().eval()
+
+
+def brute_force(logits, sampling, seen=()):
+    """Probabilities of one row, by the definitions."""
+    x, theta = logits.double().clone(), sampling.repetition_penalty
+    for i in seen:
+        x[i] = x[i] / theta if x[i] > 0 else x[i] * theta
+    weights = (x / sampling.temperature).exp()
+    kept = sorted(range(len(x)), key=lambda i: -x[i].item())[: sampling.top_k]
+    if sampling.top_p not in (None, 1):
+        total, nucleus = sum(weights[i] for i in kept), []
+        while len(nucleus) < len(kept) and sum(weights[i] for i in nucleus) < sampling.top_p * total:
+            nucleus.append(kept[len(nucleus)])
+        kept = nucleus
+    if sampling.min_p is not None:
+        kept = [i for i in kept if weights[i] >= sampling.min_p * weights.max()]
+    result = torch.zeros(len(x), dtype=torch.float64)
+    result[kept] = weights[kept] / sum(weights[i] for i in kept)
+    return result
+
+
+SAMPLINGS = [
+    SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+    for temperature, top_k, top_p, min_p, penalty in itertools.product(
+        [0.3, 1.0, 2.5], [None, 1, 5, 40, 1000], [None, 0.01, 0.5, 0.93, 1.0], [None, 0, 0.03, 1], [1.0, 1.3, 0.7]
+    )
+]
+
+
+def rows_of(n, V=40):
+    """Logits (n, V), with no two alike in a row, and what was seen, bool (n, V)."""
+    generator = torch.Generator().manual_seed(0)
+    return 3 * torch.randn(n, V, generator=generator), torch.rand(n, V, generator=generator) < 0.3
+
+
+def test_filters_are_their_definition_with_settings_of_its_own_for_each_row():
+    logits, seen = rows_of(len(SAMPLINGS))
+    probabilities = next_token_probabilities(logits, SAMPLINGS, seen)
+    expected = torch.stack(
+        [brute_force(x, s, ids.nonzero()[:, 0]) for x, s, ids in zip(logits, SAMPLINGS, seen, strict=True)]
+    )
+    torch.testing.assert_close(probabilities.double(), expected, rtol=1e-5, atol=1e-7)  # float32 sums of 40
+    assert ((probabilities > 0) == (expected > 1e-30)).all()
+
+
+def test_a_rows_probabilities_are_bit_by_bit_those_that_it_has_alone():
+    logits, seen = rows_of(len(SAMPLINGS))
+    together = next_token_probabilities(logits, SAMPLINGS, seen)
+    for row in range(0, len(SAMPLINGS), 7):
+        alone = next_token_probabilities(logits[row : row + 1], SAMPLINGS[row], seen[row : row + 1])
+        assert torch.equal(alone[0], together[row])
+
+
+def test_the_penalty_makes_what_was_seen_less_likely_whatever_the_sign_of_its_logit():
+    logits = torch.tensor([[2.0, 1.0, -1.0, -2.0]])
+    before = next_token_probabilities(logits, SamplingConfig())
+    for i in range(4):
+        seen = torch.arange(4).eq(i).unsqueeze(0)
+        after = next_token_probabilities(logits, SamplingConfig(repetition_penalty=1.5), seen)
+        assert after[0, i] < before[0, i]
+    assert torch.equal(next_token_probabilities(logits, SamplingConfig(repetition_penalty=1.5)), before)
+
+
+def test_what_was_read_is_seen_but_not_the_end_of_a_text():
+    texts = read(make_gpt(), torch.tensor([[49, 3, 4, 3], [49, 7, 49, 8]]), 50)
+    texts = read(make_gpt(), torch.tensor([[5], [9]]), 50, texts)
+    assert [row.nonzero()[:, 0].tolist() for row in texts.seen] == [[3, 4, 5], [7, 8, 9]]
+
+
+def test_temperature_0_takes_the_most_likely():
+    logits = torch.tensor([[0.0, 3.0, 2.9], [5.0, -1.0, 4.0]])
+    greedy = SamplingConfig(temperature=0, top_k=2, top_p=0.5)
+    assert next_token_probabilities(logits, greedy).tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
+# Of float32 the numbers that arithmetic goes wrong with: zeros, the least, the largest, and values that are met twice.
+LOGITS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e38, 3.4e38, -3.4e38]) | st.floats(
+    width=32, allow_nan=False, allow_infinity=False
+)
+ORDINARY = st.floats(-30, 30, width=32)
+
+
+def extremes(low, high, *, usual):
+    return st.sampled_from([low, high]) | st.floats(low, high) | st.floats(*usual)
+
+
+@st.composite
+def rows_to_sample(draw_from):
+    """Logits of a row, which of its tokens were seen, and any settings that are accepted."""
+    logits = draw_from(st.lists(draw_from(st.sampled_from([LOGITS, ORDINARY])), min_size=1, max_size=8))
+    seen = draw_from(st.lists(st.booleans(), min_size=len(logits), max_size=len(logits)))
+    least, largest = 5e-324, 1.7976931348623157e308  # of Python's numbers
+    raw = {
+        "temperature": draw_from(extremes(0.0, largest, usual=(0.1, 3)) | extremes(least, 1e-30, usual=(least, 1e-40))),
+        "repetition_penalty": draw_from(extremes(0.001, 1000.0, usual=(0.5, 2))),
+        "top_k": draw_from(st.none() | st.integers(1, 9) | st.integers(1, 2**70)),
+        "top_p": draw_from(st.none() | extremes(least, 1.0, usual=(0.1, 1))),
+        "min_p": draw_from(st.none() | extremes(0.0, 1.0, usual=(0.001, 0.5))),
+    }
+    return logits, seen, raw
+
+
+def exact(logits, sampling, looser):
+    """Probabilities by the definitions in decimals of 28 digits, descending; top_p and min_p by a factor looser."""
+    weights = sorted(((x - max(logits)) / Decimal(sampling.temperature) for x in logits), reverse=True)
+    weights = [x.exp() for x in weights[: sampling.top_k]]
+    if sampling.top_p not in (None, 1):
+        nucleus = Decimal(sampling.top_p) * looser * sum(weights)
+        weights = [w for i, w in enumerate(weights) if i == 0 or sum(weights[:i]) < nucleus]
+    if sampling.min_p is not None:
+        weights = [w for w in weights if w >= Decimal(sampling.min_p) / looser * weights[0]]
+    return [float(w / sum(weights)) for w in weights] + [0.0] * (len(logits) - len(weights))
+
+
+@settings(max_examples=500, deadline=None)
+@given(rows_to_sample())
+def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
+    logits, seen, raw = row
+    sampling = decode(SamplingConfig, raw)
+    found = next_token_probabilities(torch.tensor([logits]), sampling, torch.tensor([seen]))
+    penalty = Decimal(sampling.repetition_penalty)
+    penalized = [
+        (x / penalty if x > 0 else x * penalty) if was else x
+        for x, was in zip(map(Decimal, torch.tensor(logits).tolist()), seen, strict=True)
+    ]
+    probabilities = found[0].tolist()
+    assert all(0 <= p <= 1 for p in probabilities)  # not so of NaN
+    assert sum(probabilities) == pytest.approx(1, abs=1e-6)
+    assert probabilities[int(draw(found, [None]))] > 0
+    largest = max(map(abs, penalized))
+    likeliest = max(p for p, x in zip(probabilities, penalized, strict=True) if x >= max(penalized) - largest / 2**50)
+    assert likeliest == max(probabilities), "a token that is as likely as any stays, but for rounding"
+    if sampling.temperature == 0:
+        assert sorted(probabilities)[-1] == 1
+        return
+    # Exponents have a few roundings of the largest logit; where these or a filter's edge decide, nothing is exact.
+    wanted, loose, tight = (exact(penalized, sampling, Decimal(x)) for x in ("1", "1.000001", "0.999999"))
+    if largest / 2**50 / Decimal(sampling.temperature) < Decimal("1e-7") and loose == tight:
+        assert sorted(probabilities, reverse=True) == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"top_p": 1e-300},
+        {"temperature": 1e-50},
+        {"temperature": 1e-50, "top_p": 1e-300, "repetition_penalty": 1000, "min_p": 1},
+    ],
+    ids=str,
+)
+def test_settings_beyond_the_range_of_float32_have_their_limits(raw):
+    logits, seen = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([[True, False, False]])
+    (found,) = next_token_probabilities(logits, decode(SamplingConfig, raw), seen).tolist()
+    assert found == [0, 1, 0]
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e39])
+@given(rows_to_sample())
+@settings(max_examples=20, deadline=None)
+def test_no_setting_hides_that_the_logits_are_not_finite(bad, row):
+    logits, seen, raw = row
+    with pytest.raises(UserError, match="not finite in float32"):
+        next_token_probabilities(
+            torch.tensor([[*logits, bad]], dtype=torch.float64),
+            decode(SamplingConfig, raw),
+            torch.tensor([[*seen, True]]),
+        )
+
+
+@pytest.mark.parametrize("penalty", [0, 0.0009, 1000.1, 1e39, torch.inf, torch.nan])
+def test_penalties_that_leave_nothing_of_the_logits_are_refused(penalty):
+    with pytest.raises(UserError, match=r"repetition_penalty=\S+: Input should be"):
+        decode(SamplingConfig, {"repetition_penalty": penalty})
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e30])
+def test_no_temperature_is_too_low_or_too_high(temperature):
+    probabilities = next_token_probabilities(
+        torch.tensor([[80.0, 3.0, -90.0]]), SamplingConfig(temperature=temperature)
+    )
+    expected = [[1, 0, 0]] if temperature < 1 else [[1 / 3] * 3]
+    torch.testing.assert_close(probabilities, torch.tensor(expected).float())
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_refused(temperature, bad):
+    with pytest.raises(UserError, match="not finite"):
+        next_token_probabilities(torch.tensor([[1.0, bad]]), SamplingConfig(temperature=temperature))
+
+
+def test_top_k_keeps_exactly_k_of_equals():
+    assert (next_token_probabilities(torch.zeros(1, 10), SamplingConfig(top_k=3)) > 0).sum() == 3
+
+
+@pytest.mark.parametrize(("attention", "block", "position"), COMBINATIONS)
+def test_logits_from_a_passed_state_are_those_of_the_whole_text(attention, block, position):
+    gpt = make_gpt(attention, block, position)
+    ids = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = gpt(ids)
+        pieces, state = [], None
+        for piece in ids.split([17, 1, 1, 20, 1], dim=1):
+            logits, state = gpt(piece, state, return_state=True)
+            pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("attention", "block", "position"), COMBINATIONS)
+def test_greedy_decoding_is_greedy_on_the_whole_text(attention, block, position):
+    gpt = make_gpt(attention, block, position)
+    ids = torch.randint(50, (2, 5), generator=torch.Generator().manual_seed(1))
+    decoded = torch.stack(
+        list(itertools.islice(generate(gpt, ids, n_vocab=50, sampling=SamplingConfig(temperature=0)), 12)), dim=1
+    )
+    for _ in range(12):
+        with torch.no_grad():
+            ids = torch.cat([ids, gpt(ids)[:, -1:, :50].argmax(-1)], dim=1)
+    assert torch.equal(decoded, ids[:, 5:])
+
+
+def test_a_prompt_longer_than_a_piece_is_read_as_one():
+    gpt = make_gpt()
+    ids = torch.randint(50, (1, 2 * _PREFILL + 3), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits, _ = prefill(gpt, ids)
+        torch.testing.assert_close(logits, gpt(ids)[:, -1], rtol=0, atol=1e-10)
+
+
+def size(state):
+    """Numbers in a state, however nested."""
+    if isinstance(state, torch.Tensor):
+        return state.numel()
+    return sum(map(size, state)) if isinstance(state, tuple) else 0
+
+
+@pytest.mark.parametrize("position", ["log_recurrence", "rotary", "none"])
+def test_a_log_space_models_state_does_not_grow(position):
+    gpt = make_gpt(position=position)
+    sizes = {size(prefill(gpt, torch.zeros(1, length, dtype=torch.long))[1]) for length in (1, 2, 65, 700)}
+    assert len(sizes) == 1
+    assert sizes != {0}
+
+
+def test_padding_of_the_vocabulary_is_never_sampled():
+    gpt = make_gpt()
+    with torch.no_grad():
+        gpt.embed.weight[50:] = 100 * gpt.norm.weight  # the padding's logits are the highest
+    ids = torch.zeros(64, 1, dtype=torch.long)
+    tokens = itertools.islice(generate(gpt, ids, n_vocab=50, sampling=SamplingConfig(temperature=5)), 4)
+    assert all((token < 50).all() for token in tokens)
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_gives_others():
+    gpt, ids = make_gpt(), torch.zeros(1, 1, dtype=torch.long)
+
+    def sample(seed):
+        tokens = generate(gpt, ids, n_vocab=50, generators=[torch.Generator().manual_seed(seed)])
+        return [token.item() for token in itertools.islice(tokens, 20)]
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_tokens_come_as_often_as_their_probabilities():
+    gpt = make_gpt()
+    with torch.no_grad():
+        expected = gpt(torch.zeros(1, 1, dtype=torch.long))[0, -1, :50].softmax(-1)
+    n = 4_000
+    shared = torch.Generator().manual_seed(0)
+    tokens = next(generate(gpt, torch.zeros(n, 1, dtype=torch.long), n_vocab=50, generators=[shared] * n))
+    counts = torch.bincount(tokens, minlength=50)
+    chi2 = ((counts - n * expected) ** 2 / (n * expected)).sum().item()
+    assert chi2 < 49 + 6 * (2 * 49) ** 0.5  # mean and six deviations of chi-squared with 49 degrees of freedom
+
+
+def test_a_seed_gives_the_same_text_alone_and_among_others_that_come_and_go():
+    gpt = make_gpt()
+    prompts = [torch.randint(50, (1, n), generator=torch.Generator().manual_seed(n)) for n in (3, 9, 1, 40)]
+    sampling = [SamplingConfig(temperature=2, top_k=k, repetition_penalty=1.2) for k in (None, 7, 30, 2)]
+
+    def texts_of(rows, steps, texts, generators):
+        """The tokens of so many steps, a list for each row, and the texts then."""
+        drawn = []
+        for _ in range(steps):
+            probabilities = next_token_probabilities(texts.logits, [sampling[row] for row in rows], texts.seen)
+            token_ids = draw(probabilities, [generators[row] for row in rows])
+            drawn.append(token_ids.tolist())
+            texts = read(gpt, token_ids.unsqueeze(1), 50, texts)
+        return [list(row) for row in zip(*drawn, strict=True)], texts
+
+    def seeded():
+        return [torch.Generator().manual_seed(row) for row in range(4)]
+
+    alone = [texts_of([row], 12, read(gpt, prompts[row], 50), seeded())[0][0] for row in range(4)]
+    generators = seeded()
+    first, texts = texts_of([0, 1], 4, cat_states([read(gpt, prompts[row], 50) for row in (0, 1)]), generators)
+    texts = cat_states([texts, *(read(gpt, prompts[row], 50) for row in (2, 3))])
+    second, texts = texts_of([0, 1, 2, 3], 4, texts, generators)
+    third, _ = texts_of([3, 1], 4, select_rows(texts, [3, 1]), generators)
+    assert first[0] + second[0] == alone[0][:8]
+    assert first[1] + second[1] + third[1] == alone[1]
+    assert second[2] == alone[2][:4]
+    assert second[3] + third[0] == alone[3][:8]

@@ -1,0 +1,287 @@
+"""lm-evaluation-harness on our models: tasks from local files, against the model's own forward pass in float64."""
+
+import functools
+import json
+import sys
+
+import pytest
+import torch
+
+from common.settings import UserError, decode
+from data.tokenizer import load_tokenizer
+from inference.scoring import Text, score
+from model.gpt import GPT
+from trainer.checkpoint import load_model
+from trainer.loop import fit
+from trainer.runtime import open_runtime
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+DEVICE = {"device": "cpu", "dtype": "float64"}
+LEARNED = {"model.position": {"name": "learned", "max_len": 24}}
+TEXTS = ["def self return", "the (", "日本 🙂 é", "x" * 70, "a"]
+
+
+@pytest.fixture
+def runtime():
+    from inference.harness import HarnessConfig
+
+    return open_runtime(decode(HarnessConfig, {"checkpoint": ".", "tasks": "x", "runtime": DEVICE}).runtime)
+
+
+@pytest.fixture
+def build(tiny, dataset_dir):
+    """Builds a tiny model, with the settings given, in float64, and loads its tokenizer."""
+
+    def make(changes=None):
+        torch.manual_seed(1)
+        return GPT(tiny(changes).model).double(), load_tokenizer(dataset_dir / "tokenizer.json")
+
+    return make
+
+
+@pytest.fixture
+def trained(tiny):
+    """Trains such a model for the commands, and loads it."""
+
+    def train(changes=None):
+        config = tiny({"runtime.dtype": "float64", "max_steps": 2, "eval.batches": 1, **(changes or {})})
+        fit(config)
+        return load_model(config.run_dir)
+
+    return train
+
+
+@pytest.fixture
+def harness_model(build, runtime):
+    """Builds the adapter around such a model."""
+    pytest.importorskip("lm_eval", reason="the optional lm-evaluation-harness is not installed")
+    from inference.harness_model import HarnessModel
+
+    def wrap(changes=None, max_length=None, micro_batch=2):
+        gpt, tokenizer = build(changes)
+        return HarnessModel(gpt, tokenizer, max_length or gpt.config.max_len, micro_batch, runtime)
+
+    return wrap
+
+
+def direct(gpt, ids, n_before):
+    """Log-likelihood of ids[n_before:] and whether all are greedy, from one call for one text."""
+    with torch.no_grad():
+        log_p = gpt(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+    targets = torch.tensor(ids[n_before:])
+    rows = log_p[n_before - 1 :]
+    return rows[torch.arange(len(targets)), targets].sum().item(), bool((rows.argmax(-1) == targets).all())
+
+
+@pytest.mark.parametrize("attention", ["log_space", "softmax", "sliding_window"])
+def test_scores_are_those_of_a_forward_pass(build, runtime, monkeypatch, attention):
+    monkeypatch.setattr("inference.scoring._PIECE", 7)  # texts go through the model in several pieces
+    monkeypatch.setattr("inference.scoring._LOGITS", 1000)
+    settings = {"model.attention": {"name": attention} | ({"window": 8} if attention == "sliding_window" else {})}
+    gpt, tokenizer = build(settings)
+    ids = [[tokenizer.eot_id, *tokenizer.encode(text)] for text in TEXTS]
+    greedy = ids[0][:1]
+    for _ in range(12):
+        greedy = [*greedy, int(gpt(torch.tensor([greedy]))[0, -1].argmax())]
+    texts = [Text(i, n) for i in ids for n in (1, len(i) - 1)] + [Text(greedy, 5), Text(ids[0], len(ids[0]))]
+    for micro_batch in (1, 3, 100):
+        found = score(gpt, texts, micro_batch, runtime)
+        assert found[-2].is_greedy
+        assert found[-1] == (0.0, True)  # nothing is asked for
+        for text, (log_likelihood, is_greedy) in zip(texts[:-1], found, strict=False):
+            expected = direct(gpt, text.ids, text.n_before)
+            assert log_likelihood == pytest.approx(expected[0], rel=1e-10)
+            assert is_greedy == expected[1]
+
+
+def request(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+def test_log_likelihoods_of_continuations(harness_model):
+    model = harness_model()
+    pairs = [("def self", " return"), ("", "the"), ("a ", "b"), ("日本", "🙂")]  # a's space goes to what follows
+    found = model.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
+    for (context, continuation), (log_likelihood, is_greedy) in zip(pairs, found, strict=True):
+        before = model.texts.encode(context.rstrip(" ")) or [model.texts.eot_id]
+        ids = [*before, *model.texts.encode((context + continuation)[len(context.rstrip(" ")) :])]
+        assert (log_likelihood, is_greedy) == pytest.approx(direct(model.gpt, ids, len(before)), rel=1e-10)
+
+
+def test_a_long_context_loses_its_beginning(harness_model):
+    model = harness_model(LEARNED)
+    (found,) = model.loglikelihood([request("loglikelihood", "x" * 40 + "def", " self")])
+    ids = model.texts.encode("x" * 40 + "def self")[-25:]
+    assert found == pytest.approx(direct(model.gpt, ids, 20), rel=1e-10)
+    with pytest.raises(UserError, match="a task asks for 30 tokens at once, and the model may read 24"):
+        model.loglikelihood([request("loglikelihood", "x", "y" * 30)])
+
+
+def test_rolling_log_likelihoods_carry_the_state_through_a_text_of_any_length(harness_model):
+    model = harness_model()
+    found = model.loglikelihood_rolling([request("loglikelihood_rolling", text) for text in [*TEXTS, ""]])
+    expected = [direct(model.gpt, [model.texts.eot_id, *model.texts.encode(text)], 1)[0] for text in TEXTS]
+    assert found == pytest.approx([*expected, 0.0], rel=1e-10)
+
+
+@pytest.mark.parametrize(("changes", "max_length"), [(LEARNED, None), ({}, 24)], ids=["learned", "given"])
+def test_rolling_log_likelihoods_in_windows(harness_model, changes, max_length):
+    model = harness_model(changes, max_length)
+    ids = model.texts.encode("x" * 70)
+    found = model.loglikelihood_rolling([request("loglikelihood_rolling", "x" * 70)])
+    parts = [
+        [model.texts.eot_id, *ids[:24]],
+        ids[23:48],
+    ]  # the harness's windows: each token once, the last window full
+    expected = sum(direct(model.gpt, part, 1)[0] for part in parts) + direct(model.gpt, ids[45:70], 3)[0]
+    assert found == pytest.approx([expected], rel=1e-10)
+
+
+def greedy_text(model, prompt, n):
+    ids = model.texts.encode(prompt) or [model.texts.eot_id]
+    new = []
+    for _ in range(n):
+        new.append(int(model.gpt(torch.tensor([ids + new]))[0, -1, : model.texts.n_vocab].argmax()))
+        if new[-1] == model.texts.eot_id:
+            new.pop()
+            break
+    return model.texts.decode_bytes(new).decode(errors="replace")
+
+
+def test_continuations_are_greedy_and_end_before_their_stop_strings(harness_model):
+    model = harness_model(micro_batch=2)
+    prompts = ["def self", "", "the the the", "日本"]
+    settings = {"until": ["\x00\x00"], "max_gen_toks": 9, "do_sample": False}
+    found = model.generate_until([request("generate_until", prompt, settings) for prompt in prompts])
+    expected = [greedy_text(model, prompt, 9) for prompt in prompts]
+    assert found == expected
+    text = expected[0]
+    stop = text[4:6]
+    stopped = settings | {"until": [stop]}
+    (found,) = model.generate_until([request("generate_until", prompts[0], stopped)])
+    assert found == text[: text.index(stop)]
+
+
+def test_what_does_not_fit_into_the_positions_is_said(harness_model):
+    model = harness_model(LEARNED)
+    (found,) = model.generate_until([request("generate_until", "x" * 50, {"max_gen_toks": 4, "until": []})])
+    assert found == greedy_text(model, "x" * 20, 4)
+    with pytest.raises(UserError, match="a task asks for 24 new tokens, and the model may read 24 in all"):
+        model.generate_until([request("generate_until", "x", {"max_gen_toks": 24})])
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """A folder with task files of all kinds on local data."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    lines = [
+        {"question": "def", "choices": [" self", " 🙂🙂", " of"], "answer": 0},
+        {"question": "return the", "choices": [" return", "x", " é"], "answer": 2},
+    ]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    kinds = {
+        "multiple_choice": {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}", "metrics": ["acc"]},
+        "loglikelihood_rolling": {"doc_to_target": "{{question}}{{choices[0]}}", "metrics": ["bits_per_byte"]},
+        "generate_until": {"doc_to_target": "{{choices[0]}}", "metrics": ["exact_match"]},
+    }
+    files = {"data_files": {"test": str(folder / "data.jsonl")}, "cache_dir": str(tmp_path / "cache")}
+    for kind, task in kinds.items():
+        common = {
+            "task": f"local_{kind}",
+            "dataset_path": "json",
+            "dataset_kwargs": files,
+            "test_split": "test",
+            "output_type": kind,
+            "doc_to_text": "" if kind == "loglikelihood_rolling" else "{{question}}",
+            "metric_list": [{"metric": metric} for metric in task.pop("metrics")],
+        }
+        if kind == "generate_until":
+            common["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 5}
+        (folder / f"{kind}.yaml").write_text(json.dumps(common | task))  # JSON is YAML
+    return folder
+
+
+@pytest.fixture
+def own_tasks_alone(monkeypatch):
+    """Leaves out the harness's thousands of tasks, which take seconds to find."""
+    library = pytest.importorskip("lm_eval.tasks", reason="the optional lm-evaluation-harness is not installed")
+    alone = functools.partial(library.TaskManager, include_defaults=False)
+    monkeypatch.setattr(library, "TaskManager", alone)
+
+
+@pytest.mark.usefixtures("own_tasks_alone")
+def test_the_command_runs_tasks_of_every_kind(command, trained, tasks, tiny):
+    gpt, tokenizer = trained()
+    run_dir = tiny().run_dir
+    names = "local_multiple_choice,local_loglikelihood_rolling, local_generate_*"
+    arguments = [f"checkpoint={run_dir}", f"include_path={tasks}", "runtime.device=cpu", "runtime.dtype=float64"]
+    done = command("scripts/lm_eval", f"tasks={names}", *arguments)
+    assert done.status == 0, done.err
+    found = json.loads((run_dir / "lm_eval.json").read_text())
+    lines = [json.loads(line) for line in (tasks / "data.jsonl").read_text().splitlines()]
+
+    def likelihood(before, after):
+        ids = tokenizer.encode(before)
+        return direct(gpt, [*ids, *tokenizer.encode(after)], len(ids))[0]
+
+    right = [
+        max(line["choices"], key=functools.partial(likelihood, line["question"])) == line["choices"][line["answer"]]
+        for line in lines
+    ]
+    results = found["results"]
+    assert results["local_multiple_choice"]["acc,none"] == sum(right) / 2
+    texts = [(line["question"] + line["choices"][0]) for line in lines]
+    nats = sum(direct(gpt, [tokenizer.eot_id, *tokenizer.encode(text)], 1)[0] for text in texts)
+    bits = -nats / torch.tensor(2.0).double().log().item() / sum(len(text.encode()) for text in texts)
+    assert results["local_loglikelihood_rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-9)
+    assert "exact_match,none" in results["local_generate_until"]
+    assert found["step"] == 2
+    for word in ("local_multiple_choice", "acc", "bits_per_byte", f"written to {run_dir / 'lm_eval.json'}"):
+        assert word in done.out
+
+
+@pytest.mark.usefixtures("own_tasks_alone")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tasks=local_multiple_choise"], "task 'local_multiple_choise' does not exist: did you mean 'local_multiple"),
+        ([], "tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag"),
+        (["tasks=x", "max_length=25"], "max_length=25 is more than the model's 24 learned positions: lower it"),
+        (["tasks=x", "include_path=/no/such"], "include_path=/no/such is no folder"),
+        (["tasks=x", "limit=0"], "limit=0: Input should be greater than or equal to 1"),
+    ],
+)
+def test_mistakes_cost_one_line(command, trained, tasks, tiny, arguments, message):
+    trained(LEARNED)
+    own = [] if any("include_path" in argument for argument in arguments) else [f"include_path={tasks}"]
+    done = command("scripts/lm_eval", f"checkpoint={tiny().run_dir}", "runtime.device=cpu", *own, *arguments)
+    assert done.status == 1
+    assert done.err.startswith("error: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("own_tasks_alone")
+def test_more_examples_than_a_task_has_are_one_line(command, trained, tasks, tiny):
+    trained(LEARNED)
+    options = [f"include_path={tasks}", "tasks=local_multiple_choice", "num_fewshot=50", "runtime.device=cpu"]
+    done = command("scripts/lm_eval", f"checkpoint={tiny().run_dir}", *options)
+    assert done.status == 1
+    last = done.err.splitlines()[-1]  # before it are the harness's own
+    assert last.startswith(
+        "error: tasks=local_multiple_choice num_fewshot=50: the harness refuses it (Sample larger than"
+    )
+
+
+def test_without_the_harness_the_command_says_what_to_install(command, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "inference.harness", raising=False)
+    done = command("scripts/lm_eval", "checkpoint=runs/none", "tasks=x")
+    assert (done.status, done.err) == (
+        1,
+        "error: the lm-evaluation-harness is not installed: pip install -e '.[lm_eval]'\n",
+    )

@@ -1,0 +1,452 @@
+"""sample.py: prompts from everywhere, text that is never broken, conversations, samples.txt."""
+
+import io
+import itertools
+import json
+import os
+import pty
+import random
+import re
+import shutil
+import signal
+import sys
+import traceback
+
+import pytest
+import torch
+
+from common.console import say_once, show
+from common.settings import UserError, decode
+from data.text_stream import TextStream
+from data.tokenizer import BytesConfig, Tokenizer, build_tokenizer
+from inference.continuations import Continuation, grow, pieces
+from inference.conversation import Conversation
+from inference.generate import SamplingConfig
+from inference.sample import SampleConfig, check_lengths, run_sampling
+from model.gpt import GPT
+from trainer.checkpoint import newest
+from trainer.loop import fit
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+ODD_PROMPT = """def f("a", 'b'): ${x} ${oc.env:HOME} {[(=,\\ ~$\n\té日🙂 #"""
+BYTES = build_tokenizer(BytesConfig(name="bytes"))
+EOT = BYTES.eot_id
+LEARNED = {"model.position": {"name": "learned", "max_len": 16}}
+
+
+@pytest.fixture
+def run_dir(tiny):
+    fit(tiny({"max_steps": 2}))
+    return tiny().run_dir
+
+
+@pytest.fixture
+def gpt(tiny):
+    torch.manual_seed(0)
+    return GPT(tiny().model).double().eval()
+
+
+def make_config(**changes):
+    return decode(SampleConfig, {"checkpoint": ".", "runtime": {}} | changes)
+
+
+# The text of tokens
+
+
+def stream_of(ids, stop=(), tokenizer=BYTES):
+    """The pieces of text that come with each token, and the last."""
+    stream = TextStream(tokenizer, stop)
+    return [*map(stream.push, ids), stream.end()]
+
+
+def test_a_character_comes_when_it_is_whole():
+    assert stream_of("aé日🙂b".encode()) == ["a", "", "é", "", "", "日", "", "", "", "🙂", "b", ""]
+
+
+def test_bytes_that_are_no_character_are_marked():
+    assert "".join(stream_of(b"a\xff\xe6\x97b\xf0\x9f")) == "a\ufffd\ufffdb\ufffd"
+
+
+def test_what_could_begin_a_stop_string_waits():
+    assert stream_of(b"a<ENx<END>b", ["<END>"]) == ["a", "", "", "", "<ENx", "", "", "", "", "", "", ""]
+    assert stream_of(b"a<EN", ["<END>"]) == ["a", "", "", "", "<EN"]
+
+
+def first_stop(text, stops):
+    """The text before the stop string that is complete first; of several, before the longest."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return text
+
+
+@pytest.mark.parametrize("n_characters", [1, 2, 3, 7])
+def test_stop_strings_do_not_depend_on_where_tokens_end(n_characters):
+    alphabet = [bytes([i]) for i in range(256)]
+    longer = ["".join(c).encode() for n in range(2, n_characters + 1) for c in itertools.product("abé", repeat=n)][:400]
+    tokenizer = Tokenizer("gpt2", [*alphabet, *(token for token in longer if token not in alphabet)])
+    for seed, stops in enumerate(itertools.product(["ab", "abab", "bé", "éé"], ["b", "aab", "abéa", "zz"])):
+        ids = random.Random(seed).choices(range(256, tokenizer.eot_id) if longer else b"ab", k=30)
+        text = tokenizer.decode_bytes(ids).decode()
+        assert "".join(stream_of(ids, stops, tokenizer)) == first_stop(text, stops)
+
+
+# Continuations
+
+
+@pytest.fixture
+def continued(gpt, monkeypatch):
+    """The only continuation, as if the model had drawn these tokens."""
+
+    def run(ids, max_new_tokens=200, stop=()):
+        drawn = iter(ids)
+        monkeypatch.setattr("inference.continuations.draw", lambda *_: torch.tensor([next(drawn)]))
+        text = Continuation(BYTES, "x", 1, max_new_tokens, stop)
+        for _ in grow(gpt, [text], n_vocab=257, sampling=SamplingConfig(), at_once=1):
+            pass
+        return text
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ids", "limits", "text", "n_tokens", "reason"),
+    [
+        ([*b"ab", EOT, *b"cd"], {}, "ab", 2, "end_of_text"),
+        ([EOT], {}, "", 0, "end_of_text"),
+        (b"abcdef", {"max_new_tokens": 3}, "abc", 3, "length"),
+        (b"abcdef", {"stop": ["xx", "de"]}, "abc", 5, "stop"),
+        (b"ab", {"stop": ["bc"], "max_new_tokens": 2}, "ab", 2, "length"),
+        ("ab日".encode()[:-1], {"max_new_tokens": 4}, "ab\ufffd", 4, "length"),
+    ],
+)
+def test_why_a_continuation_ends(continued, ids, limits, text, n_tokens, reason):
+    one = continued(ids, **limits)
+    assert (one.text, one.n_tokens, one.finish_reason) == (text, n_tokens, reason)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+def test_a_text_is_the_same_among_any_others(gpt, at_once):
+    def texts(seeds, at_once):
+        several = [Continuation(BYTES, "ab" * seed, seed, 5 + 3 * seed, ["e", "\0"]) for seed in seeds]
+        steps = grow(gpt, several, n_vocab=257, sampling=SamplingConfig(min_p=0.1, top_k=50), at_once=at_once)
+        return ["".join(pieces(one, steps)) for one in several]
+
+    assert texts(range(7), at_once) == [texts([seed], 1)[0] for seed in range(7)]
+
+
+def test_the_model_steps_once_for_all(gpt):
+    several = [Continuation(BYTES, "x", 1, 10) for _ in range(8)]
+    steps = grow(gpt, several, n_vocab=257, sampling=SamplingConfig(), at_once=4)
+    next(steps)
+    assert [one.n_tokens for one in several] == [1] * 4 + [0] * 4
+
+
+# Conversations
+
+
+def conversation_of(gpt, monkeypatch, ids, stop=()):
+    drawn = iter(ids)
+    monkeypatch.setattr("inference.conversation.draw", lambda *_: torch.tensor([next(drawn)]))
+    return Conversation(gpt, BYTES, SamplingConfig(), stop)
+
+
+def assert_has_read(conversation, gpt, ids):
+    """The model's next token is that after these tokens."""
+    conversation.add("")
+    with torch.no_grad():
+        expected = gpt(torch.tensor([[EOT, *ids]]))[:, -1]
+    torch.testing.assert_close(conversation._texts.logits, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("attention", ["log_space", "softmax", "sliding_window"])
+def test_the_model_has_read_what_was_shown(tiny, monkeypatch, attention):
+    gpt = GPT(tiny({"model.attention": {"name": attention}}).model).double().eval()
+    talk = conversation_of(gpt, monkeypatch, [*b"cdENx", *"日".encode()[:2], *b"yEND", *b"pq", EOT], ["END"])
+    talk.add("ab")
+    assert "".join(talk.answer(7)) == "cdENx"  # and two bytes of a character, which are taken back
+    assert_has_read(talk, gpt, b"abcdENx")
+    assert "".join(talk.answer(100)) == "y"
+    talk.add("z")
+    assert_has_read(talk, gpt, b"abcdENxyz")
+    assert "".join(talk.answer(100)) == "pq"
+    assert talk.ended
+    assert_has_read(talk, gpt, [*b"abcdENxyzpq", EOT])
+    assert talk.text == "abcdENxyzpq"
+
+
+def test_who_stops_listening_ends_the_answer_there(gpt, monkeypatch):
+    talk = conversation_of(gpt, monkeypatch, b"cdefgh")
+    talk.add("ab")
+    assert list(itertools.islice(talk.answer(100), 3)) == ["c", "d", "e"]
+    assert_has_read(talk, gpt, b"abcde")
+
+
+def test_a_conversation_has_no_end(gpt):
+    talk = Conversation(gpt, BYTES, SamplingConfig())
+    for _ in range(30):
+        talk.add("more than that, ")
+        list(talk.answer(10))
+    assert talk.left is None
+    assert talk.n_tokens > 200
+
+
+def test_a_conversation_fills_learned_positions_and_no_more(tiny, monkeypatch):
+    gpt = GPT(tiny(LEARNED).model).double().eval()
+    talk = conversation_of(gpt, monkeypatch, b"fghijklmnopqrstuvwxyz")
+    talk.add("abcde")
+    assert "".join(talk.answer(4)) == "fghi"
+    with pytest.raises(UserError, match="these are 7 tokens, and of the model's 16 learned positions 6 are left"):
+        talk.add("1234567")
+    talk.add("12")
+    assert "".join(talk.answer(100)) == "jklm"
+    assert talk.left == 0
+    assert list(talk.answer(100)) == []
+
+
+# The command
+
+
+def text_of(command, run_dir, *args):
+    """What sample.py printed and stored, its status being 0."""
+    options = ["runtime.device=cpu", "max_new_tokens=12", "temperature=5"]
+    result = command("sample", f"checkpoint={run_dir}", *options, *args)
+    assert result.status == 0, result.err
+    stored = (run_dir / "samples.txt").read_text()
+    for text in stored.removesuffix("\n").split("\n\n---\n\n"):
+        assert text in result.out
+    return stored
+
+
+def test_prompt_from_argument_file_and_standard_input(command, run_dir, tmp_path, monkeypatch):
+    (tmp_path / "prompt.txt").write_text(ODD_PROMPT, encoding="utf-8")
+    given = text_of(command, run_dir, f"prompt={ODD_PROMPT}")
+    assert given.startswith(ODD_PROMPT)
+    assert len(given) > len(ODD_PROMPT) + 1
+    assert text_of(command, run_dir, f"prompt_file={tmp_path / 'prompt.txt'}") == given
+    monkeypatch.setattr("sys.stdin", io.StringIO(ODD_PROMPT))
+    assert text_of(command, run_dir, "prompt=-") == given
+
+
+def test_nothing_is_said_amid_a_text(tiny, monkeypatch):
+    """Softmax attention says once, in its first forward pass, by which kernel."""
+    say_once.cache_clear()
+    fit(tiny({"max_steps": 2, "model.attention": {"name": "softmax"}}))
+    say_once.cache_clear()
+    terminal = io.StringIO()  # where both outputs are seen
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    run_sampling(make_config(checkpoint=tiny().run_dir, prompt="def", max_new_tokens=5))
+    before, text = terminal.getvalue().split("def", 1)
+    assert before.endswith("softmax attention by torch's flash kernel\n")
+    assert "softmax" not in text
+
+
+def test_the_seed_decides_and_sample_i_has_seed_plus_i(command, run_dir):
+    one, again, two = (text_of(command, run_dir, f"seed={seed}") for seed in (1, 1, 2))
+    assert one == again != two
+    both = text_of(command, run_dir, "num_samples=2")
+    assert both == one.removesuffix("\n") + "\n\n---\n\n" + two
+
+
+@pytest.mark.parametrize("extreme", ["temperature=1e-50", "top_p=1e-300"])
+def test_extreme_settings_take_the_most_likely_token(command, run_dir, extreme):
+    wanted = text_of(command, run_dir, "prompt=ab", "temperature=0", "max_new_tokens=10")
+    assert text_of(command, run_dir, "prompt=ab", extreme, "max_new_tokens=10") == wanted
+
+
+def test_the_number_of_sampled_tokens_is_told(command, run_dir, monkeypatch):
+    drawn = itertools.chain(*([i, i] for i in (*b"xyz", EOT)))
+    monkeypatch.setattr("inference.continuations.draw", lambda *_: torch.tensor([next(drawn), next(drawn)]))
+    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=abc", "num_samples=2")
+    assert result.out.count("abcxyz\n") == 2
+    assert re.search(r"^\(6 tokens, \d+ a second\)$", result.err, re.MULTILINE)
+
+
+def test_prompts_of_a_file_are_continued_as_each_alone(command, run_dir, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\n\nzwei 日本\r\n  drei", encoding="utf-8")
+    together = text_of(command, run_dir, f"prompts_file={tmp_path / 'prompts.txt'}", "num_samples=2", "micro_batch=3")
+    alone = [text_of(command, run_dir, f"prompt={p}", "num_samples=2") for p in ("one", "zwei 日本", "  drei")]
+    assert together.removesuffix("\n") == "\n\n---\n\n".join(text.removesuffix("\n") for text in alone)
+
+
+def test_text_is_all_there_is_on_standard_output(command, run_dir):
+    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=def", "max_new_tokens=9")
+    assert result.out == (run_dir / "samples.txt").read_text(encoding="utf-8")
+    assert "written to " in result.err
+
+
+def test_json_is_all_there_is_on_standard_output(command, run_dir, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\nzwei 日本\n", encoding="utf-8")
+    options = [f"prompts_file={tmp_path / 'prompts.txt'}", "output=json", "num_samples=2", "max_new_tokens=5", "seed=7"]
+    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", 'stop=["\\n", "END"]', *options)
+    records = [json.loads(line) for line in result.out.splitlines()]
+    assert [(r["prompt"], r["seed"]) for r in records] == [(p, s) for p in ("one", "zwei 日本") for s in (7, 8)]
+    assert all(r["finish_reason"] in ("length", "stop", "end_of_text") and "\n" not in r["text"] for r in records)
+    assert [r["prompt_tokens"] for r in records] == [3, 3, 11, 11]
+    stored = "\n\n---\n\n".join(r["prompt"] + r["text"] for r in records) + "\n"
+    assert (run_dir / "samples.txt").read_text(encoding="utf-8") == stored
+    assert f"({sum(r['tokens'] for r in records)} tokens, " in result.err
+
+
+@pytest.mark.parametrize(
+    ("given", "stop"), [("END", ("END",)), ('["\\n", "[b]"]', ("\n", "[b]")), (["a", "b"], ("a", "b")), ("[]", ())]
+)
+def test_stop_strings_as_people_give_them(given, stop):
+    assert make_config(stop=given).stop == stop
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stop": "[a, b]"}, "give a text, or a JSON list"),
+        ({"stop": ""}, "at least 1 character"),
+        ({"prompt": "a", "prompts_file": "b"}, "prompt and prompts_file are both given"),
+        ({"interactive": True, "num_samples": 2}, "num_samples=2 is not for interactive=true"),
+        ({"interactive": True, "prompt": "-"}, "prompt=- is not for interactive=true"),
+        ({"min_p": 2}, "less than or equal to 1"),
+        ({"repetition_penalty": 0}, "greater than or equal to 0.001"),
+        ({"repetition_penalty": 1e39}, "less than or equal to 1000"),
+        ({"temperature": float("inf")}, "finite"),
+    ],
+)
+def test_what_does_not_go_is_refused(changes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_config(**changes)
+
+
+def test_a_file_without_prompts_is_refused(run_dir, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(UserError, match="has no prompts: write one a line"):
+        run_sampling(make_config(checkpoint=run_dir, prompts_file=tmp_path / "empty.txt"))
+
+
+def test_learned_positions_are_used_to_the_last_and_no_further(tiny):
+    gpt = GPT(tiny(LEARNED).model)
+    fits = Continuation(BYTES, "abcd", 1, 12)  # <|endoftext|>, 4 of the prompt, and 11 of 12 are read
+    check_lengths(gpt, [fits], 12)
+    for _ in grow(gpt, [fits], n_vocab=257, sampling=SamplingConfig(), at_once=1):
+        pass
+    assert fits.n_tokens == 12
+    with pytest.raises(UserError, match=r"prompt of 6 tokens and max_new_tokens=12 are more than the .* 16 learned"):
+        check_lengths(gpt, [fits, Continuation(BYTES, "abcde", 1, 12)], 12)
+
+
+def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
+    drawn = iter(b"abc")
+
+    def draw(*_):
+        for token_id in drawn:
+            return torch.tensor([token_id])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("inference.continuations.draw", draw)
+    with pytest.raises(KeyboardInterrupt):
+        run_sampling(make_config(checkpoint=run_dir, prompt="x"))
+    assert (run_dir / "samples.txt").read_text() == "xabc\n"
+    out, err = capsys.readouterr()
+    assert out == "xabc\n"
+    assert "written to " in err
+
+
+@pytest.mark.parametrize("greedy", ["temperature=0", "temperature=1e-50", "top_p=1e-300"])
+def test_a_conversation_through_a_pipe(command, run_dir, monkeypatch, greedy):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\\\ntwo\n\n"))
+    options = ["interactive=true", "prompt=zero ", "max_new_tokens=5", greedy]
+    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", *options)
+    assert result.status == 0, result.err
+    text = (run_dir / "samples.txt").read_text().removesuffix("\n")
+    assert text.startswith("zero one\ntwo")
+    assert "(10 tokens, " in result.err
+    assert text == text_of(command, run_dir, "prompt=zero one\ntwo", "temperature=0", "max_new_tokens=10")[:-1]
+
+
+def test_control_characters_do_not_command_a_terminal(monkeypatch, capsys):
+    text = "a\x1b[2J\x9b\r\x07\t日🙂\n"
+    show(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show(text)
+    assert capsys.readouterr().out == "a\\x1b[2J\\x9b\\x0d\\x07\t日🙂\n"
+
+
+def test_a_character_that_the_output_cannot_show(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    show("é日")
+    assert out.buffer.getvalue() == b"\xe9\\u65e5"
+
+
+class Terminal:
+    """A function that runs in a process of its own, on a terminal of its own."""
+
+    def __init__(self, run):
+        self.pid, self.handle = pty.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+                run()
+                status = 0
+            except BaseException:
+                traceback.print_exc(file=sys.stdout)
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        self.seen = ""
+
+    def until(self, pattern):
+        """Read up to what matches."""
+        while not (found := re.search(pattern, self.seen)):
+            try:
+                self.seen += os.read(self.handle, 1000).decode()
+            except OSError:
+                raise AssertionError(f"no {pattern!r} in {self.seen!r}") from None
+        self.seen = self.seen[found.end() :]
+
+    def type(self, text):
+        os.write(self.handle, text.encode())
+
+    def close(self):
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self.handle)
+
+
+def test_a_conversation_at_a_terminal(run_dir):
+    """Ctrl-C ends an answer, Ctrl-D the conversation."""
+    talk = make_config(checkpoint=run_dir, interactive=True, max_new_tokens=10**9, runtime={"device": "cpu"})
+    terminal = Terminal(lambda: run_sampling(talk.model_copy(update={"temperature": 0})))
+    try:
+        terminal.until("the end[.]\r\n")
+        terminal.until("> ")
+        terminal.type("def \n")
+        terminal.until("(?s)def .*\r\n.{20}")
+        terminal.type("\x03")
+        terminal.until("(?s)\r\n.*> ")
+        terminal.type("\x04")
+        terminal.until(r"\(\d+ tokens, \d+ a second\)")
+        terminal.until("samples.txt\r\n")
+    finally:
+        terminal.close()
+    assert (run_dir / "samples.txt").read_text().startswith("def ")
+
+
+def test_a_run_that_cannot_be_written_to_is_sampled_all_the_same(command, run_dir, monkeypatch):
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("trainer.checkpoint.write_atomic", refuse)
+    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=x", "max_new_tokens=3")
+    assert result.status == 0
+    assert "samples.txt was not written: Read-only file system" in result.err
+
+
+def test_a_checkpoint_alone_gets_its_sample_beside_it(command, run_dir, tmp_path):
+    alone = shutil.copytree(newest(run_dir), tmp_path / "copy" / "step-00000006")
+    (alone / "optimizer.safetensors").unlink()  # not needed to sample
+    result = command("sample", f"checkpoint={alone}", "runtime.device=cpu", "prompt=x", "max_new_tokens=3")
+    assert result.status == 0, result.err
+    assert (alone / "samples.txt").read_text().startswith("x")

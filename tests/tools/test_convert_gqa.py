@@ -1,0 +1,198 @@
+"""scripts/convert_gqa.py: fewer key and value heads, each the mean of a group's, and training goes on."""
+
+import json
+import shlex
+
+import pytest
+import torch
+
+from common.settings import UserError, decode, variant_names
+from model.attention import ATTENTION
+from model.gpt import GPT, GPTConfig
+from tools.convert.gqa import convert, pooled, shared, with_n_kv_head
+from trainer.checkpoint import load_model, open_checkpoint
+from trainer.loop import fit
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+NAMES = [variant_names(config)[0] for config in ATTENTION if "n_kv_head" in config.model_fields]
+HEADS, DIM = 6, 4
+
+
+def gpt_of(attention, n_kv_head=None, dtype=torch.float64, **changes):
+    raw = {
+        "n_vocab": 11,
+        "n_layer": 2,
+        "n_head": HEADS,
+        "n_embd": HEADS * DIM,
+        "attention": {"name": attention, "n_kv_head": n_kv_head},
+        "block": {"name": "glu"},
+        "position": {"name": "rotary"},
+    }
+    torch.manual_seed(0)
+    return GPT(decode(GPTConfig, raw | changes)).to(dtype)
+
+
+def unshared(fewer, n_kv_head, wanted):
+    """A model in which each of `fewer`'s key and value heads stands several times, as `wanted` has room for."""
+    tensors = {}
+    for name, value in fewer.state_dict().items():
+        rows = len(wanted.state_dict()[name])
+        if rows != len(value):
+            kinds = (rows - len(value)) // ((HEADS - n_kv_head) * DIM)
+            own = len(value) - kinds * n_kv_head * DIM
+            parts = [value[:own]]
+            for heads in value[own:].split(n_kv_head * DIM):
+                parts += [head for head in heads.split(DIM) for _ in range(HEADS // n_kv_head)]
+            value = torch.cat(parts)
+        tensors[name] = value
+    wanted.load_state_dict(tensors)
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n_kv_head", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_heads_give_the_same_model(name, n_kv_head, dtype):
+    before = unshared(gpt_of(name, n_kv_head, dtype), n_kv_head, gpt_of(name, dtype=dtype))
+    after = shared(before, n_kv_head)
+    for key, value in gpt_of(name, n_kv_head, dtype).state_dict().items():
+        assert torch.equal(after.state_dict()[key], value), key
+    token_ids = torch.randint(11, (2, 40), generator=torch.Generator().manual_seed(1))
+    # The same products, in an order that the kernels choose: some tens of roundings of logits of size about 1.
+    torch.testing.assert_close(after(token_ids), before(token_ids), rtol=0, atol=100 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2, 3])
+def test_rows_are_the_means_of_the_groups(n_kv_head):
+    rows = torch.randn(3 * HEADS * DIM, 5)
+    got = pooled(rows, (HEADS + 2 * n_kv_head) * DIM, HEADS, n_kv_head, DIM)
+    assert torch.equal(got[: HEADS * DIM], rows[: HEADS * DIM])
+    r = HEADS // n_kv_head
+    for kind in (0, 1):
+        for group in range(n_kv_head):
+            first = (HEADS + kind * HEADS + group * r) * DIM
+            wanted = sum(rows[first + i * DIM : first + (i + 1) * DIM].double() for i in range(r)) / r
+            at = (HEADS + kind * n_kv_head + group) * DIM
+            torch.testing.assert_close(got[at : at + DIM].double(), wanted, rtol=2**-23, atol=2**-24)
+
+
+def test_shared_heads_can_be_shared_further():
+    once = shared(gpt_of(NAMES[0]), 3)
+    assert {attention.n_kv_head for attention in (block.attention for block in shared(once, 1).blocks)} == {1}
+    for a, b in zip(shared(once, 1).parameters(), shared(gpt_of(NAMES[0]), 1).parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-15)  # a mean of means of equal groups is the mean
+
+
+def test_every_layer_of_a_pattern_that_can_share_does():
+    own, other = NAMES[:2]
+    before = gpt_of(own, n_layer=4, attention_pattern=[own, "log_space", other, {"name": other, "n_kv_head": 3}])
+    after = shared(before, 3)
+    assert [getattr(block.attention, "n_kv_head", None) for block in after.blocks] == [3, None, 3, 3]
+    for layer in (1, 3):
+        old, new = before.blocks[layer].state_dict(), after.blocks[layer].state_dict()
+        assert all(torch.equal(old[key], new[key]) for key in old)
+    assert after(torch.zeros(1, 9, dtype=torch.long)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("attention", "heads", "message"),
+    [
+        (NAMES[0], 4, rf"--n-kv-head 4 does not divide the 6 key and value heads of {NAMES[0]}: use one of 1, 2, 3, 6"),
+        (NAMES[0], 0, r"--n-kv-head 0 does not divide"),
+        (NAMES[0], 12, r"--n-kv-head 12 does not divide"),
+        (NAMES[0], 6, r"--n-kv-head 6 is what the model has"),
+        ("log_space", 2, r"attention log_space does not share heads"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(attention, heads, message):
+    raw = gpt_of(NAMES[0]).config.model_dump() | {"attention": {"name": attention}}
+    with pytest.raises(UserError, match=message):
+        with_n_kv_head(decode(GPTConfig, raw), heads)
+
+
+def test_only_layers_that_there_are_count():
+    """With a pattern, `attention` is of no layer."""
+    raw = gpt_of(NAMES[0]).config.model_dump()
+    one = {"attention": {"name": "softmax", "n_kv_head": 1}, "attention_pattern": [{"name": "softmax", "n_kv_head": 6}]}
+    assert with_n_kv_head(decode(GPTConfig, raw | one), 2).layers[0].n_kv_head == 2
+    none = {"attention": {"name": "softmax"}, "attention_pattern": [{"name": "linear"}]}
+    with pytest.raises(UserError, match="attention linear does not share heads"):
+        with_n_kv_head(decode(GPTConfig, raw | none), 2)
+
+
+@pytest.fixture(scope="module")
+def settings():
+    return {"model.n_head": 4, "model.attention": {"name": NAMES[0]}, "model.position": {"name": "rotary"}}
+
+
+def test_training_goes_on_from_the_converted_checkpoint(tiny, settings, tmp_path):
+    fit(tiny(settings))
+    path = convert(tmp_path / "run", tmp_path / "gqa", 2, seed=7)
+    assert path == tmp_path / "gqa" / "checkpoints" / "step-00000000"
+
+    checkpoint = open_checkpoint(path)
+    first = open_checkpoint(tmp_path / "run").state
+    assert (checkpoint.state.step, checkpoint.state.seed) == (0, 7)
+    assert checkpoint.state.run_id != first.run_id
+    assert checkpoint.state.best_val_loss is None
+    assert checkpoint.state.dataset_fingerprint == first.dataset_fingerprint
+    gpt, _ = load_model(path)
+    trained, _ = load_model(tmp_path / "run")
+    wanted = shared(trained, 2).state_dict()
+    assert all(torch.equal(value, wanted[key]) for key, value in gpt.state_dict().items())
+
+    again = {"run_dir": tmp_path / "gqa", "model.attention": {"name": NAMES[0], "n_kv_head": 2}, "seed": 7}
+    fit(tiny(settings | again))
+    lines = [json.loads(line) for line in (tmp_path / "gqa" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["step"] for line in lines) == 6
+    after, _ = load_model(tmp_path / "gqa")
+    assert any(not torch.equal(value, wanted[key]) for key, value in after.state_dict().items())
+
+
+def test_the_run_begins_with_the_converted_weights_and_an_optimizer_at_rest(tiny, settings, tmp_path):
+    from trainer.distributed import World
+    from trainer.loop import Run
+    from trainer.runtime import open_runtime
+
+    fit(tiny(settings))
+    convert(tmp_path / "run", tmp_path / "gqa", 1)
+    config = tiny(settings | {"run_dir": tmp_path / "gqa", "model.attention": {"name": NAMES[0], "n_kv_head": 1}})
+    runtime = open_runtime(config.runtime)
+    run = Run(config, runtime, World(runtime.device))
+    wanted = shared(load_model(tmp_path / "run")[0], 1).state_dict()
+    assert all(torch.equal(value, wanted[key]) for key, value in run.gpt.state_dict().items())
+    assert not any(value.any() for state in run.optimizer.state.values() for value in state.values())
+
+
+def test_mistakes_are_one_line(tiny, settings, tmp_path, command):
+    fit(tiny(settings | {"max_steps": 2}))
+    for first, run_dir, heads, message in [
+        ("run", "run", "2", "holds a run: choose another one"),
+        ("nothing", "gqa", "2", "holds no checkpoint"),
+        ("run", "gqa", "3", "does not divide the 4 key and value heads"),
+    ]:
+        result = command("scripts/convert_gqa", str(tmp_path / first), str(tmp_path / run_dir), "--n-kv-head", heads)
+        assert result.status == 1
+        assert message in " ".join(result.err.split())
+    assert not (tmp_path / "gqa" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "heads", "wanted"),
+    [
+        ([], 2, [2]),
+        (["model.n_layer=2", f"model.attention_pattern=[{NAMES[0]},{{name:{NAMES[1]},n_kv_head:2}}]"], 1, [1, 1]),
+    ],
+)
+def test_the_settings_to_go_on_with_are_printed(tiny_args, tmp_path, command, options, heads, wanted):
+    first = [*tiny_args, "model.n_head=4", f"model/attention={NAMES[0]}", "model/position=rotary", *options]
+    assert command("train", *first, "stop_at=2").status == 0
+    run_dir = tmp_path / "it's shared (1)"
+    result = command("scripts/convert_gqa", str(tmp_path / "run"), str(run_dir), "--n-kv-head", str(heads))
+    assert result.status == 0, result.err
+    settings = shlex.split(result.out.partition("go on with train.py, the settings of the first run, and ")[2])
+    result = command("train", *first, *settings, "stop_at=1")
+    assert result.status == 0, result.err
+    state = open_checkpoint(run_dir).state
+    assert (state.step, [layer.n_kv_head for layer in state.model.layers]) == (1, wanted)

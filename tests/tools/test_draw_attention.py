@@ -1,0 +1,72 @@
+"""The pictures of attention show what the mechanisms do: their weights are those of the definitions."""
+
+import pytest
+import torch
+
+from common.settings import decode
+from model.attention import ATTENTION
+from model.gpt import GPT, GPTConfig
+from tools.report.attention_masks import PANELS, of_mechanisms, weights_and_masks, weights_of
+from trainer.loop import fit
+
+T = 13
+
+
+def gpt_of(attention, position="none"):
+    sizes = {"n_vocab": 20, "n_layer": 1, "n_head": 4, "n_embd": 32}
+    parts = {"attention": attention, "block": {"name": "mlp"}, "position": {"name": position}}
+    torch.manual_seed(0)
+    return GPT(decode(GPTConfig, sizes | parts)).double()
+
+
+@pytest.mark.parametrize("position", ["none", "rotary"])
+@pytest.mark.parametrize("title", PANELS)
+def test_weights_times_values_are_the_result(title, position):
+    gpt = gpt_of(PANELS[title][0], position)
+    layer, x = gpt.blocks[0].attention, torch.randn(1, T, 32, dtype=torch.float64)
+    _, rotation, _ = gpt.position(x)
+    project = getattr(layer, "project", None) or layer._project
+    *_, v = project(x, rotation)  # (1, H, T, D)
+    is_log = layer.__class__.__name__ == "LogSpaceAttention"
+    y = weights_of(layer, x, rotation) @ (v.exp() if is_log else v)[0]
+    if hasattr(layer, "n_global"):  # their values are their own
+        *_, v_global = layer._project_global(x, rotation, T)
+        n = layer.n_global
+        y[:, :n] = (weights_of(layer, x, rotation) @ v_global[0])[:, :n]
+    y = (y.log() if is_log else y).transpose(0, 1).flatten(1)  # (T, H D)
+    torch.testing.assert_close(y, layer(x, rotation)[0][0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("title", PANELS)
+def test_weights_stay_within_the_mask_and_add_up_to_one(title):
+    ((weights, mask),) = weights_and_masks(gpt_of(PANELS[title][0]), torch.arange(T).unsqueeze(0))
+    assert weights.shape == (4, T, T)
+    mask = mask.expand(4, T, T)
+    assert (weights[~mask] == 0).all()
+    assert (weights[mask] > 0).all()
+    torch.testing.assert_close(weights.sum(-1), mask.any(-1).double())
+
+
+def test_every_mechanism_has_a_panel():
+    drawn = {attention["name"] for attention, _ in PANELS.values()}
+    assert drawn == {cls.model_fields["name"].annotation.__args__[0] for cls in ATTENTION}
+    words, panels = of_mechanisms("a b a")
+    assert words == ["a", "b", "a"]
+    assert panels.keys() == PANELS.keys()
+
+
+def test_it_draws_mechanisms_and_a_trained_model(command, tiny, tmp_path, restored_torch):
+    result = command("scripts/draw_attention", "--text", "a cat saw a dog", "--out", str(tmp_path / "all.png"))
+    assert result.status == 0, result.err
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    fit(config := tiny({"max_steps": 2}))
+    options = ["--checkpoint", str(config.run_dir), "--text", "a b\n", "--out", str(tmp_path / "run.png")]
+    result = command("scripts/draw_attention", *options, "--head", "2")
+    assert result.status == 0, result.err
+    assert "1 panels are in" in result.out
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    for wrong, message in (["--head", "3"], "give 1 to 2"), (["--text", "x" * 65], "give 1 to 64"):
+        result = command("scripts/draw_attention", *options, *wrong)
+        assert result.status == 1
+        assert result.err.startswith("error: --")
+        assert message in result.err

@@ -1,0 +1,243 @@
+"""scripts/export_hf.py and scripts/import_gpt2.py: from a run to a folder and back; what does not fit is one line."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from printed import commands_in
+from safetensors.torch import load_file, save_file
+
+from common.settings import UserError, decode
+from data.shards import read_manifest
+from data.tokenizer import BytesConfig, build_tokenizer
+from model.gpt import GPT, GPTConfig
+from tools.convert.export_hf import export
+from tools.convert.import_gpt2 import import_gpt2, read_gpt2
+from tools.convert.new_run import begin_with
+from trainer.checkpoint import TrainState, load_model, open_checkpoint
+from trainer.loop import fit
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+MODEL = {
+    "n_vocab": 257,
+    "pad_vocab": 64,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "attention": {"name": "softmax"},
+    "block": {"name": "mlp", "expansion": 3},
+    "position": {"name": "learned", "max_len": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A run of a GPT-2 with random weights, and its export."""
+    path = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    gpt = GPT(decode(GPTConfig, MODEL))
+    raw = {"step": 0, "run_id": "x", "model": gpt.config, "seed": 1, "seq_len": 16, "batch_tokens": 64}
+    state = decode(TrainState, raw | {"dataset_dir": "none", "dataset_fingerprint": ""})
+    begin_with(gpt, build_tokenizer(BytesConfig(name="bytes")), state, path / "run")
+    export(path / "run", path / "folder")
+    return path
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    """A copy of the export, to do anything to."""
+    return shutil.copytree(original / "folder", tmp_path / "folder")
+
+
+def change_config(folder, **changes):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+
+
+def change_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_run_that_was_exported_and_imported_is_the_same_model(original, folder, tmp_path, dataset_dir):
+    path = import_gpt2(folder, tmp_path / "again", dataset_dir, seed=3)
+    assert path == tmp_path / "again" / "checkpoints" / "step-00000000"
+    (before, tokenizer), (after, tokenizer_after) = load_model(original / "run"), load_model(path)
+    assert tokenizer_after.sha256 == tokenizer.sha256
+    assert (before.config.n_vocab_padded, after.config.n_vocab_padded) == (320, 257)
+    wanted = before.state_dict() | {"embed.weight": before.embed.weight[:257]}
+    assert all(torch.equal(value, wanted[name]) for name, value in after.state_dict().items())
+    state = open_checkpoint(path).state
+    assert (state.step, state.seed, state.seq_len, state.batch_tokens) == (0, 3, 16, 480 * 16)
+    assert state.dataset_fingerprint == read_manifest(dataset_dir).fingerprint
+
+
+def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, dataset_dir, command):
+    run_dir = tmp_path / "it's again (1)"
+    result = command(
+        "scripts/import_gpt2",
+        *(str(folder), str(run_dir), "--dataset-dir", str(dataset_dir)),
+        *("--seq-len", "8", "--batch-tokens", "32", "--seed", "5"),
+    )
+    assert result.status == 0, result.err
+    (typed,) = commands_in(result.out)
+    before, _ = load_model(run_dir)
+    result = command(typed.script, *typed.arguments, "stop_at=3", "runtime.device=cpu")
+    assert result.status == 0, result.err
+    assert open_checkpoint(run_dir).state.step == 3
+    assert not torch.equal(before.embed.weight, load_model(run_dir)[0].embed.weight)
+
+
+def test_without_a_dataset_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, command, tiny):
+    import_gpt2(folder, tmp_path / "again")
+    again = f"checkpoint={tmp_path / 'again'}"
+    result = command("sample", again, "prompt=the", "max_new_tokens=4", "runtime.device=cpu")
+    assert result.status == 0, result.err
+    result = command("eval", again, f"dataset_dir={dataset_dir}", "batches=1", "runtime.device=cpu")
+    assert result.status == 0, result.err
+    assert "dataset_dir=no-dataset" in " ".join(command("eval", again, "runtime.device=cpu").err.split())
+    settings = {"model": MODEL | {"pad_vocab": 1}, "run_dir": tmp_path / "again", "batch_tokens": 480 * 16}
+    with pytest.raises(UserError, match="no-dataset-that-was-given"):
+        fit(tiny(settings))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type='llama': Input should be 'gpt2'"),
+        ({"model_type": None}, "model_type=None"),
+        ({"activation_function": "relu"}, "activation_function='relu': Input should be 'gelu_new' or"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: Input should be greater than or equal to 0.00001"),
+        ({"scale_attn_weights": False}, "scale_attn_weights=False"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ({"add_cross_attention": True}, "add_cross_attention=True"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ({"n_inner": 17}, "n_inner=17: it must be a multiple of n_embd=16"),
+        ({"n_inner": -16}, "n_inner=-16"),
+        ({"n_head": 3}, "n_embd=16 is not divisible by n_head=3"),
+        ({"n_head": 0}, "n_head=0"),
+        ({"n_embd": "16"}, "n_embd='16': Input should be a valid integer"),
+        ({"n_layer": 10**9}, "n_layer=1000000000"),
+        ({"n_embd": 10**30}, "n_embd=1"),
+        ({"vocab_size": 2**40}, "n_vocab=1099511627776"),
+        ({"n_positions": 2**40}, "position.max_len is too large"),
+    ],
+)
+def test_a_config_of_another_kind_is_refused(folder, changes, message):
+    change_config(folder, **changes)
+    with pytest.raises(UserError, match="is not that of a GPT2LMHeadModel like GPT-2") as error:
+        read_gpt2(folder)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("transformer.wpe.weight"), "'transformer.wpe.weight' is missing"),
+        (lambda t: t.update({"score.weight": torch.zeros(2, 16)}), "'score.weight' is unknown"),
+        (lambda t: t.update({"transformer.h.7.attn.bias": torch.zeros(1)}), r"'transformer.h.7.attn.bias' is unknown"),
+        (lambda t: t.update({"transformer.h.0.attn.bias": torch.zeros(9)}), r"attn.bias has the shape \[9\]"),
+        (lambda t: t.update({"transformer.wte.weight": torch.zeros(9, 16)}), r"wte.weight has the shape \[9, 16\]"),
+        (lambda t: t.update({"transformer.ln_f.bias": torch.zeros(16, dtype=torch.long)}), "ln_f.bias has the type"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(257, 16)}), "lm_head.weight differs from wte.weight"),
+        (lambda t: t.clear(), "are missing"),
+    ],
+)
+def test_other_weights_are_refused(folder, change, message):
+    change_weights(folder, change)
+    with pytest.raises(UserError, match=message) as error:
+        read_gpt2(folder)
+    assert str(folder / "model.safetensors") in str(error.value)
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def in_a_pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def in_shards(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def as_a_pipe(folder):
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def with_a_smaller_model(folder):
+    change_config(folder, vocab_size=200)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (remove("config.json"), "has no config.json: give a folder that save_pretrained wrote"),
+        (remove("tokenizer.json"), "has no tokenizer.json: put it there: AutoTokenizer"),
+        (remove("model.safetensors"), "holds no weights: model.safetensors is what is read"),
+        (in_a_pickle, "has pytorch_model.bin, and model.safetensors is what is read: load the model with transformers"),
+        (in_shards, "has model.safetensors.index.json, and model.safetensors is what is read"),
+        (as_a_pipe, "is a link, a folder, a pipe or a device"),
+        (with_a_smaller_model, "has a tokenizer of 257 ids for a model of 200"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "GPT2LMHeadModel like GPT-2"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot read"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 99), "not a whole safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "not a whole safetensors file"),
+    ],
+)
+def test_folders_that_cannot_be_read_are_one_line(folder, tmp_path, change, message, command):
+    change(folder)
+    result = command("scripts/import_gpt2", str(folder), str(tmp_path / "again"))
+    assert result.status == 1
+    assert message in " ".join(result.err.split())
+    assert not (tmp_path / "again").exists()
+
+
+def test_arguments_that_do_not_fit_are_one_line(original, folder, tmp_path, command, make_dataset, rank_file):
+    other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
+    for arguments, message in [
+        (["--seq-len", "17"], "--seq-len 17 does not fit the model's 16 positions: use 1 to 16"),
+        (["--seq-len", "0"], "--seq-len 0 does not fit"),
+        (["--seq-len", "8", "--batch-tokens", "12"], "--batch-tokens 12 is not a multiple of 8"),
+        (["--seed", "-1"], "seed=-1"),
+        (["--dataset-dir", str(tmp_path / "nothing")], "does not exist"),
+        (["--dataset-dir", str(other)], "was made with tokenizer gpt2 (n_vocab 260), the model with another one"),
+    ]:
+        result = command("scripts/import_gpt2", str(folder), str(tmp_path / "again"), *arguments)
+        assert result.status == 1, message
+        assert message in " ".join(result.err.split())
+    result = command("scripts/import_gpt2", str(folder), str(original / "run"))
+    assert "holds a run: choose another one" in " ".join(result.err.split())
+    result = command("scripts/import_gpt2", str(tmp_path / "nothing"), str(tmp_path / "again"))
+    assert "has no config.json" in " ".join(result.err.split())
+
+
+def test_an_export_is_whole_or_absent(original, folder, tmp_path, command, monkeypatch):
+    result = command("scripts/export_hf", str(original / "run"), str(folder))
+    assert (result.status, "is not empty: choose another folder" in " ".join(result.err.split())) == (1, True)
+    result = command("scripts/export_hf", str(tmp_path / "nothing"), str(tmp_path / "new"))
+    assert (result.status, "holds no checkpoint" in " ".join(result.err.split())) == (1, True)
+    (tmp_path / "new.tmp").mkdir()
+    (tmp_path / "new.tmp" / "model.safetensors").write_text("of an export that was killed")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tools.convert.export_hf.write_json", full)
+        result = command("scripts/export_hf", str(original / "run"), str(tmp_path / "new"))
+    assert (result.status, "No space left" in result.err) == (1, True)
+    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new.tmp").exists()
+    (tmp_path / "new").mkdir()  # an empty one is as good as none
+    result = command("scripts/export_hf", str(original / "run"), str(tmp_path / "new"))
+    assert result.status == 0, result.err
+    assert (tmp_path / "new" / "config.json").read_bytes() == (folder / "config.json").read_bytes()

@@ -1,0 +1,203 @@
+"""scripts/plan.py: its figures are those of runs; what is not known is called unknown."""
+
+import json
+
+import pytest
+import torch
+
+from common.settings import decode
+from model.gpt import GPT
+from tools.plan.measure import measure_rate
+from tools.plan.plan import PlanConfig, find_place, memory_of, plan
+from tools.plan.report import duration, engineering, gigabytes
+from trainer.checkpoint import newest
+from trainer.devices import DEVICES, device_by_name, device_of_gpu
+from trainer.metrics import read_metrics
+from trainer.micro_batch import SPARE
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("tools.plan.measure._SECONDS", 0.5)
+
+
+@pytest.fixture
+def tiny_plan(tiny):
+    """Builds the PlanConfig of the tiny run."""
+
+    def build(changes=None, **asked):
+        return decode(PlanConfig, tiny(changes).model_dump() | asked)
+
+    return build
+
+
+def test_a_table_for_people(command):
+    result = command("scripts/plan", "experiment=pile_125m", "device=a100-40gb", "n_device=8", "mfu=0.4")
+    assert result.status == 0, result.err
+    for text in ("8 x a100-40gb in bfloat16 (NVIDIA A100", "124,879,872", "294.9 B tokens", "40.00 GB", "2.6 days"):
+        assert text in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert "unknown" not in result.out
+
+
+def test_json_and_nothing_else(command):
+    args = ["experiment=quickstart", "runtime.device=cpu", "seq_len=16", "batch_tokens=64", "measure=true"]
+    result = command("scripts/plan", *args, "output=json")
+    found = json.loads(result.out)
+    assert (found["device"]["name"], found["device"]["peak_flops"]) == ("cpu", None)
+    assert found["time"]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(("name", "hint"), [("h1000", "'h100'"), ("A100", "a100-80gb or a100-40gb?")])
+def test_an_unknown_device_is_unknown_and_never_guessed(command, name, hint):
+    result = command("scripts/plan", "experiment=pile_125m", f"device={name}", "mfu=0.4")
+    assert result.status == 0
+    assert f"device={name} is not in the table of devices" in result.out
+    assert hint in result.out
+    result = command("scripts/plan", "experiment=pile_125m", f"device={name}", "mfu=0.4", "output=json")
+    found = json.loads(result.out)
+    assert found["device"]["memory"] is found["device"]["peak_flops"] is None
+    assert found["device"]["source"] == "unknown"
+    assert found["memory"]["largest_micro_batch"] is found["time"]["seconds"] is found["time"]["mfu"] is None
+    assert found["memory"]["peak"] > 1e9  # this does not depend on it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ("n_device=1000", ["480 sequences, fewer than n_device=1000", "lower n_device"]),
+        ("mfu=2", ["mfu=2", "less than or equal to 1"]),
+        ("mfu=0.3 measure=true", ["mfu and measure", "give one"]),
+        ("runtime.device=cuda", ["runtime.device=cuda is not here", "such as device=a100-40gb"]),
+        ("device=h100 measure=true", ["measure=true measures this machine", "device=h100 is not here"]),
+        ("dataset_dir=/no/such", ["dataset_dir=/no/such", "prepare_data.py"]),
+        ("n_devices=8", ["unknown config key 'n_devices': did you mean 'n_device'?"]),
+        ("optim.max_lrr=1", ["did you mean 'optim.max_lr'?"]),
+        ("output=xml", ["output='xml'", "'table' or 'json'"]),
+    ],
+)
+def test_a_mistake_is_one_line(command, arguments, fragments):
+    result = command("scripts/plan", "experiment=pile_125m", *arguments.split())
+    assert result.status == 1
+    assert result.err.startswith("error: ")
+    assert result.err.count("\n") == 1
+    for fragment in fragments:
+        assert fragment in result.err
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not(tiny_plan):
+    config = tiny_plan({"batch_tokens": 16 * 1_000_000, "model.n_vocab": 50_257}, device="t4", n_device=2)
+    place = find_place(config)
+    with torch.device("meta"):
+        gpt = GPT(config.model)
+    largest = plan(config)["memory"]["largest_micro_batch"]
+    assert 1 < largest < 500_000
+    assert memory_of(gpt, config, place, largest).peak <= 16e9 * (1 - SPARE)
+    assert memory_of(gpt, config, place, largest + 1).peak > 16e9 * (1 - SPARE)
+
+
+def test_auto_plans_with_the_largest_micro_batch_and_a_share_is_enough(tiny_plan):
+    found = plan(tiny_plan({"runtime.micro_batch": "auto"}, device="h100", n_device=3))
+    assert found["step"]["micro_batch"] == found["memory"]["largest_micro_batch"] == 2  # of 4 sequences for 3
+    assert found["step"]["micro_batches"] == 1
+
+
+def test_time_follows_from_tokens_and_rate(tiny_plan):
+    found = plan(tiny_plan({"max_steps": 1000}, tokens_per_second=500, n_device=4))["time"]
+    assert found["tokens"] == 64_000
+    assert found["seconds"] == 32
+    assert found["device_hours"] == 32 * 4 / 3600
+    found = plan(tiny_plan({"max_steps": 1000, "runtime.dtype": "bfloat16"}, device="h100", mfu=0.25, n_device=4))[
+        "time"
+    ]
+    assert found["seconds"] == pytest.approx(4 * found["seconds_at_peak"])
+    assert found["seconds_at_peak"] == pytest.approx(found["flops"] / (4 * 989e12))
+    assert plan(tiny_plan({"stop_at": 3}))["time"]["steps"] == 3
+
+
+def test_the_measured_rate_is_that_of_training(command, tiny_args, tmp_path, tiny_plan):
+    """Both are taken on this machine, which may be busy with other things in between."""
+    args = [*tiny_args, "seq_len=128", "batch_tokens=1024", "max_steps=8", "model.n_embd=64", "eval.every=100"]
+    assert command("train", *args, "checkpoint.every=100").status == 0
+    rates = [line["tokens_per_second"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    sizes = {"seq_len": 128, "batch_tokens": 1024, "model.n_embd": 64, "max_steps": 8}
+    measured = measure_rate(tiny_plan(sizes), 2, 8)
+    assert 1 / 3 < measured / sorted(rates)[len(rates) // 2] < 3
+
+
+def test_disk_is_what_a_run_writes(command, tiny_args, tmp_path, tiny_plan, dataset_dir):
+    assert command("train", *tiny_args, "checkpoint.keep_every=4", "checkpoint.keep_last=1").status == 0
+    weights = {"model.safetensors", "optimizer.safetensors"}
+    written = sum(path.stat().st_size for path in newest(tmp_path / "run").iterdir() if path.name in weights)
+    found = plan(tiny_plan({"checkpoint.keep_every": 4, "checkpoint.keep_last": 1}))["disk"]
+    assert found["checkpoint"] == pytest.approx(written, rel=0.2)  # a file says what is in it: much, for so few numbers
+    checkpoints = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith("step-")]
+    assert len(checkpoints) <= found["checkpoints_kept"] <= 3
+    data = found["dataset"]
+    assert data["bytes"] == sum(path.stat().st_size for path in dataset_dir.iterdir())
+    assert data["passes"] == 6 * 64 / data["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200-96gb"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA A100X", None),
+    ],
+)
+def test_gpus_are_known_by_what_they_call_themselves(gpu, name):
+    found = device_of_gpu(gpu)
+    assert (found and found.name) == name
+
+
+def test_the_table_of_devices_is_sound():
+    assert len({device.name for device in DEVICES}) == len(DEVICES)
+    for device in DEVICES:
+        assert device_by_name(device.name.upper().replace("-", " ")) is device
+        assert device.source.startswith("NVIDIA")
+        assert 8 <= device.memory <= 300
+        assert device.peak(torch.float64) is None
+        if device.bfloat16 is not None:
+            assert device.peak(torch.bfloat16) == pytest.approx(2 * device.peak(torch.float32), rel=0.02)
+
+
+def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-40GB")
+    place = find_place(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
+    assert (place.name, place.peak, place.numbers.device) == ("a100-40gb", 312e12, "cuda")
+    assert place.numbers.dtype == torch.bfloat16
+    assert find_place(tiny_plan({"runtime.device": "cuda"})).name == "a100-40gb"
+    assert find_place(tiny_plan({"runtime.device": "cpu"})).name == "cpu"
+    assert find_place(tiny_plan({"runtime.device": "cpu"}, device="h100")).name == "h100"
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA Tomorrow")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1, 7 * 10**9))
+    place = find_place(tiny_plan({"runtime.device": "auto"}))
+    assert (place.name, place.memory, place.peak, place.source) == ("NVIDIA Tomorrow", 7e9, None, "unknown")
+
+
+def test_figures_as_people_read_them():
+    assert [engineering(x) for x in (12_345, 769.7e6, 294.9e9, 2.27e20)] == ["12,345", "769.7 M", "294.9 B", "2.27e+20"]
+    assert [gigabytes(x) for x in (None, 3_440_000, 40e9)] == ["unknown", "3.44 MB", "40.00 GB"]
+    assert [duration(x) for x in (3, 300, 10_000, 1e6)] == ["3.0 seconds", "5.0 minutes", "2.8 hours", "11.6 days"]

@@ -1,0 +1,290 @@
+"""The report says what metrics.jsonl says, whatever stands there; its page runs nothing of a stranger's."""
+
+import html.parser
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from common.settings import UserError
+from tools.report.records import MOST_SETTINGS, labels, read_records, varying_settings
+from tools.report.write import write_report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = "</script><img src=x onerror=document.title='owned'>$\\frac$ {{DATA}} ${x} \x1b[2J\n\u202e_"
+
+
+def train(step, loss, rate=100.0):
+    return {"step": step, "tokens": 64 * step, "loss": loss, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": rate}
+
+
+def val(step, loss):
+    return {"step": step, "tokens": 64 * step, "val_loss": loss, "val_bits_per_byte": loss / math.log(2)}
+
+
+def make_run(folder, lines, config=None, environment=None):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if config is not None:
+        environment = environment or {"n_params": 1000, "flops_per_token": 6000}
+        (folder / "config.json").write_text(json.dumps({"config": config, "environment": environment}))
+    return folder
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Three learning rates and two seeds; the loss is 1 + 100 * lr + seed / 10."""
+    for lr in (0.001, 0.01, 0.03):
+        for seed in (1, 2):
+            lines = [line for i in range(1, 7) for line in (train(i, 5 - i / 6), val(i, 7 - i + 100 * lr + seed / 10))]
+            config = {"run_dir": f"x/{lr},{seed}", "max_steps": 6, "seed": seed, "optim": {"max_lr": lr, "eps": None}}
+            make_run(tmp_path / "sweep" / f"optim.max_lr={lr},seed={seed}", lines, config)
+    return tmp_path / "sweep"
+
+
+def data_of(page):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_the_figures_are_those_of_the_lines(tmp_path):
+    lines = [
+        train(1, 4.0, rate=64.0),
+        train(2, 3.0, rate=32.0),
+        val(2, 3.5),
+        train(3, 2.0, rate=16.0),
+        val(3, 2.5),
+        val(4, 2.75),
+    ]
+    make_run(tmp_path / "run", lines, {"max_steps": 10}, {"n_params": 7, "flops_per_token": 10})
+    (record,) = read_records([tmp_path])
+    seconds = 1 + 2 + 4
+    assert record.figures == {
+        **{"step": 4, "tokens": 256, "flops": 2560, "seconds": seconds, "max_steps": 10, "n_params": 7},
+        **{"best": 2.5, "best_step": 3, "bits": 2.5 / math.log(2), "loss": 2.0, "rate": 32.0},
+    }
+    assert [(p["tokens"], p["flops"], p["seconds"], p["loss"]) for p in record.train] == [
+        (64, 640, 1, 4.0),
+        (128, 1280, 3, 3.0),
+        (192, 1920, 7, 2.0),
+    ]
+    assert [(p["step"], p["seconds"], p["val_loss"]) for p in record.val] == [(2, 3, 3.5), (3, 7, 2.5), (4, 7, 2.75)]
+
+
+def test_a_long_run_is_thinned_to_means(tmp_path):
+    make_run(tmp_path / "run", [train(i, float(i)) for i in range(1, 3001)])
+    (record,) = read_records([tmp_path / "run"])
+    assert len(record.train) == 300
+    assert [p["loss"] for p in record.train[:2]] == pytest.approx([5.5, 15.5])
+    assert [p["step"] for p in record.train[-2:]] == [2990, 3000]
+
+
+def test_the_settings_that_vary_name_the_runs_and_the_best_comes_first(sweep):
+    records = read_records([sweep])
+    keys = varying_settings(records)
+    assert keys == ["optim.max_lr", "seed"]
+    assert [record.name for record in records[:2]] == ["optim.max_lr=0.001,seed=1", "optim.max_lr=0.001,seed=2"]
+    assert labels(records, keys)[0] == "max_lr=0.001, seed=1"
+    assert [record.figures["best"] for record in records] == pytest.approx([1.2, 1.3, 2.1, 2.2, 4.1, 4.2])
+
+
+def test_a_report_is_one_page_and_pictures(sweep, tmp_path):
+    paths = write_report([sweep], tmp_path / "out")
+    assert [p.name for p in paths] == ["report.html", "report_curves.png", "report_settings.png"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in paths)
+    assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in paths[1:])
+    data = data_of(paths[0].read_text())
+    assert data["keys"] == ["optim.max_lr", "seed"]
+    assert data["runs"][0]["settings"] == {"optim.max_lr": 0.001, "seed": 1}
+    assert data["runs"][0]["val"]["val_loss"][-1] == pytest.approx(1.2)
+    assert data["runs"][0]["val"]["flops"][-1] == 64 * 6 * 6000
+    assert not re.search(r"(src|href)\s*=|https?://(?!www\.w3\.org/2000/svg)|@import|fetch\(", paths[0].read_text())
+
+
+def test_runs_of_several_folders_are_compared_where_they_meet(sweep, tmp_path):
+    make_run(tmp_path / "other", [val(1, 9.0)], {"seed": 3})
+    write_report([sweep, tmp_path / "other", sweep], None)
+    assert len(data_of((tmp_path / "report.html").read_text())["runs"]) == 7
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        [train(1, 4.0)],
+        [val(1, 4.0)],
+        [val(1, 4.0), val(2, 4.0)],
+        [{"step": 1, "tokens": 64, "event": "skipped", "loss": "nan"}],
+        [train(1, 4.0, rate=None), val(1, 4.0)],
+        [train(1, 4.0, rate=5e-324), val(1, 4.0)],
+        [train(i, 1e308) for i in range(1, 3000)] + [val(i, 1e308 / i) for i in range(1, 9)],
+        [{"step": 1, "tokens": 10**400, "loss": 4.0}, {"step": 2, "tokens": 1e308, "val_loss": 4.0}],
+        [{"step": 1, "tokens": 64, "loss": True, "val_loss": [], "tokens_per_second": {}}],
+        [{"step": 1, "tokens": -64, "loss": -1.0, "val_loss": 0}],
+        [{"step": -(10**30), "tokens": 64, "val_loss": 1.0}],
+    ],
+    ids=range(12),
+)
+def test_any_lines_make_a_report(tmp_path, lines):
+    make_run(tmp_path / "a", lines, {"seed": 1})
+    make_run(tmp_path / "b", [val(1, 3.0)], {"seed": 2})
+    data = data_of(write_report([tmp_path], None)[0].read_text())
+    assert len(data["runs"]) == 2
+
+
+def test_numbers_that_are_none_are_no_losses(tmp_path):
+    path = make_run(tmp_path / "a", [val(1, 3.0)]) / "metrics.jsonl"
+    path.write_text(
+        path.read_text() + '{"step": 2, "tokens": 128, "val_loss": NaN}\n{"step": 3, "tokens": 1, "val_loss": 1e999}\n'
+    )
+    (record,) = read_records([tmp_path])
+    assert [p["val_loss"] for p in record.val] == [3.0]
+
+
+@pytest.mark.parametrize("config", [None, [], "x", {"a": {"b": [1, {"c": HOSTILE}]}}, {str(i): i for i in range(1000)}])
+def test_any_configuration_makes_a_report(tmp_path, config):
+    make_run(tmp_path / "a", [val(1, 3.0)], config)
+    make_run(tmp_path / "b", [val(1, 3.0), val(2, 2.0)], {"seed": 2})
+    data = data_of(write_report([tmp_path], None)[0].read_text())
+    assert len(data["keys"]) <= MOST_SETTINGS
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
+@pytest.mark.parametrize("replace", ["link", "pipe", "folder", "damaged"])
+def test_what_is_no_file_costs_a_warning(tmp_path, capsys, name, replace):
+    make_run(tmp_path / "good", [val(1, 3.0)], {"seed": 1})
+    path = make_run(tmp_path / "bad", [val(1, 2.0)], {"seed": 2}) / name
+    path.unlink()
+    if replace == "link":
+        path.symlink_to("/dev/zero")
+    elif replace == "pipe":
+        os.mkfifo(path)
+    elif replace == "folder":
+        path.mkdir()
+    else:
+        path.write_text("{\n")
+    records = read_records([tmp_path])
+    left_out = name == "metrics.jsonl"
+    assert len(records) == 2 - left_out
+    folder_is_no_run = left_out and replace == "folder"
+    assert capsys.readouterr().err.count("warning: ") == (0 if folder_is_no_run else 1)
+
+
+def test_links_lead_nowhere(sweep, tmp_path):
+    (sweep / "again").symlink_to(sweep)
+    (sweep / "elsewhere").symlink_to(make_run(tmp_path / "private", [val(1, 1.0)]))
+    assert len(read_records([sweep])) == 6
+
+
+@pytest.mark.parametrize("given", ["empty", "missing", "file"])
+def test_without_a_run_there_is_one_line(command, tmp_path, given):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    result = command("scripts/report", str(tmp_path / given))
+    assert (result.status, result.err.count("\n")) == (1, 1)
+    assert result.err.startswith("error: ")
+    assert str(tmp_path / given) in result.err
+    with pytest.raises(UserError):
+        command("scripts/report", str(tmp_path / given), "--debug")
+
+
+def test_every_path_that_is_printed_exists(command, sweep):
+    result = command("scripts/report", str(sweep))
+    assert result.status == 0
+    assert "6 runs; lowest validation loss 1.2000: max_lr=0.001, seed=1" in result.out
+    paths = re.findall(r"written: (.*)", result.out)
+    assert len(paths) == 3
+    assert all(os.path.isfile(path) for path in paths)
+
+
+def test_torch_is_not_imported(run_process):
+    code = "import sys, tools.report.write; sys.exit('torch' in sys.modules)"
+    assert run_process(["-c", code])[0].status == 0
+
+
+class Elements(html.parser.HTMLParser):
+    def __init__(self, page):
+        super().__init__()
+        self.found = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A sweep whose every name and setting tries to be HTML, a formula or a command to the terminal."""
+    for i in range(3):
+        config = {
+            "optim": {HOSTILE: f"{i}{HOSTILE}", "max_lr": i + 1},
+            "__proto__": {"constructor": i},
+            "seed": HOSTILE * (i + 1),
+        }
+        name = os.fsencode(HOSTILE.replace("/", "|")) + b"\xff%d" % i
+        folder = os.path.join(os.fsencode(tmp_path / "sweep"), name)
+        make_run(tmp_path / "made" / str(i), [train(1, 4.0), val(1, 3.0 + i), val(2, 2.0 + i)], config)
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        os.rename(os.fsencode(tmp_path / "made" / str(i)), folder)
+    return tmp_path / "sweep"
+
+
+def test_names_and_settings_stay_text(hostile, sweep, capsys):
+    page = write_report([hostile], None)[0].read_text(encoding="utf-8")
+    harmless = write_report([sweep], None)[0].read_text(encoding="utf-8")
+    assert [tag for tag, _ in Elements(page).found] == [tag for tag, _ in Elements(harmless).found]
+    assert "{{DATA}}" in json.dumps(data_of(page))
+    assert "\x1b" not in page + capsys.readouterr().out
+
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None or not os.environ.get("BROWSER_TESTS"),
+    reason="tests in a browser need BROWSER_TESTS=1, chromium",
+)
+
+
+def dom_of(path, tmp_path):
+    """The page as a browser leaves it, its scripts run."""
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    flags += (
+        f"--disable-component-update --disable-sync --virtual-time-budget=2000 --user-data-dir={tmp_path / 'profile'}"
+    )
+    line = [CHROMIUM, *flags.split(), "--dump-dom", path.as_uri()]
+    return subprocess.run(line, capture_output=True, timeout=60).stdout.decode()
+
+
+@needs_chromium
+def test_in_a_browser_names_stay_text(hostile, tmp_path):
+    dom = dom_of(write_report([hostile], None)[0], tmp_path)
+    elements = Elements(dom).found
+    assert sum("data-run" in attributes for tag, attributes in elements if tag == "tr") == 3
+    assert not [tag for tag, _ in elements if tag in ("img", "iframe", "a", "object")]
+    assert not [attributes for _, attributes in elements if any(name.startswith("on") for name in attributes)]
+    assert "<title>owned" not in dom
+    assert sum(tag == "path" for tag, _ in elements) == 3  # parallel coordinates
+    assert sum(tag == "polyline" for tag, _ in elements) == 3
+
+
+CLICKS = """
+const heading = (name) => [...document.querySelectorAll("#runs th button")].find((b) => b.textContent.includes(name));
+heading("max_lr").click();
+heading("max_lr").click();
+document.querySelector("#controls select:last-of-type").dispatchEvent(new Event("change"));
+document.querySelector("#runs tbody tr").click();
+"""
+
+
+@needs_chromium
+def test_in_a_browser_the_table_is_sorted_and_runs_are_hidden(sweep, tmp_path):
+    path = write_report([sweep], None)[0]
+    page = re.sub(r"script-src 'sha256-[^']*'", "script-src 'unsafe-inline'", path.read_text(encoding="utf-8"))
+    path.write_text(page.replace("</body>", f"<script>{CLICKS}</script></body>"), encoding="utf-8")
+    dom = dom_of(path, tmp_path)
+    rows = re.findall(r'<tr data-run="(\d)" class="(\w*)">(.*?)</tr>', dom)
+    assert [run for run, _, _ in rows] == ["4", "5", "2", "3", "0", "1"]
+    assert [shade for _, shade, _ in rows] == ["off", "", "", "", "", ""]
+    assert dom.count("<polyline") == 5
+    assert re.search(r"#runs|best of|1\.2000", dom)

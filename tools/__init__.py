@@ -1,0 +1,1 @@
+"""Benchmarks, comparisons, plans, reports and conversions: each imports what it measures, and nothing imports them."""

@@ -1,0 +1,103 @@
+"""From a checkpoint to one with fewer key and value heads (Ainslie et al. 2023, arXiv 2305.13245, section 2.1)."""
+
+import secrets
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.command import overrides
+from common.console import say
+from common.settings import UserError, decode, differences
+from model.gpt import GPT, GPTConfig
+from tools.convert.new_run import begin_with
+from trainer.checkpoint import TrainState, load_model, open_model
+
+
+def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = None) -> Path:
+    """Write the converted model as a run's checkpoint of step 0; returns its path.
+
+    Raises:
+        UserError: there is no whole checkpoint, its heads cannot be shared so, or run_dir holds a run.
+    """
+    opened = open_model(checkpoint)
+    before, tokenizer = load_model(opened)
+    after = shared(before, n_kv_head)
+    state = TrainState(
+        step=0,
+        run_id=secrets.token_hex(4),
+        model=after.config,
+        seed=opened.state.seed if seed is None else seed,
+        **opened.state.model_dump(include={"seq_len", "batch_tokens", "data", "dataset_dir", "dataset_fingerprint"}),
+    )
+    path = begin_with(after, tokenizer, state, run_dir)
+    changed = differences(before.config.model_dump(mode="json"), after.config.model_dump(mode="json"))
+    own = {f"model.{key}": new for key, (_, new) in changed.items()}
+    settings = overrides(own | {"seed": state.seed, "run_dir": str(run_dir)})
+    say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
+    say(f"go on with train.py, the settings of the first run, and {settings}")
+    return path
+
+
+def shared(gpt: GPT, n_kv_head: int) -> GPT:
+    """The model with so many key and value heads in every layer that can share them.
+
+    Raises:
+        UserError: no layer can, or these are not a divisor of those that one has.
+    """
+    with torch.device("meta"):
+        fewer = GPT(with_n_kv_head(gpt.config, n_kv_head))
+    tensors = dict(gpt.state_dict())
+    heads = n_kv_heads(gpt), n_kv_heads(fewer)
+    for name, parameter in fewer.state_dict().items():
+        if parameter.shape != tensors[name].shape:
+            owner = next(path for path in heads[0] if name.startswith(path + "."))
+            n_before, n_after = (of[owner] for of in heads)
+            tensors[name] = pooled(tensors[name], len(parameter), n_before, n_after, gpt.config.head_features)
+    fewer.load_state_dict(tensors, assign=True)
+    return fewer.requires_grad_()
+
+
+def n_kv_heads(gpt: GPT) -> dict[str, int]:
+    """Key and value heads of the attentions that can share them, by the module's path."""
+    return {
+        path: module.n_kv_head
+        for path, module in gpt.named_modules()
+        if isinstance(getattr(module, "n_kv_head", None), int)
+    }
+
+
+def pooled(rows: Tensor, n_rows: int, n_before: int, n_after: int, head_dim: int) -> Tensor:
+    """A projection's weight or bias with fewer heads of keys, values or both, of n_rows rows.
+
+    Its last rows are these heads', and remain so; what is before them, the queries', stays. Group g is of the heads
+    g r to g r + r - 1, r = n_before / n_after: those that the query heads of the new group looked at before.
+    """
+    kinds = (len(rows) - n_rows) // ((n_before - n_after) * head_dim)  # 2: keys and values
+    queries, heads = rows.tensor_split([len(rows) - kinds * n_before * head_dim])
+    grouped = heads.double().unflatten(0, (kinds, n_after, n_before // n_after, head_dim))
+    first = grouped[:, :, :1]
+    means = first + (grouped - first).mean(2, keepdim=True)  # exactly the heads, where these are equal
+    return torch.cat([queries, means.flatten(0, 3).to(rows.dtype)])
+
+
+def with_n_kv_head(config: GPTConfig, n_kv_head: int) -> GPTConfig:
+    """The configuration with so many key and value heads wherever there is such a setting."""
+    raw = config.model_dump()
+    used = raw["attention_pattern"] or [raw["attention"]]
+    layers = [layer for layer in used if "n_kv_head" in layer]
+    if not layers:
+        names = ", ".join(dict.fromkeys(layer["name"] for layer in used))
+        raise UserError(f"attention {names} does not share heads of keys and values: there is nothing to convert")
+    before = [layer["n_kv_head"] or config.n_head for layer in layers]
+    if set(before) == {n_kv_head}:
+        raise UserError(f"--n-kv-head {n_kv_head} is what the model has: there is nothing to convert")
+    for layer, heads in zip(layers, before, strict=True):
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        if n_kv_head not in divisors:
+            raise UserError(
+                f"--n-kv-head {n_kv_head} does not divide the {heads} key and value heads of {layer['name']}: "
+                f"use one of {', '.join(map(str, divisors))}"
+            )
+        layer["n_kv_head"] = n_kv_head
+    return decode(GPTConfig, raw)

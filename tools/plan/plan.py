@@ -1,0 +1,191 @@
+"""What a training run will take, before it is started: memory, time and disk."""
+
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+
+from common.settings import UserError
+from data.shards import read_manifest, token_dtype
+from model.gpt import GPT
+from tools.plan.measure import measure_rate
+from tools.plan.memory import Memory, Numbers, step_memory
+from trainer.config import TrainConfig
+from trainer.devices import device_by_name, device_of_gpu
+from trainer.micro_batch import SPARE, available_memory
+
+
+class PlanConfig(TrainConfig):
+    """A training run, and what it is to run on."""
+
+    dataset_dir: Path | None = None  # type: ignore[assignment]
+    """For the size of the data, if it is there."""
+    device: str = "auto"
+    """auto: what this machine has, or runtime.device of it; or cpu, or the name of a GPU in trainer/devices.py."""
+    n_device: int = Field(1, ge=1, le=2**20)
+    """Devices that train together."""
+    mfu: float | None = Field(None, gt=0, le=1)
+    """Share of the devices' peak that training reaches."""
+    tokens_per_second: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Of one device, as measured; in place of mfu."""
+    measure: bool = False
+    """Run a few steps on this machine, and plan with their rate."""
+    output: Literal["table", "json"] = "table"
+    """What to print."""
+
+    @property
+    def share(self) -> int:
+        """Most sequences that a device has in a step."""
+        return -(-self.batch_size // self.n_device)
+
+    @model_validator(mode="after")
+    def _plan_fits(self) -> "PlanConfig":
+        if self.batch_size < self.n_device:
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences, fewer than "
+                f"n_device={self.n_device}: lower n_device, or raise batch_tokens"
+            )
+        rates = {"mfu": self.mfu, "tokens_per_second": self.tokens_per_second, "measure": self.measure or None}
+        given = [name for name, value in rates.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are different ways to tell the rate: give one")
+        return self
+
+
+class Place(NamedTuple):
+    """What a run is planned for."""
+
+    name: str
+    numbers: Numbers
+    memory: float | None
+    """Bytes of one device; None: not known."""
+    peak: float | None
+    """FLOP/s of one device, in the numbers of the run; None: not known."""
+    source: str
+
+
+def plan(config: PlanConfig) -> dict[str, Any]:
+    """All figures, as JSON has them: bytes, seconds, tokens; None is not known.
+
+    Raises:
+        UserError: what is asked for takes a device that is not here.
+    """
+    place = find_place(config)
+    with torch.device("meta"):
+        gpt = GPT(config.model)
+    largest = largest_micro_batch(gpt, config, place)
+    wanted = config.runtime.micro_batch
+    micro_batch = min(largest or 1 if wanted == "auto" else wanted, config.share)
+    memory = memory_of(gpt, config, place, micro_batch)
+    flops = gpt.flops_per_token(config.seq_len)
+    return {
+        "device": {"name": place.name, "n": config.n_device, "memory": place.memory, "peak_flops": place.peak}
+        | {"dtype": str(place.numbers.dtype).removeprefix("torch."), "source": place.source},
+        "model": {"parameters": gpt.n_params(), "flops_per_token": flops},
+        "step": {"tokens": config.batch_tokens, "sequences": config.batch_size, "seq_len": config.seq_len}
+        | {"micro_batch": micro_batch, "micro_batches": -(-config.share // micro_batch)},
+        "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": largest},
+        "time": time_of(config, place, flops, micro_batch),
+        "disk": disk_of(config, gpt.n_params() * place.numbers.wide),
+    }
+
+
+def find_place(config: PlanConfig) -> Place:
+    """The device that is asked for, or this machine's; what is not known of it is None.
+
+    Raises:
+        UserError: it is to be measured, or known from this machine, and is not here.
+    """
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    here = device_of_gpu(gpu) if gpu else None
+    device = config.device
+    if device == "auto" and config.runtime.device == "cpu":
+        device = "cpu"
+    if device == "auto" and config.runtime.device == "cuda" and gpu is None:
+        raise UserError("runtime.device=cuda is not here: name the GPU that you plan for, such as device=a100-40gb")
+    known = here if device == "auto" else device_by_name(device)
+    is_here = device in ("auto", "cpu") or (here is not None and here == known)
+    if config.measure and not is_here:
+        raise UserError(f"measure=true measures this machine, and device={device} is not here: leave one out")
+    cpu = device == "cpu" or (device == "auto" and gpu is None)
+    dtype = config.runtime.dtype
+    if dtype == "auto":
+        dtype = "float32" if cpu or (known is not None and known.bfloat16 is None) else "bfloat16"
+    numbers = Numbers("cpu" if cpu else "cuda", getattr(torch, dtype))
+    if cpu:
+        return Place("cpu", numbers, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
+    if known is None:
+        own = float(torch.cuda.mem_get_info()[1]) if device == "auto" else None
+        return Place(gpu if device == "auto" and gpu else device, numbers, own, None, "unknown")
+    return Place(known.name, numbers, known.memory * 1e9, known.peak(numbers.dtype), known.source)
+
+
+def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> Memory:
+    """What a device needs with micro-batches of this size."""
+    return step_memory(
+        gpt,
+        micro_batch,
+        config.seq_len,
+        place.numbers,
+        accumulated=micro_batch < config.share,
+        n_device=config.n_device,
+        fsdp=config.runtime.strategy == "fsdp",
+    )
+
+
+def largest_micro_batch(gpt: GPT, config: PlanConfig, place: Place) -> int | None:
+    """The most sequences that fit, up to a device's share of the batch; 0: not even one; None: memory not known."""
+    if place.memory is None:
+        return None
+    room = place.memory * (1 - SPARE)
+    good, bad = 0, config.share + 1
+    while good + 1 < bad:
+        size = (good + bad) // 2
+        fits = memory_of(gpt, config, place, size).peak <= room
+        good, bad = (size, bad) if fits else (good, size)
+    return good
+
+
+def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> dict[str, Any]:
+    """Steps, tokens and how long they take, at the rate that is given or measured."""
+    tokens = config.last_step * config.batch_tokens
+    rate = config.tokens_per_second
+    if config.measure:
+        runtime = config.runtime.model_copy(update={"device": place.numbers.device})
+        rate = measure_rate(config.model_copy(update={"runtime": runtime}), micro_batch, config.share)
+    elif config.mfu is not None and place.peak is not None:
+        rate = config.mfu * place.peak / flops
+    seconds = tokens / (rate * config.n_device) if rate else None
+    at_peak = tokens * flops / (place.peak * config.n_device) if place.peak else None
+    return {
+        "steps": config.last_step,
+        "tokens": tokens,
+        "flops": tokens * flops,
+        "tokens_per_second": rate and rate * config.n_device,
+        "mfu": rate * flops / place.peak if rate and place.peak else None,
+        "seconds": seconds,
+        "device_hours": seconds and seconds * config.n_device / 3600,
+        "seconds_at_peak": at_peak,
+    }
+
+
+def disk_of(config: PlanConfig, weights: int) -> dict[str, Any]:
+    """Bytes of a checkpoint (weights and AdamW's two means), of those kept at most, and of the dataset."""
+    keep = config.checkpoint
+    kept = keep.keep_last + 1 + (config.last_step // keep.keep_every if keep.keep_every else 0)  # and the best
+    saved = -(-config.last_step // keep.every)
+    tokens = config.last_step * config.batch_tokens
+    dataset: dict[str, Any] = {"tokens": None, "bytes": None, "passes": None}
+    item = token_dtype(config.model.n_vocab).itemsize
+    if config.dataset_dir is not None:
+        train = read_manifest(config.dataset_dir).splits["train"].total
+        size = sum(file.stat().st_size for file in config.dataset_dir.iterdir() if file.is_file())
+        dataset = {"tokens": train.tokens, "bytes": size, "passes": tokens / max(1, train.tokens)}
+    return {
+        "checkpoint": 3 * weights,
+        "checkpoints": 3 * weights * min(kept, saved),
+        "checkpoints_kept": min(kept, saved),
+        "dataset": dataset,
+        "bytes_of_all_tokens": tokens * item,
+    }

@@ -1,1 +1,0 @@
-"""Evaluation of checkpoints: eval.py, and the adapter for lm-evaluation-harness."""

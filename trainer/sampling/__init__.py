@@ -1,1 +1,0 @@
-"""Text from checkpoints: sample.py."""
