@@ -1,0 +1,47 @@
+"""The picture and the table of docs/architecture.md come from the source."""
+
+from tools.structure import PLACES, ROOMS, imports_by_room, lines_by_room, lines_of_code, picture, room_of, shown, table
+
+SOURCE = '''"""A docstring
+of two lines."""
+
+import os  # a comment beside code
+
+
+def f():
+    """One line."""
+    # a comment
+    return """a string
+    that is code"""
+'''
+
+
+def test_docstrings_comments_and_blank_lines_do_not_count():
+    assert lines_of_code(SOURCE) == 4
+
+
+def test_a_module_is_in_the_most_specific_room():
+    assert room_of("data.prepare.merge") == "data.prepare"
+    assert room_of("data.loader") == "data"
+    assert room_of("train.py") == room_of("scripts/plan.py") == "commands"
+    assert room_of("trainer/loop.py") == "trainer"
+    assert room_of("datasets") is room_of("tests/conftest.py") is None
+
+
+def test_arrows_lead_down():
+    arrows = imports_by_room()
+    assert ("trainer", "model") in arrows
+    for start, end in arrows:
+        assert PLACES[end][1] < PLACES[start][1], f"{start} imports {end}, which is not drawn below it"
+
+
+def test_arrows_that_follow_from_others_are_left_out():
+    assert shown({("a", "b"), ("b", "c"), ("a", "c"), ("a", "common")}) == {("a", "b"), ("b", "c")}
+
+
+def test_every_room_has_code_a_line_of_the_table_and_a_box():
+    lines = lines_by_room()
+    assert set(lines) == set(ROOMS) == set(PLACES)
+    assert min(lines.values()) > 0
+    assert all(f"| {room} | {n:,} |" in table(lines) for room, n in lines.items())
+    assert picture(imports_by_room()).startswith(b"\x89PNG")
