@@ -49,6 +49,11 @@ def warn(message: str) -> None:
     errors.print(f"warning: {message}", markup=False, style="yellow")
 
 
+def print_error(message: object) -> None:
+    """Print one error line to standard error."""
+    errors.print(f"error: {message}", markup=False, style="red")
+
+
 class Track:
     """Progress through `total` units with the time that is left, as a context manager.
 
