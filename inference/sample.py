@@ -1,10 +1,10 @@
-"""sample.py: text from a checkpoint, shown as it is generated."""
+"""sample.py: text from a checkpoint, printed as it is generated."""
 
 import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,16 +14,18 @@ from common.console import console, show
 from common.files import parse_json
 from common.settings import UserError
 from data.tokenizer import Tokenizer
-from inference.continuations import Continuation, grow, pieces
+from inference.completion import Completion, TextRequest, stream
 from inference.conversation import Conversation, converse, say_rate
-from inference.generate import SamplingConfig
+from inference.engine import Engine
+from inference.load import load
+from inference.sampling import SamplingConfig
 from model.gpt import GPT
-from trainer.checkpoint import Checkpoint, load_model, open_model
-from trainer.runtime import DeviceConfig, open_runtime
+from trainer.checkpoint import Checkpoint
+from trainer.runtime import DeviceConfig
 
 
 class SampleConfig(SamplingConfig):
-    """What sample.py takes: SamplingConfig's keys, and these."""
+    """The settings of sample.py: those of SamplingConfig, and these."""
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
@@ -32,13 +34,13 @@ class SampleConfig(SamplingConfig):
     prompt_file: Path | None = None
     """Read the prompt from this file instead."""
     prompts_file: Path | None = None
-    """Read several prompts from this file, one a line; empty lines are passed over."""
+    """Read several prompts from this file, one a line; empty lines are skipped."""
     interactive: bool = False
-    """Type, read, continue: a conversation after the prompt, its state kept."""
+    """Hold a conversation that begins with the prompt."""
     max_new_tokens: int = Field(200, ge=1)
     """Longest continuation, or answer; a text may end before."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a continuation and are no part of it; on the command line one, or a JSON list of them."""
+    """Strings that end a continuation and are not included in it; on the command line one, or a JSON list of them."""
     num_samples: int = Field(1, ge=1)
     """Continuations of each prompt; number i has seed + i."""
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False)
@@ -46,9 +48,9 @@ class SampleConfig(SamplingConfig):
     top_k: int | None = Field(200, ge=1)
     """Sample among this many most likely tokens; null: all."""
     seed: int = Field(1, ge=0, lt=2**62)
-    """Of the sampling."""
+    """Seed of the sampling."""
     micro_batch: int = Field(16, ge=1)
-    """Continuations that go through the model at once; text in the order of the prompts all the same."""
+    """Continuations that go through the model at once; they are printed in the order of the prompts."""
     output: Literal["text", "json"] = "text"
     """json: a line of JSON for each continuation."""
     runtime: DeviceConfig
@@ -73,30 +75,26 @@ class SampleConfig(SamplingConfig):
         if self.prompt == "-":
             odd.append("prompt")
         if self.interactive and odd:
-            raise ValueError(f"{odd[0]}={getattr(self, odd[0])} is not for interactive=true: leave out one of the two")
+            raise ValueError(f"{odd[0]}={getattr(self, odd[0])} cannot be used with interactive=true: leave one out")
         return self
 
 
 def run_sampling(config: SampleConfig) -> None:
     """Print the samples as they come, and write them to samples.txt in the run directory.
 
-    Standard output gets them and nothing else: all messages go to standard error.
+    Only samples go to standard output; all messages go to standard error.
     """
-    with _messages_aside():
-        runtime = open_runtime(config.runtime)
-        runtime.announce()
+    with _messages_on_stderr():
         prompts = _read_prompts(config)
-        checkpoint = open_model(config.checkpoint)
-        gpt, tokenizer = load_model(checkpoint)
-        gpt = gpt.to(runtime.device, runtime.dtype).eval()  # without a backward pass, weights may be bfloat16
+        loaded = load(config.checkpoint, config.runtime)
+        gpt = loaded.place(loaded.runtime.device, autocast=False)
         if config.interactive:
-            _converse(gpt, tokenizer, prompts[0], config, checkpoint)
+            _converse(gpt, loaded.tokenizer, prompts[0], config, loaded.checkpoint)
         else:
-            _continue(gpt, tokenizer, prompts, config, checkpoint)
+            _continue(gpt, loaded.tokenizer, prompts, config, loaded.checkpoint)
 
 
 def _converse(gpt: GPT, tokenizer: Tokenizer, prompt: str, config: SampleConfig, checkpoint: Checkpoint) -> None:
-    """Talk, from the prompt on."""
     conversation = Conversation(gpt, tokenizer, config, config.stop, config.seed)
     conversation.add(prompt)
     try:
@@ -105,70 +103,73 @@ def _converse(gpt: GPT, tokenizer: Tokenizer, prompt: str, config: SampleConfig,
         checkpoint.leave("samples.txt", conversation.text + "\n")
 
 
-def _continue(
-    gpt: GPT, tokenizer: Tokenizer, prompts: Sequence[str], config: SampleConfig, checkpoint: Checkpoint
-) -> None:
-    """Show every continuation in order, the first while it grows: those behind it grow with it."""
-    seeds = range(config.seed, config.seed + config.num_samples)
+def _continue(gpt: GPT, tokenizer: Tokenizer, all_prompts: list[str], config: SampleConfig, run: Checkpoint) -> None:
+    """Print every continuation in order, the current one while it grows; the others grow with it."""
+    prompts = [prompt for prompt in all_prompts for _ in range(config.num_samples)]
     texts = [
-        Continuation(tokenizer, prompt, seed, config.max_new_tokens, config.stop)
-        for prompt in prompts
-        for seed in seeds
+        Completion(_request(prompt, config.seed + i % config.num_samples, config, tokenizer), tokenizer)
+        for i, prompt in enumerate(prompts)
     ]
-    check_lengths(gpt, texts, config.max_new_tokens)
-    steps = grow(gpt, texts, n_vocab=tokenizer.n_vocab, sampling=config, at_once=config.micro_batch)
+    for text in texts:
+        text.request.check_length(gpt.config.max_len)
+    engine = Engine(gpt, tokenizer.n_vocab, config.micro_batch)
+    engine.submit(texts)
     started = time.perf_counter()
     try:
-        next(steps, None)  # before anything is shown: a model says once how it computes, and not amid a text
-        for i, text in enumerate(texts):
-            _print(text, pieces(text, steps), config, _heading(i, text, len(prompts), config.num_samples))
+        engine.turn()  # the model's own messages come here, not in the middle of a text
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            growing = stream(engine, text)
+            if config.output == "json":
+                _print_json(prompt, "".join(growing), text)
+            else:
+                _print_text(_heading(i, text, len(all_prompts), config.num_samples) + prompt, growing)
     except KeyboardInterrupt:
         show("\n")
         raise
-    finally:  # what there is, also where it is interrupted
-        if begun := [text.prompt + text.text for text in texts if text.n_tokens or text.finish_reason]:
-            checkpoint.leave("samples.txt", "\n\n---\n\n".join(begun) + "\n")
+    finally:  # interrupted texts are kept too
+        begun = [prompt + text.text for prompt, text in zip(prompts, texts, strict=True) if text.drawn]
+        if begun:
+            run.leave("samples.txt", "\n\n---\n\n".join(begun) + "\n")
         say_rate(sum(text.n_tokens for text in texts), time.perf_counter() - started)
 
 
-def _heading(i: int, text: Continuation, n_prompts: int, n_samples: int) -> str:
-    """What number i of all is; nothing where it is the only one."""
+def _request(prompt: str, seed: int, config: SampleConfig, tokenizer: Tokenizer) -> TextRequest:
+    ids = (tokenizer.eot_id, *tokenizer.encode(prompt))  # in training, every text follows the end of another
+    return TextRequest(ids, config.max_new_tokens, config, seed, config.stop)
+
+
+def _heading(i: int, text: Completion, n_prompts: int, n_samples: int) -> str:
+    """A line that names the i-th of all continuations; empty if it is the only one."""
     prompt, sample = divmod(i, n_samples)
     which = [f"prompt {prompt + 1} of {n_prompts}"] if n_prompts > 1 else []
     which += [f"sample {sample + 1} of {n_samples}"] if n_samples > 1 else []
-    return f"--- {', '.join(which)}, seed {text.seed}" if which else ""
+    return f"--- {', '.join(which)}, seed {text.request.seed}\n" if which else ""
 
 
-def _print(text: Continuation, growing: Iterator[str], config: SampleConfig, heading: str) -> None:
-    """One continuation, as it grows; or, as JSON, at its end."""
-    if config.output == "json":
-        for _ in growing:
-            pass
-        print(json.dumps(text.as_dict()), flush=True)
-        return
-    if heading:
-        show(f"{heading}\n")
-    show(text.prompt)
+def _print_text(before: str, growing: Iterator[str]) -> None:
+    show(before)
     for piece in growing:
         show(piece)
     show("\n")
 
 
-def check_lengths(gpt: GPT, texts: Sequence[Continuation], max_new_tokens: int) -> None:
-    """Raise UserError where a prompt and its continuation are longer than the model's learned positions."""
-    max_len, longest = gpt.config.max_len, max(len(text.prompt_ids) for text in texts)
-    if max_len is not None and longest + max_new_tokens - 1 > max_len:  # the last token is not read again
-        raise UserError(
-            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} are more than the "
-            f"model's {max_len} learned positions: shorten the one or the other"
-        )
+def _print_json(prompt: str, continuation: str, text: Completion) -> None:
+    record = {
+        "prompt": prompt,
+        "text": continuation,
+        "seed": text.request.seed,
+        "prompt_tokens": len(text.ids) - 1,
+        "tokens": text.n_tokens,
+        "finish_reason": text.finish_reason,
+    }
+    print(json.dumps(record), flush=True)
 
 
 def _read_prompts(config: SampleConfig) -> list[str]:
     path = config.prompt_file or config.prompts_file
     try:
         text = path.read_text(encoding="utf-8") if path else sys.stdin.read() if config.prompt == "-" else config.prompt
-        text.encode()  # an argument's bytes that are not UTF-8 have become half characters
+        text.encode()  # fails on the surrogates that stand for an argument's invalid bytes
     except (OSError, UnicodeError) as error:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
@@ -176,12 +177,12 @@ def _read_prompts(config: SampleConfig) -> list[str]:
     if not config.prompts_file:
         return [text]
     if not (prompts := [line for line in text.split("\n") if line]):
-        raise UserError(f"prompts_file={path} has no prompts: write one a line")
+        raise UserError(f"prompts_file={path} has no prompts: write one per line")
     return prompts
 
 
 @contextlib.contextmanager
-def _messages_aside() -> Iterator[None]:
+def _messages_on_stderr() -> Iterator[None]:
     console.stderr = True
     try:
         yield
