@@ -73,7 +73,8 @@ class Conversation:
                 self.text += piece
                 self._rest += piece
                 if answer.whole:
-                    self._unread, self._rest = list(answer.drawn), ""
+                    self._unread += answer.drawn[len(self._unread) :]
+                    self._rest = ""
                 yield piece
         finally:
             self.ended = answer.finish_reason == "end_of_text"

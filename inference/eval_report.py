@@ -1,5 +1,6 @@
 """The tables that eval.py prints, and eval.png."""
 
+from collections.abc import Callable
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -54,19 +55,16 @@ def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
         trained_on: tokens of a training sequence.
     """
     sets = list(result["sets"].items())[:_MOST_BARS]
-    rows = [("windows", 4.0)]
+    plots: list[tuple[float, Callable[[Axes], None]]] = [(4.0, lambda axes: _draw_windows(axes, result))]
     if result["contexts"]:
-        rows.append(("contexts", 4.0))
+        plots.append((4.0, lambda axes: _draw_contexts(axes, result["contexts"], trained_on)))
     if len(sets) > 1:
-        rows.append(("sets", 1.2 + 0.28 * len(sets)))
-    figure = Figure(figsize=(8, sum(height for _, height in rows)), layout="constrained")
-    grid = figure.subplots(len(rows), 1, squeeze=False, height_ratios=[height for _, height in rows])
-    axes = dict(zip((name for name, _ in rows), grid[:, 0], strict=True))
-    _draw_windows(axes["windows"], result)
-    if "contexts" in axes:
-        _draw_contexts(axes["contexts"], result["contexts"], trained_on)
-    if "sets" in axes:
-        _draw_sets(axes["sets"], sets, result["loss"])
+        plots.append((1.2 + 0.28 * len(sets), lambda axes: _draw_sets(axes, sets, result["loss"])))
+    heights = [height for height, _ in plots]
+    figure = Figure(figsize=(8, sum(heights)), layout="constrained")
+    grid = figure.subplots(len(plots), 1, squeeze=False, height_ratios=heights)
+    for axes, (_, draw) in zip(grid[:, 0], plots, strict=True):
+        draw(axes)
     title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
     figure.suptitle(title.replace("$", r"\$"))
     return png(figure)

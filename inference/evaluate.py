@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -61,21 +60,9 @@ class Evaluation:
     loaded: Loaded
     dataset_dir: Path
     manifest: Manifest
-    stream: TokenStream
-    seq_len: int
+    windows: EvalBatches
+    """What everything except `contexts` is measured on."""
     contexts: list[int]
-
-    @property
-    def windows(self) -> EvalBatches:
-        """The windows that everything but `contexts` is measured on."""
-        state, batches = self.loaded.checkpoint.state, self.config.batches
-        n_windows = None if batches is None else batches * max(1, state.batch_tokens // self.seq_len)
-        return EvalBatches(self.stream, self.seq_len, n_windows, self.config.stride)
-
-    @property
-    def stretches(self) -> EvalBatches:
-        """The stretches of text that all contexts are measured on."""
-        return EvalBatches(self.stream, max(self.contexts), self.config.context_windows)
 
 
 def run_evaluation(config: EvaluateConfig) -> None:
@@ -109,37 +96,31 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     stream = TokenStream(dataset_dir, manifest, config.split)
     if stream.n_tokens < 2:
         raise UserError(f"dataset_dir={dataset_dir} has no text in its split {config.split}: choose another split")
-    seq_len, max_len = config.seq_len or checkpoint.state.seq_len, gpt.config.max_len
-    if max_len is not None and seq_len > max_len:
-        raise UserError(f"seq_len={seq_len} is longer than the model's {max_len} learned positions: lower it")
-    if config.seq_len is not None and seq_len >= stream.n_tokens:
-        raise UserError(
-            f"seq_len={seq_len} is longer than the {stream.n_tokens} tokens of split '{config.split}': lower it; "
-            f"long texts are for contexts=[...], which are read in pieces"
-        )
+    state, max_len = checkpoint.state, gpt.config.max_len
+    if config.seq_len is not None:
+        check_length("seq_len", config.seq_len, stream, max_len)
+    seq_len = config.seq_len or state.seq_len
     if config.stride is not None and config.stride > seq_len:
         raise UserError(f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it")
-    contexts = choose_contexts(config.contexts, stream, max_len)
-    return Evaluation(config, loaded, dataset_dir, manifest, stream, seq_len, contexts)
+    longest = min(stream.n_tokens - 1, max_len or stream.n_tokens)
+    contexts = config.contexts
+    if contexts is None:
+        contexts = [context for context in _CONTEXTS if context <= longest]
+    for context in contexts:
+        check_length("contexts", context, stream, max_len)
+    n_windows = None if config.batches is None else config.batches * max(1, state.batch_tokens // seq_len)
+    windows = EvalBatches(stream, seq_len, n_windows, config.stride)
+    return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
 
 
-def choose_contexts(wanted: Sequence[int] | None, stream: TokenStream, max_len: int | None) -> list[int]:
-    """The contexts to measure, shortest first: the wanted ones, or if None, all usual ones that are possible.
-
-    Raises:
-        UserError: a context is longer than the text or the model's learned positions.
-    """
-    longest = stream.n_tokens - 1
-    if wanted is None:
-        return [context for context in _CONTEXTS if context <= min(longest, max_len or longest)]
-    most = max(wanted, default=0)
-    if max_len is not None and most > max_len:
-        raise UserError(f"contexts={most} is longer than the model's {max_len} learned positions: lower it")
-    if most > longest:
+def check_length(key: str, length: int, stream: TokenStream, max_len: int | None) -> None:
+    """Raise UserError if a length is longer than the text or the model's learned positions."""
+    if max_len is not None and length > max_len:
+        raise UserError(f"{key}={length} is longer than the model's {max_len} learned positions: lower it")
+    if length >= stream.n_tokens:
         raise UserError(
-            f"contexts={most} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
+            f"{key}={length} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
         )
-    return sorted(set(wanted))
 
 
 def measure(plan: Evaluation, world: World) -> dict[str, Any]:
@@ -157,8 +138,9 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     named = sorted(zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens)
     contexts = []
     for context in plan.contexts:
-        at_once = config.micro_batch * plan.seq_len
-        by_bin = context_losses(gpt, plan.stretches, context, byte_lengths, at_once, runtime, world)
+        stretches = EvalBatches(windows.stream, max(plan.contexts), config.context_windows)
+        at_once = config.micro_batch * windows.seq_len
+        by_bin = context_losses(gpt, stretches, context, byte_lengths, at_once, runtime, world)
         binned = _binned(position_bins(context), by_bin)
         contexts.append({"context": context, **figures(total(by_bin)), "by_position": binned})
     return {
@@ -183,7 +165,7 @@ def _sets(plan: Evaluation, windows: EvalBatches, first: int, n_windows: int) ->
     if len(plan.manifest.set_names) > 1:
         for row in range(n_windows):
             begin = windows.begin(first + row) + 1
-            stop = min(begin + windows.seq_len, plan.stream.n_tokens)
+            stop = min(begin + windows.seq_len, windows.stream.n_tokens)
             sets[row, : stop - begin] = sets_between(plan.dataset_dir, plan.manifest, plan.config.split, begin, stop)
     return torch.from_numpy(sets)
 

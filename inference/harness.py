@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
-from common.console import say, show_table
+from common.console import say, show
 from common.settings import Settings, UserError, nearest
 from inference.load import load
 from trainer.runtime import DeviceConfig
@@ -53,6 +50,7 @@ def run_harness(config: HarnessConfig) -> None:
         raise UserError(f"max_length={wanted} is more than the model's {max_len} learned positions: lower it")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
 
     from inference.harness_model import HarnessModel
 
@@ -73,7 +71,7 @@ def run_harness(config: HarnessConfig) -> None:
     except ValueError as error:  # for example num_fewshot above a task's examples
         given = f"tasks={config.tasks} num_fewshot={config.num_fewshot}"
         raise UserError(f"{given}: the harness refuses this ({error}): --debug shows where") from error
-    show_table(results_table(found))
+    show(make_table(found) + "\n")
     kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
     result = {
         "checkpoint": loaded.checkpoint.path.name,
@@ -99,19 +97,3 @@ def find_tasks(names: str, manager: Any) -> list[str]:
     if not tasks:
         raise UserError("tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag")
     return tasks
-
-
-def results_table(found: dict[str, Any]) -> Table:
-    """Every metric of every task and group, with its standard error."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("task", "metric", "filter"):
-        table.add_column(column)
-    for column in ("few-shot", "value", "standard error"):
-        table.add_column(column, justify="right")
-    for task, row in found["results"].items():
-        for metric, chosen in (key.split(",", 1) for key in row if "," in key and "_stderr," not in key):
-            numbers = (row[f"{metric},{chosen}"], row.get(f"{metric}_stderr,{chosen}", ""))
-            shown = (f"{n:.4f}" if isinstance(n, float) else str(n) for n in numbers)
-            cells = row.get("alias", task), metric, chosen, str(found["n-shot"].get(task, "")), *shown
-            table.add_row(*map(Text, cells))  # in a Text, brackets are not markup
-    return table

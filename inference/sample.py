@@ -17,10 +17,8 @@ from data.tokenizer import Tokenizer
 from inference.completion import Completion, TextRequest, stream
 from inference.conversation import Conversation, converse, say_rate
 from inference.engine import Engine
-from inference.load import load
+from inference.load import Loaded, load
 from inference.sampling import SamplingConfig
-from model.gpt import GPT
-from trainer.checkpoint import Checkpoint
 from trainer.runtime import DeviceConfig
 
 
@@ -87,82 +85,76 @@ def run_sampling(config: SampleConfig) -> None:
     with _messages_on_stderr():
         prompts = _read_prompts(config)
         loaded = load(config.checkpoint, config.runtime)
-        gpt = loaded.place(loaded.runtime.device, autocast=False)
+        loaded.place(loaded.runtime.device, autocast=False)
         if config.interactive:
-            _converse(gpt, loaded.tokenizer, prompts[0], config, loaded.checkpoint)
+            _converse(loaded, prompts[0], config)
         else:
-            _continue(gpt, loaded.tokenizer, prompts, config, loaded.checkpoint)
+            _continue(loaded, prompts, config)
 
 
-def _converse(gpt: GPT, tokenizer: Tokenizer, prompt: str, config: SampleConfig, checkpoint: Checkpoint) -> None:
-    conversation = Conversation(gpt, tokenizer, config, config.stop, config.seed)
+def _converse(loaded: Loaded, prompt: str, config: SampleConfig) -> None:
+    conversation = Conversation(loaded.gpt, loaded.tokenizer, config, config.stop, config.seed)
     conversation.add(prompt)
     try:
         converse(conversation, config.max_new_tokens)
     finally:
-        checkpoint.leave("samples.txt", conversation.text + "\n")
+        loaded.checkpoint.leave("samples.txt", conversation.text + "\n")
 
 
-def _continue(gpt: GPT, tokenizer: Tokenizer, all_prompts: list[str], config: SampleConfig, run: Checkpoint) -> None:
+class Sample(Completion):
+    """A continuation of a prompt."""
+
+    def __init__(self, prompt: str, seed: int, config: SampleConfig, tokenizer: Tokenizer) -> None:
+        ids = (tokenizer.eot_id, *tokenizer.encode(prompt))  # in training, every text follows the end of another
+        super().__init__(TextRequest(ids, config.max_new_tokens, config, seed, config.stop), tokenizer)
+        self.prompt = prompt
+
+    def as_json(self) -> str:
+        """The line of output=json."""
+        record = {
+            "prompt": self.prompt,
+            "text": self.text,
+            "seed": self.request.seed,
+            "prompt_tokens": len(self.ids) - 1,
+            "tokens": self.n_tokens,
+            "finish_reason": self.finish_reason,
+        }
+        return json.dumps(record)
+
+
+def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> None:
     """Print every continuation in order, the current one while it grows; the others grow with it."""
-    prompts = [prompt for prompt in all_prompts for _ in range(config.num_samples)]
-    texts = [
-        Completion(_request(prompt, config.seed + i % config.num_samples, config, tokenizer), tokenizer)
-        for i, prompt in enumerate(prompts)
-    ]
-    for text in texts:
-        text.request.check_length(gpt.config.max_len)
+    gpt, tokenizer, n_samples = loaded.gpt, loaded.tokenizer, config.num_samples
+    samples = [Sample(prompt, config.seed + i, config, tokenizer) for prompt in prompts for i in range(n_samples)]
+    for sample in samples:
+        sample.request.check_length(gpt.config.max_len)
     engine = Engine(gpt, tokenizer.n_vocab, config.micro_batch)
-    engine.submit(texts)
+    engine.submit(samples)
     started = time.perf_counter()
     try:
         engine.turn()  # the model's own messages come here, not in the middle of a text
-        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            growing = stream(engine, text)
-            if config.output == "json":
-                _print_json(prompt, "".join(growing), text)
-            else:
-                _print_text(_heading(i, text, len(all_prompts), config.num_samples) + prompt, growing)
+        for i, sample in enumerate(samples):
+            if config.output == "text":
+                show(_heading(i, len(prompts), n_samples, sample.request.seed) + sample.prompt)
+            for piece in stream(engine, sample):
+                if config.output == "text":
+                    show(piece)
+            show("\n" if config.output == "text" else sample.as_json() + "\n")
     except KeyboardInterrupt:
         show("\n")
         raise
     finally:  # interrupted texts are kept too
-        begun = [prompt + text.text for prompt, text in zip(prompts, texts, strict=True) if text.drawn]
-        if begun:
-            run.leave("samples.txt", "\n\n---\n\n".join(begun) + "\n")
-        say_rate(sum(text.n_tokens for text in texts), time.perf_counter() - started)
+        if begun := [sample.prompt + sample.text for sample in samples if sample.drawn]:
+            loaded.checkpoint.leave("samples.txt", "\n\n---\n\n".join(begun) + "\n")
+        say_rate(sum(sample.n_tokens for sample in samples), time.perf_counter() - started)
 
 
-def _request(prompt: str, seed: int, config: SampleConfig, tokenizer: Tokenizer) -> TextRequest:
-    ids = (tokenizer.eot_id, *tokenizer.encode(prompt))  # in training, every text follows the end of another
-    return TextRequest(ids, config.max_new_tokens, config, seed, config.stop)
-
-
-def _heading(i: int, text: Completion, n_prompts: int, n_samples: int) -> str:
+def _heading(i: int, n_prompts: int, n_samples: int, seed: int) -> str:
     """A line that names the i-th of all continuations; empty if it is the only one."""
     prompt, sample = divmod(i, n_samples)
     which = [f"prompt {prompt + 1} of {n_prompts}"] if n_prompts > 1 else []
     which += [f"sample {sample + 1} of {n_samples}"] if n_samples > 1 else []
-    return f"--- {', '.join(which)}, seed {text.request.seed}\n" if which else ""
-
-
-def _print_text(before: str, growing: Iterator[str]) -> None:
-    show(before)
-    for piece in growing:
-        show(piece)
-    show("\n")
-
-
-def _print_json(prompt: str, continuation: str, text: Completion) -> None:
-    record = {
-        "prompt": prompt,
-        "text": continuation,
-        "seed": text.request.seed,
-        "prompt_tokens": len(text.ids) - 1,
-        "tokens": text.n_tokens,
-        "finish_reason": text.finish_reason,
-    }
-    print(json.dumps(record), flush=True)
+    return f"--- {', '.join(which)}, seed {seed}\n" if which else ""
 
 
 def _read_prompts(config: SampleConfig) -> list[str]:
