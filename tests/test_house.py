@@ -161,6 +161,6 @@ def test_the_walk_sees_imports():
     assert imports(Path("trainer/metrics.py"), "wandb")
     assert imports(Path("cli/command.py"), "hydra")
     assert imports(Path("trainer/run.py"), "data.loader")
-    assert imports(Path("inference/evaluate.py"), "trainer.checkpoint")
+    assert imports(Path("inference/load.py"), "trainer.checkpoint")
     assert imports(Path("data/prepare/dataset.py"), "data.prepare.build")
     assert len(FILES) > 30

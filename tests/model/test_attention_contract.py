@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.console import say_once
 from common.settings import UserError, decode, variant_names
-from inference.generate import SamplingConfig, generate, prefill
+from inference.generate import SamplingConfig, generate
 from model.attention import ATTENTION, AttentionConfig
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
@@ -275,7 +275,7 @@ def test_prompts_of_different_lengths_are_continued_as_each_alone(case, position
         assert torch.equal(together[row : row + 1], greedy(prompt.unsqueeze(0)))
     # the logits too, which the tokens show only in part
     with torch.inference_mode():
-        state = cat_states([prefill(gpt, prompt.unsqueeze(0))[1] for prompt in prompts])
+        state = cat_states([gpt(prompt.unsqueeze(0), return_state=True)[1] for prompt in prompts])
         logits, _ = gpt(together, state, return_state=True)
         for row, prompt in enumerate(prompts):
             whole = gpt(torch.cat([prompt, together[row]]).unsqueeze(0))
