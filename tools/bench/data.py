@@ -85,7 +85,7 @@ def prepare_and_verify(options: argparse.Namespace, out: Path) -> dict[str, floa
             f"workers={options.workers}",
         ]
         prepared = run("scripts/prepare_data.py", *settings)
-        verified = run("scripts/verify_dataset.py", str(dataset_dir))
+        verified = run("scripts/verify_dataset.py", f"dataset_dir={dataset_dir}")
     names = ("seconds", "cpu_seconds", "peak_bytes")
     figures = {f"prepare_{name}": value for name, value in zip(names, prepared, strict=True)}
     return figures | {f"verify_{name}": value for name, value in zip(names, verified, strict=True)}
