@@ -47,8 +47,8 @@ def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: in
     from common.settings import decode
     from model.gpt import GPT, GPTConfig
     from trainer.optim import AdamWConfig
-    from trainer.run import SummedLoss
     from trainer.runtime import RuntimeConfig, maybe_compile, open_runtime
+    from trainer.step import SummedLoss
 
     composed = to_dict(compose("train", [f"model={name}", "dataset_dir=none", *overrides]))
     if composed["model"]["position"]["name"] == "learned":
