@@ -66,7 +66,8 @@ def bench(device_name: str, quick: bool) -> Row:
         raise UserError("device=cuda, but torch sees no GPU here: use device=cpu")
     device = torch.device("cuda" if device_name != "cpu" and torch.cuda.is_available() else "cpu")
     shapes = SHAPES["quick" if quick else device.type]
-    about = machine(device.type) | {"dtype": _name(DTYPES[device.type])}
+    about = machine() | {"dtype": _name(DTYPES[device.type])}
+    about["device"] = about["gpu" if device.type == "cuda" else "cpu"]
     errors = error_rows(device, sorted({shape.d for shape in shapes}))
     show_errors(errors, about["device"])
     refuse_wrong(errors)

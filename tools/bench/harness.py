@@ -55,15 +55,15 @@ def speedup(times: Iterable[float], reference: Iterable[float]) -> tuple[float, 
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def machine(device: str = "cpu") -> Row:
+def machine() -> Row:
     """What the figures depend on besides the command."""
     import torch  # here, because --help need not wait for it
 
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
-    cpu_name = cpu[1] if cpu else platform.processor() or platform.machine()
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name,
+        "cpu": cpu[1] if cpu else platform.processor() or platform.machine(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "threads": torch.get_num_threads(),
