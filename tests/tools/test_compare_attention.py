@@ -19,8 +19,7 @@ PAIR = (CONTROL, "linear mlp rotary")
 @pytest.fixture
 def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
     """Runs the script on two arms, or as it is told, with short sequences; returns what it left behind."""
-    for module in (compare, compare_report):
-        monkeypatch.setattr(module, "SEQ_LEN", 32)
+    monkeypatch.setattr(compare, "SEQ_LEN", 32)
     monkeypatch.setattr(compare_report, "_ROUNDS", 2)
     monkeypatch.setattr(compare, "_EVAL_WINDOWS", 4)
     monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)  # it takes longer than these runs

@@ -10,15 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.settings import UserError
-from model.ops.sparse_attention import (
-    Pattern,
-    fixed,
-    longformer,
-    naive_sparse_attention,
-    sparse_attention,
-    strided,
-    window,
-)
+from model.ops.sparse_attention import naive_sparse_attention, sparse_attention
+from model.ops.sparse_attention.patterns import Pattern, fixed, longformer, strided, window
 from tools.bench import harness
 from tools.bench.harness import Row, speedup
 from tools.bench.operators import Operator, exact_outputs, largest_errors, outputs, passes_of, time_passes

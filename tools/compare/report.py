@@ -12,20 +12,8 @@ from common.files import read_json, write_atomic, write_json
 from model.gpt import GPTConfig
 from tools.bench.harness import in_turn, machine, speedup, timed
 from tools.bench.train import stepper
-from tools.compare.compare import (
-    CONTROL,
-    ON_EQUAL_TERMS,
-    POSITIONS,
-    SEEDS,
-    SEQ_LEN,
-    Models,
-    Raw,
-    Terms,
-    config_of,
-    count,
-    follow,
-    loss_in,
-)
+from tools.compare import compare
+from tools.compare.compare import CONTROL, SEEDS, Models, Raw, Terms
 
 _ROUNDS = 20  # of timed steps
 _COLORS = {"softmax": "dimgray", "log_space": "tab:orange", "log_space_signed": "tab:red"}
@@ -41,7 +29,7 @@ def speeds(models: Models, terms: Terms) -> dict[str, list[float]]:
     if models.keys() <= known.keys():
         return known
     steps = {
-        name: timed(stepper(config_of(terms.out, model, 1e-4, 1, terms)), clock=time.process_time)
+        name: timed(stepper(compare.config_of(terms.out, model, 1e-4, 1, terms)), clock=time.process_time)
         for name, model in models.items()
     }
     times = in_turn(steps, _ROUNDS, warm_up=1)
@@ -59,14 +47,14 @@ def report(models: Models, speed: dict[str, list[float]], terms: Terms, command:
     found = {
         "command": command,
         "machine": machine(),
-        "tokens": terms.steps * SEQ_LEN,
+        "tokens": terms.steps * compare.SEQ_LEN,
         "seeds": SEEDS,
         "control": CONTROL,
         "arms": rows,
     }
     write_json(terms.out / "compare.json", found)
     write_atomic(terms.out / "compare.md", f"{table_of(rows)}\n{equal_terms(rows)}")
-    write_atomic(terms.out / "compare.png", picture_of(rows, terms.steps * SEQ_LEN))
+    write_atomic(terms.out / "compare.png", picture_of(rows, terms.steps * compare.SEQ_LEN))
     say(f"{len(rows)} of {len(models)} arms are in {terms.out / 'compare.md'}")
 
 
@@ -74,19 +62,19 @@ def row_of(name: str, model: GPTConfig, speed: list[float], terms: Terms) -> Raw
     """What is known of an arm once all of its runs are finished, unless it diverges at every learning rate."""
 
     def finished(lr: float, seed: int) -> float:
-        if (loss := loss_in(terms.run_dir(name, lr, seed))) is None:
+        if (loss := compare.loss_in(terms.run_dir(name, lr, seed))) is None:
             raise LookupError
         return loss
 
     try:
-        row = follow(finished, terms.grid)
+        row = compare.follow(finished, terms.grid)
     except LookupError:
         return None
     if row is None:
         return None
     tried = {f"{lr:g}": loss if math.isfinite(loss) else None for lr, loss in sorted(row["tried"].items())}
-    sizes = {"parameters": count(model), "n_layer": model.n_layer, "n_embd": model.n_embd}
-    rate = {"tokens_per_second": SEQ_LEN / speed[0], "times_as_fast": speed[1]}
+    sizes = {"parameters": compare.count(model), "n_layer": model.n_layer, "n_embd": model.n_embd}
+    rate = {"tokens_per_second": compare.SEQ_LEN / speed[0], "times_as_fast": speed[1]}
     return {**row, "tried": tried, "mean": statistics.mean(row["losses"]), **sizes, **rate}
 
 
@@ -104,14 +92,14 @@ def table_of(rows: dict[str, Raw]) -> str:
 
 def equal_terms(rows: dict[str, Raw]) -> str:
     """Log-space attention beside softmax attention with the same block and position."""
-    softmax, *others = ON_EQUAL_TERMS
+    softmax, *others = compare.ON_EQUAL_TERMS
     cells = []
-    for place in (f"{block} {position}" for block in ("mlp", "glu") for position in POSITIONS):
+    for place in (f"{block} {position}" for block in ("mlp", "glu") for position in compare.POSITIONS):
         if control := rows.get(f"{softmax} {place}"):
             found = [rows.get(f"{name} {place}") for name in others]
             verdicts = [f"{_loss(row)}: {verdict(row['losses'], control['losses'])}" if row else "" for row in found]
             cells.append([place, _loss(control), *verdicts])
-    return _markdown(["block, position", *ON_EQUAL_TERMS], cells)
+    return _markdown(["block, position", *compare.ON_EQUAL_TERMS], cells)
 
 
 def _markdown(columns: list[str], rows: list[list[str]]) -> str:
