@@ -44,7 +44,7 @@ def compare(options: argparse.Namespace) -> None:
     models = models_of(options.dataset, options.arms)
     terms.open()
     say(f"{len(models)} arms of {count(models[CONTROL]):,} parameters, {terms.steps * SEQ_LEN:,} tokens a run")
-    speed = speeds(models, terms)
+    speed = speeds(models, terms.out / "speed.json")
     try:
         train_all(models, terms, options.jobs)
     finally:

@@ -217,7 +217,7 @@ def train(terms: Terms, name: str, model: GPTConfig, lr: float, seed: int) -> fl
         return loss
     quiet, console.quiet = console.quiet, True  # hides what the run says
     try:
-        fit(config_of(run_dir, model, lr, seed, terms))
+        fit(config_of(run_dir, terms.dataset, model, lr, seed, terms.steps))
     except SystemExit:  # it was asked to stop, and has saved
         raise KeyboardInterrupt from None
     except UserError:
@@ -241,21 +241,21 @@ def loss_in(run_dir: Path) -> float | None:
     return None
 
 
-def config_of(run_dir: Path, model: GPTConfig, lr: float, seed: int, terms: Terms) -> TrainConfig:
+def config_of(run_dir: Path, dataset: Path, model: GPTConfig, lr: float, seed: int, steps: int) -> TrainConfig:
     """The configuration of a run, as train.py would have it."""
     raw = {
         "run_dir": run_dir,
-        "dataset_dir": terms.dataset,
+        "dataset_dir": dataset,
         "seed": seed,
         "seq_len": SEQ_LEN,
         "batch_tokens": SEQ_LEN,
-        "max_steps": terms.steps,
+        "max_steps": steps,
         "model": model.model_dump(),
         "optim": {"name": "adamw", "max_lr": lr},
-        "schedule": {"name": "one_cycle", "warmup_steps": max(1, terms.steps // 10)},
+        "schedule": {"name": "one_cycle", "warmup_steps": max(1, steps // 10)},
         "runtime": {"dtype": "float32", "micro_batch": 1, "compile": False},
-        "checkpoint": {"every": terms.steps},
-        "eval": {"every": terms.steps, "batches": _EVAL_WINDOWS},
+        "checkpoint": {"every": steps},
+        "eval": {"every": steps, "batches": _EVAL_WINDOWS},
         "tracker": {"name": "local"},
     }
     return decode(TrainConfig, raw)

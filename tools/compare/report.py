@@ -4,6 +4,7 @@ import io
 import math
 import statistics
 import time
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -19,19 +20,17 @@ _ROUNDS = 20  # of timed steps
 _COLORS = {"softmax": "dimgray", "log_space": "tab:orange", "log_space_signed": "tab:red"}
 
 
-def speeds(models: Models, terms: Terms) -> dict[str, list[float]]:
+def speeds(models: Models, path: Path) -> dict[str, list[float]]:
     """Each arm's median CPU seconds of a training step, and how many times as fast as the control's step that is.
 
-    Kept in speed.json for the next time.
+    Written to `path`, where the next call finds it.
     """
-    path = terms.out / "speed.json"
     known: dict[str, list[float]] = read_json(path) if path.exists() else {}
     if models.keys() <= known.keys():
         return known
-    steps = {
-        name: timed(stepper(compare.config_of(terms.out, model, 1e-4, 1, terms)), clock=time.process_time)
-        for name, model in models.items()
-    }
+    here = path.parent
+    configs = {name: compare.config_of(here, here, model, 1e-4, seed=1, steps=1) for name, model in models.items()}
+    steps = {name: timed(stepper(config), clock=time.process_time) for name, config in configs.items()}
     times = in_turn(steps, _ROUNDS, warm_up=1)
     known = {name: [statistics.median(own), speedup(own, times[CONTROL])[0]] for name, own in times.items()}
     write_json(path, known)
