@@ -12,8 +12,7 @@ from pathlib import Path
 from pydantic import PositiveInt
 
 from common.command import Items, run_script
-from common.console import say
-from common.files import make_directory, write_json
+from common.files import make_directory
 from common.settings import Settings
 
 
@@ -29,12 +28,11 @@ class Options(Settings):
 
 
 def run(options: Options) -> None:
-    from tools.bench.recurrence import bench  # imports torch, which --help does not need
+    from tools.bench.harness import write_results  # imports torch, which --help does not need
+    from tools.bench.recurrence import bench
 
     out = make_directory(options.out, "out")
-    found = bench(options.lengths, options.logit, options.rounds)
-    write_json(out / "bench.json", {"options": options.model_dump(mode="json"), **found})
-    say(f"written to {out / 'bench.json'}")
+    write_results(out, options, bench(options.lengths, options.logit, options.rounds))
 
 
 if __name__ == "__main__":

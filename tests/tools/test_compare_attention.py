@@ -19,8 +19,7 @@ PAIR = (CONTROL, "linear mlp rotary")
 @pytest.fixture
 def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
     """Runs the script on two arms, or as it is told, with short sequences; returns what it left behind."""
-    for module in (compare, compare_report):
-        monkeypatch.setattr(module, "SEQ_LEN", 32)
+    monkeypatch.setattr(compare, "SEQ_LEN", 32)
     monkeypatch.setattr(compare_report, "_ROUNDS", 2)
     monkeypatch.setattr(compare, "_EVAL_WINDOWS", 4)
     monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)  # it takes longer than these runs
@@ -163,4 +162,4 @@ def test_what_cannot_be_done_is_one_line(compared):
     assert result.status == 1
     assert result.err.startswith("error: there is no arm 'log_space glu non'")
     result = compared("learning_rates=1e-3,2e-3")
-    assert result.err == "error: give --steps of 1 or more, and three --learning-rates or more, all above 0\n"
+    assert result.err == "error: give steps of 1 or more, and three learning_rates or more, all above 0\n"
