@@ -25,8 +25,8 @@ def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
     monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)  # it takes longer than these runs
 
     def run(*more, arms=PAIR[1:], out="out", steps="2"):
-        options = ["--dataset", str(dataset_dir), "--out", str(tmp_path / out), "--steps", steps]
-        return command("scripts/compare_attention", *options, "--arms", *arms, *more)
+        options = [f"dataset_dir={dataset_dir}", f"out={tmp_path / out}", f"steps={steps}"]
+        return command("scripts/compare_attention", *options, f"arms={','.join(arms)}", *more)
 
     return run
 
@@ -106,7 +106,7 @@ def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypa
         assert other[CONTROL][key] == whole["arms"][CONTROL][key]
 
     # Two at a time; and not on other terms.
-    result = compared("--jobs", "2")
+    result = compared("jobs=2")
     assert result.status == 0, result.err
     result = compared(steps="3")
     assert result.status == 1
@@ -161,5 +161,5 @@ def test_what_cannot_be_done_is_one_line(compared):
     result = compared(arms=["log_space glu non"])
     assert result.status == 1
     assert result.err.startswith("error: there is no arm 'log_space glu non'")
-    result = compared("--learning-rates", "1e-3", "2e-3")
+    result = compared("learning_rates=1e-3,2e-3")
     assert result.err == "error: give --steps of 1 or more, and three --learning-rates or more, all above 0\n"

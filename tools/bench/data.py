@@ -95,7 +95,7 @@ def prepare_and_verify(options: Any) -> Row:
             f"workers={options.workers}",
         ]
         prepared = run("scripts/prepare_data.py", *settings)
-        verified = run("scripts/verify_dataset.py", str(dataset_dir))
+        verified = run("scripts/verify_dataset.py", f"dataset_dir={dataset_dir}")
     say(f"prepared: {prepared}; verified: {verified}")
     costs = {"prepare": prepared, "verify": verified}
     return {f"{name}_{key}": value for name, cost in costs.items() for key, value in cost._asdict().items()}
