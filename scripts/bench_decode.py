@@ -19,8 +19,7 @@ from pydantic import PositiveInt
 
 from cli import CONFIGS, compose, to_dict
 from common.command import Items, run_script
-from common.console import say
-from common.files import make_directory, write_json
+from common.files import make_directory
 from common.settings import Settings
 
 
@@ -43,6 +42,7 @@ class Options(Settings):
 
 def run(options: Options) -> None:
     from tools.bench.decode import Terms, bench  # imports torch, which --help does not need
+    from tools.bench.harness import write_results
 
     out = make_directory(options.out, "out")
     attentions = [[f"model/attention={name}"] for name in files("model/attention", options.attention)] or [[]]
@@ -52,8 +52,7 @@ def run(options: Options) -> None:
     }
     hf = (options.hf, composed(options.hf, options.set)) if options.hf else None
     found = bench(models, Terms(sorted({*options.positions}), options.steps, hf))
-    write_json(out / "bench.json", {"options": options.model_dump(mode="json"), **found})
-    say(f"written to {out / 'bench.json'}")
+    write_results(out, options, found)
 
 
 def files(group: str, names: list[str]) -> list[str]:

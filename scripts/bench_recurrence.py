@@ -12,8 +12,6 @@ from pathlib import Path
 from pydantic import PositiveInt
 
 from common.command import Items, run_script
-from common.console import say
-from common.files import make_directory, write_json
 from common.settings import Settings
 
 
@@ -31,10 +29,7 @@ class Options(Settings):
 def run(options: Options) -> None:
     from tools.bench.recurrence import bench  # imports torch, which --help does not need
 
-    out = make_directory(options.out, "out")
-    found = bench(options.lengths, options.logit, options.rounds)
-    write_json(out / "bench.json", {"options": options.model_dump(mode="json"), **found})
-    say(f"written to {out / 'bench.json'}")
+    bench(options)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Cost(NamedTuple):
 
 def bench(options: Any) -> None:
     """Measure, print a table, write bench.json."""
-    out, workers = make_directory(options.out, "--out"), options.workers
+    out, workers = make_directory(options.out, "out"), options.workers
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         arguments = options.files, options.text_field, options.ranks
         runs = {"alone": partial(pool.apply, encode_ordinary, arguments), "whole": partial(prepare_and_verify, options)}

@@ -24,7 +24,7 @@ WARM_UP = 2  # steps that are not timed where batches are read ahead: nothing is
 
 def bench(options: Any) -> None:
     """Measure, print a table, write bench.json."""
-    out = make_directory(options.out, "--out")
+    out = make_directory(options.out, "out")
     dataset_dir = options.dataset_dir or random_dataset(out / f"random-{options.tokens}", options.tokens)
     batches = open_batches(dataset_dir, options)
     figures = {"loader alone": alone(batches, options), "dummy model": dummy(batches, options)}

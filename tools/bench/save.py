@@ -16,7 +16,7 @@ INTERVAL = 1000
 
 def bench(options: Any) -> None:
     """Measure, print a table, write bench.json."""
-    out = make_directory(options.out, "--out")
+    out = make_directory(options.out, "out")
     dataset_dir = out / "dataset"
     if not dataset_dir.exists():
         prepare_dataset(["data=stdlib", "tokenizer=bytes", f"out_dir={dataset_dir}"])

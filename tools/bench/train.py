@@ -39,7 +39,7 @@ def bench(options: Any) -> None:
         cells[-1] += [f"{peak / 1e9:.2f}", f"{peak / control['peak_bytes']:.2f}"]
     title = f"training steps, {options.batch} x {options.seq_len} tokens; x: ratio to {CONTROL}"
     show_table(table_of(title, ["model", "tokens/s", "x", "peak GB", "x"], cells))
-    write_results(make_directory(options.out, "--out"), options, {"models": figures})
+    write_results(make_directory(options.out, "out"), options, {"models": figures})
 
 
 def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: int) -> Row:
