@@ -9,14 +9,11 @@ so that whatever else the machine does slows all of them. TRITON_INTERPRET=1 che
 timing it.
 """
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Literal
 
 from common.command import run_script
-from common.console import say
-from common.files import make_directory, write_json
 from common.settings import Settings
 
 
@@ -30,14 +27,9 @@ class Options(Settings):
 
 
 def run(options: Options) -> None:
-    from tools.bench.attention import bench, draw  # imports torch, which --help does not need
+    from tools.bench.attention import bench  # imports torch, which --help does not need
 
-    out = make_directory(options.out, "out")
-    command = shlex.join(["python", "scripts/bench_attention.py", *sys.argv[1:]])
-    found = {"command": command, **bench(options.device, options.quick)}
-    write_json(out / "bench.json", found)
-    draw(found["rows"], found["machine"], out / "bench.png")
-    say(f"written: {out / 'bench.json'}, {out / 'bench.png'}")
+    bench(options)
 
 
 if __name__ == "__main__":

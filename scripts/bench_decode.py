@@ -51,7 +51,8 @@ def run(options: Options) -> None:
         for model, attention in itertools.product(files("model", options.models), attentions)
     }
     hf = (options.hf, composed(options.hf, options.set)) if options.hf else None
-    write_results(out, options, bench(models, Terms(sorted({*options.positions}), options.steps, hf)))
+    found = bench(models, Terms(sorted({*options.positions}), options.steps, hf))
+    write_results(out, options, found)
 
 
 def files(group: str, names: list[str]) -> list[str]:

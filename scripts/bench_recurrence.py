@@ -12,7 +12,6 @@ from pathlib import Path
 from pydantic import PositiveInt
 
 from common.command import Items, run_script
-from common.files import make_directory
 from common.settings import Settings
 
 
@@ -28,11 +27,9 @@ class Options(Settings):
 
 
 def run(options: Options) -> None:
-    from tools.bench.harness import write_results  # imports torch, which --help does not need
-    from tools.bench.recurrence import bench
+    from tools.bench.recurrence import bench  # imports torch, which --help does not need
 
-    out = make_directory(options.out, "out")
-    write_results(out, options, bench(options.lengths, options.logit, options.rounds))
+    bench(options)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,12 @@ slows all of them. The ratio of a round is the dense form's time over the conten
 range.
 """
 
-import shlex
 import sys
 from pathlib import Path
 
 from pydantic import PositiveInt
 
 from common.command import Items, run_script
-from common.console import console, say
-from common.files import make_directory, write_json
 from common.settings import Settings
 
 
@@ -33,15 +30,9 @@ class Options(Settings):
 
 
 def run(options: Options) -> None:
-    from tools.bench.sparse import check, describe, measure, table_of  # imports torch, which --help does not need
+    from tools.bench.sparse import bench  # imports torch, which --help does not need
 
-    check(options.heads)
-    out = make_directory(options.out, "out")
-    rows = [row for T in options.lengths for row in measure(T, options.heads, options.rounds)]
-    command = shlex.join(["python", "scripts/bench_sparse.py", *sys.argv[1:]])
-    write_json(out / "bench.json", {"command": command, "machine": describe(), "rows": rows})
-    console.print(table_of(rows))
-    say(f"wrote {out / 'bench.json'}")
+    bench(options)
 
 
 if __name__ == "__main__":

@@ -162,4 +162,4 @@ def test_what_cannot_be_done_is_one_line(compared):
     assert result.status == 1
     assert result.err.startswith("error: there is no arm 'log_space glu non'")
     result = compared("learning_rates=1e-3,2e-3")
-    assert result.err == "error: give steps of 1 or more, and three learning_rates or more, all above 0\n"
+    assert result.err == "error: give steps=1 or more, and three learning_rates or more, all above 0\n"

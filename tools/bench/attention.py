@@ -20,9 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
 from common.console import say, show_table
+from common.files import make_directory
 from common.settings import UserError
 from model.ops.log_attention import BACKENDS, fallback, log_attention, naive_log_attention
-from tools.bench.harness import Row, machine, table_of
+from tools.bench.harness import Row, machine, table_of, write_results
 from tools.bench.operators import Operator, exact_outputs, largest_errors, outputs, passes_of, time_passes
 
 
@@ -52,20 +53,17 @@ LATENT_BYTES = 2e9  # the published formula keeps several times its T x d_k x d_
 ROUNDS, SECONDS_OF_A_TURN = 5, 0.5
 
 
-def bench(device_name: str, quick: bool) -> Row:
-    """Check, time and print.
-
-    Args:
-        device_name: "cpu", "cuda", or "auto" for a GPU if there is one.
-        quick: tiny shapes, each timed as few times as possible.
+def bench(options: Any) -> None:
+    """Check, time, print and draw; write bench.json and bench.png.
 
     Raises:
         UserError: there is no GPU, or an implementation is wrong.
     """
+    out, device_name = make_directory(options.out, "out"), options.device
     if device_name == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but torch sees no GPU here: use device=cpu")
     device = torch.device("cuda" if device_name != "cpu" and torch.cuda.is_available() else "cpu")
-    shapes = SHAPES["quick" if quick else device.type]
+    shapes = SHAPES["quick" if options.quick else device.type]
     about = machine() | {"dtype": _name(DTYPES[device.type])}
     about["device"] = about["gpu" if device.type == "cuda" else "cpu"]
     errors = error_rows(device, sorted({shape.d for shape in shapes}))
@@ -74,10 +72,12 @@ def bench(device_name: str, quick: bool) -> Row:
     rate = copy_rate(device)
     rows: list[Row] = []
     for shape in shapes:
-        measured = measure(shape, device, 0.0 if quick else SECONDS_OF_A_TURN, memory=shape == shapes[0])
+        measured = measure(shape, device, 0.0 if options.quick else SECONDS_OF_A_TURN, memory=shape == shapes[0])
         rows += [row | ratios(row, measured, rate) for row in measured]
     show_times(rows, f"{about['device']}, {about['dtype']}")
-    return {"machine": about, "errors": errors, "copy_bytes_per_second": rate, "rows": rows}
+    found = {"machine": about, "errors": errors, "copy_bytes_per_second": rate, "rows": rows}
+    write_results(out, options, found)
+    draw(rows, about, out / "bench.png")
 
 
 def implementations(device: torch.device) -> dict[str, Operator]:

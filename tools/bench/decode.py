@@ -16,7 +16,7 @@ from model.attention.base import Attention
 from model.attention.cache import KVCache, SparseCache
 from model.gpt import GPT, GPTConfig, GPTState
 from model.ops.sparse_attention import Pattern, needed_keys
-from tools.bench.harness import Row, in_turn, machine, table_of, timed
+from tools.bench.harness import Row, in_turn, table_of, timed
 from trainer.runtime import DeviceConfig, open_runtime
 
 WARM_UP = 3  # steps that are not timed; a stretched cache is copied in the first
@@ -61,7 +61,7 @@ def bench(models: dict[str, Row], terms: Terms) -> Row:
     title += f"; x: times Hugging Face's GPT-2 of {terms.hf[0]}'s shape" if terms.hf else ""
     show_table(table_of(title, ["model", *(f"at {at:,}" for at in terms.positions)], speeds))
     show_table(table_of("bytes of state", ["model", *(f"after {at:,}" for at in BYTES_AT)], sizes))
-    return {"machine": machine(), "models": figures}
+    return {"models": figures}
 
 
 @torch.inference_mode()

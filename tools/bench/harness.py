@@ -4,7 +4,9 @@ import os
 import platform
 import random
 import re
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,6 +17,7 @@ from rich.table import Table
 from common.commit import git_commit
 from common.console import say
 from common.files import write_json
+from common.settings import Settings
 
 if TYPE_CHECKING:
     from trainer.run import Run
@@ -84,10 +87,11 @@ def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) 
     return table
 
 
-def write_results(out: Path, options: object, found: Row) -> None:
-    """Write bench.json: the command's options, the machine, and what was found."""
-    given = {key: str(value) for key, value in vars(options).items()}
-    write_json(out / "bench.json", {"options": given, "machine": machine(), **found})
+def write_results(out: Path, options: Settings, found: Row) -> None:
+    """Write bench.json: the command, its options, the machine, and what was found."""
+    command = shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    about = {"command": command, "options": options.model_dump(mode="json"), "machine": machine()}
+    write_json(out / "bench.json", about | found)
     say(f"written to {out / 'bench.json'}")
 
 

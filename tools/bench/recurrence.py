@@ -1,39 +1,37 @@
 """log_recurrence beside the published form: errors in float32 over length, and time at 1,024 tokens."""
 
 import statistics
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.console import say, show_table
+from common.files import make_directory
 from model.ops.log_recurrence import log_recurrence
-from tools.bench.harness import Row, speedup, table_of
+from tools.bench.harness import Row, speedup, table_of, write_results
 from tools.bench.operators import Operator, exact_outputs, largest_errors, outputs, passes_of, time_passes
 
 TIMED_SHAPE = (1, 1024, 768)  # B, T and D of the published model
 FEATURES = 4  # of the long sequences
 
 
-def bench(lengths: list[int], logit: float, rounds: int) -> Row:
-    """Measure and print.
-
-    Args:
-        logit: mean of p's logits.
-        rounds: timed runs of each form.
-    """
-    errors = [errors_at(T, logit) for T in lengths]
+def bench(options: Any) -> None:
+    """Measure, print a table, write bench.json."""
+    out, logit = make_directory(options.out, "out"), options.logit
+    errors = [errors_at(T, logit) for T in options.lengths]
     title = "log recurrence in float32: largest error against float64; of gradients: x the largest"
     cells = [[f"{row[name][key]:.1e}" for name in FORMS for key in ("s", "gradients")] for row in errors]
     columns = ["tokens", "ours: s", "gradients", "published: s", "gradients"]
-    show_table(table_of(title, columns, ([f"{T:,}", *row] for T, row in zip(lengths, cells, strict=True))))
+    show_table(table_of(title, columns, ([f"{T:,}", *row] for T, row in zip(options.lengths, cells, strict=True))))
     leaves, weights = draw_inputs(TIMED_SHAPE, logit)
-    times = time_passes({name: passes_of(form, leaves, weights) for name, form in FORMS.items()}, rounds)
+    times = time_passes({name: passes_of(form, leaves, weights) for name, form in FORMS.items()}, options.rounds)
     seconds = {name: statistics.median(found["both"]) for name, found in times.items()}
     ratio, *_ = speedup(times["ours"]["both"], times["published"]["both"])
     spent = ", ".join(f"{name} {1e3 * median:.2f} ms" for name, median in seconds.items())
     say(f"forward and backward, (B, T, D) = {TIMED_SHAPE}, medians: {spent}; ours is {ratio:.2f} x as fast")
-    return {"errors": errors, "seconds": seconds}
+    write_results(out, options, {"errors": errors, "seconds": seconds})
 
 
 def published(log_p: Tensor, h: Tensor, state: Tensor) -> Tensor:

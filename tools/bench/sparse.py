@@ -2,18 +2,18 @@
 
 import statistics
 from functools import partial
-from itertools import groupby
+from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from common.console import show_table
+from common.files import make_directory
 from common.settings import UserError
 from model.ops.sparse_attention import naive_sparse_attention, sparse_attention
 from model.ops.sparse_attention.patterns import Pattern, fixed, longformer, strided, window
-from tools.bench import harness
-from tools.bench.harness import Row, speedup
+from tools.bench.harness import Row, speedup, table_of, write_results
 from tools.bench.operators import Operator, exact_outputs, largest_errors, outputs, passes_of, time_passes
 
 DENSE = "dense SDPA"
@@ -29,7 +29,23 @@ PATTERNS: dict[str, list[Pattern]] = {
 FEATURES = 64
 CHECKED = 700  # tokens of the comparison with the definition
 ALLOWED = 1e-4  # rounding of float32: sums of 700 terms differ by about 700 x 2^-24 of them
-describe = harness.machine
+
+
+def bench(options: Any) -> None:
+    """Check, measure, print a table, write bench.json."""
+    check(options.heads)
+    out = make_directory(options.out, "out")
+    cells, rows = [], []
+    for T in options.lengths:
+        cells.append([f"[bold]T={T:,}[/]"])
+        for row in measure(T, options.heads, options.rounds):
+            low, high = row["over_dense_range"]
+            times = [f"{row[key]:,.1f}" for key in ("forward_ms", "both_ms")]
+            cells.append([row["contender"], *times, f"{row['over_dense']:.2f}", f"{low:.2f} to {high:.2f}"])
+            rows.append(row)
+    columns = ["attention", "forward ms", "forward + backward ms", "x as fast as dense", "range"]
+    show_table(table_of("Medians over the rounds; the ratio's range over them", columns, cells))
+    write_results(out, options, {"rows": rows})
 
 
 def of_heads(patterns: list[Pattern], n_head: int) -> list[Pattern]:
@@ -73,16 +89,3 @@ def measure(T: int, n_head: int, rounds: int) -> list[Row]:
         medians = {f"{key}_ms": 1e3 * statistics.median(seconds) for key, seconds in found.items()}
         rows.append({"contender": name, "T": T, **medians, "over_dense": ratio, "over_dense_range": ends})
     return rows
-
-
-def table_of(rows: list[Row]) -> Table:
-    """For people."""
-    cells = []
-    for T, group in groupby(rows, key=lambda row: row["T"]):
-        cells.append([f"[bold]T={T:,}[/]"])
-        for row in group:
-            low, high = row["over_dense_range"]
-            times = [f"{row[key]:,.1f}" for key in ("forward_ms", "both_ms")]
-            cells.append([row["contender"], *times, f"{row['over_dense']:.2f}", f"{low:.2f} to {high:.2f}"])
-    columns = ["attention", "forward ms", "forward + backward ms", "x as fast as dense", "range"]
-    return harness.table_of("Medians over the rounds; the ratio's range over them", columns, cells)

@@ -74,7 +74,7 @@ class Terms:
             UserError: these terms are invalid, or the folder has runs on other terms.
         """
         if self.steps < 1 or len(set(self.grid)) < 3 or not 0 < min(self.grid) <= max(self.grid) < math.inf:
-            raise UserError("give steps of 1 or more, and three learning_rates or more, all above 0")
+            raise UserError("give steps=1 or more, and three learning_rates or more, all above 0")
         path = make_directory(self.out, "out") / "terms.json"
         terms = {"dataset": str(self.dataset.resolve()), "steps": self.steps, "grid": self.grid}
         if not path.exists():
