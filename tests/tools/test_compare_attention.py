@@ -97,7 +97,7 @@ def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypa
     monkeypatch.setattr(compare, "fit", stopped)
     for _ in range(2):
         result = compared(arms=[CONTROL], out="other")
-        assert (result.status, result.err) == (130, "error: interrupted; the same command goes on from here\n")
+        assert (result.status, result.err) == (130, "error: interrupted; run the same command again to continue\n")
     assert begun[1] == begun[2]
     assert compared(arms=[CONTROL], out="other").status == 0
     other = json.loads((tmp_path / "other" / "compare.json").read_text())["arms"]
