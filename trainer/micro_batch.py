@@ -13,6 +13,7 @@ from common.console import say
 from common.settings import UserError
 from trainer.distributed import World
 from trainer.runtime import Runtime, device_name
+from trainer.step import accumulate_gradients
 
 SPARE = 0.05  # of a GPU: what libraries take later, and what a long run loses to gaps between tensors
 _GB = 1e9
@@ -139,10 +140,7 @@ class _Trials:
         means = [torch.empty_like(p) for p in 2 * self.without_state]  # which Adam will keep
         for p in self.params:
             p.grad = torch.zeros_like(p)
-        with self.world.sync_gradients(self.module, now=False):
-            with self.runtime.autocast():
-                loss = self.module(*self._batch(size))
-            loss.backward()
+        accumulate_gradients(self.module, [self._batch(size)], self.runtime, self.world, sync=False)
         del means
         if self.cuda:
             self.needs[size] = torch.cuda.max_memory_allocated(device) - spare.nbytes

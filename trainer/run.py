@@ -31,9 +31,7 @@ from trainer.resume import find_checkpoint, new_state, restore, write_config
 from trainer.runtime import Runtime, device_name, maybe_compile, peak_flops
 from trainer.saving import Saver
 from trainer.signals import StopSignals
-
-Share = list[tuple[Tensor, Tensor]]
-"""A process's micro-batches of a step: token_ids and targets, int64 (micro_batch, seq_len), on the CPU."""
+from trainer.step import MicroBatches, StepResult, SummedLoss, train_step
 
 
 class RollBack(Exception):
@@ -63,7 +61,7 @@ class Run:
                 config.dataset_dir, self.manifest, config.data.mixture, config.seq_len, config.seed
             )
             say(f"sequences are drawn from {self.batches.mixture}")
-        self._ahead: Prefetch[Share] | None = None
+        self._ahead: Prefetch[MicroBatches] | None = None
         n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
         self.windows = EvalBatches(val, config.seq_len, n_windows)
         self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)
@@ -145,61 +143,39 @@ class Run:
 
     def _step(self) -> dict[str, Any]:
         config = self.config
-        lr = config.optim.max_lr * config.schedule.factor(self.step, config.max_steps)
-        set_lr(self.optimizer, lr)
-        loss = self._accumulate_gradients().item()
-        self._at("optimizer")
-        params = list(self.gpt.parameters())
-        norm = self.world.full(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
-        reason = why_bad(loss, norm.item(), self.state.statistics, config.runtime.spike_sigmas)
-        if reason is not None:
-            return self._bad_step(reason, {"loss": str(loss), "grad_norm": str(norm.item()), "lr": lr})
-        nn.utils.clip_grads_with_norm_(params, config.optim.grad_clip or math.inf, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._count({"statistics": self.state.statistics.after(loss)} if config.runtime.spike_sigmas else {})
-        tokens = self.step * config.batch_tokens
-        return {"step": self.step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": norm.item()}
-
-    def _accumulate_gradients(self) -> Tensor:
-        """Backward passes over this process's share of the batch; returns the loss of the global batch.
-
-        The gradient is that of the mean over all valid tokens of the global batch, however they are shared among
-        processes and micro-batches: each micro-batch's sum is divided by the global count.
-        """
-        world = self.world
         self._at("data")
         micro_batches = self.share(self.step) if self._ahead is None else next(self._ahead)
-        counts = [float((targets >= 0).sum()) for _, targets in micro_batches]
-        valid = world.sum(torch.tensor(sum(counts), dtype=torch.float64, device=world.device))
-        total = torch.zeros_like(valid)
-        for i, micro_batch in enumerate(micro_batches, start=1):
-            self._at(f"forward {i}")
-            x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
-            with world.sync_gradients(self.summed_loss, now=i == len(micro_batches)):
-                with self.runtime.autocast():
-                    loss = self.summed_loss(x, y)
-                self._at(f"backward {i}")
-                (loss * (world.size / valid)).backward()  # DDP averages over processes: hence times their number
-            total += loss.detach()
-        self._at("loss")
-        self._own_loss = total
-        # What stops one process must stop all of them after the same step: that it was asked to travels with the loss.
-        asked = total.new_tensor(float(self.signals.received is not None))
-        total, asked = world.sum(torch.stack([total, asked]))
-        self._heed(asked)
-        return total / valid
+        lr = config.optim.max_lr * config.schedule.factor(self.step, config.max_steps)
+        set_lr(self.optimizer, lr)
+        result = train_step(
+            self.summed_loss,
+            self.optimizer,
+            micro_batches,
+            self.runtime,
+            self.world,
+            grad_clip=config.optim.grad_clip,
+            refuse=lambda loss, norm: why_bad(loss, norm, self.state.statistics, config.runtime.spike_sigmas),
+            asked_to_stop=self.signals.received is not None,
+            name=f"step {self.step + 1}",
+        )
+        self._heed(result.stop)
+        if result.refused is not None:
+            return self._bad_step(result, lr)
+        self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
+        tokens = self.step * config.batch_tokens
+        return {"step": self.step, "tokens": tokens, "loss": result.loss, "lr": lr, "grad_norm": result.grad_norm}
 
-    def _heed(self, asked: Tensor) -> None:
+    def _heed(self, asked: bool) -> None:
         """Stop after this step if any process was asked to."""
-        if asked > 0:
+        if asked:
             own = self.signals.received
             self.stopped_by = "another process was asked to stop" if own is None else f"stopped by {own.name}"
 
-    def _bad_step(self, reason: str, found: dict[str, Any]) -> dict[str, Any]:
+    def _bad_step(self, result: StepResult, lr: float) -> dict[str, Any]:
         """Do with a step that must not change the weights what runtime.on_nonfinite says."""
-        config, step = self.config, self.step + 1
-        path = self._keep_evidence(step, {"reason": reason, **found})
+        config, step, reason = self.config, self.step + 1, result.refused
+        assert reason is not None
+        path = self._keep_evidence(step, result, lr)
         self.optimizer.zero_grad()
         in_a_row = bad_steps_before(step, self.state.passed_over) + 1
         policy = config.runtime.on_nonfinite
@@ -223,7 +199,7 @@ class Run:
         if self._ahead is not None:
             next(self._ahead)
         asked = torch.tensor(float(self.signals.received is not None), device=self.world.device)
-        self._heed(self.world.sum(asked))
+        self._heed(bool(self.world.sum(asked) > 0))
         return self._passed_over(reason)
 
     def _passed_over(self, reason: str) -> dict[str, Any]:
@@ -238,19 +214,26 @@ class Run:
         passed_over = {bad: why for bad, why in self.state.passed_over.items() if bad >= first}
         self.state = self.state.model_copy(update={"step": step, "passed_over": passed_over, **update})
 
-    def _keep_evidence(self, step: int, found: dict[str, Any]) -> Path:
+    def _keep_evidence(self, step: int, result: StepResult, lr: float) -> Path:
         world, config = self.world, self.config
-        losses = world.gather(self._own_loss)
+        losses = world.gather(result.own_loss)
         bad_gradients = [
             name
             for name, p in self.gpt.named_parameters()
             if p.grad is not None and not world.full(p.grad).isfinite().all()
         ]
-        found["processes"] = [
+        processes = [
             {"sequences": sequences_of(rank, world.size, config.batch_size), "sum_of_losses": str(loss.item())}
             for rank, loss in enumerate(losses)
         ]
-        found["gradients_not_finite"] = bad_gradients
+        found = {
+            "reason": result.refused,
+            "loss": str(result.loss),
+            "grad_norm": str(result.grad_norm),
+            "lr": lr,
+            "processes": processes,
+            "gradients_not_finite": bad_gradients,
+        }
         path = evidence_path(config.run_dir, step)
         if world.is_main:
             keep_evidence(path, config.dataset_dir, self.manifest, self.batches, step, found)
@@ -276,7 +259,7 @@ class Run:
     def _at(self, place: str) -> None:
         self.world.at(f"step {self.step + 1}: {place}")
 
-    def share(self, step: int) -> Share:
+    def share(self, step: int) -> MicroBatches:
         """This process's part of global batch `step`; in pinned memory, where a GPU will fetch it."""
         first, stop = sequences_of(self.world.rank, self.world.size, self.config.batch_size)
         parts = [torch.from_numpy(ids) for ids in self.batches.batch(step, first, stop)]
@@ -287,7 +270,7 @@ class Run:
         return list(zip(token_ids, targets, strict=True))
 
     @contextlib.contextmanager
-    def reading_ahead(self) -> Iterator[Prefetch[Share]]:
+    def reading_ahead(self) -> Iterator[Prefetch[MicroBatches]]:
         """Have the steps that are left read in the background, as long as the context."""
         with Prefetch(self.share(step) for step in range(self.step, self.config.last_step)) as self._ahead:
             try:
@@ -395,18 +378,6 @@ class Run:
             raise
         self.tracker.finish()
         self.log.close()
-
-
-class SummedLoss(nn.Module):
-    """The loss as a module of its own, so that DDP and torch.compile see one forward pass from tokens to loss."""
-
-    def __init__(self, gpt: GPT) -> None:
-        super().__init__()
-        self.gpt = gpt
-
-    def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) ids and targets -> the sum of the losses, in nats."""
-        return self.gpt.summed_loss(token_ids, targets)
 
 
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:

@@ -170,7 +170,7 @@ def test_deterministic_algorithms_are_enough():
 
 def test_kernels_compile_for_gpus_that_are_not_here(run_process):
     pytest.importorskip("triton.backends.nvidia")
-    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", "--dtype", "bfloat16", "--head-dim", "32"])
+    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", "dtype=bfloat16", "head_dim=32"])
     assert result.status == 0, result.err
     rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]
     assert [row[2] for row in rows] == ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]

@@ -56,17 +56,17 @@ def test_every_mechanism_has_a_panel():
 
 
 def test_it_draws_mechanisms_and_a_trained_model(command, tiny, tmp_path, restored_torch):
-    result = command("scripts/draw_attention", "--text", "a cat saw a dog", "--out", str(tmp_path / "all.png"))
+    result = command("scripts/draw_attention", "text=a cat saw a dog", f"out={tmp_path / 'all.png'}")
     assert result.status == 0, result.err
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     fit(config := tiny({"max_steps": 2}))
-    options = ["--checkpoint", str(config.run_dir), "--text", "a b\n", "--out", str(tmp_path / "run.png")]
-    result = command("scripts/draw_attention", *options, "--head", "2")
+    options = [f"checkpoint={config.run_dir}", "text=a b\n", f"out={tmp_path / 'run.png'}"]
+    result = command("scripts/draw_attention", *options, "head=2")
     assert result.status == 0, result.err
     assert "1 panels are in" in result.out
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    for wrong, message in (["--head", "3"], "give 1 to 2"), (["--text", "x" * 65], "give 1 to 64"):
-        result = command("scripts/draw_attention", *options, *wrong)
+    for wrong, message in ("head=3", "give 1 to 2"), ("text=" + "x" * 65, "give 1 to 64"):
+        result = command("scripts/draw_attention", *options, wrong)
         assert result.status == 1
-        assert result.err.startswith("error: --")
+        assert result.err.startswith("error: ")
         assert message in result.err

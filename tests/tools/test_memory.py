@@ -10,7 +10,7 @@ from common.settings import decode
 from model.gpt import GPT, GPTConfig
 from tools.plan.memory import Numbers, kept_for_backward, step_memory
 from trainer.optim import AdamWConfig
-from trainer.run import SummedLoss
+from trainer.step import SummedLoss
 
 B, T = 4, 512
 COUNTED = [

@@ -18,14 +18,14 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 STUCK = """
 import threading, runpy
 from trainer.run import Run
-accumulate = Run._accumulate_gradients
+accumulate = Run._step
 def accumulating(run):
     if run.step == 2:
         stuck.acquire()
     return accumulate(run)
 stuck = threading.Lock()
 stuck.acquire()
-Run._accumulate_gradients = accumulating
+Run._step = accumulating
 runpy.run_path("train.py", run_name="__main__")
 """
 

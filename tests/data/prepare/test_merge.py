@@ -212,7 +212,7 @@ def test_a_part_that_is_missing_is_made_by_what_is_printed(command, files, tmp_p
     settings = ["data=jsonl", f"data.path='{files}'", "tokenizer=bytes", "val_fraction=0.2", "workers=1"]
     made = ["scripts/prepare_data", *settings, f"out_dir={tmp_path / 'parts'}", "num_tasks=2"]
     assert command(*made, "task_index=0").status == 0
-    joined = ["scripts/merge_dataset", str(tmp_path / "parts"), str(tmp_path / "merged")]
+    joined = ["scripts/merge_dataset", f"parts_dir={tmp_path / 'parts'}", f"out_dir={tmp_path / 'merged'}"]
     result = command(*joined)
     option = re.search(r"run the command that made the others, with (\S+), to its end", result.err)
     assert command(*made, option[1]).status == 0
@@ -269,9 +269,9 @@ def test_parts_do_not_go_into_a_dataset(make, tmp_path):
         make("parts")
 
 
-def run_script(monkeypatch, capsys, *arguments):
+def run_script(monkeypatch, capsys, parts_dir, out_dir):
     """Status, standard output and standard error of merge_dataset.py."""
-    monkeypatch.setattr(sys, "argv", ["merge_dataset.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["merge_dataset.py", f"parts_dir={parts_dir}", f"out_dir={out_dir}"])
     capsys.readouterr()
     status = 0
     try:
@@ -291,7 +291,7 @@ def test_the_command(parts, tmp_path, monkeypatch, capsys):
     assert err.count("\n") == 1
     monkeypatch.setattr(data.prepare.merge, "find_parts", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     status, _, err = run_script(monkeypatch, capsys, parts, tmp_path / "merged")
-    assert (status, err) == (130, "error: interrupted; the same command goes on from what is written\n")
+    assert (status, err) == (130, "error: interrupted; run the same command again to continue\n")
 
 
 def test_only_tasks_keep_digests_and_only_with_dedup(make, tmp_path):
