@@ -29,6 +29,7 @@ class LocalTrackerConfig(Settings):
     """Steps between training lines."""
 
     def open(self, run_id: str, run_dir: Path, config: dict[str, Any]) -> "Tracker":
+        """Start the tracker of a run."""
         return Tracker()
 
 
@@ -48,6 +49,7 @@ class WandbTrackerConfig(Settings):
     """Longest time that the end of training waits for the last uploads."""
 
     def open(self, run_id: str, run_dir: Path, config: dict[str, Any]) -> "Tracker":
+        """Start the tracker of a run."""
         settings = {
             "id": run_id,
             "resume": "allow",
