@@ -70,7 +70,7 @@ def test_an_unknown_device_is_unknown_and_never_guessed(command, name, hint):
     [
         ("n_device=1000", ["480 sequences, fewer than n_device=1000", "lower n_device"]),
         ("mfu=2", ["mfu=2", "less than or equal to 1"]),
-        ("mfu=0.3 measure=true", ["mfu and measure", "give one"]),
+        ("mfu=0.3 measure=true", ["mfu and measure", "give only one"]),
         ("runtime.device=cuda", ["runtime.device=cuda, but this machine has no GPU", "such as device=a100-40gb"]),
         ("device=h100 measure=true", ["measure=true measures this machine", "which has no h100"]),
         ("dataset_dir=/no/such", ["dataset_dir=/no/such", "prepare_data.py"]),
