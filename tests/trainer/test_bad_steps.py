@@ -53,7 +53,7 @@ def evidence(run_dir, step):
 
 def test_halt_leaves_evidence_and_the_run_as_it_was(tiny, tmp_path, factor_at):
     factor_at({5: float("nan")})
-    with pytest.raises(UserError, match=r"step 5: loss is nan .* .*step-00000005.json says.*max_lr") as error:
+    with pytest.raises(UserError, match=r"step 5: loss is nan .* .*step-00000005.json lists.*max_lr") as error:
         fit(tiny())
     assert "\n" not in str(error.value)
     assert open_checkpoint(tmp_path / "run").state.step == 4
@@ -152,9 +152,7 @@ def test_rollback_heals_weights_that_went_bad(tiny, tmp_path, monkeypatch, facto
     monkeypatch.setattr(Run, "_step", lambda run: _break(run, name, bad, broken, accumulate))
     fit(tiny(changes))
     assert broken == [bad - 1]
-    assert f"back to step {bad // 2 * 2}, and that step will be passed over" in capsys.readouterr().err.replace(
-        "\n", ""
-    )
+    assert f"back to step {bad // 2 * 2}, and that step will be skipped" in capsys.readouterr().err.replace("\n", "")
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (newest(tmp_path / "run") / file).read_bytes() == (newest(tmp_path / "skipped") / file).read_bytes()
     events = [
@@ -289,5 +287,5 @@ def test_rollback_needs_something_to_go_back_to(tiny, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("trainer.saving.save_checkpoint", full)
-    with pytest.raises(UserError, match="the last save, after step 0, failed"):
+    with pytest.raises(UserError, match="the save after step 0 failed"):
         fit(tiny({"runtime.on_nonfinite": "rollback", "checkpoint.on_error": "continue"}))

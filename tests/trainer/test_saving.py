@@ -121,7 +121,7 @@ def test_continue_goes_on_and_the_next_save_works(tiny, tmp_path, monkeypatch, c
 
 def test_the_last_save_must_succeed(tiny, monkeypatch):
     failing(monkeypatch, FULL, times=100)
-    with pytest.raises(UserError, match=r"the last save, after step 6, failed"):
+    with pytest.raises(UserError, match=r"the save after step 6 failed"):
         fit(tiny({"checkpoint.on_error": "continue"}))
 
 

@@ -126,7 +126,7 @@ def test_an_error_of_one_process_is_not_requeued_for_the_others(job, tmp_path):
         _, err = process.communicate(timeout=120)
     assert process.returncode == 1, err
     assert job.requeues() == []
-    assert "error: process 1 stops: process 0 ended with an error, see what it said" in err
+    assert "error: process 1 stops: process 0 ended with an error, see its message" in err
     assert len(err.splitlines()) == 2, err
 
 
