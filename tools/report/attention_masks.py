@@ -107,7 +107,7 @@ def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor
     T = x.shape[1]
     unit = torch.eye(T, dtype=x.dtype)
     if isinstance(layer, LogSpaceAttention):
-        q, k, _ = layer._project(x, rotation)
+        q, k, _ = layer.project(x, rotation)
         log_weights = naive_log_attention(q, k, unit.log().expand(*q.shape[:2], T, T))
         assert isinstance(log_weights, Tensor)
         return log_weights.exp()[0]
@@ -122,7 +122,7 @@ def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor
     q, k, _ = layer.project(x, rotation)
     weights = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
     if isinstance(layer, LongformerAttention):
-        q, k, _ = layer._project_global(x, rotation, T)
+        q, k, _ = layer.project(x, rotation, layer.qkv_global)
         own = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
         weights[:, : layer.n_global] = own[:, : layer.n_global]
     return weights

@@ -152,7 +152,7 @@ def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
     kinds = list(dict.fromkeys(patterns))
     seen = torch.stack([pattern_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in kinds], dim=-3)
     of_head = [kinds.index(pattern) for pattern in patterns]
-    return seen if of_head == [*range(len(kinds))] else seen[..., of_head, :, :]
+    return seen if len(kinds) == 1 or of_head == [*range(len(kinds))] else seen[..., of_head, :, :]
 
 
 def needed_keys(patterns: Sequence[Pattern], j: Tensor, n: Tensor) -> Tensor:
