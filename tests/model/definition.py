@@ -73,7 +73,8 @@ class Definition:
         """Gradients of q, k, log_v, log_s and log_z, and their units; units are those of log_y."""
         values = self._flow(g_y, -1, g_s, g_z)
         flow = self._flow(g_y.abs(), 1, g_s.abs(), g_z.abs())
-        reach = self._flow(g_y.abs() * units, 1, g_s.abs() * (1 + self.state_sizes[-1][..., :-1]), g_z.abs())
+        last = 1 + self.state_sizes[-1]
+        reach = self._flow(g_y.abs() * units, 1, g_s.abs() * last[..., :-1], g_z.abs() * last[..., -1])
         # A weight is an exponential of its own term, too; that of the largest is the most it can be.
         own_k, own_v = (_size(x).amax(-1, keepdim=True) for x in (self.k, self.v))
         own_s = self.state_sizes[0].amax((-1, -2), keepdim=True)

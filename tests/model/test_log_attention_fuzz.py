@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from definition import Definition
@@ -10,8 +11,10 @@ from model.ops.log_attention import LogAttentionState, log_attention
 from model.ops.log_attention.frames import CERTAIN
 
 TYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
-# Roundings on the way from the inputs to a sum, each at most half a unit in the last place of its size.
+# A sum may be off by so many units in the last place of its size: three exponents and their frames are rounded, and so
+# are products of three factors, sums over features, a chunk and all chunks, and the logarithm. Observed: a fifth of it.
 ROUNDINGS = 16
+EXTREMES = [-1e30, -1e13, -1e9, -2e6, -1.1e6, -1e4, -750, 0, 700, 3e4, 1.1e6, 2e6, 1e9, 1e13, 1e30]
 
 
 class Case:
@@ -31,7 +34,7 @@ class Case:
         self.dtype = rng.choice(TYPES)
         shapes = [(B, H, T, d_k), (B, H, S, d_k), (B, H, S, d_v)]
         tensors = [torch.randn(shape, dtype=torch.float64) * 10 ** rng.uniform(-3, 4) for shape in shapes]
-        self.structures = rng.sample(list(STRUCTURES), rng.choice([0, 1, 1, 2]))
+        self.structures = rng.choices(list(STRUCTURES), k=rng.choice([0, 1, 1, 2, 3]))
         for name in self.structures:
             STRUCTURES[name](rng, *tensors)
         largest_number = torch.finfo(self.dtype).max / 4
@@ -45,6 +48,11 @@ class Case:
         if rng.random() < 0.4:
             log_z = torch.randn(B, H, d_k, dtype=acc) * 10 ** rng.uniform(-3, 3)
             log_s = log_z.unsqueeze(-1) + torch.randn(B, H, d_k, d_v, dtype=acc) * 10 ** rng.uniform(-3, 3)
+            if rng.random() < 0.3:
+                log_s[..., rng.randrange(d_v)] = rng.choice([-torch.inf, -1e9, 2e6])
+            if rng.random() < 0.3:
+                feature = rng.randrange(d_k)
+                log_z[..., feature], log_s[..., feature, :] = -torch.inf, -torch.inf
             self.state = LogAttentionState(log_s.requires_grad_(), log_z.requires_grad_())
         self.definition = Definition(
             *(x.detach() for x in (self.q, self.k, self.log_v, log_s, log_z)), causal=self.causal
@@ -85,8 +93,9 @@ STRUCTURES = {
     "masked prefix": _masked_prefix,
     "masked keys": _set(lambda rng: -torch.inf, 1),
     "values of zero": _set(lambda rng: -torch.inf, 2),
-    "tiny": _set(lambda rng: rng.choice([-2e6, -1.1e6, -1e9, -1e13, -1e30]), 0, 1, 2),
-    "huge": _set(lambda rng: rng.choice([700, 3e4, 2e6, 1e9]), 0, 1, 2),
+    "extreme": _set(lambda rng: rng.choice(EXTREMES), 0, 1, 2),
+    "extremes": lambda *x: [STRUCTURES["extreme"](*x) for _ in range(4)],
+    "NaN": _set(lambda rng: torch.nan, 0, 1, 2),
 }
 
 
@@ -103,6 +112,7 @@ LAYOUTS = {
     "contiguous": lambda tensors: tensors,
     "projection": _as_one_projection,
     "gaps": lambda tensors: [torch.stack([x, x], -1)[..., 0] for x in tensors],
+    "one head for all": lambda tensors: [x[:, :1].expand_as(x) for x in tensors],
     "last heads first": lambda tensors: [x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors],
 }
 
@@ -111,14 +121,12 @@ def assert_within(name, got, truth, unit, dtype, operand_eps, case, lost=0.0):
     """The error is that of rounding: of sums and of operands in units, of the result; besides what may be lost."""
     acc = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     assert torch.equal(got.isnan(), truth.isnan()), f"{name} of {case}: NaN"
-    finite = truth.isfinite() & (unit * acc * ROUNDINGS < 1)  # beyond, float32 does not know the result
+    checked = truth.isfinite() & (unit * acc * ROUNDINGS < 1)  # beyond, float32 does not know the result
     token_by_token = torch.finfo(torch.float64).eps * case.k.shape[2]  # how the definition sums
     allowed = (ROUNDINGS * acc + token_by_token) * unit + operand_eps * (unit if name.startswith("g") else 1)
     allowed = allowed + torch.finfo(got.dtype).eps * truth.abs() + torch.finfo(got.dtype).tiny + lost
-    known = ~truth.isfinite() | finite
-    fits = torch.where(finite, (got - truth).abs() <= allowed, got == truth) | truth.isnan() | ~known
-    beyond = got.abs() == torch.inf  # of float16
-    fits |= beyond & (truth.abs() > torch.finfo(got.dtype).max)
+    fits = torch.where(checked, (got - truth).abs() <= allowed, truth.isfinite() | (got == truth)) | truth.isnan()
+    fits |= (got == truth.sign() * torch.inf) & (truth.abs() > torch.finfo(got.dtype).max)  # of float16
     if not fits.all():
         at = tuple(x[0].item() for x in (~fits).nonzero(as_tuple=True))
         raise AssertionError(
@@ -137,8 +145,17 @@ def check(seed, backend, largest, longest=1000):
         case.q, case.k, case.log_v, causal=case.causal, state=case.state, return_state=True, backend=backend
     )
     outputs = [log_y, *state]
+    acc = state.log_s.dtype
     for name, got, wanted, unit in zip(("log_y", "log_s", "log_z"), outputs, *truth, strict=True):
         assert_within(name, got.detach(), wanted, unit, case.dtype, operand_eps, case)
+
+    if case.causal and case.state is None:  # a mean of the values so far, also where rounding leaves nothing else known
+        v = case.log_v.detach().double()
+        slack = 4 * torch.finfo(log_y.dtype).eps * v.abs().nan_to_num(0, 0, 0).amax()
+        slack = slack + operand_eps + ROUNDINGS * torch.finfo(acc).eps * truth.units[0]
+        known = ~truth.values[0].isnan()
+        assert (log_y <= v.cummax(2).values + slack)[known].all(), f"{case}: above all values"
+        assert (log_y >= v.cummin(2).values - slack)[known].all(), f"{case}: below all values"
 
     generator = torch.Generator().manual_seed(seed)
     gs = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
@@ -146,11 +163,13 @@ def check(seed, backend, largest, longest=1000):
         gs[1:] = [torch.zeros_like(x) for x in gs[1:]]
     gs = [g.masked_fill(~x.isfinite(), 0) for g, x in zip(gs, truth.values, strict=True)]
     leaves = [case.q, case.k, case.log_v, *(case.state or ())]
-    if backend == "naive" and any((x == -torch.inf).any() for x in leaves):
-        return  # its gradients are NaN there
+    if any(x.isnan().any() for x in leaves):
+        return  # gradients are NaN, in places that are nobody's concern
+    if backend == "naive" and (case.dtype != torch.float64 or any((x == -torch.inf).any() for x in leaves)):
+        return  # its float32 gradients know nothing of extremes, and all are NaN at -inf
     got = torch.autograd.grad(outputs, leaves, gs)
     wanted = case.definition.backward(*(g.double() for g in gs), truth.units[0].nan_to_num(0))
-    acc = state.log_s.dtype  # what underflows is, of a sum that is certain, at most this; and tokens may share it
+    # What underflows is, of a sum that is certain, at most this; and tokens may share it.
     lost = torch.finfo(acc).tiny / CERTAIN[acc] * sum(g.double().abs().sum().item() for g in gs)
     for name, x, *of_definition in zip(["g_q", "g_k", "g_v", "g_s", "g_z"], got, *wanted, strict=False):
         assert_within(name, x, *of_definition, case.dtype, 2 * operand_eps, case, lost)
@@ -173,6 +192,15 @@ def check(seed, backend, largest, longest=1000):
 
 SMALL = {"naive": (2**16, 300), "chunked": (2**16, 300), "triton": (2**12, 70)}  # triton's interpreter is slow
 LARGE = {"naive": (2**20, 1000), "chunked": (2**20, 1000), "triton": (2**14, 150)}
+
+
+@pytest.fixture(autouse=True)
+def maxima_of_gpus(monkeypatch):
+    """Maxima and minima in Triton's interpreter ignore NaN unless told otherwise, as GPUs do; numpy's do not."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    monkeypatch.setattr(InterpreterBuilder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax))
+    monkeypatch.setattr(InterpreterBuilder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin))
 
 
 @pytest.mark.parametrize(("backend", "seeds"), [("naive", range(10)), ("chunked", range(60)), ("triton", range(4))])

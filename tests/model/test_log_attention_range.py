@@ -1,5 +1,6 @@
 """log_attention is exact at any range: against the definition in float64, on inputs made to break exponentials."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,24 @@ def test_keys_and_states_beyond_what_bfloat16_is_made_for(backend, causal):
     assert log_attention(q, k, log_v, causal=causal, backend=backend).flatten().tolist() == [0, 0]
     state = LogAttentionState(torch.full((1, 1, 1, 1), 701.0), torch.full((1, 1, 1), 700.0))
     assert log_attention(q, k - 700, log_v, causal=causal, state=state, backend=backend).flatten().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize(
+    ("q", "k", "log_v", "wanted"),
+    [  # d_k = 1, in float64
+        ([0, 0], [0, 0], [0, 2428544158], [0, 2428544158 - math.log(2)]),
+        ([-1e9, -2e9, -1e9], [1e9, 2e9, 2e9], [0, 5, 5], [0, 5, 5]),
+        ([0, 0, 0], [-torch.inf, 0, 0], [1e30, -torch.inf, 3], [torch.nan, -torch.inf, 3 - math.log(2)]),
+        ([0, 0, 0], [0, 0, 0], [-torch.inf, -torch.inf, torch.nan], [-torch.inf, -torch.inf, torch.nan]),
+    ],
+    ids=["value beyond all frames", "keys beyond, queries below", "a value of a masked key", "NaN after nothing"],
+)
+def test_extremes_beside_nothing(backend, q, k, log_v, wanted):
+    inputs = [torch.tensor(x, dtype=torch.float64).view(1, 1, -1, 1) for x in (q, k, log_v)]
+    log_y = log_attention(*inputs, backend=backend).flatten()
+    wanted = torch.tensor(wanted, dtype=torch.float64)
+    torch.testing.assert_close(log_y, wanted, rtol=1e-14, atol=1e-14, equal_nan=True)
 
 
 @pytest.mark.parametrize("causal", [True, False])

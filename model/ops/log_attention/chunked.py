@@ -169,13 +169,15 @@ def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Result
     doubtful, log_y = results.doubtful[:, heads].mT, results.log_y[heads]  # (F, N), (F, T, d_v)
     if inputs.log_s.dtype == torch.float64:
         log_y, log_s = repair.forward(repair.call_of(some, causal), doubtful, log_y)
-    else:
+    elif doubtful.any():
         again = _forward(some, causal, want_state=True)
         if causal:
             doubtful = doubtful.repeat_interleave(CHUNK, 1)[:, : inputs.q.shape[2]]
         log_y = torch.where(doubtful.unsqueeze(-1), again.log_y[:, 0].to(log_y.dtype), log_y)
-        log_s = again.log_s[:, 0].to(log_y.dtype)
-    results.log_y[heads], results.log_s[heads] = log_y, log_s
+        log_s = again.log_s[:, 0]
+    else:  # the state alone is lost, and any query will do
+        log_s = _forward(some._replace(q=some.q[:, :, :1]), causal=False, want_state=True).log_s[:, 0]
+    results.log_y[heads], results.log_s[heads] = log_y, log_s.to(results.log_s.dtype)
 
 
 def _of_heads(tensors: Any, heads: Tensor) -> Any:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.log_attention.chunks import CHUNK, maxima, split
-from model.ops.log_attention.frames import LN2, finite, frame_above, scaled_exp
+from model.ops.log_attention.frames import FAR, LN2, finite, frame_above, scaled_exp
 
 
 class Inputs(NamedTuple):
@@ -67,7 +67,9 @@ def queries(inputs: Inputs, tokens: slice, frames: Frames) -> Tensor:
     """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for a query that a chunk lacks, so that its sums are certain."""
     q = frames.split(inputs.q[:, :, tokens], 0.0)
     row = frame_above(torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True))  # (n, B, H, C, 1)
-    return scaled_exp(q, finite(row), -frames.key)
+    far = FAR[q.dtype]
+    beyond = torch.maximum(row, frames.key.amax(-1, keepdim=True)) > far
+    return scaled_exp(q, finite(row).masked_fill(beyond, 16 * far), -frames.key)
 
 
 def keys_and_values(inputs: Inputs, tokens: slice, frames: Frames) -> tuple[Tensor, Tensor]:

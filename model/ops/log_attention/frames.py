@@ -16,8 +16,8 @@ _GRID = 64
 # 64 ln 2 in two parts: the first has so few bits that small multiples of it are exact in float32.
 _GRID_HIGH = math.floor(_GRID * LN2 * 256) / 256
 _GRID_LOW = _GRID * LN2 - _GRID_HIGH
-# Frames end here, for beyond it the steps are all rounding. Keys, values and rows that are smaller, such as masks of
-# -1e30, are measured against -FAR and become 0; larger ones against infinity, and so do all others beside them.
+# Frames end here, because the steps of larger numbers are all rounding. What is below -FAR, such as a mask of -1e30,
+# is measured against -FAR and becomes 0. What is above FAR is measured against 8 FAR, with all beside it: it is 0 too.
 FAR = {torch.float32: 2.0**20, torch.float64: 2.0**40}
 # Two frames below it and a mantissa between 2^-32 and 2^32 may be multiplied in any order: float32 ends at 2^127.
 _SMALL = 45
@@ -44,7 +44,8 @@ def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
             return result if counts is None else result.mul_(counts)  # masked_fill_ takes 20 times as long
         result.mul_(torch.exp2(-_sum(frames)))
     else:
-        x = x.clamp(min=-(2 * FAR[x.dtype] + 2**11) * LN2)  # which is 0 against two frames, in float64 too
+        far = (2 * FAR[x.dtype] + 2**11) * LN2  # -far is 0 even against two frames of -FAR: 2^-2048 is 0 in float64
+        x = x.clamp(-far, far)
         steps = (x / (_GRID * LN2)).round_()
         result = (x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW).exp_()
         result.mul_((steps * _GRID - _sum(frames)).exp2_())
@@ -52,9 +53,9 @@ def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
 
 
 def frame_above(log2: Tensor) -> Tensor:
-    """The smallest whole number that is not below log2, up to rounding, within FAR: see there. -inf stays -inf."""
+    """The smallest whole number that is not below log2, up to rounding, and as FAR says. -inf stays -inf."""
     far = FAR[log2.dtype]
-    frame = log2.ceil().masked_fill_(log2 > far, torch.inf)
+    frame = log2.ceil().masked_fill_(log2 > far, 8 * far)
     return frame.clamp(min=-far).masked_fill_(log2 == -torch.inf, -torch.inf)
 
 

@@ -75,11 +75,11 @@ def call_of(inputs: Inputs, causal: bool) -> Call:
 
 
 class Certificate:
-    """Tells which sums are too small, or too strange, to be certain. A sum of no terms is 0, and certain."""
+    """Tells which sums are too small to be certain, or not finite. A sum of no terms is 0, and certain."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
-        self._first = torch.where((inputs.log_s > -torch.inf).any(2, keepdim=True), 0, inputs.k.shape[2])
+        self._first = torch.where((inputs.log_s != -torch.inf).any(2, keepdim=True), 0, inputs.k.shape[2])
         self._seen = 0
 
     def too_small(self, sums: Tensor, start: int | None) -> Tensor:
@@ -87,7 +87,7 @@ class Certificate:
 
         The first query is number `start`; None where every query sees all tokens.
         """
-        small = _is_small(sums)
+        small = _doubtful(sums)
         if small is None:
             return sums.new_zeros(sums.shape[:3], dtype=torch.bool)
         n, _, _, C, _ = sums.shape
@@ -101,17 +101,17 @@ class Certificate:
 
     def lost_heads(self, M: Tensor) -> Tensor:
         """Heads (B, H) whose M after all tokens (B, H, d_k, E) has a doubtful entry."""
-        small = _is_small(M)
+        small = _doubtful(M)
         if small is None:
             return M.new_zeros(M.shape[:2], dtype=torch.bool)
         has_key, has_value = (x.to(M.dtype) for x in self._alive(slice(None)))
-        some = (has_key.mT @ has_value > 0) | (self._inputs.log_s > -torch.inf)  # (B, H, d_k, E)
+        some = (has_key.mT @ has_value > 0) | (self._inputs.log_s != -torch.inf)  # (B, H, d_k, E)
         return (small & some).flatten(2).any(-1)
 
     def _alive(self, tokens: slice) -> tuple[Tensor, Tensor]:
         """Keys (B, H, t, d_k) and values (B, H, t, E) that are not -inf."""
         k, log_v = self._inputs.k[:, :, tokens], self._inputs.log_v[:, :, tokens]
-        return k > -torch.inf, pad(log_v > -torch.inf, (0, 1), value=True)
+        return k != -torch.inf, pad(log_v != -torch.inf, (0, 1), value=True)  # NaN is a term
 
     def _first_term(self, stop: int) -> Tensor:
         """The first token with a term in a column's sum, (B, H, 1, E); S if there is none before `stop`."""
@@ -124,8 +124,8 @@ class Certificate:
         return self._first
 
 
-def _is_small(sums: Tensor) -> Tensor | None:
-    """Which of the sums are not between CERTAIN and infinity (NaN is not, either); None if all are."""
+def _doubtful(sums: Tensor) -> Tensor | None:
+    """Which of the sums are not between CERTAIN and infinity, NaN among them; None if all are."""
     certain = CERTAIN[sums.dtype]
     if sums.amin() >= certain and sums.amax() < torch.inf:
         return None

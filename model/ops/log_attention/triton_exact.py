@@ -252,8 +252,9 @@ def _after_tokens(s, z, k, log_v, k_stride, v_stride, start, stop, d, e, D_K: tl
 
 @triton.jit
 def _logaddexp(a, b):
-    larger = tl.maximum(a, b)
-    return larger + tl.log(1.0 + tl.exp(tl.minimum(a, b) - tl.where(larger == NOTHING, 0.0, larger)))
+    larger = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    smaller = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    return larger + tl.log(1.0 + tl.exp(smaller - finite(larger)))
 
 
 @triton.jit

@@ -17,8 +17,8 @@ LOST = tl.constexpr(2.0**30)  # a frame against which everything is 0, and so ev
 
 @triton.jit
 def finite(x):
-    """`x` with 0 for -inf, so that a difference from it is never -inf - -inf."""
-    return tl.where(x == NOTHING, 0.0, x)
+    """`x` with 0 for an infinity, so that a difference from it is never that of two infinities."""
+    return tl.where(tl.abs(x) == -NOTHING, 0.0, x)
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def frame_of(log2, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def is_small(sums, CERTAIN: tl.constexpr):
+def is_doubtful(sums, CERTAIN: tl.constexpr):
     """True for sums below CERTAIN, for infinity and for NaN."""
     return ((sums >= CERTAIN) & (sums < float("inf"))) == 0
 
@@ -57,12 +57,12 @@ def exp_measured(x, frame, OPERAND: tl.constexpr):
     taking away a large number rounds, and is faster than to round: GPUs do only few roundings and conversions at once.
     """
     if OPERAND == tl.bfloat16:
-        x = tl.maximum(x, -1400.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(x, -1400.0, 1400.0, propagate_nan=tl.PropagateNan.ALL)
         return tl.exp2((x * LOG2E + 6144.0) - (6144.0 + frame))  # 1.5 x 2^12, whose last bit is 2^-11
     else:
         wide: tl.constexpr = x.dtype == tl.float64
         large: tl.constexpr = 1.5 * 2.0**52 if wide else 1.5 * 2.0**23
-        x = tl.maximum(x, -(2.0**21), propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(x, -(2.0**21), 2.0**21, propagate_nan=tl.PropagateNan.ALL)
         n = (x * LOG2E + large) - large
         rest = (x - n * LN2_HIGH) - n * LN2_LOW  # x - n ln 2, between -0.35 and 0.35
         return tl.exp2(rest * LOG2E) * power_of_two(n - frame)

@@ -16,7 +16,7 @@ from model.ops.log_attention.triton_frames import (
     finite,
     frame_of,
     head_of,
-    is_small,
+    is_doubtful,
     load_chunk,
     log_of_scaled,
     packed_head,
@@ -98,11 +98,11 @@ def forward_sweep(
             _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, OPERAND, PRECISION, ACC)  # (C, BV), (C,)
             _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V, C)
             unsure = 0
-            if _some_small(sums, z_sums, n, T, e, D_V, BV, C, CERTAIN):
+            if _some_doubtful(sums, z_sums, n, T, e, D_V, BV, C, CERTAIN):
                 k_n = load_chunk(k, k_strides[2], n * C, S, d, D_K, NOTHING, C, ACC)  # again, to keep no registers
                 v_n = load_chunk(log_v, v_strides[2], n * C, S, e, D_V, NOTHING, C, ACC)
                 first_k, first_v = _first_of_chunk(k_n, v_n, key_before, value_before, C)
-                unsure = _is_doubtful(sums, z_sums, first_k, first_v, n, T, e, D_V, C, CERTAIN)
+                unsure = _lacks_something(sums, z_sums, first_k, first_v, n, T, e, D_V, C, CERTAIN)
             tl.store(doubtful + n * blocks, unsure)
         M += product(tl.trans(e_k), e_v, OPERAND, PRECISION, ACC)
         z += tl.sum(e_k.to(ACC), 0)
@@ -117,16 +117,16 @@ def forward_sweep(
             z_sums = tl.sum(e_q.to(ACC) * z[None, :], 1)  # (C,)
             _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V, C)
             unsure = 0
-            if _some_small(sums, z_sums, n, T, e, D_V, BV, C, CERTAIN):
+            if _some_doubtful(sums, z_sums, n, T, e, D_V, BV, C, CERTAIN):
                 first_k, first_v = _first_if_seen(key, value, C)
-                unsure = _is_doubtful(sums, z_sums, first_k, first_v, n, T, e, D_V, C, CERTAIN)
+                unsure = _lacks_something(sums, z_sums, first_k, first_v, n, T, e, D_V, C, CERTAIN)
             tl.store(doubtful + n * blocks, unsure)
 
     lost = 0
     if WANT_STATE:
         seen = (key > NOTHING)[:, None] & (value > NOTHING)[None, :]
-        lost = tl.max((seen & is_small(M, CERTAIN)).to(tl.int32))
-        lost |= tl.max(((key > NOTHING) & is_small(z, CERTAIN)).to(tl.int32))
+        lost = tl.max((seen & is_doubtful(M, CERTAIN)).to(tl.int32))
+        lost |= tl.max(((key > NOTHING) & is_doubtful(z, CERTAIN)).to(tl.int32))
         here = (d < D_K)[:, None] & (e < D_V)[None, :]
         log_M = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
         tl.store(log_s_after + g * D_K * D_V + d[:, None] * D_V + e[None, :], log_M, mask=here)
@@ -261,7 +261,7 @@ def backward_sweep(
 def exp_of_queries(q, key, OPERAND: tl.constexpr):
     """e_q of q (C, BK): measured against a power of two for each row, after the frame of the keys has moved to it."""
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), OPERAND)
-    row = tl.where(row == LOST, 2 * LOST, row)  # so that e_q is 0, and not infinite, for a key that is lost
+    row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)  # so that e_q is 0 beside a lost key, too
     return exp_measured(q, finite(row)[:, None] - key[None, :], OPERAND).to(OPERAND)
 
 
@@ -319,12 +319,12 @@ def _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V: tl.constexpr, C: t
 
 
 @triton.jit
-def _some_small(sums, z_sums, n, T, e, D_V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CERTAIN: tl.constexpr):
-    """Whether any sum of the tile is small."""
-    small = is_small(sums, CERTAIN)
+def _some_doubtful(sums, z_sums, n, T, e, D_V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CERTAIN: tl.constexpr):
+    """Whether any sum of the tile is doubtful, be it a sum of something or of nothing."""
+    small = is_doubtful(sums, CERTAIN)
     if D_V % BV != 0:
         small &= (e < D_V)[None, :]
-    small = tl.max(small.to(tl.int32), 1) | is_small(z_sums, CERTAIN).to(tl.int32)  # (C,)
+    small = tl.max(small.to(tl.int32), 1) | is_doubtful(z_sums, CERTAIN).to(tl.int32)  # (C,)
     return tl.max(tl.where(n * C + tl.arange(0, C) < T, small, 0), 0) > 0
 
 
@@ -332,9 +332,9 @@ def _some_small(sums, z_sums, n, T, e, D_V: tl.constexpr, BV: tl.constexpr, C: t
 def _first_of_chunk(k, v, key_before, value_before, C: tl.constexpr):
     """From which token of the chunk on there is a key, and for each column a value that is not zero; C if never."""
     rows = tl.arange(0, C)
-    alive = tl.max(k, 1) > NOTHING  # (C,)
+    alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
     first_k = tl.min(tl.where(alive, rows, C), 0)
-    first_v = tl.min(tl.where(alive[:, None] & (v > NOTHING), rows[:, None], C), 0)  # (BV,)
+    first_v = tl.min(tl.where(alive[:, None] & (v != NOTHING), rows[:, None], C), 0)  # (BV,)
     before_k, before_v = _first_if_seen(key_before, value_before, C)
     return tl.minimum(first_k, before_k), tl.minimum(first_v, before_v)
 
@@ -347,12 +347,14 @@ def _first_if_seen(key, value, C: tl.constexpr):
 
 
 @triton.jit
-def _is_doubtful(sums, z_sums, first_k, first_v, n, T, e, D_V: tl.constexpr, C: tl.constexpr, CERTAIN: tl.constexpr):
+def _lacks_something(
+    sums, z_sums, first_k, first_v, n, T, e, D_V: tl.constexpr, C: tl.constexpr, CERTAIN: tl.constexpr
+):
     """Whether a sum of something is too small to be certain. A sum of nothing is 0, and certain."""
     rows = tl.arange(0, C)
     real = (n * C + rows < T)[:, None] & (e < D_V)[None, :]
-    small = is_small(sums, CERTAIN) & (rows[:, None] >= first_v[None, :])
-    small |= (is_small(z_sums, CERTAIN) & (rows >= first_k))[:, None]
+    small = is_doubtful(sums, CERTAIN) & (rows[:, None] >= first_v[None, :])
+    small |= (is_doubtful(z_sums, CERTAIN) & (rows >= first_k))[:, None]
     return tl.max((small & real).to(tl.int32))
 
 
