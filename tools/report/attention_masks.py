@@ -11,12 +11,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from common.settings import UserError, decode
-from model.attention.base import Attention
+from model.attention.base import Attention, MultiHeadAttention
 from model.attention.linear import LinearAttention
 from model.attention.log_space import LogSpaceAttention
 from model.attention.longformer import LongformerAttention
 from model.attention.projection import ProjectionAttention
-from model.attention.softmax import SoftmaxAttention
 from model.gpt import GPT, GPTConfig
 from model.ops.linear_attention import naive_linear_attention
 from model.ops.log_attention import naive_log_attention
@@ -118,7 +117,7 @@ def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor
         q, k, _ = layer.project(x, rotation)
         k = k.repeat_interleave(layer.n_head // layer.n_kv_head, dim=1)
         return naive_projection_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.sigma, layer.mask(T))[0]
-    assert isinstance(layer, SoftmaxAttention)
+    assert isinstance(layer, MultiHeadAttention)
     q, k, _ = layer.project(x, rotation)
     weights = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
     if isinstance(layer, LongformerAttention):
