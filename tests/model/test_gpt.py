@@ -8,8 +8,7 @@ from pydantic import ValidationError
 
 from common.settings import UserError, decode, variant_names
 from model.attention import ATTENTION
-from model.gpt import GPT, GPTConfig
-from model.layers import BLOCKS
+from model.gpt import BLOCKS, GPT, GPTConfig
 from model.position import POSITIONS
 
 CHOICES = [
@@ -147,5 +146,5 @@ def test_a_sequence_beyond_the_learned_positions_is_refused():
 
 
 def test_no_tokens_are_refused():
-    with pytest.raises(ValueError, match=r"token_ids of shape \(2, 0\) have no tokens: give one at least"):
+    with pytest.raises(ValueError, match=r"token_ids of shape \(2, 0\) contain no tokens: pass at least one"):
         build(tiny())(torch.zeros(2, 0, dtype=torch.long))

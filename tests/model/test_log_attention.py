@@ -319,7 +319,7 @@ def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, capsys, major, dtype, d
 def test_triton_where_it_cannot_be_is_refused_in_one_line_with_the_remedy(gpu, monkeypatch):
     x = torch.zeros(1, 1, 3, 3)
     with pytest.raises(
-        ValueError, match=r"^backend='triton' is given tensors on cpu.*backend='chunked' takes anything$"
+        ValueError, match=r"^backend='triton' needs an NVIDIA GPU .* on cpu; backend='chunked' takes anything$"
     ):
         log_attention(x, x, x, backend="triton")
     monkeypatch.setattr("model.ops.log_attention.find_spec", lambda name: None)

@@ -25,12 +25,12 @@ def test_weights_times_values_are_the_result(title, position):
     gpt = gpt_of(PANELS[title][0], position)
     layer, x = gpt.blocks[0].attention, torch.randn(1, T, 32, dtype=torch.float64)
     _, rotation, _ = gpt.position(x)
-    project = getattr(layer, "project", None) or layer._project
+    project = layer.project
     *_, v = project(x, rotation)  # (1, H, T, D)
     is_log = layer.__class__.__name__ == "LogSpaceAttention"
     y = weights_of(layer, x, rotation) @ (v.exp() if is_log else v)[0]
     if hasattr(layer, "n_global"):  # their values are their own
-        *_, v_global = layer._project_global(x, rotation, T)
+        *_, v_global = layer.project(x, rotation, layer.qkv_global)
         n = layer.n_global
         y[:, :n] = (weights_of(layer, x, rotation) @ v_global[0])[:, :n]
     y = (y.log() if is_log else y).transpose(0, 1).flatten(1)  # (T, H D)

@@ -18,7 +18,7 @@ from data.hugging_face import read_tokenizer_json
 from data.shards import read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
-from model.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
+from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from tools.convert.new_run import begin_with
 from trainer.checkpoint import TrainState
 from trainer.tensor_file import read_tensors, tensor_names

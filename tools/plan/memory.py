@@ -17,8 +17,7 @@ from torch import nn
 from model.attention import AttentionConfig
 from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
-from model.gpt import GPT, GPTConfig
-from model.layers import GLUBlock, MLPBlock
+from model.gpt import GPT, GLUBlock, GPTConfig, MLPBlock
 from model.ops import linear_cross_entropy
 from model.ops.log_attention.chunked import BLOCK
 from model.ops.log_attention.chunks import CHUNK

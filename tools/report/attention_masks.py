@@ -10,12 +10,11 @@ from torch import Tensor
 
 from common.figures import png
 from common.settings import UserError, decode
-from model.attention.base import Attention
+from model.attention.base import Attention, MultiHeadAttention
 from model.attention.linear import LinearAttention
 from model.attention.log_space import LogSpaceAttention
 from model.attention.longformer import LongformerAttention
 from model.attention.projection import ProjectionAttention
-from model.attention.softmax import SoftmaxAttention
 from model.gpt import GPT, GPTConfig
 from model.ops.linear_attention import naive_linear_attention
 from model.ops.log_attention import naive_log_attention
@@ -107,7 +106,7 @@ def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor
     T = x.shape[1]
     unit = torch.eye(T, dtype=x.dtype)
     if isinstance(layer, LogSpaceAttention):
-        q, k, _ = layer._project(x, rotation)
+        q, k, _ = layer.project(x, rotation)
         log_weights = naive_log_attention(q, k, unit.log().expand(*q.shape[:2], T, T))
         assert isinstance(log_weights, Tensor)
         return log_weights.exp()[0]
@@ -118,11 +117,11 @@ def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor
         q, k, _ = layer.project(x, rotation)
         k = k.repeat_interleave(layer.n_head // layer.n_kv_head, dim=1)
         return naive_projection_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.sigma, layer.mask(T))[0]
-    assert isinstance(layer, SoftmaxAttention)
+    assert isinstance(layer, MultiHeadAttention)
     q, k, _ = layer.project(x, rotation)
     weights = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
     if isinstance(layer, LongformerAttention):
-        q, k, _ = layer._project_global(x, rotation, T)
+        q, k, _ = layer.project(x, rotation, layer.qkv_global)
         own = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
         weights[:, : layer.n_global] = own[:, : layer.n_global]
     return weights
