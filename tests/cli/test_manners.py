@@ -114,6 +114,7 @@ def test_a_wrong_option_is_refused(command, script):
 
 
 @pytest.mark.parametrize("line", ["scripts/plan.py experiment=quickstart device=t4 output=json", "train.py --help"])
+@pytest.mark.slow
 def test_output_that_nobody_reads_to_its_end_is_no_error(line):
     """`true` reads nothing, and is gone before there is anything to read."""
     source = f"set -o pipefail; {sys.executable} {line} | true"

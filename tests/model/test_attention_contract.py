@@ -180,6 +180,7 @@ def test_zeros_are_numbers_like_others(case):
 
 @each_variant
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # where the graph has a break
+@pytest.mark.slow
 def test_a_compiled_module_is_the_same(case):
     module, x = build(case), text(70).requires_grad_()
     leaves = [x, *module.parameters()]
