@@ -111,7 +111,11 @@ def test_pairs_are_complete(factors):
 def build(case):
     torch.manual_seed(0)
     config = TypeAdapter(AttentionConfig).validate_python(case)
-    return config.build(N_EMBD, N_HEAD, HEAD_DIM).double()
+    module = config.build(N_EMBD, N_HEAD, HEAD_DIM).double()
+    with torch.no_grad():  # parameters that begin equal must not be interchangeable
+        for p in module.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return module
 
 
 def text(T, B=2, seed=1):
