@@ -156,6 +156,7 @@ def test_colours_are_for_terminals_that_want_them(variables, terminal, coloured)
     assert (b"\x1b[31m" in said) == coloured
 
 
+@pytest.mark.slow
 def test_a_plan_that_takes_long_can_be_interrupted():
     process = subprocess.Popen(
         [sys.executable, "scripts/plan.py", "model=log_gpt_125m", "measure=true", "runtime.device=cpu"],

@@ -327,6 +327,7 @@ def test_triton_where_it_cannot_be_is_refused_in_one_line_with_the_remedy(gpu, m
         log_attention(x, x, x, backend="triton")
 
 
+@pytest.mark.slow
 def test_kernels_are_imported_when_they_are_used():
     code = "import sys, model.ops.log_attention; sys.exit('model.ops.log_attention.triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

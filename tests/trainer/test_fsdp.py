@@ -100,6 +100,7 @@ def test_compiled_blocks_train_as_well(train):
     assert_same_steps(plain, shared, tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_without_a_launcher_it_is_told_how(command, run_process, tiny_args, tmp_path):
     args = [*tiny_args, "runtime.strategy=fsdp", "stop_at=2"]
     result = command("train", *args)
