@@ -86,6 +86,7 @@ def test_full_equals_the_definition_with_state_and_all_gradients(backend, T, S):
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("d_k", "d_v"), [(128, 128), (20, 70), (64, 256)])
+@pytest.mark.slow
 def test_heads_of_any_size(backend, causal, d_k, d_v):
     leaves = [x.detach()[:1, :1].requires_grad_() for x in inputs(70, d_k=d_k, d_v=d_v)]
     got = results_and_gradients(log_attention, leaves, causal=causal, backend=backend)
