@@ -291,6 +291,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_header_of_terabytes_takes_no_memory(tmp_path, run_process):
     """Headers that are long, or tell of tensors that are large, in files that seem to have all of it."""
     huge = changed("a", shape=[2**38], data_offsets=[0, 2**40])
@@ -348,6 +349,7 @@ def test_a_base_of_positions_that_is_not_finite_is_refused():
 
 
 @pytest.mark.parametrize("attention", ["log_space_signed", "softmax"])
+@pytest.mark.slow
 def test_the_largest_model_that_is_allowed_can_be_laid_out(attention):
     largest = {"n_vocab": 2**24, "pad_vocab": 2**16, "n_layer": 1024, "n_head": 2**12, "head_dim": 2**16}
     sizes = {} if attention == "softmax" else {"d_key": 2**24, "d_val": 2**24}

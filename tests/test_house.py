@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS, mutated
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cli", "common", "data", "inference", "model", "tools", "trainer")
@@ -164,3 +165,10 @@ def test_the_walk_sees_imports():
     assert imports(Path("inference/load.py"), "trainer.checkpoint")
     assert imports(Path("data/prepare/dataset.py"), "data.prepare.build")
     assert len(FILES) > 30
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutations_fit_the_code(mutation):
+    """The text that tests/mutations.py replaces is there once, and what replaces it is Python."""
+    ast.parse(mutated(mutation, (ROOT / mutation.file).read_text(encoding="utf-8")))
+    assert (ROOT / mutation.tests).is_file()

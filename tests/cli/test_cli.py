@@ -210,6 +210,7 @@ def test_a_full_disk_is_one_line(command, tiny_args, monkeypatch):
     assert_one_line(command("train", *tiny_args), "No space left on device")
 
 
+@pytest.mark.slow
 def test_a_failing_job_does_not_stop_the_others_but_the_sweep_fails(command, tiny_args, tmp_path):
     result = command("train", "-m", *tiny_args, "model.n_head=3,2,4")
     assert result.status == 1
@@ -222,6 +223,7 @@ def test_a_failing_job_does_not_stop_the_others_but_the_sweep_fails(command, tin
     assert len(finished) == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_over_datasets_keeps_their_runs_apart(command, tiny_args, tmp_path, dataset_dir):
     shutil.copytree(dataset_dir, tmp_path / "copy")
     result = command("train", "-m", *tiny_args, f"dataset_dir={dataset_dir},{tmp_path / 'copy'}", "max_steps=2")

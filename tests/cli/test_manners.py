@@ -173,6 +173,7 @@ def test_a_wrong_option_is_refused(command, script):
 
 
 @pytest.mark.parametrize("line", ["scripts/plan.py experiment=quickstart device=t4 output=json", "train.py --help"])
+@pytest.mark.slow
 def test_output_that_nobody_reads_to_its_end_is_no_error(line):
     """`true` reads nothing, and is gone before there is anything to read."""
     source = f"set -o pipefail; {sys.executable} {line} | true"
@@ -214,6 +215,7 @@ def test_colours_are_for_terminals_that_want_them(variables, terminal, coloured)
     assert (b"\x1b[31m" in said) == coloured
 
 
+@pytest.mark.slow
 def test_a_plan_that_takes_long_can_be_interrupted():
     process = subprocess.Popen(
         [sys.executable, "scripts/plan.py", "model=log_gpt_125m", "measure=true", "runtime.device=cpu"],

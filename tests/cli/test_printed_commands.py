@@ -139,6 +139,7 @@ def test_what_make_train_says_is_next(goes_to_work):
 
 @pytest.mark.filterwarnings("ignore")  # optuna's
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_the_commands_of_a_page(goes_to_work, tmp_path, page):
     for plugin in ("triton", "uvicorn", "optuna"):
         pytest.importorskip(plugin)

@@ -77,6 +77,7 @@ def test_training_gives_its_lowest_validation_loss(tiny):
     assert fit(tiny()) == best_of(tiny().run_dir)  # nothing left to train
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monkeypatch):
     """Its first job is not touched again, the second resumes; what comes out is what no kill would have given."""
     sweep = ["train", "-m", *tiny_args, "seed=1,2,3"]
@@ -110,6 +111,7 @@ OPTUNA = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "seed=choice(1, 
 
 
 @pytest.mark.parametrize(("how", "sweep"), [(signal.SIGKILL, ["seed=1,2"]), (signal.SIGINT, OPTUNA)])
+@pytest.mark.slow
 def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp_path, monkeypatch, how, sweep):
     """Whether it is killed, or stopped by Ctrl-C. Another launcher finds them, too."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -126,6 +128,7 @@ def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp
     assert None not in resumed
 
 
+@pytest.mark.slow
 def test_one_job_at_a_time_is_saved_as_without_joblib(start, tmp_path):
     """joblib then has no worker, and the job must not take its sweep away from the terminal."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -151,6 +154,7 @@ def optuna_args(tiny_args):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_optuna_finds_the_lowest_loss_and_asks_for_the_same_jobs_again(command, optuna_args, tmp_path):
     run = tmp_path / "run"
     result = command("train", *optuna_args)
@@ -197,6 +201,7 @@ def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, options, message
     assert "---" not in result.out
 
 
+@pytest.mark.slow
 def test_submitit_requeues_a_job_whose_step_is_saved(start, tmp_path):
     """SIGUSR2 is what it sends before a job's time is up: here its local executor plays SLURM."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
@@ -228,6 +233,7 @@ class Worker:
         assert os.waitpid(self._process, 0)[1] == 0
 
 
+@pytest.mark.slow
 def test_workers_share_gpus_evenly(tmp_path, monkeypatch):
     """Three workers on two GPUs: two on one; when the one that has its own ends, the next gets it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -338,6 +344,7 @@ def test_the_command_line_may_choose_them(command, tiny_args, tmp_path):
     assert len(jobs_of(tmp_path / "run")) == 2
 
 
+@pytest.mark.slow
 def test_no_process_that_composes_reads_the_environment():
     """Launchers run jobs in other processes, which only import what they need."""
     code = "import cli.sweep, omegaconf; print(omegaconf.OmegaConf.has_resolver('oc.env'))"

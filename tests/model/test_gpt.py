@@ -1,4 +1,4 @@
-"""The model: every choice of attention, block and position; sizes; streaming."""
+"""The model: attention, block and position in all pairs; sizes; streaming."""
 
 import itertools
 
@@ -11,9 +11,13 @@ from model.attention import ATTENTION
 from model.gpt import BLOCKS, GPT, GPTConfig
 from model.position import POSITIONS
 
-CHOICES = [
-    dict(zip(("attention", "block", "position"), names, strict=True))
-    for names in itertools.product(*([variant_names(c)[0] for c in group] for group in (ATTENTION, BLOCKS, POSITIONS)))
+CHOICES = [  # all pairs of two parts
+    {
+        "attention": variant_names(a)[0],
+        "block": variant_names(BLOCKS[(i + j) % len(BLOCKS)])[0],
+        "position": variant_names(p)[0],
+    }
+    for (i, a), (j, p) in itertools.product(enumerate(ATTENTION), enumerate(POSITIONS))
 ]
 IDS = ["-".join(choice.values()) for choice in CHOICES]
 PUBLISHED = {"attention": "log_space", "block": "glu", "position": "log_recurrence"}
@@ -34,9 +38,9 @@ def ids(T, B=2, n_vocab=11):
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=IDS)
-@pytest.mark.parametrize("pieces", [[1] * 70, [17, 17, 17, 19], [65, 5]], ids=["ones", "seventeens", "two"])
-def test_streaming_through_the_state_gives_the_same_logits(choice, pieces):
+def test_streaming_through_the_state_gives_the_same_logits(choice):
     gpt = build(tiny(choice))
+    pieces = ([1] * 70, [17, 17, 17, 19], [65, 5])[CHOICES.index(choice) % 3]
     whole = gpt(ids(70))
     state, parts = None, []
     for piece in ids(70).split(pieces, dim=1):

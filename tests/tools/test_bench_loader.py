@@ -13,6 +13,7 @@ SMALL = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.head_dim
 
 
 @pytest.mark.parametrize("mixture", [[], ['mixture={"set-03": 5, "set-07": 0}']])
+@pytest.mark.slow
 def test_measures_the_loader_alone_and_under_models(tmp_path, mixture):
     options = ["tokens=100000", "seq_len=64", "batch_tokens=4096", "seconds=0.2", "rate=2e5"]
     small = ["seq_len=32", "batch_tokens=64", "runtime.micro_batch=2", *SMALL]

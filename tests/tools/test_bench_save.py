@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_measures_saves_beside_steps(tmp_path, dataset_dir):
     (tmp_path / "dataset").symlink_to(dataset_dir)  # instead of preparing one
     small = "experiment=quickstart,model.n_layer=1,model.n_head=2,model.n_embd=16,seq_len=16,batch_tokens=64"

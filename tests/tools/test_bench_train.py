@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_measures_models_beside_the_control(tmp_path):
     small = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.head_dim=16", "model.n_vocab=64"]
     options = ["models=log_gpt_125m", "rounds=1", "steps=1", "seq_len=32", f"set={','.join(small)}"]

@@ -60,6 +60,7 @@ def test_every_mechanism_is_in_it_and_log_space_on_equal_terms():
     assert len(forms) == 4
 
 
+@pytest.mark.slow
 def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypatch):
     result = compared()
     assert result.status == 0, result.err

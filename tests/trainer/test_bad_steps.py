@@ -228,6 +228,7 @@ def test_bad_steps_in_a_row():
     assert bad_steps_before(7, {3: "", 5: "", 6: "", 7: ""}) == 2
 
 
+@pytest.mark.slow
 def test_a_spike_is_treated_as_other_bad_steps_are_and_is_off_by_default(tiny, tmp_path, factor_at):
     changes = {"max_steps": 130, "eval.every": 130, "checkpoint.every": 65, "runtime.on_nonfinite": "skip"}
     factor_at({120: 100.0})
@@ -257,6 +258,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "halt"])
+@pytest.mark.slow
 def test_what_is_bad_on_one_process_is_bad_on_all(tiny_args, tmp_path, policy):
     args = [*tiny_args, "runtime.micro_batch=1", "runtime.dtype=float64", f"runtime.on_nonfinite={policy}"]
     results = ranks.run(2, "-c", POISONED, *args)

@@ -81,6 +81,7 @@ def test_a_run_writes_what_it_promises(tiny):
     train = [line for line in lines if "loss" in line]
     val = [line for line in lines if "val_loss" in line]
     assert [(line["step"], line["tokens"]) for line in train] == [(2, 128), (4, 256), (6, 384)]
+    assert [line["lr"] for line in train] == [0.01 * config.schedule.factor(step - 1, 6) for step in (2, 4, 6)]
     assert [line["step"] for line in val] == [3, 6]
     assert set(train[0]) == {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"}
     assert set(val[0]) == {"step", "tokens", "val_loss", "val_bits_per_byte"}

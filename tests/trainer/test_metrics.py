@@ -491,6 +491,7 @@ def test_wandb_settings_of_a_run_can_be_named(tmp_path, wandb):
     }
 
 
+@pytest.mark.slow
 def test_the_real_wandb_offline(run_process, tiny_args, tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     (result,) = run_process(["train.py", *tiny_args, "tracker=wandb", "tracker.mode=offline", "tracker.every=1"])

@@ -169,6 +169,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_every_process_goes_on_with_its_own_random_numbers(tiny_args, tmp_path):
     args = [*tiny_args, "eval.every=100", "runtime.micro_batch=1"]
 

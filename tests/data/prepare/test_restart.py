@@ -86,6 +86,7 @@ def finish(process):
     assert process.returncode == 0, out.decode()
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_the_bytes_are_the_same(large, memory):
     """The whole tree of processes is killed, of one worker or two; some kills hit the start, most hit the writing."""
     finish(start(large, memory / "undisturbed", 2))
@@ -165,6 +166,7 @@ def run_until_call(config, n):
 
 
 @pytest.mark.usefixtures("saves_often")
+@pytest.mark.slow
 def test_killed_at_every_step_of_saving_and_finishing(config, expected, memory, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 4000)
     settings = config(dedup="exact", shard_tokens=1000, workers=1, out_dir=str(memory / "out"))
@@ -178,6 +180,7 @@ def test_killed_at_every_step_of_saving_and_finishing(config, expected, memory, 
 
 
 @pytest.mark.usefixtures("saves_often")
+@pytest.mark.slow
 def test_killed_again_and_again(config, expected, memory):
     """Each run gets some calls further, however short its life."""
     settings = config(dedup="exact", shard_tokens=1000, workers=1, out_dir=str(memory / "out"))
@@ -325,6 +328,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.slow
 def test_ctrl_c_is_one_line_and_the_same_command_goes_on(large, memory, workers):
     out, journal = memory / "out", memory / "out.partial" / JOURNAL
     options = [f"{key}={large[key]}" for key in ("val_fraction", "shard_tokens", "dedup")]

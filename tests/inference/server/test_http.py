@@ -317,6 +317,7 @@ def test_sixteen_streams_at_once_and_none_starves(served):
     assert max(times[0] for times in came) < min(times[-1] for times in came)  # all were under way together
 
 
+@pytest.mark.slow
 def test_it_stops_in_the_middle_of_streams_and_tells_everyone(serve):
     """Where it listens to others, they call it what they like, and there is a warning."""
     server = serve("max_streams=2", "host=0.0.0.0")
