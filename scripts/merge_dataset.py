@@ -17,7 +17,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("parts_dir", type=Path, help="the out_dir of the tasks: it holds task-00000-of-... and so on")
     parser.add_argument("out_dir", type=Path, help="the dataset directory to make")
-    return run_script(parser, run, when_interrupted="interrupted; the same command goes on from what is written")
+    return run_script(parser, run, when_interrupted="interrupted; the same command starts the merge again")
 
 
 def run(args: argparse.Namespace) -> None:

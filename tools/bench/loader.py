@@ -16,10 +16,12 @@ from common.settings import decode
 from data.loader import TrainBatches
 from data.mixture import open_mixture
 from data.prefetch import Prefetch
-from data.prepare.writer import Names, ShardWriter
+from data.prepare.writer import ShardWriter
 from data.shards import (
     MANIFEST,
+    RECORD,
     TOKENIZER,
+    Counts,
     Manifest,
     Split,
     SplitName,
@@ -53,24 +55,29 @@ def random_dataset(folder: Path, n_tokens: int) -> Path:
         return folder
     make_directory(folder, "--out")
     tokenizer, rng = build_tokenizer(BytesConfig(name="bytes")), np.random.default_rng(0)
-    set_names, inputs = Names("sets", 22), Names("inputs", 1)
+    set_names = [f"set-{i:02}" for i in range(22)]
     sizes: dict[SplitName, int] = {"train": n_tokens, "val": 100_000}
     splits: dict[SplitName, Split] = {}
     for split, size in sizes.items():
-        with ShardWriter(folder, split, tokenizer.n_vocab, 100_000_000, set_names, inputs) as writer:
-            done = 0
-            for number in itertools.count(1):
-                ids = rng.integers(0, 256, 1 + int(rng.exponential(1000)), np.uint16)
-                writer.append(ids, f"set-{rng.integers(22):02}", ids.size, "random", number)
-                done += ids.size
-                if done >= size:
-                    break
-            splits[split] = writer.finish()
+        lengths = 1 + rng.exponential(1000, size // 1000 + 1).astype(np.int64)
+        lengths[-1] += max(0, size - lengths.sum())
+        records = np.zeros(lengths.size, RECORD)
+        records["number"] = 1 + np.arange(lengths.size)
+        records["set"] = rng.integers(22, size=lengths.size)
+        with ShardWriter(folder, split, tokenizer.n_vocab, 100_000_000) as writer:
+            writer.append(rng.integers(0, 256, lengths.sum(), np.uint16), lengths, records)
+            shards = writer.finish()
+        sets = {}
+        for i, name in enumerate(set_names):
+            mine = lengths[records["set"] == i]
+            tokens = int(mine.sum())
+            sets[name] = Counts(tokens=tokens, documents=mine.size, utf8_bytes=tokens)
+        splits[split] = Split(sets=sets, shards=shards)
     save_tokenizer(tokenizer, folder / TOKENIZER)
     manifest = Manifest(
         tokenizer=TokenizerId(name=tokenizer.name, n_vocab=tokenizer.n_vocab, sha256=tokenizer.sha256),
-        inputs=inputs.names,
-        set_names=set_names.names,
+        inputs=["random"],
+        set_names=set_names,
         splits=splits,
         skipped={},
         prepared={},
