@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import shutil
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -17,7 +16,7 @@ from common.files import write_atomic
 from common.settings import Settings, UserError
 from data.prepare.encode import Batch, Encoded, OnError, encode_all
 from data.prepare.join import EmptySplit, existing, join, partial_dir
-from data.prepare.parts import FINISHED, Plan, read_parts, start, write_part, writing
+from data.prepare.parts import FINISHED, Plan, read_parts, remove, start, write_part, writing
 from data.prepare.sources import FileSource, Position, Source, SourceConfig
 from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId, token_dtype
 from data.tokenizer import TokenizerConfig, build_tokenizer
@@ -88,7 +87,7 @@ def prepare(config: PrepareConfig) -> Manifest | None:
         try:
             return join([folder], plan, config.out_dir)
         except EmptySplit:
-            shutil.rmtree(folder)  # so that the same command works with another val_fraction or input
+            remove(folder)  # so that the same command works with another val_fraction or input
             raise
 
 

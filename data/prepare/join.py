@@ -17,7 +17,7 @@ from common.console import Track, say, show_table
 from common.files import open_file, sync_directory
 from common.settings import UserError
 from data.prepare.inspect import sets_table
-from data.prepare.parts import PLAN, Plan, StoredPart, changes_between, damaged, read_parts
+from data.prepare.parts import Plan, StoredPart, changes_between, damaged, read_parts, remove
 from data.prepare.writer import ShardWriter
 from data.shards import (
     MANIFEST,
@@ -63,7 +63,7 @@ def existing(out_dir: Path, prepared: dict[str, Any]) -> Manifest | None:
         if changes := changes_between(manifest.prepared, prepared):
             raise UserError(f"out_dir={out_dir} was made with {changes}: choose another out_dir or delete it")
         say(f"{out_dir} is already prepared with these settings; delete it to prepare it again")
-        shutil.rmtree(partial_dir(out_dir), ignore_errors=True)  # left by a run that was stopped at its very end
+        remove(partial_dir(out_dir))  # left by a run that was stopped at its very end
         return manifest
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise UserError(f"out_dir={out_dir} exists and is not a dataset: choose another folder")
@@ -93,8 +93,7 @@ def join(folders: list[Path], plan: Plan, out_dir: Path) -> Manifest:
     write_manifest(directory, manifest)
     os.replace(directory, out_dir.resolve())
     sync_directory(out_dir.resolve().parent)
-    (partial / PLAN).unlink(missing_ok=True)  # first: without it, whatever else is left is not used
-    shutil.rmtree(partial)
+    remove(partial)
     _summarize(out_dir, manifest, joint.first, time.monotonic() - started)
     return manifest
 

@@ -116,6 +116,12 @@ def writing(folder: Path) -> Iterator[None]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove(folder: Path) -> None:
+    """Remove a folder of parts. The plan goes first: without it, whatever a kill leaves is not used."""
+    (folder / PLAN).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def start(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """Begin to write parts into `folder`, or check that those in it are of the same plan.
 
