@@ -235,7 +235,7 @@ class Deadly(FileSource):
 
 
 def test_a_worker_that_is_killed_is_an_error(encode):
-    with pytest.raises(UserError, match="a worker process was killed, perhaps for want of memory"):
+    with pytest.raises(UserError, match="a worker process was killed, perhaps because memory ran out"):
         encode(Deadly(), workers=2)
 
 
