@@ -92,9 +92,9 @@ MUTATIONS = [
     ),
     Mutation(
         "denominator",
-        "trainer/run.py",
-        "(loss * (world.size / valid)).backward()",
-        "(loss * (world.size / valid / len(micro_batches))).backward()",
+        "trainer/step.py",
+        "scale=world.size / valid",
+        "scale=world.size / valid / len(micro_batches)",
         "the gradient is divided by the number of micro-batches, too",
         "tests/trainer/test_micro_batch.py",
     ),

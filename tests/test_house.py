@@ -163,7 +163,7 @@ def test_the_walk_sees_imports():
     assert imports(Path("cli/command.py"), "hydra")
     assert imports(Path("trainer/run.py"), "data.loader")
     assert imports(Path("inference/load.py"), "trainer.checkpoint")
-    assert imports(Path("data/prepare/dataset.py"), "data.prepare.build")
+    assert imports(Path("data/prepare/dataset.py"), "data.prepare.join")
     assert len(FILES) > 30
 
 

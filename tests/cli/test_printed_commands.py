@@ -59,6 +59,7 @@ PLACES = {  # where a text says what to type, and the test that types it
     "configs/serve.yaml": "test_the_request_that_help_shows_is_answered",
     "cli/compose.py": "test_extras_that_are_to_be_installed_exist",
     "data/prepare/merge.py": "test_a_part_that_is_missing_is_made_by_what_is_printed",
+    "data/prepare/parts.py": "test_a_damaged_part_is_named",
     "model/ops/log_attention/__init__.py": "test_extras_that_are_to_be_installed_exist",
     "scripts/inspect_kernels.py": "test_extras_that_are_to_be_installed_exist",
     "scripts/serve.py": "test_extras_that_are_to_be_installed_exist",

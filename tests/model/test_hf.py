@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from test_attention_contract import SMALL
 
 from common.settings import decode, variant_names
-from data.hugging_face import tokenizer_files
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from tools.convert.export_hf import export
+from tools.convert.hf_tokenizer import tokenizer_files
 from tools.convert.hugging_face.gpt2 import is_gpt2
 from tools.convert.hugging_face.sources import modeling_files
 from tools.convert.import_gpt2 import read_gpt2

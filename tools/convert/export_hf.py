@@ -15,9 +15,9 @@ from torch import Tensor
 from common.console import say
 from common.files import make_directory, write_json
 from common.settings import UserError, decode
-from data.hugging_face import tokenizer_files
 from data.tokenizer import END_OF_TEXT, Tokenizer
 from model.gpt import GPT, GPTConfig
+from tools.convert.hf_tokenizer import tokenizer_files
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_config, gpt2_name, is_gpt2, turned
 from tools.convert.hugging_face.sources import CONFIG_CLASS, MODEL_CLASS, modeling_files
 from trainer.checkpoint import TrainState, load_model, open_model

@@ -14,10 +14,10 @@ from common.command import overrides
 from common.console import say
 from common.files import file_size, read_json
 from common.settings import UserError, decode
-from data.hugging_face import read_tokenizer_json
 from data.shards import read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
+from tools.convert.hf_tokenizer import read_tokenizer_json
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from tools.convert.new_run import begin_with
 from trainer.checkpoint import TrainState
