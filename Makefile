@@ -6,10 +6,10 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 pytho
 VENV := .venv/bin
 RUN := runs/demo
 
-.PHONY: help setup train test check format bench clean
+.PHONY: help setup train test test-slow test-all mutations check format bench clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 12
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer on the path: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -37,8 +37,17 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 		'python train.py experiment=quickstart run_dir=runs/softmax model/attention=softmax model/position=rotary' \
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
-test: setup  ## run the test suite
+test: setup  ## run the tests that one runs while working: under 4 minutes on 2 cores
+	$(VENV)/python -m pytest -n 3 -m "not slow"
+
+test-slow: setup  ## run the other tests: kills at every operation, long fuzzing, every script, compiled models
+	$(VENV)/python -m pytest -n 3 -m slow
+
+test-all: setup  ## run all tests: under 12 minutes on 2 cores
 	$(VENV)/python -m pytest -n 3
+
+mutations: setup  ## break the code in ten ways and check that a test of `make test` notices each
+	$(VENV)/python tests/mutations.py
 
 check: setup  ## lint, format and types
 	$(VENV)/ruff check .

@@ -1,7 +1,7 @@
-"""The front door of every command, and the only package that imports Hydra: it composes configurations.
+"""Reads every command line and composes configurations. The only package that imports Hydra.
 
-A command gets its configuration as a plain dict. Whatever a user can mend is one line on standard error and exit status
-1; `--debug` shows the traceback instead.
+A command gets its configuration as a plain dict. A user's mistake is one line on standard error and exit status 1;
+`--debug` shows the traceback instead.
 """
 
 from cli.command import command

@@ -1,30 +1,24 @@
-"""What every command does with its command line: options are read, a configuration is composed, the command runs."""
+"""What every command does: read the options, compose a configuration, run, and report mistakes in one line."""
 
-import hashlib
+import argparse
 import json
+import logging
 import os
 import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
-from cli.compose import CONFIGS, explain, to_dict
-from cli.help import print_help
-from cli.restraint import restrain_hydra
+from cli.compose import CONFIGS, compose, to_dict
+from cli.help import help_of
+from cli.sweep import run_sweep
 from common.command import drop_output
-from common.console import errors, say
+from common.console import print_error
 from common.settings import UserError
-
-_SAID = "It has been said."  # of what went wrong in a job of a sweep
 
 
 def command(
@@ -33,148 +27,92 @@ def command(
     text_keys: tuple[str, ...] = (),
     when_interrupted: str = "interrupted",
 ) -> None:
-    """Compose configs/<config_name>.yaml with the command line's overrides, and run.
+    """Compose configs/<config_name>.yaml with the options of the command line, and run.
 
     Args:
-        text_keys: keys whose values on the command line are taken as they are, quotes, brackets, ${} and all.
-        when_interrupted: what Ctrl-C is answered with.
+        text_keys: keys whose values on the command line are taken literally, with quotes, brackets and ${}.
+        when_interrupted: the answer to Ctrl-C.
     """
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        return print_help(config_name)
-    debug = "--debug" in sys.argv
-    sys.argv[1:] = [arg for arg in sys.argv[1:] if arg != "--debug"]
-    _refuse_dashes()
-    texts = _take_texts(text_keys)
-    sys.argv[1:] = map(_bare_keys, sys.argv[1:])
-    _refuse_misplaced_groups(config_name)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line of ours, not twenty of torch's
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed over many lines
-    job = Job(config_name, run, texts, debug)
-
-    def task(composed: DictConfig) -> Any:  # Hydra wants a function; launchers send it to other processes and machines
-        return job(composed)
-
+    logging.getLogger().setLevel(logging.ERROR)
+    debug = "--debug" in sys.argv
     try:
-        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
-        sys.stdout.flush()  # here, where a reader that is gone is no error
+        _run(config_name, run, text_keys, debug)
+        sys.stdout.flush()  # here, so that a closed pipe is not an error
     except KeyboardInterrupt:
         _fail(when_interrupted, status=130)
     except BrokenPipeError:
         drop_output()
-    except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
+    except (UserError, OSError) as error:
         if debug:
             raise
-        said = _SAID in getattr(error, "__notes__", [])
-        _fail(
-            "jobs of the sweep failed, as said above; mended, the same command goes on"
-            if said
-            else explain(error, config_name)
-        )
+        _fail(" ".join(str(error).split()))
 
 
-class Job:
-    """What a command does with a composed configuration. A sweep's launcher may pickle it, and call it elsewhere."""
-
-    def __init__(
-        self, config_name: str, run: Callable[[dict[str, Any]], float | None], texts: dict[str, str], debug: bool
-    ) -> None:
-        self._config_name, self._run, self._texts, self._debug = config_name, run, texts, debug
-        self._typed = sys.argv[1:]
-        restrain_hydra()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # in a process of the launcher's, which knows no restraint
-        self.__dict__.update(state)
-        restrain_hydra()
-
-    def __call__(self, composed: DictConfig) -> float | None:
-        """Run; in a sweep, what goes wrong is said at once, the other jobs go on, and the sweep fails at its end."""
-        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        try:
-            config = {**to_dict(composed), **self._texts}
-            return self._run_one_of_many(config) if in_sweep and "run_dir" in config else self._run(config)
-        except BrokenPipeError:  # whoever read the output has seen enough; Hydra would say more about it
-            if in_sweep:
-                raise
-            drop_output()
-            return None
-        except (UserError, OmegaConfBaseException, OSError) as error:
-            if self._debug:
-                raise
-            if not in_sweep:
-                _fail(explain(error, self._config_name))
-            _print_error(explain(error, self._config_name))
-            error.add_note(_SAID)
-            raise
-
-    def _run_one_of_many(self, config: dict[str, Any]) -> float | None:
-        from cli.sweep import among_others
-
-        config["run_dir"] = os.path.join(config["run_dir"], _job_folder(self._typed))
-        say(f"--- job {HydraConfig.get().job.num}: {config['run_dir']}")
-        choices = HydraConfig.get().runtime.choices
-        with among_others(choices["hydra/launcher"]):
-            best = self._run(config)
-        if best is None and choices["hydra/sweeper"] == "optuna":
-            raise UserError("nothing was evaluated, which optuna goes by: lower eval.every, or raise stop_at")
-        return best
+def _run(
+    config_name: str, run: Callable[[dict[str, Any]], float | None], text_keys: tuple[str, ...], debug: bool
+) -> None:
+    flags, options = _parser().parse_known_args()
+    texts = dict(option.split("=", 1) for option in options if option.partition("=")[0] in text_keys)
+    overrides = [_bare_keys(option) for option in options if option.partition("=")[0] not in text_keys]
+    if flags.help:
+        return print(help_of(config_name))
+    if flags.shell_completion:
+        return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(lambda _: None)()
+    for option in overrides:
+        _refuse_misplaced(option, config_name, flags.multirun)
+    if flags.multirun:
+        return run_sweep(config_name, overrides, flags.config_dir, lambda config: run(config | texts), debug)
+    composed = compose(config_name, overrides, flags.config_dir)
+    if flags.cfg:
+        return print(OmegaConf.to_yaml(composed), end="")
+    run(to_dict(composed) | texts)
 
 
-def _job_folder(typed: list[str]) -> str:
-    """The folder of a sweep's job: its options, or, where that is too long, those that vary and a hash of all."""
-    options = HydraConfig.get().job.override_dirname.replace("/", ".")
-    if len(options) <= 200:
-        return options
-    varying = [option for option in HydraConfig.get().overrides.task if option not in typed]
-    return ",".join(varying).replace("/", ".")[:180] + "-" + hashlib.sha256(options.encode()).hexdigest()[:8]
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
 
 
-def _take_texts(keys: tuple[str, ...]) -> dict[str, str]:
-    """Take KEY=... out of the command line, before Hydra's grammar reads it."""
-    given = [arg for arg in sys.argv[1:] if arg.startswith(tuple(f"{key}=" for key in keys))]
-    sys.argv[1:] = [arg for arg in sys.argv[1:] if arg not in given]
-    return dict(arg.split("=", 1) for arg in given)
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for flag in ("-h --help", "-m --multirun", "-sc --shell-completion", "--debug"):
+        parser.add_argument(*flag.split(), action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("-cd", "--config-dir")
+    return parser
 
 
-def _bare_keys(arg: str) -> str:
-    """KEY={"Pile-CC": 2}, as in JSON, for Hydra's grammar, which knows no quotes around keys: KEY={Pile-CC: 2}."""
-    key, _, value = arg.partition("=")
+def _bare_keys(option: str) -> str:
+    """Turn KEY={"Pile-CC": 2} (JSON) into KEY={Pile-CC: 2}, as Hydra's grammar has no quotes around keys."""
+    key, _, value = option.partition("=")
     try:
         mapping = json.loads(value) if value.startswith("{") else None
     except ValueError:
-        return arg
+        return option
     if not mapping:
-        return arg
+        return option
     members = (re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", name) + ": " + json.dumps(mapping[name]) for name in mapping)
     return f"{key}={{{', '.join(members)}}}"
 
 
-def _refuse_misplaced_groups(config_name: str) -> None:
-    """model.attention=softmax would put a word where a whole group belongs: its name has slashes."""
-    for arg in sys.argv[1:]:
-        group, _, value = arg.partition("=")
-        if group in ("data", "tokenizer") and config_name != "prepare":
-            _fail(f"'{group}' is for scripts/prepare_data.py: give {config_name}.py what it made, dataset_dir=...")
-        folder = CONFIGS / group.replace(".", "/")
-        if "." in group and (folder / f"{value}.yaml").is_file():
-            _fail(f"{arg} sets a value, not a group: write {group.replace('.', '/')}={value}")
+def _refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
+    """Refuse options that are written in another way here."""
+    key, equals, value = option.partition("=")
+    if option.startswith("-"):
+        raise UserError(f"{option}: options have no dashes here: write {option.lstrip('-')}{'' if equals else '=...'}")
+    if re.match(r"[+~]*hydra[./]", key) and not in_sweep:
+        raise UserError(f"{option} is for sweeps: add -m")
+    if key in ("data", "tokenizer") and config_name != "prepare":
+        raise UserError(f"'{key}' is for scripts/prepare_data.py: give {config_name}.py its result, dataset_dir=...")
+    if "." in key and (CONFIGS / key.replace(".", "/") / f"{value}.yaml").is_file():
+        raise UserError(f"{option} sets a value, not a group: write {key.replace('.', '/')}={value}")
 
 
-def _refuse_dashes() -> None:
-    """--KEY=VALUE is how others write options; Hydra's own flags have dashes here, too."""
-    flags = get_args_parser()._option_string_actions
-    for arg in sys.argv[1:]:
-        if arg.startswith("--") and arg.partition("=")[0] not in flags:
-            _fail(f"{arg}: options have no dashes here: write {arg.lstrip('-')}{'' if '=' in arg else '=...'}")
-
-
-def _fail(message: str, status: int = 1) -> None:
+def _fail(message: str, status: int = 1) -> NoReturn:
     rank = os.environ.get("LOCAL_RANK", "0")
-    if rank != "0":  # what goes wrong in all processes of a machine is said by the first, and torchrun ends the others
+    if rank != "0":  # the first process of a machine reports what all of them meet, and torchrun ends the others
         time.sleep(2)
         message = f"process {rank}: {message}"
-    _print_error(message)
+    print_error(message)
     sys.exit(status)
-
-
-def _print_error(message: str) -> None:  # not in `Job`: launchers send that to other machines, a console can't go
-    errors.print(f"error: {message}", markup=False, style="red")

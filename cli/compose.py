@@ -1,7 +1,9 @@
-"""Composing a configuration, and saying in one line what is wrong with it."""
+"""Composes configurations from YAML files and options, and explains in one line what is wrong with them.
+
+Files are data: nothing that they say about Hydra itself takes effect, and they cannot read the environment.
+"""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,75 +23,84 @@ from omegaconf.errors import (
 from common.settings import UserError, nearest
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+OmegaConf.clear_resolver("oc.env")  # a downloaded experiment could send the environment elsewhere; shells have $HOME
+
+
+def compose(config_name: str, overrides: list[str], config_dir: str | None = None) -> DictConfig:
+    """Compose configs/<config_name>.yaml with these options. `config_dir`: a folder with further members of groups.
+
+    Raises:
+        UserError: an option or a file does not exist, or a file sets something of Hydra's.
+    """
+    folder = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            composed = hydra.compose(config_name, [*overrides, *folder], return_hydra_config=True)
+            untouched = hydra.compose(overrides=folder, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        raise UserError(explain(error, config_name, overrides)) from error
+    given, expected = _hydra_settings(composed), _hydra_settings(untouched)
+    for key in {**expected, **given}:
+        if given.get(key) != expected.get(key):
+            raise UserError(f"hydra.{key} is set by a configuration file, which is not allowed: remove it")
+    return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+
+
+def _hydra_settings(composed: DictConfig) -> dict[str, Any]:
+    """Return the settings of Hydra itself, without those that differ between any two compositions."""
+    settings: Any = OmegaConf.to_container(composed.hydra, enum_to_str=True)
+    del settings["runtime"], settings["overrides"], settings["job"]["override_dirname"], settings["job"]["config_name"]
+    return dict(settings)
 
 
 def to_dict(composed: DictConfig) -> dict[str, Any]:
-    """A composed configuration as plain data.
+    """Return a composed configuration as plain data.
 
     Raises:
-        UserError: a value that must be given is missing.
+        UserError: a required value is missing, or a value refers to something that does not exist.
     """
     try:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except MissingMandatoryValue as error:
         key = error.full_key
-        raise UserError(f"{key} is not given: add {key}=... to the command (--help shows every key)") from None
+        raise UserError(f"{key} is missing: add {key}=... to the command (--help shows every key)") from None
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from None
 
 
-def explain(error: BaseException, config_name: str) -> str:
-    """One line for what Hydra refused, with the nearest valid name."""
-    for cause in _chain(error):
-        if isinstance(cause, UserError):
-            break
+def explain(error: BaseException, config_name: str = "", overrides: list[str] | None = None) -> str:
+    """Return one line about what Hydra refused, with the nearest valid name."""
+    cause: BaseException | None = error
+    while cause is not None:
         if isinstance(cause, MissingConfigException) and cause.options:
             group, _, name = (cause.missing_cfg_file or "").rpartition("/")
-            more = "; pip install -e '.[sweep]' brings others" if group.startswith("hydra/") else ""
+            more = "; pip install -e '.[sweep]' adds others" if group.startswith("hydra/") else ""
             return f"{group}={name} does not exist: {nearest(name, cause.options)}{more}"
         if isinstance(cause, OverrideParseException):
-            return f"cannot read the option {cause.override}: give KEY=VALUE, a text as 'KEY=\"...\"'"
+            return f"cannot read the option {cause.override}: write KEY=VALUE, and a text as 'KEY=\"...\"'"
         if isinstance(cause, UnsupportedInterpolationType):
-            what = str(cause.msg).splitlines()[0].rpartition(" ")[2]
-            return f"{cause.full_key}: ${{{what}:...}} is not available: write the value itself, in a shell as $NAME"
+            resolver = str(cause.msg).splitlines()[0].rpartition(" ")[2]
+            return (
+                f"{cause.full_key}: ${{{resolver}:...}} is not available: write the value itself, in a shell as $NAME"
+            )
         if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-            key, keys = str(cause.full_key), _valid_keys(config_name)
+            key, keys = str(cause.full_key), _valid_keys(config_name, overrides or [])
             if key.startswith("hydra.") and isinstance(cause.parent_node, DictConfig):
                 keys = [f"{key.rpartition('.')[0]}.{name}" for name in map(str, cause.parent_node)]
             if key not in keys:
                 return f"unknown config key '{key}': {nearest(key, keys)}"
+        cause = cause.__cause__ or cause.__context__
     return " ".join(str(error).split())
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _valid_keys(config_name: str) -> list[str]:
-    """Every key of the configuration, with the groups' members that the command line asks for where they exist."""
-    choices = [arg for arg in sys.argv[1:] if (CONFIGS / (arg.replace("=", "/", 1) + ".yaml")).is_file()]
-    for wanted in (choices, []):  # what the command line asks for may be what is wrong
-        with contextlib.suppress(UserError, HydraException, OmegaConfBaseException, OSError):
-            return list(_keys(_compose(config_name, wanted)))
+def _valid_keys(config_name: str, overrides: list[str]) -> list[str]:
+    """Return every key of the configuration, with those of the group members that the options choose."""
+    choices = [option for option in overrides if (CONFIGS / (option.replace("=", "/", 1) + ".yaml")).is_file()]
+    for chosen in (choices, []):  # the choices themselves may be wrong
+        with contextlib.suppress(UserError):
+            return list(_keys(compose(config_name, chosen)))
     return []
-
-
-def compose(config_name: str, overrides: list[str]) -> DictConfig:
-    """The configuration that a command with these options would get.
-
-    Raises:
-        UserError: there is no such option or file.
-    """
-    try:
-        return _compose(config_name, overrides)
-    except (HydraException, OmegaConfBaseException, OSError) as error:
-        raise UserError(explain(error, config_name)) from error
-
-
-def _compose(config_name: str, overrides: list[str]) -> DictConfig:
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return hydra.compose(config_name, overrides=overrides)
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:

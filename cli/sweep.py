@@ -1,121 +1,158 @@
-"""A job among others: what a run of a sweep owes the sweep it is part of, and the machine it shares."""
+"""Sweeps: Hydra's sweepers choose the values, its launchers run the jobs, and each job composes its own configuration.
 
-import contextlib
-import functools
-import multiprocessing
+Hydra sees the options that have several values, and those for Hydra itself, but no configuration file. So files choose
+neither what it calls nor what it writes.
+"""
+
+import hashlib
 import os
-import signal
-import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from itertools import count
-from pathlib import Path
-from types import FrameType
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
 
-import torch
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from common.console import errors, say
-from common.exits import AGAIN
-from common.lock import owned
+from cli.compose import compose, explain, to_dict
+from cli.workers import among_others, let_workers_save, visible_gpus
+from common.console import print_error, say
 from common.settings import UserError
 
-_SECONDS_BETWEEN_LOOKS = 1.0
-_held = contextlib.ExitStack()  # this process's GPU, until it ends
+
+class AlreadyReportedError(Exception):
+    """A job of a sweep failed and has printed why."""
 
 
-@contextlib.contextmanager
-def among_others(launcher: str) -> Iterator[None]:
-    """What a sweep's job is run in. `launcher`: the name of Hydra's; "basic" runs one job after the other."""
-    if launcher == "joblib" and multiprocessing.current_process().name != "MainProcess":  # which may do the jobs itself
-        parent = end_with_parent()
-        take_gpu()
-        try:
-            yield
-        finally:
-            if os.getppid() != parent:  # nobody is left to hear of it, and joblib's worker would wait for more to do
-                os._exit(AGAIN)
-    elif launcher.startswith("submitit"):
-        with saving_before_requeue():
-            yield
-    else:
-        yield
+def run_sweep(
+    config_name: str,
+    options: list[str],
+    config_dir: str | None,
+    run: Callable[[dict[str, Any]], float | None],
+    debug: bool,
+) -> None:
+    """Run a command once for every combination of values that Hydra's sweeper asks for.
 
-
-@functools.cache
-def end_with_parent() -> int:
-    """Have this worker stopped, its step saved, when its sweep has ended, however; returns the parent's id."""
-    parent = os.getppid()
-    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the parent
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-    return parent
-
-
-def let_workers_save() -> None:
-    """Have Ctrl-C end this process, and nothing else: joblib would kill its workers while they save."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        errors.print(
-            "error: interrupted; the jobs save their steps, and the same command goes on with them", style="red"
-        )
-        os._exit(128 + number)
-
-    signal.signal(signal.SIGINT, leave)
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # says what it then clears away
-
-
-@functools.cache
-def take_gpu() -> None:
-    """Leave this process one GPU, before CUDA is started: of those that it sees, one that the fewest others have.
-
-    Who has which is known by locks in a folder of the user's, on this machine: of all sweeps' processes, alive ones.
+    Raises:
+        UserError: an option is wrong, or jobs have failed.
     """
-    gpus = visible_gpus()
-    if not gpus:
-        return
-    folder = Path(tempfile.gettempdir()) / f"log-gpt-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    for number, gpu in ((number, gpu) for number in count() for gpu in gpus):
-        with contextlib.suppress(UserError):  # it is another's
-            _held.enter_context(owned(folder / f"gpu-{gpu.replace('/', '-')}-{number}.lock", lambda: "taken"))
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-            say(f"process {os.getpid()} trains on GPU {gpu}")
-            return
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. Does not start CUDA."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return [str(number) for number in range(torch.cuda.device_count())]
-    return [gpu.strip() for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
-
-
-@contextlib.contextmanager
-def saving_before_requeue() -> Iterator[None]:
-    """SIGUSR2, with which submitit requeues a job whose time is up, first has the step saved."""
-    requeue, asked = signal.getsignal(signal.SIGUSR2), False
-
-    def save_first(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        if callable(signal.getsignal(signal.SIGUSR1)):  # training is under way: StopSignals
-            signal.raise_signal(signal.SIGUSR1)
-        elif callable(requeue):
-            requeue(number, frame)
-
-    signal.signal(signal.SIGUSR2, save_first)
     try:
-        yield
-    except SystemExit:
-        if asked and callable(requeue):
-            requeue(signal.SIGUSR2, None)  # raises another SystemExit, or what submitit says of a job's last time out
-        raise
-    finally:
-        signal.signal(signal.SIGUSR2, requeue)
+        parsed = {option.get_key_element(): option for option in OverridesParser.create().parse_overrides(options)}
+        for_hydra = [str(option.input_line) for option in parsed.values() if option.is_hydra_override()]
+        swept = {key: option for key, option in parsed.items() if option.is_sweep_override()}
+        fixed = [
+            f"{key}={option.get_value_element_as_str()}" if "=" in str(option.input_line) else key
+            for key, option in parsed.items()
+            if key not in swept and not option.is_hydra_override()
+        ]
+        first_values = [
+            f"{key}={next(option.sweep_string_iterator())}"
+            for key, option in swept.items()
+            if option.is_discrete_sweep()
+        ]
+        first_job = compose(config_name, [*fixed, *first_values], config_dir)  # finds most mistakes before any job runs
+        _store_config(config_name, first_job.get("run_dir", f"multirun/{config_name}"), list(swept))
+        for_plugins = _settings_of_plugins(_compose_hydra(for_hydra), bool(swept))
+
+        def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes and machines
+            now = HydraConfig.get()
+            try:
+                config = to_dict(compose(config_name, [*fixed, *now.overrides.task], config_dir))
+                if "run_dir" in config:
+                    config["run_dir"] = os.path.join(config["run_dir"], _job_folder(fixed, now.overrides.task))
+                    say(f"--- job {now.job.num}: {config['run_dir']}")
+                with among_others(now.runtime.choices["hydra/launcher"]):
+                    best = run(config)
+                if best is None and now.runtime.choices["hydra/sweeper"] == "optuna":
+                    raise UserError("no validation loss for optuna to compare: lower eval.every, or raise stop_at")
+                return best
+            except BrokenPipeError:
+                raise
+            except (UserError, OSError) as error:
+                if debug:
+                    raise
+                print_error(error)  # at once; the other jobs go on, and the sweep fails at its end
+                raise AlreadyReportedError from None
+
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
+        sys.argv[1:] = ["-m", *(str(option.input_line) for option in swept.values()), *for_hydra, *for_plugins]
+        hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
+    except AlreadyReportedError:
+        raise UserError(
+            "some jobs of the sweep failed (see above). Fix the cause and run the same command again: "
+            "finished jobs are skipped"
+        ) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, config_name, options)) from error
+
+
+def _store_config(config_name: str, folder: str, keys: list[str]) -> None:
+    """Give Hydra the configuration of a sweep: its own settings, and an empty place for every key with values."""
+    logging = [{f"override hydra/{name}": "disabled"} for name in ("job_logging", "hydra_logging")]
+    config = OmegaConf.create(
+        {
+            "defaults": ["_self_", *logging],
+            "hydra": {"sweep": {"dir": folder, "subdir": "."}, "output_subdir": None, "job": {"name": config_name}},
+        }
+    )
+    for key in keys:
+        if not key.startswith("+"):
+            OmegaConf.update(config, key, None)
+    ConfigStore.instance().store("sweep", config)
+
+
+def _compose_hydra(overrides: list[str]) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with hydra.initialize(version_base="1.3", config_path=None):
+        composed: DictConfig = hydra.compose("sweep", overrides, return_hydra_config=True).hydra
+        return composed
+
+
+def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
+    """Return further options that a launcher and a sweeper need. `has_values`: there is something to try.
+
+    Raises:
+        UserError: a launcher or a sweeper cannot work with these options.
+    """
+    launcher, sweeper = (chosen.runtime.choices[f"hydra/{plugin}"] for plugin in ("launcher", "sweeper"))
+    more = []
+    if launcher == "joblib":
+        if chosen.launcher.n_jobs == 0:
+            raise UserError("hydra.launcher.n_jobs=0 starts no worker: use 1 or more, or -1 for one per GPU or CPU")
+        let_workers_save()
+        if chosen.launcher.n_jobs == -1 and visible_gpus():
+            more.append(f"hydra.launcher.n_jobs={len(visible_gpus())}")
+    if launcher == "submitit_slurm" and shutil.which("srun") is None:
+        raise UserError("hydra/launcher=submitit_slurm needs srun: start the sweep on a machine with SLURM's commands")
+    if sweeper == "optuna":
+        from optuna import logging as optuna_logging
+
+        for key in ("n_trials", "n_jobs"):
+            if chosen.sweeper[key] < 1:
+                raise UserError(f"hydra.sweeper.{key}={chosen.sweeper[key]} is too few: use 1 or more")
+        if chosen.sweeper.storage is not None:
+            raise UserError("hydra.sweeper.storage is not needed: a restarted sweep finds its jobs by their folders")
+        if not has_values:
+            raise UserError(
+                "hydra/sweeper=optuna has nothing to search: give a range or choices, such as "
+                "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
+            )
+        if "seed" in chosen.sweeper.sampler and chosen.sweeper.sampler.seed is None:
+            more.append("hydra.sweeper.sampler.seed=1")  # a restarted sweep must ask for the same jobs
+        optuna_logging.set_verbosity(optuna_logging.WARNING)
+    return more
+
+
+def _job_folder(fixed: list[str], swept: list[str]) -> str:
+    """Name a job's folder by its options or, where that is too long, by those that vary and a hash of all."""
+    options = ",".join(sorted(option for option in [*fixed, *swept] if not option.startswith("run_dir=")))
+    options = options.replace("/", ".")
+    if len(options) <= 200:
+        return options
+    return ",".join(swept).replace("/", ".")[:180] + "-" + hashlib.sha256(options.encode()).hexdigest()[:8]

@@ -1,1 +1,1 @@
-"""What every other package may use: settings, files, the console. Imports none of them."""
+"""Settings, files and the console, which every other package may use. Imports none of them."""

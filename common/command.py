@@ -1,69 +1,137 @@
-"""What the scripts with options of argparse's have in common: their --help, errors of one line, and a clean Ctrl-C.
+"""What the scripts outside Hydra share: options as KEY=VALUE words, --help, one-line errors and a clean Ctrl-C.
 
-And how settings are written in commands that are printed.
+It also writes settings the way a command line takes them, for the commands that programs print.
 """
 
-import argparse
 import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
+from textwrap import fill
+from typing import Annotated, Any, TypeVar, get_origin
+
+from pydantic import BeforeValidator
+from pydantic.fields import FieldInfo
 
 from common.console import errors
-from common.settings import UserError
+from common.settings import Settings, UserError, decode, nearest
+
+T = TypeVar("T")
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose --help shows a script's docstring as it stands, and that knows --debug."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
+def _split(value: Any) -> Any:
+    """Split "a,b" or "[a,b]" into its items. Brackets protect the commas of an item: "[a,b],[c]" is "a,b" and "c"."""
+    if not isinstance(value, str):
+        return value
+    bracketed = re.fullmatch(r"\[((?:[^][]|\[[^][]*\])*)\]", value)
+    items = bracketed[1] if bracketed else value
+    return [re.sub(r"^\[(.*)\]$", r"\1", item.strip()) for item in re.split(r",(?![^][]*\])", items)] if items else []
 
 
-def positive(text: str) -> int:
-    """An option's whole number from 1 on, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
+def _joined(items: Iterable[Any]) -> str:
+    return ",".join(f"[{item}]" if "," in str(item) else str(item) for item in items)
+
+
+Items = Annotated[list[T], BeforeValidator(_split)]
+"""The type of an option that takes several values: KEY=a,b or KEY=[a,b]."""
 
 
 def run_script(
-    parser: argparse.ArgumentParser,
-    run: Callable[[argparse.Namespace], int | None],
+    doc: str | None,
+    options: type[Settings],
+    run: Callable[[Any], int | None],
     argv: Sequence[str] | None = None,
     when_interrupted: str = "interrupted",
 ) -> int:
-    """Run with the command line's options; returns the exit status, run's own or 0 where all went well.
+    """Run with the command line's options and return the exit status: that of `run`, or 0 if it returns None.
 
-    What a user can mend is one line on standard error and 1, unless --debug asks for the traceback; Ctrl-C is 130.
+    A UserError or OSError prints one line on standard error and returns 1, unless --debug asks for the traceback.
+    Ctrl-C returns 130.
 
     Args:
-        parser: of `parser_of`.
-        when_interrupted: what Ctrl-C is answered with.
+        doc: what the script does, with examples, for --help.
+        options: one field per option; --help shows the fields' docstrings.
+        when_interrupted: the message after Ctrl-C.
     """
-    options = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
     try:
-        status = run(options) or 0
-        sys.stdout.flush()  # here, where a reader that is gone is no error
+        if {"--help", "-h"} & set(words):
+            print(_help(doc or "", options))
+            status = 0
+        else:
+            status = run(decode(options, _given(options, [word for word in words if word != "--debug"]))) or 0
+        sys.stdout.flush()  # here, where a closed pipe is not an error
         return status
     except KeyboardInterrupt:
         errors.print(f"error: {when_interrupted}", markup=False, style="red")
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader has seen enough
         drop_output()
         return 0
     except (UserError, OSError) as error:
-        if options.debug:
+        if debug:
             raise
         errors.print(f"error: {error}", markup=False, style="red")
         return 1
 
 
+def _given(options: type[Settings], words: list[str]) -> dict[str, str | None]:
+    """Return the text of every KEY=VALUE word by key, None for null."""
+    fields = options.model_fields
+    given: dict[str, str | None] = {}
+    for i, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        if word.startswith("--") or not equals:
+            raise UserError(f"{word}: options are KEY=VALUE here: {_advice(options, given, words[i:])}")
+        if key not in fields:
+            raise UserError(f"unknown config key '{key}': {nearest(key, fields)}")
+        given[key] = None if value == "null" else value
+    for key, field in fields.items():
+        if field.is_required() and key not in given:
+            raise UserError(f"{key} is not given: add {key}=... to the command (--help shows every key)")
+    return given
+
+
+def _advice(options: type[Settings], given: Iterable[str], words: list[str]) -> str:
+    """Say how to write the first of these words, a flag or a path, as KEY=VALUE."""
+    fields, word = options.model_fields, words[0]
+    if word.startswith("--"):
+        flag, equals, value = word[2:].partition("=")
+        flag = flag.replace("-", "_")
+        values = [value] if equals else list(takewhile(lambda w: not w.startswith("--"), words[1:]))
+        key = next((key for key in fields if key.startswith(flag)), "")  # --run is now run_dir
+        if not key:
+            return nearest(flag, fields)
+    else:
+        values = list(takewhile(lambda w: "=" not in w and not w.startswith("--"), words))
+        key = next((key for key, field in fields.items() if field.is_required() and key not in given), "")
+        if not key:
+            return "--help shows every key"
+    text = _joined(values if get_origin(fields[key].annotation) is list else values[:1]) or "true"
+    return f"write {key}={shlex.quote(f'[{text}]' if '[' in text else text)}"
+
+
+def _help(doc: str, options: type[Settings]) -> str:
+    keys = {f"{key}: {_default(field)}": field.description for key, field in options.model_fields.items()}
+    width = max((len(key) for key in keys if len(key) <= 40), default=0)
+    lines = [fill(f"{key:{width}}   # {text}", 120, subsequent_indent="    # ") for key, text in keys.items()]
+    return "\n".join([doc.rstrip(), "", "Keys (KEY=VALUE):", *lines, "", "Tracebacks: --debug."])
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "???"
+    if isinstance(field.default, list):
+        return f"[{_joined(field.default)}]"
+    return json.dumps(field.default) if field.default in (None, False, True) else str(field.default)
+
+
 def drop_output() -> None:
-    """Send what is still to be printed nowhere: whoever read it is gone."""
+    """Discard what is still to be printed: nobody reads standard output any more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -71,7 +139,7 @@ _NO_TEXTS = ("null", "true", "false", "nan", "inf")
 
 
 def overrides(settings: Mapping[str, Any]) -> str:
-    """Settings of plain data as a shell's command line takes them, in Hydra's grammar."""
+    """Write settings as a shell's command line takes them, in Hydra's grammar."""
     return " ".join(shlex.quote(f"{key}={_in_hydras_grammar(value)}") for key, value in settings.items())
 
 

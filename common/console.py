@@ -1,4 +1,4 @@
-"""What people see: a rich console and progress bars on a terminal, plain lines everywhere else."""
+"""Output for people: a rich console and progress bars on a terminal, plain lines everywhere else."""
 
 import functools
 import sys
@@ -25,8 +25,8 @@ def say(message: str) -> None:
 def show(text: str) -> None:
     """Write a model's or a user's text to standard output at once, without wrapping or markup.
 
-    On a terminal its control characters are shown as \\x1b and the like: text must not command a terminal. A pipe or a
-    file gets the text as it is. What the output's encoding lacks is shown in the same way.
+    On a terminal, control characters are shown as \\x1b and the like: text must not control a terminal. A pipe or a
+    file gets the text unchanged. Characters that the output's encoding lacks are shown in the same way.
     """
     file = sys.stdout
     if file.isatty():
@@ -38,21 +38,26 @@ def show(text: str) -> None:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Print one line the first time it is said in this process: why a slower path was chosen, say."""
+    """Print one line, the first time only: for example, why a slower path was chosen."""
     say(message)
 
 
 def warn(message: str) -> None:
-    """Print one warning line to standard error; of several processes, one warns."""
+    """Print one warning line to standard error. Only one of several processes does."""
     if console.quiet:
         return
     errors.print(f"warning: {message}", markup=False, style="yellow")
 
 
-class Track:
-    """Progress through `total` units with the time that is left, as a context manager.
+def print_error(message: object) -> None:
+    """Print one error line to standard error."""
+    errors.print(f"error: {message}", markup=False, style="red")
 
-    A live bar on a terminal; elsewhere a plain line every few seconds. `total=None`: the end is not known.
+
+class Track:
+    """Context manager that shows progress through `total` units and the time left.
+
+    It shows a live bar on a terminal and elsewhere a plain line every few seconds. `total=None`: the end is unknown.
     """
 
     def __init__(self, what: str, total: int | None, done: int = 0) -> None:
@@ -84,7 +89,7 @@ class Track:
             self._print_line()
 
     def advance(self, units: int, note: str = "") -> None:
-        """Count `units` more as done; `note` is what else is worth seeing (loss, rate)."""
+        """Add `units` to those done. `note` is shown beside them: the loss, the rate."""
         self.done += units
         self.note = note or self.note
         if self.live:
@@ -103,14 +108,14 @@ class Track:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as people read them: 0:07, 12:30, 3:05:00."""
+    """Format seconds: 0:07, 12:30, 3:05:00."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def show_table(table: Table) -> None:
-    """Print a table: on a terminal as wide as that, elsewhere as wide as the table is."""
+    """Print a table, fitted to the terminal; elsewhere at its full width."""
     if console.is_terminal:
         console.print(table)
         return

@@ -1,4 +1,4 @@
-"""Exit statuses of train.py beside 0 (done), 1 (an error that a person must mend) and 128 + n (killed by signal n)."""
+"""Exit statuses of train.py besides 0 (done), 1 (an error that a person must fix) and 128 + n (killed by signal n)."""
 
 AGAIN = 75
-"""Stopped with nothing lost but the steps since the last checkpoint: start the same command again (EX_TEMPFAIL)."""
+"""Stopped; only the steps since the last checkpoint are lost. Run the same command again (EX_TEMPFAIL)."""

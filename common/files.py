@@ -1,6 +1,6 @@
-"""Files that are whole or absent: atomic writes, checksums, JSON without surprises.
+"""Files that are complete or absent: atomic writes, checksums, strict JSON.
 
-What is read may come from a stranger: a file is a regular file or refused, and JSON means one thing or is refused.
+Input may come from an untrusted source: only regular files and unambiguous JSON are accepted.
 """
 
 import errno
@@ -20,19 +20,19 @@ _DEEPEST_JSON = 64
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open a regular file to read bytes from it. A link, a pipe or a device in its place is refused, without a wait.
+    """Open a regular file to read bytes from it. A link, a pipe or a device in its place is refused at once.
 
     Raises:
-        UserError: it is something else than a regular file. The folders that it is in may be reached by links.
+        UserError: it is not a regular file. Its folders may be reached by links.
         OSError: it is missing or cannot be opened.
     """
-    try:  # a pipe that nobody writes to would make an open without O_NONBLOCK wait for ever
+    try:  # without O_NONBLOCK, a pipe without a writer would block forever
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
             raise _not_regular(path) from None
         raise
-    except ValueError:  # there is a zero byte in it
+    except ValueError:  # it contains a zero byte
         raise UserError(f"{str(path)!r} cannot be the path of a file") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -45,14 +45,14 @@ def _not_regular(path: Path) -> UserError:
 
 
 def file_size(path: Path) -> int | None:
-    """Bytes of a regular file, or None if there is no such file.
+    """Return the size of a regular file in bytes, or None if there is no such file.
 
     Raises:
-        UserError: it is something else than a regular file.
+        UserError: it is not a regular file.
     """
     try:
         found = path.lstat()
-    except (OSError, ValueError):  # no path has a zero byte in it
+    except (OSError, ValueError):  # a zero byte in the path
         return None
     if not stat.S_ISREG(found.st_mode):
         raise _not_regular(path)
@@ -60,7 +60,7 @@ def file_size(path: Path) -> int | None:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex digest of a file's content; errors as in `open_file`."""
+    """Return the hex digest of a file's content. Errors are those of `open_file`."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -75,11 +75,11 @@ def sync_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace `path` by `content`, whole: readers and crashes see the old file or the new one, never a part."""
+    """Replace `path` by `content` atomically: after a crash, the old or the new file is there, never a part."""
     data = content.encode() if isinstance(content, str) else content
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
-    with open(beside, "xb") as file:  # a link of that name, put there by a stranger, would lead to another file
+    with open(beside, "xb") as file:  # "x", as a planted link of that name would lead to another file
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -112,11 +112,11 @@ def read_json(path: Path, limit: int = _LARGEST_JSON) -> Any:
 
 
 def parse_json(content: bytes) -> Any:
-    """What UTF-8 JSON says, which must be one thing to every reader.
+    """Parse UTF-8 JSON, which must mean the same to every reader.
 
     Raises:
-        ValueError: it is not JSON; it has a key twice, a number that is not finite, half of a surrogate pair, or more
-            levels than anyone needs.
+        ValueError: it is not JSON, or has a repeated key, a number that is not finite, half of a surrogate pair, or too
+            many levels.
     """
     try:
         value = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
@@ -124,7 +124,7 @@ def parse_json(content: bytes) -> Any:
         raise ValueError(_TOO_DEEP) from None
     _check_depth(value)
     if b"\\u" in content:
-        json.dumps(value, ensure_ascii=False).encode()  # half a pair is no text, and cannot be printed
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be encoded
     return value
 
 
@@ -142,7 +142,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(number: str) -> float:
     value = float(number)
-    if not math.isfinite(value):  # NaN, Infinity; or 1e999, which Python takes for infinity
+    if not math.isfinite(value):  # NaN, Infinity, or 1e999, which Python reads as infinity
         raise ValueError(f"it holds the number {number[:80]}, which is not finite")
     return value
 
@@ -157,7 +157,7 @@ def _check_depth(value: Any) -> None:
 
 
 def make_directory(path: Path, key: str) -> Path:
-    """Create `path` (with its parents) and check that it can be written to; `key` names the setting in the error."""
+    """Create a folder with its parents and check that it is writable. `key` names the setting in errors."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One owner at a time: a lock that the kernel takes back when its holder dies, however it dies."""
+"""A lock for one owner at a time, which the kernel releases when its holder dies in any way."""
 
 import contextlib
 import fcntl
@@ -12,12 +12,12 @@ from common.settings import UserError
 
 @contextlib.contextmanager
 def owned(path: Path, taken: Callable[[], str]) -> Iterator[None]:
-    """Hold the lock on `path`, a folder or an empty file, which is made if need be.
+    """Hold the lock on `path`, a folder, or an empty file, which is created if missing.
 
     Raises:
-        UserError: another process holds it; `taken` says so.
+        UserError: another process holds it; `taken` returns the message.
     """
-    how = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # NFS locks what can be written
+    how = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # NFS locks writable files
     handle = os.open(path, how, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -29,4 +29,4 @@ def owned(path: Path, taken: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(handle)  # and with it the lock
+        os.close(handle)  # this releases the lock too

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class UserError(ValueError):
-    """A mistake its user can mend. Commands print it as one line: what was given, what is allowed, what to do."""
+    """A mistake that the user can fix. Commands print one line: what was given, what is allowed, what to do."""
 
     def __init__(self, message: object) -> None:
         super().__init__(_presentable(str(message)))
@@ -19,14 +19,14 @@ _LONGEST_MESSAGE = 1200
 
 
 def _presentable(text: str) -> str:
-    """A message as a terminal may be given it: it can quote a file or a name of a stranger's."""
+    """Make a message safe for a terminal: it can quote untrusted files and names."""
     if len(text) > _LONGEST_MESSAGE:
         text = f"{text[: _LONGEST_MESSAGE // 2]} ... {text[-_LONGEST_MESSAGE // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Settings(BaseModel):
-    """Base of every configuration class: frozen, unknown keys refused, each field documented where it stands."""
+    """Base of every configuration class: frozen, without unknown keys, each field with its docstring."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -47,7 +47,7 @@ def decode(cls: type[S], raw: Any) -> S:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """A hint for a name that does not exist: the closest valid one, or where none is close all, the first of many."""
+    """Suggest a valid name: the closest one, or all (at most the first 15) if none is close."""
     names = sorted(allowed)
     close = difflib.get_close_matches(given, names, n=1)
     if close:
@@ -57,7 +57,7 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ between two trees, by dotted key: {"model.n_layer": (12, 24)}; None where one has none."""
+    """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. None stands for a missing one."""
     old, new = _flat(before), _flat(now)
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
@@ -92,7 +92,7 @@ def _one_line(cls: type[Settings], raw: Any, error: ValidationError) -> str:
 
 
 def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
-    """The keys of `loc` as its user wrote them, the last maybe not: pydantic puts names of union members there too."""
+    """Return the keys of `loc` that the user wrote, or left out, without pydantic's names of union members."""
     path = []
     for i, part in enumerate(loc):
         inside: Any = raw if isinstance(raw, dict) else dict(enumerate(raw)) if isinstance(raw, list | tuple) else {}
@@ -105,7 +105,7 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
 
 
 def _fields_at(cls: Any, loc: tuple[int | str, ...]) -> list[str]:
-    """Field names of the settings class that `loc` leads to from `cls`."""
+    """Return the field names of the settings class that `loc` leads to from `cls`."""
     for part in loc:
         if isinstance(cls, type) and issubclass(cls, Settings):
             cls = _but_none(cls.model_fields[str(part)].annotation)
@@ -124,6 +124,6 @@ def _but_none(cls: Any) -> Any:
 
 
 def variant_names(cls: Any) -> tuple[str, ...]:
-    """The values of a union member's discriminating field, `name: Literal[...]`."""
+    """Return the values of a union member's `name: Literal[...]`, which selects it."""
     field = cls.model_fields.get("name") if isinstance(cls, type) and issubclass(cls, Settings) else None
     return get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()

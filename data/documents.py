@@ -1,4 +1,4 @@
-"""Documents in the shards of a dataset: all of a split in order, or the one that a token belongs to."""
+"""Finding documents in the shards of a dataset: all of a split in order, or the one that a token belongs to."""
 
 import bisect
 import hashlib
@@ -17,7 +17,7 @@ _FIELDS = ("end", "input", "number", "set")
 
 
 class Document(NamedTuple):
-    """One document as it was written."""
+    """One document of a dataset."""
 
     ids: np.ndarray
     """Token ids (n,) in the type of the shards, <|endoftext|> last."""
@@ -40,10 +40,10 @@ class Place(NamedTuple):
 
 
 def read_documents(dataset_dir: Path, manifest: Manifest, split: SplitName) -> Iterator[Document]:
-    """All documents of a split, in order; no more than one of them and a piece of an index are in memory.
+    """Yield all documents of a split in order, with one document and a piece of an index in memory.
 
     Raises:
-        UserError: a file is damaged. Its sum is known only at its end: what was read from it before may be wrong.
+        UserError: a file is damaged. Its sum is checked at its end: documents before that may be wrong.
     """
     for shard in manifest.splits[split].shards:
         path, sha256, done = dataset_dir / shard.file, hashlib.sha256(), 0
@@ -59,10 +59,10 @@ def read_documents(dataset_dir: Path, manifest: Manifest, split: SplitName) -> I
 
 
 def read_records(dataset_dir: Path, manifest: Manifest, shard: Shard) -> Iterator[np.ndarray]:
-    """A shard's index in order, in pieces: arrays of RECORD (n,), each within the shard and the manifest's tables.
+    """Yield a shard's index in pieces, arrays of RECORD (n,) that are valid for the shard and the manifest.
 
     Raises:
-        UserError: it is damaged. Its sum is known only at its end: what was read from it before may be wrong.
+        UserError: the index is damaged. Its sum is checked at its end: records before that may be wrong.
     """
     path, done = dataset_dir / shard.index_file, 0
     with open_file(path) as file:
@@ -80,7 +80,7 @@ def read_records(dataset_dir: Path, manifest: Manifest, shard: Shard) -> Iterato
 
 
 def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Shard) -> str | None:
-    """What the first is of these records of a shard that can't be so, where the first document begins at `begin`."""
+    """Return why the first invalid record is invalid, or None. The first document begins at token `begin`."""
     ends, inputs, sets = records["end"], records["input"], records["set"]
     begins = np.concatenate([np.array([begin], ends.dtype), ends[:-1]])
     for wrong, what in (
@@ -97,7 +97,7 @@ def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Sha
 
 
 def sets_between(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int) -> np.ndarray:
-    """The set of each token [start, stop) of a split, a number into the manifest's set_names: int64 (stop - start,).
+    """Return the set of each token [start, stop) of a split, a number into set_names: int64 (stop - start,).
 
     Raises:
         UserError: an index is damaged.
@@ -116,7 +116,7 @@ def _sets_in_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, start: i
     with open_file(path) as file:
         number, begin = _document_of(file, path, shard, start)
         file.seek(HEADER.size + number * RECORD.itemsize)
-        count = min(stop - start, shard.documents - number)  # of documents that have a token at least
+        count = min(stop - start, shard.documents - number)  # each document has at least one token
         records = np.frombuffer(_read(file, count * RECORD.itemsize, path), RECORD)
     which = np.searchsorted(records["end"], np.arange(start, stop, dtype=np.uint64), side="right")
     wrong = wrong_record(records, begin, manifest, shard)
@@ -126,7 +126,7 @@ def _sets_in_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, start: i
 
 
 def _document_of(file: BinaryIO, path: Path, shard: Shard, token: int) -> tuple[int, int]:
-    """Number and first token of the document that a shard's token is in, found by halving the index in its file."""
+    """Return number and first token of the document that holds a shard's token, by bisection in the index file."""
 
     def end(i: int) -> int:
         file.seek(HEADER.size + i * RECORD.itemsize)
@@ -137,7 +137,7 @@ def _document_of(file: BinaryIO, path: Path, shard: Shard, token: int) -> tuple[
 
 
 def document_at(dataset_dir: Path, manifest: Manifest, split: SplitName, token: int) -> Place:
-    """The document that token number `token` of a split belongs to.
+    """Return the document that token number `token` of a split belongs to.
 
     Raises:
         UserError: the index is damaged.
@@ -169,7 +169,7 @@ def _read(file: BinaryIO, n_bytes: int, path: Path) -> bytes:
 
 
 def documents_in(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int) -> Iterator[Place]:
-    """The documents that tokens [start, stop) of a split belong to, as far as it goes, in order."""
+    """Yield the documents that tokens [start, stop) of a split belong to, in order; the split may end before."""
     stop = min(stop, manifest.splits[split].total.tokens)
     while start < stop:
         place = document_at(dataset_dir, manifest, split, start)

@@ -1,4 +1,4 @@
-"""Batches as pure functions: nothing is remembered between steps, so nothing can be lost at a restart."""
+"""Batches as pure functions: they keep no state between steps, so a restart cannot lose any."""
 
 import numpy as np
 
@@ -7,16 +7,16 @@ from data.mixture import Mixture
 from data.permutation import shuffled
 from data.shards import TokenStream
 
-IGNORED = -1  # the target of a position that is only padding
+IGNORED = -1  # the target of padding
 
 Batch = tuple[np.ndarray, np.ndarray]
 
 
 class TrainBatches:
-    """The training batches of a run: `batch(step)` depends on dataset, seed and step, and on nothing else.
+    """The training batches of a run: `batch(step)` depends only on dataset, seed and step.
 
-    The stream is cut into windows of seq_len targets. Every epoch takes each window exactly once, in an order of its
-    own; batches follow on each other across the end of an epoch. With a `mixture`, every set has epochs of its own.
+    The stream is cut into windows of seq_len targets. Every epoch takes each window exactly once, in its own
+    order; a batch may span two epochs. With a `mixture`, every set has epochs of its own.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, batch_size: int, seed: int) -> None:
@@ -33,7 +33,7 @@ class TrainBatches:
         self.stream, self.seq_len, self.batch_size, self.seed = stream, seq_len, batch_size, seed
         self.n_windows = (stream.n_tokens - 1) // seq_len
         self.mixture: Mixture | None = None
-        """Given by its owner where sets are weighted; None: the corpus as it is."""
+        """Set by the owner if sets are weighted. None: the corpus as it is."""
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows [start, stop) of the global batch `step`: token_ids and targets, int64 (stop - start, seq_len)."""
@@ -44,7 +44,7 @@ class TrainBatches:
         return windows[:, :-1], windows[:, 1:]
 
     def windows(self, sequences: np.ndarray) -> np.ndarray:
-        """Which window each sequence of the run is, counted from its first: int64 (n,) -> int64 (n,)."""
+        """Return the window of each sequence of the run, counted from its first: int64 (n,) -> int64 (n,)."""
         if self.mixture is not None:
             return self.mixture.windows(sequences)
         return shuffled(sequences, self.n_windows, key=str(self.seed))
@@ -53,8 +53,8 @@ class TrainBatches:
 class EvalBatches:
     """A split's windows in order: every target exactly once, or `n_windows` windows spread evenly over the split.
 
-    With a `stride`, a window begins so many tokens after the one before it, and what both hold is no target in it: but
-    for the first window's, every target has at least seq_len - stride tokens before it.
+    With a `stride`, each window begins that many tokens after the previous one, and only its new tokens are targets:
+    except in the first window, every target has at least seq_len - stride tokens before it.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class EvalBatches:
         return self.n_windows
 
     def begin(self, window: int) -> int:
-        """Where a window begins: its first token's number in the split, one less than its first target's."""
+        """Return the number of a window's first token in the split, one less than its first target's."""
         return window * self.total // self.n_windows * self.stride
 
     def rows(self, start: int, stop: int) -> Batch:
         """Windows [start, stop): token_ids and targets, int64 (stop - start, seq_len).
 
-        Where the last window is short, token_ids are filled with <|endoftext|> and targets with -1, as is the target of
-        a position that the window before has.
+        A short last window is filled with <|endoftext|> and targets of -1. Positions that the previous window covers
+        also have the target -1.
         """
         n_rows = max(0, stop - start)
         token_ids = np.full((n_rows, self.seq_len), self.stream.eot_id, np.int64)
@@ -92,7 +92,7 @@ class EvalBatches:
 
 
 def step_windows(batches: TrainBatches, step: int) -> list[tuple[int, int]]:
-    """Where the sequences of a step, counted from 1 as in metrics.jsonl, are in the training split: [start, stop)."""
+    """Return where the sequences of a step (from 1, as in metrics.jsonl) are in the training split: [start, stop)."""
     rows = np.arange(batches.batch_size) + (step - 1) * batches.batch_size
     begins = (batches.windows(rows) * batches.seq_len).tolist()
     return [(begin, begin + batches.seq_len + 1) for begin in begins]

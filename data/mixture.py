@@ -1,11 +1,11 @@
-"""Mixtures: each set of a dataset is drawn in proportion to its weight, exactly, and any step can be asked for.
+"""Mixtures: each set of a dataset is drawn exactly in proportion to its weight, and any step can be computed alone.
 
-owners      a window belongs to the set that most of its tokens are from: a byte for each window, found at the start
-            from the shards' indexes
-parts       a set's share of the sequences is its weight times the number of its windows, over the sum of that
-fair_order  which set each sequence is drawn from, so that no count is ever 1 or more off its share: a table of one
-            period, after which every count is its share and the order begins again
-shuffled    which of a set's windows its n-th draw is: each once before any comes again, in a new order every time
+owners      A window belongs to the set that most of its tokens are from: one byte a window, computed at the start from
+            the indexes of the shards.
+parts       A set's share of the sequences is its weight times the number of its windows, divided by the sum over sets.
+fair_order  The set of each sequence, such that every count is always less than 1 off its share: a table of one period,
+            after which every count equals its share and the order repeats.
+shuffled    The window of a set's n-th draw: each window once before any repeats, in a new order every time.
 """
 
 import heapq
@@ -25,30 +25,30 @@ from data.permutation import shuffled
 from data.shards import Manifest
 
 PERIOD = 1_000_000
-"""Sequences after which an order of sets begins again, at most: shares without so small a common denominator are
+"""The order of sets repeats after at most this many sequences: shares without such a small common denominator are
 rounded to millionths."""
 
 Weights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
 
 class DataConfig(Settings):
-    """Which of the dataset's text is read, and how often."""
+    """How much of each set of the dataset is read."""
 
     mixture: Weights | None = None
-    """Weights of the dataset's sets, such as {Pile-CC: 2, Github: 0.5}. A set of weight 2 is read twice as often as it
-    would be at weight 1, compared with the others: its share of the sequences is weight x windows over the sum of
-    that for all sets. Sets that are not named have weight 1; 0 leaves a set out. A window of seq_len tokens belongs to
-    the set that most of it is from, whatever else is in it. null: the corpus as it is, every window once an epoch."""
+    """Weights of the dataset's sets, such as {Pile-CC: 2, Github: 0.5}. A set's share of the sequences is its weight
+    times its windows, divided by the sum of that over all sets. Sets that are not named have weight 1; 0 leaves a set
+    out. A window of seq_len tokens belongs to the set that most of its tokens are from. null: the corpus as it is,
+    every window once an epoch."""
 
 
 class Mixture:
-    """Which window each sequence of a run is."""
+    """Assigns a window to each sequence of a run."""
 
     def __init__(self, owners: np.ndarray, set_names: list[str], weights: Weights, seed: int) -> None:
-        """Mix windows that belong to the sets `owners` (n_windows,), numbers into `set_names`.
+        """Mix windows that belong to the sets `owners` (n_windows,), which are numbers into `set_names`.
 
         Raises:
-            UserError: a set with a weight has no windows, or nothing is left to draw.
+            UserError: a set with a weight has no windows, or all weights are 0.
         """
         self.names, self.seed = set_names, seed
         self._places = Places(owners, len(set_names))
@@ -71,11 +71,11 @@ class Mixture:
         return ", ".join(f"{name} {share:.4%}" for name, share in shares if share)
 
     def sets(self, sequences: np.ndarray) -> np.ndarray:
-        """The set that each sequence of the run is drawn from, counted from its first: int64 (n,) -> (n,)."""
+        """Return the set of each sequence of the run, counted from its first: int64 (n,) -> (n,)."""
         return self._order[sequences % self._order.size]
 
     def windows(self, sequences: np.ndarray) -> np.ndarray:
-        """Which window each sequence of the run is, counted from its first: int64 (n,) -> int64 (n,)."""
+        """Return the window of each sequence of the run, counted from its first: int64 (n,) -> int64 (n,)."""
         periods, within = np.divmod(sequences, self._order.size)
         sets = self._order[within]
         draws = periods * self.parts[sets] + self._rank[within]
@@ -89,11 +89,11 @@ class Mixture:
 
 
 class Places:
-    """Finds the k-th window of a set in the table of owners: counts of every set before each block of windows."""
+    """Finds the k-th window of a set in the table of owners, with the counts of every set before each block."""
 
     def __init__(self, owners: np.ndarray, n_sets: int) -> None:
         self.owners = owners
-        self.block = max(4096, 8 * n_sets)  # so that the counts are no larger than the table
+        self.block = max(4096, 8 * n_sets)  # keeps the counts no larger than the table
         counts = [
             np.bincount(owners[begin : begin + self.block], minlength=n_sets)
             for begin in range(0, owners.size, self.block)
@@ -104,7 +104,7 @@ class Places:
         """Windows of each set."""
 
     def find(self, number: int, members: np.ndarray) -> np.ndarray:
-        """The windows of set `number` that are the `members`-th of it, counted from 0: int64 (n,) -> int64 (n,)."""
+        """Return the `members`-th windows of set `number`, counted from 0: int64 (n,) -> int64 (n,)."""
         before = self._before[number]
         blocks = np.searchsorted(before, members, side="right") - 1
         begins = blocks * self.block
@@ -116,10 +116,10 @@ class Places:
 
 
 def open_mixture(dataset_dir: Path, manifest: Manifest, weights: Weights, seq_len: int, seed: int) -> Mixture:
-    """The mixture of a dataset's training split.
+    """Open the mixture of a dataset's training split.
 
     Raises:
-        UserError: there is no such set, nothing to draw, or an index is damaged.
+        UserError: a set does not exist, all weights are 0, or an index is damaged.
     """
     split = manifest.splits["train"]
     if unknown := sorted(weights.keys() - split.sets.keys()):
@@ -134,7 +134,7 @@ def open_mixture(dataset_dir: Path, manifest: Manifest, weights: Weights, seq_le
 
 
 def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Where the training documents end in their split, and which sets they are of, some thousand at a time."""
+    """Yield the ends of the training documents in their split, and their sets, some thousand at a time."""
     begin, split = 0, manifest.splits["train"]
     with Track("finding the sets of windows, documents", split.total.documents) as track:
         for shard in split.shards:
@@ -147,17 +147,17 @@ def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarr
 def owners_of_windows(
     documents: Iterable[tuple[np.ndarray, np.ndarray]], n_sets: int, n_windows: int, seq_len: int
 ) -> np.ndarray:
-    """The set that most of each window's tokens are from, (n_windows,); of equals, the one with the highest number.
+    """Return the set that most tokens of each window are from, (n_windows,); of equals, the highest number.
 
     Args:
-        documents: in order, many at a time: their ends (n,) in tokens from the first, and their sets (n,), int64.
+        documents: ends (n,), in tokens from the first, and sets (n,) of documents in order, int64, many at a time.
     """
     owners = np.empty(n_windows, np.uint8 if n_sets <= 2**8 else np.uint16)
     begin = 0
     unfinished = np.empty((0, 2), np.int64)  # (window and set, tokens) of the window that the last documents end in
     for ends, sets in documents:
         borders = np.arange((begin // seq_len + 1) * seq_len, ends[-1], seq_len)
-        cuts = np.union1d(ends, borders)  # each piece of text up to a cut is of one document and in one window
+        cuts = np.union1d(ends, borders)  # each piece between cuts is in one document and one window
         windows = (cuts - 1) // seq_len
         pairs = windows * n_sets + sets[np.searchsorted(ends, cuts)]
         pieces = np.stack([pairs, np.diff(cuts, prepend=begin)], axis=1)
@@ -166,7 +166,7 @@ def owners_of_windows(
         pairs, which = np.unique(pieces[:, 0], return_inverse=True)
         pairs = pairs[np.argsort(np.bincount(which, weights=pieces[:, 1]), kind="stable")]
         pairs = pairs[pairs < n_windows * n_sets]
-        owners[pairs // n_sets] = pairs % n_sets  # of a window's several sets the last, the largest, remains
+        owners[pairs // n_sets] = pairs % n_sets  # the largest set of a window comes last and remains
         begin = int(ends[-1])
     return owners
 
@@ -183,15 +183,15 @@ def whole_parts(amounts: list[Fraction]) -> list[int]:
 
 
 def fair_order(parts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """An order of sum(parts) draws with parts[s] of set s, such that each set's share is kept all along.
+    """Order sum(parts) draws, parts[s] of them from set s, such that each set has its share at any time.
 
-    After any n draws, the count of s is n * parts[s] / sum(parts) rounded up or down: its j-th draw, from 0, has to
-    come neither before its share has passed j nor after it has reached j + 1. Of the draws that may come, the one that
-    must come soonest comes first, and none comes too late (such an order exists: Tijdeman, The chairman assignment
-    problem, 1980; and if one does, this finds it: Glover, Maximum matching in a convex bipartite graph, 1967).
+    After any n draws, the count of s is n * parts[s] / sum(parts) rounded up or down: the j-th draw of s, from 0, must
+    not come before its share exceeds j, nor after it reaches j + 1. Of the draws that may come, the one with the
+    earliest deadline comes first, and none is late (such an order exists: Tijdeman, The chairman assignment problem,
+    1980; this rule finds it if it exists: Glover, Maximum matching in a convex bipartite graph, 1967).
 
     Returns:
-        the set of each draw, and how many draws of that set were before it.
+        the set of each draw, and the number of earlier draws of this set.
     """
     total = sum(parts)
     order, rank = np.empty(total, np.int64), np.empty(total, np.int64)

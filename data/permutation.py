@@ -1,4 +1,4 @@
-"""Random-looking orders of any length that take no memory: each place is computed when it is asked for."""
+"""Pseudorandom orders of any length that take no memory: each place is computed on demand."""
 
 import hashlib
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def shuffled(places: np.ndarray, n: int, key: str) -> np.ndarray:
-    """An endless row of shuffles of range(n), each in an order of its own: its members at `places`, int64 (m,)."""
+    """Return the members at `places`, int64 (m,), of an endless sequence of different shuffles of range(n)."""
     rounds, within = np.divmod(places, n)
     members = np.empty_like(within)
     for number in np.unique(rounds).tolist():
@@ -16,11 +16,11 @@ def shuffled(places: np.ndarray, n: int, key: str) -> np.ndarray:
 
 
 def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
-    """Where a random-looking permutation of range(n) puts `places`, int64 (m,) -> int64 (m,), without a table.
+    """Return where a permutation of range(n) puts `places`, int64 (m,) -> int64 (m,), without a table.
 
-    A Feistel network permutes the next power of four; places that land outside range(n) go through it again until
-    they are inside ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). On average that
-    is less than four passes.
+    A Feistel network permutes the next power of four; places that land outside range(n) pass through it again
+    until they are inside ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). On
+    average that is less than four passes.
     """
     half_bits = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
     round_keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=64).digest(), "<u8")

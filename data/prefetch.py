@@ -1,4 +1,4 @@
-"""Reading ahead, in the background."""
+"""Reading ahead in a background thread."""
 
 import queue
 import threading
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 class Prefetch(Generic[T], Iterator[T]):
-    """The same items in the same order, made by a thread while earlier ones are in use. A context manager.
+    """Yields the same items in the same order; a thread makes them while earlier ones are in use. A context manager.
 
-    The thread is up to two items ahead: one is ready and the next is being made, or waits to take its place. What goes
-    wrong in it is raised where its item would have come. When the context ends, the thread has ended.
+    The thread is up to two items ahead: one is ready, and the next is in progress or waits. An error in the thread is
+    raised in place of its item. When the context ends, the thread has ended.
     """
 
     def __init__(self, items: Iterable[T]) -> None:
         self.waited = 0.0
-        """Seconds that `next` has taken, altogether."""
+        """Seconds that `next` has taken in total."""
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException] = queue.Queue(maxsize=1)
         self._stopped = False
@@ -33,7 +33,7 @@ class Prefetch(Generic[T], Iterator[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped = True
-        while not self._ready.empty():  # makes room for the one item that the thread may still be about to hand over
+        while not self._ready.empty():  # makes room for an item that the thread may be about to put
             self._ready.get_nowait()
         self._thread.join()
 
@@ -42,7 +42,7 @@ class Prefetch(Generic[T], Iterator[T]):
         item = self._ready.get()
         self.waited += time.perf_counter() - started
         if isinstance(item, BaseException):
-            self._ready.put(item)  # for whoever asks again
+            self._ready.put(item)  # for the next call
             raise item
         return item[0]
 

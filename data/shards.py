@@ -7,8 +7,8 @@ val-00000.bin ...           by <|endoftext|>, the highest id. A document never s
 train-00000.idx ...         which documents these are: HEADER (32 bytes), then a RECORD (22 bytes) for each, in order
 val-00000.idx ...
 
-data/prepare/writer.py writes shards, data/documents.py finds documents in them, data/prepare/verify.py counts
-everything again.
+data/prepare/writer.py writes shards, data/documents.py finds documents in them, data/prepare/verify.py recomputes
+what the manifest says.
 """
 
 import bisect
@@ -29,21 +29,21 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
 HEADER = struct.Struct("<8sIIQQ")
-"""Of an index: magic, format version, bytes of an id in the .bin, n_vocab, 0."""
+"""The header of an index: magic, format version, bytes of an id in the .bin, n_vocab, 0."""
 MAGIC = b"LOGGPTIX"
 RECORD = np.dtype([("end", "<u8"), ("input", "<u4"), ("number", "<u8"), ("set", "<u2")])
-"""A document: where its <|endoftext|> ends, in tokens of its shard; which of the manifest's inputs it is from, and its
-number there, from 1; which of the manifest's set_names it is counted under."""
+"""A document: its end in its shard, in tokens, <|endoftext|> included; its input, a number into the manifest's inputs,
+and its number in that input, from 1; its set, a number into the manifest's set_names."""
 MAX_SETS = 2**16
 
 
 def _printable(name: str) -> str:
-    if not name.isprintable():  # it goes to the terminal
+    if not name.isprintable():  # it is printed to terminals
         raise ValueError("a set's name must be printable")
     return name
 
 
-_MOST = 2**48  # what is counted in a dataset; sums of it, and bytes, are then sure to be numbers that numpy has
+_MOST = 2**48  # the largest count in a manifest, so that sums and sizes in bytes fit into int64
 
 SplitName = Literal["train", "val"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -52,13 +52,13 @@ SetName = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
 
 
 class Strict(Settings):
-    """A manifest may come from anywhere: no text is taken for a number."""
+    """Base of what is read from JSON files of any origin: no text is accepted as a number."""
 
     model_config = ConfigDict(strict=True)
 
 
 class Counts(Strict):
-    """How much text."""
+    """An amount of text."""
 
     tokens: Count
     """<|endoftext|> included."""
@@ -77,12 +77,12 @@ class Shard(Strict):
 
     @property
     def index_file(self) -> str:
-        """The file of its documents."""
+        """The name of its index file."""
         return index_file(self.file)
 
     @property
     def index_size(self) -> int:
-        """Bytes of that file."""
+        """The size of its index file in bytes."""
         return HEADER.size + self.documents * RECORD.itemsize
 
 
@@ -94,10 +94,10 @@ class Split(Strict):
 
     @property
     def total(self) -> Counts:
-        """All sets together."""
+        """The sum over all sets."""
         sets = self.sets.values()
         sums = {name: sum(getattr(counts, name) for counts in sets) for name in Counts.model_fields}
-        return Counts.model_construct(**sums)  # of a stranger's manifest, before it is compared with the shards
+        return Counts.model_construct(**sums)  # unchecked: the sums are compared with the shards later
 
 
 class TokenizerId(Strict):
@@ -106,7 +106,7 @@ class TokenizerId(Strict):
     name: str
     n_vocab: Annotated[int, Field(ge=2, le=2**32)]
     sha256: Sha256
-    """Of its ranks, as in `Tokenizer.sha256`."""
+    """As in `Tokenizer.sha256`."""
 
     @property
     def eot_id(self) -> int:
@@ -115,17 +115,17 @@ class TokenizerId(Strict):
 
 
 class Manifest(Strict):
-    """What a dataset directory holds."""
+    """The contents of a dataset directory."""
 
     format_version: Literal[2] = 2
     tokenizer: TokenizerId
     inputs: list[str]
-    """Where documents came from, such as files, in the order of their first document."""
+    """The files or other sources of the documents, in the order of their first document."""
     set_names: Annotated[list[SetName], Field(max_length=MAX_SETS)]
     """The sets that documents are counted under, in the order of their first document."""
     splits: Annotated[dict[SplitName, Split], Field(min_length=2)]
     skipped: dict[str, Count]
-    """Documents that could not be read, by reason."""
+    """How many documents were skipped, by reason."""
     prepared: dict[str, Any]
     """The settings it was made with."""
 
@@ -149,47 +149,47 @@ class Manifest(Strict):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the token ids in the shards."""
+        """The type of the token ids in the shards."""
         return token_dtype(self.tokenizer.n_vocab)
 
     @property
     def fingerprint(self) -> str:
-        """One hex digest for tokenizer, tokens and sets: equal exactly if a run may go on with this dataset."""
+        """A hex digest of tokenizer, tokens and sets: a run can go on only with a dataset of the same fingerprint."""
         shards = [(name, shard) for name in sorted(self.splits) for shard in self.splits[name].shards]
         sums = [f"{name} {shard.sha256} {shard.index_sha256}" for name, shard in shards]
         return hashlib.sha256("\n".join([self.tokenizer.sha256, *self.set_names, *sums]).encode()).hexdigest()
 
 
 def shard_file(split: SplitName, number: int) -> str:
-    """File name of a split's shard."""
+    """Return the file name of a shard."""
     return f"{split}-{number:05}.bin"
 
 
 def index_file(file: str) -> str:
-    """File name of the index that belongs to a shard."""
+    """Return the file name of a shard's index."""
     return file.removesuffix(".bin") + ".idx"
 
 
 def index_header(n_vocab: int) -> bytes:
-    """The first bytes of every index of a dataset."""
+    """Return the header of every index of a dataset."""
     return HEADER.pack(MAGIC, FORMAT_VERSION, token_dtype(n_vocab).itemsize, n_vocab, 0)
 
 
 def token_dtype(n_vocab: int) -> np.dtype:
-    """The smallest little-endian type that holds every id."""
+    """Return the smallest little-endian type that holds every id."""
     return np.dtype("<u2" if n_vocab <= 2**16 else "<u4")
 
 
 def write_manifest(dataset_dir: Path, manifest: Manifest) -> None:
-    """Write it where `read_manifest` finds it."""
+    """Write the manifest of a dataset."""
     write_json(dataset_dir / MANIFEST, manifest.model_dump(mode="json"))
 
 
 def read_manifest(dataset_dir: Path) -> Manifest:
-    """Read a dataset's manifest and check that every shard and index is there, has its size and is of this dataset.
+    """Read a dataset's manifest and check that every shard and index exists and has the right size and header.
 
     Raises:
-        UserError: there is no dataset, it is damaged (with the file's name), or of another format version.
+        UserError: there is no dataset, a file is damaged, or the format version is another.
     """
     manifest = parse_manifest(dataset_dir)
     for split in manifest.splits.values():
@@ -200,10 +200,10 @@ def read_manifest(dataset_dir: Path) -> Manifest:
 
 
 def parse_manifest(dataset_dir: Path) -> Manifest:
-    """Read the manifest alone.
+    """Read the manifest without looking at the shards.
 
     Raises:
-        UserError: it is missing, damaged, or of another format version.
+        UserError: it is missing or damaged, or its format version is another.
     """
     path = dataset_dir / MANIFEST
     if file_size(path) is None:
@@ -223,30 +223,18 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
 
 
 def check_tokens(dataset_dir: Path, manifest: Manifest, shard: Shard) -> None:
-    """Check that a shard's token ids are there, as many as the manifest says.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Check the size of a shard's file of token ids; raises UserError."""
     check_size(dataset_dir / shard.file, shard.tokens * manifest.dtype.itemsize)
 
 
 def check_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> None:
-    """Check that a shard's index is there, has its size, and the header that belongs to this dataset.
-
-    Raises:
-        UserError: something is wrong with it.
-    """
+    """Check the size and the header of a shard's index; raises UserError."""
     check_size(dataset_dir / shard.index_file, shard.index_size)
     _check_header(dataset_dir / shard.index_file, index_header(manifest.tokenizer.n_vocab))
 
 
 def check_size(path: Path, expected: int) -> None:
-    """Check that a file of a dataset is there and of its size.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that a file exists and has the expected size; raises UserError."""
     size = file_size(path)
     if size != expected:
         found = "is missing" if size is None else f"has {size} bytes"
@@ -254,11 +242,7 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def check_sum(path: Path, found: str, expected: str) -> None:
-    """Check the sha256 of a file of a dataset.
-
-    Raises:
-        UserError: it is another.
-    """
+    """Check the sha256 of a file; raises UserError."""
     if found != expected:
         raise UserError(
             f"{path} is damaged: its sha256 is {found}, the manifest says {expected}: prepare the dataset again"
@@ -282,9 +266,9 @@ def _check_header(path: Path, expected: bytes) -> None:
 
 
 class TokenStream:
-    """A split's token ids as one long row, read from its shards in order.
+    """A split's token ids as one long array, read from its shards in order.
 
-    Every read opens, reads and closes its file: nothing stays mapped or open over a long run.
+    Every read opens and closes its file: nothing stays mapped or open during a long run.
     """
 
     def __init__(self, dataset_dir: Path, manifest: Manifest, split: SplitName) -> None:
@@ -298,10 +282,10 @@ class TokenStream:
         self.n_tokens = self._ends[-1] if shards else 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as int64 (stop - start,).
+        """Return tokens [start, stop) as int64 (stop - start,).
 
         Raises:
-            UserError: a shard ends before its manifest says, or holds what is no token id.
+            UserError: a shard is shorter than its manifest says, or holds invalid token ids.
         """
         assert 0 <= start <= stop <= self.n_tokens, (start, stop, self.n_tokens)
         parts = [np.empty(0, np.int64)]

@@ -20,22 +20,22 @@ END_OF_TEXT = "<|endoftext|>"
 FORMAT_VERSION = 1
 _LARGEST_FILE = 2**24  # fifteen times GPT-2's
 
-# Where a text is cut before byte pairs are merged. Fixed here by name: a file never brings its own regular expression.
-# GPT-2's is tiktoken's but for the first group: as a group without possessive signs (++) or lookahead it is matched by
-# one automaton, which makes encoding half as fast again. It matches the same: nothing after a + can make it give back.
+# Where a text is split before byte pairs are merged. Fixed by name: a file never brings its own regular expression.
+# GPT-2's is tiktoken's, except that the first group has no possessive signs (++) or lookahead: one automaton then
+# matches it, which makes encoding 1.5 times as fast. The matches are the same: nothing after a + makes it backtrack.
 _SPLIT_PATTERNS = {
     "bytes": r"(?s:.+)",
     "gpt2": r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s++$|\s+(?!\S)|\s",
 }
-# Texts are cut into pieces of about so many characters, which are encoded one by one: a long one takes much memory.
+# Texts are cut into pieces of about this many characters, which are encoded one by one: a long text takes much memory.
 _PIECE = 2**17
-# After these, where nothing else can be, they are cut in the middle of a word: a regular expression that is tried on a
-# million spaces with a letter after them overflows its stack, and the pairs of a word of ten million letters take 7 s.
+# After this many characters they are cut even inside a word: a regular expression overflows its stack on a million
+# spaces before a letter, and merging the pairs of a word of ten million letters takes 7 s.
 _LONGEST_PIECE = _PIECE + 2**20
-# What \s is above; for Python also U+001C to U+001F are spaces, so what is \S in Python is not \s there.
+# What \s matches above. Python's \s also matches U+001C to U+001F, so a match of Python's \S is never one of \s above.
 _SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 _EXACT_CUT = re.compile(
-    # Before spaces, and before the last of them: \s+(?!\S) takes all the others, as \s++$ does if they end the text.
+    # Before spaces, and before the last of them: \s+(?!\S) matches the others, as \s++$ does if they end the text.
     rf"(?<=\S){_SPACE}|{_SPACE}(?=\S)"
     # No token holds letters and digits, or ends with a letter or digit before a mark.
     r"|(?<=[0-9])[A-Za-z]|(?<=[A-Za-z])[0-9]|(?<=[0-9A-Za-z])[!-/:-@\[-`{-~]"
@@ -44,13 +44,13 @@ _SINGLE_BYTES = [bytes([i]) for i in range(256)]
 
 
 class BytesConfig(Settings):
-    """256 byte values and <|endoftext|>: made in the process, the same everywhere."""
+    """256 byte values and <|endoftext|>; needs no file."""
 
     name: Literal["bytes"]
 
 
 class GPT2Config(Settings):
-    """GPT-2's 50,256 byte pairs and <|endoftext|>."""
+    """GPT-2's 50,256 tokens and <|endoftext|>."""
 
     name: Literal["gpt2"]
     path: Path | None = None
@@ -61,7 +61,7 @@ TokenizerConfig = Annotated[BytesConfig | GPT2Config, Field(discriminator="name"
 
 
 class TokenizerFailed(Exception):
-    """A text that tiktoken does not encode."""
+    """tiktoken failed on a text."""
 
 
 class Tokenizer:
@@ -71,7 +71,7 @@ class Tokenizer:
         """Build it.
 
         Raises:
-            UserError: the ranks cannot encode every text, or are not those of the tokenizer `name`.
+            UserError: the ranks cannot encode every text, or do not fit the tokenizer `name`.
         """
         _check_ranks(name, ranks)
         self.name = name
@@ -94,24 +94,24 @@ class Tokenizer:
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
-        """UTF-8 bytes that each id stands for, int64 (n_vocab,); 0 for <|endoftext|>."""
+        """Number of UTF-8 bytes of each id, int64 (n_vocab,); 0 for <|endoftext|>."""
         return np.array([*map(len, self.ranks), 0], dtype=np.int64)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, as `encode_array` gives them."""
+        """Return the token ids of `text`, as `encode_arrays` gives them."""
         return [token for ids in self.encode_arrays([text]) for token in ids.tolist()]
 
     def encode_arrays(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Token ids of a text that comes in chunks of any size, in arrays one after the other, in little memory.
+        """Yield the token ids of a text that comes in chunks of any size, as consecutive arrays, in little memory.
 
-        They are those of tiktoken's encode_ordinary: the characters <|endoftext|> are text like any other. But a run
-        of more than a million characters in which no token is sure to end (such as letters that are not ASCII without
-        a space; spaces alone) is cut somewhere, and ids beside the cut may differ; decoded they still give the text.
+        The ids are those of tiktoken's encode_ordinary: the characters <|endoftext|> are ordinary text. Only a run of
+        more than a million characters in which no token is sure to end (non-ASCII letters without a space, or spaces)
+        is cut somewhere, and ids near the cut may differ; they still decode to the text.
 
         Raises:
-            TokenizerFailed: tiktoken does not encode it. No text is known that it fails on.
+            TokenizerFailed: tiktoken fails on it. No such text is known.
         """
-        if self.name == "bytes":  # what the encoding gives, ten times as fast
+        if self.name == "bytes":  # the same ids, ten times as fast
             yield from (np.frombuffer(chunk.encode(), np.uint8) for chunk in chunks)
             return
         try:
@@ -120,19 +120,19 @@ class Tokenizer:
         except ValueError as error:
             raise TokenizerFailed(str(error)) from None
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust code that failed; no Exception, so it passes by most
+            if type(error).__name__ != "PanicException":  # raised by Rust code; not a subclass of Exception
                 raise
             raise TokenizerFailed(str(error)) from None
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes that `ids` stand for; a character may be cut at either end."""
+        """Return the bytes of `ids`; a character may be cut at either end."""
         return self.encoding.decode_bytes(ids)
 
 
 def pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """The text that `chunks` make, cut where GPT-2's pattern surely begins anew; at the latest at _LONGEST_PIECE.
+    """Yield the text of `chunks` in pieces, cut where a match of GPT-2's pattern surely begins, or at _LONGEST_PIECE.
 
-    Where it is cut depends on the text alone, not on its chunks.
+    The cuts depend on the text alone, not on its chunks.
     """
     rest = ""
     for chunk in chunks:
@@ -153,10 +153,10 @@ def pieces(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def build_tokenizer(config: BytesConfig | GPT2Config) -> Tokenizer:
-    """The tokenizer that `config` describes.
+    """Build the tokenizer that `config` describes.
 
     Raises:
-        UserError: the rank file is wrong, or GPT-2's ranks cannot be downloaded.
+        UserError: the rank file is invalid, or GPT-2's ranks cannot be downloaded.
     """
     if isinstance(config, BytesConfig):
         return Tokenizer("bytes", _SINGLE_BYTES)
@@ -164,10 +164,10 @@ def build_tokenizer(config: BytesConfig | GPT2Config) -> Tokenizer:
 
 
 def read_rank_file(path: Path) -> list[bytes]:
-    """The tokens of a .tiktoken file, by rank.
+    """Return the tokens of a .tiktoken file, by rank.
 
     Raises:
-        UserError: the file, the line or the rank that is wrong.
+        UserError: the file is invalid; it names the line or the rank.
     """
     try:
         with open_file(path.resolve()) as file:
@@ -193,7 +193,7 @@ def read_rank_file(path: Path) -> list[bytes]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
-    """Write all that `load_tokenizer` needs as one JSON file."""
+    """Write everything that `load_tokenizer` needs as one JSON file."""
     ranks = [base64.b64encode(token).decode() for token in tokenizer.ranks]
     saved = _Saved(format_version=FORMAT_VERSION, name=tokenizer.name, sha256=tokenizer.sha256, ranks=ranks)
     write_atomic(path, json.dumps(saved.model_dump()) + "\n")
@@ -203,7 +203,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Read what `save_tokenizer` wrote.
 
     Raises:
-        UserError: the file is missing, damaged, or of another format version.
+        UserError: the file is missing or damaged, or its format version is another.
     """
     try:
         saved = decode(_Saved, read_json(path, _LARGEST_FILE))
@@ -242,7 +242,7 @@ def _check_ranks(name: str, ranks: Sequence[bytes]) -> None:
 def _download_gpt2() -> list[bytes]:
     try:
         encoding: Any = tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # no network, or not the file that was asked for
+    except (OSError, ValueError) as error:  # no network, or a wrong file
         raise UserError(
             f"GPT-2's vocabulary cannot be downloaded ({type(error).__name__}): give a local rank file with "
             "tokenizer.path=FILE, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has it"

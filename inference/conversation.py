@@ -1,102 +1,116 @@
-"""sample.py interactive=true: a person and a model write one text by turns."""
+"""sample.py interactive=true: a person and a model write one text in turns."""
 
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import islice
 
 import torch
 
 from common.console import say, show
 from common.settings import UserError
-from data.text_stream import TextStream
 from data.tokenizer import Tokenizer
-from inference.generate import SamplingConfig, Texts, draw, next_token_probabilities, read
+from inference.completion import Completion, TextRequest, stream
+from inference.engine import PIECE, Engine, Texts, read
+from inference.sampling import SamplingConfig
 from model.gpt import GPT
 
 
 class Conversation:
-    """The text so far. The model has read what people have seen of it, no more and no less.
+    """The text so far. The model reads exactly the part of an answer that was shown.
 
-    An answer may end within a token: before a stop string, or at a character that is not whole. As a state is a value,
-    the one before that token is still there, and what was shown since is read again with the text that comes next.
+    An answer may end within a token: before a stop string, or at an incomplete character. So the model reads the shown
+    part of it again, with the next text, from the state before the answer.
     """
 
     def __init__(
-        self,
-        gpt: GPT,
-        tokenizer: Tokenizer,
-        sampling: SamplingConfig,
-        stop: Sequence[str] = (),
-        seed: int = 1,
+        self, gpt: GPT, tokenizer: Tokenizer, sampling: SamplingConfig, stop: tuple[str, ...] = (), seed: int = 1
     ) -> None:
-        """`stop`: texts that end an answer and are no part of it."""
+        """`stop`: strings that end an answer; they are not included in it."""
         self.text = ""
-        """All that was added and answered."""
+        """Everything that was added and answered."""
         self.n_tokens = 0
-        """Drawn so far."""
+        """Tokens drawn so far."""
         self.ended = False
-        """Whether the last answer is where the model would end the text."""
-        self._gpt, self._tokenizer, self._sampling, self._stop = gpt, tokenizer, sampling, tuple(stop)
+        """Whether the model ended the text with the last answer."""
+        self._gpt, self._tokenizer, self._sampling, self._stop = gpt, tokenizer, sampling, stop
         self._generator = torch.Generator().manual_seed(seed)
-        self._texts = self._read([tokenizer.eot_id], None)  # in training, every text follows the end of another
-        self._unread = ""  # what was shown after that
+        self._texts: Texts | None = None
+        self._unread: list[int] = []  # the last answer up to a token that ends with a whole character,
+        self._rest = ""  # and what was shown after it
+        self._read([tokenizer.eot_id])  # in training, every text follows the end of another
 
     def add(self, text: str) -> None:
-        """Read what a person writes.
+        """Read the last answer and what a person writes after it.
 
         Raises:
-            UserError: the model has fewer learned positions left than these tokens; the conversation is as before.
+            UserError: the model has fewer learned positions left than these tokens; the conversation is unchanged.
         """
-        self.ended = False
-        token_ids, left = self._tokenizer.encode(self._unread + text), self.left
-        if left is not None and len(token_ids) > left:
+        ids, room = [*self._answer_ids, *self._tokenizer.encode(text)], self._room
+        if room is not None and len(ids) > room:
             raise UserError(
-                f"these are {len(token_ids)} tokens, and of the model's {self._gpt.config.max_len} learned positions "
-                f"{left} are left: write less, or begin anew"
+                f"the last answer and this text are {len(ids)} tokens, but only {room} of the model's "
+                f"{self._gpt.config.max_len} learned positions are left: write less, or start a new conversation"
             )
-        if token_ids:
-            self._texts = self._read(token_ids, self._texts)
-        self._unread = ""
+        self._read(ids)
+        self._unread, self._rest, self.ended = [], "", False
         self.text += text
 
     def answer(self, max_new_tokens: int) -> Iterator[str]:
-        """What the model writes next, as it comes. Whoever stops listening has a conversation that ends there."""
-        stream, texts = TextStream(self._tokenizer, self._stop), self._texts
-        for _ in range(max_new_tokens):
-            if self.ended or stream.stopped or self._left(texts) == 0:
-                return
-            probabilities = next_token_probabilities(texts.logits, self._sampling, texts.seen)
-            token_id = int(draw(probabilities, [self._generator]))
-            texts = self._read([token_id], texts)
-            self.ended = token_id == self._tokenizer.eot_id
-            self.n_tokens += not self.ended
-            piece = stream.end() if self.ended else stream.push(token_id)
-            self.text += piece
-            self._unread += piece
-            if stream.whole:
-                self._texts, self._unread = texts, ""
-            yield piece
+        """Yield what the model writes next as it comes. If the caller stops listening, the answer ends there."""
+        self.add("")
+        n_new = max_new_tokens if self.left is None else min(max_new_tokens, self.left)
+        if n_new == 0:
+            return
+        # One more token than wanted: at its limit, a completion would show an incomplete last character.
+        answer = Completion(TextRequest((), n_new + 1, self._sampling, 0, self._stop), self._tokenizer)
+        answer.texts, answer.generator = self._texts, self._generator
+        engine = Engine(self._gpt, self._tokenizer.n_vocab, max_streams=1)
+        engine.submit([answer])
+        try:
+            for piece in islice(stream(engine, answer), n_new):
+                self.text += piece
+                self._rest += piece
+                if answer.whole:
+                    self._unread += answer.drawn[len(self._unread) :]
+                    self._rest = ""
+                yield piece
+        finally:
+            self.ended = answer.finish_reason == "end_of_text"
+            self.n_tokens += answer.n_tokens
 
     @property
     def left(self) -> int | None:
-        """Learned positions that are left for more tokens; None: the model has no such limit."""
-        return self._left(self._texts)
+        """Learned positions left for more tokens; None: the model has no such limit."""
+        return None if self._room is None else max(0, self._room - len(self._answer_ids))
 
-    def _left(self, texts: Texts) -> int | None:
+    @property
+    def _room(self) -> int | None:
+        """The same without the last answer, which takes some of them when the model reads it."""
         max_len = self._gpt.config.max_len
-        return None if max_len is None else max_len - texts.state.position[0]
+        return None if max_len is None or self._texts is None else max_len - self._texts.state.position[0]
 
-    def _read(self, token_ids: list[int], before: Texts | None) -> Texts:
-        row = torch.tensor([token_ids], device=self._gpt.embed.weight.device)
-        return read(self._gpt, row, self._tokenizer.n_vocab, before)
+    @property
+    def _answer_ids(self) -> list[int]:
+        """The shown part of the last answer, which the model has yet to read."""
+        return [*self._unread, *self._tokenizer.encode(self._rest)]
+
+    def _read(self, ids: list[int]) -> None:
+        texts = self._texts
+        for start in range(0, len(ids), PIECE):
+            texts, _ = read(self._gpt, torch.tensor([ids[start : start + PIECE]]), self._tokenizer.n_vocab, texts)
+        self._texts = texts
 
 
 def converse(conversation: Conversation, max_new_tokens: int) -> None:
-    """Take turns at the terminal (or with lines from a pipe) until the person, or the model, has no more to say."""
-    with contextlib.suppress(ImportError):  # it gives `input` a line that can be edited, and earlier ones
+    """Take turns at the terminal, or with lines from a pipe, until the input ends."""
+    with contextlib.suppress(ImportError):  # it gives `input` line editing and a history
         import readline  # noqa: F401
-    say(_HOW)
+    say(
+        "Type, and the model continues your text. Enter alone: it goes on. A \\ at the end of a line: one more line. "
+        "Ctrl-C stops an answer, Ctrl-D ends the conversation."
+    )
     if conversation.text:
         show(conversation.text + "\n")
     seconds = 0.0
@@ -106,26 +120,20 @@ def converse(conversation: Conversation, max_new_tokens: int) -> None:
             conversation.add(text)
             for piece in conversation.answer(max_new_tokens):
                 show(piece)
-        except KeyboardInterrupt:  # of this answer
+        except KeyboardInterrupt:  # it ends this answer only
             pass
         except UserError as error:
             show(f"({error})")
         seconds += time.perf_counter() - started
         show("\n(the model ends the text here)\n" if conversation.ended else "\n")
         if conversation.left == 0:
-            say("the model's learned positions are full, and the conversation is over: begin anew")
+            say("the model's learned positions are used up: start a new conversation")
             break
     say_rate(conversation.n_tokens, seconds)
 
 
-_HOW = (
-    "Type, and the model continues what you typed. Enter alone: it goes on. A \\ at the end of a line: one more line. "
-    "Ctrl-C: it stops. Ctrl-D: the end."
-)
-
-
 def _ask() -> str | None:
-    """What a person types, lines that end with a backslash joined; None: nothing more."""
+    """What a person types, with lines that end in a backslash joined; None: the input has ended."""
     typing = sys.stdin.isatty() and sys.stdout.isatty()
     text = ""
     while True:
@@ -136,7 +144,7 @@ def _ask() -> str | None:
             show("\n" if typing else "")
             return None
         except UnicodeError:
-            show("(that line was not UTF-8: type it anew)\n")
+            show("(that line was not UTF-8: type it again)\n")
             continue
         if not line.endswith("\\"):
             return text + line
@@ -144,5 +152,5 @@ def _ask() -> str | None:
 
 
 def say_rate(n_tokens: int, seconds: float) -> None:
-    """How much was sampled, and how fast."""
+    """Print how many tokens were drawn, and how fast."""
     say(f"({n_tokens} tokens, {n_tokens / max(seconds, 1e-9):.0f} a second)")

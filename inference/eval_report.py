@@ -1,5 +1,6 @@
-"""What eval.py shows: its tables, and eval.png."""
+"""The tables that eval.py prints, and eval.png."""
 
+from collections.abc import Callable
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -13,11 +14,11 @@ from common.console import say, show_table
 from common.figures import png
 
 _MOST_BARS = 30
-_FIRST_POSITION = 16  # in the picture of long contexts
+_FIRST_POSITION = 16  # in the plot of long contexts
 
 
 def show_evaluation(result: dict[str, Any], checkpoint: str) -> None:
-    """Print the line of the whole, a table of the sets where there are several, and one of the contexts."""
+    """Print a line of totals, a table of the sets if there are several, and a table of the contexts."""
     say(
         f"{checkpoint} on {result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens): "
         f"loss {_number(result['loss'])} nats per token, perplexity {_number(result['perplexity'], 3)}, "
@@ -36,7 +37,9 @@ def _table(first: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
         table.add_column(column, justify="right")
     for name, row in rows:
         numbers = _number(row["loss"]), _number(row["perplexity"], 3), _number(row["bits_per_byte"])
-        table.add_row(*(Text(cell) for cell in (name, f"{row['tokens']:,}", *numbers)))  # brackets are no markup
+        table.add_row(
+            *(Text(cell) for cell in (name, f"{row['tokens']:,}", *numbers))
+        )  # in a Text, brackets are not markup
     return table
 
 
@@ -45,26 +48,23 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
-    """A PNG: loss by position in the window, at long contexts, and by set, as far as there is each.
+    """A PNG: loss by position in the window, at long contexts, and by set, as far as `result` has them.
 
     Args:
-        result: what eval.json holds.
+        result: the content of eval.json.
         trained_on: tokens of a training sequence.
     """
     sets = list(result["sets"].items())[:_MOST_BARS]
-    rows = [("windows", 4.0)]
+    plots: list[tuple[float, Callable[[Axes], None]]] = [(4.0, lambda axes: _draw_windows(axes, result))]
     if result["contexts"]:
-        rows.append(("contexts", 4.0))
+        plots.append((4.0, lambda axes: _draw_contexts(axes, result["contexts"], trained_on)))
     if len(sets) > 1:
-        rows.append(("sets", 1.2 + 0.28 * len(sets)))
-    figure = Figure(figsize=(8, sum(height for _, height in rows)), layout="constrained")
-    grid = figure.subplots(len(rows), 1, squeeze=False, height_ratios=[height for _, height in rows])
-    axes = dict(zip((name for name, _ in rows), grid[:, 0], strict=True))
-    _draw_windows(axes["windows"], result)
-    if "contexts" in axes:
-        _draw_contexts(axes["contexts"], result["contexts"], trained_on)
-    if "sets" in axes:
-        _draw_sets(axes["sets"], sets, result["loss"])
+        plots.append((1.2 + 0.28 * len(sets), lambda axes: _draw_sets(axes, sets, result["loss"])))
+    heights = [height for height, _ in plots]
+    figure = Figure(figsize=(8, sum(heights)), layout="constrained")
+    grid = figure.subplots(len(plots), 1, squeeze=False, height_ratios=heights)
+    for axes, (_, draw) in zip(grid[:, 0], plots, strict=True):
+        draw(axes)
     title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
     figure.suptitle(title.replace("$", r"\$"))
     return png(figure)
@@ -75,7 +75,7 @@ def _draw_windows(axes: Axes, result: dict[str, Any]) -> None:
     if result["loss"] is not None:
         axes.axhline(result["loss"], color="tab:gray", linestyle="--", label=f"mean {result['loss']:.3f}")
         axes.legend()
-    _of_positions(axes, f"Windows of {result['seq_len']:,} tokens, {result['tokens']:,} in all")
+    _label_positions(axes, f"Windows of {result['seq_len']:,} tokens, {result['tokens']:,} in all")
 
 
 def _draw_contexts(axes: Axes, contexts: list[dict[str, Any]], trained_on: int) -> None:
@@ -86,13 +86,13 @@ def _draw_contexts(axes: Axes, contexts: list[dict[str, Any]], trained_on: int) 
         label = "mean over windows of that length (of the same text)"
         axes.plot(*zip(*means, strict=True), color="tab:blue", marker="o", label=label)
     axes.axvline(trained_on, color="tab:gray", linestyle=":", label=f"trained on {trained_on:,}")
-    _of_positions(axes, f"Long contexts, the state carried along, {contexts[0]['tokens']:,} tokens in all")
+    _label_positions(axes, f"Long contexts, the state carried along, {contexts[0]['tokens']:,} tokens in all")
     axes.legend()
 
 
 def _best_known(contexts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The loss at each position, from the shortest windows that have it: these are the most. The first tokens of a
-    window, whose loss is high, are left to the windows' own picture.
+    """The loss at each position, from the shortest windows that reach it, because there are the most of them. The first
+    tokens of a window, whose loss is high, are in the plot of windows.
     """
     known, bins = _FIRST_POSITION, []
     for row in contexts:
@@ -107,7 +107,7 @@ def _draw_positions(axes: Axes, bins: list[dict[str, Any]], **style: Any) -> Non
         axes.plot(*zip(*points, strict=True), **style)
 
 
-def _of_positions(axes: Axes, title: str) -> None:
+def _label_positions(axes: Axes, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K")
     axes.xaxis.set_minor_locator(NullLocator())
@@ -119,7 +119,7 @@ def _of_positions(axes: Axes, title: str) -> None:
 
 def _draw_sets(axes: Axes, sets: list[tuple[str, dict[str, Any]]], mean: float | None) -> None:
     worst_last = sorted(sets, key=lambda item: item[1]["loss"] or 0)
-    names = [name.replace("$", r"\$") for name, _ in worst_last]  # between dollars, matplotlib reads formulas
+    names = [name.replace("$", r"\$") for name, _ in worst_last]  # matplotlib reads text between dollars as formulas
     drawn = axes.barh(names, [row["loss"] or 0 for _, row in worst_last], color="tab:blue")
     labels = [_number(row["loss"], 3) for _, row in worst_last]
     axes.bar_label(drawn, labels, label_type="center", color="white", fontsize=9)

@@ -1,8 +1,7 @@
-"""eval.py: what a checkpoint makes of held-out text, as a whole, by sets, by position, and at long contexts."""
+"""eval.py: the loss of a checkpoint on held-out text, in total, by sets, by position, and at long contexts."""
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,20 +15,18 @@ from common.settings import Settings, UserError
 from data.documents import sets_between
 from data.loader import EvalBatches
 from data.shards import Manifest, TokenStream, read_manifest
-from data.tokenizer import Tokenizer
 from inference.eval_report import draw_evaluation, show_evaluation
+from inference.load import Loaded, load
 from inference.long_context import bin_of_positions, context_losses, position_bins
-from model.gpt import GPT
-from trainer.checkpoint import Checkpoint, load_model, open_model
 from trainer.distributed import World, join_world
 from trainer.losses import Loss, Sums, total, window_losses
-from trainer.runtime import DeviceConfig, Runtime, open_runtime
+from trainer.runtime import DeviceConfig
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
 
 
 class EvaluateConfig(Settings):
-    """What eval.py takes."""
+    """The settings of eval.py."""
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
@@ -42,14 +39,14 @@ class EvaluateConfig(Settings):
     seq_len: int | None = Field(None, ge=1)
     """Tokens of a window; null: as in training."""
     stride: int | None = Field(None, ge=1)
-    """A window begins so many tokens after the one before it, and only what is new in it is counted: every token then
-    has at least seq_len - stride before it. null: seq_len, windows side by side."""
+    """Distance between the beginnings of windows. Only tokens that are new in a window count, so every token has at
+    least seq_len - stride tokens before it. null: seq_len, windows side by side."""
     contexts: list[Annotated[int, Field(ge=1)]] | None = None
-    """Lengths of text to measure the loss at, the state carried along through the model. null: 1024, 4096, 16384 and
-    65536, as far as the text and the model's learned positions reach; []: none."""
+    """Context lengths to measure the loss at, with the state carried along. null: 1024, 4096, 16384 and 65536, as
+    far as the text and the model's learned positions reach; []: none."""
     context_windows: int | None = Field(2, ge=1)
-    """Stretches of text as long as the longest of `contexts` that all of them are measured on, spread evenly over the
-    split; null: all of it."""
+    """How many stretches of text, as long as the longest of `contexts`, to measure all contexts on. They are spread
+    evenly over the split; null: all of it."""
     micro_batch: int = Field(16, ge=1)
     """Windows that go through the model at once."""
     runtime: DeviceConfig
@@ -57,52 +54,37 @@ class EvaluateConfig(Settings):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that is needed to evaluate, checked: a model, a text, and how to go through it."""
+    """A model and the text to evaluate it on, checked."""
 
     config: EvaluateConfig
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer
+    loaded: Loaded
     dataset_dir: Path
     manifest: Manifest
-    stream: TokenStream
-    seq_len: int
+    windows: EvalBatches
+    """What everything except `contexts` is measured on."""
     contexts: list[int]
-
-    @property
-    def windows(self) -> EvalBatches:
-        """What the whole is measured on."""
-        state, batches = self.checkpoint.state, self.config.batches
-        n_windows = None if batches is None else batches * max(1, state.batch_tokens // self.seq_len)
-        return EvalBatches(self.stream, self.seq_len, n_windows, self.config.stride)
-
-    @property
-    def stretches(self) -> EvalBatches:
-        """What all contexts are measured on."""
-        return EvalBatches(self.stream, max(self.contexts), self.config.context_windows)
 
 
 def run_evaluation(config: EvaluateConfig) -> None:
     """Evaluate a checkpoint, print the results, and write them to eval.json and eval.png in the run directory."""
-    runtime = open_runtime(config.runtime)
-    gpt, plan = open_evaluation(config)
-    with join_world(runtime.device) as world:
-        runtime.announce()
-        gpt = gpt.to(world.device, runtime.param_dtype)
-        result = measure(gpt, plan, runtime, world)
-        show_evaluation(result, str(plan.checkpoint.path))
+    plan = open_evaluation(config)
+    checkpoint = plan.loaded.checkpoint
+    with join_world(plan.loaded.runtime.device) as world:
+        result = measure(plan, world)
+        show_evaluation(result, str(checkpoint.path))
         if world.is_main:
-            plan.checkpoint.leave("eval.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
-            plan.checkpoint.leave("eval.png", draw_evaluation(result, plan.checkpoint.state.seq_len))
+            checkpoint.leave("eval.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+            checkpoint.leave("eval.png", draw_evaluation(result, checkpoint.state.seq_len))
 
 
-def open_evaluation(config: EvaluateConfig) -> tuple[GPT, Evaluation]:
-    """The model, and what it is to be evaluated on.
+def open_evaluation(config: EvaluateConfig) -> Evaluation:
+    """Load the model, and open the text to evaluate it on.
 
     Raises:
-        UserError: checkpoint and dataset do not belong together, or a length is longer than text or model allow.
+        UserError: checkpoint and dataset do not match, or a length is longer than text or model allow.
     """
-    checkpoint = open_model(config.checkpoint)
-    gpt, tokenizer = load_model(checkpoint)
+    loaded = load(config.checkpoint, config.runtime)
+    checkpoint, gpt, tokenizer, _ = loaded
     dataset_dir = config.dataset_dir or checkpoint.state.dataset_dir
     manifest = read_manifest(dataset_dir)
     if manifest.tokenizer.sha256 != tokenizer.sha256:
@@ -114,43 +96,38 @@ def open_evaluation(config: EvaluateConfig) -> tuple[GPT, Evaluation]:
     stream = TokenStream(dataset_dir, manifest, config.split)
     if stream.n_tokens < 2:
         raise UserError(f"dataset_dir={dataset_dir} has no text in its split {config.split}: choose another split")
-    seq_len, max_len = config.seq_len or checkpoint.state.seq_len, gpt.config.max_len
-    if max_len is not None and seq_len > max_len:
-        raise UserError(f"seq_len={seq_len} is longer than the model's {max_len} learned positions: lower it")
-    if config.seq_len is not None and seq_len >= stream.n_tokens:
-        raise UserError(
-            f"seq_len={seq_len} is longer than the {stream.n_tokens} tokens of split '{config.split}': lower it; "
-            f"long texts are for contexts=[...], which are read in pieces"
-        )
+    state, max_len = checkpoint.state, gpt.config.max_len
+    if config.seq_len is not None:
+        check_length("seq_len", config.seq_len, stream, max_len)
+    seq_len = config.seq_len or state.seq_len
     if config.stride is not None and config.stride > seq_len:
         raise UserError(f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it")
-    contexts = choose_contexts(config.contexts, stream, max_len)
-    return gpt, Evaluation(config, checkpoint, tokenizer, dataset_dir, manifest, stream, seq_len, contexts)
+    longest = min(stream.n_tokens - 1, max_len or stream.n_tokens)
+    contexts = config.contexts
+    if contexts is None:
+        contexts = [context for context in _CONTEXTS if context <= longest]
+    for context in contexts:
+        check_length("contexts", context, stream, max_len)
+    n_windows = None if config.batches is None else config.batches * max(1, state.batch_tokens // seq_len)
+    windows = EvalBatches(stream, seq_len, n_windows, config.stride)
+    return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
 
 
-def choose_contexts(wanted: Sequence[int] | None, stream: TokenStream, max_len: int | None) -> list[int]:
-    """The contexts to measure, the shortest first: those that are wanted, or all that are possible.
-
-    Raises:
-        UserError: one is longer than the text, or than the model's learned positions.
-    """
-    longest = stream.n_tokens - 1
-    if wanted is None:
-        return [context for context in _CONTEXTS if context <= min(longest, max_len or longest)]
-    most = max(wanted, default=0)
-    if max_len is not None and most > max_len:
-        raise UserError(f"contexts={most} is longer than the model's {max_len} learned positions: lower it")
-    if most > longest:
+def check_length(key: str, length: int, stream: TokenStream, max_len: int | None) -> None:
+    """Raise UserError if a length is longer than the text or the model's learned positions."""
+    if max_len is not None and length > max_len:
+        raise UserError(f"{key}={length} is longer than the model's {max_len} learned positions: lower it")
+    if length >= stream.n_tokens:
         raise UserError(
-            f"contexts={most} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
+            f"{key}={length} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
         )
-    return sorted(set(wanted))
 
 
-def measure(gpt: GPT, plan: Evaluation, runtime: Runtime, world: World) -> dict[str, Any]:
-    """All figures, as eval.json has them; every process calls this."""
-    config, windows = plan.config, plan.windows
-    byte_lengths = torch.from_numpy(plan.tokenizer.byte_lengths).to(world.device)
+def measure(plan: Evaluation, world: World) -> dict[str, Any]:
+    """The content of eval.json; every process calls this."""
+    config, windows, (checkpoint, _, tokenizer, runtime) = plan.config, plan.windows, plan.loaded
+    gpt = plan.loaded.place(world.device, autocast=True)
+    byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
     bins = position_bins(windows.seq_len)
     bin_of = bin_of_positions(bins).unsqueeze(0)  # (1, T)
     by_set, by_position = (Sums(n, byte_lengths) for n in (len(plan.manifest.set_names), len(bins) - 1))
@@ -159,10 +136,17 @@ def measure(gpt: GPT, plan: Evaluation, runtime: Runtime, world: World) -> dict[
         by_position.add(bin_of, targets, losses)
     sets = by_set.losses(world)
     named = sorted(zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens)
+    contexts = []
+    for context in plan.contexts:
+        stretches = EvalBatches(windows.stream, max(plan.contexts), config.context_windows)
+        at_once = config.micro_batch * windows.seq_len
+        by_bin = context_losses(gpt, stretches, context, byte_lengths, at_once, runtime, world)
+        binned = _binned(position_bins(context), by_bin)
+        contexts.append({"context": context, **figures(total(by_bin)), "by_position": binned})
     return {
-        "run": plan.checkpoint.run_dir.name,
-        "checkpoint": plan.checkpoint.path.name,
-        "step": plan.checkpoint.state.step,
+        "run": checkpoint.run_dir.name,
+        "checkpoint": checkpoint.path.name,
+        "step": checkpoint.state.step,
         "dataset_dir": str(plan.dataset_dir),
         "split": config.split,
         "batches": config.batches,
@@ -171,35 +155,23 @@ def measure(gpt: GPT, plan: Evaluation, runtime: Runtime, world: World) -> dict[
         "stride": windows.stride,
         "sets": {name: figures(loss) for name, loss in named if loss.tokens},
         "by_position": _binned(bins, by_position.losses(world)),
-        "contexts": [_context(gpt, plan, context, byte_lengths, runtime, world) for context in plan.contexts],
+        "contexts": contexts,
     }
 
 
 def _sets(plan: Evaluation, windows: EvalBatches, first: int, n_windows: int) -> Tensor:
-    """Numbers of the sets that the targets of windows belong to, (n_windows, T); 0 where there is no target."""
+    """The index of each target's set, (n_windows, T); 0 where there is no target."""
     sets = np.zeros((n_windows, windows.seq_len), np.int64)
     if len(plan.manifest.set_names) > 1:
         for row in range(n_windows):
             begin = windows.begin(first + row) + 1
-            stop = min(begin + windows.seq_len, plan.stream.n_tokens)
+            stop = min(begin + windows.seq_len, windows.stream.n_tokens)
             sets[row, : stop - begin] = sets_between(plan.dataset_dir, plan.manifest, plan.config.split, begin, stop)
     return torch.from_numpy(sets)
 
 
-def _context(
-    gpt: GPT, plan: Evaluation, context: int, byte_lengths: Tensor, runtime: Runtime, world: World
-) -> dict[str, Any]:
-    at_once = plan.config.micro_batch * plan.seq_len
-    losses = context_losses(gpt, plan.stretches, context, byte_lengths, at_once, runtime, world)
-    return {
-        "context": context,
-        **figures(total(losses)),
-        "by_position": _binned(position_bins(context), losses),
-    }
-
-
 def _binned(bins: list[int], losses: list[Loss]) -> list[dict[str, Any]]:
-    """Positions [start, stop), counted from 0, with their loss; those without a target are left out."""
+    """Bins of positions [start, stop), counted from 0, with their losses, without bins that have no target."""
     return [
         {"start": start, "stop": stop, "tokens": loss.tokens, "loss": _finite(loss.per_token)}
         for start, stop, loss in zip(bins, bins[1:], losses, strict=False)
@@ -208,7 +180,7 @@ def _binned(bins: list[int], losses: list[Loss]) -> list[dict[str, Any]]:
 
 
 def figures(loss: Loss) -> dict[str, Any]:
-    """What is said of a loss; null where it is no finite number."""
+    """A loss as eval.json stores it; None in place of numbers that are not finite."""
     return {
         "tokens": loss.tokens,
         "bytes": loss.bytes,

@@ -1,4 +1,4 @@
-"""scripts/lm_eval.py: known benchmarks, by EleutherAI's lm-evaluation-harness."""
+"""scripts/lm_eval.py: benchmarks of EleutherAI's lm-evaluation-harness."""
 
 import json
 from importlib.util import find_spec
@@ -6,32 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
-from common.console import say, show_table
+from common.console import say, show
 from common.settings import Settings, UserError, nearest
-from trainer.checkpoint import Checkpoint, load_model, open_model
-from trainer.runtime import DeviceConfig, open_runtime
+from inference.load import load
+from trainer.runtime import DeviceConfig
 
 
 class HarnessConfig(Settings):
-    """What scripts/lm_eval.py takes."""
+    """The settings of scripts/lm_eval.py."""
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
     tasks: str
-    """Names of the harness's tasks, groups or tags, with commas between them; * stands for any characters."""
+    """Names of the harness's tasks, groups or tags, separated by commas; * matches any characters."""
     include_path: Path | None = None
-    """A folder of task files of your own. They may hold Python, which is run: use none that you do not trust."""
+    """A folder of task files of your own. They may contain Python, which is run: use only files that you trust."""
     num_fewshot: int | None = Field(None, ge=0)
-    """Examples before each question; null: what each task says."""
+    """Examples before each question; null: each task's own number."""
     limit: int | None = Field(None, ge=1)
-    """Questions of each task, the first so many, for a trial; null: all."""
+    """Use only this many questions of each task, for a trial; null: all."""
     max_length: int | None = Field(None, ge=2)
-    """Most tokens the model may read: longer contexts lose their beginning, long texts are scored in windows, as the
-    harness does for other models. null: the model's learned positions, or no limit where it has none."""
+    """Most tokens the model may read: longer contexts lose their beginning, and longer texts are scored in windows, as
+    the harness does for other models. null: the model's learned positions, or no limit where it has none."""
     micro_batch: int = Field(16, ge=1)
     """Texts that go through the model at once."""
     runtime: DeviceConfig
@@ -46,24 +43,22 @@ def run_harness(config: HarnessConfig) -> None:
     if find_spec("lm_eval") is None:
         raise UserError("the lm-evaluation-harness is not installed: pip install -e '.[lm_eval]'")
     if config.include_path is not None and not config.include_path.is_dir():
-        raise UserError(f"include_path={config.include_path} is no folder: give the folder of your task files")
-    runtime = open_runtime(config.runtime)
-    checkpoint = open_model(config.checkpoint)
-    gpt, tokenizer = load_model(checkpoint)
-    max_len, wanted = gpt.config.max_len, config.max_length
+        raise UserError(f"include_path={config.include_path} is not a folder: give the folder of your task files")
+    loaded = load(config.checkpoint, config.runtime)
+    max_len, wanted = loaded.gpt.config.max_len, config.max_length
     if max_len is not None and wanted is not None and wanted > max_len:
         raise UserError(f"max_length={wanted} is more than the model's {max_len} learned positions: lower it")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
 
     from inference.harness_model import HarnessModel
 
     say("reading the names of the harness's tasks ...")
     manager = TaskManager(include_path=config.include_path and str(config.include_path))
     tasks = find_tasks(config.tasks, manager)
-    runtime.announce()
-    gpt = gpt.to(runtime.device, runtime.param_dtype).eval()
-    model = HarnessModel(gpt, tokenizer, wanted or max_len, config.micro_batch, runtime)
+    gpt = loaded.place(loaded.runtime.device, autocast=True)
+    model = HarnessModel(gpt, loaded.tokenizer, wanted or max_len, config.micro_batch, loaded.runtime)
     try:
         found = simple_evaluate(
             model=model,
@@ -73,18 +68,25 @@ def run_harness(config: HarnessConfig) -> None:
             task_manager=manager,
             log_samples=False,
         )
-    except ValueError as error:  # more examples than a task has, or a task that lacks what it needs
+    except ValueError as error:  # for example num_fewshot above a task's examples
         given = f"tasks={config.tasks} num_fewshot={config.num_fewshot}"
-        raise UserError(f"{given}: the harness refuses it ({error}): --debug shows where") from error
-    show_table(results_table(found))
-    checkpoint.leave("lm_eval.json", json.dumps(summary(checkpoint, config, found), indent=2, default=str) + "\n")
+        raise UserError(f"{given}: the harness refuses this ({error}): --debug shows where") from error
+    show(make_table(found) + "\n")
+    kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
+    result = {
+        "checkpoint": loaded.checkpoint.path.name,
+        "step": loaded.checkpoint.state.step,
+        **config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"}),
+        **{key: found[key] for key in kept if key in found},
+    }
+    loaded.checkpoint.leave("lm_eval.json", json.dumps(result, indent=2, default=str) + "\n")
 
 
 def find_tasks(names: str, manager: Any) -> list[str]:
-    """The tasks that are asked for.
+    """The names of the tasks that match.
 
     Raises:
-        UserError: one of the names fits none.
+        UserError: a name matches no task.
     """
     tasks: list[str] = []
     for name in filter(None, map(str.strip, names.split(","))):
@@ -95,27 +97,3 @@ def find_tasks(names: str, manager: Any) -> list[str]:
     if not tasks:
         raise UserError("tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag")
     return tasks
-
-
-def results_table(found: dict[str, Any]) -> Table:
-    """Every metric of every task and group, with its standard error."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("task", "metric", "filter"):
-        table.add_column(column)
-    for column in ("few-shot", "value", "standard error"):
-        table.add_column(column, justify="right")
-    for task, row in found["results"].items():
-        for metric, chosen in (key.split(",", 1) for key in row if "," in key and "_stderr," not in key):
-            numbers = (row[f"{metric},{chosen}"], row.get(f"{metric}_stderr,{chosen}", ""))
-            shown = (f"{n:.4f}" if isinstance(n, float) else str(n) for n in numbers)
-            cells = row.get("alias", task), metric, chosen, str(found["n-shot"].get(task, "")), *shown
-            table.add_row(*map(Text, cells))  # a Text's brackets are no markup
-    return table
-
-
-def summary(checkpoint: Checkpoint, config: HarnessConfig, found: dict[str, Any]) -> dict[str, Any]:
-    """What lm_eval.json holds: the harness's results, and what they are of."""
-    settings = config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"})
-    kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
-    results = {key: found[key] for key in kept if key in found}
-    return {"checkpoint": checkpoint.path.name, "step": checkpoint.state.step, **settings, **results}

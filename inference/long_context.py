@@ -1,6 +1,4 @@
-"""The loss at contexts of any length: the text goes through the model in pieces, and the state is carried along."""
-
-from collections.abc import Iterator
+"""The loss at contexts of any length: the model reads the text in pieces, with the state carried along."""
 
 import torch
 from torch import Tensor
@@ -8,20 +6,19 @@ from torch import Tensor
 from common.console import Track
 from data.loader import IGNORED, EvalBatches
 from data.shards import TokenStream
-from model.gpt import GPT, GPTState
+from inference.scoring import features_in_pieces
+from model.gpt import GPT
 from model.ops.linear_cross_entropy import token_losses
 from trainer.distributed import World
 from trainer.losses import Loss, Sums
 from trainer.runtime import Runtime
 
-_PIECE = 512  # tokens of a window that go through the model at once: bounds memory for windows of any length
-
 Window = tuple[int, int]
-"""Where a window begins, as its first token's number in the split, and how many targets it has."""
+"""The index of a window's first token in the split, and the number of its targets."""
 
 
 def position_bins(length: int) -> list[int]:
-    """Where bins of positions begin, two an octave, and `length`, where the last ends: 0 1 2 3 4 6 8 12 16 24 ..."""
+    """Edges of bins of positions, two per octave: 0 1 2 3 4 6 8 12 16 24 ... and `length`, where the last bin ends."""
     powers = [2**k for k in range(length.bit_length())]
     return [0, *sorted(n for n in {*powers, *(3 * n // 2 for n in powers)} if n < length), length]
 
@@ -32,7 +29,7 @@ def bin_of_positions(bins: list[int]) -> Tensor:
 
 
 def context_windows(stretches: EvalBatches, context: int) -> list[Window]:
-    """The stretches of text, each cut into windows of `context` targets: the same targets whatever the context."""
+    """Cut each stretch of text into windows of `context` targets. The targets are the same whatever the context."""
     windows = []
     for stretch in range(len(stretches)):
         begin = stretches.begin(stretch)
@@ -53,49 +50,34 @@ def context_losses(
     """The losses in windows of `context` tokens, by the bins of their positions, shared among the processes.
 
     Args:
-        stretches: which text.
+        stretches: the text to measure.
         byte_lengths: (n_vocab,), UTF-8 bytes of each token id.
-        batch_tokens: about as many tokens, in windows side by side, are remembered by a mechanism that remembers all.
+        batch_tokens: about how many tokens, in windows side by side, the model's state holds at once.
     """
     windows = context_windows(stretches, context)
     rows = max(1, batch_tokens // context)
     bins = position_bins(context)
     sums, bin_of = Sums(len(bins) - 1, byte_lengths), bin_of_positions(bins)
     gpt.eval()
-    with Track(f"context {context:,}: tokens", sum(n for _, n in windows)) as track:
+    n_tokens = sum(n for _, n in windows)
+    with Track(f"context {context:,}: tokens", n_tokens) as track, torch.no_grad(), runtime.autocast():
         for first in range(world.rank * rows, len(windows), world.size * rows):
-            mine = windows[first : first + rows]
-            for position, targets, losses in _pieces(gpt, stretches.stream, mine, runtime, world):
+            everyones = [length for _, length in windows[first:][: world.size * rows]]
+            texts = _read(stretches.stream, windows[first : first + rows])
+            for position, x, targets in features_in_pieces(gpt, *texts):
                 n = targets.shape[1]
+                losses = token_losses(x.flatten(0, 1), gpt.embed.weight, targets.flatten()).view_as(targets)
                 sums.add(bin_of[None, position : position + n], targets, losses)
-                everyone = sum(max(0, min(n, length - position)) for _, length in windows[first:][: world.size * rows])
-                track.advance(everyone)
-    gpt.train()
+                track.advance(sum(max(0, min(n, length - position)) for length in everyones))
     return sums.losses(world)
 
 
-def _pieces(
-    gpt: GPT, stream: TokenStream, windows: list[Window], runtime: Runtime, world: World
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The windows side by side, piece by piece: the position of its first, targets (B, T) and their losses (B, T)."""
-    state: GPTState | None = None
+def _read(stream: TokenStream, windows: list[Window]) -> tuple[Tensor, Tensor]:
+    """Token ids and targets of windows side by side, int64 (B, T); shorter ones are padded."""
     longest = max(length for _, length in windows)
-    for position in range(0, longest, _PIECE):
-        token_ids, targets = _read(stream, windows, position, min(position + _PIECE, longest))
-        token_ids, targets = token_ids.to(world.device), targets.to(world.device)
-        with torch.no_grad(), runtime.autocast():
-            x, state = gpt.features(token_ids, state, return_state=True)
-            losses = token_losses(x.flatten(0, 1), gpt.embed.weight, targets.flatten()).view_as(targets)
-        yield position, targets, losses
-
-
-def _read(stream: TokenStream, windows: list[Window], start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Positions [start, stop) of the windows: token_ids and targets, int64 (B, stop - start); a short one is filled."""
-    token_ids = torch.full((len(windows), stop - start), stream.eot_id)
-    targets = torch.full((len(windows), stop - start), IGNORED)
-    for row, (begin, length) in enumerate(windows):
-        n = min(stop, length) - start
-        if n > 0:
-            tokens = torch.from_numpy(stream.read(begin + start, begin + start + n + 1))
-            token_ids[row, :n], targets[row, :n] = tokens[:-1], tokens[1:]
+    token_ids = torch.full((len(windows), longest), stream.eot_id)
+    targets = torch.full((len(windows), longest), IGNORED)
+    for row, (begin, n) in enumerate(windows):
+        tokens = torch.from_numpy(stream.read(begin, begin + n + 1))
+        token_ids[row, :n], targets[row, :n] = tokens[:-1], tokens[1:]
     return token_ids, targets

@@ -1,80 +1,78 @@
-"""The log-likelihood of given tokens after others, for texts of any length, many at once."""
+"""Log-likelihoods of given tokens, for texts of any length, many at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.console import Track
+from data.loader import IGNORED
 from model.gpt import GPT, GPTState
 from trainer.runtime import Runtime
 
 _PIECE = 512  # tokens of a text that go through the model at once: bounds memory for texts of any length
-_LOGITS = 2**26  # at once
+_LOGITS = 2**26  # computed at once
 
 
 class Text(NamedTuple):
-    """Tokens to be scored after others."""
+    """Tokens to score."""
 
     ids: Sequence[int]
     n_before: int
-    """The first so many, at least 1, are only read."""
+    """The number of tokens at the beginning, at least 1, that are read but not scored."""
 
 
 class Score(NamedTuple):
-    """How likely a model finds a text's tokens."""
+    """How likely the model finds a text's scored tokens."""
 
     log_likelihood: float
-    """The sum over the tokens that are scored, in nats, given all before each."""
+    """The sum over the scored tokens, in nats, each given all tokens before it."""
     is_greedy: bool
-    """Whether each of them is the most likely one in its place."""
+    """Whether each of them is the most likely token in its place."""
+
+
+def features_in_pieces(gpt: GPT, token_ids: Tensor, targets: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Read texts of any length in pieces of T positions, with the state carried along.
+
+    Yields the position where a piece begins, its features (B, T, n_embd) and its targets (B, T) on the model's device.
+    """
+    device = gpt.embed.weight.device
+    state: GPTState | None = None
+    for start in range(0, token_ids.shape[1], _PIECE):
+        piece, wanted = (x[:, start : start + _PIECE].to(device) for x in (token_ids, targets))
+        x, state = gpt.features(piece, state, return_state=True)
+        yield start, x, wanted
 
 
 def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime, what: str = "scoring") -> list[Score]:
-    """The score of each text, in order; `micro_batch` of about the same length go through the model at once."""
+    """The score of each text, in order; `micro_batch` texts of similar length go through the model at once."""
     scores = [Score(0.0, True)] * len(texts)
     longest_first = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))
-    with Track(what, len(texts)) as track:
+    with Track(what, len(texts)) as track, torch.inference_mode(), runtime.autocast():
         for first in range(0, len(texts), micro_batch):
             rows = longest_first[first : first + micro_batch]
-            for row, found in zip(rows, _score_batch(gpt, [texts[row] for row in rows], runtime), strict=True):
+            for row, found in zip(rows, _score_batch(gpt, [texts[row] for row in rows]), strict=True):
                 scores[row] = found
             track.advance(len(rows))
     return scores
 
 
-@torch.inference_mode()
-def _score_batch(gpt: GPT, texts: Sequence[Text], runtime: Runtime) -> list[Score]:
-    """Shorter texts are filled at their ends, which nothing that is scored sees."""
-    device = gpt.embed.weight.device
+def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
+    """Shorter texts are padded at their ends, which no scored token sees."""
     longest = max(len(text.ids) for text in texts) - 1
-    token_ids, targets = torch.zeros(len(texts), longest, dtype=torch.int64), torch.full((len(texts), longest), -1)
+    token_ids = torch.zeros(len(texts), longest, dtype=torch.int64)
+    targets = torch.full((len(texts), longest), IGNORED)
     for row, (ids, n_before) in enumerate(texts):
         token_ids[row, : len(ids) - 1] = torch.tensor(ids[:-1])
         targets[row, n_before - 1 : len(ids) - 1] = torch.tensor(ids[n_before:])
-    sums = torch.zeros(2, len(texts), dtype=torch.float64, device=device)  # log-likelihoods; tokens that are not greedy
-    state: GPTState | None = None
-    for start in range(0, longest, _PIECE):
-        piece, wanted = (x[:, start : start + _PIECE].to(device) for x in (token_ids, targets))
-        with runtime.autocast():
-            x, state = gpt.features(piece, state, return_state=True)
-            rows, positions = (wanted >= 0).nonzero(as_tuple=True)
-            _add(sums, rows, *_compare(gpt, x[rows, positions], wanted[rows, positions]))
-    return [Score(log_p, misses == 0) for log_p, misses in sums.T.tolist()]
-
-
-def _compare(gpt: GPT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability (N,) of each target after features x (N, n_embd), and whether another one is more likely."""
-    log_p, misses = [x.new_empty(0)], [targets.new_empty(0, dtype=torch.bool)]
-    n = max(1, _LOGITS // gpt.config.n_vocab_padded)
-    for x_n, target in zip(x.split(n), targets.split(n), strict=True):
-        logits = x_n @ gpt.embed.weight.T
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
-        log_p.append(logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1))
-        misses.append(logits.argmax(-1) != target)
-    return torch.cat(log_p), torch.cat(misses)
-
-
-def _add(sums: Tensor, rows: Tensor, log_p: Tensor, misses: Tensor) -> None:
-    sums.index_add_(1, rows, torch.stack([log_p.double(), misses.double()]))
+    weight = gpt.embed.weight
+    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=weight.device)  # log-likelihood; not greedy
+    for _, x, wanted in features_in_pieces(gpt, token_ids, targets):
+        for places in (wanted >= 0).nonzero().split(max(1, _LOGITS // len(weight))):
+            rows, positions = places.unbind(1)
+            target, logits = wanted[rows, positions], x[rows, positions] @ weight.T
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (N, V)
+            log_p = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
+            sums.index_add_(0, rows, torch.stack([log_p.double(), (logits.argmax(-1) != target).double()], dim=1))
+    return [Score(log_p, misses == 0) for log_p, misses in sums.tolist()]

@@ -1,52 +1,131 @@
-"""The GPT: token embeddings, position, residual blocks, and the embeddings again as output layer."""
+"""The GPT: token embeddings, positions, residual blocks, and the embeddings again as output layer.
+
+The file reads in order: blocks, GPTConfig, GPT. Attention mechanisms are in model/attention, positions in
+model/position.py.
+"""
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.nn.functional import gelu
 
 from common.settings import Settings
 from model.attention import AttentionConfig
 from model.attention.base import Attention
-from model.layers import BlockConfig
+from model.ops.gated_linear import gated_linear
 from model.ops.linear_cross_entropy import summed_loss, token_losses
-from model.position import PositionConfig
+from model.position import PositionConfig, Rotation
 
 _LARGEST_SIZE = 2**24
 
 
-class GPTConfig(Settings):
-    """The architecture. Attention, block and position are chosen apart from each other.
+class GLUBlock(nn.Module):
+    """x + Linear(GLU(Linear(attention(LayerNorm(x))))): the published residual layer, with torch's initialisation."""
 
-    Sizes have bounds far above any use, such that a model of a stranger's configuration can be laid out on the meta
-    device: in seconds, and with no tensor of more elements than torch can count.
+    def __init__(self, n_embd: int, attention: Attention) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(n_embd)
+        self.attention = attention
+        self.gate = nn.Linear(attention.n_out, 2 * n_embd)
+        self.proj = nn.Linear(n_embd, n_embd, bias=False)
+
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, state: Any = None, return_state: bool = False
+    ) -> tuple[Tensor, Any]:
+        """(B, T, n_embd) -> (B, T, n_embd), and the attention's state."""
+        a, state = self.attention(self.norm(x), rotation, state, return_state)
+        return x + gated_linear(self.gate(a), self.proj.weight), state
+
+
+class MLPBlock(nn.Module):
+    """GPT-2's pre-norm block (Radford et al. 2019) and its initialisation.
+
+    Weights are drawn from N(0, 1 / (3 n_embd)), which is GPT-2's 0.02 at 768 features. Weights of projections back to
+    the residual stream are divided by sqrt(2 n_layer). Biases start at 0.
+    """
+
+    def __init__(self, n_embd: int, n_layer: int, attention: Attention, expansion: int) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(n_embd)
+        self.attention = attention
+        self.proj = nn.Linear(attention.n_out, n_embd)
+        self.norm_mlp = nn.LayerNorm(n_embd)
+        self.up = nn.Linear(n_embd, expansion * n_embd)
+        self.down = nn.Linear(expansion * n_embd, n_embd)
+
+        std = (3 * n_embd) ** -0.5
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                residual = module is self.proj or module is self.down
+                nn.init.normal_(module.weight, std=std / (2 * n_layer) ** 0.5 if residual else std)
+                nn.init.zeros_(module.bias)
+
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, state: Any = None, return_state: bool = False
+    ) -> tuple[Tensor, Any]:
+        """(B, T, n_embd) -> (B, T, n_embd), and the attention's state."""
+        a, state = self.attention(self.norm_attention(x), rotation, state, return_state)
+        x = x + self.proj(a)
+        return x + self.down(gelu(self.up(self.norm_mlp(x)), approximate="tanh")), state
+
+
+class GLUConfig(Settings):
+    """The published residual layer: attention, then a gated linear unit; no separate MLP."""
+
+    name: Literal["glu"]
+
+    def build(self, n_embd: int, n_layer: int, attention: Attention) -> GLUBlock:
+        return GLUBlock(n_embd, attention)
+
+
+class MLPConfig(Settings):
+    """GPT-2's block: attention and an MLP, each with its own residual connection."""
+
+    name: Literal["mlp"]
+    expansion: int = Field(4, ge=1)
+    """Hidden features of the MLP, as a multiple of n_embd."""
+
+    def build(self, n_embd: int, n_layer: int, attention: Attention) -> MLPBlock:
+        return MLPBlock(n_embd, n_layer, attention, self.expansion)
+
+
+BlockConfig = Annotated[GLUConfig | MLPConfig, Field(discriminator="name")]
+BLOCKS = get_args(get_args(BlockConfig)[0])
+
+
+class GPTConfig(Settings):
+    """The architecture. Attention, block and position can be combined freely.
+
+    Sizes have bounds far above any practical use, so that a model of an untrusted configuration can be created on the
+    meta device in seconds, and no tensor has more elements than torch can count.
     """
 
     n_vocab: int = Field(ge=1, le=_LARGEST_SIZE)
-    """Token ids there are, 0 to n_vocab - 1."""
+    """Number of token ids, which are 0 to n_vocab - 1."""
     pad_vocab: int = Field(1, ge=1, le=2**16)
-    """The embedding gets the next multiple of this many rows: 64 keeps matrix products aligned on GPUs."""
+    """The number of rows of the embedding is rounded up to a multiple of this: 64 aligns matrix products on GPUs."""
     n_layer: int = Field(ge=1, le=1024)
     """Residual blocks."""
     n_head: int = Field(ge=1, le=2**12)
-    """Attention heads of a block."""
+    """Query heads of a block."""
     head_dim: int | None = Field(None, ge=1, le=2**16)
     """Features of a head; null: n_embd / n_head."""
     n_embd: int = Field(ge=1, le=2**17)
     """Features of a token in the residual stream."""
     attention: AttentionConfig
-    """Of every layer, but for attention_pattern."""
+    """Attention used by every layer, unless attention_pattern is set."""
     attention_pattern: list[AttentionConfig] | None = Field(None, min_length=1)
-    """Of the layers, over and over: [log_space, softmax] takes turns. An item is a name, which stands for `attention`
-    if that has this name and else for the mechanism's defaults, or a mechanism with its settings; null: `attention`."""
+    """Attention of each layer, repeated: with [log_space, softmax] layers alternate. An item is a mechanism with its
+    settings, or its name, which means `attention` if it has that name, else the mechanism's defaults."""
     block: BlockConfig
     position: PositionConfig
 
     @model_validator(mode="before")
     @classmethod
     def _names_in_the_pattern(cls, raw: Any) -> Any:
-        """A pattern's bare names become settings."""
+        """Replace names in the pattern by settings."""
         pattern = raw.get("attention_pattern") if isinstance(raw, dict) else None
         if not isinstance(pattern, list | tuple):
             return raw
@@ -75,7 +154,7 @@ class GPTConfig(Settings):
             )
         if len(pattern) > self.n_layer:
             raise ValueError(
-                f"attention_pattern has {len(pattern)} items for n_layer={self.n_layer}: leave out what has no layer"
+                f"attention_pattern has {len(pattern)} items for n_layer={self.n_layer}: use at most one for each layer"
             )
         for part, layer in (pattern or {"attention": self.attention}).items():
             try:
@@ -85,9 +164,8 @@ class GPTConfig(Settings):
         return self
 
     def _check_attention(self, layer: AttentionConfig) -> None:
-        """Raise ValueError where a layer's mechanism does not go with the rest."""
-        if hasattr(layer, "check"):
-            layer.check(self.n_embd, self.n_head, self.head_features)
+        """Raise ValueError if a layer's mechanism does not fit the other settings."""
+        layer.check(self.n_embd, self.n_head, self.head_features)
         n_global = getattr(layer, "n_global", 0)
         if self.max_len is not None and n_global > self.max_len:
             raise ValueError(
@@ -97,49 +175,51 @@ class GPTConfig(Settings):
         if self.position.name != "rotary":
             return
         if query_dim % 2:
-            raise ValueError(f"rotary positions turn pairs of features: {query_dim} a head is odd, use an even number")
+            raise ValueError(
+                f"rotary positions rotate pairs of features: {query_dim} a head is odd, use an even number"
+            )
         if query_dim != self.query_dim:
             raise ValueError(
-                f"rotary positions turn the queries of all layers alike: {layer.name} has {query_dim} features a head "
-                f"and {self.layers[0].name} {self.query_dim}, use the same"
+                f"rotary positions need the same number of query features in all layers: {layer.name} has {query_dim} "
+                f"a head and {self.layers[0].name} {self.query_dim}"
             )
 
     @property
     def n_vocab_padded(self) -> int:
-        """Rows of the embedding, and logits of a token."""
+        """Rows of the embedding, which is also the number of logits."""
         return -(-self.n_vocab // self.pad_vocab) * self.pad_vocab
 
     @property
     def head_features(self) -> int:
-        """head_dim, or what it defaults to."""
+        """head_dim, or its default."""
         return self.head_dim or self.n_embd // self.n_head
 
     @property
     def max_len(self) -> int | None:
-        """Most tokens a text can have; None: no limit."""
+        """Maximum number of tokens in a text; None: no limit."""
         return self.position.max_len if self.position.name == "learned" else None
 
     @property
     def layers(self) -> list[AttentionConfig]:
-        """Each layer's attention."""
+        """The attention of each layer."""
         pattern = self.attention_pattern or [self.attention]
         return [pattern[i % len(pattern)] for i in range(self.n_layer)]
 
     @property
     def query_dim(self) -> int:
-        """Features of a head's queries, which are those of the first layer where a position needs them."""
+        """Features of a head's queries in the first layer; rotary positions need the same number in all layers."""
         return self.layers[0].query_dim(self.head_features)
 
 
 class GPTState(NamedTuple):
-    """All that a model remembers of the tokens it has seen: pass it back in with the tokens that follow."""
+    """What a model keeps of the tokens it has seen: pass it with the tokens that follow."""
 
     position: Any
     layers: tuple[Any, ...]
 
 
 class GPT(nn.Module):
-    """A GPT language model. `state_dict()` holds nothing but parameters; state is passed and returned."""
+    """A GPT language model. `state_dict()` holds only parameters; state is passed and returned."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -163,7 +243,7 @@ class GPT(nn.Module):
     ) -> Tensor | tuple[Tensor, GPTState]:
         """(B, T) ids -> (B, T, n_vocab_padded) logits, or (logits, state) with `return_state`.
 
-        `state` is what an earlier call returned for the tokens before these; None at the start of a text.
+        `state` is what an earlier call returned for the tokens before these, None at the start of a text.
         """
         x, state = self.features(token_ids, state, return_state)
         logits = x @ self.embed.weight.T
@@ -172,13 +252,15 @@ class GPT(nn.Module):
     def features(
         self, token_ids: Tensor, state: GPTState | None = None, return_state: bool = False
     ) -> tuple[Tensor, GPTState]:
-        """What the output layer sees, (B, T, n_embd), and with `return_state` the state after it, as for `forward`.
+        """Return the output layer's input, (B, T, n_embd), and the state. Arguments are those of `forward`.
+
+        Without `return_state` the returned state is incomplete.
 
         Raises:
             ValueError: T = 0.
         """
         if token_ids.shape[1] == 0:
-            raise ValueError(f"token_ids of shape {tuple(token_ids.shape)} have no tokens: give one at least")
+            raise ValueError(f"token_ids of shape {tuple(token_ids.shape)} contain no tokens: pass at least one")
         position, layers = state or (None, (None,) * len(self.blocks))
         x, rotation, position = self.position(self.embed(token_ids), position)  # (B, T, n_embd)
         after = []
@@ -188,12 +270,12 @@ class GPT(nn.Module):
         return self.norm(x), GPTState(position, tuple(after))
 
     def token_losses(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 where the target is negative."""
+        """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 for negative targets."""
         x, _ = self.features(token_ids)
         return token_losses(x.flatten(0, 1), self.embed.weight, targets.flatten()).view_as(targets)
 
     def summed_loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """The sum of `token_losses`, in less memory."""
+        """Sum of `token_losses`, computed with less memory."""
         x, _ = self.features(token_ids)
         return summed_loss(x.flatten(0, 1), self.embed.weight, targets.flatten())
 
@@ -202,12 +284,14 @@ class GPT(nn.Module):
         return self.summed_loss(token_ids, targets) / (targets >= 0).sum()
 
     def n_params(self) -> int:
-        """Parameters, each counted once."""
+        """Number of parameters, without counting shared ones twice."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Floating-point operations of one token's forward and backward pass: 2 + 4 for every weight it meets in a
-        matrix product, and three times the attention's own. Looking up a row of a table costs none.
+        """Floating-point operations of one token's forward and backward pass.
+
+        These are 2 + 4 for every weight in a matrix product, and three times those of the attention's forward pass.
+        Looking up an embedding costs none.
         """
         weights = self.embed.weight.numel() + sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         attention = sum(m.flops_per_token(seq_len) for m in self.modules() if isinstance(m, Attention))

@@ -1,4 +1,4 @@
-"""Weights from elsewhere."""
+"""Loads published weights, and translates the names of parameters."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 
-# The published code's name of each of our parameters; {} is the layer's number.
+# Our names of parameters -> names in the published code; {} is the layer's number.
 _PUBLISHED_NAMES = {
     "embed.weight": "embed.weight",
     "position.dense": "embed_pos.dense",
@@ -22,14 +22,14 @@ _PUBLISHED_NAMES = {
 
 
 def load_published(path: str | Path) -> GPT:
-    """Build the GPT of the published implementation's weights, in the file's dtype.
+    """Build a GPT from weights of the published implementation, in the file's dtype.
 
     Args:
         path: a safetensors file with `weights/NAME` for each parameter, and the architecture as JSON in its metadata's
             `config`: vocab_sz, d_emb, n_layers, n_heads, d_key, d_val.
 
     Raises:
-        UserError: the file cannot be read, or its tensors are not those of the architecture it names.
+        UserError: the file cannot be read, or its tensors do not match its architecture.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -39,17 +39,19 @@ def load_published(path: str | Path) -> GPT:
         raise UserError(f"cannot read published weights from {path}: {error}") from None
     missing = {"vocab_sz", "d_emb", "n_layers", "n_heads", "d_key", "d_val"} - set(sizes)
     if missing:
-        raise UserError(f"{path} names no architecture: its metadata's config lacks {', '.join(sorted(missing))}")
+        raise UserError(
+            f"{path} does not describe an architecture: the config in its metadata lacks {', '.join(sorted(missing))}"
+        )
     gpt = GPT(published_config(**sizes))
     try:
         gpt.load_state_dict({ours: tensors[published_name(ours)] for ours in gpt.state_dict()}, assign=True)
     except (KeyError, RuntimeError) as error:
-        raise UserError(f"{path} does not hold the weights of the architecture it names: {error}") from None
+        raise UserError(f"the weights in {path} do not match the architecture in its metadata: {error}") from None
     return gpt.requires_grad_()
 
 
 def published_config(vocab_sz: int, d_emb: int, n_layers: int, n_heads: int, d_key: int, d_val: int) -> GPTConfig:
-    """Our configuration of the published architecture, from its own names for the sizes."""
+    """Return our configuration of the published architecture, given its own names of the sizes."""
     return decode(
         GPTConfig,
         {
@@ -66,15 +68,15 @@ def published_config(vocab_sz: int, d_emb: int, n_layers: int, n_heads: int, d_k
 
 
 def published_name(ours: str) -> str:
-    """The published code's name for one of our parameters: blocks.3.gate.bias -> layers.3.feedforward2.0.bias."""
+    """Return the published name of one of our parameters: blocks.3.gate.bias -> layers.3.feedforward2.0.bias."""
     return name_elsewhere(ours, _PUBLISHED_NAMES)
 
 
 def name_elsewhere(ours: str, names: Mapping[str, str]) -> str:
-    """Another code's name for one of our parameters, by its names of modules; {} there is the layer's number.
+    """Translate the name of one of our parameters by a mapping of module names, where {} is the layer's number.
 
     Raises:
-        KeyError: it has none.
+        KeyError: the mapping does not contain the parameter's module.
     """
     layer = next((part for part in ours.split(".") if part.isdigit()), "")
     for pattern, theirs in names.items():

@@ -1,7 +1,7 @@
-"""States as values: rows of several put into one batch, and rows taken out of one.
+"""Batches of states: combine the rows of several states, or select rows of one.
 
-A state is None, or a tuple (named or not) of states, of tensors with the batch first, and of tuples of ints with one
-for each row. That is all there is to know of it here: a mechanism's own state needs no code for batches.
+A state is None, or a tuple (named or not) of states, of tensors whose first dimension is the batch, and of tuples with
+an int for each row. A mechanism whose state has this form needs no code of its own for batches.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from model.attention.cache import Room
 
 
 def cat_states(states: Sequence[Any]) -> Any:
-    """One state with the rows of all, in order: of texts that need not be of the same length.
+    """Combine the rows of all states, in order. Their texts can have different lengths.
 
-    Tensors of different lengths, (B, H, S, D) with S a cache's columns, get zeros in front: caches end together.
+    Cache tensors (B, H, S, D) with different S get zeros in front, because all rows of a cache end together.
 
     Raises:
-        ValueError: no states, or not all of the same kind.
+        ValueError: there are no states, or they are of different kinds.
     """
     if not states:
-        raise ValueError("no states to put together: give one at least")
+        raise ValueError("no states to combine: pass at least one")
     first = states[0]
     if all(state is None or isinstance(state, Room) for state in states):
-        return None  # room belongs to one buffer, and these rows get one of their own
+        return None  # the combined rows get a new buffer
     if len({type(state) for state in states}) > 1:
         raise ValueError(f"states of different kinds: {', '.join(type(state).__name__ for state in states)}")
     if isinstance(first, Tensor):
@@ -38,7 +38,7 @@ def cat_states(states: Sequence[Any]) -> Any:
 
 
 def select_rows(state: Any, rows: Sequence[int]) -> Any:
-    """A state with these rows, in this order; a row may come again."""
+    """Return a state with these rows, in this order. Rows can be repeated."""
     if isinstance(state, Tensor):
         return state[torch.tensor(rows, device=state.device)]
     if state is None or isinstance(state, Room):

@@ -1,83 +1,69 @@
 """Measure decoding: tokens per second at several positions of a text, and bytes of the state that it takes.
 
-    python scripts/bench_decode.py                                       # log_gpt_1m
-    python scripts/bench_decode.py --models gpt2_124m --hf               # beside Hugging Face's GPT-2 with its cache
-    python scripts/bench_decode.py --models gpt2_124m --attention all    # every mechanism in that shape
+    python scripts/bench_decode.py                                    # log_gpt_1m
+    python scripts/bench_decode.py models=gpt2_124m hf=gpt2_124m      # beside Hugging Face's GPT-2 with its cache
+    python scripts/bench_decode.py models=gpt2_124m attention=all     # every mechanism in that shape
 
-Weights and tokens are random, and nobody reads 64,000 of them: a model reads a few, and the state after these is
-stretched to a position by repeating a cache's last column, which costs what a text would, since time depends on shapes
-alone. From there it decodes on, each step from the state that the step before has left. All positions and both
-libraries take turns, step by step, in random order: whatever else the machine does hits all alike.
+Weights and tokens are random. A model reads a few tokens, and repeating the last column of its cache stretches the
+state to a position: time depends on shapes alone, so this costs what a text would. From there it decodes on, each step
+from the state that the step before has left. All positions and both libraries take turns, step by step, in random
+order, so that whatever else the machine does slows all of them.
 """
 
-import argparse
 import itertools
 import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import PositiveInt
+
 from cli import CONFIGS, compose, to_dict
-from common.command import parser_of, positive, run_script
-from common.console import say
-from common.files import make_directory, write_json
-from common.settings import UserError, nearest
+from common.command import Items, run_script
+from common.files import make_directory
+from common.settings import Settings
 
 
-def main() -> int:
-    """Parse the command line and measure."""
-    return run_script(parser(), run)
+class Options(Settings):
+    models: Items[str] = ["log_gpt_1m"]
+    """files of configs/model"""
+    attention: Items[str] = []
+    """files of configs/model/attention for each model, or all; []: each model's own"""
+    set: Items[str] = []
+    """options of train.py for all models, such as model.n_layer=2"""
+    positions: Items[PositiveInt] = [1_000, 8_000, 64_000]
+    """tokens before the first decoded one"""
+    steps: PositiveInt = 50
+    """timed steps, each one position further: few, compared to the positions"""
+    hf: str | None = None
+    """a file of configs/model: measures Hugging Face's GPT-2 of this shape, too"""
+    out: Path = Path("runs/bench_decode")
+    """folder for bench.json"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    known = parser_of(__doc__)
-    add = known.add_argument
-    add("--models", nargs="+", default=["log_gpt_1m"], help="files of configs/model")
-    add("--attention", nargs="+", help="files of configs/model/attention in each, or all; else each model's own")
-    add("--set", nargs="*", default=[], help="options for all of them: model.n_layer=2")
-    add("--positions", nargs="+", type=positive, default=[1_000, 8_000, 64_000], help="tokens before")
-    add("--steps", type=positive, default=50, help="timed steps, each a position further: few beside --positions")
-    add("--hf", nargs="?", const="gpt2_124m", metavar="MODEL", help="beside Hugging Face's GPT-2 of this model's shape")
-    add("--out", type=Path, default=Path("runs/bench_decode"))
-    return known
+def run(options: Options) -> None:
+    from tools.bench.decode import Terms, bench  # imports torch, which --help does not need
+    from tools.bench.harness import write_results
+
+    out = make_directory(options.out, "out")
+    attentions = [[f"model/attention={name}"] for name in files("model/attention", options.attention)] or [[]]
+    models = {
+        ", ".join([model, *(name.partition("=")[2] for name in attention)]): composed(model, [*attention, *options.set])
+        for model, attention in itertools.product(files("model", options.models), attentions)
+    }
+    hf = (options.hf, composed(options.hf, options.set)) if options.hf else None
+    found = bench(models, Terms(sorted({*options.positions}), options.steps, hf))
+    write_results(out, options, found)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Compose the models, measure and print, write bench.json."""
-    from tools.bench.decode import Terms, bench  # imports torch, which --help need not wait for
-
-    out = make_directory(options.out, "--out")
-    models = {label: composed(overrides) for label, overrides in contenders(options).items()}
-    hf = (options.hf, composed([f"model={chosen('model', [options.hf])[0]}", *options.set])) if options.hf else None
-    found = bench(models, Terms(sorted(set(options.positions)), options.steps, hf))
-    write_json(out / "bench.json", {"options": {k: str(v) for k, v in vars(options).items()}, **found})
-    say(f"written to {out / 'bench.json'}")
+def files(group: str, names: list[str]) -> list[str]:
+    """Return the names, or those of every file in this folder of configs/ if they are ["all"]."""
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) if names == ["all"] else names
 
 
-def contenders(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Options that compose each model, by what it is called in the tables."""
-    models = chosen("model", options.models)
-    if options.attention is None:
-        return {model: [f"model={model}", *options.set] for model in models}
-    pairs = itertools.product(models, chosen("model/attention", options.attention))
-    return {f"{model}, {name}": [f"model={model}", f"model/attention={name}", *options.set] for model, name in pairs}
-
-
-def chosen(group: str, names: list[str]) -> list[str]:
-    """These files of a folder of configs/, or all there are."""
-    there = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-    if names == ["all"]:
-        return there
-    for name in names:
-        if name not in there:
-            raise UserError(f"{group}={name} does not exist: {nearest(name, there)}")
-    return names
-
-
-def composed(overrides: list[str]) -> dict[str, Any]:
-    """The configuration of a run with these options; no data is read."""
-    return to_dict(compose("train", [*overrides, "dataset_dir=none"]))
+def composed(model: str, overrides: list[str]) -> dict[str, Any]:
+    """Compose the configuration of a run with this model and these options; no data is read."""
+    return to_dict(compose("train", [f"model={model}", *overrides, "dataset_dir=none"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, Options, run))

@@ -1,47 +1,53 @@
 """Train every attention mechanism in the same small model, on equal terms, and compare it with softmax attention.
 
-    python scripts/compare_attention.py --dataset datasets/pile_bytes --out runs/compare_attention --jobs 2
+    python scripts/compare_attention.py dataset_dir=datasets/pile_bytes out=runs/compare_attention jobs=2
 
 The control is softmax attention with rotary positions in GPT-2's block. Every arm has its parameters within 1 %: models
-of `glu` blocks, which have no MLP, have twice the layers, as the published one does; what is left is made up by n_embd,
-in steps of one, the heads as they are. All see the same tokens in the same order, each at its own best learning rate of
-three or more, by seed 1; while the best is at an edge of the grid, up to two more are tried. Two more seeds tell the
-spread. Speed is measured apart, before training: on the CPU, an arm's steps and the control's in turns.
+of `glu` blocks, which have no MLP, have twice the layers, as the published one does; n_embd makes up the rest, in steps
+of one, with the same heads. All see the same tokens in the same order, each at its own best learning rate of three or
+more, by seed 1; while the best is at an edge of the grid, up to two more are tried. Two more seeds show the spread.
+Speed is measured separately, before training: on the CPU, an arm's steps and the control's in turns.
 
-A run is a folder under --out, as train.py makes them: whatever stops this, the same command goes on from there.
+Every run is a folder under `out`, as train.py makes them: after any interruption, the same command continues.
 """
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from common.command import parser_of, positive, run_script
+from pydantic import Field, PositiveInt
+
+from common.command import Items, run_script
 from common.console import say
+from common.settings import Settings
 
 
-def main() -> int:
-    """Parse the command line and compare."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--dataset", type=Path, required=True, help="what scripts/prepare_data.py made")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare_attention"))
-    parser.add_argument("--arms", nargs="+", help="some of them, such as 'log_space glu none'; default: all")
-    parser.add_argument("--steps", type=positive, default=2000, help="of a run, 256 tokens each")
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="three or more")
-    parser.add_argument("--jobs", type=int, default=1, choices=range(1, 65), metavar="N", help="runs at a time")
-    return run_script(parser, compare, when_interrupted="interrupted; the same command goes on from here")
+class Options(Settings):
+    dataset_dir: Path
+    """what scripts/prepare_data.py made"""
+    out: Path = Path("runs/compare_attention")
+    """folder for the runs and the report"""
+    arms: Items[str] = []
+    """some of the arms, such as 'log_space glu none'; []: all"""
+    steps: PositiveInt = 2000
+    """steps of a run, 256 tokens each"""
+    learning_rates: Items[float] = [1e-3, 2e-3, 4e-3]
+    """three or more"""
+    jobs: Annotated[int, Field(ge=1, le=64)] = 1
+    """runs at a time"""
 
 
-def compare(options: argparse.Namespace) -> None:
+def compare(options: Options) -> None:
     """Measure speed, train what is not trained yet, report what there is."""
-    import torch  # here, because --help need not wait for it
+    import torch  # --help does not need it
 
     from tools.compare.compare import CONTROL, SEQ_LEN, Terms, count, models_of, train_all
     from tools.compare.report import report, speeds
 
     torch.set_num_threads(1)  # the products are small, and the bits of a result depend on the number of threads
-    terms = Terms(options.dataset, options.out, options.steps, options.learning_rates)
-    models = models_of(options.dataset, options.arms)
+    terms = Terms(options.dataset_dir, options.out, options.steps, options.learning_rates)
+    models = models_of(options.dataset_dir, options.arms or None)
     terms.open()
     say(f"{len(models)} arms of {count(models[CONTROL]):,} parameters, {terms.steps * SEQ_LEN:,} tokens a run")
     speed = speeds(models, terms.out / "speed.json")
@@ -52,4 +58,5 @@ def compare(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    message = "interrupted; run the same command again to continue"
+    sys.exit(run_script(__doc__, Options, compare, when_interrupted=message))

@@ -1,39 +1,36 @@
 """Draw who attends to whom in a short sentence: every attention mechanism, or the layers of a trained model.
 
-    python scripts/draw_attention.py --out docs/attention_masks.png
-    python scripts/draw_attention.py --checkpoint runs/demo --text "def main(" --out runs/demo/attention.png
+    python scripts/draw_attention.py out=docs/attention_masks.png
+    python scripts/draw_attention.py checkpoint=runs/demo text="def main(" out=runs/demo/attention.png
 
-A row is a token that reads, a column one that is read; grey is what the mechanism does not let it read. Blue is the
-weight, relative to the row's largest. What has no matrix of weights in its fast form has one by its definition:
-log-space attention exp(q) exp(k)^T, linear attention phi(q) phi(k)^T, each row divided by its sum. Without a checkpoint
-the models are as they are initialised, so that their weights tell no more than a mechanism's form.
+A row is a token that reads, a column one that is read; grey marks what the mechanism does not let it read. Blue is the
+weight, relative to the row's largest. A mechanism without a matrix of weights in its fast form has one by its
+definition: log-space attention exp(q) exp(k)^T, linear attention phi(q) phi(k)^T, each row divided by its sum. Without
+a checkpoint the models are untrained: their weights show only the form of a mechanism.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from common.command import parser_of, run_script
+from common.command import run_script
 from common.console import say
 from common.files import write_atomic
-
-SENTENCE = "the cat that the old dog saw sat on the mat and the dog lay down"
-
-
-def main() -> int:
-    """Parse the command line and draw."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--checkpoint", type=Path, help="a run, or a checkpoint: a panel for each of its layers")
-    parser.add_argument("--head", type=int, default=1, help="of the checkpoint's; the first is 1")
-    parser.add_argument("--text", default=SENTENCE)
-    parser.add_argument("--out", type=Path, default=Path("attention.png"))
-    return run_script(parser, run)
+from common.settings import Settings
 
 
-def run(options: argparse.Namespace) -> None:
-    """Draw and write."""
-    # here, because --help need not wait for torch
-    from tools.report.attention_masks import of_checkpoint, of_mechanisms, picture
+class Options(Settings):
+    checkpoint: Path | None = None
+    """a run or a checkpoint: draws a panel for each of its layers"""
+    head: int = 1
+    """head of the checkpoint's layers; the first is 1"""
+    text: str = "the cat that the old dog saw sat on the mat and the dog lay down"
+    """the sentence"""
+    out: Path = Path("attention.png")
+    """the picture"""
+
+
+def run(options: Options) -> None:
+    from tools.report.attention_masks import of_checkpoint, of_mechanisms, picture  # imports torch
 
     if options.checkpoint:
         labels, panels = of_checkpoint(options.checkpoint, options.text, options.head)
@@ -44,4 +41,4 @@ def run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, Options, run))

@@ -1,35 +1,35 @@
-"""Write a model for Hugging Face's transformers: python scripts/export_hf.py runs/pile exports/pile.
+"""Write a model for Hugging Face's transformers.
+
+    python scripts/export_hf.py checkpoint=runs/pile out_dir=exports/pile
 
 The folder loads without this program:
 
     AutoTokenizer.from_pretrained("exports/pile")
     AutoModelForCausalLM.from_pretrained("exports/pile", trust_remote_code=True)
 
-A model of GPT-2's architecture (softmax attention, mlp blocks, learned positions) is a plain GPT2LMHeadModel, and needs
-no trust_remote_code; any other brings its code along.
+A model of GPT-2's architecture (softmax attention, mlp blocks, learned positions) becomes a plain GPT2LMHeadModel and
+needs no trust_remote_code; any other brings its code along.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from common.command import parser_of, run_script
+from common.command import run_script
+from common.settings import Settings
 
 
-def main() -> int:
-    """Parse the command line and export."""
-    parser = parser_of(__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a run directory (its newest checkpoint), or a checkpoint")
-    parser.add_argument("out_dir", type=Path, help="the folder to make")
-    return run_script(parser, run, when_interrupted="interrupted; nothing was written")
+class Options(Settings):
+    checkpoint: Path
+    """a run directory (its newest checkpoint), or a checkpoint"""
+    out_dir: Path
+    """the folder to make"""
 
 
-def run(options: argparse.Namespace) -> None:
-    """Export."""
-    from tools.convert.export_hf import export  # imports torch, which --help needs not wait for
+def run(options: Options) -> None:
+    from tools.convert.export_hf import export  # imports torch, which --help does not need
 
     export(options.checkpoint, options.out_dir)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, Options, run, when_interrupted="interrupted; nothing was written"))

@@ -1,35 +1,40 @@
-"""Make a run of GPT-2's weights: python scripts/import_gpt2.py gpt2 runs/gpt2 --dataset-dir datasets/pile.
+"""Make a run of GPT-2's weights.
 
-The folder is what `hf download` or save_pretrained wrote of a GPT2LMHeadModel: config.json, tokenizer.json
-and model.safetensors. The run has a checkpoint of step 0, to sample from, to evaluate, and, with a dataset of the same
-tokenizer, to train by the command that is printed at the end. Its seed and its sizes of batches are fixed here.
+    python scripts/import_gpt2.py folder=gpt2 run_dir=runs/gpt2 dataset_dir=datasets/pile
+
+The folder is what `hf download` or save_pretrained wrote for a GPT2LMHeadModel: config.json, tokenizer.json and
+model.safetensors. The run gets a checkpoint of step 0, which you can sample from, evaluate and, with a dataset of the
+same tokenizer, train with the command that is printed at the end. Its seed and its batch sizes are fixed here.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from common.command import parser_of, run_script
+from common.command import run_script
+from common.settings import Settings
 
 
-def main() -> int:
-    """Parse the command line and import."""
-    parser = parser_of(__doc__)
-    parser.add_argument("folder", type=Path, help="of the GPT2LMHeadModel")
-    parser.add_argument("run_dir", type=Path, help="the run to make; it must not hold one")
-    parser.add_argument("--dataset-dir", type=Path, help="what to train on, of prepare_data.py; default: no training")
-    parser.add_argument("--seq-len", type=int, help="tokens of a training sequence; default: the model's positions")
-    parser.add_argument("--batch-tokens", type=int, help="tokens of a training step; default: 480 sequences")
-    parser.add_argument("--seed", type=int, default=1, help="of the data's order; default: 1")
-    return run_script(parser, run, when_interrupted="interrupted; choose another run_dir, or remove this one")
+class Options(Settings):
+    folder: Path
+    """folder of the GPT2LMHeadModel"""
+    run_dir: Path
+    """the run to make; it must not hold one"""
+    dataset_dir: Path | None = None
+    """dataset to train on, from scripts/prepare_data.py; null: no training"""
+    seq_len: int | None = None
+    """tokens of a training sequence; null: the model's positions"""
+    batch_tokens: int | None = None
+    """tokens of a training step; null: 480 sequences"""
+    seed: int = 1
+    """seed of the data's order"""
 
 
-def run(options: argparse.Namespace) -> None:
-    """Import."""
-    from tools.convert.import_gpt2 import import_gpt2  # imports torch, which --help needs not wait for
+def run(options: Options) -> None:
+    from tools.convert.import_gpt2 import import_gpt2  # imports torch, which --help does not need
 
-    import_gpt2(**{name: value for name, value in vars(options).items() if name != "debug"})
+    import_gpt2(**dict(options))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    message = "interrupted; choose another run_dir, or remove this one"
+    sys.exit(run_script(__doc__, Options, run, when_interrupted=message))

@@ -1,36 +1,35 @@
-"""Compile the kernels of log attention for GPUs that need not be here, and say what of a GPU they take.
+"""Compile the GPU kernels of log attention, without a GPU, and show what they take of one.
 
 python scripts/inspect_kernels.py                  # types and head sizes side by side, for compute capability 9.0
-python scripts/inspect_kernels.py --capability 80 --dtype bfloat16 --head-dim 32
+python scripts/inspect_kernels.py capability=80 dtype=bfloat16 head_dim=32
 """
 
-import argparse
 import sys
 from importlib.util import find_spec
+from typing import Literal
 
-from common.command import parser_of, run_script
-from common.settings import UserError
+from pydantic import PositiveInt
 
-TYPES = ["bfloat16", "float16", "float32", "float64"]
-
-
-def main() -> int:
-    """Parse the command line and print the table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--capability", type=int, default=90, help="compute capability, times ten")
-    parser.add_argument("--dtype", nargs="+", default=TYPES, choices=TYPES)
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[32, 64, 128])
-    return run_script(parser, run)
+from common.command import Items, run_script
+from common.settings import Settings, UserError
 
 
-def run(options: argparse.Namespace) -> None:
-    """Compile, and print the table."""
+class Options(Settings):
+    capability: PositiveInt = 90
+    """compute capability, times ten"""
+    dtype: Items[Literal["bfloat16", "float16", "float32", "float64"]] = ["bfloat16", "float16", "float32", "float64"]
+    """types of the inputs"""
+    head_dim: Items[PositiveInt] = [32, 64, 128]
+    """sizes of a head"""
+
+
+def run(options: Options) -> None:
     if find_spec("triton") is None:
         raise UserError("the package triton is not installed: pip install triton")
-    from tools.bench.kernels import inspect  # imports torch and triton, which --help need not wait for
+    from tools.bench.kernels import inspect  # imports torch and triton, which --help does not need
 
-    inspect(options.dtype, options.head_dim, options.capability)
+    inspect(list(options.dtype), options.head_dim, options.capability)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, Options, run))

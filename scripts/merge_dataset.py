@@ -1,29 +1,30 @@
-"""Join the parts that tasks prepared: python scripts/merge_dataset.py datasets/pile-parts datasets/pile.
+"""Join the parts of a dataset that several tasks prepared.
 
-The parts are what scripts/prepare_data.py left in its out_dir with num_tasks. The result is the dataset, to the byte,
-that one machine makes without num_tasks. The parts stay; delete them when you have verified it.
+    python scripts/merge_dataset.py parts_dir=datasets/pile-parts out_dir=datasets/pile
+
+scripts/prepare_data.py with num_tasks left the parts in its out_dir. The result is, to the byte, the dataset that one
+machine makes without num_tasks. The parts stay; delete them when you have verified it.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from common.command import parser_of, run_script
+from common.command import run_script
+from common.settings import Settings
 from data.prepare.merge import merge
 
 
-def main() -> int:
-    """Parse the command line and merge; what a user can mend is one line on standard error."""
-    parser = parser_of(__doc__)
-    parser.add_argument("parts_dir", type=Path, help="the out_dir of the tasks: it holds task-00000-of-... and so on")
-    parser.add_argument("out_dir", type=Path, help="the dataset directory to make")
-    return run_script(parser, run, when_interrupted="interrupted; the same command goes on from what is written")
+class Options(Settings):
+    parts_dir: Path
+    """the out_dir of the tasks, with task-00000-of-... and so on in it"""
+    out_dir: Path
+    """the dataset directory to make"""
 
 
-def run(args: argparse.Namespace) -> None:
-    """Merge."""
-    merge(args.parts_dir, args.out_dir)
+def run(options: Options) -> None:
+    merge(options.parts_dir, options.out_dir)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    message = "interrupted; run the same command again to continue"
+    sys.exit(run_script(__doc__, Options, run, when_interrupted=message))

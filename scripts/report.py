@@ -1,32 +1,30 @@
 """Compare runs: one page (report.html, which opens anywhere and needs no network) and pictures of them.
 
-python scripts/report.py runs/sweep                          # all runs of a sweep, or of any folder
-python scripts/report.py runs/demo runs/pile --out compared  # some runs; the report goes into compared/
+python scripts/report.py folders=runs/sweep                          # all runs of a sweep, or of any folder
+python scripts/report.py folders=runs/demo,runs/pile out=compared    # some runs; the report goes into compared/
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from common.command import parser_of, run_script
+from common.command import Items, run_script
 from common.console import say
+from common.settings import Settings
 
 
-def main() -> int:
-    """Parse the command line and report."""
-    parser = parser_of(__doc__)
-    parser.add_argument("folders", type=Path, nargs="+", help="of a run, of a sweep, or of many runs")
-    parser.add_argument("--out", type=Path, help="folder of the report; default: the one that all runs are in")
-    return run_script(parser, run)
+class Options(Settings):
+    folders: Items[Path]
+    """folders of a run, of a sweep, or of many runs"""
+    out: Path | None = None
+    """folder of the report; null: the one that holds all the runs"""
 
 
-def run(options: argparse.Namespace) -> None:
-    """Read the runs, write the report, say where it is."""
-    from tools.report.write import write_report  # here, because matplotlib takes its time
+def run(options: Options) -> None:
+    from tools.report.write import write_report  # imports matplotlib, which --help does not need
 
     for path in write_report(options.folders, options.out):
         say(f"written: {path}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, Options, run))

@@ -1,41 +1,44 @@
-"""Count and sum everything in a dataset again: python scripts/verify_dataset.py datasets/pile.
+"""Count and sum everything in a dataset again.
+
+    python scripts/verify_dataset.py dataset_dir=datasets/pile
 
 Prints a line for every problem, with the file's name, and exits with 1 if there is one.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
-from common.command import parser_of, positive, run_script
+from pydantic import PositiveInt
+
+from common.command import run_script
 from common.console import errors, say
+from common.settings import Settings
 from data.prepare.verify import n_bytes, verify
 from data.shards import parse_manifest
 
 
-def main() -> int:
-    """Parse the command line and verify."""
-    parser = parser_of(__doc__)
-    parser.add_argument("dataset_dir", type=Path, help="what scripts/prepare_data.py made")
-    parser.add_argument("--threads", type=positive, help="that read shards at a time; default: one for every CPU")
-    return run_script(parser, run, when_interrupted="interrupted: nothing is known of the dataset")
+class Options(Settings):
+    dataset_dir: Path
+    """what scripts/prepare_data.py made"""
+    threads: PositiveInt | None = None
+    """shards read at a time; null: one for every CPU"""
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Verify, and say what was found; 1 where something is wrong."""
+def run(options: Options) -> int:
+    """Verify, report, and return 1 if something is wrong."""
     started = time.monotonic()
-    problems = verify(arguments.dataset_dir, arguments.threads)
+    problems = verify(options.dataset_dir, options.threads)
     if problems:
         for problem in problems:
             errors.print(f"error: {problem}", markup=False, style="red")
         return 1
-    manifest = parse_manifest(arguments.dataset_dir)
+    manifest = parse_manifest(options.dataset_dir)
     totals = [split.total for split in manifest.splits.values()]
     documents, tokens = sum(total.documents for total in totals), sum(total.tokens for total in totals)
     megabytes, seconds = n_bytes(manifest) / 1e6, time.monotonic() - started
     say(
-        f"{arguments.dataset_dir} is whole: {documents:,} documents, {tokens:,} tokens, "
+        f"{options.dataset_dir} is whole: {documents:,} documents, {tokens:,} tokens, "
         f"{len(manifest.set_names)} sets, {len(manifest.inputs):,} inputs; "
         f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s"
     )
@@ -43,4 +46,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    message = "interrupted: the dataset is not verified"
+    sys.exit(run_script(__doc__, Options, run, when_interrupted=message))

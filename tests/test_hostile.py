@@ -211,33 +211,36 @@ def test_the_tensors_that_are_expected_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"a": GOOD["a"]}, "'b' is missing"),
-        ({}, "'a' and 1 more are missing"),
-        (GOOD | {"c\n": GOOD["b"]}, r"'c\\n' is unknown"),
+        ({"a": GOOD["a"], "c": GOOD["b"]}, "'b' is missing"),
+        ({"c": {"dtype": "U8", "shape": [32], "data_offsets": [0, 32]}}, "'a' and 1 more are missing"),
+        (GOOD | {"c\n": {"dtype": "U8", "shape": [0], "data_offsets": [32, 32]}}, r"'c\\n' is unknown"),
         (changed("a", shape=[3, 2]), r"a has the shape \[3, 2\], must have \[2, 3\]"),
         (changed("a", shape=[2, 3, 1]), r"a has the shape \[2, 3, 1\]"),
-        (changed("a", shape=[-2, -3]), r"a has the shape \[-2, -3\]"),
-        (changed("a", shape=[2**40, 2**40]), "a has the shape"),
-        (changed("a", shape="23"), "a has the shape '23'"),
         (changed("b", shape=[1]), r"b has the shape \[1\], must have \[\]"),
-        (changed("b", shape=None), "b has the shape None"),
-        (changed("b", dtype="F64"), "b has the type 'F64', must have I64"),
-        (changed("a", dtype="F16"), "a has the type 'F16', must have F32 or F64"),
-        (changed("a", dtype="F8_E4M3"), "a has the type 'F8_E4M3'"),
-        (changed("a", dtype=["F32"]), "a has the type"),
-        (changed("a", dtype="F64"), "it has .* bytes, its header and tensors are"),
+        (changed("b", dtype="F64"), "b has the type float64, must have int64"),
+        (changed("a", dtype="I32"), "a has the type int32, must have float32 or float64"),
+        (changed("a", shape=[-2, -3]), "not a whole"),
+        (changed("a", shape=[2**40, 2**40]), "not a whole"),
+        (changed("a", shape="23"), "not a whole"),
+        (changed("b", shape=None), "not a whole"),
+        (changed("a", dtype="F8_E4M3"), "not a whole"),
+        (changed("a", dtype=["F32"]), "not a whole"),
+        (changed("a", dtype="F64"), "not a whole"),
         (changed("a", data_offsets=[0, 2**60]), "not a whole"),
         (changed("a", data_offsets=[8, 32]), "not a whole"),
         (changed("a", data_offsets=[-1, 23]), "not a whole"),
         (changed("b", data_offsets=[0, 8]), "not a whole"),
-        (GOOD | {"a": [1]}, "a has the shape None"),
+        ({"a": GOOD["a"]}, "not a whole"),
+        ({}, "not a whole"),
+        (GOOD | {"c": GOOD["b"]}, "not a whole"),
+        (GOOD | {"a": [1]}, "not a whole"),
         (GOOD | {"__metadata__": {"x": 1}}, "not a whole"),
-        (json.dumps(GOOD).encode().replace(b'"b"', b'"a"'), "the key 'a' twice"),
-        (b"[]", "its header is not a JSON object"),
+        (json.dumps(GOOD).encode().replace(b'"b"', b'"a"'), "not a whole"),
+        (b"[]", "not a whole"),
         (b"{", "not a whole"),
         (b"", "not a whole"),
         (b"\xff", "not a whole"),
-        (b"[" * 60_000, "levels deep"),
+        (b"[" * 60_000, "not a whole"),
     ],
 )
 def test_tensors_that_are_not_those_expected(tmp_path, header, message):
@@ -254,7 +257,7 @@ def test_a_tensor_file_that_was_cut_off(tmp_path, cut):
 
 
 def test_a_tensor_file_with_something_behind_it(tmp_path):
-    with refused("it has .* bytes, its header and tensors are"):
+    with refused("not a whole safetensors file"):
         read_tensors(tensor_file(tmp_path / "x.safetensors", GOOD, bytes(33)), EXPECTED)
 
 
@@ -288,6 +291,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_header_of_terabytes_takes_no_memory(tmp_path, run_process):
     """Headers that are long, or tell of tensors that are large, in files that seem to have all of it."""
     huge = changed("a", shape=[2**38], data_offsets=[0, 2**40])
@@ -345,6 +349,7 @@ def test_a_base_of_positions_that_is_not_finite_is_refused():
 
 
 @pytest.mark.parametrize("attention", ["log_space_signed", "softmax"])
+@pytest.mark.slow
 def test_the_largest_model_that_is_allowed_can_be_laid_out(attention):
     largest = {"n_vocab": 2**24, "pad_vocab": 2**16, "n_layer": 1024, "n_head": 2**12, "head_dim": 2**16}
     sizes = {} if attention == "softmax" else {"d_key": 2**24, "d_val": 2**24}

@@ -4,13 +4,13 @@ A checkpoint is a folder `step-00001000` with
 
     model.safetensors optimizer.safetensors    tensors by parameter name
     random.safetensors                         the state of every process's random numbers
-    state.json                                 what else the run must remember: TrainState
+    state.json                                 the rest of the run's state: TrainState
     tokenizer.json                             so that a checkpoint alone is enough to sample from
     manifest.json                              sha256 of each of the others, written last
 
 It is written under another name, synced, and renamed: a crash leaves nothing half-written under a checkpoint's name.
-What rots afterwards is found by its sums, and the checkpoint before it is taken. `latest` and `best` beside the
-checkpoints are text files that hold a checkpoint's name, for people; a run is resumed from the newest that is whole.
+Later damage is found by the sums, and the checkpoint before it is used. `latest` and `best` beside the checkpoints are
+text files that hold a checkpoint's name, for people; a run is resumed from the newest checkpoint that is whole.
 """
 
 import contextlib
@@ -46,15 +46,15 @@ _FILES = (*(f"{name}.safetensors" for name in _TENSORS), "state.json", "tokenize
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
-"""What a checkpoint holds besides TrainState: for each of "model", "optimizer" and "random", tensors by name."""
+"""For each of "model", "optimizer" and "random", tensors by name."""
 
 
 class Damaged(UserError):
-    """A checkpoint that is not what was written: another one may still be whole."""
+    """A checkpoint whose files differ from what was written. Another one may still be whole."""
 
 
 class TrainState(Settings):
-    """What a run must remember besides its tensors."""
+    """The state of a run besides its tensors."""
 
     format_version: int = FORMAT_VERSION
     step: int = Field(ge=0, lt=10**18)
@@ -62,21 +62,21 @@ class TrainState(Settings):
     best_val_loss: float | None = None
     """Lowest validation loss so far, nats per token."""
     best_step: Annotated[int, Field(ge=0)] | None = None
-    """The step that it was measured after, whose checkpoint is kept."""
+    """The step with the lowest loss, whose checkpoint is kept."""
     passed_over: dict[Annotated[int, Field(ge=1)], str] = Field(default_factory=dict)
-    """Steps, counted from 1, whose batch must not change the weights, and why: the latest, and those to come."""
+    """Recent or coming steps, counted from 1, that are skipped, and why."""
     statistics: LossStatistics = LossStatistics()
-    """Of the losses so far, by which a spike is known."""
+    """Statistics of the losses so far, to detect spikes."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
     """What runtime.micro_batch=auto chose."""
     micro_batch_for: str = ""
-    """The device and the number of processes that it was chosen for."""
+    """The device and the number of processes that micro_batch was chosen for."""
     processes: Annotated[int, Field(ge=1, le=2**20)] = 1
-    """Processes that saved it, each with its own random numbers."""
+    """Number of processes, each with its own random numbers."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """What they ran on."""
+    """What the processes ran on."""
     run_id: str = Field(pattern=r"^[\w-]{1,64}$")
-    """Name of the run for trackers, kept when it is resumed."""
+    """Name of the run for trackers; a resumed run keeps it."""
     model: GPTConfig
     seed: int = Field(ge=0, lt=2**63)
     seq_len: int = Field(ge=1, le=2**24)
@@ -88,14 +88,14 @@ class TrainState(Settings):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, its files compared with their sums."""
+    """A verified checkpoint on disk."""
 
     path: Path
     state: TrainState
 
     @property
     def run_dir(self) -> Path:
-        """The run that it belongs to; its own folder, if it stands alone."""
+        """The run that the checkpoint belongs to, or its own folder if it belongs to none."""
         path = self.path if len(self.path.parts) > 2 else self.path.absolute()
         return path.parent.parent if path.parent.name == "checkpoints" else path
 
@@ -103,12 +103,12 @@ class Checkpoint:
         """The tensors of one of its files, "model", "optimizer" or "random", on the CPU.
 
         Raises:
-            UserError: the file does not hold exactly the tensors that are expected.
+            UserError: the file does not hold exactly the expected tensors.
         """
         return read_tensors(self.path / f"{name}.safetensors", expected)
 
     def leave(self, name: str, content: bytes | str) -> None:
-        """Write a file for the run's owner, and say where; a run that is read-only is no reason to fail."""
+        """Write a file into the run directory and print its path. If it is read-only, only warn."""
         path = self.run_dir / name
         try:
             write_atomic(path, content)
@@ -119,26 +119,26 @@ class Checkpoint:
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
-    """Where a run keeps its checkpoints."""
+    """The folder of a run's checkpoints."""
     return run_dir / "checkpoints"
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The run's checkpoint of the highest step, whole or not, or None."""
+    """The run's checkpoint with the highest step, whole or not, or None."""
     return next(reversed(_all(run_dir)), None)
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint after `step` is, or would be."""
+    """The folder of the checkpoint after `step`, which need not exist."""
     return checkpoints_dir(run_dir) / f"step-{step:08}"
 
 
 def newest_whole(
     run_dir: Path, files: Collection[str] = _FILES, at: Callable[[str], None] = lambda place: None
 ) -> Path | None:
-    """The run's newest checkpoint whose `files` are as they were written, or None if it has no checkpoint at all.
+    """The run's newest checkpoint whose `files` match their sums, or None if the run has no checkpoints.
 
-    Warns of those that are passed over. `at` is told of each file that is being read.
+    Warns about damaged checkpoints. Calls `at` with the name of each file that it reads.
 
     Raises:
         UserError: there are checkpoints, but none is whole.
@@ -148,7 +148,7 @@ def newest_whole(
         try:
             _verify(path, files, at)
         except Damaged as error:
-            warn(f"{error}; the checkpoint before it is taken, if there is one")
+            warn(f"{error}; using the checkpoint before it, if there is one")
         else:
             return path
     if paths:
@@ -168,15 +168,15 @@ def _all(run_dir: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint was saved after, from its name."""
+    """The step in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))
 
 
 def open_checkpoint(path: str | Path, files: Collection[str] = _FILES) -> Checkpoint:
-    """Open a run directory's newest checkpoint whose `files` are whole, or the one at `path`, or of `latest` or `best`.
+    """Open a run directory's newest whole checkpoint, the checkpoint at `path`, or the one that a file `latest` names.
 
     Raises:
-        UserError: there is none, one of `files` is missing or not what its manifest says, or it is of another format.
+        UserError: there is no checkpoint, one of `files` is missing or damaged, or it has another format version.
     """
     path = Path(path)
     if path.is_file():
@@ -208,10 +208,10 @@ def _opened(path: Path) -> Checkpoint:
 
 
 def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
-    """The model and the tokenizer of a run directory's newest checkpoint, or of the checkpoint at `path`.
+    """Load model and tokenizer from the newest checkpoint of a run directory, or from the checkpoint at `path`.
 
     Raises:
-        UserError: there is none, a file is not what it must be, or the tokenizer has ids that the model does not.
+        UserError: there is no checkpoint, a file is damaged, or the tokenizer has more ids than the model.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_model(path)
     with torch.device("meta"):
@@ -222,24 +222,24 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
     if tokenizer.n_vocab > gpt.config.n_vocab:
         raise UserError(
             f"{checkpoint.path} has a tokenizer of {tokenizer.n_vocab} ids for a model of {gpt.config.n_vocab}: "
-            "these do not belong together; use another checkpoint"
+            "they do not belong together; use another checkpoint"
         )
     return gpt.requires_grad_(), tokenizer
 
 
 def open_model(path: str | Path) -> Checkpoint:
-    """Open a checkpoint as `open_checkpoint` does, for its model alone: what only training needs is not looked at."""
+    """Like `open_checkpoint`, but verify only the files needed to run the model."""
     return open_checkpoint(path, ("model.safetensors", "state.json", "tokenizer.json"))
 
 
 def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer) -> Path:
-    """Write a checkpoint; afterwards it is the newest, or, after a crash or an error, earlier ones are as they were.
+    """Write a checkpoint. A crash or an error leaves earlier checkpoints unchanged.
 
     Args:
         tensors: on the CPU, contiguous.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the checkpoint cannot be written.
     """
     folder, path = checkpoints_dir(run_dir), checkpoint_path(run_dir, state.step)
     if not folder.exists():
@@ -251,11 +251,11 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
     try:
         beside.mkdir()
         _write(beside, tensors, state, tokenizer)
-        if path.exists():  # what rotted, and was passed over when the run was resumed from before it
+        if path.exists():  # a damaged checkpoint: the run was resumed from an earlier one
             _remove(path)
         os.rename(beside, path)
     except OSError:
-        _clear(beside)  # on a full disk, what there is of it is in the way
+        _clear(beside)  # makes room on a full disk
         raise
     sync_directory(folder)
     return path
@@ -280,7 +280,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
-    """Raise what safetensors makes of a failing disk as what it is."""
+    """Turn safetensors' errors about the disk back into OSError."""
     try:
         yield
     except SafetensorError as error:
@@ -291,16 +291,18 @@ def _os_errors() -> Iterator[None]:
 
 
 def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | None) -> None:
-    """Have `latest` and `best` name their checkpoints, and delete all but these, the newest `keep_last`, and those of
-    every keep_every-th step. Changes nothing where all that is so.
+    """Update `latest` and `best`, and delete old checkpoints.
 
-    `state` is that of the newest whole checkpoint: just saved, or found at the start of a run that may have been killed
-    before it came here. Later ones were passed over as damaged: they go, and so does what crashed saves left behind.
+    Keeps the best checkpoint, the newest `keep_last`, and those of every keep_every-th step. Deletes checkpoints later
+    than `state`, which are damaged, and what crashed saves left behind.
+
+    Args:
+        state: of the newest whole checkpoint. At the start of a run, a kill may have left this function undone.
     """
     folder, paths = checkpoints_dir(run_dir), _all(run_dir)
     upto = [path for path in paths if step_of(path) <= state.step]
     best = folder / f"step-{state.best_step:08}" if state.best_step is not None else None
-    if best not in upto and (folder / "best").is_file():  # it could not be written: then the best of those that could
+    if best not in upto and (folder / "best").is_file():  # that save failed: use the best checkpoint on disk
         best = folder / _first_line(folder / "best")
     _point(folder / "latest", upto[-1])
     if best in upto:
@@ -314,13 +316,13 @@ def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | N
 
 
 def _point(pointer: Path, path: Path) -> None:
-    _clear(pointer.with_name(pointer.name + ".tmp"))  # of a crash
+    _clear(pointer.with_name(pointer.name + ".tmp"))  # left by a crash
     if not pointer.is_file() or _first_line(pointer) != path.name:
         write_atomic(pointer, path.name + "\n")
 
 
 def _clear(path: Path) -> None:
-    """Make room for a folder. What is no folder goes too: a pipe there would make shutil.rmtree wait for ever."""
+    """Delete a folder, or anything else in its place: on a pipe, shutil.rmtree would wait forever."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -329,7 +331,7 @@ def _clear(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; a crash leaves it whole, or not under a checkpoint's name."""
+    """Delete a checkpoint. A crash leaves it whole, or under another name."""
     doomed = path.with_name(path.name + ".old.tmp")
     _clear(doomed)
     os.rename(path, doomed)
@@ -340,7 +342,7 @@ def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lamb
     """Compare some of a checkpoint's files with their sums.
 
     Raises:
-        Damaged: one is missing or different, or the manifest is none of this format version.
+        Damaged: a file is missing or differs, or the manifest has another format version.
     """
     sums = _sums(path)
     for name in files:
@@ -350,7 +352,7 @@ def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lamb
         except (UserError, FileNotFoundError) as error:
             raise Damaged(f"{path / name} is missing or damaged: {error}") from None
         except OSError as error:
-            if error.errno != errno.EIO:  # EIO: the disk itself has rotted there. Others may pass, or can be mended
+            if error.errno != errno.EIO:  # EIO means a damaged disk. Other errors may pass, or a person can fix them
                 raise
             raise Damaged(f"{path / name} is missing or damaged: {error}") from None
         if found != sums[name]:
@@ -377,7 +379,7 @@ def _sums(path: Path) -> dict[str, str]:
 
 
 def _version_of_state(path: Path) -> Any:
-    """What state.json says, by which another version is told from a manifest that rotted there."""
+    """The version in state.json, to tell another version from a damaged manifest."""
     try:
         state = read_json(path / "state.json", limit=_LARGEST_STATE)
     except UserError:

@@ -1,4 +1,4 @@
-"""The root configuration of train.py, and the checks that need more than one of its parts."""
+"""The root configuration of train.py, and checks across its parts."""
 
 from pathlib import Path
 from typing import Literal
@@ -20,11 +20,11 @@ class CheckpointConfig(Settings):
     every: int = Field(1000, ge=1)
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = Field(2, ge=1)
-    """Newest checkpoints to keep, beside the best by validation loss."""
+    """How many of the newest checkpoints to keep, in addition to the one with the lowest validation loss."""
     keep_every: int | None = Field(None, ge=1)
-    """Checkpoints of every so many steps are kept for good; null: none."""
+    """Checkpoints at multiples of this step are never deleted; null: none."""
     on_error: Literal["stop", "continue"] = "stop"
-    """When one cannot be written, on a full disk, say: stop, or train on and try again at the next."""
+    """When a checkpoint cannot be written (full disk): stop, or keep training and try again at the next one."""
 
 
 class EvalConfig(Settings):
@@ -40,21 +40,21 @@ class TrainConfig(Settings):
     """One training run."""
 
     run_dir: Path
-    """Where checkpoints, metrics and pictures go."""
+    """Directory for checkpoints, metrics and pictures."""
     dataset_dir: Path
-    """What scripts/prepare_data.py made."""
+    """A dataset made by scripts/prepare_data.py."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: continue the run in run_dir, if there is one; never: refuse to touch it."""
+    """auto: continue the run in run_dir if there is one; never: stop with an error instead."""
     seed: int = Field(1, ge=0, lt=2**63)
-    """Of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
     seq_len: int = Field(ge=1, le=2**24)
-    """Tokens of a training sequence."""
+    """Tokens per training sequence."""
     batch_tokens: int = Field(ge=1, le=2**48)
-    """Tokens of a step: the global batch, over all processes and micro-batches."""
+    """Tokens per step: the global batch, over all processes and micro-batches."""
     max_steps: int = Field(ge=1, lt=10**18)
-    """Length of the run, which the schedule spans."""
+    """Number of steps of the run, which the schedule spans."""
     stop_at: int | None = Field(None, ge=1)
-    """Save and stop after this step, the schedule unchanged and nothing evaluated out of turn; null: at max_steps."""
+    """Save and stop after this step, without changing the schedule or an extra evaluation; null: at max_steps."""
     data: DataConfig = DataConfig()
     model: GPTConfig
     optim: OptimConfig
@@ -66,12 +66,12 @@ class TrainConfig(Settings):
 
     @property
     def batch_size(self) -> int:
-        """Sequences of a global batch."""
+        """Sequences per global batch."""
         return self.batch_tokens // self.seq_len
 
     @property
     def last_step(self) -> int:
-        """Where this run stops."""
+        """The step after which this run stops."""
         return min(self.stop_at or self.max_steps, self.max_steps)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What GPUs can do, from their makers' data sheets. What is not in the table is unknown, and never guessed."""
+"""Memory and peak performance of GPUs, from their data sheets. Nothing is guessed for GPUs not in the table."""
 
 import re
 from typing import NamedTuple
@@ -7,23 +7,23 @@ import torch
 
 
 class Device(NamedTuple):
-    """One kind of GPU."""
+    """A GPU model."""
 
     name: str
-    """What users call it."""
+    """The name that users give."""
     pattern: str
-    """Found in what the GPU calls itself."""
+    """Regular expression found in the name that the GPU reports."""
     memory: float
-    """GB (1e9 bytes) as the data sheet has them; what the GPU has may be a few per cent more."""
+    """GB (1e9 bytes) in the data sheet; the GPU may have a few percent more."""
     bfloat16: float | None
-    """Peak of dense bfloat16 products summed in float32, TFLOP/s; None: it has none."""
+    """Peak of dense bfloat16 products with float32 sums, TFLOP/s; None: not supported."""
     float32: float
-    """The same of float32 as the trainer asks for it: TF32 where there is one, TFLOP/s."""
+    """Peak in float32 as the trainer uses it, TFLOP/s: TF32 where it is supported."""
     source: str
-    """Where these are from; figures given "with sparsity" are halved."""
+    """Source of the figures; those given "with sparsity" are halved."""
 
     def peak(self, dtype: torch.dtype) -> float | None:
-        """Peak of matrix products of such numbers, FLOP/s; None: not known."""
+        """Peak of matrix products in this dtype, FLOP/s; None: unknown."""
         tera = {torch.bfloat16: self.bfloat16, torch.float32: self.float32}.get(dtype)
         return tera and tera * 1e12
 
@@ -63,14 +63,14 @@ DEVICES = (
 
 
 def device_by_name(name: str) -> Device | None:
-    """The device that a user names, in any case and with any gaps: "a100-40gb", "A100 40GB"; None: not in the table."""
+    """The device with a user's name for it, such as "a100-40gb" or "A100 40GB"; None: not in the table."""
     return next((device for device in DEVICES if _plain(device.name) == _plain(name)), None)
 
 
 def device_of_gpu(gpu: str) -> Device | None:
-    """The device by what a GPU calls itself, such as "NVIDIA A100-SXM4-40GB"; None: not in the table.
+    """The device with the name that a GPU reports, such as "NVIDIA A100-SXM4-40GB"; None: not in the table.
 
-    Variants of the memory apart, the first match is the GPU. A slice of one (MIG) has not the figures of the whole.
+    The first match in the table counts. A slice of a GPU (MIG) is not in the table.
     """
     if "MIG" in gpu:
         return None

@@ -1,5 +1,6 @@
-"""Steps that must not change the weights: how they are known, and what is kept of them as evidence."""
+"""Detects steps that must not change the weights, and records evidence about them."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from data.loader import TrainBatches, step_windows
 from data.shards import Manifest
 
 _MEMORY = 100
-"""Losses that mean and variance are of, about."""
+"""About how many losses the mean and the variance cover."""
 
 
 class LossStatistics(Settings):
@@ -25,7 +26,7 @@ class LossStatistics(Settings):
     variance: Annotated[float, Field(ge=0)] = 0.0
 
     def after(self, loss: float) -> "LossStatistics":
-        """With one more loss: of all at first, later forgetting exponentially."""
+        """Statistics with one more loss. The first losses have equal weights; later, old ones decay exponentially."""
         weight = max(1 / (self.count + 1), 1 / _MEMORY)
         distance = loss - self.mean
         return LossStatistics(
@@ -36,7 +37,7 @@ class LossStatistics(Settings):
 
 
 def why_bad(loss: float, grad_norm: float, statistics: LossStatistics, spike_sigmas: float | None) -> str | None:
-    """Why a step must not change the weights, or None. All arguments are the same in all processes."""
+    """Return why a step must not change the weights, or None. Arguments are the same in all processes."""
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return f"loss is {loss} and the gradient's norm {grad_norm}"
     if spike_sigmas is not None and statistics.count >= _MEMORY:
@@ -46,23 +47,20 @@ def why_bad(loss: float, grad_norm: float, statistics: LossStatistics, spike_sig
     return None
 
 
-def bad_steps_before(step: int, passed_over: dict[int, str]) -> int:
-    """How many steps right before `step` were passed over, in a row."""
-    first = step
-    while first - 1 in passed_over:
-        first -= 1
-    return step - first
+def bad_steps_before(step: int, skipped: dict[int, str]) -> int:
+    """How many steps in a row right before `step` were skipped."""
+    return next(n for n in itertools.count() if step - n - 1 not in skipped)
 
 
 def evidence_path(run_dir: Path, step: int) -> Path:
-    """Where what is known of a bad step is written."""
+    """File for the evidence about a bad step."""
     return run_dir / "bad_steps" / f"step-{step:08}.json"
 
 
 def keep_evidence(
     path: Path, dataset_dir: Path, manifest: Manifest, batches: TrainBatches, step: int, found: dict[str, Any]
 ) -> None:
-    """Write down a bad step (counted from 1): what was `found`, and every document that its batch was cut from."""
+    """Write what was `found` about a bad step (counted from 1), and every document in its batch."""
     sequences = [
         {
             "sequence": row,

@@ -15,14 +15,14 @@ from trainer.signals import StopSignals
 
 
 def fit(config: TrainConfig) -> float | None:
-    """Train, or go on training, until config.last_step; everything worth keeping is in config.run_dir.
+    """Train until config.last_step, or resume a run; results are written to config.run_dir.
 
     Returns:
-        The lowest validation loss, nats per token; None if nothing was evaluated.
+        The lowest validation loss in nats per token, or None if nothing was evaluated.
 
     Raises:
-        UserError: something that its user can mend; nothing that was saved is lost.
-        SystemExit: the run was asked to stop, or lost a process: the same command goes on with it (exits.AGAIN).
+        UserError: the user must fix something; no checkpoint is lost.
+        SystemExit: the run was asked to stop, or lost a process: the same command resumes it (exits.AGAIN).
     """
     runtime = open_runtime(config.runtime)
     make_directory(config.run_dir, "run_dir")
@@ -32,19 +32,19 @@ def fit(config: TrainConfig) -> float | None:
         own_run(config.run_dir) if world.is_main else contextlib.nullcontext(),
     ):
         runtime.announce()
-        # No variable here may hold the run: its model must be gone when the world ends (see join_world).
+        # No variable here may hold the run: its model must be freed before the world ends (see join_world).
         return _train(Run(config, runtime, world, signals), config)
 
 
 def _train(run: Run, config: TrainConfig) -> float | None:
-    if run.world.is_main and run.step > 0:  # what a kill in the midst of the last save left to do
+    if run.world.is_main and run.step > 0:  # a kill during the last save may have left this undone
         retain(config.run_dir, run.state, config.checkpoint.keep_last, config.checkpoint.keep_every)
     if run.step >= config.last_step:
         say(f"{config.run_dir} is already at step {run.step} of {config.last_step}: nothing to train")
         return run.state.best_val_loss
     with run.open_files():
         if config.runtime.on_nonfinite == "rollback" and not run.resumed:
-            run.save(wait=True)  # something to go back to
+            run.save(wait=True)  # a checkpoint to roll back to
         while not run.ended:
             try:
                 _train_on(run, config)
@@ -52,7 +52,7 @@ def _train(run: Run, config: TrainConfig) -> float | None:
                 run.roll_back(bad)
         run.draw()
     if run.step < config.last_step:
-        say(f"{run.stopped_by}: step {run.step} of {config.max_steps} is saved, and the same command goes on from it")
+        say(f"{run.stopped_by}: step {run.step} of {config.max_steps} is saved, and the same command resumes from it")
         raise SystemExit(AGAIN)
     run_dir = config.run_dir
     say(f"step {run.step} of {config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
@@ -60,7 +60,7 @@ def _train(run: Run, config: TrainConfig) -> float | None:
 
 
 def _train_on(run: Run, config: TrainConfig) -> None:
-    """Steps up to the end of the run, or until a signal stops it; the last one is saved."""
+    """Train to the end of the run, or until a signal stops it, and save the last step."""
     track = Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens)
     with run.reading_ahead(), track:
         while not run.ended:

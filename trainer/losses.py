@@ -1,4 +1,4 @@
-"""The loss on a split's windows: weighted by tokens, the same for any number of processes and any micro-batch."""
+"""Evaluation loss, weighted by tokens: it does not depend on the number of processes or the micro-batch."""
 
 import math
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from trainer.runtime import Runtime
 
 @dataclass(frozen=True)
 class Loss:
-    """Cross-entropy of a stretch of text."""
+    """Cross-entropy of a text."""
 
     nats: float
     """Sum over its tokens."""
     tokens: int
-    """Tokens that were predicted."""
+    """Number of predicted tokens."""
     bytes: int
-    """UTF-8 bytes of those tokens; the end of a document has none."""
+    """UTF-8 bytes of those tokens; an end-of-document token has none."""
 
     @property
     def per_token(self) -> float:
@@ -32,7 +32,7 @@ class Loss:
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable between tokenizers; not a number for a text of no bytes."""
+        """Bits per byte, comparable between tokenizers; NaN for a text without bytes."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
 
     @property
@@ -42,25 +42,25 @@ class Loss:
 
 
 class Sums:
-    """Losses summed apart by a key, such as a token's position or its set: in float64, as many tokens as there are."""
+    """Sums of losses by a key, such as a token's position or dataset, in float64."""
 
     def __init__(self, n_keys: int, byte_lengths: Tensor) -> None:
-        """`byte_lengths`: (n_vocab,), UTF-8 bytes of each token id, on the device that the losses are on."""
+        """`byte_lengths`: (n_vocab,), UTF-8 bytes of each token id, on the device of the losses."""
         self._byte_lengths = byte_lengths
         self._sums = torch.zeros(n_keys, 3, dtype=torch.float64, device=byte_lengths.device)
 
     def add(self, keys: Tensor, targets: Tensor, losses: Tensor) -> None:
-        """Count the losses (B, T) of targets (B, T), those below 0 left out; `keys` (B or 1, T), int64."""
+        """Add losses (B, T) of targets (B, T), ignoring targets below 0; `keys` (B or 1, T), int64."""
         keys = keys.to(self._sums.device).expand_as(targets)
         self._sums.index_add_(0, keys.flatten(), _counted(targets, losses, self._byte_lengths).flatten(0, 1))
 
     def losses(self, world: World) -> list[Loss]:
-        """The loss of each key, over all processes; every process calls this, once."""
+        """The loss of each key over all processes. Every process must call this once."""
         return [Loss(nats, int(tokens), int(n_bytes)) for nats, tokens, n_bytes in world.sum(self._sums).tolist()]
 
 
 def total(losses: list[Loss]) -> Loss:
-    """All of them together."""
+    """The sum of several losses."""
     nats = math.fsum(loss.nats for loss in losses)
     return Loss(nats, sum(loss.tokens for loss in losses), sum(loss.bytes for loss in losses))
 
@@ -68,11 +68,11 @@ def total(losses: list[Loss]) -> Loss:
 def evaluate(
     gpt: GPT, windows: EvalBatches, byte_lengths: Tensor, micro_batch: int, runtime: Runtime, world: World
 ) -> Loss:
-    """The loss over all windows, shared among the processes and summed in float64.
+    """The loss over all windows, split among the processes and summed in float64.
 
     Args:
         byte_lengths: (n_vocab,), UTF-8 bytes of each token id.
-        micro_batch: windows that go through the model at once.
+        micro_batch: windows per forward pass.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     for _, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world):
@@ -84,9 +84,9 @@ def evaluate(
 def window_losses(
     gpt: GPT, windows: EvalBatches, micro_batch: int, runtime: Runtime, world: World
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """This process's share of the windows: the number of the first, targets (B, T) and their losses (B, T), at a time.
+    """Yield this process's windows batch by batch: index of the first window, targets (B, T), losses (B, T).
 
-    To be iterated to its end: the model is in evaluation mode until then.
+    Iterate to the end: the model is in evaluation mode until then.
     """
     gpt.eval()
     together = world.size * micro_batch
@@ -96,7 +96,7 @@ def window_losses(
             start = first + world.rank * micro_batch
             token_ids, targets = map(torch.from_numpy, windows.rows(start, min(start + micro_batch, len(windows))))
             mine = len(targets) > 0
-            if not mine:  # the others still have some, and of a model that is shared all must do every pass
+            if not mine:  # other processes still have windows, and with fsdp all must do every pass
                 token_ids, targets = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED)
             token_ids, targets = token_ids.to(world.device), targets.to(world.device)
             with torch.no_grad(), runtime.autocast():

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW with weight decay on what multiplies (matrices, embeddings), not on what shifts or scales."""
+"""The optimizer: AdamW with weight decay for matrices and embeddings, not for biases and scales."""
 
 from typing import Annotated, Literal
 
@@ -16,25 +16,25 @@ class AdamWConfig(Settings):
 
     name: Literal["adamw"]
     max_lr: float = Field(6e-4, gt=0, allow_inf_nan=False)
-    """Highest learning rate; the schedule gives factors of it."""
+    """Highest learning rate; the schedule multiplies it by a factor."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay of the running mean of the gradient and of its square."""
+    """Decay of the running means of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
-    """Added to the root of the mean square."""
+    """Added to the root of the mean square in the denominator."""
     weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False)
-    """Of parameters with two dimensions or more, a step: lr x this."""
+    """Decoupled weight decay, applied to parameters of two or more dimensions (matrices and embeddings) only."""
     grad_clip: float | None = Field(1.0, gt=0, allow_inf_nan=False)
-    """Largest norm of the whole gradient; null: not clipped."""
+    """Largest norm of the whole gradient; null: no clipping."""
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of a model's parameters, its update fused into one kernel."""
+        """Build the optimizer, with a fused update and its state allocated."""
         params = list(model.parameters())
         groups = [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=self.eps, fused=True)
-        for p in params:  # as it would itself before its first step: what is there can be saved, loaded and measured
+        for p in params:  # as in its first step, so that the state can be saved, loaded and measured before
             step = torch.zeros((), dtype=torch.float32, device=p.device)
             optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         return optimizer
@@ -44,7 +44,7 @@ OptimConfig = AdamWConfig
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group this learning rate."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 

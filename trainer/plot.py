@@ -1,4 +1,4 @@
-"""The picture of a run: loss.png."""
+"""Draws loss.png."""
 
 import contextlib
 from pathlib import Path
@@ -12,9 +12,9 @@ from common.files import write_atomic
 
 
 def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw training and validation loss over tokens from the lines of metrics.jsonl; replaces `path` whole.
+    """Draw training and validation loss over tokens from the lines of metrics.jsonl, without its events.
 
-    Events are not drawn. A picture that cannot be written is a warning: it can be drawn again, training is not.
+    Only warns if the picture cannot be written.
     """
     lines = [line for line in lines if "event" not in line]
     train = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
@@ -40,11 +40,11 @@ def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             path.with_name(path.name + ".tmp").unlink()
-        warn(f"{path} is not drawn anew ({error.strerror or error})")
+        warn(f"{path} could not be redrawn ({error.strerror or error})")
 
 
 def _running_mean(points: list[tuple[int, float]], share: float = 0.02) -> list[tuple[int, float]]:
-    """Means over the last `share` of all points, at each of them."""
+    """At each point, the mean over the last `share` of all points."""
     window = max(1, int(len(points) * share))
     sums = [0.0]
     for _, loss in points:
@@ -56,7 +56,7 @@ def _running_mean(points: list[tuple[int, float]], share: float = 0.02) -> list[
 
 
 def _limits(losses: list[float]) -> tuple[float, float]:
-    """The range of the losses after the first fall, which would flatten all the rest."""
+    """The range of the losses, without the steep fall at the start."""
     low, high = min(losses), max(losses)
-    margin = 0.05 * (high - low) or 0.05  # one loss alone is a point, not a range
+    margin = 0.05 * (high - low) or 0.05  # a single loss has no range
     return low - margin, high + margin

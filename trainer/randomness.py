@@ -1,4 +1,4 @@
-"""Random numbers: every process has its own, and a run that is resumed draws on where it was."""
+"""Random numbers: every process has its own, and a resumed run continues the same sequence."""
 
 import hashlib
 
@@ -22,10 +22,10 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Undo `random_state`.
+    """Restore what `random_state` returned.
 
     Raises:
-        UserError: these bytes are no state of torch's generators.
+        UserError: these bytes are not a state of torch's generators.
     """
     on_cpu = torch.get_rng_state().numel()
     try:
@@ -33,15 +33,15 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.set_rng_state(state[on_cpu:].clone(), device)
     except RuntimeError as error:
-        raise UserError(f"the checkpoint's random.safetensors holds no state of a generator: {error}") from None
+        raise UserError(f"the checkpoint's random.safetensors does not hold a generator's state: {error}") from None
 
 
 def random_tensors(processes: int, device: str) -> Expected:
-    """What the random.safetensors of so many processes on "cpu" or "cuda" holds."""
+    """The expected content of random.safetensors for a number of processes on "cpu" or "cuda"."""
     n_bytes = torch.get_rng_state().numel() + (_GPU_BYTES if device == "cuda" else 0)
     return {RANDOM: (torch.Size([processes, n_bytes]), (torch.uint8,))}
 
 
 def seed_process(key: str) -> None:
-    """Seed torch's generators by a text."""
+    """Seed torch's generators from a text."""
     torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1)

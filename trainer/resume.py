@@ -1,4 +1,4 @@
-"""Where a run begins: at its newest checkpoint, or anew; and what is on record about it."""
+"""Starts a run or resumes it from its newest checkpoint, and records how it was run."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ from trainer.optim import named_state
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import device_name
 
-# What a run keeps as long as it lives: another value would give it other weights or other batches.
+# Settings that cannot change during a run: another value would mean other weights or other batches.
 _KEPT = {"model", "seed", "seq_len", "batch_tokens", "data"}
 
 
@@ -43,13 +43,13 @@ def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
 
 
 def find_checkpoint(run_dir: Path, world: World) -> Path | None:
-    """The newest whole checkpoint of a run, the same in all processes; None if there is none at all.
+    """The newest whole checkpoint of a run, the same in all processes, or None if it has no checkpoints.
 
     Raises:
-        UserError: none of its checkpoints is whole, or a process does not see the one that the main process found.
+        UserError: none of its checkpoints is whole, or a process cannot see the one that the main process found.
     """
     found = torch.zeros(1, dtype=torch.int64, device=world.device)
-    if world.is_main:  # one reads and sums all of it, and the others take its word
+    if world.is_main:  # only the main process verifies the files
         path = newest_whole(run_dir, at=world.at)
         found += 0 if path is None else step_of(path) + 1
     step = int(world.sum(found)) - 1
@@ -59,20 +59,20 @@ def find_checkpoint(run_dir: Path, world: World) -> Path | None:
     seen = world.gather(torch.tensor([float(path.is_dir())], device=world.device))
     if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
         raise UserError(
-            f"{path} is not there for process {', '.join(blind)}: put run_dir on a file system that all machines share"
+            f"process {', '.join(blind)} cannot see {path}: put run_dir on a file system that all machines share"
         )
     return path
 
 
 def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Optimizer, world: World) -> TrainState:
-    """Put a checkpoint's tensors into model, optimizer and random numbers; returns its state.
+    """Load a checkpoint's tensors into model, optimizer and random generators, and return its state.
 
     Args:
-        path: a checkpoint whose files are whole.
-        fresh: the run's state as it would begin.
+        path: a verified checkpoint.
+        fresh: the state in which the run would begin.
 
     Raises:
-        UserError: the checkpoint is of a run with another model or other data.
+        UserError: the checkpoint belongs to a run with another model or other data.
     """
     checkpoint = open_checkpoint(path, files=())
     state = checkpoint.state
@@ -86,7 +86,7 @@ def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Opti
     saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))
     if (state.processes, state.device) == (world.size, world.device.type):
         set_random_state(saved_states[RANDOM][world.rank], world.device)
-    else:  # as many generators as there are now, that none of those before was like
+    else:  # other processes than before: each gets a new generator
         seed_process(f"{state.seed} {state.step} {world.rank}")
     return state.model_copy(update={"dataset_dir": fresh.dataset_dir})
 
@@ -100,21 +100,21 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
     changed = differences(before.model_dump(mode="json", include=_KEPT), now.model_dump(mode="json", include=_KEPT))
     if changed:
         listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())
-        raise UserError(f"{path} is of another run: {listed}; use those settings, or another run_dir")
+        raise UserError(f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir")
 
 
 def own_run(run_dir: Path) -> AbstractContextManager[None]:
-    """Keep other processes from training in run_dir as long as the context.
+    """Keep other processes from training in run_dir while the context lasts.
 
     Raises:
-        UserError: one does already; a lock that a dead process left behind is no obstacle.
+        UserError: another process already trains there. The lock of a dead process does not count.
     """
 
     def taken() -> str:
         try:
             environment = read_json(run_dir / "config.json")["environment"]
             holder = f"process {environment['pid']} on {environment['host']}"
-        except (UserError, KeyError, TypeError):  # it has not come to writing that
+        except (UserError, KeyError, TypeError):  # it has not written that yet
             holder = "another process"
         return f"run_dir={run_dir} is being trained in by {holder}: wait until it is done, or use another run_dir"
 
@@ -122,14 +122,14 @@ def own_run(run_dir: Path) -> AbstractContextManager[None]:
 
 
 def write_config(path: Path, config: dict[str, Any], world: World, found: dict[str, int], resumed: bool) -> None:
-    """Write config.json: the configuration as run, and the environment, with what was `found` out about the model.
+    """Write config.json: the configuration, and the environment with what was `found` about the model.
 
-    Says what a resumed run has changed.
+    Prints what changed since the run was last started.
     """
     try:
         before = read_json(path)["config"] if resumed else config
-    except (UserError, KeyError, TypeError) as error:  # it is on record only: no reason to stop
-        warn(f"{path} was damaged and is written anew: {error}")
+    except (UserError, KeyError, TypeError) as error:  # the file is only a record: no reason to stop
+        warn(f"{path} was damaged and is replaced: {error}")
         before = config
     for key, (old, new) in differences(before, config).items():
         say(f"changed since this run was last started: {key}={new} (before: {old})")
@@ -137,7 +137,7 @@ def write_config(path: Path, config: dict[str, Any], world: World, found: dict[s
 
 
 def _environment(world: World) -> dict[str, Any]:
-    """What, besides the configuration, a run's numbers depend on."""
+    """What a run's numbers depend on besides the configuration."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""A run in progress: its model, its data, its files; what a step is, and what is done when one goes wrong."""
+"""A run in progress: its model, its data and its files, and what happens when a step goes wrong."""
 
 import contextlib
 import math
@@ -31,13 +31,11 @@ from trainer.resume import find_checkpoint, new_state, restore, write_config
 from trainer.runtime import Runtime, device_name, maybe_compile, peak_flops
 from trainer.saving import Saver
 from trainer.signals import StopSignals
-
-Share = list[tuple[Tensor, Tensor]]
-"""A process's micro-batches of a step: token_ids and targets, int64 (micro_batch, seq_len), on the CPU."""
+from trainer.step import MicroBatches, StepResult, SummedLoss, train_step
 
 
 class RollBack(Exception):
-    """A step has gone wrong, and the run goes back to its last checkpoint."""
+    """A step has gone wrong, and the run must go back to its last checkpoint."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"step {step}: {reason}")
@@ -51,7 +49,7 @@ class Run:
         self.config, self.runtime, self.world = config, runtime, world
         self.signals = signals or StopSignals()
         self.stopped_by: str | None = None
-        """The signal that some process has got, once all know of it."""
+        """Why the run stops early, once all processes know."""
         self.manifest = read_manifest(config.dataset_dir)
         self.tokenizer = load_tokenizer(config.dataset_dir / TOKENIZER)
         _check_vocabulary(config, self.manifest, self.tokenizer)
@@ -63,7 +61,7 @@ class Run:
                 config.dataset_dir, self.manifest, config.data.mixture, config.seq_len, config.seed
             )
             say(f"sequences are drawn from {self.batches.mixture}")
-        self._ahead: Prefetch[Share] | None = None
+        self._ahead: Prefetch[MicroBatches] | None = None
         n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
         self.windows = EvalBatches(val, config.seq_len, n_windows)
         self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)
@@ -71,7 +69,7 @@ class Run:
         self._since: tuple[int, float] = (0, 0.0)  # tokens and seconds of training since the last line
 
     def _begin(self) -> None:
-        """Build the model as the seed makes it, on all devices, and put in what the run's newest checkpoint holds."""
+        """Build model and optimizer from the seed, or restore them from the run's newest checkpoint."""
         config, world = self.config, self.world
         checkpoint = find_checkpoint(config.run_dir, world)
         self.resumed = checkpoint is not None
@@ -94,7 +92,7 @@ class Run:
         self.micro_batch = self._choose_micro_batch()
 
     def _choose_micro_batch(self) -> int:
-        """What the configuration says, or the largest that fits; chosen once, for rounding depends on it."""
+        """The configured size, or the largest that fits. A run chooses only once, because rounding depends on it."""
         wanted, world = self.config.runtime.micro_batch, self.world
         if wanted != "auto":
             return wanted
@@ -110,34 +108,34 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """How many steps are done."""
         return self.state.step
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to do, or all processes know that one was asked to stop."""
+        """Whether nothing is left to do, or a process was asked to stop."""
         return self.step >= self.config.last_step or self.stopped_by is not None
 
     def due(self, every: int) -> bool:
-        """Whether something that happens every so many steps, and at the end of the schedule, happens now."""
+        """Whether something that happens every `every` steps, and at the end of the schedule, is due."""
         return self.step % every == 0 or self.step == self.config.max_steps
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step on the next global batch; returns its line for metrics.jsonl.
 
         Raises:
-            RollBack: it went wrong, and runtime.on_nonfinite=rollback.
-            UserError: it went wrong in another way, or once too often; weights and optimizer are as they were.
+            RollBack: the step went wrong, and runtime.on_nonfinite=rollback.
+            UserError: the run must halt, or memory ran out. Weights and optimizer are unchanged.
         """
         started = time.perf_counter()
         try:
-            line = self._pass_over() or self._step()
+            line = self._skip_known_bad_step() or self._step()
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             raise UserError(
                 f"out of memory in step {self.step + 1} with micro-batches of {self.micro_batch} sequences: "
-                "give a lower runtime.micro_batch"
+                "lower runtime.micro_batch"
             ) from error
         tokens, seconds = self._since
         self._since = (tokens + self.config.batch_tokens, seconds + time.perf_counter() - started)
@@ -145,125 +143,104 @@ class Run:
 
     def _step(self) -> dict[str, Any]:
         config = self.config
-        lr = config.optim.max_lr * config.schedule.factor(self.step, config.max_steps)
-        set_lr(self.optimizer, lr)
-        loss = self._accumulate_gradients().item()
-        self._at("optimizer")
-        params = list(self.gpt.parameters())
-        norm = self.world.full(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
-        reason = why_bad(loss, norm.item(), self.state.statistics, config.runtime.spike_sigmas)
-        if reason is not None:
-            return self._bad_step(reason, {"loss": str(loss), "grad_norm": str(norm.item()), "lr": lr})
-        nn.utils.clip_grads_with_norm_(params, config.optim.grad_clip or math.inf, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._count({"statistics": self.state.statistics.after(loss)} if config.runtime.spike_sigmas else {})
-        tokens = self.step * config.batch_tokens
-        return {"step": self.step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": norm.item()}
-
-    def _accumulate_gradients(self) -> Tensor:
-        """Backward passes over this process's share of the batch; returns the loss of the global batch.
-
-        The gradient is that of the mean over all valid tokens of the global batch, however they are shared among
-        processes and micro-batches: each micro-batch's sum is divided by the global count.
-        """
-        world = self.world
         self._at("data")
         micro_batches = self.share(self.step) if self._ahead is None else next(self._ahead)
-        counts = [float((targets >= 0).sum()) for _, targets in micro_batches]
-        valid = world.sum(torch.tensor(sum(counts), dtype=torch.float64, device=world.device))
-        total = torch.zeros_like(valid)
-        for i, micro_batch in enumerate(micro_batches, start=1):
-            self._at(f"forward {i}")
-            x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
-            with world.sync_gradients(self.summed_loss, now=i == len(micro_batches)):
-                with self.runtime.autocast():
-                    loss = self.summed_loss(x, y)
-                self._at(f"backward {i}")
-                (loss * (world.size / valid)).backward()  # DDP averages over processes: hence times their number
-            total += loss.detach()
-        self._at("loss")
-        self._own_loss = total
-        # What stops one process must stop all of them after the same step: that it was asked to travels with the loss.
-        asked = total.new_tensor(float(self.signals.received is not None))
-        total, asked = world.sum(torch.stack([total, asked]))
-        self._heed(asked)
-        return total / valid
-
-    def _heed(self, asked: Tensor) -> None:
-        """Stop after this step if any process was asked to."""
-        if asked > 0:
+        lr = config.optim.max_lr * config.schedule.factor(self.step, config.max_steps)
+        set_lr(self.optimizer, lr)
+        result = train_step(
+            self.summed_loss,
+            self.optimizer,
+            micro_batches,
+            self.runtime,
+            self.world,
+            grad_clip=config.optim.grad_clip,
+            refuse=lambda loss, norm: why_bad(loss, norm, self.state.statistics, config.runtime.spike_sigmas),
+            asked_to_stop=self.signals.received is not None,
+            name=f"step {self.step + 1}",
+        )
+        if result.stop:
             own = self.signals.received
             self.stopped_by = "another process was asked to stop" if own is None else f"stopped by {own.name}"
+        if result.refused is not None:
+            return self._bad_step(result, lr)
+        self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
+        tokens = self.step * config.batch_tokens
+        return {"step": self.step, "tokens": tokens, "loss": result.loss, "lr": lr, "grad_norm": result.grad_norm}
 
-    def _bad_step(self, reason: str, found: dict[str, Any]) -> dict[str, Any]:
-        """Do with a step that must not change the weights what runtime.on_nonfinite says."""
-        config, step = self.config, self.step + 1
-        path = self._keep_evidence(step, {"reason": reason, **found})
+    def _bad_step(self, result: StepResult, lr: float) -> dict[str, Any]:
+        """Halt, roll back or skip, as runtime.on_nonfinite says."""
+        config, step, reason = self.config, self.step + 1, result.refused
+        assert reason is not None
+        path = self._keep_evidence(step, result, lr)
         self.optimizer.zero_grad()
         in_a_row = bad_steps_before(step, self.state.passed_over) + 1
         policy = config.runtime.on_nonfinite
         if policy == "halt" or in_a_row > config.runtime.max_bad_steps:
             often = "" if policy == "halt" else f", after {in_a_row - 1} bad steps in a row"
             raise UserError(
-                f"step {step}: {reason}{often}; the weights are as they were before it, and {path} says what it read: "
+                f"step {step}: {reason}{often}; the weights are unchanged, and {path} lists the data it read: "
                 f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
             )
         if policy == "rollback":
             raise RollBack(step, reason)
-        warn(f"step {step} is passed over: {reason}; {path} says what it read")
+        warn(f"skipping step {step}: {reason}; {path} lists the data it read")
         self.state = self.state.model_copy(update={"passed_over": {**self.state.passed_over, step: reason}})
-        return self._passed_over(reason)
+        return self._skipped(reason)
 
-    def _pass_over(self) -> dict[str, Any] | None:
-        """The next step's line, if its batch is one that went wrong before the run went back; it is not read again."""
+    def _skip_known_bad_step(self) -> dict[str, Any] | None:
+        """If the next step went wrong before the run was rolled back, skip it and return its line."""
         reason = self.state.passed_over.get(self.step + 1)
         if reason is None:
             return None
         if self._ahead is not None:
             next(self._ahead)
-        asked = torch.tensor(float(self.signals.received is not None), device=self.world.device)
-        self._heed(self.world.sum(asked))
-        return self._passed_over(reason)
+        return self._skipped(reason)
 
-    def _passed_over(self, reason: str) -> dict[str, Any]:
+    def _skipped(self, reason: str) -> dict[str, Any]:
         self._count({})
         tokens = self.step * self.config.batch_tokens
         return {"step": self.step, "tokens": tokens, "event": "skipped", "reason": reason}
 
     def _count(self, update: dict[str, Any]) -> None:
-        """One more step is done; bad ones that are too long ago to be counted with later ones are forgotten."""
+        """Count a finished step, and forget skipped steps that are too old to be in a row with later ones."""
         step = self.step + 1
         first = step - self.config.runtime.max_bad_steps
         passed_over = {bad: why for bad, why in self.state.passed_over.items() if bad >= first}
         self.state = self.state.model_copy(update={"step": step, "passed_over": passed_over, **update})
 
-    def _keep_evidence(self, step: int, found: dict[str, Any]) -> Path:
+    def _keep_evidence(self, step: int, result: StepResult, lr: float) -> Path:
         world, config = self.world, self.config
-        losses = world.gather(self._own_loss)
+        losses = world.gather(result.own_loss)
         bad_gradients = [
             name
             for name, p in self.gpt.named_parameters()
             if p.grad is not None and not world.full(p.grad).isfinite().all()
         ]
-        found["processes"] = [
+        processes = [
             {"sequences": sequences_of(rank, world.size, config.batch_size), "sum_of_losses": str(loss.item())}
             for rank, loss in enumerate(losses)
         ]
-        found["gradients_not_finite"] = bad_gradients
+        found = {
+            "reason": result.refused,
+            "loss": str(result.loss),
+            "grad_norm": str(result.grad_norm),
+            "lr": lr,
+            "processes": processes,
+            "gradients_not_finite": bad_gradients,
+        }
         path = evidence_path(config.run_dir, step)
         if world.is_main:
             keep_evidence(path, config.dataset_dir, self.manifest, self.batches, step, found)
         return path
 
     def roll_back(self, bad: RollBack) -> None:
-        """Go back to the newest checkpoint, and remember to pass over the step that went wrong."""
+        """Go back to the newest checkpoint, and remember to skip the step that went wrong."""
         if self.world.is_main:
             self.saver.wait()
         self.world.wait_for_all()
         path = find_checkpoint(self.config.run_dir, self.world)
         if path is None:
-            raise UserError(f"{bad}; there is no checkpoint to go back to: somebody has deleted them")
+            raise UserError(f"{bad}; its checkpoints were deleted, so it cannot go back: use another run_dir")
         later = self.state
         restored = restore(path, new_state(self.config, self.manifest), self.gpt, self.optimizer, self.world)
         passed_over = {**later.passed_over, bad.step: bad.reason}
@@ -271,24 +248,24 @@ class Run:
         self._since = (0, 0.0)
         if self.world.is_main:
             self.log.truncate(self.step)
-        warn(f"{bad}; back to step {self.step}, and that step will be passed over")
+        warn(f"{bad}; back to step {self.step}, and that step will be skipped")
 
     def _at(self, place: str) -> None:
         self.world.at(f"step {self.step + 1}: {place}")
 
-    def share(self, step: int) -> Share:
-        """This process's part of global batch `step`; in pinned memory, where a GPU will fetch it."""
+    def share(self, step: int) -> MicroBatches:
+        """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
         first, stop = sequences_of(self.world.rank, self.world.size, self.config.batch_size)
         parts = [torch.from_numpy(ids) for ids in self.batches.batch(step, first, stop)]
         if self.world.device.type == "cuda":
-            parts = [ids.contiguous().pin_memory() for ids in parts]  # others are copied before they are fetched
+            parts = [ids.contiguous().pin_memory() for ids in parts]  # other memory is copied twice
         pieces = -(-(stop - first) // self.micro_batch)
         token_ids, targets = (ids.split(-(-(stop - first) // pieces)) for ids in parts)
         return list(zip(token_ids, targets, strict=True))
 
     @contextlib.contextmanager
-    def reading_ahead(self) -> Iterator[Prefetch[Share]]:
-        """Have the steps that are left read in the background, as long as the context."""
+    def reading_ahead(self) -> Iterator[Prefetch[MicroBatches]]:
+        """Read the batches of the remaining steps in the background while the context lasts."""
         with Prefetch(self.share(step) for step in range(self.step, self.config.last_step)) as self._ahead:
             try:
                 yield self._ahead
@@ -296,7 +273,7 @@ class Run:
                 self._ahead = None
 
     def speed(self) -> dict[str, float | None]:
-        """Throughput since it was last asked for."""
+        """Throughput since the last call."""
         (tokens, seconds), self._since = self._since, (0, 0.0)
         rate = tokens / seconds
         peak = peak_flops(self.world.device, self.runtime.dtype)
@@ -305,7 +282,7 @@ class Run:
         return {"tokens_per_second": round(rate, 1), "mfu": mfu and round(mfu, 4)}
 
     def evaluate(self) -> bool:
-        """Measure the validation loss, write it down, redraw loss.png; True if it is the lowest so far."""
+        """Measure and log the validation loss, and redraw loss.png. Returns whether it is the lowest so far."""
         loss = evaluate(self.gpt, self.windows, self.byte_lengths, self.micro_batch, self.runtime, self.world)
         if not math.isfinite(loss.nats):
             raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
@@ -333,12 +310,12 @@ class Run:
             self.tracker.log(line)
 
     def check_saves(self) -> None:
-        """Say how the save that runs beside training failed, if it did; see Saver.check."""
+        """Report the failure of a save in the background; see Saver.check."""
         if self.world.is_main:
             self.saver.check()
 
     def save(self, wait: bool = False) -> None:
-        """Have a checkpoint written, and those deleted that are not to be kept; `wait` until that is done, and well."""
+        """Write a checkpoint in the background, and delete those that need not be kept; `wait` until that is done."""
         self._at("save")
         world = self.world
         states = world.gather(random_state(world.device).to(world.device))
@@ -352,7 +329,7 @@ class Run:
             self.saver.save(parts, self.state.model_copy(update=where))
             if wait:
                 self.saver.finish()
-        elif self.config.runtime.strategy == "fsdp":  # the main process collects what all have parts of
+        elif self.config.runtime.strategy == "fsdp":  # the main process gathers the parts of all processes
             for _, tensors in parts:
                 for _ in tensors:
                     pass
@@ -362,9 +339,9 @@ class Run:
 
     @contextlib.contextmanager
     def open_files(self) -> Iterator[None]:
-        """Write down what is run, and where; keep metrics, tracker and saver as long as the context."""
+        """Write config.json; keep metrics, tracker and saver open while the context lasts."""
         config, run_dir = self.config, self.config.run_dir
-        self.world.wait_for_all()  # every process has read what the main one is about to change
+        self.world.wait_for_all()  # until every process has read what the main process is about to change
         if not self.world.is_main:
             yield
             return
@@ -384,35 +361,23 @@ class Run:
         )
         try:
             yield
-            self.world.leave()  # the others need not wait for the last save
+            self.world.leave()  # the others do not wait for the last save
             self.saver.finish()
         except BaseException as error:
             self.world.leave(error)
             self.saver.wait()
             self.tracker.finish()
-            with contextlib.suppress(OSError):  # it was warned of, and what is being raised says more
+            with contextlib.suppress(OSError):  # a warning was printed, and `error` matters more
                 self.log.close()
             raise
         self.tracker.finish()
         self.log.close()
 
 
-class SummedLoss(nn.Module):
-    """The loss as a module of its own, so that DDP and torch.compile see one forward pass from tokens to loss."""
-
-    def __init__(self, gpt: GPT) -> None:
-        super().__init__()
-        self.gpt = gpt
-
-    def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) ids and targets -> the sum of the losses, in nats."""
-        return self.gpt.summed_loss(token_ids, targets)
-
-
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:
     if tokenizer.sha256 != manifest.tokenizer.sha256:
         raise UserError(
-            f"{config.dataset_dir / TOKENIZER} is not the tokenizer of manifest.json: prepare the data again"
+            f"{config.dataset_dir / TOKENIZER} is not the tokenizer named in manifest.json: prepare the data again"
         )
     if tokenizer.n_vocab > config.model.n_vocab:
         raise UserError(
@@ -435,5 +400,5 @@ def _check_split(config: TrainConfig, world: World) -> None:
 
 
 def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:
-    """Which sequences [first, stop) of every global batch are those of process `rank` of `size`."""
+    """The sequences [first, stop) of every global batch that belong to process `rank` of `size`."""
     return rank * batch_size // size, (rank + 1) * batch_size // size

@@ -1,4 +1,4 @@
-"""Where and in which numbers the model runs; every automatic choice says what it chose, once."""
+"""The device and the dtype that a model runs on. Every automatic choice prints what it chose, once."""
 
 import os
 from collections.abc import Iterable
@@ -17,62 +17,61 @@ from trainer.devices import device_of_gpu
 
 
 class DeviceConfig(Settings):
-    """Device and numbers, for anything that runs a model."""
+    """Device and dtype, for everything that runs a model."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU where there is one."""
+    """auto: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """bfloat16 is autocast over float32 weights; auto: bfloat16 on GPUs that have it, else float32."""
+    """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that support it, else float32."""
 
 
 class RuntimeConfig(DeviceConfig):
-    """Device, numbers and how a step is carried out."""
+    """Device, dtype, and how a step runs."""
 
     compile: Literal["auto"] | bool = "auto"
     """torch.compile; auto: on GPUs."""
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = 8
-    """Most sequences a process runs through the model at once; gradients are accumulated up to the global batch.
-    auto: as many as fit into memory."""
+    """Most sequences per forward pass of a process; gradients are accumulated up to the global batch.
+    auto: as many as fit in memory."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: every process has the whole model; fsdp: each a part of it, for models larger than a GPU's memory."""
+    """ddp: every process holds the whole model; fsdp: each holds a part, for models too large for one GPU."""
     on_nonfinite: Literal["halt", "skip", "rollback"] = "halt"
-    """When loss or gradient is not finite (or a spike): stop; pass over the batch; or go back to the last checkpoint,
-    and pass over the batch when it comes again."""
+    """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: skip the batch; rollback: go back to
+    the last checkpoint, and skip the batch when it comes again."""
     max_bad_steps: int = Field(3, ge=0)
-    """So many steps in a row are passed over; one more stops the run."""
+    """Most steps in a row that are skipped; one more stops the run."""
     spike_sigmas: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """A loss so many standard deviations above the mean of the last 100 or so is as bad as one that is not finite;
-    null: none is."""
+    """A loss this many standard deviations above the mean of about the last 100 counts as bad; null: never."""
     hang_seconds: float | None = Field(600.0, gt=0, allow_inf_nan=False)
-    """When one of several processes gets no further for so long, all stop, and say which; null: they wait for ever."""
+    """If one of several processes makes no progress for this long, all stop and name it; null: they wait forever."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A device and its numbers, decided."""
+    """The chosen device and dtype."""
 
     device: torch.device
     dtype: torch.dtype
 
     def announce(self) -> None:
-        """Say what was chosen."""
+        """Print the choice."""
         say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}")
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """What weights are kept in: bfloat16 is for products only."""
+        """The dtype of the weights: bfloat16 is used for matrix products only."""
         return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context that a forward pass runs in."""
+        """The context for a forward pass."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
 
 def open_runtime(config: DeviceConfig) -> Runtime:
-    """Decide on a device and its numbers, and make torch's results depend on nothing else.
+    """Choose device and dtype, and make torch deterministic.
 
     Raises:
-        UserError: a GPU was asked for, and torch sees none.
+        UserError: runtime.device is cuda, but torch sees no GPU.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("runtime.device=cuda, but torch sees no GPU here: use runtime.device=cpu or auto")
@@ -81,7 +80,7 @@ def open_runtime(config: DeviceConfig) -> Runtime:
         name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     else:
         name = config.dtype
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the workspace with which cuBLAS is deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow
     torch.set_float32_matmul_precision("high")
@@ -89,7 +88,7 @@ def open_runtime(config: DeviceConfig) -> Runtime:
 
 
 def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, device: torch.device) -> None:
-    """Compile the modules, in place, where the configuration, or the device, asks for it."""
+    """Compile the modules in place, if the configuration or the device asks for it."""
     wanted = device.type == "cuda" if config.compile == "auto" else config.compile
     if not wanted:
         why = "compiling takes longer than it saves on a CPU" if config.compile == "auto" else "runtime.compile=false"
@@ -103,13 +102,13 @@ def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, device: t
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """The name that the device reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"the CPU, {torch.get_num_threads()} threads,"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The device's peak in matrix products of such numbers, FLOP/s; None where it is not known."""
+    """The device's peak in matrix products of this dtype, FLOP/s; None if unknown."""
     known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return known.peak(dtype) if known else None

@@ -1,4 +1,4 @@
-"""Saving in the background: training is held up while tensors are copied, not while they are written."""
+"""Saves in the background: training waits while tensors are copied, not while they are written."""
 
 import threading
 from collections.abc import Iterable
@@ -19,64 +19,57 @@ Parts = Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]
 
 
 class Saver:
-    """Writes one checkpoint at a time in a thread; the next one waits for it. Belongs to the main process."""
+    """Writes one checkpoint at a time in a thread; the next save waits for it. Used by the main process only."""
 
     def __init__(self, run_dir: Path, tokenizer: Tokenizer, config: CheckpointConfig, log: MetricsLog) -> None:
         self._run_dir, self._tokenizer, self._config, self._log = run_dir, tokenizer, config, log
-        self._copies: dict[tuple[str, str], Tensor] = {}  # kept: fresh memory costs thirty times a copy into old
+        self._copies: dict[tuple[str, str], Tensor] = {}  # reused: copying into new memory takes 30 times as long
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.saved_step: int | None = None
-        """The step of the checkpoint that was begun last."""
+        """The step of the last save that was started."""
 
     def save(self, parts: Parts, state: TrainState) -> None:
-        """Copy all tensors, and have them written.
+        """Copy all tensors, and start to write them.
 
         Raises:
-            UserError: as `check`, for the save before.
+            UserError: the previous save failed; see `check`.
         """
         self.wait()
         self.check()
         tensors = {part: {name: self._copy(part, name, value) for name, value in named} for part, named in parts}
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # copies into pinned memory are under way until then
+            torch.cuda.synchronize()  # finishes the copies into pinned memory
         self.saved_step = state.step
         self._thread = threading.Thread(target=self._write, args=(tensors, state), name="saver", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """Say how an earlier save failed, if it did.
+    def check(self, last: bool = False) -> None:
+        """Warn if the last save failed.
 
         Raises:
-            UserError: it did, and checkpoint.on_error=stop.
+            UserError: it failed, and checkpoint.on_error=stop, or there is no next save (`last`).
         """
         error, self._error = self._error, None
         if error is None:
             return
         if not isinstance(error, OSError):
             raise error
-        problem = f"the save after step {self.saved_step} failed ({error.strerror or error})"
-        if self._config.on_error == "stop":
-            raise UserError(
-                f"{problem}; earlier checkpoints are whole: mend that, and give the same command again "
-                "(checkpoint.on_error=continue would train on)"
-            )
-        warn(f"{problem}; earlier checkpoints are whole, and training goes on to the next save")
+        why = error.strerror or error
+        problem = f"the save after step {self.saved_step} failed ({why}); earlier checkpoints are whole"
+        if last or self._config.on_error == "stop":
+            hint = "" if last else ", or use checkpoint.on_error=continue to keep training"
+            raise UserError(f"{problem}: fix that, and run the same command again{hint}")
+        warn(f"{problem}, and training continues to the next save")
 
     def finish(self) -> None:
         """Wait for the last save.
 
         Raises:
-            UserError: it failed, whatever checkpoint.on_error says: there is no next one.
+            UserError: it failed. checkpoint.on_error does not matter here, because there is no next save.
         """
         self.wait()
-        if isinstance(self._error, OSError):
-            problem = self._error.strerror or self._error
-            raise UserError(
-                f"the last save, after step {self.saved_step}, failed ({problem}); earlier checkpoints are whole: mend "
-                "that, and give the same command again"
-            )
-        self.check()
+        self.check(last=True)
 
     @property
     def writing(self) -> bool:
@@ -84,7 +77,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until nothing is being written, whatever becomes of it."""
+        """Wait until nothing is being written, even if the save fails."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -99,8 +92,8 @@ class Saver:
 
     def _write(self, tensors: dict[str, dict[str, Tensor]], state: TrainState) -> None:
         try:
-            self._log.sync()  # the lines that the checkpoint counts on
+            self._log.sync()  # the checkpoint relies on these lines
             save_checkpoint(self._run_dir, tensors, state, self._tokenizer)
             retain(self._run_dir, state, self._config.keep_last, self._config.keep_every)
-        except BaseException as error:  # raised where the run asks for it
+        except BaseException as error:  # `check` and `finish` raise it
             self._error = error

@@ -1,6 +1,6 @@
 """Learning-rate schedules: pure functions of the step, from 0 (the first) to max_steps - 1 (the last).
 
-Each returns a factor of `optim.max_lr`, so that a sweep over it moves the whole curve.
+Each returns a factor of `optim.max_lr`, so that a sweep over max_lr scales the whole curve.
 """
 
 import math
@@ -12,7 +12,7 @@ from common.settings import Settings
 
 
 class OneCycle(Settings):
-    """Up to the maximum in warmup_steps, then down to the end (Smith & Topin 2018). The published model's schedule.
+    """Rise to the maximum in warmup_steps, then fall to the end (Smith & Topin 2018). The published model's schedule.
 
     Equal to torch's OneCycleLR with pct_start = warmup_steps / max_steps, div_factor = 1 / start and
     final_div_factor = start / end.
@@ -20,13 +20,13 @@ class OneCycle(Settings):
 
     name: Literal["one_cycle"]
     warmup_steps: int = Field(2000, ge=1)
-    """Steps up to the maximum."""
+    """Steps until the maximum."""
     start: float = Field(0.1, gt=0, le=1)
     """First learning rate, as a factor of the maximum."""
     end: float = Field(0.1, ge=0, le=1)
     """Last learning rate, as a factor of the maximum."""
     anneal: Literal["cos", "linear"] = "cos"
-    """Shape of both ways."""
+    """Shape of the rise and the fall."""
 
     def factor(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
@@ -38,11 +38,11 @@ class OneCycle(Settings):
 
 
 class Cosine(Settings):
-    """Linear warm-up from 0, then half a cosine down to the end."""
+    """Linear warm-up from 0, then half a cosine down to `end`."""
 
     name: Literal["cosine"]
     warmup_steps: int = Field(2000, ge=0)
-    """Steps up to the maximum."""
+    """Steps until the maximum."""
     end: float = Field(0.1, ge=0, le=1)
     """Last learning rate, as a factor of the maximum."""
 
@@ -54,11 +54,11 @@ class Cosine(Settings):
 
 
 class WSD(Settings):
-    """Linear warm-up, a constant stretch, linear decay (Hu et al. 2024): the stretch can be prolonged at any time."""
+    """Linear warm-up, constant phase, linear decay (Hu et al. 2024). The constant phase can be extended at any time."""
 
     name: Literal["wsd"]
     warmup_steps: int = Field(2000, ge=0)
-    """Steps up to the maximum."""
+    """Steps until the maximum."""
     decay: float = Field(0.2, gt=0, le=1)
     """Length of the decay, as a fraction of max_steps."""
     end: float = Field(0.0, ge=0, le=1)
@@ -73,11 +73,11 @@ class WSD(Settings):
 
 
 class Constant(Settings):
-    """Linear warm-up, then the maximum."""
+    """Linear warm-up, then constant."""
 
     name: Literal["constant"]
     warmup_steps: int = Field(0, ge=0)
-    """Steps up to the maximum."""
+    """Steps until the maximum."""
 
     def factor(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""

@@ -1,4 +1,4 @@
-"""Being asked to stop: the step is finished and saved; who asks twice is obeyed at once."""
+"""Stop signals: the first one lets the run finish and save its step, the second one ends it at once."""
 
 import os
 import signal
@@ -9,24 +9,24 @@ from types import TracebackType
 from common.console import warn
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What schedulers and people send: SIGUSR1 is for those who want to tell a time limit from a cancellation."""
+"""Signals that schedulers and people send. SIGUSR1 can tell a time limit from a cancellation."""
 
 
 class StopSignals:
-    """Notes signals while the context lasts. A second one ends the process at once, with status 128 + its number.
+    """Records signals while the context lasts. A second one ends the process at once, with status 128 + its number.
 
-    A thread does that, so that it works while the main thread waits for other processes, or for a disk.
+    A thread does that, so that it works even while the main thread waits for other processes or a disk.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        """The first signal that came."""
-        # torchrun passes on what its whole process group has got already: that is no second signal.
+        """The first signal received."""
+        # torchrun forwards signals that its whole process group has already received: these do not count twice.
         self._echo_seconds = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         self._in_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> "StopSignals":
-        if self._in_main_thread:  # elsewhere Python does not let us, and signals do what they always do
+        if self._in_main_thread:  # Python allows handlers only there; elsewhere, signals keep their usual effect
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._handlers = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
@@ -54,6 +54,6 @@ class StopSignals:
                 continue
             if self.received is None:
                 self.received, first = signal.Signals(byte[0]), time.monotonic()
-                warn(f"{self.received.name}: stopping after this step, which is saved; a second signal stops at once")
+                warn(f"{self.received.name}: stopping after this step is saved; a second signal stops at once")
             elif time.monotonic() - first >= self._echo_seconds:
                 os._exit(128 + byte[0])

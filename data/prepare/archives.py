@@ -1,4 +1,4 @@
-"""Lines of a file that may be compressed and may be damaged: streamed, in bounded memory."""
+"""Reading the lines of files that may be compressed or damaged, in bounded memory."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,23 +14,23 @@ _OTHERS = {".xz", ".bz2", ".zip", ".7z", ".rar", ".tar", ".parquet", ".arrow"}
 
 
 class DamagedArchive(Exception):
-    """A compressed file that ends too early or holds something else; `reason` says which."""
+    """A compressed file that ends too early or is corrupted."""
 
     def __init__(self, reason: Literal["corrupted archive", "truncated archive"]) -> None:
         self.reason: Literal["corrupted archive", "truncated archive"] = reason
 
 
 def read_lines(path: Path, seen: Callable[[int], object]) -> Iterator[bytes | bytearray | None]:
-    r"""Lines of a plain, .gz or .zst file without their b"\n", which alone ends a line: texts contain U+2028 and "\r".
+    r"""Yield the lines of a plain, .gz or .zst file, without b"\n". Nothing else ends a line, not U+2028 or "\r".
 
-    A line of more than LONGEST_LINE bytes is None: it is passed over.
-    `seen` is told how many more bytes of the file itself have been read.
+    A line of more than LONGEST_LINE bytes is skipped: None.
+    `seen` is called with the number of bytes of the file that were read since the last call.
 
     Raises:
         OSError: the file cannot be read.
-        DamagedArchive: after the last line that could be read whole.
+        DamagedArchive: after the last complete line.
     """
-    begun: bytearray | None = bytearray()  # of the line that the next chunk goes on with; None: too long
+    begun: bytearray | None = bytearray()  # the line that the next chunk continues; None if it is too long
     for chunk in _chunks(path, seen):
         first, *others = chunk.split(b"\n")
         if begun is not None:
@@ -45,10 +45,10 @@ def read_lines(path: Path, seen: Callable[[int], object]) -> Iterator[bytes | by
 
 
 def _chunks(path: Path, seen: Callable[[int], object]) -> Iterator[bytes]:
-    """The file's content, decompressed by its suffix, in pieces of bounded size.
+    """Yield the content of a file in pieces of bounded size, decompressed as its suffix says.
 
     Raises:
-        UserError: it is of a kind that this program does not read.
+        UserError: files with this suffix are not supported.
     """
     suffix = path.suffix.lower()
     if suffix in _OTHERS:
@@ -70,7 +70,7 @@ def _raw(path: Path, seen: Callable[[int], object]) -> Iterator[bytes]:
 
 
 def _decompressed(raw: Iterator[bytes], new_frame: Callable[[], Any], broken: type[Exception]) -> Iterator[bytes]:
-    """An archive may hold several frames (.zst) or members (.gz), one after the other."""
+    """Decompress an archive, which may hold several frames (.zst) or members (.gz) in a row."""
     frame = None
     for chunk in raw:
         while chunk:
@@ -79,7 +79,9 @@ def _decompressed(raw: Iterator[bytes], new_frame: Callable[[], Any], broken: ty
                 content = frame.decompress(chunk)
             except broken:
                 raise DamagedArchive("corrupted archive") from None
-            for start in range(0, len(content), _PIECE_BYTES):  # of 2 MB, even if all of them are ends of lines
+            for start in range(
+                0, len(content), _PIECE_BYTES
+            ):  # small enough to split even if it is nothing but newlines
                 yield content[start : start + _PIECE_BYTES]
             chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:

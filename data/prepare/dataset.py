@@ -1,32 +1,34 @@
-"""Documents to a dataset directory: tokenised by worker processes and written in input order."""
+"""Documents to a dataset directory: tokenized by worker processes, written as parts, and joined."""
 
-import functools
+import contextlib
+import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from common.console import Track
+from common.console import Track, say
+from common.files import write_atomic
 from common.settings import Settings, UserError
-from data.prepare.assembly import Batches, Plan
-from data.prepare.build import build, existing, partial_dir
 from data.prepare.encode import Batch, Encoded, OnError, encode_all
-from data.prepare.journal import Journal, Made
-from data.prepare.sources import Document, FileSource, Position, Raw, Seen, Source, SourceConfig, Unreadable
-from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId
+from data.prepare.join import EmptySplit, existing, join, partial_dir
+from data.prepare.parts import FINISHED, Plan, read_parts, remove, start, write_part, writing
+from data.prepare.sources import FileSource, Position, Source, SourceConfig
+from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId, token_dtype
 from data.tokenizer import TokenizerConfig, build_tokenizer
 
 
 class PrepareConfig(Settings):
-    """What scripts/prepare_data.py makes a dataset from."""
+    """Settings of scripts/prepare_data.py."""
 
     data: SourceConfig
     """Where documents come from."""
     tokenizer: TokenizerConfig
-    """What turns them into token ids."""
+    """How their text becomes token ids."""
     out_dir: Path
     """The dataset directory to make; with num_tasks, the folder of all parts."""
     val_fraction: float | None = Field(default=None, gt=0, lt=1)
@@ -34,90 +36,69 @@ class PrepareConfig(Settings):
     shard_tokens: PositiveInt = 100_000_000
     """A shard is full with the document that reaches this number of tokens."""
     dedup: Literal["none", "exact"] = "none"
-    """exact: of documents with the same text only the first is kept."""
+    """exact: keep only the first of documents with the same text."""
     on_error: OnError = "skip"
-    """What to do with what can't be read. skip: count it, by reason. stop: end with its place."""
+    """What to do with documents that cannot be read. skip: count them by reason. stop: end with an error."""
     workers: PositiveInt | None = None
-    """Processes that tokenise; the dataset is the same for any number. null: one for every CPU."""
+    """Processes that tokenize; the dataset does not depend on their number. null: one for every CPU."""
     num_tasks: PositiveInt = 1
-    """On how many machines the work is spread; scripts/merge_dataset.py joins what they made."""
+    """The number of machines that share the work; scripts/merge_dataset.py joins what they wrote."""
     task_index: NonNegativeInt = 0
-    """Which of these this is, from 0: it takes its share of the input files."""
+    """The number of this machine, from 0: it reads its share of the input files."""
 
-    @property
-    def fraction(self) -> float:
-        """val_fraction, or what is usual for the source."""
-        return self.data.usual_val_fraction if self.val_fraction is None else self.val_fraction
+    @model_validator(mode="after")
+    def _check_task(self) -> "PrepareConfig":
+        if self.task_index >= self.num_tasks:
+            raise ValueError(
+                f"task_index={self.task_index} is out of range with num_tasks={self.num_tasks}: "
+                f"give one from 0 to {self.num_tasks - 1}"
+            )
+        return self
 
     def recorded(self) -> dict[str, Any]:
-        """The settings that decide what the dataset holds, and its whole input: its manifest keeps them, as JSON."""
+        """Return the settings that decide what the dataset holds, and its whole input, as JSON for its manifest."""
         kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens", "dedup"})
+        fraction = self.data.usual_val_fraction if self.val_fraction is None else self.val_fraction
         task = {"num_tasks": self.num_tasks, "task_index": self.task_index} if self.num_tasks > 1 else {}
-        return {**kept, "val_fraction": self.fraction, "input": self.data.inputs(), **task}
+        return {**kept, "val_fraction": fraction, "input": self.data.inputs(), **task}
 
 
-def prepare(config: PrepareConfig) -> Manifest:
-    """Make the dataset `config.out_dir` or go on making it; return at once if it is there, made with the same settings.
+def prepare(config: PrepareConfig) -> Manifest | None:
+    """Make the dataset `config.out_dir`, or go on with it. With num_tasks, write only the parts of one task: None.
 
     Raises:
         UserError: the folder holds something else, or the dataset cannot be made.
     """
-    source, out_dir = _share(config)
-    if (manifest := existing(out_dir, config.recorded())) is not None:
+    is_task = config.num_tasks > 1
+    source, folder = _share(config) if is_task else (config.data, partial_dir(config.out_dir))
+    prepared = config.recorded()
+    if not is_task and (manifest := existing(config.out_dir, prepared)) is not None:
         return manifest
     tokenizer = build_tokenizer(config.tokenizer)
-    made = Made(
-        prepared=config.recorded(),
-        inputs=source.inputs(),
-        tokenizer=TokenizerId(name=tokenizer.name, n_vocab=tokenizer.n_vocab, sha256=tokenizer.sha256),
-    )
-    plan = Plan(
-        out_dir=out_dir,
-        made=made,
-        tokenizer=tokenizer,
-        shard_tokens=config.shard_tokens,
-        dedup=config.dedup == "exact",
-        is_part=config.num_tasks > 1,
-    )
-    return build(plan, functools.partial(_read, config, source, out_dir))
+    tokenizer_id = TokenizerId(name=tokenizer.name, n_vocab=tokenizer.n_vocab, sha256=tokenizer.sha256)
+    plan = Plan(prepared=prepared, tokenizer=tokenizer_id)
+    with writing(folder):
+        start(folder, plan, tokenizer)
+        if not (folder / FINISHED).exists():
+            _write_parts(config, source, folder, token_dtype(tokenizer.n_vocab))
+        if is_task:
+            say(f"{folder} is ready: when all {config.num_tasks} tasks are, run scripts/merge_dataset.py")
+            return None
+        try:
+            return join([folder], plan, config.out_dir)
+        except EmptySplit:
+            remove(folder)  # so that the same command works with another val_fraction or input
+            raise
 
 
 def part_dir(out_dir: Path, task_index: int, num_tasks: int) -> Path:
-    """Where a task puts its part."""
+    """Return where a task puts its parts."""
     return out_dir / f"task-{task_index:05}-of-{num_tasks:05}"
 
 
-class Share(FileSource):
-    """One task's share of a source: a row of files, so that the shares of all tasks follow on each other."""
-
-    whole: FileSource
-    num_tasks: int
-    task_index: int
-
-    def paths(self) -> dict[str, Path]:
-        """The task's files."""
-        files = list(self.whole.paths().items())
-        first, stop = (i * len(files) // self.num_tasks for i in (self.task_index, self.task_index + 1))
-        return dict(files[first:stop])
-
-    def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
-        """As the whole source does."""
-        return self.whole.read(name, path, seen)
-
-    def parse(self, raw: Raw) -> Document | Unreadable:
-        """As the whole source does."""
-        return self.whole.parse(raw)
-
-
 def _share(config: PrepareConfig) -> tuple[Source, Path]:
-    """What this task reads and where it puts it: with one task, everything, and out_dir."""
+    """Return what this task reads and where it puts it."""
     num_tasks, task_index = config.num_tasks, config.task_index
-    if task_index >= num_tasks:
-        raise UserError(
-            f"task_index={task_index} is out of range with num_tasks={num_tasks}: give one from 0 to {num_tasks - 1}"
-        )
-    if num_tasks == 1:
-        return config.data, config.out_dir
     if not isinstance(config.data, FileSource):
         raise UserError(f"num_tasks={num_tasks} shares out files, data={config.data.name} has none: use data=jsonl")
     files = len(config.data.paths())
@@ -125,47 +106,43 @@ def _share(config: PrepareConfig) -> tuple[Source, Path]:
         raise UserError(f"num_tasks={num_tasks} is more than the input's files, {files}: use at most num_tasks={files}")
     if (config.out_dir / MANIFEST).exists():
         raise UserError(f"out_dir={config.out_dir} is a dataset: choose another folder for the parts of num_tasks")
-    share = Share(whole=config.data, num_tasks=num_tasks, task_index=task_index)
-    return share, part_dir(config.out_dir, task_index, num_tasks)
+    return config.data.share(task_index, num_tasks), part_dir(config.out_dir, task_index, num_tasks)
 
 
-def _read(config: PrepareConfig, source: Source, out_dir: Path, journal: Journal) -> Batches:
-    """The documents that follow on what the journal counts, their progress shown."""
-    progress = Progress()
-    encoded = encode_all(
-        source,
-        partial_dir(out_dir) / TOKENIZER,
-        config.fraction,
-        config.workers or os.cpu_count() or 1,
-        on_error=config.on_error,
-        seen=progress.add,
-        after=Position(journal.place.input, journal.place.number) if journal.place else None,
-    )
-    yield from progress.show(encoded, source.size())
+def _write_parts(config: PrepareConfig, source: Source, folder: Path, dtype: np.dtype) -> None:
+    """Tokenize what follows the parts that are in the folder."""
+    parts = read_parts(folder, dtype)
+    after = None
+    if parts:
+        after = Position(parts[-1].info.input, parts[-1].info.number)
+        documents = sum(part.info.documents for part in parts)
+        say(f"going on with {folder}: {documents:,} documents have been read, up to {after.input}:{after.number}")
+    with contextlib.closing(_read(config, source, folder, after)) as batches:
+        for number in itertools.count(len(parts)):
+            if not write_part(folder, number, batches):
+                break
+    write_atomic(folder / FINISHED, "")
 
 
-class Progress:
-    """How far the input has been read, and how fast its text is written."""
+def _read(config: PrepareConfig, source: Source, folder: Path, after: Position | None) -> Generator[Batch, None, None]:
+    """Yield the batches after a position and show the progress."""
+    read = documents = utf8_bytes = 0
 
-    def __init__(self) -> None:
-        self.read = self.documents = self.utf8_bytes = 0
+    def count(n_bytes: int) -> None:
+        nonlocal read
+        read += n_bytes
 
-    def add(self, n_bytes: int) -> None:
-        """So many more bytes of the input have been read."""
-        self.read += n_bytes
-
-    def show(self, encoded: Iterator[Batch], size: int | None) -> Batches:
-        """Pass batches on, and show each on its way. Time counts from the first: a restart first reads up to there."""
-        if (first := next(encoded, None)) is None:
-            return
-        with Track("reading, bytes", size, self.read) as track:
-            started = time.monotonic()
-            yield first
-            for batch in encoded:
-                yield batch
-                documents = [item for item in batch.items if isinstance(item, Encoded)]
-                self.documents += len(documents)
-                self.utf8_bytes += sum(document.utf8_bytes for document in documents)
-                megabytes, seconds = self.utf8_bytes / 1e6, time.monotonic() - started
-                note = f"{self.documents:,} documents, {megabytes:,.0f} MB of text, {megabytes / seconds:.1f} MB/s"
-                track.advance(self.read - track.done, note)
+    workers = config.workers or os.cpu_count() or 1
+    batches = encode_all(source, folder / TOKENIZER, workers, on_error=config.on_error, seen=count, after=after)
+    if (first := next(batches, None)) is None:
+        return
+    started = time.monotonic()  # only now: a run that goes on first reads up to where it was
+    with Track("reading, bytes", source.size(), read) as track:
+        for batch in itertools.chain([first], batches):
+            yield batch
+            encoded = [item.utf8_bytes for item in batch.items if isinstance(item, Encoded)]
+            documents += len(encoded)
+            utf8_bytes += sum(encoded)
+            rate = utf8_bytes / 1e6 / (time.monotonic() - started)
+            note = f"{documents:,} documents, {utf8_bytes / 1e6:,.0f} MB of text, {rate:.1f} MB/s"
+            track.advance(read - track.done, note)

@@ -1,4 +1,4 @@
-"""A dataset for the eye: its sets as a table and a picture, its text, and the documents behind a training step."""
+"""Showing a dataset: its sets as a table and a chart, its text, and the documents behind a training step."""
 
 import io
 import unicodedata
@@ -19,7 +19,7 @@ _BARS = 40
 
 
 def sets_table(manifest: Manifest) -> Table:
-    """How much text each set of each split has, the largest first."""
+    """Return a table of the text in each set of each split, the largest first."""
     table = _table(["split", "set"], ["documents", "tokens", "share, %", "bytes", "tokens/byte"])
     for name, split in manifest.splits.items():
         largest_first = sorted(split.sets.items(), key=lambda item: -item[1].tokens)
@@ -33,9 +33,9 @@ def sets_table(manifest: Manifest) -> Table:
 
 
 def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
-    """Draw the tokens of each set as bars, the largest on top, into a PNG; replaces `path` whole."""
+    """Draw the tokens of each set as bars, the largest on top, into the PNG file `path`."""
     names, tokens = bars(manifest)
-    from matplotlib.figure import Figure  # here, because it takes its time
+    from matplotlib.figure import Figure  # here, because importing it is slow
 
     figure = Figure(figsize=(9, 1.6 + 0.3 * len(names)), layout="constrained")
     axes = figure.subplots()
@@ -58,7 +58,7 @@ def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
 
 
 def bars(manifest: Manifest) -> tuple[list[str], np.ndarray]:
-    """Labels (n,) and tokens (splits, n) of the bars, the largest last; many small sets are put together."""
+    """Return labels (n,) and tokens (splits, n) of the bars, the largest last; many small sets become one bar."""
     splits = manifest.splits.values()
     sizes = [[split.sets[name].tokens if name in split.sets else 0 for split in splits] for name in manifest.set_names]
     by_size = sorted(zip(sizes, manifest.set_names, strict=True), key=lambda bar: sum(bar[0]))
@@ -71,10 +71,10 @@ def bars(manifest: Manifest) -> tuple[list[str], np.ndarray]:
 
 
 def window_text(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, n_tokens: int) -> str:
-    """The text of up to `n_tokens` tokens from number `start` of a split; what no terminal should get is escaped.
+    """Return the text of up to `n_tokens` tokens from number `start` of a split, with control characters escaped.
 
     Raises:
-        UserError: the split has no such token.
+        UserError: the split does not have this token.
     """
     stream = TokenStream(dataset_dir, manifest, split)
     if not 0 <= start < stream.n_tokens:
@@ -84,7 +84,7 @@ def window_text(dataset_dir: Path, manifest: Manifest, split: SplitName, start: 
 
 
 def documents_table(dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]]) -> Table:
-    """The documents behind windows [start, stop) of a split: what part of which, and where it was read from."""
+    """Return a table of the documents behind windows [start, stop) of a split, and where they were read from."""
     table = _table(["set", "input"], ["number", "its tokens", "of", "row", "at token of the split"])
     for row, (start, stop) in enumerate(windows):
         for place in documents_in(dataset_dir, manifest, split, start, stop):
@@ -95,13 +95,13 @@ def documents_table(dataset_dir: Path, manifest: Manifest, split: SplitName, win
 
 
 def _short(n: float, _: object = None) -> str:
-    """A number as people say it: 166 k, 3.37 M, 388 B."""
+    """Format a number in short: 166 k, 3.37 M, 388 B."""
     size, unit = next(((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if n >= size), (1, ""))
     return f"{float(f'{n / size:.3g}'):g}{unit}"
 
 
 def visible(text: str, kept: str = "") -> str:
-    """`text` with control characters, which a terminal would obey, escaped; but for those of `kept`."""
+    """Escape the control characters of a text, which a terminal would obey, except those in `kept`."""
     commands = {c for c in text if unicodedata.category(c)[0] == "C" and c not in kept}
     return text.translate({ord(c): c.encode("unicode_escape").decode() for c in commands})
 
@@ -115,5 +115,5 @@ def _table(texts: list[str], numbers: list[str]) -> Table:
     return table
 
 
-def _add_row(table: Table, *cells: object, style: str = "") -> None:
-    table.add_row(*(Text(str(cell)) for cell in cells), style=style)  # a Text's brackets are no markup
+def _add_row(table: Table, *cells: object) -> None:
+    table.add_row(*(Text(str(cell)) for cell in cells))  # brackets in a Text are not markup

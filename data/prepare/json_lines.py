@@ -1,7 +1,7 @@
-"""One line of JSON to a record: by orjson where it agrees, by json where it does not, and a long line in little memory.
+"""Parsing a line of JSON: with orjson, with json where orjson refuses it, and a long line in little memory.
 
-A string of 200 MB takes 800 MB in Python if it has one emoji, and the line as much again. So the long strings of a
-long line are cut out first, and of these the text alone is made UTF-8 bytes, piece by piece.
+A Python string of 200 MB takes 800 MB if it has one emoji, and the line takes as much again. So the long strings of a
+long line are cut out before it is parsed, and only the text among them is converted to UTF-8 bytes, piece by piece.
 """
 
 import itertools
@@ -13,12 +13,12 @@ from typing import Any, Literal
 import orjson
 
 LONG = 2**24
-"""Characters or bytes of a long line or text; shorter ones are read as a whole."""
+"""A line or text with more characters or bytes is long; shorter ones are parsed whole."""
 _LONG_STRING = 2**20
 _PIECE = 2**20
 _DEEP = 500
 
-# Possessive (*+): nothing is kept to come back to, so a match takes no memory.
+# Possessive (*+): without backtracking, a match takes no memory.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _HEX = rb"[0-9a-fA-F]"
 _WHOLE_CHARACTERS = re.compile(
@@ -30,29 +30,30 @@ Fault = Literal["invalid UTF-8", "line too long", "lone surrogate", "malformed J
 
 
 class NotRead(Exception):
-    """A line that is not read; `fault` says why."""
+    """A line that cannot be parsed."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault: Fault = fault
 
 
 def parse_line(line: bytes | bytearray, text_field: str) -> Any:
-    """The JSON value of a line. Of a long line, `text_field` may be UTF-8 as a bytearray, other long strings are cut.
+    """Return the JSON value of a line. In a long line, `text_field` may be a bytearray of UTF-8; other long strings are
+    replaced.
 
     Raises:
-        NotRead: it is no JSON, or not UTF-8.
+        NotRead: the line is not JSON, not UTF-8 or too long.
     """
     if len(line) > LONG:
         return _parse_long(line, text_field)
     try:
         return orjson.loads(line)
-    except ValueError:  # json takes more (a byte order mark, NaN, half characters), and tells reasons apart
+    except ValueError:  # json accepts more (a byte order mark, NaN, half characters), and names the reason
         return _parse(line)
 
 
 def _parse(line: bytes | bytearray) -> Any:
     if max(line.count(b"["), line.count(b"{")) > _DEEP and _depth(line) > _DEEP:
-        raise NotRead("malformed JSON")  # json's own limit depends on how deep the calls around it are
+        raise NotRead("malformed JSON")  # json's own limit depends on the call stack
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -62,7 +63,7 @@ def _parse(line: bytes | bytearray) -> Any:
 
 
 def _depth(line: bytes | bytearray) -> int:
-    """How deep brackets are nested."""
+    """Return how deep brackets are nested."""
     steps = (1 if byte in b"[{" else -1 for byte in _STRING.sub(b"", line) if byte in b"[]{}")
     return max(itertools.accumulate(steps), default=0)
 
@@ -73,7 +74,7 @@ def _parse_long(line: bytes | bytearray, text_field: str) -> Any:
         raise NotRead("line too long")
     if spans and (spans[-1][1] - spans[-1][0] < 2 or line[spans[-1][1] - 1] != ord('"')):
         raise NotRead("malformed JSON")
-    stand_in = "\0" + secrets.token_hex()  # what no line holds
+    stand_in = "\0" + secrets.token_hex()  # a string that no line holds
     short, done = bytearray(), 0
     for number, (start, end) in enumerate(spans):
         short += line[done:start] + json.dumps(f"{stand_in} {number}").encode()
@@ -87,7 +88,7 @@ def _parse_long(line: bytes | bytearray, text_field: str) -> Any:
 
 
 def _utf8(line: bytes | bytearray, start: int, stop: int) -> bytearray:
-    """The UTF-8 of what line[start:stop] is between its quotes."""
+    """Return the UTF-8 of the JSON string whose quotes enclose line[start:stop]."""
     utf8 = bytearray()
     while start < stop:
         limit = min(start + _PIECE, stop)

@@ -1,7 +1,7 @@
 """Where documents come from: a source is its settings, and `documents()` yields raw items in a fixed order.
 
-What a raw item says is found by the source's `parse`, which runs in a worker process.
-To add one: a class here with its `name`, its place in `SourceConfig`, and a YAML in configs/data.
+The source's `parse` turns a raw item into a document; it runs in a worker process.
+To add a source: a class here with its `name`, its place in `SourceConfig`, and a YAML in configs/data.
 """
 
 import codecs
@@ -41,41 +41,41 @@ class Document(NamedTuple):
     """One text and the named set it is counted under. The text is not empty and has a UTF-8 form."""
 
     text: str | bytearray
-    """A bytearray is UTF-8: of a text so long that a str would take too much memory."""
+    """A bytearray is UTF-8, for a text so long that a str would take too much memory."""
     set_name: str
 
 
 class Unreadable(NamedTuple):
-    """Something that should have been a document: why it is not, and where it is."""
+    """An item that is no document: why, and where it is."""
 
     reason: Reason
     where: str
 
 
 class Position(NamedTuple):
-    """A place in a source: what comes after it is an item of a later input, or one with a higher number."""
+    """A place in a source. Items after it are in a later input or have a higher number."""
 
     input: str
-    """A name that `Source.inputs` has: a file, a dataset."""
+    """A name in `Source.inputs`: a file, a dataset."""
     number: int
-    """Of the line or document in that input, from 1."""
+    """The number of the line or document in that input, from 1."""
 
 
 class Raw(NamedTuple):
-    """An item as it was read: its place, and what the source's `parse` makes a document of."""
+    """An item as it was read, before the source's `parse`."""
 
     position: Position
     content: Any
-    """Bytes or text, plain data in any case: it goes to a worker process. Unreadable: what could not even be read."""
+    """Bytes, text or other plain data, which goes to a worker process; Unreadable if it could not even be read."""
     size: int
-    """About how many characters it holds."""
+    """About the number of its characters."""
 
 
-Seen = Callable[[int], object]  # is told how many more bytes of the input have been read
+Seen = Callable[[int], object]  # called with the number of bytes of the input read since the last call
 
 
 def _nobody(_: int) -> None:
-    """Nobody wants to know."""
+    """Do nothing."""
 
 
 class Source(Settings):
@@ -84,52 +84,68 @@ class Source(Settings):
     usual_val_fraction: ClassVar[float]
 
     def inputs(self) -> dict[str, int | None]:
-        """Names of what is read, in the order in which it is read, with sizes in bytes. None: not known before."""
+        """Return the names of all inputs in reading order, with their sizes in bytes; None if a size is not known."""
         raise NotImplementedError
 
     def size(self) -> int | None:
-        """Bytes of the input. None: not known before it has been read."""
+        """Return the bytes of the whole input, None if they are not known."""
         sizes = self.inputs().values()
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
-        """All items in a fixed order, or those after a position. What can't be read is an item too."""
+        """Yield all items in a fixed order, or those after a position. What cannot be read is an item too."""
         raise NotImplementedError
 
     def parse(self, raw: Raw) -> Document | Unreadable:
-        """What an item of `documents` says."""
+        """Turn an item of `documents` into a document."""
         raise NotImplementedError
 
 
 class FileSource(Source):
     """A source that reads files, one after the other."""
 
+    _task: tuple[int, int] = (0, 1)  # the number of this task and of all tasks
+
     def paths(self) -> dict[str, Path]:
-        """The files by the names that positions give them, in order."""
+        """Return all files by the names that positions give them, in order."""
         raise NotImplementedError
 
     def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
-        """The items of one file, numbered upwards."""
+        """Yield the items of one file, with increasing numbers."""
         raise NotImplementedError
 
+    def share(self, task_index: int, num_tasks: int) -> "FileSource":
+        """Return a source of one task's files. The shares of all tasks, in order, are the whole source."""
+        source = self.model_copy()
+        source._task = task_index, num_tasks
+        return source
+
     def inputs(self) -> dict[str, int | None]:
-        """The files and their sizes."""
-        return {name: path.stat().st_size if path.exists() else 0 for name, path in self.paths().items()}
+        """Return the files of this share and their sizes."""
+        return {name: _size(path) for name, path in self._paths()}
 
     def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
-        """Read the files in order. Those before the position's are not opened, its own is read from the beginning."""
-        paths = self.paths()
-        if after and after.input not in paths:
-            raise UserError(f"{after.input} is not among the input files any more: bring it back, or begin anew")
-        ahead = after is not None
-        for name, path in paths.items():
-            if not (after and ahead):
-                yield from self.read(name, path, seen)
-            elif name != after.input:
-                seen(path.stat().st_size if path.exists() else 0)
-            else:
-                ahead = False
+        """Read the files in order. Files before the position's are not opened, its own is read from the beginning."""
+        paths = self._paths()
+        names = [name for name, _ in paths]
+        if after and after.input not in names:
+            raise UserError(f"{after.input} is not among the input files any more: restore it, or start again")
+        current = names.index(after.input) if after else -1
+        for number, (name, path) in enumerate(paths):
+            if number < current:
+                seen(_size(path))
+            elif after and number == current:
                 yield from (raw for raw in self.read(name, path, seen) if raw.position.number > after.number)
+            else:
+                yield from self.read(name, path, seen)
+
+    def _paths(self) -> list[tuple[str, Path]]:
+        files, (task_index, num_tasks) = list(self.paths().items()), self._task
+        return files[task_index * len(files) // num_tasks : (task_index + 1) * len(files) // num_tasks]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 class StdlibSource(FileSource):
@@ -140,14 +156,14 @@ class StdlibSource(FileSource):
     name: Literal["stdlib"]
 
     def paths(self) -> dict[str, Path]:
-        """Files by their path in the library. Tests and installed packages stay out: not every machine has them."""
+        """Return the files by their path in the library, without tests and packages, which not every machine has."""
         root = Path(sysconfig.get_path("stdlib"))
         excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
         names = [path.relative_to(root) for path in root.rglob("*.py")]
         return {str(name): root / name for name in sorted(names) if not excluded.intersection(name.parts)}
 
     def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
-        """A file is one document."""
+        """Yield the file as one document."""
         try:
             text = "".join(_text(path, seen))
             yield Raw(Position(name, 1), text, len(text))
@@ -157,7 +173,7 @@ class StdlibSource(FileSource):
             yield _missing("invalid UTF-8", name, 1)
 
     def parse(self, raw: Raw) -> Document | Unreadable:
-        """The text of the file."""
+        """Return the document."""
         return _document(raw.content, "stdlib", raw.position.input)
 
 
@@ -171,14 +187,14 @@ class TextSource(FileSource):
     """A file, a glob (`**` reaches into folders), or a list of them."""
 
     def paths(self) -> dict[str, Path]:
-        """The files that `path` names."""
+        """Return the files that `path` names."""
         return _files(self.path)
 
     def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
-        """A file is one document; a long one is cut into several, so that the split by hash has something to choose."""
+        """Yield the file as one document, or a long one as several, so that the split by hash has a choice."""
         number = 0
         try:
-            for _ in _text(path):  # a file with an error in it is refused as a whole
+            for _ in _text(path):  # a file with an error is refused as a whole
                 pass
             for number, passage in enumerate(passages(_text(path, seen)), start=1):
                 yield Raw(Position(name, number), passage, len(passage))
@@ -188,7 +204,7 @@ class TextSource(FileSource):
             yield _missing("invalid UTF-8", name, number + 1)
 
     def parse(self, raw: Raw) -> Document | Unreadable:
-        """The text of a file or of a piece of it."""
+        """Return the document."""
         return _document(raw.content, "text", raw.position.input)
 
 
@@ -204,11 +220,11 @@ class JsonlSource(FileSource):
     """The key that holds the text. The set is `meta.pile_set_name` where there is one, else `jsonl`."""
 
     def paths(self) -> dict[str, Path]:
-        """The files that `path` names."""
+        """Return the files that `path` names."""
         return _files(self.path)
 
     def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
-        """The lines of a file; what stands before the damage in a damaged archive is kept."""
+        """Yield the lines of a file; of a damaged archive, those before the damage."""
         number = 0
         try:
             for number, line in enumerate(read_lines(path, seen), start=1):
@@ -217,7 +233,7 @@ class JsonlSource(FileSource):
                 elif line.strip():  # a blank line is not a document
                     yield Raw(Position(name, number), line, len(line))
         except OSError as error:
-            if number:  # it was readable: the rest must not be given up for a disk that fails now
+            if number:  # the file is readable: a failing disk must not cost the rest of it
                 raise UserError(f"{path} can't be read after line {number} ({error.strerror}): try again") from None
             yield _missing("unreadable file", name, 1)
         except DamagedArchive as damage:
@@ -227,7 +243,7 @@ class JsonlSource(FileSource):
                 yield _missing("empty file", name, 1)
 
     def parse(self, raw: Raw) -> Document | Unreadable:
-        """The text of a line."""
+        """Return the document."""
         where = f"{raw.position.input}:{raw.position.number}"
         try:
             record = parse_line(raw.content, self.text_field)
@@ -252,16 +268,16 @@ class PileSource(Source):
     """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `pile`."""
 
     def inputs(self) -> dict[str, int | None]:
-        """The dataset, as one input."""
+        """Return the dataset as one input."""
         return {self.path: None}
 
     def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
-        """Stream the training split. A broken connection is opened again at the row where it broke.
+        """Stream the training split. After a network error it reconnects and goes on at the same row.
 
-        After a position, rows up to it are read again and passed over: a stream can't be entered in the middle.
+        After a position, the rows up to it are re-read and skipped: a stream cannot be entered in the middle.
 
         Raises:
-            UserError: there is no such dataset, it can't be reached any more, or its files are not in order.
+            UserError: the dataset does not exist, cannot be reached, or has broken files.
         """
         from datasets.exceptions import DatasetsError
 
@@ -295,17 +311,17 @@ class PileSource(Source):
                 state = rows.state_dict()
 
     def parse(self, raw: Raw) -> Document | Unreadable:
-        """The text of a row."""
+        """Return the document."""
         text, meta = raw.content
         where = f"{raw.position.input} row {raw.position.number}"
         return _record({self.text_field: text, "meta": meta}, self.text_field, "pile", where)
 
     def _open(self, first: int, state: Any) -> Any:
-        """The rows after the first so many, or after the state of an earlier stream of these."""
+        """Open the stream after its first rows, or where an earlier stream was."""
         from datasets import load_dataset
         from huggingface_hub.utils import logging
 
-        logging.set_verbosity_error()  # it would announce each of its retries, some 20 seconds long
+        logging.set_verbosity_error()  # else it announces each of its retries for some 20 seconds
         settings = {"revision": self.revision, "data_files": self.data_files}
         rows = load_dataset(self.path, **settings, split="train", streaming=True).skip(first)
         if state is not None:
@@ -314,14 +330,14 @@ class PileSource(Source):
 
 
 def _is_of_the_network(error: Exception) -> bool:
-    """Whether trying again may help. The clients of HTTP have errors of their own that are no OSError."""
+    """Return whether retrying may help. HTTP clients have errors of their own that are no OSError."""
     return isinstance(error, OSError) or type(error).__module__.split(".")[0] in _HTTP_CLIENTS
 
 
 SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | PileSource, Field(discriminator="name")]
 SOURCES = {get_args(cls.model_fields["name"].annotation)[0]: cls for cls in get_args(get_args(SourceConfig)[0])}
 
-_ADVICE = "bring its .jsonl.zst files here and use data=jsonl data.path='files/*.jsonl.zst'"
+_ADVICE = "copy its .jsonl.zst files to this machine and use data=jsonl data.path='files/*.jsonl.zst'"
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
 _RETRIES = 5
 _SECONDS_BEFORE_RETRY = 5.0
@@ -333,7 +349,7 @@ _LINE_END = re.compile(r"\n")
 
 
 def passages(chunks: Iterable[str]) -> Iterator[str]:
-    """Cut a text that comes in chunks into passages of 16,384 characters or somewhat more; joined, they are the text.
+    """Cut a text that comes in chunks into passages of 16,384 characters or a bit more; joined, they are the text.
 
     Cuts are made after blank lines, or after a line where 16,384 more characters hold no blank line, or in a line of a
     million characters. An empty text is one empty passage.
@@ -365,7 +381,7 @@ def _document(text: Any, set_name: str, where: str) -> Document | Unreadable:
     try:
         if isinstance(text, str):
             text.encode()
-    except UnicodeEncodeError:  # JSON's "\ud800" makes half a character, which no UTF-8 can hold
+    except UnicodeEncodeError:  # JSON's "\ud800" is half a character, which UTF-8 cannot hold
         return Unreadable("lone surrogate", where)
     return Document(text, set_name)
 
@@ -375,7 +391,7 @@ def _record(record: Any, text_field: str, default_set: str, where: str) -> Docum
         return Unreadable("missing text", where)
     meta = record.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
-    if not (isinstance(name, str) and name and name.isprintable()):  # it goes to the terminal
+    if not (isinstance(name, str) and name and name.isprintable()):  # it is printed to terminals
         name = default_set
     return _document(record[text_field], name, where)
 
@@ -386,8 +402,8 @@ def _missing(reason: Reason, name: str, number: int) -> Raw:
 
 
 def _files(path: str | list[str]) -> dict[str, Path]:
-    """The files that `data.path` names, each once: patterns in the order given, the files of a pattern sorted."""
-    found: dict[str, str] = {}  # by what they really are
+    """Return each file that `data.path` names once: patterns in the given order, the files of a pattern sorted."""
+    found: dict[str, str] = {}  # by their real paths
     for pattern in [path] if isinstance(path, str) else path:
         matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         files = [match for match in matches if not os.path.isdir(match)]
@@ -399,7 +415,7 @@ def _files(path: str | list[str]) -> dict[str, Path]:
 
 
 def _text(path: Path, seen: Seen = _nobody) -> Iterator[str]:
-    """A file's text in chunks of bounded size."""
+    """Yield the text of a file in chunks of bounded size."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open(path, "rb") as file:
         while content := file.read(_READ_BYTES):

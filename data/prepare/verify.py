@@ -1,4 +1,4 @@
-"""Is a dataset whole? Everything its manifest says is counted again from the files, as fast as they can be read."""
+"""Verifying a dataset: everything its manifest says is recomputed from the files."""
 
 import hashlib
 import os
@@ -29,16 +29,16 @@ from data.shards import (
 )
 from data.tokenizer import load_tokenizer
 
-_IDS_AT_ONCE = 2**18  # what is made of them stays in a core's cache
+_IDS_AT_ONCE = 2**18  # so many fit into a core's cache
 _UNITS = ("tokens", "documents", "utf8_bytes")
 
 
 def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
-    """All that is wrong with a dataset: a line for each problem, with the file's name; none if the dataset is whole.
+    """Return a line for each problem of a dataset, with the file's name; none if the dataset is whole.
 
-    Read again are the sums of all files, documents, tokens and bytes of text of every set and split, whether every id
-    is the tokenizer's, and whether the index tells of every document where it ends and where it is from. `threads`
-    of them read shards at the same time; None: one for every CPU.
+    It checks the sums of all files, the documents, tokens and bytes of text of every set and split, that every id is in
+    the tokenizer's vocabulary, and that the indexes say where documents end and where they are from. `threads` read
+    shards at the same time; None: one for every CPU.
     """
     try:
         manifest = parse_manifest(dataset_dir)
@@ -59,23 +59,21 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
 
 
 class ShardCount:
-    """What the two files of a shard hold, and what is wrong with them: one problem of a kind."""
+    """The contents and the problems of the two files of a shard, at most one problem of a kind."""
 
     def __init__(self, dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np.ndarray) -> None:
-        """Read them; `lengths` are the bytes that ids stand for, the last for all above it."""
+        """Read them; `lengths` are the bytes of text of each id, the last also of all higher ids."""
         self.manifest, self.shard, self.lengths = manifest, shard, lengths
         self.path, self.index_path = dataset_dir / shard.file, dataset_dir / shard.index_file
         self.problems: dict[str, str] = {}
         self.sets = np.zeros((len(manifest.set_names), len(_UNITS)), np.int64)
-        """What each set has of each unit."""
+        """The amount of each unit in each set."""
         self.first: tuple[int, int] | None = None
         self.last = (0, 0)
-        """Input and number of the first and of the last document."""
+        """Input and number of the first and the last document."""
         self.tokens = self.documents = 0
-        """What was found so far."""
-        self._begin = self._bytes = (
-            0  # of the document that goes on in the next block: its first token, its text so far
-        )
+        """Found so far."""
+        self._begin = self._bytes = 0  # first token, and bytes so far, of a document that goes on in the next block
         self._try("tokens", check_tokens, dataset_dir, manifest, shard)
         self._try("index", check_index, dataset_dir, manifest, shard)
         if not self.problems:
@@ -84,7 +82,7 @@ class ShardCount:
             except OSError as error:
                 self._wrong("tokens", self.path, f"it or its index cannot be read ({error.strerror})")
         self.countable = not self.problems.keys() & {"tokens", "index", "records"}
-        """Whether `sets` are those of the whole shard."""
+        """Whether `sets` covers the whole shard."""
 
     def _read(self) -> None:
         shard, sha256 = self.shard, hashlib.sha256()
@@ -107,7 +105,7 @@ class ShardCount:
         self._try("index sum", check_sum, self.index_path, index_sha256.hexdigest(), shard.index_sha256)
 
     def _documents(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of the documents that end in the next block: where in the shard, and the bytes of their texts; int64 (n,)."""
+        """Return ends in the shard and bytes of text of the documents that end in the next block; int64 (n,)."""
         eot_id = self.manifest.tokenizer.eot_id
         if (highest := int(ids.max())) > eot_id:
             self._wrong("ids", self.path, f"it holds the id {highest}, its tokenizer's last is {eot_id}")
@@ -122,7 +120,7 @@ class ShardCount:
         return ends, utf8_bytes[: ends.size]
 
     def _compare(self, records: np.ndarray, ends: np.ndarray, utf8_bytes: np.ndarray) -> None:
-        """Check the records of the documents that end at `ends`, and count these under their sets."""
+        """Check the records of the documents that end at `ends`, and add them to the counts of their sets."""
         if not ends.size:
             return
         begins = np.concatenate([[self._begin], ends[:-1]])
@@ -143,7 +141,7 @@ class ShardCount:
                 self.sets[:, unit] += sums.astype(np.int64)
 
     def _check_order(self, records: np.ndarray) -> None:
-        """Documents stand in the order of their inputs, and of their numbers in these."""
+        """Check that documents are in the order of their inputs, and of their numbers in these."""
         inputs, numbers = records["input"].astype(np.int64), records["number"]
         before_inputs = np.concatenate([[self.last[0]], inputs[:-1]])
         before = np.concatenate([np.array([self.last[1]], numbers.dtype), numbers[:-1]])
@@ -166,7 +164,7 @@ class ShardCount:
 
 
 def n_bytes(manifest: Manifest) -> int:
-    """Bytes of a dataset's shards and indexes."""
+    """Return the bytes of a dataset's shards and indexes."""
     return sum(_shard_bytes(manifest, shard) for split in manifest.splits.values() for shard in split.shards)
 
 
@@ -183,7 +181,7 @@ def _show(counts: Iterable[ShardCount], track: Track) -> Iterable[ShardCount]:
 
 
 def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.ndarray:
-    """The bytes that ids stand for (n_vocab,); a problem and 0 (1,) where the tokenizer is not the manifest's."""
+    """Return the bytes of text of each id (n_vocab,); 0 (1,) and a problem if the tokenizer is not the manifest's."""
     try:
         tokenizer = load_tokenizer(path)
     except UserError as error:
@@ -198,7 +196,7 @@ def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.nda
 def _check_split(
     dataset_dir: Path, manifest: Manifest, name: SplitName, counts: Iterable[ShardCount], units: tuple[str, ...]
 ) -> list[str]:
-    """What is wrong with the shards of a split, and in the manifest's counts of what they hold together."""
+    """Return the problems of a split's shards, and of the manifest's counts of them."""
     problems: list[str] = []
     found = np.zeros((len(manifest.set_names), len(_UNITS)), np.int64)
     last, countable = (0, 0), True

@@ -1,4 +1,4 @@
-"""What /v1/completions answers: OpenAI's objects, whole or in chunks."""
+"""The answers of /v1/completions: OpenAI's objects, whole or in chunks."""
 
 import time
 import uuid
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from data.tokenizer import END_OF_TEXT, Tokenizer
-from inference.server.text import FinishReason
-from inference.server.tokens import Token
+from inference.completion import FinishReason
+from inference.token_log import Token
 
 
 class Answer:
-    """The answer to one request: `body` is all of it, or one chunk of a stream."""
+    """The answer to one request. `body` makes the whole answer, or one chunk of a stream."""
 
     def __init__(self, model: str, tokenizer: Tokenizer, with_logprobs: bool) -> None:
         self._head = {
@@ -23,15 +23,16 @@ class Answer:
         self._tokenizer, self._with_logprobs = tokenizer, with_logprobs
 
     def body(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
-        """What is sent; `usage` is left out where it is None."""
+        """The object to send; without `usage` if that is None."""
         return self._head | {"choices": choices} | ({} if usage is None else {"usage": usage})
 
     def choice(
         self, index: int, text: str, tokens: Sequence[Token], finish_reason: FinishReason | None
     ) -> dict[str, Any]:
-        """One continuation, or what is new of it."""
+        """One continuation, or what is new in it."""
         logprobs = self._logprobs(tokens) if self._with_logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        reason = "stop" if finish_reason == "end_of_text" else finish_reason
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         return {
@@ -46,7 +47,7 @@ class Answer:
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Numbers of tokens: of the prompts as they were given, and all that were drawn."""
+    """Token counts: of the prompts as given, and of all tokens drawn."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -55,7 +56,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def token_text(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token as text; one that is only a part of a character as OpenAI writes it, bytes:\\xe6\\x97."""
+    """A token as text; incomplete characters are written as OpenAI does, bytes:\\xe6\\x97."""
     if token_id == tokenizer.eot_id:
         return END_OF_TEXT
     raw = tokenizer.decode_bytes([token_id])

@@ -1,4 +1,4 @@
-"""The routes: a page at /, OpenAI's API at /v1. Every error says its reason, in OpenAI's form."""
+"""The routes: a page at /, OpenAI's API at /v1. Every error has OpenAI's form and gives the reason."""
 
 from pathlib import Path
 from typing import Any
@@ -7,14 +7,15 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inference.server.completions import Served, check_model, complete
-from inference.server.errors import ApiError, Gone
+from inference.server.errors import ApiError
 from inference.server.protocol import CompletionRequest
 
 PAGE = Path(__file__).parent / "page"
-_SAFE = {  # the page needs nothing from elsewhere, and nobody else may put it into theirs
+_SAFE = {  # the page loads nothing from other sites, and other sites cannot embed it
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
@@ -22,7 +23,7 @@ _SAFE = {  # the page needs nothing from elsewhere, and nobody else may put it i
 
 
 def create_app(served: Served) -> FastAPI:
-    """The application; its engine is started and stopped by whoever runs it."""
+    """The application; the caller starts and stops its worker."""
     app = FastAPI(title=f"log-gpt: {served.name}", docs_url=None, redoc_url=None)
     if served.hosts is not None:
         app.add_middleware(Guard, hosts=served.hosts)
@@ -39,9 +40,9 @@ def create_app(served: Served) -> FastAPI:
     async def _failed(_: Request, error: Exception) -> Response:
         return ApiError(500, f"the server failed: {type(error).__name__}").response()
 
-    @app.exception_handler(Gone)
-    async def _gone(_: Request, error: Gone) -> Response:
-        return Response(status_code=499)  # that nobody reads
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
 
     @app.get("/", include_in_schema=False)
     @app.get("/page.js", include_in_schema=False)
@@ -51,7 +52,7 @@ def create_app(served: Served) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        writing, waiting = served.engine.load
+        writing, waiting = served.worker.load
         return {"status": "ok", "writing": writing, "waiting": waiting}
 
     @app.get("/v1/models")
@@ -73,13 +74,13 @@ def create_app(served: Served) -> FastAPI:
 
 
 class Guard:
-    """In front of all routes, and of what is none: only requests for this server's own names are answered."""
+    """Answers only requests that use one of this server's own names, on all paths."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
         self._app, self._hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Handle or refuse a request."""
         answer = self._app
         if scope["type"] == "http":
             try:
@@ -90,10 +91,10 @@ class Guard:
 
 
 def check_host(request: Request, hosts: frozenset[str]) -> None:
-    """Refuse what a page of somebody else's makes a browser send: by a name of theirs that leads here, or across.
+    """Refuse what another site's page makes a browser send, across sites or by a host name that resolves to us.
 
     Raises:
-        ApiError: it did.
+        ApiError: the request names another host, or comes from another site.
     """
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     if _name(host) not in hosts:
@@ -103,10 +104,10 @@ def check_host(request: Request, hosts: frozenset[str]) -> None:
 
 
 def _name(host: str) -> str | None:
-    """A Host header without its port."""
+    """A Host header's name without the port; None if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname
-    except ValueError:  # [ without ]
+    except ValueError:  # an unclosed bracket
         return None
 
 

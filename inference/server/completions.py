@@ -1,4 +1,4 @@
-"""One request for completions: read, checked, given to the engine, and answered as the text comes."""
+"""Answers one request for completions: reads and checks it, submits its texts, and sends them as they grow."""
 
 import asyncio
 import contextlib
@@ -15,25 +15,26 @@ from starlette.requests import ClientDisconnect
 
 from common.files import parse_json
 from common.settings import UserError, decode, nearest
+from data.tokenizer import Tokenizer
+from inference.completion import Completion, Piece, TextRequest
 from inference.server.answer import Answer, usage
-from inference.server.engine import Engine
-from inference.server.errors import ApiError, Gone, api_error
+from inference.server.errors import ApiError, api_error
 from inference.server.protocol import CompletionRequest, Limits, text_requests
-from inference.server.text import Completion, Piece, TextRequest
+from inference.server.worker import Worker
 
 _LARGEST_BODY = 2**24  # bytes
 
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and how much of it."""
+    """A served model."""
 
     name: str
-    """Of the model."""
-    engine: Engine
+    worker: Worker
+    tokenizer: Tokenizer
     limits: Limits
     hosts: frozenset[str] | None
-    """What browsers may call this server; None: anything."""
+    """Host names that browsers may use for this server; None: any."""
 
 
 async def complete(http: Request, served: Served) -> Response:
@@ -41,39 +42,38 @@ async def complete(http: Request, served: Served) -> Response:
     request = await read_request(http)
     if request.model is not None:
         check_model(request.model, served)
-    _check_number(len(request.prompts) * request.n, served.engine)
+    n_texts, most = len(request.prompts) * request.n, served.worker.max_texts
+    if n_texts > most:
+        raise ApiError(400, f"prompts times n are {n_texts} texts: this server takes at most {most} at once")
     try:
-        texts = await run_in_threadpool(text_requests, request, served.engine.tokenizer, served.limits)
+        texts = await run_in_threadpool(text_requests, request, served.tokenizer, served.limits)
     except UserError as error:
         raise ApiError(400, str(error)) from None
-    answer = Answer(served.name, served.engine.tokenizer, request.logprobs is not None)
-    n_prompt = sum(len(text.prompt_ids) for text in texts[:: request.n])
-    pieces = continuations(texts, served.engine, http)
+    answer = Answer(served.name, served.tokenizer, request.logprobs is not None)
+    n_prompt = sum(len(text.ids) - text.prompt_start for text in texts[:: request.n])
+    pieces = continuations(texts, served, http)
     if not request.stream:
         return JSONResponse(await whole(pieces, len(texts), answer, n_prompt))
-    first = await anext(pieces)  # what goes wrong before it still has a status
+    first = await anext(pieces)  # an error before it still has a status
     events = stream(first, pieces, answer, n_prompt if request.stream_options.include_usage else None)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 async def read_request(http: Request) -> CompletionRequest:
-    """The request that a body holds.
+    """Read and decode a request's body.
 
     Raises:
-        ApiError: it is too large, or no such request.
-        Gone: it never came whole.
+        ApiError: the body is too large, or not a valid request.
+        ClientDisconnect: the client closed the connection before sending all of it.
     """
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # no other site's page can send that here unasked
+    if kind != "application/json":  # browsers do not let other sites' pages send it
         raise ApiError(415, f"Content-Type is {kind or 'missing'}: send JSON, with Content-Type: application/json")
     body = bytearray()
-    try:
-        async for chunk in http.stream():
-            body += chunk
-            if len(body) > _LARGEST_BODY:
-                raise ApiError(413, f"the body is larger than {_LARGEST_BODY:,} bytes: send less at once")
-    except ClientDisconnect:
-        raise Gone from None
+    async for chunk in http.stream():
+        body += chunk
+        if len(body) > _LARGEST_BODY:
+            raise ApiError(413, f"the body is larger than {_LARGEST_BODY:,} bytes: send less at once")
     return await run_in_threadpool(_decoded, bytes(body))
 
 
@@ -86,34 +86,25 @@ def _decoded(body: bytes) -> CompletionRequest:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
-def _check_number(n_texts: int, engine: Engine) -> None:
-    if n_texts > engine.max_streams + engine.max_queue:
-        raise ApiError(
-            400,
-            f"prompts times n are {n_texts} texts: this server takes at most "
-            f"{engine.max_streams + engine.max_queue} at once",
-        )
-
-
 async def continuations(
-    texts: Sequence[TextRequest], engine: Engine, http: Request
+    texts: Sequence[TextRequest], served: Served, http: Request
 ) -> AsyncIterator[tuple[int, Piece]]:
-    """Pieces of these texts as they come, each with its text's number. However it ends, the texts leave the engine.
+    """Yield pieces of these texts as they come, each with its text's index. In the end the texts leave the engine.
 
     Raises:
-        ApiError: the engine does not take them, or the model fails.
-        Gone: the client has closed the connection.
+        ApiError: there is no place for the texts, or the model fails.
+        ClientDisconnect: the client has closed the connection.
     """
     loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | Exception]]()
 
     def tell(index: int, news: Piece | Exception) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+        with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits for this
             loop.call_soon_threadsafe(arrived.put_nowait, (index, news))
 
-    completions = [Completion(text, engine.tokenizer, partial(tell, index)) for index, text in enumerate(texts)]
+    completions = [Completion(text, served.tokenizer, partial(tell, index)) for index, text in enumerate(texts)]
     watch = asyncio.create_task(_watch(http, completions, arrived))
     try:
-        engine.submit(completions)
+        served.worker.submit(completions)
         unfinished = len(completions)
         while unfinished:
             index, news = await arrived.get()
@@ -121,7 +112,7 @@ async def continuations(
                 raise news
             unfinished -= news.finish_reason is not None
             yield index, news
-    except Gone:
+    except ClientDisconnect:
         raise
     except Exception as error:
         raise api_error(error) from error
@@ -133,11 +124,11 @@ async def continuations(
 async def _watch(
     http: Request, completions: Sequence[Completion], arrived: asyncio.Queue[tuple[int, Piece | Exception]]
 ) -> None:
-    """Have the texts leave as soon as the client has closed the connection."""
+    """Cancel the texts as soon as the client closes the connection."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
     _leave(completions)
-    arrived.put_nowait((0, Gone()))
+    arrived.put_nowait((0, ClientDisconnect()))
 
 
 def _leave(completions: Sequence[Completion]) -> None:
@@ -148,7 +139,7 @@ def _leave(completions: Sequence[Completion]) -> None:
 async def whole(
     pieces: AsyncIterator[tuple[int, Piece]], n_texts: int, answer: Answer, n_prompt: int
 ) -> dict[str, Any]:
-    """The answer in one."""
+    """The whole answer as one object."""
     each: list[list[Piece]] = [[] for _ in range(n_texts)]
     async for index, piece in pieces:
         each[index].append(piece)
@@ -161,31 +152,27 @@ async def whole(
         )
         for index, those in enumerate(each)
     ]
-    return answer.body(choices, usage(n_prompt, sum(those[-1].n_tokens for those in each)))
+    return answer.body(choices, usage(n_prompt, sum(those[-1].n_drawn for those in each)))
 
 
 async def stream(
-    first: tuple[int, Piece], pieces: AsyncIterator[tuple[int, Piece]], answer: Answer, n_prompt: int | None
+    first: tuple[int, Piece] | None, pieces: AsyncIterator[tuple[int, Piece]], answer: Answer, n_prompt: int | None
 ) -> AsyncIterator[str]:
-    """The answer as server-sent events; at the end the numbers of tokens, where `n_prompt` is given."""
-    n_tokens = 0
+    """The answer as server-sent events; the token counts come last, if `n_prompt` is given."""
+    n_tokens, item = 0, first
     try:
-        async for index, piece in _from(first, pieces):
-            n_tokens += piece.n_tokens if piece.finish_reason else 0
+        while item:
+            index, piece = item
+            n_tokens += piece.n_drawn if piece.finish_reason else 0
             yield _event(answer.body([answer.choice(index, piece.text, piece.tokens, piece.finish_reason)]))
+            item = await anext(pieces, None)
         if n_prompt is not None:
             yield _event(answer.body([], usage(n_prompt, n_tokens)))
         yield "data: [DONE]\n\n"
-    except ApiError as error:  # the status is sent already
+    except ApiError as error:  # the status has been sent
         yield _event(error.body)
-    except Gone:
+    except ClientDisconnect:
         pass
-
-
-async def _from(first: tuple[int, Piece], others: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[tuple[int, Piece]]:
-    yield first
-    async for other in others:
-        yield other
 
 
 def _event(value: dict[str, Any]) -> str:
@@ -193,6 +180,6 @@ def _event(value: dict[str, Any]) -> str:
 
 
 def check_model(name: str, served: Served) -> None:
-    """Raise ApiError where another model is asked for than there is."""
+    """Raise ApiError if the request asks for another model."""
     if name != served.name:
         raise ApiError(404, f"the model {name!r} does not exist: {nearest(name, [served.name])}", "model_not_found")

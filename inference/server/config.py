@@ -1,4 +1,4 @@
-"""What a server is told: whose model, where it listens, and its limits."""
+"""The settings of a server: the model, the address, and limits."""
 
 from pathlib import Path
 
@@ -9,18 +9,18 @@ from trainer.runtime import DeviceConfig
 
 
 class ServeConfig(Settings):
-    """What scripts/serve.py takes."""
+    """The settings of scripts/serve.py."""
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
     host: str = "127.0.0.1"
-    """Address to listen at; 127.0.0.1: only this machine's programs reach it."""
+    """Address to listen at; 127.0.0.1: only programs on this machine can reach it."""
     port: int = Field(8000, ge=0, le=65535)
-    """0: any that is free."""
+    """0: any free port."""
     max_streams: int = Field(16, ge=1)
-    """Texts that are written at once, in one batch."""
+    """Texts written at once, in one batch."""
     max_queue: int = Field(64, ge=0)
-    """Texts that wait for a place; more are refused with status 429."""
+    """Texts that may wait for a place; more are refused with status 429."""
     max_prompt_tokens: int = Field(16384, ge=1)
     """Longest prompt."""
     max_tokens: int = Field(4096, ge=1)

@@ -1,4 +1,4 @@
-"""scripts/serve.py: load a model, and serve it until a signal comes."""
+"""scripts/serve.py: serve a model until Ctrl-C or SIGTERM."""
 
 import contextlib
 import ipaddress
@@ -10,55 +10,53 @@ import uvicorn
 
 from common.console import say, warn
 from common.settings import UserError
+from inference.engine import Engine
+from inference.load import load
 from inference.server.app import create_app
 from inference.server.completions import Served
 from inference.server.config import ServeConfig
-from inference.server.engine import Engine
 from inference.server.protocol import Limits
-from trainer.checkpoint import load_model, open_model
-from trainer.runtime import open_runtime
+from inference.server.worker import Worker
 
-_SECONDS_FOR_LAST_WORDS = 5
+_SECONDS_TO_FINISH = 5
 
 
 def serve(config: ServeConfig) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
     Raises:
-        UserError: there is no such checkpoint, or the address cannot be listened at.
+        UserError: there is no such checkpoint, or the address is not available.
     """
-    runtime = open_runtime(config.runtime)
-    runtime.announce()
-    checkpoint = open_model(config.checkpoint)
-    gpt, tokenizer = load_model(checkpoint)
-    gpt = gpt.to(runtime.device, runtime.dtype).eval()  # without a backward pass, weights may be bfloat16
-    engine = Engine(gpt, tokenizer, config.max_streams, config.max_queue)
+    loaded = load(config.checkpoint, config.runtime)
+    gpt = loaded.place(loaded.runtime.device, autocast=False)
+    engine = Engine(gpt, loaded.tokenizer.n_vocab, config.max_streams, interleave=True)
+    worker = Worker(engine, config.max_queue)
     limits = Limits(config.max_prompt_tokens, config.max_tokens, gpt.config.max_len)
-    name = checkpoint.run_dir.resolve().name
+    name = loaded.checkpoint.run_dir.resolve().name
     with listen(config.host, config.port) as listener:
-        app = create_app(Served(name, engine, limits, _names(config.host)))
+        app = create_app(Served(name, worker, loaded.tokenizer, limits, _names(config.host)))
         url = _url(config.host, listener.getsockname()[1])
         say(f"{name} is served at {url} (the page) and {url}/v1 (OpenAI's API); Ctrl-C stops")
-        # h11 alone: the same on every machine. Hydra has turned logging off but for errors: no configuration here
+        # h11, so that every machine uses the same parser; no log_config, because Hydra has configured logging
         settings = uvicorn.Config(
-            app, log_config=None, http="h11", lifespan="off", timeout_graceful_shutdown=_SECONDS_FOR_LAST_WORDS
+            app, log_config=None, http="h11", lifespan="off", timeout_graceful_shutdown=_SECONDS_TO_FINISH
         )
-        engine.start()
-        _Server(settings, engine).run(sockets=[listener])
-        engine.join()
+        worker.start()
+        _Server(settings, worker).run(sockets=[listener])
+        worker.join()
     say("stopped")
 
 
 class _Server(uvicorn.Server):
-    """Stops its engine first, so that all answers end, and then itself."""
+    """Stops its worker first, so that all answers end, and then itself."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._worker = worker
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does, but for raising them again at the end: to be stopped is how a server ends well."""
+        """Handle signals like uvicorn, but do not raise them again at the end: stopping is not a failure."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -67,24 +65,24 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Tell all who wait, then close the connections."""
-        self._engine.stop()
+        """End all answers, then close the connections."""
+        self._worker.stop()
         await super().shutdown(sockets)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; warns where others than this machine's programs can reach it.
+    """Open the listening socket, and warn if other machines can reach it.
 
     Raises:
-        UserError: it cannot be had.
+        UserError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        reason = str(error.strerror).partition(" (")[0]  # Python puts the address in brackets after it
+        reason = str(error.strerror).partition(" (")[0]  # Python adds the address in brackets
         raise UserError(
-            f"host={host} port={port} cannot be listened at ({reason}): use another port, or "
+            f"host={host} port={port} cannot be used ({reason}): use another port, or "
             f"port=0 for any, and an address of this machine"
         ) from None
     if _names(host) is None:
@@ -93,7 +91,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _names(host: str) -> frozenset[str] | None:
-    """What browsers on this machine may call the server; None where it is reached from elsewhere, by any name."""
+    """Host names that browsers on this machine may use; None if other machines can reach the server, by any name."""
     try:
         is_local = ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Attention mechanisms, one file each: its configuration, its module, its state."""
+"""Attention mechanisms: each file has the configuration, the module and the state of one."""
 
 from typing import Annotated, get_args
 

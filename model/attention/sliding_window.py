@@ -1,21 +1,22 @@
-"""Sliding windows, dilated or not (Beltagy et al. 2020), each head's its own."""
+"""Sliding windows (Beltagy et al. 2020), dilated or not, which can differ by head."""
 
 from typing import Any, Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from model.attention.sparse import SparseAttention, SparseConfig
+from model.attention.base import GroupedSettings
+from model.attention.sparse import SparseAttention
 from model.ops.sparse_attention import window
 
 
-class SlidingWindowConfig(SparseConfig):
-    """The last `window` keys, the query's own among them, or with gaps: every (dilation + 1)-th."""
+class SlidingWindowConfig(GroupedSettings):
+    """The last `window` keys, including the query's own; with dilation, every (dilation + 1)-th key."""
 
     name: Literal["sliding_window"]
     window: int | tuple[int, ...] = 256
-    """Keys that a query sees; a list has one for each head."""
+    """Keys that a query attends to; a list gives one number for each head."""
     dilation: int | tuple[int | None, ...] | None = None
-    """Keys left out between two that are seen, 1 or more; null: none are; a list has one for each head."""
+    """Keys skipped between two keys of the window; null: none; a list gives one item for each head."""
 
     @field_validator("window", "dilation", mode="before")
     @classmethod
@@ -27,7 +28,6 @@ class SlidingWindowConfig(SparseConfig):
         return value
 
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
-        """Raise ValueError where these do not go together."""
         super().check(n_embd, n_head, head_dim)
         for name in ("window", "dilation"):
             value = getattr(self, name)
@@ -36,14 +36,9 @@ class SlidingWindowConfig(SparseConfig):
                     f"{name} lists {len(value)} for n_head={n_head}: give one for each head, or one number"
                 )
 
-    def build(self, n_embd: int, n_head: int, head_dim: int) -> "SlidingWindowAttention":
-        """The module for this configuration."""
+    def build(self, n_embd: int, n_head: int, head_dim: int) -> SparseAttention:
         self.check(n_embd, n_head, head_dim)
         windows = self.window if isinstance(self.window, tuple) else (self.window,) * n_head
         dilations = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,) * n_head
         patterns = [window(size, gap or 0) for size, gap in zip(windows, dilations, strict=True)]
-        return SlidingWindowAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
-
-
-class SlidingWindowAttention(SparseAttention):
-    """Causal attention to a window; its state is the keys and values that the widest head may still see."""
+        return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)

@@ -1,76 +1,64 @@
-"""Sparse softmax attention: what every pattern of keys has in common, and Child et al.'s strided and fixed patterns."""
+"""Sparse softmax attention for any patterns of keys, and the strided and fixed patterns of Child et al. 2019."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.settings import Settings
-from model.attention.base import check_kv_heads
-from model.attention.cache import SparseCache, positions
-from model.attention.softmax import SoftmaxAttention
+from model.attention.base import GroupedSettings, MultiHeadAttention
+from model.attention.cache import SparseCache
 from model.ops.sparse_attention import Pattern, fixed, masked_attention, pattern_mask, sparse_attention, strided
-from model.position import Rotation
+from model.position import positions
 
-_LARGEST = 2**20
-_SAMPLES = 256
-
-
-class SparseConfig(Settings):
-    """What the configurations of all patterns share."""
-
-    n_kv_head: int | None = Field(None, ge=1)
-    """Key and value heads, which the query heads share evenly; null: n_head, each its own; 1: one for all."""
-
-    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
-        """Raise ValueError where these do not go together."""
-        check_kv_heads(n_head, self.n_kv_head)
-
-    def query_dim(self, head_dim: int) -> int:
-        """Features of a head's queries, which a rotary position turns in pairs."""
-        return head_dim
+LARGEST = 2**20
+_SAMPLES = 256  # queries whose keys are counted to estimate the operations
 
 
-class TwoSetsConfig(SparseConfig):
-    """What strided and fixed attention share: two sets of keys, A1 and A2."""
+class _TwoSetsConfig(GroupedSettings):
+    """Attention to two sets of keys, A1 and A2."""
 
     merge: bool = False
-    """true: every head sees A1 and A2; false: even heads see A1, and odd ones A2."""
+    """true: every head attends to A1 and A2; false: even heads attend to A1, odd heads to A2."""
 
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
-        """Raise ValueError where these do not go together."""
         super().check(n_embd, n_head, head_dim)
         if n_head == 1 and not self.merge:
             raise ValueError("n_head=1 leaves no head for A2: set merge=true, or use more heads")
 
-
-class StridedConfig(TwoSetsConfig):
-    """Child et al. 2019: A1 = the last `stride` keys and the query's own, A2 = every stride-th key before."""
-
-    name: Literal["strided"]
-    stride: int = Field(128, ge=1, le=_LARGEST)
-    """l, near the root of the length of a text."""
+    def pattern(self, which: str) -> Pattern:
+        """The keys in "A1", "A2" or "both"."""
+        raise NotImplementedError
 
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
-        """The module for this configuration."""
-        kinds = ["both"] if self.merge else ["A1", "A2"]
-        return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, [strided(self.stride, kind) for kind in kinds])
+        patterns = [self.pattern(which) for which in (["both"] if self.merge else ["A1", "A2"])]
+        return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
 
 
-class FixedConfig(TwoSetsConfig):
+class StridedConfig(_TwoSetsConfig):
+    """Child et al. 2019: A1 = the query's own key and the last `stride` before, A2 = every stride-th key before."""
+
+    name: Literal["strided"]
+    stride: int = Field(128, ge=1, le=LARGEST)
+    """l, usually near the square root of the sequence length."""
+
+    def pattern(self, which: str) -> Pattern:
+        return strided(self.stride, which)
+
+
+class FixedConfig(_TwoSetsConfig):
     """Child et al. 2019: A1 = the query's own block of `size` tokens, A2 = the last `width` tokens of every block.
 
-    Of heads that see A2 alone, the first l - c tokens see nothing: their result is 0.
+    In heads that attend to A2 alone, the first l - c tokens have no keys, and their result is 0.
     """
 
     name: Literal["fixed"]
-    size: int = Field(128, ge=1, le=_LARGEST)
+    size: int = Field(128, ge=1, le=LARGEST)
     """l, tokens of a block."""
     width: int = Field(8, ge=1)
-    """c, tokens of a block that all later ones see: 1 to l; the paper's are 8, 16 and 32."""
+    """c, tokens of a block that all later tokens attend to: 1 to l. The paper uses 8, 16 and 32."""
 
     @model_validator(mode="after")
     def _width_fits(self) -> "FixedConfig":
@@ -78,114 +66,89 @@ class FixedConfig(TwoSetsConfig):
             raise ValueError(f"width={self.width} is more than a block has: use 1 to size={self.size}")
         return self
 
-    def build(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
-        """The module for this configuration."""
-        kinds = ["both"] if self.merge else ["A1", "A2"]
-        patterns = [fixed(self.size, self.width, kind) for kind in kinds]
-        return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
+    def pattern(self, which: str) -> Pattern:
+        return fixed(self.size, self.width, which)
 
 
 class HeadGroup(NamedTuple):
-    """Heads of keys and values whose query heads see by the same patterns: they have a cache of their own."""
+    """Key and value heads whose query heads have the same patterns, and which therefore share a cache."""
 
     patterns: list[Pattern]
-    """Of its query heads; one, if all are the same."""
+    """One for each of the query heads."""
     heads: list[int]
     """Query heads."""
     kv_heads: list[int]
 
 
-class SparseAttention(SoftmaxAttention):
-    """Causal attention whose heads see the keys of a pattern each. Its state: of each group of heads, what it will see.
+class SparseAttention(MultiHeadAttention):
+    """Causal attention in which each head attends to the keys of a pattern.
 
-    Of A1 this is a window or a block, of fixed attention's A2 c in l of the earlier tokens; of strided attention's A2
-    all, since that of the next l tokens is another one in l each time.
+    The state is a cache for each group of heads, with the keys that later tokens can still attend to: for A1 a window
+    or a block; for fixed attention's A2 c of every l earlier tokens; for strided attention's A2 all tokens, since each
+    of the next l tokens attends to others.
     """
 
     def __init__(
         self, n_embd: int, n_head: int, head_dim: int, n_kv_head: int | None, patterns: Sequence[Pattern]
     ) -> None:
-        """`patterns` are given to the heads in turn."""
+        """Heads take turns with `patterns`."""
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
-        self.patterns = _one_if_alike([patterns[h % len(patterns)] for h in range(n_head)])
-        self.groups = self._grouped_heads()
-
-    def _grouped_heads(self) -> list[HeadGroup]:
-        shared = self.n_head // self.n_kv_head  # query heads of a head of keys and values
+        self.patterns = [patterns[h % len(patterns)] for h in range(n_head)]
+        shared = n_head // self.n_kv_head  # query heads of a key and value head
         groups: dict[frozenset[Pattern], list[int]] = {}
         for g in range(self.n_kv_head):
-            seen_by = frozenset(self.patterns[h % len(self.patterns)] for h in range(g * shared, (g + 1) * shared))
-            groups.setdefault(seen_by, []).append(g)
-        found = []
+            groups.setdefault(frozenset(self.patterns[g * shared : (g + 1) * shared]), []).append(g)
+        self.groups = []
         for kv_heads in groups.values():
-            heads = [g * shared + h for g in kv_heads for h in range(shared)]
-            patterns = _one_if_alike([self.patterns[h % len(self.patterns)] for h in heads])
-            found.append(HeadGroup(patterns, heads, kv_heads))
-        return found
+            heads = [h for h in range(n_head) if h // shared in kv_heads]
+            self.groups.append(HeadGroup([self.patterns[h] for h in heads], heads, kv_heads))
 
-    def forward(
-        self, x: Tensor, rotation: Rotation | None = None, state: Any = None, return_state: bool = False
-    ) -> tuple[Tensor, Any]:
-        """(B, T, n_embd) -> (B, T, n_head * head_dim)."""
-        q, k, v = self.project(x, rotation)
-        if state is None:
-            y = sparse_attention(q, k, v, self.patterns)
-            after = self._caches(k, v) if return_state else None
-        else:
-            y, after = self._continue(q, k, v, state)
-        return y.transpose(1, 2).flatten(2), after if return_state else None
-
-    def _caches(self, k: Tensor, v: Tensor) -> tuple[SparseCache, ...]:
-        """The groups' caches after the first tokens."""
-        return tuple(
-            SparseCache.of(_heads(k, group.kv_heads), _heads(v, group.kv_heads), group.patterns)
-            for group in self.groups
-        )
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: tuple[SparseCache, ...] | None, return_state: bool
+    ) -> tuple[Tensor, tuple[SparseCache, ...] | None]:
+        if state is not None:
+            return self._continue(q, k, v, state)
+        y = sparse_attention(q, k, v, self.patterns)
+        if not return_state:
+            return y, None
+        caches = (SparseCache.of(_heads(k, g.kv_heads), _heads(v, g.kv_heads), g.patterns) for g in self.groups)
+        return y, tuple(caches)
 
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, state: tuple[SparseCache, ...]
     ) -> tuple[Tensor, tuple[SparseCache, ...]]:
-        """Results (B, H, T, D) of T more tokens, and the caches after them."""
+        """Attend from T more tokens to these and the cached ones."""
         parts, caches = [], []
         for (patterns, heads, kv_heads), cache in zip(self.groups, state, strict=True):
             after, k_all, v_all, j = cache.append(_heads(k, kv_heads), _heads(v, kv_heads), patterns)
             i = positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
             mask = pattern_mask(patterns, i, j) & (j >= 0)[:, None, None]  # (B, 1 or H, T, S)
-            parts.append(self._attend_to_seen(_heads(q, heads), k_all, v_all, mask))
+            if q.shape[2] == 1:
+                seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
+                if 0 < 2 * len(seen) < k_all.shape[2]:  # copying these keys costs less than reading all
+                    k_all, v_all, mask = (x.index_select(dim, seen) for x, dim in ((k_all, 2), (v_all, 2), (mask, 3)))
+            q_group = _heads(q, heads)
+            parts.append(scaled_dot_product_attention(q_group, k_all, v_all, attn_mask=mask, enable_gqa=self.grouped))
             caches.append(after)
         order = sorted(range(self.n_head), key=[h for group in self.groups for h in group.heads].__getitem__)
         return _heads(torch.cat(parts, dim=1), order), tuple(caches)
 
-    def _attend_to_seen(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Dense, but for keys that a single query sees in no head."""
-        if q.shape[2] == 1:
-            seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
-            if 0 < 2 * len(seen) < k.shape[2]:  # copying these costs less than reading all
-                k, v, mask = (x.index_select(dim, seen) for x, dim in ((k, 2), (v, 2), (mask, 3)))
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self._grouped)
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return masked_attention(q, k, v, self.mask(q.shape[2]))
 
     def mask(self, T: int) -> Tensor:
-        """(1 or n_head, T, T), True where query i may attend to key j."""
         t = torch.arange(T, device=self.qkv.weight.device)
         return pattern_mask(self.patterns, t, t)
 
-    def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """What `forward` must equal, by the definition: T x T weights."""
-        return masked_attention(*self.project(x, rotation), self.mask(x.shape[1])).transpose(1, 2).flatten(2)
-
     def flops_per_token(self, seq_len: int) -> int:
-        """Scores and their product with the values, for the keys that a token sees on average."""
+        """Scores and their product with the values, for the keys that a token attends to on average."""
         j = torch.arange(seq_len, device="cpu")
-        # Of long texts a sample, spread by the golden ratio lest it keep step with a pattern.
+        # Long texts are sampled at steps of the golden ratio, which do not coincide with the period of a pattern.
         i = j if seq_len <= _SAMPLES else (torch.arange(_SAMPLES, device="cpu") * 0.6180339887 % 1 * seq_len).long()
-        seen = pattern_mask(self.patterns, i, j).sum() / (len(self.patterns) * len(i))
-        return round(4 * self.n_head * self.head_dim * float(seen))
+        mask = pattern_mask(self.patterns, i, j)  # (1 or n_head, queries, seq_len)
+        return round(4 * self.n_head * self.head_dim * float(mask.sum() / (len(mask) * len(i))))
 
 
 def _heads(x: Tensor, heads: list[int]) -> Tensor:
-    """Some heads of (B, H, T, D)."""
+    """Select heads of (B, H, T, D)."""
     return x if heads == [*range(x.shape[1])] else x[:, heads]
-
-
-def _one_if_alike(patterns: list[Pattern]) -> list[Pattern]:
-    return patterns if len(set(patterns)) > 1 else patterns[:1]

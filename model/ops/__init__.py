@@ -1,1 +1,1 @@
-"""Pure tensor functions. In each folder `naive.py` is the definition, and every other file must equal it."""
+"""Pure tensor functions. In each folder `naive.py` is the definition, and all other forms must agree with it."""

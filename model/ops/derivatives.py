@@ -1,7 +1,7 @@
-"""Refusals of the derivatives that operators with a backward pass of their own lack: torch can take them to be zero.
+"""Errors for derivatives that operators with their own backward pass do not have, and that torch would take to be zero.
 
-A custom operator of torch's drops forward-mode tangents, and a backward pass whose result has no graph makes gradients
-constants to a second derivative. Neither gives an error.
+torch's custom operators drop forward-mode tangents, and the result of a backward pass without a graph is constant for
+second derivatives. In neither case does torch raise an error.
 """
 
 import torch
@@ -11,11 +11,11 @@ from torch.autograd import forward_ad
 
 
 def refuse_transforms(operator: str, instead: str, *tensors: Tensor) -> None:
-    """Call before the operator: raise if a tensor has a forward-mode tangent or is differentiated by torch.func.
+    """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func. Call it before the operator.
 
     Args:
-        operator: what was called.
-        instead: the form that autograd differentiates in every way.
+        operator: name for the message.
+        instead: the form that supports all derivatives.
 
     Raises:
         NotImplementedError: one line.
@@ -27,7 +27,7 @@ def refuse_transforms(operator: str, instead: str, *tensors: Tensor) -> None:
 
 
 def refuse_second_order(operator: str, instead: str) -> None:
-    """Call in the backward pass, whose result has no graph: raise if one is wanted (create_graph=True).
+    """Raise if the gradients must have a graph (create_graph=True). Call it in the backward pass.
 
     Raises:
         NotImplementedError: one line.
@@ -38,7 +38,7 @@ def refuse_second_order(operator: str, instead: str) -> None:
 
 def _is_transformed(x: Tensor) -> bool:
     while _functorch.is_functorch_wrapped_tensor(x):
-        if _functorch.is_gradtrackingtensor(x):  # of grad, vjp and jvp
+        if _functorch.is_gradtrackingtensor(x):  # in grad, vjp or jvp
             return True
         x = _functorch.get_unwrapped(x)  # vmap has no derivatives
     return forward_ad.unpack_dual(x).tangent is not None

@@ -1,4 +1,4 @@
-"""Linear(GLU(x)) that keeps x alone for the backward pass: the gated features are cheap to compute again."""
+"""Linear(GLU(x)) that saves only x for the backward pass: the gated features are cheap to recompute."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
         weight: (D_out, D).
     """
     x, weight = as_autocast(x, weight)
-    if not torch.is_grad_enabled():  # nothing is kept then, and the call itself is cheaper
+    if not torch.is_grad_enabled():  # nothing is saved, and a plain call costs less
         return linear(glu(x), weight)
     with torch.autocast(x.device.type, enabled=False):
         return _GatedLinear.apply(x, weight)

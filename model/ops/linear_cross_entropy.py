@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear layer's output that never holds all logits: tokens x vocabulary is most of a step's memory.
+"""Cross-entropy of a linear layer's output without all logits in memory, which would be most of a step's memory.
 
-The loss is a sum over tokens, so the gradient of each token's logits is known as soon as they are: softmax(logits) less
-1 at the target. It is multiplied out at once, for a few tokens at a time, and the backward pass has only to scale it.
+The loss is a sum over tokens, so a token's gradient is known as soon as its logits are: softmax(logits), less 1 at the
+target. The forward pass does this for some tokens at a time, and the backward pass only scales the result.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from model.ops.autocast import as_autocast
 from model.ops.derivatives import refuse_second_order, refuse_transforms
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
-CHUNK = {"cpu": 2**24, "cuda": 2**27}  # logits at a time: what a GPU has to do must keep it busy
+CHUNK = {"cpu": 2**24, "cuda": 2**27}  # logits at a time: a GPU needs enough work
 
 
 def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats of x @ weight.T, (N,), float32 or float64; 0 where the target is negative.
+    """Cross-entropy in nats of x @ weight.T, (N,), float32 or float64; 0 for negative targets.
 
     Args:
         x: (N, D).
@@ -34,7 +34,7 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The sum of `token_losses`; gradients that are wanted are computed along with it, and can be taken once."""
+    """Sum of `token_losses`. Gradients are computed in the forward pass, so there can be only one backward pass."""
     refuse_transforms(_ITSELF, _OTHER, x, weight)
     x, weight = as_autocast(x, weight)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -43,7 +43,7 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 @torch.library.custom_op("log_gpt::summed_cross_entropy", mutates_args=())
 def _summed_loss(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and if wanted its gradients for x and weight, else empty tensors; sums in float32 or float64."""
+    """The loss and, if wanted, the gradients of x and weight, else empty tensors; sums in float32 or float64."""
     loss, g_x, g_weight = _empty_results(x, weight, wanted)
     loss.zero_()
     g_weight.zero_()
@@ -89,13 +89,13 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_order(_ITSELF, _OTHER)
-    if ctx.used:  # before saved_tensors, which would only say that they were changed in place
-        raise RuntimeError("summed_loss: its gradients can be taken once; call it again to go back a second time")
+    if ctx.used:  # saved_tensors would only report a change in place
+        raise RuntimeError("summed_loss allows a single backward pass: call it again for another")
     g_x, g_weight = ctx.saved_tensors
     if torch.compiler.is_compiling():
         return g_x * g, (g_weight * g).to(ctx.dtype), None, None
     ctx.used = True
-    # In place: as large as the weight, they exist once.
+    # In place: g_weight is as large as the weight.
     return g_x.mul_(g), g_weight.mul_(g).to(ctx.dtype), None, None
 
 
@@ -103,7 +103,7 @@ _summed_loss.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, which may be of fewer bits."""
+    """total += a @ b, whose type may have fewer bits."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -1,9 +1,9 @@
-"""Projection attention (Sanger 2025): a query's weights fall off with its squared distance from the keys.
+"""Projection attention (Sanger 2025): a query's weights decrease with its squared distance from the keys.
 
     y_i = sum_{j <= i} w_ij v_j,    w_ij = exp(-||q_i - k_j||^2 / (2 sigma^2)), each row divided by its sum
 
-Of the exponent's three terms the one of ||q_i||^2 is the same for all keys, and drops out of the normalised row. The
-other two are an inner product of vectors with one more feature, so that torch's fused kernels serve:
+The exponent has three terms. That of ||q_i||^2 is the same for all keys and cancels when a row is normalised. The other
+two are an inner product of vectors with one more feature, which torch's fused kernels can compute:
 
     [q_i / sigma^2, 1 / sigma^2] . [k_j, -||k_j||^2 / 2]
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_ALIGNED = 8  # kernels want rows of a multiple of so many features, and rows of values as long as those of keys
+_ALIGNED = 8  # fused kernels need a multiple of this many features, and as many for values as for keys
 
 
 def naive_projection_attention(q: Tensor, k: Tensor, v: Tensor, sigma: Tensor, mask: Tensor) -> Tensor:
-    """The definition, in memory for all pairs: q (B, H, T, D), k and v (B, H, S, D), sigma (H,) -> (B, H, T, D).
+    """The definition: q (B, H, T, D), k and v (B, H, S, D), sigma (H,) -> (B, H, T, D).
 
-    Weights are 0 where `mask`, broadcast to (B, H, T, S), is False.
+    Weights are 0 where `mask`, broadcast to (B, H, T, S), is False. All pairs are in memory.
     """
     squares = (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1)  # (B, H, T, S)
     exponents = -squares / (2 * sigma.view(-1, 1, 1) ** 2)
@@ -28,25 +28,25 @@ def naive_projection_attention(q: Tensor, k: Tensor, v: Tensor, sigma: Tensor, m
 
 
 def n_features(head_dim: int) -> int:
-    """Features of `inner_queries` and `inner_keys`, D'."""
+    """D', the number of features of `inner_queries` and `inner_keys`."""
     return -(-(head_dim + 2) // _ALIGNED) * _ALIGNED
 
 
 def inner_queries(q: Tensor, sigma: Tensor) -> Tensor:
-    """q (B, H, T, D) with the features that meet those of `inner_keys`: (B, H, T, D'); sigma is (H,).
+    """Extend q (B, H, T, D) by the features for `inner_keys`: (B, H, T, D'); sigma is (H,).
 
-    1 / sigma^2 is rounded to q's type first, so that both terms have the same one: the exponents stay those of a
-    distance, if of a sigma that in bfloat16 is another by up to 0.2 %.
+    1 / sigma^2 is rounded to q's type first, so that both terms use the same number: the exponents are still those of a
+    distance, although for a sigma that in bfloat16 differs by up to 0.2 %.
     """
     sharpness = (sigma**-2).to(q.dtype).view(-1, 1, 1).expand(*q.shape[:-1], 1)  # (B, H, T, 1)
     return _padded(torch.cat([q * sharpness, sharpness, sharpness], dim=-1), q.shape[-1])
 
 
 def inner_keys(k: Tensor) -> Tensor:
-    """k (B, H, S, D) and its -||k||^2 / 2: (B, H, S, D').
+    """Extend k (B, H, S, D) by -||k||^2 / 2: (B, H, S, D').
 
-    The norm takes two features, what k's type holds of it and what rounding left: it can be large, and an error of
-    2^-9 of it in bfloat16 would be an error of the exponent. The second is there anyway, for the sake of alignment.
+    This takes two features, the rounded number and the rounding error: the number can be large, and a relative error of
+    2^-9 in bfloat16 would be an error of the exponent. Alignment needs the second feature anyway.
     """
     exact = -k.to(torch.promote_types(k.dtype, torch.float32)).square().sum(-1, keepdim=True) / 2  # (B, H, S, 1)
     norm = exact.to(k.dtype)
@@ -55,7 +55,7 @@ def inner_keys(k: Tensor) -> Tensor:
 
 
 def padded_values(v: Tensor) -> Tensor:
-    """v (B, H, S, D) with zeros up to the features of the keys: (B, H, S, D')."""
+    """Pad v (B, H, S, D) with zeros to as many features as the keys have: (B, H, S, D')."""
     return _padded(v, v.shape[-1])
 
 

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import Field, PositiveInt
 from rich.console import Console
 
-from common.command import parser_of, run_script
-from common.settings import UserError
+from common.command import Items, run_script
+from common.settings import Settings, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["train.py", "eval.py", "sample.py"]
@@ -83,26 +84,84 @@ def test_the_shell_completes(helps, typed, offered):
     assert found.stdout.split() == offered, found.stderr
 
 
+class Options(Settings):
+    steps: PositiveInt = 3
+    """how many"""
+    names: Items[str] = Field(["a", "b,c"])
+    dataset_dir: Path | None = None
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["steps=4", "dataset_dir=a=b c"], {"steps": 4, "dataset_dir": Path("a=b c")}),
+        (["names=x"], {"names": ["x"]}),
+        (["names=[x, y]"], {"names": ["x", "y"]}),
+        (["names=[x=1,y=2],z=3"], {"names": ["x=1,y=2", "z=3"]}),
+        (["names=[[x,y]]"], {"names": ["x,y"]}),
+        (["names=a=[x,y],b=1"], {"names": ["a=[x,y]", "b=1"]}),
+        (["names=[]", "dataset_dir=null"], {"names": []}),
+    ],
+)
+def test_options_are_keys_and_values(words, given):
+    found = []
+    assert run_script("", Options, found.append, words) == 0
+    assert found == [Options(**given)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["step=4"], "unknown config key 'step': did you mean 'steps'?"),
+        (["steps=0"], "config steps='0': Input should be greater than 0"),
+        (["--steps", "20"], "--steps: options are KEY=VALUE here: write steps=20"),
+        (["--steps=20"], "--steps=20: options are KEY=VALUE here: write steps=20"),
+        (["--names", "a", "b", "--steps", "1"], "--names: options are KEY=VALUE here: write names=a,b"),
+        (["--names", "a=1,b=2"], "--names: options are KEY=VALUE here: write names='[[a=1,b=2]]'"),
+        (["--dataset", "a b"], "--dataset: options are KEY=VALUE here: write dataset_dir='a b'"),
+        (["--stepz=20"], "--stepz=20: options are KEY=VALUE here: did you mean 'steps'?"),
+        (["a/b"], "a/b: options are KEY=VALUE here: --help shows every key"),
+    ],
+)
+def test_mistakes_and_old_flags_are_one_line(capsys, words, message):
+    assert run_script("", Options, lambda _: None, words) == 1
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_old_paths_and_missing_keys_are_one_line(capsys):
+    class Needy(Settings):
+        folders: Items[Path]
+        out_dir: Path
+
+    for words, message in [
+        (["a", "b", "--x"], "a: options are KEY=VALUE here: write folders=a,b"),
+        (["folders=a", "b"], "b: options are KEY=VALUE here: write out_dir=b"),
+        (["folders=a"], "out_dir is not given: add out_dir=... to the command (--help shows every key)"),
+    ]:
+        assert run_script("", Needy, lambda _: None, words) == 1
+        assert capsys.readouterr().err == f"error: {message}\n"
+
+
 def test_a_script_answers_what_a_user_can_mend_in_one_line(capsys):
     def fail(options):
         raise UserError("out=/x cannot be written: [choose] another")
 
-    assert run_script(parser_of("What it does."), fail, []) == 1
+    assert run_script("What it does.", Options, fail, []) == 1
     assert capsys.readouterr().err == "error: out=/x cannot be written: [choose] another\n"
     with pytest.raises(UserError):
-        run_script(parser_of("What it does."), fail, ["--debug"])
+        run_script("What it does.", Options, fail, ["--debug"])
 
 
 def test_a_script_that_is_interrupted_says_so(capsys):
     def interrupt(options):
         raise KeyboardInterrupt
 
-    assert run_script(parser_of(""), interrupt, [], when_interrupted="interrupted; nothing is lost") == 130
+    assert run_script("", Options, interrupt, [], when_interrupted="interrupted; nothing is lost") == 130
     assert capsys.readouterr().err == "error: interrupted; nothing is lost\n"
 
 
 def test_a_script_returns_its_own_status():
-    assert [run_script(parser_of(""), lambda _, status=status: status, []) for status in (None, 0, 3)] == [0, 0, 3]
+    assert [run_script("", Options, lambda _, status=status: status, []) for status in (None, 0, 3)] == [0, 0, 3]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -114,6 +173,7 @@ def test_a_wrong_option_is_refused(command, script):
 
 
 @pytest.mark.parametrize("line", ["scripts/plan.py experiment=quickstart device=t4 output=json", "train.py --help"])
+@pytest.mark.slow
 def test_output_that_nobody_reads_to_its_end_is_no_error(line):
     """`true` reads nothing, and is gone before there is anything to read."""
     source = f"set -o pipefail; {sys.executable} {line} | true"
@@ -133,7 +193,7 @@ def test_colours_are_for_terminals_that_want_them(variables, terminal, coloured)
     env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color"}
     ours, theirs = pty.openpty() if terminal else os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "scripts/merge_dataset.py", "/no/such", "/no/out"],
+        [sys.executable, "scripts/merge_dataset.py", "parts_dir=/no/such", "out_dir=/no/out"],
         cwd=ROOT,
         env=env | variables,
         stdout=theirs,
@@ -155,6 +215,7 @@ def test_colours_are_for_terminals_that_want_them(variables, terminal, coloured)
     assert (b"\x1b[31m" in said) == coloured
 
 
+@pytest.mark.slow
 def test_a_plan_that_takes_long_can_be_interrupted():
     process = subprocess.Popen(
         [sys.executable, "scripts/plan.py", "model=log_gpt_125m", "measure=true", "runtime.device=cpu"],

@@ -59,6 +59,7 @@ PLACES = {  # where a text says what to type, and the test that types it
     "configs/serve.yaml": "test_the_request_that_help_shows_is_answered",
     "cli/compose.py": "test_extras_that_are_to_be_installed_exist",
     "data/prepare/merge.py": "test_a_part_that_is_missing_is_made_by_what_is_printed",
+    "data/prepare/parts.py": "test_a_damaged_part_is_named",
     "model/ops/log_attention/__init__.py": "test_extras_that_are_to_be_installed_exist",
     "scripts/inspect_kernels.py": "test_extras_that_are_to_be_installed_exist",
     "scripts/serve.py": "test_extras_that_are_to_be_installed_exist",
@@ -139,6 +140,7 @@ def test_what_make_train_says_is_next(goes_to_work):
 
 @pytest.mark.filterwarnings("ignore")  # optuna's
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_the_commands_of_a_page(goes_to_work, tmp_path, page):
     for plugin in ("triton", "uvicorn", "optuna"):
         pytest.importorskip(plugin)

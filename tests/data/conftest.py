@@ -6,8 +6,8 @@ import pytest
 
 from common.settings import decode
 from data.prepare.dataset import PrepareConfig
-from data.prepare.writer import Names, ShardWriter
-from data.shards import Manifest, TokenizerId, TokenStream, write_manifest
+from data.prepare.writer import ShardWriter
+from data.shards import RECORD, Counts, Manifest, Split, TokenizerId, TokenStream, write_manifest
 
 GPT2_RANKS = Path(__file__).resolve().parents[3] / "shared" / "tokenizer" / "gpt2.tiktoken"
 
@@ -52,16 +52,19 @@ def make_stream(tmp_path):
     """Writes a split with these documents (lists of ids) and opens it."""
 
     def make(*documents, n_vocab=1000, shard_tokens=10**9):
-        set_names, inputs = Names("sets", 2), Names("inputs", 2)
-        with ShardWriter(tmp_path, "train", n_vocab, shard_tokens, set_names, inputs) as writer:
-            for number, ids in enumerate(documents, start=1):
-                writer.append(np.array(ids), "set", len(ids), "corpus.txt", number)
-            split = writer.finish()
+        lengths = np.array([len(ids) for ids in documents])
+        records = np.zeros(len(documents), RECORD)
+        records["number"] = 1 + np.arange(len(documents))
+        with ShardWriter(tmp_path, "train", n_vocab, shard_tokens) as writer:
+            writer.append(np.concatenate(documents), lengths, records)
+            shards = writer.finish()
+        tokens = int(lengths.sum())
+        counts = Counts(tokens=tokens, documents=len(documents), utf8_bytes=tokens)
         manifest = Manifest(
             tokenizer=TokenizerId(name="bytes", n_vocab=n_vocab, sha256="0" * 64),
-            inputs=inputs.names,
-            set_names=set_names.names,
-            splits={"train": split, "val": split.model_copy(update={"sets": {}, "shards": []})},
+            inputs=["corpus.txt"],
+            set_names=["set"],
+            splits={"train": Split(sets={"set": counts}, shards=shards), "val": Split(sets={}, shards=[])},
             skipped={},
             prepared={},
         )

@@ -18,7 +18,6 @@ from inference.long_context import position_bins
 from trainer.checkpoint import load_model
 from trainer.distributed import World
 from trainer.loop import fit
-from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -153,7 +152,7 @@ def test_a_stride_gives_every_token_the_window_before_it(trained, sets_dir, stri
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax"])
 def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, attention):
-    monkeypatch.setattr("inference.long_context._PIECE", 37)  # windows are read in several pieces
+    monkeypatch.setattr("inference.scoring._PIECE", 37)  # windows are read in several pieces
     run_dir = trained({"model.attention": {"name": attention}})
     tokens = all_tokens(sets_dir)
     longest = len(tokens) - 1
@@ -203,8 +202,7 @@ def test_any_micro_batch_gives_the_same_figures(trained):
 def test_any_number_of_processes_covers_everything_once(trained, size):
     raw = {"checkpoint": str(trained()), "runtime": RUNTIME, "contexts": [20, 300], "micro_batch": 3}
     config = decode(EvaluateConfig, raw)
-    runtime = open_runtime(config.runtime)
-    gpt, plan = open_evaluation(config)
+    plan = open_evaluation(config)
     asked: dict[int, list[torch.Tensor]] = {}
 
     class Recorded(World):
@@ -214,12 +212,11 @@ def test_any_number_of_processes_covers_everything_once(trained, size):
             asked.setdefault(self.size * 1000 + self.rank, []).append(value)
             return asked[1000][len(asked[self.size * 1000 + self.rank]) - 1]
 
-    measure(gpt, plan, runtime, Recorded(torch.device("cpu")))
+    measure(plan, Recorded(torch.device("cpu")))
     for rank in range(size):
-        measure(gpt, plan, runtime, Recorded(torch.device("cpu"), rank, size))
+        measure(plan, Recorded(torch.device("cpu"), rank, size))
     for whole, *shares in zip(*asked.values(), strict=True):
         torch.testing.assert_close(torch.stack(shares).sum(0), whole, rtol=1e-12, atol=0)
-    assert gpt.training
 
 
 def test_what_is_possible_is_chosen(trained, sets_dir):

@@ -9,17 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.settings import UserError, decode
-from inference.generate import (
-    _PREFILL,
-    SamplingConfig,
-    draw,
-    generate,
-    next_token_probabilities,
-    prefill,
-    read,
-)
+from inference.engine import read
+from inference.generate import generate
+from inference.sampling import SamplingConfig, draw, next_token_probabilities
 from model.gpt import GPT, GPTConfig
-from model.state import cat_states, select_rows
 
 COMBINATIONS = list(
     itertools.product(["log_space", "softmax"], ["glu", "mlp"], ["log_recurrence", "learned", "rotary", "none"])
@@ -60,6 +53,13 @@ SAMPLINGS = [
 ]
 
 
+def probabilities_of(logits, sampling, seen=None):
+    """`next_token_probabilities` of every row; `sampling` one for all, or one for each."""
+    samplings = [sampling] * len(logits) if isinstance(sampling, SamplingConfig) else sampling
+    seen = torch.zeros(logits.shape, dtype=torch.bool) if seen is None else seen
+    return torch.stack([next_token_probabilities(*row) for row in zip(logits, samplings, seen, strict=True)])
+
+
 def rows_of(n, V=40):
     """Logits (n, V), with no two alike in a row, and what was seen, bool (n, V)."""
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ def rows_of(n, V=40):
 
 def test_filters_are_their_definition_with_settings_of_its_own_for_each_row():
     logits, seen = rows_of(len(SAMPLINGS))
-    probabilities = next_token_probabilities(logits, SAMPLINGS, seen)
+    probabilities = probabilities_of(logits, SAMPLINGS, seen)
     expected = torch.stack(
         [brute_force(x, s, ids.nonzero()[:, 0]) for x, s, ids in zip(logits, SAMPLINGS, seen, strict=True)]
     )
@@ -76,34 +76,26 @@ def test_filters_are_their_definition_with_settings_of_its_own_for_each_row():
     assert ((probabilities > 0) == (expected > 1e-30)).all()
 
 
-def test_a_rows_probabilities_are_bit_by_bit_those_that_it_has_alone():
-    logits, seen = rows_of(len(SAMPLINGS))
-    together = next_token_probabilities(logits, SAMPLINGS, seen)
-    for row in range(0, len(SAMPLINGS), 7):
-        alone = next_token_probabilities(logits[row : row + 1], SAMPLINGS[row], seen[row : row + 1])
-        assert torch.equal(alone[0], together[row])
-
-
 def test_the_penalty_makes_what_was_seen_less_likely_whatever_the_sign_of_its_logit():
     logits = torch.tensor([[2.0, 1.0, -1.0, -2.0]])
-    before = next_token_probabilities(logits, SamplingConfig())
+    before = probabilities_of(logits, SamplingConfig())
     for i in range(4):
         seen = torch.arange(4).eq(i).unsqueeze(0)
-        after = next_token_probabilities(logits, SamplingConfig(repetition_penalty=1.5), seen)
+        after = probabilities_of(logits, SamplingConfig(repetition_penalty=1.5), seen)
         assert after[0, i] < before[0, i]
-    assert torch.equal(next_token_probabilities(logits, SamplingConfig(repetition_penalty=1.5)), before)
+    assert torch.equal(probabilities_of(logits, SamplingConfig(repetition_penalty=1.5)), before)
 
 
 def test_what_was_read_is_seen_but_not_the_end_of_a_text():
-    texts = read(make_gpt(), torch.tensor([[49, 3, 4, 3], [49, 7, 49, 8]]), 50)
-    texts = read(make_gpt(), torch.tensor([[5], [9]]), 50, texts)
+    texts, _ = read(make_gpt(), torch.tensor([[49, 3, 4, 3], [49, 7, 49, 8]]), 50)
+    texts, _ = read(make_gpt(), torch.tensor([[5], [9]]), 50, texts)
     assert [row.nonzero()[:, 0].tolist() for row in texts.seen] == [[3, 4, 5], [7, 8, 9]]
 
 
 def test_temperature_0_takes_the_most_likely():
     logits = torch.tensor([[0.0, 3.0, 2.9], [5.0, -1.0, 4.0]])
     greedy = SamplingConfig(temperature=0, top_k=2, top_p=0.5)
-    assert next_token_probabilities(logits, greedy).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert probabilities_of(logits, greedy).tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
 # Of float32 the numbers that arithmetic goes wrong with: zeros, the least, the largest, and values that are met twice.
@@ -150,7 +142,7 @@ def exact(logits, sampling, looser):
 def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
     logits, seen, raw = row
     sampling = decode(SamplingConfig, raw)
-    found = next_token_probabilities(torch.tensor([logits]), sampling, torch.tensor([seen]))
+    found = probabilities_of(torch.tensor([logits]), sampling, torch.tensor([seen]))
     penalty = Decimal(sampling.repetition_penalty)
     penalized = [
         (x / penalty if x > 0 else x * penalty) if was else x
@@ -159,7 +151,7 @@ def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
     probabilities = found[0].tolist()
     assert all(0 <= p <= 1 for p in probabilities)  # not so of NaN
     assert sum(probabilities) == pytest.approx(1, abs=1e-6)
-    assert probabilities[int(draw(found, [None]))] > 0
+    assert probabilities[draw(found[0], None)] > 0
     largest = max(map(abs, penalized))
     likeliest = max(p for p, x in zip(probabilities, penalized, strict=True) if x >= max(penalized) - largest / 2**50)
     assert likeliest == max(probabilities), "a token that is as likely as any stays, but for rounding"
@@ -183,7 +175,7 @@ def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
 )
 def test_settings_beyond_the_range_of_float32_have_their_limits(raw):
     logits, seen = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([[True, False, False]])
-    (found,) = next_token_probabilities(logits, decode(SamplingConfig, raw), seen).tolist()
+    (found,) = probabilities_of(logits, decode(SamplingConfig, raw), seen).tolist()
     assert found == [0, 1, 0]
 
 
@@ -193,7 +185,7 @@ def test_settings_beyond_the_range_of_float32_have_their_limits(raw):
 def test_no_setting_hides_that_the_logits_are_not_finite(bad, row):
     logits, seen, raw = row
     with pytest.raises(UserError, match="not finite in float32"):
-        next_token_probabilities(
+        probabilities_of(
             torch.tensor([[*logits, bad]], dtype=torch.float64),
             decode(SamplingConfig, raw),
             torch.tensor([[*seen, True]]),
@@ -208,9 +200,7 @@ def test_penalties_that_leave_nothing_of_the_logits_are_refused(penalty):
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e30])
 def test_no_temperature_is_too_low_or_too_high(temperature):
-    probabilities = next_token_probabilities(
-        torch.tensor([[80.0, 3.0, -90.0]]), SamplingConfig(temperature=temperature)
-    )
+    probabilities = probabilities_of(torch.tensor([[80.0, 3.0, -90.0]]), SamplingConfig(temperature=temperature))
     expected = [[1, 0, 0]] if temperature < 1 else [[1 / 3] * 3]
     torch.testing.assert_close(probabilities, torch.tensor(expected).float())
 
@@ -219,11 +209,11 @@ def test_no_temperature_is_too_low_or_too_high(temperature):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_are_refused(temperature, bad):
     with pytest.raises(UserError, match="not finite"):
-        next_token_probabilities(torch.tensor([[1.0, bad]]), SamplingConfig(temperature=temperature))
+        probabilities_of(torch.tensor([[1.0, bad]]), SamplingConfig(temperature=temperature))
 
 
 def test_top_k_keeps_exactly_k_of_equals():
-    assert (next_token_probabilities(torch.zeros(1, 10), SamplingConfig(top_k=3)) > 0).sum() == 3
+    assert (probabilities_of(torch.zeros(1, 10), SamplingConfig(top_k=3)) > 0).sum() == 3
 
 
 @pytest.mark.parametrize(("attention", "block", "position"), COMBINATIONS)
@@ -252,14 +242,6 @@ def test_greedy_decoding_is_greedy_on_the_whole_text(attention, block, position)
     assert torch.equal(decoded, ids[:, 5:])
 
 
-def test_a_prompt_longer_than_a_piece_is_read_as_one():
-    gpt = make_gpt()
-    ids = torch.randint(50, (1, 2 * _PREFILL + 3), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        logits, _ = prefill(gpt, ids)
-        torch.testing.assert_close(logits, gpt(ids)[:, -1], rtol=0, atol=1e-10)
-
-
 def size(state):
     """Numbers in a state, however nested."""
     if isinstance(state, torch.Tensor):
@@ -270,7 +252,7 @@ def size(state):
 @pytest.mark.parametrize("position", ["log_recurrence", "rotary", "none"])
 def test_a_log_space_models_state_does_not_grow(position):
     gpt = make_gpt(position=position)
-    sizes = {size(prefill(gpt, torch.zeros(1, length, dtype=torch.long))[1]) for length in (1, 2, 65, 700)}
+    sizes = {size(read(gpt, torch.zeros(1, length, dtype=torch.long), 50)[0].state) for length in (1, 2, 65, 700)}
     assert len(sizes) == 1
     assert sizes != {0}
 
@@ -300,37 +282,8 @@ def test_tokens_come_as_often_as_their_probabilities():
         expected = gpt(torch.zeros(1, 1, dtype=torch.long))[0, -1, :50].softmax(-1)
     n = 4_000
     shared = torch.Generator().manual_seed(0)
-    tokens = next(generate(gpt, torch.zeros(n, 1, dtype=torch.long), n_vocab=50, generators=[shared] * n))
-    counts = torch.bincount(tokens, minlength=50)
+    texts, _ = read(gpt, torch.zeros(1, 1, dtype=torch.long), 50)
+    probabilities = next_token_probabilities(texts.logits[0], SamplingConfig(), texts.seen[0])
+    counts = torch.bincount(torch.tensor([draw(probabilities, shared) for _ in range(n)]), minlength=50)
     chi2 = ((counts - n * expected) ** 2 / (n * expected)).sum().item()
     assert chi2 < 49 + 6 * (2 * 49) ** 0.5  # mean and six deviations of chi-squared with 49 degrees of freedom
-
-
-def test_a_seed_gives_the_same_text_alone_and_among_others_that_come_and_go():
-    gpt = make_gpt()
-    prompts = [torch.randint(50, (1, n), generator=torch.Generator().manual_seed(n)) for n in (3, 9, 1, 40)]
-    sampling = [SamplingConfig(temperature=2, top_k=k, repetition_penalty=1.2) for k in (None, 7, 30, 2)]
-
-    def texts_of(rows, steps, texts, generators):
-        """The tokens of so many steps, a list for each row, and the texts then."""
-        drawn = []
-        for _ in range(steps):
-            probabilities = next_token_probabilities(texts.logits, [sampling[row] for row in rows], texts.seen)
-            token_ids = draw(probabilities, [generators[row] for row in rows])
-            drawn.append(token_ids.tolist())
-            texts = read(gpt, token_ids.unsqueeze(1), 50, texts)
-        return [list(row) for row in zip(*drawn, strict=True)], texts
-
-    def seeded():
-        return [torch.Generator().manual_seed(row) for row in range(4)]
-
-    alone = [texts_of([row], 12, read(gpt, prompts[row], 50), seeded())[0][0] for row in range(4)]
-    generators = seeded()
-    first, texts = texts_of([0, 1], 4, cat_states([read(gpt, prompts[row], 50) for row in (0, 1)]), generators)
-    texts = cat_states([texts, *(read(gpt, prompts[row], 50) for row in (2, 3))])
-    second, texts = texts_of([0, 1, 2, 3], 4, texts, generators)
-    third, _ = texts_of([3, 1], 4, select_rows(texts, [3, 1]), generators)
-    assert first[0] + second[0] == alone[0][:8]
-    assert first[1] + second[1] + third[1] == alone[1]
-    assert second[2] == alone[2][:4]
-    assert second[3] + third[0] == alone[3][:8]

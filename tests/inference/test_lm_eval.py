@@ -116,7 +116,7 @@ def test_a_long_context_loses_its_beginning(harness_model):
     (found,) = model.loglikelihood([request("loglikelihood", "x" * 40 + "def", " self")])
     ids = model.texts.encode("x" * 40 + "def self")[-25:]
     assert found == pytest.approx(direct(model.gpt, ids, 20), rel=1e-10)
-    with pytest.raises(UserError, match="a task asks for 30 tokens at once, and the model may read 24"):
+    with pytest.raises(UserError, match="a task asks for 30 tokens at once, but the model may read 24"):
         model.loglikelihood([request("loglikelihood", "x", "y" * 30)])
 
 
@@ -169,7 +169,7 @@ def test_what_does_not_fit_into_the_positions_is_said(harness_model):
     model = harness_model(LEARNED)
     (found,) = model.generate_until([request("generate_until", "x" * 50, {"max_gen_toks": 4, "until": []})])
     assert found == greedy_text(model, "x" * 20, 4)
-    with pytest.raises(UserError, match="a task asks for 24 new tokens, and the model may read 24 in all"):
+    with pytest.raises(UserError, match="a task asks for 24 new tokens, but the model may read 24 in all"):
         model.generate_until([request("generate_until", "x", {"max_gen_toks": 24})])
 
 
@@ -251,7 +251,7 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks, tiny):
         (["tasks=local_multiple_choise"], "task 'local_multiple_choise' does not exist: did you mean 'local_multiple"),
         ([], "tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag"),
         (["tasks=x", "max_length=25"], "max_length=25 is more than the model's 24 learned positions: lower it"),
-        (["tasks=x", "include_path=/no/such"], "include_path=/no/such is no folder"),
+        (["tasks=x", "include_path=/no/such"], "include_path=/no/such is not a folder"),
         (["tasks=x", "limit=0"], "limit=0: Input should be greater than or equal to 1"),
     ],
 )
@@ -273,7 +273,7 @@ def test_more_examples_than_a_task_has_are_one_line(command, trained, tasks, tin
     assert done.status == 1
     last = done.err.splitlines()[-1]  # before it are the harness's own
     assert last.startswith(
-        "error: tasks=local_multiple_choice num_fewshot=50: the harness refuses it (Sample larger than"
+        "error: tasks=local_multiple_choice num_fewshot=50: the harness refuses this (Sample larger than"
     )
 
 

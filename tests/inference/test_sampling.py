@@ -19,10 +19,11 @@ from common.console import say_once, show
 from common.settings import UserError, decode
 from data.text_stream import TextStream
 from data.tokenizer import BytesConfig, Tokenizer, build_tokenizer
-from inference.continuations import Continuation, grow, pieces
+from inference.completion import Completion, TextRequest, stream
 from inference.conversation import Conversation
-from inference.generate import SamplingConfig
-from inference.sample import SampleConfig, check_lengths, run_sampling
+from inference.engine import Engine
+from inference.sample import SampleConfig, run_sampling
+from inference.sampling import SamplingConfig
 from model.gpt import GPT
 from trainer.checkpoint import newest
 from trainer.loop import fit
@@ -96,16 +97,25 @@ def test_stop_strings_do_not_depend_on_where_tokens_end(n_characters):
 # Continuations
 
 
+def completion(prompt, seed=1, max_tokens=10, stop=(), sampling=SamplingConfig()):  # noqa: B008
+    return Completion(TextRequest((EOT, *BYTES.encode(prompt)), max_tokens, sampling, seed, tuple(stop)), BYTES)
+
+
+def draw_these(monkeypatch, ids):
+    """Let the model draw these tokens."""
+    drawn = iter(ids)
+    monkeypatch.setattr("inference.engine.draw", lambda *_: next(drawn))
+
+
 @pytest.fixture
 def continued(gpt, monkeypatch):
     """The only continuation, as if the model had drawn these tokens."""
 
     def run(ids, max_new_tokens=200, stop=()):
-        drawn = iter(ids)
-        monkeypatch.setattr("inference.continuations.draw", lambda *_: torch.tensor([next(drawn)]))
-        text = Continuation(BYTES, "x", 1, max_new_tokens, stop)
-        for _ in grow(gpt, [text], n_vocab=257, sampling=SamplingConfig(), at_once=1):
-            pass
+        draw_these(monkeypatch, ids)
+        text, engine = completion("x", 1, max_new_tokens, stop), Engine(gpt, 257, 1)
+        engine.submit([text])
+        assert "".join(stream(engine, text)) == text.text
         return text
 
     return run
@@ -130,17 +140,19 @@ def test_why_a_continuation_ends(continued, ids, limits, text, n_tokens, reason)
 @pytest.mark.parametrize("at_once", [1, 2, 3, 100])
 def test_a_text_is_the_same_among_any_others(gpt, at_once):
     def texts(seeds, at_once):
-        several = [Continuation(BYTES, "ab" * seed, seed, 5 + 3 * seed, ["e", "\0"]) for seed in seeds]
-        steps = grow(gpt, several, n_vocab=257, sampling=SamplingConfig(min_p=0.1, top_k=50), at_once=at_once)
-        return ["".join(pieces(one, steps)) for one in several]
+        sampling = SamplingConfig(min_p=0.1, top_k=50)
+        several = [completion("ab" * seed, seed, 5 + 3 * seed, ["e", "\0"], sampling) for seed in seeds]
+        engine = Engine(gpt, 257, at_once)
+        engine.submit(several)
+        return ["".join(stream(engine, one)) for one in several]
 
     assert texts(range(7), at_once) == [texts([seed], 1)[0] for seed in range(7)]
 
 
 def test_the_model_steps_once_for_all(gpt):
-    several = [Continuation(BYTES, "x", 1, 10) for _ in range(8)]
-    steps = grow(gpt, several, n_vocab=257, sampling=SamplingConfig(), at_once=4)
-    next(steps)
+    several, engine = [completion("x") for _ in range(8)], Engine(gpt, 257, 4)
+    engine.submit(several)
+    engine.turn()
     assert [one.n_tokens for one in several] == [1] * 4 + [0] * 4
 
 
@@ -148,9 +160,8 @@ def test_the_model_steps_once_for_all(gpt):
 
 
 def conversation_of(gpt, monkeypatch, ids, stop=()):
-    drawn = iter(ids)
-    monkeypatch.setattr("inference.conversation.draw", lambda *_: torch.tensor([next(drawn)]))
-    return Conversation(gpt, BYTES, SamplingConfig(), stop)
+    draw_these(monkeypatch, ids)
+    return Conversation(gpt, BYTES, SamplingConfig(), tuple(stop))
 
 
 def assert_has_read(conversation, gpt, ids):
@@ -198,7 +209,9 @@ def test_a_conversation_fills_learned_positions_and_no_more(tiny, monkeypatch):
     talk = conversation_of(gpt, monkeypatch, b"fghijklmnopqrstuvwxyz")
     talk.add("abcde")
     assert "".join(talk.answer(4)) == "fghi"
-    with pytest.raises(UserError, match="these are 7 tokens, and of the model's 16 learned positions 6 are left"):
+    with pytest.raises(
+        UserError, match="this text are 11 tokens, but only 10 of the model's 16 learned positions are left"
+    ):
         talk.add("1234567")
     talk.add("12")
     assert "".join(talk.answer(100)) == "jklm"
@@ -259,7 +272,7 @@ def test_extreme_settings_take_the_most_likely_token(command, run_dir, extreme):
 
 def test_the_number_of_sampled_tokens_is_told(command, run_dir, monkeypatch):
     drawn = itertools.chain(*([i, i] for i in (*b"xyz", EOT)))
-    monkeypatch.setattr("inference.continuations.draw", lambda *_: torch.tensor([next(drawn), next(drawn)]))
+    draw_these(monkeypatch, drawn)
     result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=abc", "num_samples=2")
     assert result.out.count("abcxyz\n") == 2
     assert re.search(r"^\(6 tokens, \d+ a second\)$", result.err, re.MULTILINE)
@@ -304,8 +317,8 @@ def test_stop_strings_as_people_give_them(given, stop):
         ({"stop": "[a, b]"}, "give a text, or a JSON list"),
         ({"stop": ""}, "at least 1 character"),
         ({"prompt": "a", "prompts_file": "b"}, "prompt and prompts_file are both given"),
-        ({"interactive": True, "num_samples": 2}, "num_samples=2 is not for interactive=true"),
-        ({"interactive": True, "prompt": "-"}, "prompt=- is not for interactive=true"),
+        ({"interactive": True, "num_samples": 2}, "num_samples=2 cannot be used with interactive=true"),
+        ({"interactive": True, "prompt": "-"}, "prompt=- cannot be used with interactive=true"),
         ({"min_p": 2}, "less than or equal to 1"),
         ({"repetition_penalty": 0}, "greater than or equal to 0.001"),
         ({"repetition_penalty": 1e39}, "less than or equal to 1000"),
@@ -319,19 +332,19 @@ def test_what_does_not_go_is_refused(changes, message):
 
 def test_a_file_without_prompts_is_refused(run_dir, tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(UserError, match="has no prompts: write one a line"):
+    with pytest.raises(UserError, match="has no prompts: write one per line"):
         run_sampling(make_config(checkpoint=run_dir, prompts_file=tmp_path / "empty.txt"))
 
 
 def test_learned_positions_are_used_to_the_last_and_no_further(tiny):
     gpt = GPT(tiny(LEARNED).model)
-    fits = Continuation(BYTES, "abcd", 1, 12)  # <|endoftext|>, 4 of the prompt, and 11 of 12 are read
-    check_lengths(gpt, [fits], 12)
-    for _ in grow(gpt, [fits], n_vocab=257, sampling=SamplingConfig(), at_once=1):
-        pass
+    fits, engine = completion("abcd", max_tokens=12), Engine(gpt, 257, 1)  # 5 tokens, and 11 of 12 are read
+    fits.request.check_length(16)
+    engine.submit([fits])
+    assert "".join(stream(engine, fits)) == fits.text
     assert fits.n_tokens == 12
-    with pytest.raises(UserError, match=r"prompt of 6 tokens and max_new_tokens=12 are more than the .* 16 learned"):
-        check_lengths(gpt, [fits, Continuation(BYTES, "abcde", 1, 12)], 12)
+    with pytest.raises(UserError, match=r"prompt of 6 tokens .* and 12 new tokens do not fit into .* 16 learned"):
+        completion("abcde", max_tokens=12).request.check_length(16)
 
 
 def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
@@ -339,10 +352,10 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
 
     def draw(*_):
         for token_id in drawn:
-            return torch.tensor([token_id])
+            return token_id
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("inference.continuations.draw", draw)
+    monkeypatch.setattr("inference.engine.draw", draw)
     with pytest.raises(KeyboardInterrupt):
         run_sampling(make_config(checkpoint=run_dir, prompt="x"))
     assert (run_dir / "samples.txt").read_text() == "xabc\n"
@@ -420,7 +433,7 @@ def test_a_conversation_at_a_terminal(run_dir):
     talk = make_config(checkpoint=run_dir, interactive=True, max_new_tokens=10**9, runtime={"device": "cpu"})
     terminal = Terminal(lambda: run_sampling(talk.model_copy(update={"temperature": 0})))
     try:
-        terminal.until("the end[.]\r\n")
+        terminal.until("ends the conversation[.]\r\n")
         terminal.until("> ")
         terminal.type("def \n")
         terminal.until("(?s)def .*\r\n.{20}")

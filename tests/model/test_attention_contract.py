@@ -1,4 +1,8 @@
-"""What holds for every attention mechanism of the registry: a new one is covered as soon as it is there."""
+"""What holds for every attention mechanism of the registry: a new one is covered as soon as it is registered.
+
+Each test runs on pairs, not on the full product of its settings: every pair of two settings' values is tried, and every
+value with every mechanism.
+"""
 
 import functools
 import itertools
@@ -10,7 +14,7 @@ from torch import Tensor
 
 from common.console import say_once
 from common.settings import UserError, decode, variant_names
-from inference.generate import SamplingConfig, generate, prefill
+from inference.generate import SamplingConfig, generate
 from model.attention import ATTENTION, AttentionConfig
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
@@ -32,25 +36,86 @@ CONSTANT = {"linear", "log_space", "log_space_signed", "longformer", "sliding_wi
 """A state of these has the same size after any number of tokens."""
 
 
-def cases():
+def variants():
+    """A mechanism with settings, and the numbers of key and value heads to try."""
     for cls in ATTENTION:
         name = variant_names(cls)[0]
-        shared = [{}, {"n_kv_head": 2}, {"n_kv_head": 1}] if "n_kv_head" in cls.model_fields else [{}]
-        for settings, heads in itertools.product(SMALL.get(name, [{}]), shared):
-            yield {"name": name, **settings, **heads}
+        heads = [None, 2, 1] if "n_kv_head" in cls.model_fields else [None]
+        for settings in SMALL.get(name, [{}]):
+            yield {"name": name, **settings}, heads
 
 
-CASES = list(cases())
-each_case = pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: "-".join(f"{v}".replace(" ", "") for v in case.values())
+VARIANTS = list(variants())
+
+
+def with_heads(variant, n_kv_head):
+    return variant if n_kv_head is None else {**variant, "n_kv_head": n_kv_head}
+
+
+CASES = [with_heads(variant, n) for variant, heads in VARIANTS for n in heads]
+
+
+def id_of(case):
+    return "-".join(f"{value}".replace(" ", "") for value in case.values())
+
+
+def pairs(*factors):
+    """Rows (case, one value of each factor) that contain every pair of two values, and no full product.
+
+    Each variant walks through all values of all factors at once. The variants begin at different values, so the values
+    of two factors meet in every combination.
+    """
+    rows = []
+    for i, (variant, heads) in enumerate(VARIANTS):
+        for row in range(max(map(len, [heads, *factors]))):
+            values = [factor[(row + i // 2**n) % len(factor)] for n, factor in enumerate(factors)]
+            rows.append((with_heads(variant, heads[(row + i // 4) % len(heads)]), *values))
+    return rows
+
+
+def on_pairs(**factors):
+    """Parametrizes a test with `case` and these factors."""
+    return pytest.mark.parametrize(
+        ("case", *factors),
+        [pytest.param(*row, id="-".join([id_of(row[0]), *map(text_of, row[1:])])) for row in pairs(*factors.values())],
+    )
+
+
+def text_of(value):
+    return getattr(value, "__name__", str(value).replace(" ", ""))
+
+
+each_case = pytest.mark.parametrize("case", CASES, ids=id_of)
+each_variant = pytest.mark.parametrize(
+    "case", [with_heads(variant, heads[i % len(heads)]) for i, (variant, heads) in enumerate(VARIANTS)], ids=id_of
 )
-with_rotation = pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+ROTARY = [False, True]
+MODES = [torch.enable_grad, torch.inference_mode]
+LENGTHS = [1, 2, 31, 64, 100]
+PIECES = [[1] * 70, [17, 1, 1, 33, 18], [65, 5], [70]]
+
+
+@pytest.mark.parametrize("factors", [[LENGTHS, ROTARY], [PIECES, ROTARY, MODES], [ROTARY, MODES], [[1, 5, 33], MODES]])
+def test_pairs_are_complete(factors):
+    rows = [[repr(value) for value in row] for row in pairs(*factors)]
+    columns = [{repr(case) for case in CASES}, *({repr(value) for value in factor} for factor in factors)]
+    for a, b in itertools.combinations(range(1, len(columns)), 2):
+        assert {(row[a], row[b]) for row in rows} == set(itertools.product(columns[a], columns[b]))
+    for i, (variant, heads) in enumerate(VARIANTS):
+        mine = [row for row in pairs(*factors) if {**row[0], "n_kv_head": None} == {**variant, "n_kv_head": None}]
+        assert {row[0].get("n_kv_head") for row in mine} == set(heads), i
+        for n, factor in enumerate(factors):
+            assert {repr(row[n + 1]) for row in mine} == {repr(value) for value in factor}
 
 
 def build(case):
     torch.manual_seed(0)
     config = TypeAdapter(AttentionConfig).validate_python(case)
-    return config.build(N_EMBD, N_HEAD, HEAD_DIM).double()
+    module = config.build(N_EMBD, N_HEAD, HEAD_DIM).double()
+    with torch.no_grad():  # parameters that begin equal must not be interchangeable
+        for p in module.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return module
 
 
 def text(T, B=2, seed=1):
@@ -82,10 +147,8 @@ def read(module, case, x, pieces, rotary, state=None, before=0):
 close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)
 
 
-@each_case
-@with_rotation
-@pytest.mark.parametrize("T", [1, 2, 31, 64, 100])
-def test_outputs_and_gradients_are_the_definitions(case, rotary, T):
+@on_pairs(T=LENGTHS, rotary=ROTARY)
+def test_outputs_and_gradients_are_the_definitions(case, T, rotary):
     module = build(case)
     x = text(T).requires_grad_()
     leaves = [x, *module.parameters()]
@@ -99,7 +162,7 @@ def test_outputs_and_gradients_are_the_definitions(case, rotary, T):
         close(found, expected)
 
 
-@each_case
+@each_variant
 def test_zeros_are_numbers_like_others(case):
     """Of a token of zeros, without biases, queries, keys and values are 0 exactly: their logarithms are not finite."""
     module = build(case)
@@ -119,8 +182,9 @@ def test_zeros_are_numbers_like_others(case):
         close(ours, theirs)
 
 
-@each_case
+@each_variant
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # where the graph has a break
+@pytest.mark.slow
 def test_a_compiled_module_is_the_same(case):
     module, x = build(case), text(70).requires_grad_()
     leaves = [x, *module.parameters()]
@@ -131,8 +195,7 @@ def test_a_compiled_module_is_the_same(case):
         close(ours, theirs)
 
 
-@each_case
-@with_rotation
+@on_pairs(rotary=ROTARY)
 def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
     module, x, changed = build(case), text(70), text(70)
     changed[:, 40:] += 1
@@ -141,18 +204,14 @@ def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
     assert not torch.allclose(before[:, 40], after[:, 40])
 
 
-@each_case
-@with_rotation
-@pytest.mark.parametrize("pieces", [[1] * 70, [17, 1, 1, 33, 18], [65, 5], [70]], ids=["ones", "mixed", "two", "one"])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-def test_a_text_in_pieces_is_the_whole(case, rotary, pieces, mode):
+@on_pairs(pieces=PIECES, rotary=ROTARY, mode=MODES)
+def test_a_text_in_pieces_is_the_whole(case, pieces, rotary, mode):
     module, x = build(case), text(70)
     with mode():
         close(read(module, case, x, pieces, rotary)[0], module(x, rotation_of(case, x, rotary))[0])
 
 
-@each_case
-@with_rotation
+@on_pairs(rotary=ROTARY)
 def test_gradients_through_a_state_are_those_of_the_whole(case, rotary):
     module, x = build(case), text(30).requires_grad_()
     whole = module(x, rotation_of(case, x, rotary))[0]
@@ -164,9 +223,7 @@ def test_gradients_through_a_state_are_those_of_the_whole(case, rotary):
         close(a, b)
 
 
-@each_case
-@with_rotation
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@on_pairs(rotary=ROTARY, mode=MODES)
 def test_texts_of_different_lengths_in_a_batch_are_as_each_alone(case, rotary, mode):
     module, lengths = build(case), (3, 40, 1, 12)
     texts = [text(n + 20, B=1, seed=n) for n in lengths]
@@ -185,10 +242,8 @@ def test_texts_of_different_lengths_in_a_batch_are_as_each_alone(case, rotary, m
         assert after is not state
 
 
-@each_case
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-@pytest.mark.parametrize("read_before", [1, 5, 33])
-def test_a_state_stays_valid_after_it_was_passed_on(case, mode, read_before):
+@on_pairs(read_before=[1, 5, 33], mode=MODES)
+def test_a_state_stays_valid_after_it_was_passed_on(case, read_before, mode):
     module = build(case)
     with mode():
         _, state = read(module, case, text(read_before), read_before, False)
@@ -221,7 +276,7 @@ def test_a_state_is_as_small_as_it_is_said_to_be(case):
     assert sizes[400] <= in_pieces <= sizes[400] + 64 * token
 
 
-@each_case
+@each_variant
 def test_bfloat16_errs_no_more_than_its_inputs_warrant(case):
     """Autocast rounds x, the weights, and what they give: each to 2^-9 of its size.
 
@@ -257,8 +312,7 @@ def ids(T, B=1, seed=1):
     return torch.randint(11, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-@each_case
-@pytest.mark.parametrize("position", ["log_recurrence", "learned", "rotary", "none"])
+@on_pairs(position=["log_recurrence", "learned", "rotary", "none"])
 def test_prompts_of_different_lengths_are_continued_as_each_alone(case, position):
     gpt = gpt_of(attention=case, position={"name": position})
     prompts = [ids(n, seed=n)[0] for n in (5, 1, 30)]
@@ -275,7 +329,7 @@ def test_prompts_of_different_lengths_are_continued_as_each_alone(case, position
         assert torch.equal(together[row : row + 1], greedy(prompt.unsqueeze(0)))
     # the logits too, which the tokens show only in part
     with torch.inference_mode():
-        state = cat_states([prefill(gpt, prompt.unsqueeze(0))[1] for prompt in prompts])
+        state = cat_states([gpt(prompt.unsqueeze(0), return_state=True)[1] for prompt in prompts])
         logits, _ = gpt(together, state, return_state=True)
         for row, prompt in enumerate(prompts):
             whole = gpt(torch.cat([prompt, together[row]]).unsqueeze(0))

@@ -4,10 +4,12 @@ import re
 
 import pytest
 import torch
+from tiled_attention import tiled_attention
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 from torch.nn.functional import cross_entropy, glu, linear, scaled_dot_product_attention
 
+from model.attention.log_space import LogSpaceConfig
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.linear_cross_entropy import summed_loss, token_losses
@@ -15,7 +17,6 @@ from model.ops.log_attention import log_attention, naive_log_attention
 from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.ops.sparse_attention import attend, naive_sparse_attention, sparse_attention, window
-from model.ops.tiles import tiled_attention
 
 T = 6
 TARGETS = torch.tensor([4, 0, -1, 2, 2, 1])
@@ -180,3 +181,11 @@ def test_derivatives_are_the_definitions_or_refused(name, derivative):
     else:
         assert got is not None, "no derivative, which is zero without a word"
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_log_space_layer_names_the_operator_that_has_no_second_derivatives():
+    layer, x = LogSpaceConfig(name="log_space").build(8, 2, 4), torch.randn(1, 5, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"log_attention has no second derivatives \(create_graph=True\)"):
+        torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
+    (g,) = torch.autograd.grad(layer.naive(x).sum(), x, create_graph=True)
+    assert torch.autograd.grad(g.square().sum(), x)[0].any()

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from test_attention_contract import SMALL
 
 from common.settings import decode, variant_names
-from data.hugging_face import tokenizer_files
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
-from model.hugging_face.gpt2 import is_gpt2
-from model.hugging_face.sources import modeling_files
 from tools.convert.export_hf import export
+from tools.convert.hf_tokenizer import tokenizer_files
+from tools.convert.hugging_face.gpt2 import is_gpt2
+from tools.convert.hugging_face.sources import modeling_files
 from tools.convert.import_gpt2 import read_gpt2
 from tools.convert.new_run import begin_with
 from trainer.checkpoint import TrainState
@@ -122,6 +122,7 @@ def greedy(gpt, token_ids, n):
 
 @needs_transformers
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow
 def test_logits_and_generated_texts_are_ours(work, name):
     gpt, ids = gpt_of(CONFIGS[name]), load_file(work / "input.safetensors")["token_ids"]
     got = load_file(work / "results" / f"{name}.safetensors")
@@ -151,6 +152,7 @@ def test_logits_and_generated_texts_are_ours(work, name):
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow
 def test_texts_of_a_batch_are_continued_as_each_alone_wherever_they_are_padded(work, name, side, use_cache):
     gpt, ids = gpt_of(CONFIGS[name]), load_file(work / "input.safetensors")["token_ids"]
     if is_gpt2(gpt.config) and side != "left":
@@ -162,6 +164,7 @@ def test_texts_of_a_batch_are_continued_as_each_alone_wherever_they_are_padded(w
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_gpt2s_are_plain_and_all_others_bring_their_code(work):
     classes = json.loads((work / "said.json").read_text())["classes"]
     plain = {name for name, class_ in classes.items() if class_ == "GPT2LMHeadModel"}
@@ -175,6 +178,7 @@ def test_gpt2s_are_plain_and_all_others_bring_their_code(work):
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_the_tokenizer_of_an_export(work):
     said = json.loads((work / "said.json").read_text())
     text = said["text"].removesuffix("<|endoftext|>")
@@ -194,6 +198,7 @@ def gpt2(work):
 
 @needs_transformers
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_transformers_weights_give_transformers_logits_here(work, gpt2, dtype):
     token_ids = load_file(work / "input.safetensors")["token_ids"]
     wanted = load_file(gpt2 / "logits.safetensors")["logits"]
@@ -211,6 +216,7 @@ def test_transformers_weights_give_transformers_logits_here(work, gpt2, dtype):
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_files_of_old_versions(gpt2, tmp_path):
     """Names without their prefix, causal masks among the weights, and the output layer for itself."""
     weights = {key.removeprefix("transformer."): value for key, value in load_file(gpt2 / "model.safetensors").items()}

@@ -60,9 +60,9 @@ def test_what_is_not_the_published_model_is_refused(tmp_path, golden):
         return tmp_path / "x.safetensors"
 
     assert load_published(written(weights, sizes)).n_params() == sum(w.numel() for w in weights.values())
-    with pytest.raises(UserError, match="does not hold the weights"):
+    with pytest.raises(UserError, match="do not match the architecture"):
         load_published(written(weights, sizes | {"n_layers": 4}))
-    with pytest.raises(UserError, match="does not hold the weights"):
+    with pytest.raises(UserError, match="do not match the architecture"):
         load_published(written(weights, sizes | {"d_emb": 32}))
     with pytest.raises(UserError, match="lacks d_key"):
         load_published(written(weights, {k: v for k, v in sizes.items() if k != "d_key"}))

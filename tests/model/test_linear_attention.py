@@ -7,8 +7,7 @@ import torch
 from gradients import assert_all_close, with_gradients
 
 from model.attention.linear import LinearConfig
-from model.ops.linear_attention import CHUNK, LinearAttentionState, linear_attention, naive_linear_attention
-from model.position import RotaryPosition
+from model.ops.linear_attention import CHUNK, linear_attention, naive_linear_attention
 
 # Means over at most 200 values, of weights that are sums of products of 5 positive numbers: nothing cancels, and each
 # is exact to some 200 roundings of 1.1e-16; gradients of size about 1 likewise.
@@ -135,29 +134,6 @@ def test_autocast_does_not_reach_the_sums():
 def module(dtype=torch.float64):
     torch.manual_seed(0)
     return LinearConfig(name="linear").build(12, 3, 4).to(dtype)
-
-
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("T", [1, 2, 31, 64, 100])
-def test_the_module_equals_its_naive_form_with_all_gradients(T, rotary):
-    attention = module()
-    x = torch.randn(2, T, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
-    rotation = RotaryPosition(4, 100.0)(x)[1] if rotary else None
-    leaves = [x, *attention.parameters()]
-    y, state = attention(x, rotation)
-    assert state is None
-    assert y.shape == (2, T, 12)
-    assert_all_close(with_gradients(y, leaves), with_gradients(attention.naive(x, rotation), leaves))
-
-
-def test_the_module_streams():
-    attention, x = module(), torch.randn(2, 70, 12, dtype=torch.float64)
-    state, rows = None, []
-    for piece in x.split([3, 1, 60, 6], dim=1):
-        y, state = attention(piece, None, state, return_state=True)
-        rows.append(y)
-    assert isinstance(state, LinearAttentionState)
-    assert_all_close([torch.cat(rows, 1)], [attention(x)[0]])
 
 
 def test_bfloat16_autocast_rounds_the_projection_and_the_result_alone():

@@ -68,7 +68,7 @@ def test_going_back_twice_is_refused_rather_than_wrong(hooks):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else contextlib.nullcontext():
         loss = summed_loss(*inputs())
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="can be taken once"):
+    with pytest.raises(RuntimeError, match="a single backward pass"):
         loss.backward()
 
 

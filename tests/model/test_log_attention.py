@@ -48,9 +48,14 @@ def assert_all_close(got, wanted, tolerance):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def interpreted(backends, sizes, least):
+    """(backend, size) of all; Triton's interpreter takes long for sizes from `least` on."""
+    slow = {size: pytest.mark.slow if size >= least else () for size in sizes}
+    return [pytest.param(b, size, marks=slow[size] if b == "triton" else ()) for b in backends for size in sizes]
+
+
 @pytest.mark.parametrize("form", ["causal", "full"])
-@pytest.mark.parametrize("scale", [1, 5, 20, 80, 200])
+@pytest.mark.parametrize(("backend", "scale"), interpreted(BACKENDS, [1, 5, 20, 80, 200], least=20))
 def test_gives_the_published_numbers(backend, form, scale):
     file = golden()
     leaves = [file[f"scale{scale}/{name}"].clone().requires_grad_() for name in ("q", "k", "log_v")]
@@ -60,8 +65,7 @@ def test_gives_the_published_numbers(backend, form, scale):
     assert_all_close([log_y, *gradients], wanted, 1e-9)
 
 
-@pytest.mark.parametrize("backend", FAST)
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 128, 500, 1000, 4097])
+@pytest.mark.parametrize(("backend", "T"), interpreted(FAST, [1, 2, 63, 64, 65, 128, 500, 1000, 4097], least=128))
 def test_causal_equals_the_definition_with_state_and_all_gradients(backend, T):
     leaves = inputs(T) if T <= 500 else [x.detach()[:1, :1].requires_grad_() for x in inputs(T)]  # one head
     got = results_and_gradients(log_attention, leaves, backend=backend)
@@ -82,6 +86,7 @@ def test_full_equals_the_definition_with_state_and_all_gradients(backend, T, S):
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("d_k", "d_v"), [(128, 128), (20, 70), (64, 256)])
+@pytest.mark.slow
 def test_heads_of_any_size(backend, causal, d_k, d_v):
     leaves = [x.detach()[:1, :1].requires_grad_() for x in inputs(70, d_k=d_k, d_v=d_v)]
     got = results_and_gradients(log_attention, leaves, causal=causal, backend=backend)
@@ -319,7 +324,7 @@ def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, capsys, major, dtype, d
 def test_triton_where_it_cannot_be_is_refused_in_one_line_with_the_remedy(gpu, monkeypatch):
     x = torch.zeros(1, 1, 3, 3)
     with pytest.raises(
-        ValueError, match=r"^backend='triton' is given tensors on cpu.*backend='chunked' takes anything$"
+        ValueError, match=r"^backend='triton' needs an NVIDIA GPU .* on cpu; backend='chunked' takes anything$"
     ):
         log_attention(x, x, x, backend="triton")
     monkeypatch.setattr("model.ops.log_attention.find_spec", lambda name: None)
@@ -327,6 +332,7 @@ def test_triton_where_it_cannot_be_is_refused_in_one_line_with_the_remedy(gpu, m
         log_attention(x, x, x, backend="triton")
 
 
+@pytest.mark.slow
 def test_kernels_are_imported_when_they_are_used():
     code = "import sys, model.ops.log_attention; sys.exit('model.ops.log_attention.triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

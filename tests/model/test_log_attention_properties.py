@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from model.ops.log_attention import fallback, log_attention
 
-BACKENDS = ["naive", "chunked", "triton"]
+BACKENDS = ["naive", "chunked", pytest.param("triton", marks=pytest.mark.slow)]  # by its interpreter
 
 
 @st.composite

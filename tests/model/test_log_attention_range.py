@@ -16,7 +16,12 @@ NOTHING = -5000  # its exponential is 0, in float64 too
 
 def cases(values, few):
     """(backend, value) for all values, and for few with triton, whose interpreter takes seconds for a fallback."""
-    return [(name, value) for name in FAST for value in (few if name == "triton" else values)]
+    slow = {"triton": pytest.mark.slow}
+    return [
+        pytest.param(name, value, marks=slow.get(name, ()) if value > 5 else ())
+        for name in FAST
+        for value in (few if name == "triton" else values)
+    ]
 
 
 def length(backend):

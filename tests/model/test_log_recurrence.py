@@ -89,6 +89,7 @@ def sequential(log_p, h, state, weights, weights_last):
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 5e-11)])
+@pytest.mark.slow
 def test_a_million_tokens_with_state_and_all_gradients(million, dtype, within):
     """Gradients are relative to the largest. In float64 the truth itself rounds: 20,000 tokens x 2.2e-16 x |s| < 10."""
     inputs, weights, truth = million

@@ -13,17 +13,10 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 from model.attention.projection import ProjectionConfig
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.position import RotaryPosition
-from model.state import cat_states, select_rows
 
 # Exponents of size up to 30, to some ten roundings of 1.1e-16 each, move weights by 1e-13 of themselves at most, and
 # gradients, sums over at most 100 tokens of either sign, by some ten times that.
 TOLERANCE = 1e-12
-
-MODULES = [
-    {"values": values, "learned": learned, "n_kv_head": n_kv_head}
-    for values, learned, n_kv_head in itertools.product(("own", "keys"), (False, True), (None, 2, 1))
-]
-IDS = ["-".join(map(str, m.values())) for m in MODULES]
 
 
 def build(dtype=torch.float64, n_head=4, head_dim=6, **settings):
@@ -65,19 +58,6 @@ def test_the_naive_form_is_the_definition(T):
         torch.testing.assert_close(y[b, h, i], wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
-@pytest.mark.parametrize("settings", MODULES, ids=IDS)
-@pytest.mark.parametrize("T", [1, 2, 31, 64, 100])
-def test_the_module_equals_its_naive_form_with_all_gradients(T, settings, rotary):
-    attention, x = build(**settings), tokens(T)
-    rotation = RotaryPosition(6, 100.0)(x)[1] if rotary else None
-    leaves = [x, *attention.parameters()]
-    y, state = attention(x, rotation)
-    assert state is None
-    assert y.shape == (2, T, 24)
-    assert_all_close(with_gradients(y, leaves), with_gradients(attention.naive(x, rotation), leaves))
-
-
 @pytest.mark.parametrize("sigma", [0.05, 0.3, 20.0])
 def test_narrow_and_wide(sigma):
     attention, x = build(sigma=sigma), tokens(31)
@@ -113,40 +93,12 @@ def test_a_learned_sigma_begins_where_a_fixed_one_stays():
     assert [name for name, _ in build(sigma=0.3).named_parameters()] == ["qkv.weight", "qkv.bias"]
 
 
-@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
-@pytest.mark.parametrize("settings", MODULES, ids=IDS)
-def test_streams_through_its_state(settings, rotary):
-    attention, x, position = build(**settings), tokens(70), RotaryPosition(6, 100.0)
-    rotation = position(x)[1] if rotary else None
-    state, place, rows = None, None, []
-    with torch.no_grad():
-        for piece in x.split([3, 1, 1, 40, 25], dim=1):
-            _, turned, place = position(piece, place)
-            y, state = attention(piece, turned if rotary else None, state, return_state=True)
-            rows.append(y)
-        assert_all_close([torch.cat(rows, 1)], [attention(x, rotation)[0]])
-
-
 def test_keys_that_are_values_are_cached_once():
     def cached(values):
         _, state = build(values=values)(tokens(64), None, None, return_state=True)
         return sum(x.numel() for x in state if isinstance(x, torch.Tensor))
 
     assert cached("own") == 2 * cached("keys")
-
-
-@pytest.mark.parametrize("values", ["own", "keys"])
-def test_rows_of_different_lengths_go_on_together(values):
-    attention, x = build(values=values), tokens(60)
-    with torch.no_grad():
-        alone = [attention(x[:, :T], None, None, return_state=True)[1] for T in (7, 33)]
-        state = cat_states([select_rows(alone[0], [0]), select_rows(alone[1], [1])])
-        for T in (1, 5):  # one token, and several, twice from the same state
-            new = torch.stack([x[0, 7 : 7 + T], x[1, 33 : 33 + T]])
-            y, after = attention(new, None, state, return_state=True)
-            assert after.lengths == (7 + T, 33 + T)
-            wanted = [attention(x[:1, : 7 + T])[0][0, 7:], attention(x[1:, : 33 + T])[0][0, 33:]]
-            assert_all_close([y], [torch.stack(wanted)])
 
 
 @pytest.mark.parametrize("values", ["own", "keys"])

@@ -86,5 +86,5 @@ def test_sums_of_nothing_are_certain():
 
 def test_shapes_that_do_not_fit_are_refused():
     q, k, v = inputs(3)
-    with pytest.raises(ValueError, match="must be alike"):
+    with pytest.raises(ValueError, match="must have the same shape"):
         signed_log_attention(q, k, v, v[..., :1])

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 import torch
+from tiled_attention import Tile, tile_of, tiled_attention
 from torch.nn.functional import scaled_dot_product_attention
-
-from model.ops.tiles import Tile, tile_of, tiled_attention
 
 # A product of D = 8 features, an exponential and a mean over at most 200 values of size about 1, in float64: some ten
 # roundings of 1.1e-16 each, relative to sums of absolute values below 100.

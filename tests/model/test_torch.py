@@ -35,6 +35,7 @@ def loss_and_gradients(gpt, loss):
 
 
 @pytest.mark.parametrize("T", [1, 64, 70])
+@pytest.mark.slow
 def test_operators_keep_the_promises_that_torch_asks_of_them(T):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, T, 5), (1, 2, T, 5), (1, 2, T, 7), (1, 2, 5, 8)]
@@ -47,6 +48,7 @@ def test_operators_keep_the_promises_that_torch_asks_of_them(T):
 
 @pytest.mark.parametrize("T", [1, 70])
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.slow
 def test_kernels_keep_the_promises_that_torch_asks_of_them(T, causal):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, T, 5), (1, 2, T, 5), (1, 2, T, 8), (1, 2, 5, 8), (1, 2, 5)]
@@ -56,6 +58,7 @@ def test_kernels_keep_the_promises_that_torch_asks_of_them(T, causal):
     torch.library.opcheck(_attend_triton, (*(x.detach() for x in leaves), causal, True, False))
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_a_graph_break_and_are_recomputed_to_the_same_bits():
     def attend(qkv):
         q, k, log_v = qkv.view(2, 70, 3, -1).transpose(1, 2).split([5, 5, 7], dim=-1)
@@ -93,6 +96,7 @@ def test_fakes_have_the_strides_of_results(T):
             assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
+@pytest.mark.slow
 def test_compiled_for_one_length_it_takes_others():
     gpt = build()
     compiled = torch.compile(gpt.loss, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -168,9 +172,10 @@ def test_deterministic_algorithms_are_enough():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_gpus_that_are_not_here(run_process):
     pytest.importorskip("triton.backends.nvidia")
-    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", "--dtype", "bfloat16", "--head-dim", "32"])
+    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", "dtype=bfloat16", "head_dim=32"])
     assert result.status == 0, result.err
     rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]
     assert [row[2] for row in rows] == ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]

@@ -14,10 +14,10 @@ def without_the_interpreter(monkeypatch):
 
 
 def test_bench_attention_checks_times_and_writes(command, tmp_path):
-    result = command("scripts/bench_attention", "--quick", "--device", "cpu", "--out", str(tmp_path))
+    result = command("scripts/bench_attention", "quick=true", "device=cpu", f"out={tmp_path}")
     assert result.status == 0, result.err
     found = json.loads((tmp_path / "bench.json").read_text())
-    assert found["command"] == f"python scripts/bench_attention.py --quick --device cpu --out {tmp_path}"
+    assert found["command"] == f"python scripts/bench_attention.py quick=true device=cpu out={tmp_path}"
     assert {"device", "threads", "torch", "git_commit"} <= set(found["machine"])
     errors = {(row["deviation"], row["contender"]): row for row in found["errors"]}
     assert set(errors) == {(deviation, name) for deviation in (1, 5, 20, 80, 200) for name in ("published", "chunked")}
@@ -70,7 +70,7 @@ def one_gradient_not_a_number(q, k, log_v, **options):
 )
 def test_bench_attention_does_not_time_a_wrong_kernel(command, tmp_path, monkeypatch, wrong, what):
     monkeypatch.setitem(BACKENDS, "chunked", wrong)
-    result = command("scripts/bench_attention", "--quick", "--device", "cpu", "--out", str(tmp_path))
+    result = command("scripts/bench_attention", "quick=true", "device=cpu", f"out={tmp_path}")
     assert result.status == 1
     assert result.err.startswith(f"error: backend chunked is wrong in {what}")
     assert result.err.count("\n") == 1
@@ -80,8 +80,8 @@ def test_bench_attention_does_not_time_a_wrong_kernel(command, tmp_path, monkeyp
 
 
 def test_bench_recurrence_compares_with_the_published_form(command, tmp_path):
-    options = ["--lengths", "64", "5000", "--rounds", "1"]
-    result = command("scripts/bench_recurrence", *options, "--out", str(tmp_path))
+    options = ["lengths=64,5000", "rounds=1"]
+    result = command("scripts/bench_recurrence", *options, f"out={tmp_path}")
     assert result.status == 0, result.err
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [row["T"] for row in found["errors"]] == [64, 5000]

@@ -6,18 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import zstandard
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_measures_the_pipeline_beside_encode_ordinary(tmp_path, rank_file):
     lines = "".join(json.dumps({"text": f"these are the words of {i}, " * 20}) + "\n" for i in range(3000))
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(zstandard.compress(lines.encode()))
-    options = ["--files", str(path), "--ranks", str(rank_file), "--workers", "2", "--rounds", "1"]
+    options = [f"files={path}", f"ranks={rank_file}", "workers=2", "rounds=1"]
     done = subprocess.run(
-        [sys.executable, "scripts/bench_data.py", *options, "--out", str(tmp_path / "bench")],
+        [sys.executable, "scripts/bench_data.py", *options, f"out={tmp_path / 'bench'}"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

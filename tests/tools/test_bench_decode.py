@@ -11,7 +11,7 @@ from model.gpt import GPT, GPTConfig
 from tools.bench.decode import Ours, state_bytes, stretched
 
 SMALL = ["n_layer=1", "n_embd=32", "n_head=2", "head_dim=16", "n_vocab=64"]
-OPTIONS = ("--set", "runtime.device=cpu", *(f"model.{option}" for option in SMALL), "--steps", "3")
+OPTIONS = (f"set=runtime.device=cpu,{','.join(f'model.{option}' for option in SMALL)}", "steps=3")
 KEYS_AND_VALUES = 4 * 2 * 2 * 16  # bytes of a token's
 ATTENTION = [
     {"name": "fixed", "size": 4, "width": 2},
@@ -29,13 +29,13 @@ ATTENTION = [
 
 
 def bench(command, folder, *arguments):
-    result = command("scripts/bench_decode", *arguments, *OPTIONS, "--out", str(folder))
+    result = command("scripts/bench_decode", *arguments, *OPTIONS, f"out={folder}")
     assert result.status == 0, result.err
     return json.loads((folder / "bench.json").read_text())["models"], result.out
 
 
 def test_state_is_constant_in_log_space_and_grows_with_softmax(command, restored_torch, tmp_path):
-    models, shown = bench(command, tmp_path, "--models", "log_gpt_1m", "gpt2_124m", "--positions", "1100", "40")
+    models, shown = bench(command, tmp_path, "models=log_gpt_1m,gpt2_124m", "positions=1100,40")
     assert list(models) == ["log_gpt_1m", "gpt2_124m"]
     for found in models.values():
         assert [row["position"] for row in found["speed"]] == [40, 1100]  # more than the 1,024 positions of gpt2_124m
@@ -50,7 +50,7 @@ def test_state_is_constant_in_log_space_and_grows_with_softmax(command, restored
 
 
 def test_every_mechanism_in_one_shape(command, restored_torch, tmp_path):
-    models, _ = bench(command, tmp_path, "--models", "gpt2_124m", "--attention", "all", "--positions", "40")
+    models, _ = bench(command, tmp_path, "models=gpt2_124m", "attention=all", "positions=40")
     assert {f"gpt2_124m, {given['name']}" for given in ATTENTION} == set(models)
     sizes = {name.partition(", ")[2]: [found["bytes"][n] for n in ("1000", "32000")] for name, found in models.items()}
     constant = {name for name, (small, large) in sizes.items() if small == large}
@@ -59,7 +59,7 @@ def test_every_mechanism_in_one_shape(command, restored_torch, tmp_path):
 
 def test_beside_hugging_face(command, restored_torch, tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    models, shown = bench(command, tmp_path, "--models", "gpt2_124m", "--hf", "--positions", "40", "1100")
+    models, shown = bench(command, tmp_path, "models=gpt2_124m", "hf=gpt2_124m", "positions=40,1100")
     for row in models["gpt2_124m"]["speed"]:
         assert row["over_hf"] == row["tokens_per_second"] / row["hf_tokens_per_second"]
     assert " x)" in shown
@@ -68,16 +68,16 @@ def test_beside_hugging_face(command, restored_torch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hf"], "--hf needs the package transformers, which is not installed: pip install -e '.[hf]'"),
-        (["--hf", "gpt3"], "model=gpt3 does not exist: allowed: gpt2_124m,"),
-        (["--models", "gpt2_125m"], "model=gpt2_125m does not exist: did you mean 'gpt2_124m'?"),
-        (["--attention", "sliding"], "model/attention=sliding does not exist: did you mean 'sliding_window'?"),
+        (["hf=gpt2_124m"], "hf needs the package transformers, which is not installed: pip install -e '.[hf]'"),
+        (["hf=gpt3"], "model=gpt3 does not exist: allowed: gpt2_124m,"),
+        (["models=gpt2_125m"], "model=gpt2_125m does not exist: did you mean 'gpt2_124m'?"),
+        (["attention=sliding"], "model/attention=sliding does not exist: did you mean 'sliding_window'?"),
     ],
     ids=["transformers", "hf", "models", "attention"],
 )
 def test_mistakes_are_one_line(arguments, message, command, restored_torch, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it fails
-    result = command("scripts/bench_decode", *arguments, *OPTIONS, "--positions", "40", "--out", str(tmp_path))
+    result = command("scripts/bench_decode", *arguments, *OPTIONS, "positions=40", f"out={tmp_path}")
     assert result.status == 1
     assert result.err.startswith(f"error: {message}")
     assert result.err.count("\n") == 1

@@ -12,12 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.head_dim=16", "model.n_vocab=257"]
 
 
-@pytest.mark.parametrize("mixture", [[], ["--mixture", '{"set-03": 5, "set-07": 0}']])
+@pytest.mark.parametrize("mixture", [[], ['mixture={"set-03": 5, "set-07": 0}']])
+@pytest.mark.slow
 def test_measures_the_loader_alone_and_under_models(tmp_path, mixture):
-    options = ["--tokens", "100000", "--seq-len", "64", "--batch-tokens", "4096", "--seconds", "0.2", "--rate", "2e5"]
-    model = ["--model-steps", "1", "--set", "seq_len=32", "batch_tokens=64", "runtime.micro_batch=2", *SMALL]
+    options = ["tokens=100000", "seq_len=64", "batch_tokens=4096", "seconds=0.2", "rate=2e5"]
+    small = ["seq_len=32", "batch_tokens=64", "runtime.micro_batch=2", *SMALL]
+    model = ["model_steps=1", f"set={','.join(small)}"]
     done = subprocess.run(
-        [sys.executable, "scripts/bench_loader.py", *options, *mixture, *model, "--out", str(tmp_path)],
+        [sys.executable, "scripts/bench_loader.py", *options, *mixture, *model, f"out={tmp_path}"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_measures_saves_beside_steps(tmp_path, dataset_dir):
     (tmp_path / "dataset").symlink_to(dataset_dir)  # instead of preparing one
     small = "experiment=quickstart,model.n_layer=1,model.n_head=2,model.n_embd=16,seq_len=16,batch_tokens=64"
@@ -16,14 +19,10 @@ def test_measures_saves_beside_steps(tmp_path, dataset_dir):
         [
             sys.executable,
             "scripts/bench_save.py",
-            "--runs",
-            small,
-            "--steps",
-            "6",
-            "--every",
-            "2",
-            "--out",
-            str(tmp_path),
+            f"runs=[[{small}]]",
+            "steps=6",
+            "every=2",
+            f"out={tmp_path}",
         ],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

@@ -6,14 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_measures_models_beside_the_control(tmp_path):
     small = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.head_dim=16", "model.n_vocab=64"]
-    options = ["--models", "log_gpt_125m", "--rounds", "1", "--steps", "1", "--seq-len", "32", "--set", *small]
+    options = ["models=log_gpt_125m", "rounds=1", "steps=1", "seq_len=32", f"set={','.join(small)}"]
     done = subprocess.run(
-        [sys.executable, "scripts/bench_train.py", *options, "--out", str(tmp_path)],
+        [sys.executable, "scripts/bench_train.py", *options, f"out={tmp_path}"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

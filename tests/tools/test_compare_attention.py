@@ -19,15 +19,14 @@ PAIR = (CONTROL, "linear mlp rotary")
 @pytest.fixture
 def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
     """Runs the script on two arms, or as it is told, with short sequences; returns what it left behind."""
-    for module in (compare, compare_report):
-        monkeypatch.setattr(module, "SEQ_LEN", 32)
+    monkeypatch.setattr(compare, "SEQ_LEN", 32)
     monkeypatch.setattr(compare_report, "_ROUNDS", 2)
     monkeypatch.setattr(compare, "_EVAL_WINDOWS", 4)
     monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)  # it takes longer than these runs
 
     def run(*more, arms=PAIR[1:], out="out", steps="2"):
-        options = ["--dataset", str(dataset_dir), "--out", str(tmp_path / out), "--steps", steps]
-        return command("scripts/compare_attention", *options, "--arms", *arms, *more)
+        options = [f"dataset_dir={dataset_dir}", f"out={tmp_path / out}", f"steps={steps}"]
+        return command("scripts/compare_attention", *options, f"arms={','.join(arms)}", *more)
 
     return run
 
@@ -61,6 +60,7 @@ def test_every_mechanism_is_in_it_and_log_space_on_equal_terms():
     assert len(forms) == 4
 
 
+@pytest.mark.slow
 def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypatch):
     result = compared()
     assert result.status == 0, result.err
@@ -98,7 +98,7 @@ def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypa
     monkeypatch.setattr(compare, "fit", stopped)
     for _ in range(2):
         result = compared(arms=[CONTROL], out="other")
-        assert (result.status, result.err) == (130, "error: interrupted; the same command goes on from here\n")
+        assert (result.status, result.err) == (130, "error: interrupted; run the same command again to continue\n")
     assert begun[1] == begun[2]
     assert compared(arms=[CONTROL], out="other").status == 0
     other = json.loads((tmp_path / "other" / "compare.json").read_text())["arms"]
@@ -107,7 +107,7 @@ def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypa
         assert other[CONTROL][key] == whole["arms"][CONTROL][key]
 
     # Two at a time; and not on other terms.
-    result = compared("--jobs", "2")
+    result = compared("jobs=2")
     assert result.status == 0, result.err
     result = compared(steps="3")
     assert result.status == 1
@@ -162,5 +162,5 @@ def test_what_cannot_be_done_is_one_line(compared):
     result = compared(arms=["log_space glu non"])
     assert result.status == 1
     assert result.err.startswith("error: there is no arm 'log_space glu non'")
-    result = compared("--learning-rates", "1e-3", "2e-3")
-    assert result.err == "error: give --steps of 1 or more, and three --learning-rates or more, all above 0\n"
+    result = compared("learning_rates=1e-3,2e-3")
+    assert result.err == "error: give steps=1 or more, and three learning_rates or more, all above 0\n"

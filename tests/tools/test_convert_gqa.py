@@ -98,10 +98,10 @@ def test_every_layer_of_a_pattern_that_can_share_does():
 @pytest.mark.parametrize(
     ("attention", "heads", "message"),
     [
-        (NAMES[0], 4, rf"--n-kv-head 4 does not divide the 6 key and value heads of {NAMES[0]}: use one of 1, 2, 3, 6"),
-        (NAMES[0], 0, r"--n-kv-head 0 does not divide"),
-        (NAMES[0], 12, r"--n-kv-head 12 does not divide"),
-        (NAMES[0], 6, r"--n-kv-head 6 is what the model has"),
+        (NAMES[0], 4, rf"n_kv_head=4 does not divide the 6 key and value heads of {NAMES[0]}: use one of 1, 2, 3, 6"),
+        (NAMES[0], 0, r"n_kv_head=0 does not divide"),
+        (NAMES[0], 12, r"n_kv_head=12 does not divide"),
+        (NAMES[0], 6, r"n_kv_head=6 is what the model already has"),
         ("log_space", 2, r"attention log_space does not share heads"),
     ],
 )
@@ -172,7 +172,12 @@ def test_mistakes_are_one_line(tiny, settings, tmp_path, command):
         ("nothing", "gqa", "2", "holds no checkpoint"),
         ("run", "gqa", "3", "does not divide the 4 key and value heads"),
     ]:
-        result = command("scripts/convert_gqa", str(tmp_path / first), str(tmp_path / run_dir), "--n-kv-head", heads)
+        result = command(
+            "scripts/convert_gqa",
+            f"checkpoint={tmp_path / first}",
+            f"run_dir={tmp_path / run_dir}",
+            f"n_kv_head={heads}",
+        )
         assert result.status == 1
         assert message in " ".join(result.err.split())
     assert not (tmp_path / "gqa" / "checkpoints").exists()
@@ -189,7 +194,9 @@ def test_the_settings_to_go_on_with_are_printed(tiny_args, tmp_path, command, op
     first = [*tiny_args, "model.n_head=4", f"model/attention={NAMES[0]}", "model/position=rotary", *options]
     assert command("train", *first, "stop_at=2").status == 0
     run_dir = tmp_path / "it's shared (1)"
-    result = command("scripts/convert_gqa", str(tmp_path / "run"), str(run_dir), "--n-kv-head", str(heads))
+    result = command(
+        "scripts/convert_gqa", f"checkpoint={tmp_path / 'run'}", f"run_dir={run_dir}", f"n_kv_head={heads}"
+    )
     assert result.status == 0, result.err
     settings = shlex.split(result.out.partition("go on with train.py, the settings of the first run, and ")[2])
     result = command("train", *first, *settings, "stop_at=1")

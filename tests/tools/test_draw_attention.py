@@ -25,12 +25,12 @@ def test_weights_times_values_are_the_result(title, position):
     gpt = gpt_of(PANELS[title][0], position)
     layer, x = gpt.blocks[0].attention, torch.randn(1, T, 32, dtype=torch.float64)
     _, rotation, _ = gpt.position(x)
-    project = getattr(layer, "project", None) or layer._project
+    project = layer.project
     *_, v = project(x, rotation)  # (1, H, T, D)
     is_log = layer.__class__.__name__ == "LogSpaceAttention"
     y = weights_of(layer, x, rotation) @ (v.exp() if is_log else v)[0]
     if hasattr(layer, "n_global"):  # their values are their own
-        *_, v_global = layer._project_global(x, rotation, T)
+        *_, v_global = layer.project(x, rotation, layer.qkv_global)
         n = layer.n_global
         y[:, :n] = (weights_of(layer, x, rotation) @ v_global[0])[:, :n]
     y = (y.log() if is_log else y).transpose(0, 1).flatten(1)  # (T, H D)
@@ -56,17 +56,17 @@ def test_every_mechanism_has_a_panel():
 
 
 def test_it_draws_mechanisms_and_a_trained_model(command, tiny, tmp_path, restored_torch):
-    result = command("scripts/draw_attention", "--text", "a cat saw a dog", "--out", str(tmp_path / "all.png"))
+    result = command("scripts/draw_attention", "text=a cat saw a dog", f"out={tmp_path / 'all.png'}")
     assert result.status == 0, result.err
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     fit(config := tiny({"max_steps": 2}))
-    options = ["--checkpoint", str(config.run_dir), "--text", "a b\n", "--out", str(tmp_path / "run.png")]
-    result = command("scripts/draw_attention", *options, "--head", "2")
+    options = [f"checkpoint={config.run_dir}", "text=a b\n", f"out={tmp_path / 'run.png'}"]
+    result = command("scripts/draw_attention", *options, "head=2")
     assert result.status == 0, result.err
     assert "1 panels are in" in result.out
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    for wrong, message in (["--head", "3"], "give 1 to 2"), (["--text", "x" * 65], "give 1 to 64"):
-        result = command("scripts/draw_attention", *options, *wrong)
+    for wrong, message in ("head=3", "give 1 to 2"), ("text=" + "x" * 65, "give 1 to 64"):
+        result = command("scripts/draw_attention", *options, wrong)
         assert result.status == 1
-        assert result.err.startswith("error: --")
+        assert result.err.startswith("error: ")
         assert message in result.err

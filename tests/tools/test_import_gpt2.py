@@ -80,8 +80,8 @@ def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, datas
     run_dir = tmp_path / "it's again (1)"
     result = command(
         "scripts/import_gpt2",
-        *(str(folder), str(run_dir), "--dataset-dir", str(dataset_dir)),
-        *("--seq-len", "8", "--batch-tokens", "32", "--seed", "5"),
+        *(f"folder={folder}", f"run_dir={run_dir}", f"dataset_dir={dataset_dir}"),
+        *("seq_len=8", "batch_tokens=32", "seed=5"),
     )
     assert result.status == 0, result.err
     (typed,) = commands_in(result.out)
@@ -129,7 +129,7 @@ def test_without_a_dataset_it_can_be_evaluated_and_sampled_from(folder, tmp_path
 )
 def test_a_config_of_another_kind_is_refused(folder, changes, message):
     change_config(folder, **changes)
-    with pytest.raises(UserError, match="is not that of a GPT2LMHeadModel like GPT-2") as error:
+    with pytest.raises(UserError, match="does not describe a GPT2LMHeadModel like GPT-2") as error:
         read_gpt2(folder)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
@@ -182,9 +182,9 @@ def with_a_smaller_model(folder):
     [
         (remove("config.json"), "has no config.json: give a folder that save_pretrained wrote"),
         (remove("tokenizer.json"), "has no tokenizer.json: put it there: AutoTokenizer"),
-        (remove("model.safetensors"), "holds no weights: model.safetensors is what is read"),
-        (in_a_pickle, "has pytorch_model.bin, and model.safetensors is what is read: load the model with transformers"),
-        (in_shards, "has model.safetensors.index.json, and model.safetensors is what is read"),
+        (remove("model.safetensors"), "has no model.safetensors: load the model with transformers"),
+        (in_a_pickle, "has no model.safetensors: pytorch_model.bin cannot be read; load the model with transformers"),
+        (in_shards, "has no model.safetensors: model.safetensors.index.json cannot be read"),
         (as_a_pipe, "is a link, a folder, a pipe or a device"),
         (with_a_smaller_model, "has a tokenizer of 257 ids for a model of 200"),
         (lambda folder: (folder / "config.json").write_text("[]"), "GPT2LMHeadModel like GPT-2"),
@@ -195,7 +195,7 @@ def with_a_smaller_model(folder):
 )
 def test_folders_that_cannot_be_read_are_one_line(folder, tmp_path, change, message, command):
     change(folder)
-    result = command("scripts/import_gpt2", str(folder), str(tmp_path / "again"))
+    result = command("scripts/import_gpt2", f"folder={folder}", f"run_dir={tmp_path / 'again'}")
     assert result.status == 1
     assert message in " ".join(result.err.split())
     assert not (tmp_path / "again").exists()
@@ -204,26 +204,26 @@ def test_folders_that_cannot_be_read_are_one_line(folder, tmp_path, change, mess
 def test_arguments_that_do_not_fit_are_one_line(original, folder, tmp_path, command, make_dataset, rank_file):
     other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
     for arguments, message in [
-        (["--seq-len", "17"], "--seq-len 17 does not fit the model's 16 positions: use 1 to 16"),
-        (["--seq-len", "0"], "--seq-len 0 does not fit"),
-        (["--seq-len", "8", "--batch-tokens", "12"], "--batch-tokens 12 is not a multiple of 8"),
-        (["--seed", "-1"], "seed=-1"),
-        (["--dataset-dir", str(tmp_path / "nothing")], "does not exist"),
-        (["--dataset-dir", str(other)], "was made with tokenizer gpt2 (n_vocab 260), the model with another one"),
+        (["seq_len=17"], "seq_len=17 does not fit the model's 16 positions: use 1 to 16"),
+        (["seq_len=0"], "seq_len=0 does not fit"),
+        (["seq_len=8", "batch_tokens=12"], "batch_tokens=12 is not a multiple of 8"),
+        (["seed=-1"], "seed=-1"),
+        ([f"dataset_dir={tmp_path / 'nothing'}"], "does not exist"),
+        ([f"dataset_dir={other}"], "was made with tokenizer gpt2 (n_vocab 260), the model with another one"),
     ]:
-        result = command("scripts/import_gpt2", str(folder), str(tmp_path / "again"), *arguments)
+        result = command("scripts/import_gpt2", f"folder={folder}", f"run_dir={tmp_path / 'again'}", *arguments)
         assert result.status == 1, message
         assert message in " ".join(result.err.split())
-    result = command("scripts/import_gpt2", str(folder), str(original / "run"))
+    result = command("scripts/import_gpt2", f"folder={folder}", f"run_dir={original / 'run'}")
     assert "holds a run: choose another one" in " ".join(result.err.split())
-    result = command("scripts/import_gpt2", str(tmp_path / "nothing"), str(tmp_path / "again"))
+    result = command("scripts/import_gpt2", f"folder={tmp_path / 'nothing'}", f"run_dir={tmp_path / 'again'}")
     assert "has no config.json" in " ".join(result.err.split())
 
 
 def test_an_export_is_whole_or_absent(original, folder, tmp_path, command, monkeypatch):
-    result = command("scripts/export_hf", str(original / "run"), str(folder))
+    result = command("scripts/export_hf", f"checkpoint={original / 'run'}", f"out_dir={folder}")
     assert (result.status, "is not empty: choose another folder" in " ".join(result.err.split())) == (1, True)
-    result = command("scripts/export_hf", str(tmp_path / "nothing"), str(tmp_path / "new"))
+    result = command("scripts/export_hf", f"checkpoint={tmp_path / 'nothing'}", f"out_dir={tmp_path / 'new'}")
     assert (result.status, "holds no checkpoint" in " ".join(result.err.split())) == (1, True)
     (tmp_path / "new.tmp").mkdir()
     (tmp_path / "new.tmp" / "model.safetensors").write_text("of an export that was killed")
@@ -233,11 +233,11 @@ def test_an_export_is_whole_or_absent(original, folder, tmp_path, command, monke
 
     with monkeypatch.context() as patch:
         patch.setattr("tools.convert.export_hf.write_json", full)
-        result = command("scripts/export_hf", str(original / "run"), str(tmp_path / "new"))
+        result = command("scripts/export_hf", f"checkpoint={original / 'run'}", f"out_dir={tmp_path / 'new'}")
     assert (result.status, "No space left" in result.err) == (1, True)
     assert not (tmp_path / "new").exists()
     assert not (tmp_path / "new.tmp").exists()
     (tmp_path / "new").mkdir()  # an empty one is as good as none
-    result = command("scripts/export_hf", str(original / "run"), str(tmp_path / "new"))
+    result = command("scripts/export_hf", f"checkpoint={original / 'run'}", f"out_dir={tmp_path / 'new'}")
     assert result.status == 0, result.err
     assert (tmp_path / "new" / "config.json").read_bytes() == (folder / "config.json").read_bytes()

@@ -10,7 +10,7 @@ from common.settings import decode
 from model.gpt import GPT, GPTConfig
 from tools.plan.memory import Numbers, kept_for_backward, step_memory
 from trainer.optim import AdamWConfig
-from trainer.run import SummedLoss
+from trainer.step import SummedLoss
 
 B, T = 4, 512
 COUNTED = [
@@ -130,6 +130,7 @@ print(step_memory(gpt, 4, 512, Numbers("cpu", torch.float32), True).peak / (resi
 
 
 @pytest.mark.parametrize("model", [("log_space", "glu"), ("softmax", "mlp")], ids="-".join)
+@pytest.mark.slow
 def test_the_peak_is_what_a_process_takes(model, run_process, monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed goes back to the system
     (child,) = run_process(["-c", CHILD, *model])

@@ -70,9 +70,9 @@ def test_an_unknown_device_is_unknown_and_never_guessed(command, name, hint):
     [
         ("n_device=1000", ["480 sequences, fewer than n_device=1000", "lower n_device"]),
         ("mfu=2", ["mfu=2", "less than or equal to 1"]),
-        ("mfu=0.3 measure=true", ["mfu and measure", "give one"]),
-        ("runtime.device=cuda", ["runtime.device=cuda is not here", "such as device=a100-40gb"]),
-        ("device=h100 measure=true", ["measure=true measures this machine", "device=h100 is not here"]),
+        ("mfu=0.3 measure=true", ["mfu and measure", "give only one"]),
+        ("runtime.device=cuda", ["runtime.device=cuda, but this machine has no GPU", "such as device=a100-40gb"]),
+        ("device=h100 measure=true", ["measure=true measures this machine", "which has no h100"]),
         ("dataset_dir=/no/such", ["dataset_dir=/no/such", "prepare_data.py"]),
         ("n_devices=8", ["unknown config key 'n_devices': did you mean 'n_device'?"]),
         ("optim.max_lrr=1", ["did you mean 'optim.max_lr'?"]),

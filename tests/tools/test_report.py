@@ -183,16 +183,16 @@ def test_links_lead_nowhere(sweep, tmp_path):
 def test_without_a_run_there_is_one_line(command, tmp_path, given):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    result = command("scripts/report", str(tmp_path / given))
+    result = command("scripts/report", f"folders={tmp_path / given}")
     assert (result.status, result.err.count("\n")) == (1, 1)
     assert result.err.startswith("error: ")
     assert str(tmp_path / given) in result.err
     with pytest.raises(UserError):
-        command("scripts/report", str(tmp_path / given), "--debug")
+        command("scripts/report", f"folders={tmp_path / given}", "--debug")
 
 
 def test_every_path_that_is_printed_exists(command, sweep):
-    result = command("scripts/report", str(sweep))
+    result = command("scripts/report", f"folders={sweep}")
     assert result.status == 0
     assert "6 runs; lowest validation loss 1.2000: max_lr=0.001, seed=1" in result.out
     paths = re.findall(r"written: (.*)", result.out)

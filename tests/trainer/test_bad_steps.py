@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from test_resume import assert_same_run, metrics
 
-import trainer.run
+import trainer.step
 from common.settings import UserError
 from data.documents import documents_in
 from data.loader import TrainBatches, step_windows
@@ -31,7 +31,7 @@ def factor_at(monkeypatch):
     def inject(factors, times=math.inf):
         left = dict.fromkeys(factors, times)
         now = {"factor": 1.0}
-        accumulate, forward = Run._accumulate_gradients, trainer.run.SummedLoss.forward
+        accumulate, forward = Run._step, trainer.step.SummedLoss.forward
 
         def accumulating(run):
             step = run.step + 1
@@ -41,8 +41,8 @@ def factor_at(monkeypatch):
             now["factor"] = factors[step] if hit else 1.0
             return accumulate(run)
 
-        monkeypatch.setattr(Run, "_accumulate_gradients", accumulating)
-        monkeypatch.setattr(trainer.run.SummedLoss, "forward", lambda *args: forward(*args) * now["factor"])
+        monkeypatch.setattr(Run, "_step", accumulating)
+        monkeypatch.setattr(trainer.step.SummedLoss, "forward", lambda *args: forward(*args) * now["factor"])
 
     return inject
 
@@ -53,7 +53,7 @@ def evidence(run_dir, step):
 
 def test_halt_leaves_evidence_and_the_run_as_it_was(tiny, tmp_path, factor_at):
     factor_at({5: float("nan")})
-    with pytest.raises(UserError, match=r"step 5: loss is nan .* .*step-00000005.json says.*max_lr") as error:
+    with pytest.raises(UserError, match=r"step 5: loss is nan .* .*step-00000005.json lists.*max_lr") as error:
         fit(tiny())
     assert "\n" not in str(error.value)
     assert open_checkpoint(tmp_path / "run").state.step == 4
@@ -147,14 +147,12 @@ def test_rollback_heals_weights_that_went_bad(tiny, tmp_path, monkeypatch, facto
     fit(tiny({"runtime.on_nonfinite": "skip", "run_dir": tmp_path / "skipped"}))
     monkeypatch.undo()
 
-    accumulate, broken = Run._accumulate_gradients, []
+    accumulate, broken = Run._step, []
     name = next(n for n, _ in Run(tiny(), *_alone(tiny())).gpt.named_parameters() if n.startswith("blocks.0"))
-    monkeypatch.setattr(Run, "_accumulate_gradients", lambda run: _break(run, name, bad, broken, accumulate))
+    monkeypatch.setattr(Run, "_step", lambda run: _break(run, name, bad, broken, accumulate))
     fit(tiny(changes))
     assert broken == [bad - 1]
-    assert f"back to step {bad // 2 * 2}, and that step will be passed over" in capsys.readouterr().err.replace(
-        "\n", ""
-    )
+    assert f"back to step {bad // 2 * 2}, and that step will be skipped" in capsys.readouterr().err.replace("\n", "")
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (newest(tmp_path / "run") / file).read_bytes() == (newest(tmp_path / "skipped") / file).read_bytes()
     events = [
@@ -230,6 +228,7 @@ def test_bad_steps_in_a_row():
     assert bad_steps_before(7, {3: "", 5: "", 6: "", 7: ""}) == 2
 
 
+@pytest.mark.slow
 def test_a_spike_is_treated_as_other_bad_steps_are_and_is_off_by_default(tiny, tmp_path, factor_at):
     changes = {"max_steps": 130, "eval.every": 130, "checkpoint.every": 65, "runtime.on_nonfinite": "skip"}
     factor_at({120: 100.0})
@@ -244,13 +243,14 @@ def test_a_spike_is_treated_as_other_bad_steps_are_and_is_off_by_default(tiny, t
 
 POISONED = """
 import sys
-import trainer.run
-from trainer.run import Run, SummedLoss
-poisoned, accumulate, forward = [False], Run._accumulate_gradients, SummedLoss.forward
+import trainer.step
+from trainer.run import Run
+from trainer.step import SummedLoss
+poisoned, accumulate, forward = [False], Run._step, SummedLoss.forward
 def accumulating(run):
     poisoned[0] = run.step + 1 == 3 and run.world.rank == run.world.size - 1
     return accumulate(run)
-Run._accumulate_gradients = accumulating
+Run._step = accumulating
 SummedLoss.forward = lambda *args: forward(*args) * (float("nan") if poisoned[0] else 1.0)
 import runpy
 runpy.run_path("train.py", run_name="__main__")
@@ -258,6 +258,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "halt"])
+@pytest.mark.slow
 def test_what_is_bad_on_one_process_is_bad_on_all(tiny_args, tmp_path, policy):
     args = [*tiny_args, "runtime.micro_batch=1", "runtime.dtype=float64", f"runtime.on_nonfinite={policy}"]
     results = ranks.run(2, "-c", POISONED, *args)
@@ -288,5 +289,5 @@ def test_rollback_needs_something_to_go_back_to(tiny, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("trainer.saving.save_checkpoint", full)
-    with pytest.raises(UserError, match="the last save, after step 0, failed"):
+    with pytest.raises(UserError, match="the save after step 0 failed"):
         fit(tiny({"runtime.on_nonfinite": "rollback", "checkpoint.on_error": "continue"}))

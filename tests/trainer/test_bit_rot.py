@@ -82,6 +82,7 @@ def swap(path, rng):
 
 
 @pytest.mark.parametrize("damage", [flip, cut, empty, grow, blank, lose, swap], ids=lambda damage: damage.__name__)
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(server, config, expected, rng, damage):
     for name in FILES:
         newest = begin(config)
@@ -147,6 +148,7 @@ def test_none_whole_is_an_error_and_nothing_is_touched(server, config, rng):
         assert snapshot(config.run_dir) == before
 
 
+@pytest.mark.slow
 def test_killed_while_it_goes_on_a_whole_one_is_left(server, config, expected, rng):
     """Whatever is kept (the newest alone, here) it is not the damaged one alone."""
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 1, "keep_last": 1})})

@@ -189,6 +189,7 @@ def crash_at(monkeypatch, number, how):
 
 
 @pytest.mark.parametrize("how", ["before", "during", "after"])
+@pytest.mark.slow
 def test_a_crash_anywhere_in_saving_leaves_whole_checkpoints_and_right_pointers(tiny, tmp_path, monkeypatch, how):
     """The run is stopped at every single write of its save after step 4, its best, and then goes on to the end."""
     monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)  # slow, and not a checkpoint

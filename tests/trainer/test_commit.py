@@ -30,6 +30,7 @@ def assert_all_whole(run_dir, why):
 @pytest.mark.parametrize(
     ("how", "power"), [("before", False), ("half", False), ("before", True)], ids=["before", "in_a_write", "power_cut"]
 )
+@pytest.mark.slow
 def test_killed_at_every_operation(server, quick, how, power):
     config = quick()
     expected, operations = undisturbed(server, config)
@@ -71,6 +72,7 @@ def test_what_is_counted_on_is_synced(server, quick):
     assert named == 3
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(server, quick):
     """Each life gets some operations further, however short it is."""
     expected, operations = undisturbed(server, quick())
@@ -88,6 +90,7 @@ def test_killed_again_and_again(server, quick):
     assert killed > 4
 
 
+@pytest.mark.slow
 def test_killed_at_some_operations_of_two_processes(server, quick):
     config = quick({"runtime.micro_batch": 2})
     expected, operations = undisturbed(server, config, processes=2)
@@ -96,5 +99,17 @@ def test_killed_at_some_operations_of_two_processes(server, quick):
         assert_all_whole(config.run_dir, kill)
         life = server.finish(config, processes=2)
         assert life.err == "", kill
+        assert_same(config.run_dir, expected, kill)
+        shutil.rmtree(config.run_dir)
+
+
+def test_killed_in_a_save(server, quick):
+    """Some of the moments that the tests above try in full."""
+    config = quick()
+    expected, operations = undisturbed(server, config)
+    for kill in list(kills(operations))[5::40] + list(kills(operations, "half", power=True))[2::12]:
+        assert server.live(config, kill=kill).killed, kill
+        assert_all_whole(config.run_dir, kill)
+        assert server.finish(config).err == "", kill
         assert_same(config.run_dir, expected, kill)
         shutil.rmtree(config.run_dir)

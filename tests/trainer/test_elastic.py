@@ -28,6 +28,7 @@ def train(tiny_args, tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-9)])
+@pytest.mark.slow
 def test_a_run_goes_from_2_processes_to_1_and_to_4(train, dtype, tolerance):
     """Same batches, same losses, at every step; a batch that was lost or came twice would be seen."""
     options = f"runtime.dtype={dtype}", "runtime.micro_batch=1"
@@ -44,6 +45,7 @@ def test_a_run_goes_from_2_processes_to_1_and_to_4(train, dtype, tolerance):
     ("processes", "sequences", "micro_batch"),
     [(3, 4, 1), (3, 4, 8), (2, 3, 2), (4, 6, 1), (2, 7, 3)],
 )
+@pytest.mark.slow
 def test_a_batch_need_not_be_divisible(train, processes, sequences, micro_batch):
     """Process r of W has sequences r*B//W to (r+1)*B//W, in as many micro-batches as it takes."""
     options = f"batch_tokens={16 * sequences}", "runtime.dtype=float64", "max_steps=6"
@@ -71,6 +73,7 @@ def rank_of(pid):
 
 
 @pytest.mark.parametrize("lost_rank", [0, 1])
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_that_lost_a_process(train, tiny_args, tmp_path, lost_rank):
     """It recovers by itself; what it writes is, to the last bit, what an undisturbed run writes."""
     options = ["max_steps=200", "checkpoint.every=20", "eval.every=100", "runtime.hang_seconds=30"]

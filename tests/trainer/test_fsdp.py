@@ -45,6 +45,7 @@ def assert_same_checkpoint(a, b, tolerance):
             )
 
 
+@pytest.mark.slow
 def test_shared_or_whole_the_run_is_the_same(train):
     """Same losses, norms and evaluations, same files with the same tensors; of 257 rows each has its part."""
     whole = train("whole", 2, "runtime.strategy=ddp")
@@ -56,6 +57,7 @@ def test_shared_or_whole_the_run_is_the_same(train):
     assert_same_checkpoint(newest(whole), newest(shared), tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_whole_to_shared_and_back(train):
     whole = train("whole", 2, "runtime.strategy=ddp")
     for stop_at, processes, strategy in [(2, 2, "ddp"), (4, 2, "fsdp"), (5, 1, "fsdp"), (6, 1, "ddp")]:
@@ -65,12 +67,14 @@ def test_a_run_goes_from_whole_to_shared_and_back(train):
     assert_same_checkpoint(newest(whole), newest(mixed), tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_float32_too(train):
     whole = train("whole", 2, "runtime.strategy=ddp", "runtime.dtype=float32")
     shared = train("shared", 2, "runtime.strategy=fsdp", "runtime.dtype=float32")
     assert_same_steps(whole, shared, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_cannot_be_shared_evenly_ends(train):
     """One process has windows left when the other has none; it takes part in every pass all the same."""
     options = "eval.batches=null", "runtime.micro_batch=3", "eval.every=2", "batch_tokens=96"
@@ -79,6 +83,7 @@ def test_an_evaluation_that_cannot_be_shared_evenly_ends(train):
     assert_same_steps(whole, shared, tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_shared_evenly_is_refused(tiny_args):
     """Processes with unequal numbers of micro-batches would wait for each other for ever."""
     for result in ranks.run(2, "train.py", *tiny_args, "batch_tokens=48", "runtime.strategy=fsdp"):
@@ -86,6 +91,7 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(tiny_args):
         assert "batch_tokens=48 is 3 sequences, not divisible among 2 processes" in result.err
 
 
+@pytest.mark.slow
 def test_compiled_blocks_train_as_well(train):
     plain = train("plain", 1, "max_steps=2", "schedule.warmup_steps=1")
     shared = train(
@@ -94,6 +100,7 @@ def test_compiled_blocks_train_as_well(train):
     assert_same_steps(plain, shared, tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_without_a_launcher_it_is_told_how(command, run_process, tiny_args, tmp_path):
     args = [*tiny_args, "runtime.strategy=fsdp", "stop_at=2"]
     result = command("train", *args)
@@ -171,6 +178,7 @@ with join_world(torch.device("cpu")) as world:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.slow
 def test_parts_and_wholes(processes):
     """Every process has its rows and nothing else; full and like undo each other; gradients are means."""
     for result in ranks.run(processes, "-c", PARTS):

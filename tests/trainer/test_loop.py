@@ -37,9 +37,11 @@ def open_run(config):
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
 def test_loss_and_gradient_are_means_over_the_valid_tokens_of_the_global_batch(tiny, micro_batch):
-    run = open_run(tiny({"batch_tokens": 128, "runtime.dtype": "float64", "runtime.micro_batch": micro_batch}))
+    changes = {"batch_tokens": 128, "runtime.dtype": "float64", "runtime.micro_batch": micro_batch}
+    run = open_run(tiny(changes | {"optim.grad_clip": None}))
     run.batches = UnevenBatches()
-    loss = run._accumulate_gradients()
+    run.optimizer.step = run.optimizer.zero_grad = lambda: None  # keep weights and gradients, to look at
+    loss = run.train_step()["loss"]
 
     direct = GPT(run.config.model).double()
     direct.load_state_dict(run.gpt.state_dict())
@@ -48,7 +50,7 @@ def test_loss_and_gradient_are_means_over_the_valid_tokens_of_the_global_batch(t
     losses = [-logits[b, t, targets[b, t]] for b, t in (targets >= 0).nonzero().tolist()]
     mean = torch.stack(losses).mean()
     mean.backward()
-    torch.testing.assert_close(loss, mean.detach(), rtol=1e-13, atol=0)  # sums of 100 float64 numbers
+    torch.testing.assert_close(loss, mean.item(), rtol=1e-13, atol=0)  # sums of 100 float64 numbers
     for (name, p), q in zip(run.gpt.named_parameters(), direct.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -79,6 +81,7 @@ def test_a_run_writes_what_it_promises(tiny):
     train = [line for line in lines if "loss" in line]
     val = [line for line in lines if "val_loss" in line]
     assert [(line["step"], line["tokens"]) for line in train] == [(2, 128), (4, 256), (6, 384)]
+    assert [line["lr"] for line in train] == [0.01 * config.schedule.factor(step - 1, 6) for step in (2, 4, 6)]
     assert [line["step"] for line in val] == [3, 6]
     assert set(train[0]) == {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"}
     assert set(val[0]) == {"step", "tokens", "val_loss", "val_bits_per_byte"}

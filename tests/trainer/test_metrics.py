@@ -114,7 +114,7 @@ def test_a_log_refuses_what_is_not_json(path, opened):
 def test_a_damaged_line_in_the_middle_is_named(path, damage):
     path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 2}\n')
     for read in (read_metrics, lambda path: MetricsLog(path, resumed_at=5)):
-        with pytest.raises(UserError, match=r"metrics\.jsonl is damaged in line 2 .*: mend or delete that line"):
+        with pytest.raises(UserError, match=r"metrics\.jsonl is damaged in line 2 .*: fix or delete that line"):
             read(path)
 
 
@@ -449,7 +449,7 @@ def test_a_process_that_cannot_be_started_is_one_warning(tiny, monkeypatch, capf
 def test_wandb_that_does_not_keep_up_loses_lines_and_not_time(wandb, capsys):
     fake = wandb(hang="init")
     tracker = WandbTracker({}, finish_seconds=0.1)
-    for step in range(30_000):  # more than the queue and the pipe take
+    for step in range(100_000):  # more than the pipe takes
         tracker.log({"step": step})
     tracker.finish()
     assert capsys.readouterr().err.count("does not keep up") == 1
@@ -491,6 +491,7 @@ def test_wandb_settings_of_a_run_can_be_named(tmp_path, wandb):
     }
 
 
+@pytest.mark.slow
 def test_the_real_wandb_offline(run_process, tiny_args, tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     (result,) = run_process(["train.py", *tiny_args, "tracker=wandb", "tracker.mode=offline", "tracker.every=1"])

@@ -239,6 +239,7 @@ def test_memory_for_less_than_one_sequence_is_found_without_a_trial(monkeypatch)
     assert len(module.sizes) == 2  # those that predict
 
 
+@pytest.mark.slow
 def test_half_of_the_memory_is_margin_enough(run_process):
     """A pass takes more than it saves; what it takes must not be twice of what is predicted, or the kernel kills."""
     script = f"""{CHILD}
@@ -311,6 +312,7 @@ optimizer = torch.optim.AdamW(module.parameters(), fused=True)
 """
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_for_real(run_process):
     script = f"""{LIMIT}
 leave(600)
@@ -324,6 +326,7 @@ print(chosen)
     assert 1 < int(child.out.split()[-1]) <= (600 - 4 * 64) // 16
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_process_counts_as_its_memory(run_process):
     script = f"""{LIMIT}
 micro_batch.available_memory = available_memory
@@ -339,6 +342,7 @@ print(chosen)
     assert 20 <= int(child.out.split()[-1]) <= (600 - 3 * 64) // 16  # of half of it
 
 
+@pytest.mark.slow
 def test_memory_for_the_optimizers_means_is_set_aside(run_process):
     script = f"""{LIMIT}
 from common.settings import UserError
@@ -375,6 +379,7 @@ def run_ranks(run_process):
     return run
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_what_the_poorer_one_can_do(run_ranks):
     script = f"""{CHILD}
 from tests.trainer.test_micro_batch import Limited, adamw
@@ -395,6 +400,7 @@ with join_world(runtime.device) as world:
         assert result.out.count("runtime.micro_batch=auto") == (2 if rank == 0 else 0)
 
 
+@pytest.mark.slow
 def test_sharded_weights_want_a_number(run_ranks):
     script = f"""{CHILD}
 from common.settings import UserError
@@ -456,6 +462,7 @@ def test_a_run_has_the_losses_of_any_other_micro_batch(chosen, command, room_for
     assert_same_losses(tmp_path / "one", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_two_processes_train_with_what_was_chosen(command, run_process, tiny_args, tmp_path):
     one = command("train", *tiny_args, "runtime.micro_batch=1", f"run_dir={tmp_path / 'one'}")
     assert one.status == 0, one.err

@@ -121,7 +121,7 @@ def test_continue_goes_on_and_the_next_save_works(tiny, tmp_path, monkeypatch, c
 
 def test_the_last_save_must_succeed(tiny, monkeypatch):
     failing(monkeypatch, FULL, times=100)
-    with pytest.raises(UserError, match=r"the last save, after step 6, failed"):
+    with pytest.raises(UserError, match=r"the save after step 6 failed"):
         fit(tiny({"checkpoint.on_error": "continue"}))
 
 
@@ -169,6 +169,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_every_process_goes_on_with_its_own_random_numbers(tiny_args, tmp_path):
     args = [*tiny_args, "eval.every=100", "runtime.micro_batch=1"]
 

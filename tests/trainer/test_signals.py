@@ -18,14 +18,14 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 STUCK = """
 import threading, runpy
 from trainer.run import Run
-accumulate = Run._accumulate_gradients
+accumulate = Run._step
 def accumulating(run):
     if run.step == 2:
         stuck.acquire()
     return accumulate(run)
 stuck = threading.Lock()
 stuck.acquire()
-Run._accumulate_gradients = accumulating
+Run._step = accumulating
 runpy.run_path("train.py", run_name="__main__")
 """
 
@@ -53,6 +53,7 @@ def test_a_signal_ends_the_run_after_its_step_and_the_same_command_goes_on(comma
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_after_the_same_step(args, tmp_path):
     log = tmp_path / "run" / "metrics.jsonl"
     with ranks.started(2, "train.py", *args) as processes:
@@ -65,6 +66,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(args, tmp_path):
 
 
 @pytest.mark.parametrize("number", STOPPING)
+@pytest.mark.slow
 def test_a_second_signal_ends_even_a_run_that_hangs(args, tmp_path, number):
     log = tmp_path / "run" / "metrics.jsonl"
     with ranks.started(1, "-c", STUCK, *args) as (process,):

@@ -87,6 +87,7 @@ def test_bash_understands_it():
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
 
 
+@pytest.mark.slow
 def test_a_job_at_its_time_limit_is_requeued_and_its_next_start_finishes_the_run(job, tmp_path):
     steps = "max_steps=400", "checkpoint.every=1000", "eval.every=1000"
     log = tmp_path / "run" / "metrics.jsonl"
@@ -111,6 +112,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_its_next_start_finishes_the_run
     assert "--kill-on-bad-exit=0" in job.srun()
 
 
+@pytest.mark.slow
 def test_an_error_that_a_person_must_mend_is_not_requeued(job):
     process = job("max_steps=0")
     process.communicate(timeout=120)
@@ -118,6 +120,7 @@ def test_an_error_that_a_person_must_mend_is_not_requeued(job):
     assert job.requeues() == []
 
 
+@pytest.mark.slow
 def test_an_error_of_one_process_is_not_requeued_for_the_others(job, tmp_path):
     """Only the first process looks after the run's directory; the other sees that it is gone, no more."""
     (tmp_path / "run").mkdir()
@@ -126,7 +129,7 @@ def test_an_error_of_one_process_is_not_requeued_for_the_others(job, tmp_path):
         _, err = process.communicate(timeout=120)
     assert process.returncode == 1, err
     assert job.requeues() == []
-    assert "error: process 1 stops: process 0 ended with an error, see what it said" in err
+    assert "error: process 1 stops: process 0 ended with an error, see its message" in err
     assert len(err.splitlines()) == 2, err
 
 
@@ -143,6 +146,7 @@ def test_an_error_of_one_process_is_not_requeued_for_the_others(job, tmp_path):
         ({"STATUS": "0"}, 0, False),
     ],
 )
+@pytest.mark.slow
 def test_what_is_requeued(job, tmp_path, environment, status, requeued):
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\n[[ $1 == train.py && $RANK == "$LOCAL_RANK" ]] && exit "$STATUS"\n')
@@ -153,6 +157,7 @@ def test_what_is_requeued(job, tmp_path, environment, status, requeued):
     assert job.requeues() == ([f"requeue {os.getpid()}"] if requeued else []), out + err
 
 
+@pytest.mark.slow
 def test_options_with_spaces_and_brackets_reach_train_py_as_they_are(job, tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\nprintf -v line "%s|" "$@" "$RANK" "$WORLD_SIZE" "$MASTER_ADDR"; echo "$line"\n')

@@ -11,6 +11,7 @@ KILLS = 25
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.slow
 def test_1500_steps_with_25_kills(server, quick, processes):
     """Of two processes one is killed, or the other, or both at once."""
     config = quick(

@@ -79,6 +79,7 @@ runpy.run_path("train.py", run_name="__main__")
 @pytest.mark.parametrize(
     ("option", "status"), [("stop_at=3", 0), ("optim.max_lr=1e30", 1)], ids=["it_ends", "it_fails"]
 )
+@pytest.mark.slow
 def test_the_model_is_gone_before_the_group(args, option, status):
     """A reducer that holds the group last joins gloo's threads with the interpreter's lock: some runs would hang."""
     for result in ranks.run(2, "-c", LAST_HOLDER, *args, option):
@@ -86,6 +87,7 @@ def test_the_model_is_gone_before_the_group(args, option, status):
         assert "0 alive" in result.out.splitlines()
 
 
+@pytest.mark.slow
 def test_two_agents_end_with_the_weights_of_one_process(command, run_process, args, tmp_path):
     args = [*args, "runtime.dtype=float64"]
     assert command("train", *args, f"run_dir={tmp_path / 'one'}").status == 0

@@ -14,7 +14,10 @@ import pytest
 from trainer.metrics import read_metrics
 
 pytest.importorskip("wandb", reason="wandb is not installed")
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found as Linux shows them")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found as Linux shows them"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 150

@@ -1,31 +1,28 @@
 """Decoding: tokens per second at several positions of a text, and bytes of the state that it takes."""
 
 import importlib
-import os
-import random
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from common.console import console, say
+from common.console import say, show_table
 from common.settings import UserError, decode
 from model.attention.base import Attention
 from model.attention.cache import KVCache, SparseCache
 from model.gpt import GPT, GPTConfig, GPTState
 from model.ops.sparse_attention import Pattern, needed_keys
+from tools.bench.harness import Row, in_turn, table_of, timed
 from trainer.runtime import DeviceConfig, open_runtime
 
 WARM_UP = 3  # steps that are not timed; a stretched cache is copied in the first
 READ = 8  # tokens before a state is stretched
-BYTES_AT = (1_000, 32_000, 1_000_000)  # tokens that states are sized at
+BYTES_AT = (1_000, 32_000, 1_000_000)  # positions at which states are sized
 
-Row = dict[str, Any]
 Decode = Callable[[Tensor], Tensor]
 """One more token (1, 1) -> its logits (1, 1, n)."""
 
@@ -35,11 +32,11 @@ class Terms:
     """What all models have in common."""
 
     positions: list[int]
-    """Tokens before, the fewest first."""
+    """Tokens before the timed ones, in ascending order."""
     steps: int
     """Timed ones, each a position further."""
     hf: tuple[str, Row] | None
-    """The model, by name and composed configuration, whose shape Hugging Face's GPT-2 has beside ours."""
+    """Name and composed configuration of the model whose shape Hugging Face's GPT-2 gets beside ours."""
 
 
 def bench(models: dict[str, Row], terms: Terms) -> Row:
@@ -51,18 +48,20 @@ def bench(models: dict[str, Row], terms: Terms) -> Row:
     Raises:
         UserError: Hugging Face's GPT-2 is asked for, but is not installed, or cannot have the shape.
     """
-    figures = {}
+    figures, speeds, sizes = {}, [], []
     for label, composed in models.items():
-        figures[label] = measure(composed, terms)
-        say(f"{label}: {', '.join(rates(figures[label]))} tokens per second")
+        found = figures[label] = measure(composed, terms)
+        rates = [f"{row['tokens_per_second']:,.1f}" for row in found["speed"]]
+        if terms.hf:
+            rates = [f"{rate} ({row['over_hf']:.2f} x)" for rate, row in zip(rates, found["speed"], strict=True)]
+        say(f"{label}: {', '.join(rates)} tokens per second")
+        speeds.append([label, *rates])
+        sizes.append([label, *(f"{found['bytes'][str(at)]:,}" for at in BYTES_AT)])
     title = f"tokens per second, float32, medians of {terms.steps} steps"
     title += f"; x: times Hugging Face's GPT-2 of {terms.hf[0]}'s shape" if terms.hf else ""
-    columns = (f"at {at:,}" for at in terms.positions)
-    console.print(table(title, columns, {name: rates(figure) for name, figure in figures.items()}))
-    sizes = {name: [f"{figure['bytes'][str(at)]:,}" for at in BYTES_AT] for name, figure in figures.items()}
-    console.print(table("bytes of state", (f"after {at:,}" for at in BYTES_AT), sizes))
-    machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    return {"machine": machine, "models": figures}
+    show_table(table_of(title, ["model", *(f"at {at:,}" for at in terms.positions)], speeds))
+    show_table(table_of("bytes of state", ["model", *(f"after {at:,}" for at in BYTES_AT)], sizes))
+    return {"models": figures}
 
 
 @torch.inference_mode()
@@ -71,24 +70,30 @@ def measure(composed: Row, terms: Terms) -> Row:
     room = terms.positions[-1] + WARM_UP + terms.steps
     config, device = configuration(composed, room)
     gpt = GPT(config).to(device)
-    _, state = gpt(random_tokens(gpt, READ), return_state=True)
+    tokens = torch.randint(config.n_vocab, (1, READ), device=device)
+    _, state = gpt(tokens, return_state=True)
     decoders: dict[tuple[str, int], Decode] = {
         ("ours", at): Ours(gpt, stretched(gpt, state, at)) for at in terms.positions
     }
     if terms.hf:
         gpt2 = build_hf(terms.hf[1], room)
         decoders |= {("hf", at): hugging_face(gpt2, at) for at in terms.positions}
-    rate = {key: 1 / seconds for key, seconds in time_steps(gpt, decoders, terms.steps).items()}
+
+    def step(decoder: Decode) -> None:
+        decoder(tokens[:, :1])[0, 0, 0].item()  # waits for the device
+
+    seconds = in_turn({key: timed(partial(step, it)) for key, it in decoders.items()}, terms.steps, WARM_UP)
+    rate = {key: 1 / statistics.median(found) for key, found in seconds.items()}
     rows: list[Row] = [{"position": at, "tokens_per_second": rate["ours", at]} for at in terms.positions]
     for row in rows if terms.hf else []:
         theirs = rate["hf", row["position"]]
         row |= {"hf_tokens_per_second": theirs, "over_hf": row["tokens_per_second"] / theirs}
-    sizes = {at: state_bytes(stretched(gpt, state, at)) for at in {*terms.positions, *BYTES_AT}}
-    return {"speed": rows, "bytes": {str(at): sizes[at] for at in sorted(sizes)}}
+    sizes = {at: state_bytes(stretched(gpt, state, at)) for at in sorted({*terms.positions, *BYTES_AT})}
+    return {"speed": rows, "bytes": {str(at): size for at, size in sizes.items()}}
 
 
 def configuration(composed: Row, max_len: int) -> tuple[GPTConfig, torch.device]:
-    """A model for texts of `max_len` tokens at least, and where it runs."""
+    """A model for texts of at least `max_len` tokens, and its device."""
     position = composed["model"]["position"]
     if position["name"] == "learned":
         position = position | {"max_len": max(max_len, position["max_len"])}
@@ -98,11 +103,11 @@ def configuration(composed: Row, max_len: int) -> tuple[GPTConfig, torch.device]
 
 
 def build_hf(composed: Row, max_len: int) -> Any:
-    """Hugging Face's GPT-2 of the shape of one of our models, with random weights, in float32."""
+    """Hugging Face's GPT-2 with the shape of one of our models, with random weights, in float32."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
-        raise UserError("--hf needs the package transformers, which is not installed: pip install -e '.[hf]'") from None
+        raise UserError("hf needs the package transformers, which is not installed: pip install -e '.[hf]'") from None
     config, device = configuration(composed, max_len)
     if config.n_head * config.head_features != config.n_embd:
         raise UserError(f"head_dim={config.head_dim} is not GPT-2's, whose heads share n_embd evenly: set it to null")
@@ -112,7 +117,7 @@ def build_hf(composed: Row, max_len: int) -> Any:
 
 
 class Ours:
-    """Decodes on from a state."""
+    """Decodes from a state on."""
 
     def __init__(self, gpt: GPT, state: Any) -> None:
         self.gpt, self.state = gpt, state
@@ -142,7 +147,7 @@ def stretched(gpt: GPT, state: GPTState, n: int) -> GPTState:
 
 
 def _stretched(state: Any, n: int, patterns: Iterator[list[Pattern]]) -> Any:
-    """The same of a part of it, with the patterns of its sparse caches, in order."""
+    """The same for a part of a state; `patterns` are those of its sparse caches, in order."""
     if isinstance(state, KVCache):
         return KVCache(_columns(state.k, n), _columns(state.v, n), (n,) * len(state.lengths))
     if isinstance(state, SparseCache):
@@ -152,55 +157,19 @@ def _stretched(state: Any, n: int, patterns: Iterator[list[Pattern]]) -> Any:
         k, v = (_columns(x, len(kept)) for x in (state.k, state.v))
         return SparseCache(k, v, place, (n,) * len(state.lengths))
     if not isinstance(state, tuple):
-        return n if isinstance(state, int) else state  # a count of tokens; else nothing, or always as large
+        return n if isinstance(state, int) else state  # a count of tokens; anything else is None or has a constant size
     parts: Any = (_stretched(part, n, patterns) for part in state)
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 def _columns(x: Tensor, n: int) -> Tensor:
-    """(B, H, S, D) -> (B, H, n, D), all like the last, or 0."""
+    """(B, H, S, D) -> (B, H, n, D), all equal to the last column, or 0 if there is none."""
     last = x[:, :, -1:] if x.shape[2] else x.new_zeros(*x.shape[:2], 1, x.shape[3])
     return last.expand(-1, -1, n, -1)
 
 
-def random_tokens(gpt: GPT, n: int) -> Tensor:
-    """(1, n) ids."""
-    return torch.randint(gpt.config.n_vocab, (1, n), device=gpt.embed.weight.device)
-
-
-def time_steps(gpt: GPT, decoders: dict[tuple[str, int], Decode], steps: int) -> dict[tuple[str, int], float]:
-    """Each decoder's median seconds for a token, the decoders in turns of random order."""
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in decoders}
-    for number in range(WARM_UP + steps):
-        for key in random.sample(list(decoders), len(decoders)):  # nobody always follows the same one
-            token_ids = random_tokens(gpt, 1)
-            started = time.perf_counter()
-            decoders[key](token_ids)[0, 0, 0].item()  # waits for the device
-            if number >= WARM_UP:
-                seconds[key].append(time.perf_counter() - started)
-    return {key: statistics.median(found) for key, found in seconds.items()}
-
-
 def state_bytes(state: Any) -> int:
-    """Bytes of all tensors of a state; neither counts of tokens nor a cache's room for more."""
+    """Bytes of all tensors of a state, without counts of tokens and a cache's room for more."""
     if isinstance(state, Tensor):
         return state.nbytes
     return sum(map(state_bytes, state)) if isinstance(state, tuple) else 0
-
-
-def rates(figure: Row) -> list[str]:
-    """A model's speed at each position, for people."""
-    return [
-        f"{row['tokens_per_second']:,.1f}" + (f" ({row['over_hf']:.2f} x)" if "over_hf" in row else "")
-        for row in figure["speed"]
-    ]
-
-
-def table(title: str, columns: Iterable[str], rows: Mapping[str, Iterable[str]]) -> Table:
-    """A model a row."""
-    shown = Table("model", title=title)
-    for column in columns:
-        shown.add_column(column, justify="right")
-    for name, cells in rows.items():
-        shown.add_row(name, *cells)
-    return shown

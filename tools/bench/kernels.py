@@ -1,85 +1,51 @@
-"""What the kernels of log attention take of GPUs that need not be here."""
+"""What the kernels of log attention need on GPUs that need not be present."""
 
 import re
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import JITFunction, driver
 
-from model.ops.log_attention import triton as operator
-
-KERNELS = ("forward_sweep", "exact_forward", "backward_sweep", "exact_backward")
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-TYPES |= {torch.int8: "i8", torch.int64: "i64"}
-ALIGNED = [["tt.divisibility", 16]]
+from model.ops.log_attention.triton import triton_log_attention
 
 
 def inspect(dtypes: list[str], head_sizes: list[int], capability: int) -> None:
-    """Print the table, a row as soon as its kernel is compiled; 90 is compute capability 9.0."""
+    """Print the table, a few rows as soon as their kernels are compiled; 90 is compute capability 9.0."""
     print("| type | features | kernel | warps | registers | stack, bytes | shared memory, KiB |")
     print("|---|---|---|---|---|---|---|")
     for dtype in dtypes:
         for d in head_sizes:
-            for name, (kernel, values) in launches(getattr(torch, dtype), d).items():
-                row = resources(compiled(kernel, values, capability))
-                print(f"| {dtype} | {d} | {name} | {row} |", flush=True)
+            for name, binary in compiled(getattr(torch, dtype), d, capability).items():
+                print(f"| {dtype} | {d} | {name} | {resources(binary)} |", flush=True)
 
 
-class Recorder:
-    """Stands for a kernel and keeps the arguments that it would be launched with."""
+def compiled(dtype: torch.dtype, d: int, capability: int) -> dict[str, Any]:
+    """The kernels that a causal forward and backward pass over heads of d features launches, compiled and not run."""
+    target = GPUTarget("cuda", capability, 32)
+    gpu = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+    )
+    found: dict[str, Any] = {}
+    launch = JITFunction.run
 
-    def __init__(self, kernel: Any, launches: dict[str, tuple[Any, dict[str, Any]]]) -> None:
-        self.kernel, self.launches = kernel, launches
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found[kernel.__name__] = launch(kernel, *arguments, grid=grid, warmup=True, **options)
 
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        """The launcher for a grid."""
-
-        def launch(*arguments: Any, **options: Any) -> None:
-            values = dict(zip(self.kernel.arg_names, arguments, strict=False)) | options
-            self.launches[self.kernel.__name__] = self.kernel, values
-
-        return launch
-
-
-def launches(dtype: torch.dtype, d: int) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """What a causal forward and backward pass over heads of d features would launch."""
-    found: dict[str, tuple[Any, dict[str, Any]]] = {}
     q, k, log_v = torch.zeros(16, 1024, 24, 3 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
-    recorders: dict[str, Any] = {name: Recorder(getattr(operator, name), found) for name in KERNELS}
-    with patch.multiple(operator, **recorders), torch.enable_grad():
-        leaves = [x.requires_grad_() for x in (q.detach(), k.detach(), log_v.detach())]
-        log_y = operator.triton_log_attention(*leaves)
+    leaves = [x.requires_grad_() for x in (q.detach(), k.detach(), log_v.detach())]
+    driver.set_active(gpu)
+    with patch.object(JITFunction, "run", compile_only), torch.enable_grad():
+        log_y = triton_log_attention(*leaves)
         assert isinstance(log_y, torch.Tensor)
         log_y.sum().backward()
     return found
-
-
-def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
-    """The kernel as triton compiles it for these arguments."""
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for i, name in enumerate(kernel.arg_names):
-        value = arguments[name]
-        if isinstance(value, torch.Tensor):
-            signature[name], attributes[i,] = f"*{TYPES[value.dtype]}", ALIGNED
-        elif isinstance(value, tuple):
-            signature[name] = ("i32",) * len(value)
-            attributes |= {(i, j): ALIGNED for j, x in enumerate(value) if x % 16 == 0}
-        elif type(value) is int and name not in kernel.constexprs and kernel.params[i].is_constexpr is False:
-            signature[name] = "i32"
-            attributes |= {(i,): ALIGNED} if value % 16 == 0 else {}
-        else:
-            signature[name], constants[i,] = "constexpr", value
-    source = ASTSource(kernel, signature, constants, attributes)
-    options = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def resources(binary: Any) -> str:

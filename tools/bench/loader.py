@@ -1,85 +1,61 @@
 """How fast the loader is, and how long training waits for it."""
 
-import argparse
 import itertools
+import json
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rich.table import Table
 
-from cli import compose, to_dict
-from common.console import console, say
-from common.files import make_directory, write_json
-from common.settings import decode
+from common.console import say, show_table
+from common.files import make_directory
 from data.loader import TrainBatches
 from data.mixture import open_mixture
 from data.prefetch import Prefetch
-from data.prepare.writer import Names, ShardWriter
-from data.shards import (
-    MANIFEST,
-    TOKENIZER,
-    Manifest,
-    Split,
-    SplitName,
-    TokenizerId,
-    TokenStream,
-    read_manifest,
-    write_manifest,
-)
-from data.tokenizer import BytesConfig, build_tokenizer, save_tokenizer
+from data.shards import MANIFEST, TokenStream, read_manifest
+from tools.bench.harness import Row, open_run, prepare_dataset, table_of, write_results
 
 MODEL = ["seq_len=256", "batch_tokens=1024", "runtime.micro_batch=4"]
-Figures = dict[str, float]
+WARM_UP = 2  # steps that are not timed where batches are read ahead: nothing is read ahead of the first
 
 
-def bench(options: argparse.Namespace) -> None:
+def bench(options: Any) -> None:
     """Measure, print a table, write bench.json."""
-    out = make_directory(options.out, "--out")
-    dataset_dir = options.dataset_dir or random_dataset(out / "dataset", options.tokens)
+    out = make_directory(options.out, "out")
+    dataset_dir = options.dataset_dir or random_dataset(out / f"random-{options.tokens}", options.tokens)
     batches = open_batches(dataset_dir, options)
-    steps = {name: measure(batches, options) for name, measure in (("loader alone", alone), ("dummy model", dummy))}
+    figures = {"loader alone": alone(batches, options), "dummy model": dummy(batches, options)}
     if options.model_steps:
-        steps[options.model] = real(dataset_dir, options)
-    console.print(table(steps, options))
-    write_json(out / "bench.json", {"options": {k: str(v) for k, v in vars(options).items()}, "figures": steps})
-    say(f"written to {out / 'bench.json'}")
+        figures[options.model] = real(dataset_dir, options)
+    cells = []
+    for name, row in figures.items():
+        wait = f"{row['wait_share']:.2%}" if "wait_share" in row else ""
+        cells.append([name, f"{row['tokens_per_second']:,.0f}", wait])
+    title = f"loader: {options.batch_tokens:,} tokens a step, in sequences of {options.seq_len:,}"
+    show_table(table_of(title, ["", "tokens/s", "waits for data"], cells))
+    write_results(out, options, {"figures": figures})
 
 
 def random_dataset(folder: Path, n_tokens: int) -> Path:
-    """A dataset of random bytes of 22 sets, in documents of 1,000 tokens on average; made once."""
-    if (folder / MANIFEST).is_file() and read_manifest(folder).splits["train"].total.tokens >= n_tokens:
+    """Prepare random bytes of 22 sets, in documents of 1,000 tokens on average, unless `folder` has them already."""
+    if (folder / MANIFEST).is_file():
         return folder
-    make_directory(folder, "--out")
-    tokenizer, rng = build_tokenizer(BytesConfig(name="bytes")), np.random.default_rng(0)
-    set_names, inputs = Names("sets", 22), Names("inputs", 1)
-    sizes: dict[SplitName, int] = {"train": n_tokens, "val": 100_000}
-    splits: dict[SplitName, Split] = {}
-    for split, size in sizes.items():
-        with ShardWriter(folder, split, tokenizer.n_vocab, 100_000_000, set_names, inputs) as writer:
-            done = 0
-            for number in itertools.count(1):
-                ids = rng.integers(0, 256, 1 + int(rng.exponential(1000)), np.uint16)
-                writer.append(ids, f"set-{rng.integers(22):02}", ids.size, "random", number)
-                done += ids.size
-                if done >= size:
-                    break
-            splits[split] = writer.finish()
-    save_tokenizer(tokenizer, folder / TOKENIZER)
-    manifest = Manifest(
-        tokenizer=TokenizerId(name=tokenizer.name, n_vocab=tokenizer.n_vocab, sha256=tokenizer.sha256),
-        inputs=inputs.names,
-        set_names=set_names.names,
-        splits=splits,
-        skipped={},
-        prepared={},
-    )
-    write_manifest(folder, manifest)
+    rng, left = np.random.default_rng(0), n_tokens
+    with tempfile.NamedTemporaryFile("w", dir=folder.parent, suffix=".jsonl") as file:
+        while left > 0:
+            text = rng.integers(32, 127, 1 + int(rng.exponential(1000)), np.uint8).tobytes().decode()
+            file.write(json.dumps({"text": text, "meta": {"pile_set_name": f"set-{rng.integers(22):02}"}}) + "\n")
+            left -= len(text)
+        file.flush()
+        source = ["data=jsonl", f"data.path={json.dumps(file.name)}", "val_fraction=0.05"]
+        prepare_dataset([*source, "tokenizer=bytes", f"out_dir={folder}"])
     return folder
 
 
-def open_batches(dataset_dir: Path, options: argparse.Namespace) -> TrainBatches:
+def open_batches(dataset_dir: Path, options: Any) -> TrainBatches:
     """The batches of a run with these options."""
     manifest = read_manifest(dataset_dir)
     stream = TokenStream(dataset_dir, manifest, "train")
@@ -87,19 +63,19 @@ def open_batches(dataset_dir: Path, options: argparse.Namespace) -> TrainBatches
     if options.mixture is not None:
         started = time.perf_counter()
         batches.mixture = open_mixture(dataset_dir, manifest, options.mixture, options.seq_len, seed=1)
-        say(f"{batches.n_windows:,} windows given to their sets in {time.perf_counter() - started:.1f} s")
+        say(f"assigned {batches.n_windows:,} windows to their sets in {time.perf_counter() - started:.1f} s")
     return batches
 
 
-def alone(batches: TrainBatches, options: argparse.Namespace) -> Figures:
-    """Reading as fast as one thread can."""
+def alone(batches: TrainBatches, options: Any) -> Row:
+    """Read as fast as one thread can."""
     steps = map(batches.batch, itertools.count())
-    return timed(lambda: next(steps), options.seconds, batches.batch_size * options.seq_len)
+    return take_steps(lambda: next(steps), batches.batch_size * options.seq_len, options.seconds)
 
 
-def dummy(batches: TrainBatches, options: argparse.Namespace) -> Figures:
-    """Reading ahead of a model that takes `rate` tokens per second."""
-    import torch
+def dummy(batches: TrainBatches, options: Any) -> Row:
+    """Read ahead of a model that takes `rate` tokens per second."""
+    import torch  # here, because --help need not wait for it
 
     tokens, x = batches.batch_size * options.seq_len, torch.zeros(8)
     with Prefetch(map(batches.batch, itertools.count())) as ahead:
@@ -110,57 +86,32 @@ def dummy(batches: TrainBatches, options: argparse.Namespace) -> Figures:
             while time.perf_counter() < ready:
                 x.add_(1)
 
-        for _ in range(2):
-            step()
-        before = ahead.waited
-        figures = timed(step, options.seconds, tokens)
-        return figures | {"wait_share": (ahead.waited - before) / figures["seconds"]}
+        return take_steps(step, tokens, options.seconds, ahead=ahead)
 
 
-def real(dataset_dir: Path, options: argparse.Namespace) -> Figures:
-    """Training steps of a model."""
-    from trainer.config import TrainConfig
-    from trainer.distributed import World
-    from trainer.run import Run
-    from trainer.runtime import open_runtime
-
-    overrides = [f"model={options.model}", f"dataset_dir={dataset_dir}", f"run_dir={options.out / 'run'}", *options.set]
-    composed = to_dict(compose("train", overrides))
-    composed["data"]["mixture"] = options.mixture
-    config = decode(TrainConfig, composed | {"stop_at": 2 + options.model_steps})
-    runtime = open_runtime(config.runtime)
-    run = Run(config, runtime, World(runtime.device))
+def real(dataset_dir: Path, options: Any) -> Row:
+    """Take training steps of a model."""
+    length = f"stop_at={WARM_UP + options.model_steps}"
+    paths = [f"dataset_dir={dataset_dir}", f"run_dir={options.out / 'run'}"]
+    run = open_run([f"model={options.model}", *paths, *options.set, length], options.mixture)
     with run.reading_ahead() as ahead:
-        for _ in range(2):
-            run.train_step()
-        before, started = ahead.waited, time.perf_counter()
-        for _ in range(options.model_steps):
-            run.train_step()
-        seconds = time.perf_counter() - started
-        tokens = options.model_steps * config.batch_tokens
-        return {
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "wait_share": (ahead.waited - before) / seconds,
-        }
+        return take_steps(run.train_step, run.config.batch_tokens, steps=options.model_steps, ahead=ahead)
 
 
-def timed(step: Callable[[], object], seconds: float, tokens: int) -> Figures:
-    """Take steps of so many tokens until the time is over."""
-    started, done = time.perf_counter(), 0
-    while not done or time.perf_counter() - started < seconds:
+def take_steps(
+    step: Callable[[], object], tokens: int, seconds: float = 0.0, steps: int = 1, ahead: Prefetch[Any] | None = None
+) -> Row:
+    """Take steps of `tokens` tokens for at least so many seconds and steps.
+
+    Args:
+        ahead: what the steps read from, to report the share of time that they wait for it.
+    """
+    for _ in range(WARM_UP if ahead else 0):
+        step()
+    waited, started, done = ahead.waited if ahead else 0.0, time.perf_counter(), 0
+    while done < steps or time.perf_counter() - started < seconds:
         step()
         done += 1
     elapsed = time.perf_counter() - started
-    return {"seconds": elapsed, "tokens_per_second": done * tokens / elapsed}
-
-
-def table(figures: dict[str, Figures], options: argparse.Namespace) -> Table:
-    """All measurements."""
-    shown = Table(title=f"loader: {options.batch_tokens:,} tokens a step, in sequences of {options.seq_len:,}")
-    for column in ("", "tokens/s", "waits for data"):
-        shown.add_column(column, justify="right" if column else "left")
-    for name, row in figures.items():
-        wait = f"{row['wait_share']:.2%}" if "wait_share" in row else ""
-        shown.add_row(name, f"{row['tokens_per_second']:,.0f}", wait)
-    return shown
+    figures = {"seconds": elapsed, "tokens_per_second": done * tokens / elapsed}
+    return figures | ({"wait_share": (ahead.waited - waited) / elapsed} if ahead else {})

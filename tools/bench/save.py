@@ -1,89 +1,59 @@
 """How long saving a checkpoint holds up training."""
 
-import argparse
 import shutil
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from cli import compose, to_dict
-from common.console import console, say
-from common.files import make_directory, write_json
-from common.settings import decode
-from data.prepare.dataset import PrepareConfig, prepare
+from common.console import show_table
+from common.files import make_directory
+from tools.bench.harness import Row, open_run, prepare_dataset, table_of, timed, write_results
 
 INTERVAL = 1000
-"""checkpoint.every, as it comes."""
+"""The default of checkpoint.every."""
 
 
-def bench(options: argparse.Namespace) -> None:
+def bench(options: Any) -> None:
     """Measure, print a table, write bench.json."""
-    out = make_directory(options.out, "--out")
+    out = make_directory(options.out, "out")
     dataset_dir = out / "dataset"
     if not dataset_dir.exists():
-        corpus = ["data=stdlib", "tokenizer=bytes", f"out_dir={dataset_dir}"]
-        prepare(decode(PrepareConfig, to_dict(compose("prepare", corpus))))
+        prepare_dataset(["data=stdlib", "tokenizer=bytes", f"out_dir={dataset_dir}"])
     figures = {" ".join(run.split(",")): measure(run.split(","), dataset_dir, out, options) for run in options.runs}
-    console.print(table(figures))
-    write_json(out / "bench.json", {"options": {k: str(v) for k, v in vars(options).items()}, "figures": figures})
-    say(f"written to {out / 'bench.json'}")
+    cells = []
+    for name, row in figures.items():
+        slowed = row["step_while_writing_seconds"]
+        cells.append([name, f"{row['bytes'] / 1e6:,.0f} MB"])
+        cells[-1] += [f"{1e3 * row[f'{key}_seconds']:,.1f} ms" for key in ("step", "held_up")]
+        cells[-1] += [f"{row['held_up_of_a_step']:.1%}", f"{row['held_up_of_the_interval']:.3%}"]
+        cells[-1].append("none was" if slowed is None else f"{slowed / row['step_seconds']:.2f} x")
+    columns = ["run", "checkpoint", "step", "held up", "of a step", f"of {INTERVAL} steps", "step while writing"]
+    show_table(table_of("checkpoints beside training", columns, cells))
+    write_results(out, options, {"figures": figures})
 
 
-def measure(overrides: list[str], dataset_dir: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of steps and of saves, medians, and checkpoint bytes; of one run."""
-    from trainer.config import TrainConfig
-    from trainer.distributed import World
-    from trainer.run import Run
-    from trainer.runtime import open_runtime
-
+def measure(overrides: list[str], dataset_dir: Path, out: Path, options: Any) -> Row:
+    """Median seconds of steps and of saves, and bytes of a checkpoint, in one run."""
     run_dir = Path(tempfile.mkdtemp(dir=out))
-    paths = [f"dataset_dir={dataset_dir}", f"run_dir={run_dir}", "resume=auto", "schedule.warmup_steps=1"]
-    config = decode(TrainConfig, to_dict(compose("train", [*overrides, *paths, f"max_steps={options.steps}"])))
-    runtime = open_runtime(config.runtime)
-    run = Run(config, runtime, World(runtime.device))
+    paths = [f"dataset_dir={dataset_dir}", f"run_dir={run_dir}", "resume=auto"]
+    run = open_run([*overrides, *paths, "schedule.warmup_steps=1", f"max_steps={options.steps}"])
     held: list[float] = []
-    beside: list[float] = []
-    alone: list[float] = []
+    steps: dict[bool, list[float]] = {True: [], False: []}  # by whether a checkpoint is being written meanwhile
     with run.open_files(), run.reading_ahead():
         while not run.ended:
-            writing = run.saver.writing
-            started = time.perf_counter()
-            run.train_step()
-            (beside if writing else alone).append(time.perf_counter() - started)
+            steps[run.saver.writing].append(timed(run.train_step)())
             if run.step % options.every == 0:
-                run.saver.wait()  # at the default interval the last one is done long since
-                started = time.perf_counter()
-                run.save()
-                held.append(time.perf_counter() - started)
+                run.saver.wait()  # at the default interval the last one is done long before
+                held.append(timed(run.save)())
     size = sum(file.stat().st_size for file in (run_dir / "checkpoints").glob("*/*")) / 2  # it keeps two
     shutil.rmtree(run_dir)
-    step, slowed = statistics.median(alone[1:]), statistics.median(beside) if beside else None
+    step, held_up = statistics.median(steps[False][1:]), statistics.median(held[1:])
     return {
         "bytes": size,
         "step_seconds": step,
-        "held_up_seconds": statistics.median(held[1:]),
-        "held_up_of_a_step": statistics.median(held[1:]) / step,
-        "held_up_of_the_interval": statistics.median(held[1:]) / (INTERVAL * step),
-        "step_while_writing_seconds": slowed,
+        "held_up_seconds": held_up,
+        "held_up_of_a_step": held_up / step,
+        "held_up_of_the_interval": held_up / (INTERVAL * step),
+        "step_while_writing_seconds": statistics.median(steps[True]) if steps[True] else None,
     }
-
-
-def table(figures: dict[str, dict[str, Any]]) -> Table:
-    """The figures, a row for each run."""
-    result = Table("run", "checkpoint", "step", "held up", "of a step", f"of {INTERVAL} steps", "step while writing")
-    for name, row in figures.items():
-        slowed = row["step_while_writing_seconds"]
-        result.add_row(
-            name,
-            f"{row['bytes'] / 1e6:,.0f} MB",
-            f"{1e3 * row['step_seconds']:,.1f} ms",
-            f"{1e3 * row['held_up_seconds']:,.1f} ms",
-            f"{row['held_up_of_a_step']:.1%}",
-            f"{row['held_up_of_the_interval']:.3%}",
-            "none was" if slowed is None else f"{slowed / row['step_seconds']:.2f} x",
-        )
-    return result

@@ -1,29 +1,20 @@
 """Sparse attention beside dense causal attention by torch's fused kernel: forward and backward, by length."""
 
-import os
-import platform
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.commit import git_commit
+from common.console import show_table
+from common.files import make_directory
 from common.settings import UserError
-from model.ops.sparse_attention import (
-    Pattern,
-    fixed,
-    longformer,
-    naive_sparse_attention,
-    sparse_attention,
-    strided,
-    window,
-)
+from model.ops.sparse_attention import naive_sparse_attention, sparse_attention
+from model.ops.sparse_attention.patterns import Pattern, fixed, longformer, strided, window
+from tools.bench.harness import Row, speedup, table_of, write_results
+from tools.bench.operators import Operator, exact_outputs, largest_errors, outputs, passes_of, time_passes
 
 DENSE = "dense SDPA"
 PATTERNS: dict[str, list[Pattern]] = {
@@ -37,107 +28,64 @@ PATTERNS: dict[str, list[Pattern]] = {
 }
 FEATURES = 64
 CHECKED = 700  # tokens of the comparison with the definition
-ALLOWED = 1e-4  # float32, whose sums of 700 terms differ by some 700 x 2^-24 of them
+ALLOWED = 1e-4  # rounding of float32: sums of 700 terms differ by about 700 x 2^-24 of them
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Row = dict[str, Any]
+
+def bench(options: Any) -> None:
+    """Check, measure, print a table, write bench.json."""
+    check(options.heads)
+    out = make_directory(options.out, "out")
+    cells, rows = [], []
+    for T in options.lengths:
+        cells.append([f"[bold]T={T:,}[/]"])
+        for row in measure(T, options.heads, options.rounds):
+            low, high = row["over_dense_range"]
+            times = [f"{row[key]:,.1f}" for key in ("forward_ms", "both_ms")]
+            cells.append([row["contender"], *times, f"{row['over_dense']:.2f}", f"{low:.2f} to {high:.2f}"])
+            rows.append(row)
+    columns = ["attention", "forward ms", "forward + backward ms", "x as fast as dense", "range"]
+    show_table(table_of("Medians over the rounds; the ratio's range over them", columns, cells))
+    write_results(out, options, {"rows": rows})
 
 
 def of_heads(patterns: list[Pattern], n_head: int) -> list[Pattern]:
-    """The patterns in turn; one, if all heads have the same."""
+    """A pattern per head, in turn; or one, if all heads have the same."""
     return [patterns[h % len(patterns)] for h in range(n_head)] if len(patterns) > 1 else patterns
 
 
-def contenders(n_head: int) -> dict[str, Attend]:
-    """Dense attention first."""
-    dense: Attend = partial(scaled_dot_product_attention, is_causal=True)
-    return {DENSE: dense} | {
-        name: partial(sparse_attention, patterns=of_heads(patterns, n_head)) for name, patterns in PATTERNS.items()
-    }
-
-
-def inputs(T: int, n_head: int) -> list[Tensor]:
-    """q, k, v, (1, H, T, D)."""
+def inputs(T: int, n_head: int) -> tuple[list[Tensor], Tensor]:
+    """q, k, v and the gradient of the result, all (1, H, T, D)."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, n_head, T, FEATURES, generator=generator).requires_grad_() for _ in range(3)]
+    q, k, v, weights = (torch.randn(1, n_head, T, FEATURES, generator=generator) for _ in range(4))
+    return [x.requires_grad_() for x in (q, k, v)], weights
 
 
 def check(n_head: int) -> None:
-    """Raise UserError where a result or a gradient is not the definition's."""
-    q, k, v = qkv = inputs(CHECKED, n_head)
-    for name, attend in contenders(n_head).items():
-        if name == DENSE:
-            continue
-        wanted = naive_sparse_attention(q, k, v, of_heads(PATTERNS[name], n_head))
-        found = attend(*qkv)
-        g = torch.ones_like(found)
-        pairs = [(found, wanted), *zip(_gradients(found, qkv, g), _gradients(wanted, qkv, g), strict=True)]
-        error = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
-        if not error <= ALLOWED:
-            raise UserError(f"{name} differs from its definition by {error:.1e}, and {ALLOWED:.0e} is allowed")
+    """Compare every contender with its definition.
 
-
-def _gradients(y: Tensor, inputs: list[Tensor], g: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y, inputs, g)
+    Raises:
+        UserError: a result or a gradient is wrong.
+    """
+    leaves, weights = inputs(CHECKED, n_head)
+    for name, patterns in PATTERNS.items():
+        heads = of_heads(patterns, n_head)
+        exact = exact_outputs(partial(naive_sparse_attention, patterns=heads), leaves, weights)
+        got = outputs(partial(sparse_attention, patterns=heads), leaves, weights)
+        for error in largest_errors(got, exact):
+            if not error <= ALLOWED:  # NaN is wrong too
+                raise UserError(f"{name} differs from its definition by {error:.1e}, and {ALLOWED:.0e} is allowed")
 
 
 def measure(T: int, n_head: int, rounds: int) -> list[Row]:
     """One row for each contender at this length."""
-    qkv, all_ = inputs(T, n_head), contenders(n_head)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in all_}
-    for n in range(rounds + 1):
-        for name, attend in all_.items():
-            taken = _time(attend, qkv)
-            if n:  # the first round makes masks and warms up
-                seconds[name].append(taken)
+    contenders: dict[str, Operator] = {DENSE: partial(scaled_dot_product_attention, is_causal=True)}
+    for name, patterns in PATTERNS.items():
+        contenders[name] = partial(sparse_attention, patterns=of_heads(patterns, n_head))
+    qkv, weights = inputs(T, n_head)
+    times = time_passes({name: passes_of(attend, qkv, weights) for name, attend in contenders.items()}, rounds)
     rows = []
-    for name, times in seconds.items():
-        ratios = [dense[1] / own[1] for dense, own in zip(seconds[DENSE], times, strict=True)]
-        rows.append(
-            {
-                "contender": name,
-                "T": T,
-                "forward_ms": 1e3 * statistics.median(forward for forward, _ in times),
-                "both_ms": 1e3 * statistics.median(both for _, both in times),
-                "over_dense": statistics.median(ratios),
-                "over_dense_range": [min(ratios), max(ratios)],
-            }
-        )
+    for name, found in times.items():
+        ratio, *ends = speedup(found["both"], times[DENSE]["both"])
+        medians = {f"{key}_ms": 1e3 * statistics.median(seconds) for key, seconds in found.items()}
+        rows.append({"contender": name, "T": T, **medians, "over_dense": ratio, "over_dense_range": ends})
     return rows
-
-
-def _time(attend: Attend, qkv: list[Tensor]) -> tuple[float, float]:
-    """Seconds of a forward pass, and with its backward pass."""
-    g = torch.ones_like(qkv[0])
-    begin = time.perf_counter()
-    y = attend(*qkv)
-    middle = time.perf_counter()
-    _gradients(y, qkv, g)
-    return middle - begin, time.perf_counter() - begin
-
-
-def table_of(rows: list[Row]) -> Table:
-    """For people."""
-    table = Table(title="Medians over the rounds; the ratio's range over them")
-    for column in ("T", "attention", "forward ms", "forward + backward ms", "x as fast as dense", "range"):
-        table.add_column(column, justify="left" if column == "attention" else "right")
-    for n, row in enumerate(rows):
-        low, high = row["over_dense_range"]
-        times = [f"{row[key]:,.1f}" for key in ("forward_ms", "both_ms")]
-        ratios = [f"{row['over_dense']:.2f}", f"{low:.2f} to {high:.2f}"]
-        last = n + 1 == len(rows) or rows[n + 1]["T"] != row["T"]
-        table.add_row(f"{row['T']:,}", row["contender"], *times, *ratios, end_section=last)
-    return table
-
-
-def describe() -> Row:
-    """What the figures depend on besides the command."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {
-        "device": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load": load,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "git_commit": git_commit(),
-    }

@@ -1,19 +1,21 @@
 """Every attention mechanism in the same small model, on equal terms: the arms of the comparison, and their runs."""
 
+import bisect
 import contextlib
 import functools
+import itertools
 import math
 import multiprocessing
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.console import console, errors, say
+from common.console import console, say
 from common.files import make_directory, read_json, write_json
 from common.settings import UserError, decode, nearest, variant_names
 from data.shards import read_manifest
@@ -26,7 +28,7 @@ from trainer.metrics import read_metrics
 SEQ_LEN = 256
 POSITIONS = ("rotary", "log_recurrence", "none", "learned")
 ON_EQUAL_TERMS = ("softmax", "log_space", "log_space_signed")
-"""These stand in every block with every position."""
+"""These are tried in every block with every position."""
 _WINDOW = {"name": "sliding_window", "window": 64}
 OTHERS: dict[str, Any] = {
     "projection": {"name": "projection"},
@@ -43,13 +45,13 @@ OTHERS: dict[str, Any] = {
     "mqa": {"name": "softmax", "n_kv_head": 1},
     "mixed": [{"name": "log_space"}, {"name": "log_space"}, _WINDOW],
 }
-"""These stand in the control's place, as does a mechanism that is not here, with its defaults; a list is a pattern of
-the layers. What they see is scaled to SEQ_LEN."""
+"""These replace the control's attention, as does any mechanism that is not listed, with its defaults; a list is a
+pattern of layers. What they see is scaled to SEQ_LEN."""
 CONTROL = "softmax mlp rotary"
 SEEDS = (1, 2, 3)
 _EXTENSIONS = 2  # learning rates beyond the grid
 _EVAL_WINDOWS = 128
-_DIVERGES = "left out, because it diverges at every learning rate: give lower --learning-rates, and another --out"
+_DIVERGES = "left out, because it diverges at every learning rate: give lower learning rates, and another folder"
 
 Raw = dict[str, Any]
 Models = dict[str, GPTConfig]
@@ -69,16 +71,16 @@ class Terms:
         """Make the folder.
 
         Raises:
-            UserError: it has runs on other terms, which would be taken for these; or these are none.
+            UserError: these terms are invalid, or the folder has runs on other terms.
         """
         if self.steps < 1 or len(set(self.grid)) < 3 or not 0 < min(self.grid) <= max(self.grid) < math.inf:
-            raise UserError("give --steps of 1 or more, and three --learning-rates or more, all above 0")
-        path = make_directory(self.out, "--out") / "terms.json"
+            raise UserError("give steps=1 or more, and three learning_rates or more, all above 0")
+        path = make_directory(self.out, "out") / "terms.json"
         terms = {"dataset": str(self.dataset.resolve()), "steps": self.steps, "grid": self.grid}
         if not path.exists():
             write_json(path, terms)
         elif read_json(path) != terms:
-            raise UserError(f"{path} says that this folder has runs of other options: give these, or another --out")
+            raise UserError(f"{path} says that this folder has runs of other options: give these, or another out")
 
     def run_dir(self, name: str, lr: float, seed: int) -> Path:
         """Where a run is."""
@@ -86,15 +88,17 @@ class Terms:
 
 
 def arms() -> dict[str, Raw]:
-    """What each arm's model has of its own, by "attention block position"; the most telling come first."""
+    """What is special in each arm's model, by "attention block position"; the most informative arms come first."""
 
     def arm(attention: Any, block: str = "mlp", position: str = "rotary") -> Raw:
-        pattern = {"attention_pattern": attention} if isinstance(attention, list) else {}
-        first = attention[0] if pattern else attention
-        return {"attention": first, **pattern, "block": {"name": block}, "position": {"name": position}}
+        layers = {"attention_pattern": attention} if isinstance(attention, list) else {}
+        first = attention[0] if layers else attention
+        return {"attention": first, **layers, "block": {"name": block}, "position": {"name": position}}
 
-    places = [(block, position) for position in POSITIONS for block in ("mlp", "glu")]
-    equal = {f"{name} {b} {p}": arm({"name": name}, b, p) for name in ON_EQUAL_TERMS for b, p in places}
+    equal = {
+        f"{name} {block} {position}": arm({"name": name}, block, position)
+        for name, position, block in itertools.product(ON_EQUAL_TERMS, POSITIONS, ("mlp", "glu"))
+    }
     known = {*ON_EQUAL_TERMS, *(value["name"] for value in OTHERS.values() if isinstance(value, dict))}
     more = {name: {"name": name} for cls in ATTENTION for name in variant_names(cls) if name not in known}
     others = {f"{name} mlp rotary": arm(attention) for name, attention in (OTHERS | more).items()}
@@ -124,19 +128,15 @@ def equal_model(name: str, arm: Raw, n_vocab: int, wanted: int) -> GPTConfig:
         UserError: it is not within 1 %.
     """
     parameters = functools.cache(lambda n_embd: count(_model(arm, n_vocab, n_embd)))
-    n_embd = 96
-    while parameters(n_embd) > wanted:
-        n_embd -= 1
-    while parameters(n_embd + 1) <= wanted:
-        n_embd += 1
-    best = min(n_embd, n_embd + 1, key=lambda n: abs(parameters(n) - wanted))
+    above = bisect.bisect(range(1024), wanted, lo=1, key=parameters)
+    best = min(above - 1, above, key=lambda n_embd: abs(parameters(n_embd) - wanted))
     if abs(parameters(best) / wanted - 1) > 0.01:
         raise UserError(f"{name}: {parameters(best):,} parameters are not within 1 % of the control's {wanted:,}")
     return _model(arm, n_vocab, best)
 
 
 def _model(arm: Raw, n_vocab: int, n_embd: int) -> GPTConfig:
-    """3 layers of GPT-2's block, or 6 of the published, which has no MLP, with 4 heads of 24 features."""
+    """3 layers of GPT-2's block, or 6 of the published one, which has no MLP, with 4 heads of 24 features."""
     glu, learned = arm["block"]["name"] == "glu", arm["position"]["name"] == "learned"
     position = arm["position"] | ({"max_len": SEQ_LEN} if learned else {})
     sizes = {"n_vocab": n_vocab, "n_layer": 6 if glu else 3, "n_head": 4, "head_dim": 24, "n_embd": n_embd}
@@ -144,64 +144,49 @@ def _model(arm: Raw, n_vocab: int, n_embd: int) -> GPTConfig:
 
 
 def count(model: GPTConfig) -> int:
-    """Its parameters."""
+    """The number of its parameters."""
     with torch.device("meta"):
         return GPT(model).n_params()
 
 
 def train_all(models: Models, terms: Terms, jobs: int) -> None:
-    """Every run that is not finished, in several processes if so asked.
+    """Finish every run, with the arms shared among `jobs` processes.
 
     Raises:
-        KeyboardInterrupt: somebody stopped it; what was under way is saved.
+        KeyboardInterrupt: the user stopped it; unfinished runs are saved.
     """
     if jobs == 1:
-        return train_arms(models, terms)
-    names, spawn = list(models), multiprocessing.get_context("spawn")
-    shares = [{name: models[name] for name in names[k::jobs]} for k in range(jobs)]
-    workers = [spawn.Process(target=_work, args=(share, terms)) for share in shares]
+        return _say_all(train_arm(terms, name, model) for name, model in models.items())
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
     try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    except KeyboardInterrupt:
-        for worker in workers:  # a terminal tells them, too; one that was not told is told again
-            worker.join(5.0)
-            while worker.is_alive():
+        futures = [pool.submit(train_arm, terms, name, model) for name, model in models.items()]
+        _say_all(future.result() for future in as_completed(futures))
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        while workers := multiprocessing.active_children():
+            for worker in workers:
+                worker.join(5.0)  # a terminal sends Ctrl-C to the workers too, and a second signal would end their save
                 worker.terminate()
-                worker.join(5.0)
         raise
-    if any(worker.exitcode == 130 for worker in workers):
-        raise KeyboardInterrupt
-    if any(worker.exitcode for worker in workers):
-        raise UserError("one of the jobs has failed; the same command goes on with what is left")
+    pool.shutdown()
 
 
-def _work(models: Models, terms: Terms) -> None:
-    """One of several processes."""
-    torch.set_num_threads(1)
-    try:
-        train_arms(models, terms)
-    except UserError as error:
-        errors.print(f"error: {error}", markup=False, style="red")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+def _say_all(messages: Iterable[str]) -> None:
+    for n, message in enumerate(messages, start=1):
+        say(f"{time.strftime('%H:%M:%S')} arm {n}: {message}")
 
 
-def train_arms(models: Models, terms: Terms) -> None:
-    """The runs of these arms."""
-    for n, (name, model) in enumerate(models.items(), start=1):
-        row = follow(functools.partial(train, terms, name, model), terms.grid)
-        losses = f"{', '.join(f'{loss:.4f}' for loss in row['losses'])} at {row['lr']:g}" if row else _DIVERGES
-        say(f"{time.strftime('%H:%M:%S')} arm {n} of {len(models)}: {name}: {losses}")
+def train_arm(terms: Terms, name: str, model: GPTConfig) -> str:
+    """Finish the runs of an arm; returns what came of it, for people."""
+    row = follow(functools.partial(train, terms, name, model), terms.grid)
+    losses = f"{', '.join(f'{loss:.4f}' for loss in row['losses'])} at {row['lr']:g}" if row else _DIVERGES
+    return f"{name}: {losses}"
 
 
 def follow(loss_of: Callable[[float, int], float], grid: list[float]) -> Raw | None:
-    """The search for the best learning rate by the first seed, and the other seeds at it; one that fails any is not it.
+    """Search for the best learning rate with the first seed, then run the other seeds with it.
 
-    None: every one fails some.
+    A learning rate that diverges with any seed is not the best; None: all of them do.
     """
     tried = search(lambda lr: loss_of(lr, SEEDS[0]), grid)
     for lr in sorted(tried, key=lambda lr: tried[lr]):
@@ -212,7 +197,7 @@ def follow(loss_of: Callable[[float, int], float], grid: list[float]) -> Raw | N
 
 
 def search(loss_of: Callable[[float], float], grid: list[float]) -> dict[float, float]:
-    """Losses by learning rate: over the grid, and by its last step beyond it while the best is at an edge, twice."""
+    """Losses by learning rate, over the grid and, as long as the best is at an edge, up to two steps beyond it."""
     grid = sorted(set(grid))
     losses = {lr: loss_of(lr) for lr in grid}
     factor = grid[-1] / grid[-2]
@@ -226,13 +211,13 @@ def search(loss_of: Callable[[float], float], grid: list[float]) -> dict[float, 
 
 
 def train(terms: Terms, name: str, model: GPTConfig, lr: float, seed: int) -> float:
-    """The run's validation loss. The run is begun, or gone on with, where it is not finished."""
+    """The run's validation loss; starts or resumes the run if it is not finished."""
     run_dir = terms.run_dir(name, lr, seed)
     if (loss := loss_in(run_dir)) is not None:
         return loss
-    quiet, console.quiet = console.quiet, True  # of what the run says
+    quiet, console.quiet = console.quiet, True  # hides what the run says
     try:
-        fit(_config(run_dir, model, lr, seed, terms))
+        fit(config_of(run_dir, terms.dataset, model, lr, seed, terms.steps))
     except SystemExit:  # it was asked to stop, and has saved
         raise KeyboardInterrupt from None
     except UserError:
@@ -256,21 +241,21 @@ def loss_in(run_dir: Path) -> float | None:
     return None
 
 
-def _config(run_dir: Path, model: GPTConfig, lr: float, seed: int, terms: Terms) -> TrainConfig:
-    """A run, as train.py would have it."""
+def config_of(run_dir: Path, dataset: Path, model: GPTConfig, lr: float, seed: int, steps: int) -> TrainConfig:
+    """The configuration of a run, as train.py would have it."""
     raw = {
         "run_dir": run_dir,
-        "dataset_dir": terms.dataset,
+        "dataset_dir": dataset,
         "seed": seed,
         "seq_len": SEQ_LEN,
         "batch_tokens": SEQ_LEN,
-        "max_steps": terms.steps,
+        "max_steps": steps,
         "model": model.model_dump(),
         "optim": {"name": "adamw", "max_lr": lr},
-        "schedule": {"name": "one_cycle", "warmup_steps": max(1, terms.steps // 10)},
+        "schedule": {"name": "one_cycle", "warmup_steps": max(1, steps // 10)},
         "runtime": {"dtype": "float32", "micro_batch": 1, "compile": False},
-        "checkpoint": {"every": terms.steps},
-        "eval": {"every": terms.steps, "batches": _EVAL_WINDOWS},
+        "checkpoint": {"every": steps},
+        "eval": {"every": steps, "batches": _EVAL_WINDOWS},
         "tracker": {"name": "local"},
     }
     return decode(TrainConfig, raw)

@@ -1,72 +1,40 @@
 """What a comparison of attention mechanisms has found, as JSON, as tables and as a picture."""
 
 import io
-import itertools
 import math
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from matplotlib.figure import Figure
 
 from common.console import say
 from common.files import read_json, write_atomic, write_json
-from model.gpt import GPT, GPTConfig
-from tools.compare.compare import (
-    CONTROL,
-    ON_EQUAL_TERMS,
-    POSITIONS,
-    SEEDS,
-    SEQ_LEN,
-    Models,
-    Raw,
-    Terms,
-    count,
-    follow,
-    loss_in,
-)
+from model.gpt import GPTConfig
+from tools.bench.harness import in_turn, machine, speedup, timed
+from tools.bench.train import stepper
+from tools.compare import compare
+from tools.compare.compare import CONTROL, SEEDS, Models, Raw, Terms
 
 _ROUNDS = 20  # of timed steps
 _COLORS = {"softmax": "dimgray", "log_space": "tab:orange", "log_space_signed": "tab:red"}
 
 
 def speeds(models: Models, path: Path) -> dict[str, list[float]]:
-    """Each arm's median seconds of a training step, and median ratio to it of the control's step right before.
+    """Each arm's median CPU seconds of a training step, and how many times as fast as the control's step that is.
 
-    Written to `path`, where it is looked up the next time.
+    Written to `path`, where the next call finds it.
     """
     known: dict[str, list[float]] = read_json(path) if path.exists() else {}
     if models.keys() <= known.keys():
         return known
-    steps = {name: _stepper(model) for name, model in models.items()}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    for n, name in itertools.product(range(1 + _ROUNDS), models):
-        control, own = steps[CONTROL](), steps[name]()
-        times[name] += [(own, control / own)] if n else []  # the first round warms up
-    known = {name: [statistics.median(column) for column in zip(*found, strict=True)] for name, found in times.items()}
+    here = path.parent
+    configs = {name: compare.config_of(here, here, model, 1e-4, seed=1, steps=1) for name, model in models.items()}
+    steps = {name: timed(stepper(config), clock=time.process_time) for name, config in configs.items()}
+    times = in_turn(steps, _ROUNDS, warm_up=1)
+    known = {name: [statistics.median(own), speedup(own, times[CONTROL])[0]] for name, own in times.items()}
     write_json(path, known)
     return known
-
-
-def _stepper(model: GPTConfig) -> Callable[[], float]:
-    """A function that makes a training step on the CPU and returns its seconds, other programs' left out."""
-    torch.manual_seed(1)
-    gpt, ids = GPT(model), torch.randint(model.n_vocab, (1, SEQ_LEN + 1))
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-4, fused=True)
-
-    def step() -> float:
-        started = time.process_time()
-        gpt.loss(ids[:, :-1], ids[:, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.process_time() - started
-
-    return step
 
 
 def report(models: Models, speed: dict[str, list[float]], terms: Terms, command: str) -> None:
@@ -77,15 +45,15 @@ def report(models: Models, speed: dict[str, list[float]], terms: Terms, command:
     rows = dict(sorted(rows.items(), key=lambda item: item[1]["mean"]))
     found = {
         "command": command,
-        "machine": {"device": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__},
-        "tokens": terms.steps * SEQ_LEN,
+        "machine": machine(),
+        "tokens": terms.steps * compare.SEQ_LEN,
         "seeds": SEEDS,
         "control": CONTROL,
         "arms": rows,
     }
     write_json(terms.out / "compare.json", found)
     write_atomic(terms.out / "compare.md", f"{table_of(rows)}\n{equal_terms(rows)}")
-    write_atomic(terms.out / "compare.png", picture_of(rows, terms.steps * SEQ_LEN))
+    write_atomic(terms.out / "compare.png", picture_of(rows, terms.steps * compare.SEQ_LEN))
     say(f"{len(rows)} of {len(models)} arms are in {terms.out / 'compare.md'}")
 
 
@@ -93,52 +61,49 @@ def row_of(name: str, model: GPTConfig, speed: list[float], terms: Terms) -> Raw
     """What is known of an arm once all of its runs are finished, unless it diverges at every learning rate."""
 
     def finished(lr: float, seed: int) -> float:
-        if (loss := loss_in(terms.run_dir(name, lr, seed))) is None:
+        if (loss := compare.loss_in(terms.run_dir(name, lr, seed))) is None:
             raise LookupError
         return loss
 
     try:
-        row = follow(finished, terms.grid)
+        row = compare.follow(finished, terms.grid)
     except LookupError:
         return None
     if row is None:
         return None
     tried = {f"{lr:g}": loss if math.isfinite(loss) else None for lr, loss in sorted(row["tried"].items())}
-    sizes = {"parameters": count(model), "n_layer": model.n_layer, "n_embd": model.n_embd}
-    rate = {"tokens_per_second": SEQ_LEN / speed[0], "times_as_fast": speed[1]}
+    sizes = {"parameters": compare.count(model), "n_layer": model.n_layer, "n_embd": model.n_embd}
+    rate = {"tokens_per_second": compare.SEQ_LEN / speed[0], "times_as_fast": speed[1]}
     return {**row, "tried": tried, "mean": statistics.mean(row["losses"]), **sizes, **rate}
 
 
 def table_of(rows: dict[str, Raw]) -> str:
     """All arms, the lowest loss first."""
-    columns = [
-        "attention, block, position",
-        "loss (3 seeds)",
-        "above control",
-        "learning rate",
-        "tokens/s",
-        "x control",
-    ]
-    text = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+    cells = []
     for name, row in rows.items():
         label = f"**{name}**" if name == CONTROL else name
-        more = row["mean"] - rows[CONTROL]["mean"]
-        edge = " (edge)" if row["at_edge"] else ""
-        speed = f"{row['tokens_per_second']:,.0f} | {row['times_as_fast']:.2f}"
-        text += f"| {label} | {_loss(row)} | {more:+.4f} | {row['lr']:g}{edge} | {speed} |\n"
-    return text
+        above, edge = row["mean"] - rows[CONTROL]["mean"], " (edge)" if row["at_edge"] else ""
+        speed = [f"{row['tokens_per_second']:,.0f}", f"{row['times_as_fast']:.2f}"]
+        cells.append([label, _loss(row), f"{above:+.4f}", f"{row['lr']:g}{edge}", *speed])
+    columns = ["attention, block, position", "loss (3 seeds)", "above control", "learning rate"]
+    return _markdown([*columns, "tokens/s", "x control"], cells)
 
 
 def equal_terms(rows: dict[str, Raw]) -> str:
     """Log-space attention beside softmax attention with the same block and position."""
-    softmax, *others = ON_EQUAL_TERMS
-    text = f"| block, position | {softmax} | {' | '.join(others)} |\n|{'---|' * (2 + len(others))}\n"
-    for place in (f"{block} {position}" for block in ("mlp", "glu") for position in POSITIONS):
+    softmax, *others = compare.ON_EQUAL_TERMS
+    cells = []
+    for place in (f"{block} {position}" for block in ("mlp", "glu") for position in compare.POSITIONS):
         if control := rows.get(f"{softmax} {place}"):
             found = [rows.get(f"{name} {place}") for name in others]
-            cells = [f"{_loss(row)}: {verdict(row['losses'], control['losses'])}" if row else "" for row in found]
-            text += f"| {place} | {_loss(control)} | {' | '.join(cells)} |\n"
-    return text
+            verdicts = [f"{_loss(row)}: {verdict(row['losses'], control['losses'])}" if row else "" for row in found]
+            cells.append([place, _loss(control), *verdicts])
+    return _markdown(["block, position", *compare.ON_EQUAL_TERMS], cells)
+
+
+def _markdown(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _loss(row: Raw) -> str:

@@ -1,7 +1,7 @@
 """From a checkpoint to a folder for Hugging Face's transformers.
 
-A model that is GPT-2's architecture becomes a plain GPT2LMHeadModel. Any other brings its code along: copies of our
-modules, which transformers runs where it is told to trust them. Neither needs this program.
+A model of GPT-2's architecture becomes a plain GPT2LMHeadModel. Any other brings its code along: copies of our modules,
+which transformers runs with trust_remote_code=True. Neither needs this program.
 """
 
 import os
@@ -15,18 +15,19 @@ from torch import Tensor
 from common.console import say
 from common.files import make_directory, write_json
 from common.settings import UserError, decode
-from data.hugging_face import tokenizer_files
 from data.tokenizer import END_OF_TEXT, Tokenizer
 from model.gpt import GPT, GPTConfig
-from model.hugging_face.gpt2 import PREFIX, gpt2_config, gpt2_name, is_gpt2, turned
-from model.hugging_face.sources import CONFIG_CLASS, MODEL_CLASS, modeling_files
+from tools.convert.hf_tokenizer import tokenizer_files
+from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_config, gpt2_name, is_gpt2, turned
+from tools.convert.hugging_face.sources import CONFIG_CLASS, MODEL_CLASS, modeling_files
 from trainer.checkpoint import TrainState, load_model, open_model
 
-_LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
+_HERE = Path(__file__).resolve().parent
+_LICENSE = _HERE.parents[1] / "LICENSE"
 
 
 def export(checkpoint: Path, out_dir: Path) -> None:
-    """Write the folder: all of it, or nothing.
+    """Write the whole folder, or nothing.
 
     Raises:
         UserError: there is no whole checkpoint, or out_dir is in use.
@@ -36,7 +37,7 @@ def export(checkpoint: Path, out_dir: Path) -> None:
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise UserError(f"{out_dir} exists and is not empty: choose another folder, or remove it")
     beside = out_dir.absolute().with_name(out_dir.absolute().name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(beside, ignore_errors=True)  # left by an export that was killed
     make_directory(beside, "out_dir")
     try:
         plain = _write_model(gpt, tokenizer, beside)
@@ -46,11 +47,11 @@ def export(checkpoint: Path, out_dir: Path) -> None:
         os.rename(beside, out_dir)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    say(f"written to {out_dir}: {'a GPT2LMHeadModel' if plain else 'a model with its own code'}, README.md says more")
+    say(f"written to {out_dir}: {'a GPT2LMHeadModel' if plain else 'a model with its own code'} (see README.md there)")
 
 
 def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
-    """The weights, how to read them, and the code if need be; returns whether transformers has that itself."""
+    """Write the weights, their configuration and, if transformers lacks it, the code; return whether it lacks none."""
     config, tensors = _without_padding(gpt, tokenizer.n_vocab)
     plain = is_gpt2(config)
     if plain:
@@ -60,7 +61,7 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
         for name, text in modeling_files().items():
             (folder / name).write_text(text, encoding="utf-8")
         shutil.copyfile(_LICENSE, folder / "LICENSE-code")
-    metadata = {"format": "pt"}  # transformers refuses a file without
+    metadata = {"format": "pt"}  # transformers refuses a file without it
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors", metadata)
     ids = {"bos_token_id": tokenizer.eot_id, "eos_token_id": tokenizer.eot_id}
     raw = gpt2_config(config) if plain else _own_config(config)
@@ -70,85 +71,47 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
 
 
 def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The model without rows of the embedding that stand for no token: other programs would sample them."""
+    """Return the model without the padding rows of its embedding: other programs would sample them."""
     config = decode(GPTConfig, gpt.config.model_dump() | {"n_vocab": n_vocab, "pad_vocab": 1})
     tensors = gpt.state_dict()
     return config, tensors | {"embed.weight": tensors["embed.weight"][:n_vocab]}
 
 
 def _own_config(config: GPTConfig) -> dict[str, Any]:
-    """config.json of a model with its own code: the architecture, and what other programs look for beside it."""
-    sizes = {
-        "vocab_size": config.n_vocab,
-        "hidden_size": config.n_embd,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-    }
+    """Return config.json for a model with its own code: the architecture, and keys that other programs look for."""
     limit = {} if config.max_len is None else {"max_position_embeddings": config.max_len}
     return {
         "model_type": "log_gpt",
         "architectures": [MODEL_CLASS.rpartition(".")[2]],
         "auto_map": {"AutoConfig": CONFIG_CLASS, "AutoModelForCausalLM": MODEL_CLASS},
-        **sizes,
+        "vocab_size": config.n_vocab,
+        "hidden_size": config.n_embd,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
         **limit,
         "tie_word_embeddings": True,
         "architecture": config.model_dump(mode="json"),
     }
 
 
-_CARD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# {title}
-
-- {n_params:,} parameters: {n_layer} layers of {n_embd} features and {n_head} heads
-- `{block}` blocks, `{position}` positions, texts of {length}; tokenizer `{tokenizer}`, {n_vocab:,} ids
-- {training}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER"{trust})
-model = AutoModelForCausalLM.from_pretrained("FOLDER"{trust})
-prompt = tokenizer(tokenizer.bos_token + "Once upon a time", return_tensors="pt")
-tokens = model.generate(**prompt, max_new_tokens=100, do_sample=True, top_k=200, temperature=0.8)
-print(tokenizer.decode(tokens[0], skip_special_tokens=True))
-```
-
-In training, every text followed a `{end}`, which is `bos_token` here: begin prompts with it.
-{code}"""
-
-_CODE = """
-The Python files here are the model's code, copied from log-gpt (LICENSE-code is theirs); they need torch, transformers
-and pydantic. `generate` keeps the model's own state for a cache: batches of different lengths (padded on either side)
-and beam search work; assisted generation, quantized and static caches do not. The weights' licence is their owner's to
-name.
-"""
-
-
 def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool) -> str:
-    """README.md: what the model is, from what is known of its run."""
+    """Return README.md: what the model is, as far as its run knows."""
     config = gpt.config
-    names = dict.fromkeys(layer.name for layer in config.layers)
-    padding = (config.n_vocab_padded - tokenizer.n_vocab) * config.n_embd  # which is left out
-    return _CARD.format(
-        title=f"GPT with {' and '.join(names)} attention",
-        n_params=gpt.n_params() - padding,
-        n_layer=config.n_layer,
-        n_embd=config.n_embd,
-        n_head=config.n_head,
-        block=config.block.name,
-        position=config.position.name,
-        length="any length" if config.max_len is None else f"up to {config.max_len:,} tokens",
-        tokenizer=tokenizer.name,
-        n_vocab=tokenizer.n_vocab,
-        training=_training(state),
-        trust="" if plain else ", trust_remote_code=True",
-        end=END_OF_TEXT,
-        code="" if plain else _CODE,
+    padding = (config.n_vocab_padded - tokenizer.n_vocab) * config.n_embd  # not exported
+    return (
+        (_HERE / "model_card.md")
+        .read_text(encoding="utf-8")
+        .format(
+            attention=" and ".join(dict.fromkeys(layer.name for layer in config.layers)),
+            n_params=gpt.n_params() - padding,
+            config=config,
+            length="any length" if config.max_len is None else f"up to {config.max_len:,} tokens",
+            tokenizer=tokenizer,
+            training=_training(state),
+            trust="" if plain else ", trust_remote_code=True",
+            end=END_OF_TEXT,
+            code="" if plain else (_HERE / "model_card_code.md").read_text(encoding="utf-8"),
+        )
     )
 
 

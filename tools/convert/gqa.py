@@ -15,10 +15,10 @@ from trainer.checkpoint import TrainState, load_model, open_model
 
 
 def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = None) -> Path:
-    """Write the converted model as a run's checkpoint of step 0; returns its path.
+    """Write the converted model as a run's checkpoint of step 0 and return its path.
 
     Raises:
-        UserError: there is no whole checkpoint, its heads cannot be shared so, or run_dir holds a run.
+        UserError: there is no whole checkpoint, its heads cannot be shared like this, or run_dir holds a run.
     """
     opened = open_model(checkpoint)
     before, tokenizer = load_model(opened)
@@ -40,10 +40,10 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = 
 
 
 def shared(gpt: GPT, n_kv_head: int) -> GPT:
-    """The model with so many key and value heads in every layer that can share them.
+    """Return the model with n_kv_head key and value heads in every layer that can share them.
 
     Raises:
-        UserError: no layer can, or these are not a divisor of those that one has.
+        UserError: no layer can, or n_kv_head does not divide the heads of one.
     """
     with torch.device("meta"):
         fewer = GPT(with_n_kv_head(gpt.config, n_kv_head))
@@ -59,7 +59,7 @@ def shared(gpt: GPT, n_kv_head: int) -> GPT:
 
 
 def n_kv_heads(gpt: GPT) -> dict[str, int]:
-    """Key and value heads of the attentions that can share them, by the module's path."""
+    """Return the number of key and value heads, by the path of each attention that can share them."""
     return {
         path: module.n_kv_head
         for path, module in gpt.named_modules()
@@ -68,21 +68,21 @@ def n_kv_heads(gpt: GPT) -> dict[str, int]:
 
 
 def pooled(rows: Tensor, n_rows: int, n_before: int, n_after: int, head_dim: int) -> Tensor:
-    """A projection's weight or bias with fewer heads of keys, values or both, of n_rows rows.
+    """Return a projection's weight or bias, now n_rows rows, with the means of groups of key and value heads.
 
-    Its last rows are these heads', and remain so; what is before them, the queries', stays. Group g is of the heads
-    g r to g r + r - 1, r = n_before / n_after: those that the query heads of the new group looked at before.
+    The last rows belong to these heads, of keys, values or both; the rows before them, for queries, stay. Group g holds
+    heads g r to g r + r - 1 with r = n_before / n_after: those that the group's query heads attended to before.
     """
     kinds = (len(rows) - n_rows) // ((n_before - n_after) * head_dim)  # 2: keys and values
     queries, heads = rows.tensor_split([len(rows) - kinds * n_before * head_dim])
     grouped = heads.double().unflatten(0, (kinds, n_after, n_before // n_after, head_dim))
     first = grouped[:, :, :1]
-    means = first + (grouped - first).mean(2, keepdim=True)  # exactly the heads, where these are equal
+    means = first + (grouped - first).mean(2, keepdim=True)  # exact if the heads are equal
     return torch.cat([queries, means.flatten(0, 3).to(rows.dtype)])
 
 
 def with_n_kv_head(config: GPTConfig, n_kv_head: int) -> GPTConfig:
-    """The configuration with so many key and value heads wherever there is such a setting."""
+    """Return the configuration with n_kv_head key and value heads in every layer that has this setting."""
     raw = config.model_dump()
     used = raw["attention_pattern"] or [raw["attention"]]
     layers = [layer for layer in used if "n_kv_head" in layer]
@@ -91,12 +91,12 @@ def with_n_kv_head(config: GPTConfig, n_kv_head: int) -> GPTConfig:
         raise UserError(f"attention {names} does not share heads of keys and values: there is nothing to convert")
     before = [layer["n_kv_head"] or config.n_head for layer in layers]
     if set(before) == {n_kv_head}:
-        raise UserError(f"--n-kv-head {n_kv_head} is what the model has: there is nothing to convert")
+        raise UserError(f"n_kv_head={n_kv_head} is what the model already has: there is nothing to convert")
     for layer, heads in zip(layers, before, strict=True):
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         if n_kv_head not in divisors:
             raise UserError(
-                f"--n-kv-head {n_kv_head} does not divide the {heads} key and value heads of {layer['name']}: "
+                f"n_kv_head={n_kv_head} does not divide the {heads} key and value heads of {layer['name']}: "
                 f"use one of {', '.join(map(str, divisors))}"
             )
         layer["n_kv_head"] = n_kv_head

@@ -1,6 +1,6 @@
-"""From a Hugging Face folder of a GPT2LMHeadModel to a run: its checkpoint of step 0 can be sampled from and trained.
+"""Turn a Hugging Face folder of a GPT2LMHeadModel into a run whose checkpoint of step 0 can be sampled and trained.
 
-The folder may come from a stranger: JSON and safetensors are read, and nothing is run or unpickled.
+The folder is not trusted: JSON and safetensors are read, and nothing is run or unpickled.
 """
 
 import re
@@ -14,11 +14,11 @@ from common.command import overrides
 from common.console import say
 from common.files import file_size, read_json
 from common.settings import UserError, decode
-from data.hugging_face import read_tokenizer_json
 from data.shards import read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
-from model.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
+from tools.convert.hf_tokenizer import read_tokenizer_json
+from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from tools.convert.new_run import begin_with
 from trainer.checkpoint import TrainState
 from trainer.tensor_file import read_tensors, tensor_names
@@ -27,10 +27,10 @@ _WEIGHTS = "model.safetensors"
 _Kind = tuple[torch.Size, tuple[torch.dtype, ...]]
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
-_MASK = re.compile(r"h\.(0|[1-9]\d*)\.attn\.(masked_)?bias")  # files of old versions have them, and they are no weights
+_MASK = re.compile(r"h\.(0|[1-9]\d*)\.attn\.(masked_)?bias")  # old files store these buffers among the weights
 _NO_DATASET = Path("no-dataset-that-was-given")
 _TO_CHOOSE = {"optim.max_lr": 6e-5, "max_steps": 1000, "schedule.warmup_steps": 100}
-"""Settings of the training that is proposed: short, at a tenth of the usual rate."""
+"""Suggested settings: a short training at a tenth of the usual rate."""
 
 
 def import_gpt2(
@@ -42,62 +42,45 @@ def import_gpt2(
     batch_tokens: int | None = None,
     seed: int = 1,
 ) -> Path:
-    """Write a run's checkpoint of step 0; returns its path.
+    """Write a run's checkpoint of step 0 and return its path.
 
     Args:
-        dataset_dir: to train on; None: the run can be evaluated and sampled from.
-        seq_len: tokens of a training sequence; None: as many as the model has positions.
-        batch_tokens: of a training step; None: 480 sequences.
+        dataset_dir: what to train on; without it the run can only be evaluated and sampled from.
+        seq_len: tokens of a training sequence; None: the model's positions.
+        batch_tokens: tokens of a training step; None: 480 sequences.
 
     Raises:
-        UserError: the folder does not hold such a model, it and the dataset do not go together, or run_dir holds a run.
+        UserError: the folder does not hold such a model, it does not match the dataset, or run_dir holds a run.
     """
     gpt, tokenizer = read_gpt2(folder)
-    state = _first_state(gpt.config, tokenizer, dataset_dir, seq_len, batch_tokens, seed)
-    path = begin_with(gpt, tokenizer, state, run_dir)
+    max_len = gpt.config.max_len or 1
+    seq_len = max_len if seq_len is None else seq_len
+    if not 1 <= seq_len <= max_len:
+        raise UserError(f"seq_len={seq_len} does not fit the model's {max_len} positions: use 1 to {max_len}")
+    batch_tokens = 480 * seq_len if batch_tokens is None else batch_tokens
+    if batch_tokens < 1 or batch_tokens % seq_len:
+        raise UserError(f"batch_tokens={batch_tokens} is not a multiple of {seq_len}, the tokens of a sequence")
+    kept = {"seq_len": seq_len, "batch_tokens": batch_tokens, "seed": seed}
+    state = {
+        "step": 0,
+        "run_id": secrets.token_hex(4),
+        "model": gpt.config,
+        "dataset_dir": dataset_dir.absolute() if dataset_dir else _NO_DATASET,
+        "dataset_fingerprint": _fingerprint(dataset_dir, tokenizer) if dataset_dir else "",
+    }
+    path = begin_with(gpt, tokenizer, decode(TrainState, state | kept), run_dir)
     say(f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of {tokenizer.n_vocab:,} ids")
     if dataset_dir is None:
-        say("no --dataset-dir was given: evaluate with dataset_dir=..., and import again with one to train")
+        say("no dataset_dir was given: evaluate with dataset_dir=..., or import again with one to train")
         return path
-    kept = {"seq_len": state.seq_len, "batch_tokens": state.batch_tokens, "seed": seed}
-    paths = {"dataset_dir": str(dataset_dir), "run_dir": str(run_dir)}
-    settings = overrides({"model": "gpt2_124m"} | _settings(gpt.config) | paths | kept | _TO_CHOOSE)
-    say(f"train it with python train.py {settings}")
+    settings = {"model": "gpt2_124m", **_settings(gpt.config), "dataset_dir": str(dataset_dir), "run_dir": str(run_dir)}
+    say(f"train it with python train.py {overrides(settings | kept | _TO_CHOOSE)}")
     say(f"{', '.join(_TO_CHOOSE)} are examples: choose your own")
     return path
 
 
-def _first_state(
-    config: GPTConfig,
-    tokenizer: Tokenizer,
-    dataset_dir: Path | None,
-    seq_len: int | None,
-    batch_tokens: int | None,
-    seed: int,
-) -> TrainState:
-    """A run's state before its first step, the arguments checked."""
-    max_len = config.max_len or 1
-    seq_len = max_len if seq_len is None else seq_len
-    if not 1 <= seq_len <= max_len:
-        raise UserError(f"--seq-len {seq_len} does not fit the model's {max_len} positions: use 1 to {max_len}")
-    batch_tokens = 480 * seq_len if batch_tokens is None else batch_tokens
-    if batch_tokens < 1 or batch_tokens % seq_len:
-        raise UserError(f"--batch-tokens {batch_tokens} is not a multiple of {seq_len}, the tokens of a sequence")
-    raw = {
-        "step": 0,
-        "run_id": secrets.token_hex(4),
-        "model": config,
-        "seed": seed,
-        "seq_len": seq_len,
-        "batch_tokens": batch_tokens,
-        "dataset_dir": dataset_dir.absolute() if dataset_dir else _NO_DATASET,
-        "dataset_fingerprint": _fingerprint(dataset_dir, tokenizer) if dataset_dir else "",
-    }
-    return decode(TrainState, raw)
-
-
 def _settings(config: GPTConfig) -> dict[str, int]:
-    """What of the model differs from model=gpt2_124m, or may."""
+    """Return the settings in which the model may differ from model=gpt2_124m."""
     assert config.block.name == "mlp"
     assert config.position.name == "learned"
     sizes = {name: getattr(config, name) for name in ("n_vocab", "n_layer", "n_head", "n_embd")}
@@ -109,7 +92,7 @@ def _fingerprint(dataset_dir: Path, tokenizer: Tokenizer) -> str:
     manifest = read_manifest(dataset_dir)
     if manifest.tokenizer.sha256 != tokenizer.sha256:
         raise UserError(
-            f"--dataset-dir {dataset_dir} was made with tokenizer {manifest.tokenizer.name} (n_vocab "
+            f"dataset_dir={dataset_dir} was made with tokenizer {manifest.tokenizer.name} (n_vocab "
             f"{manifest.tokenizer.n_vocab}), the model with another one (n_vocab {tokenizer.n_vocab}): "
             "prepare the dataset with tokenizer=gpt2, or with the model's own ranks"
         )
@@ -117,44 +100,38 @@ def _fingerprint(dataset_dir: Path, tokenizer: Tokenizer) -> str:
 
 
 def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
-    """The model and the tokenizer in a folder that `save_pretrained` wrote, or that was downloaded.
+    """Return the model and the tokenizer in a folder that `save_pretrained` wrote, or that was downloaded.
 
     Raises:
-        UserError: a file is missing, or is not what it must be.
+        UserError: a file is missing or invalid.
     """
+    others = [name for name in ("pytorch_model.bin", f"{_WEIGHTS}.index.json") if (folder / name).exists()]
     for name, remedy in [
         ("config.json", "give a folder that save_pretrained wrote"),
         ("tokenizer.json", 'put it there: AutoTokenizer.from_pretrained("gpt2").save_pretrained(FOLDER)'),
+        (
+            _WEIGHTS,
+            f"{f'{others[0]} cannot be read; ' if others else ''}load the model with transformers, and write it with "
+            'save_pretrained(FOLDER, max_shard_size="100GB")',
+        ),
     ]:
         if file_size((folder / name).resolve()) is None:
             raise UserError(f"{folder} has no {name}: {remedy}")
     try:
         config = read_gpt2_config(read_json((folder / "config.json").resolve(), limit=2**20))
     except UserError as error:
-        raise UserError(f"{folder / 'config.json'} is not that of a GPT2LMHeadModel like GPT-2: {error}") from None
+        raise UserError(f"{folder / 'config.json'} does not describe a GPT2LMHeadModel like GPT-2: {error}") from None
     tokenizer = read_tokenizer_json((folder / "tokenizer.json").resolve())
     if tokenizer.n_vocab > config.n_vocab:
         raise UserError(f"{folder} has a tokenizer of {tokenizer.n_vocab} ids for a model of {config.n_vocab}")
     with torch.device("meta"):
         gpt = GPT(config)
-    gpt.load_state_dict(_weights(_weights_file(folder), gpt), assign=True)
+    gpt.load_state_dict(_weights((folder / _WEIGHTS).resolve(), gpt), assign=True)
     return gpt.requires_grad_(), tokenizer
 
 
-def _weights_file(folder: Path) -> Path:
-    path = (folder / _WEIGHTS).resolve()
-    if file_size(path) is None:
-        others = [name for name in ("pytorch_model.bin", f"{_WEIGHTS}.index.json") if (folder / name).exists()]
-        why = f"has {others[0]}, and" if others else "holds no weights:"
-        raise UserError(
-            f"{folder} {why} {_WEIGHTS} is what is read: load the model with transformers, and write it with "
-            'save_pretrained(FOLDER, max_shard_size="100GB")'
-        )
-    return path
-
-
 def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
-    """Our weights out of GPT-2's file, in float32 unless they are float64."""
+    """Read our weights from GPT-2's file, in float32 unless they are float64."""
     names = tensor_names(path)
     prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
     theirs = {ours: prefix + gpt2_name(ours) for ours in gpt.state_dict()}
@@ -164,13 +141,13 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
         expected["lm_head.weight"] = expected[theirs["embed.weight"]]
     stored = read_tensors(path, expected | _masks(names, prefix, gpt.config))
     if not torch.equal(stored.get("lm_head.weight", stored[theirs["embed.weight"]]), stored[theirs["embed.weight"]]):
-        raise UserError(f"{path}: lm_head.weight differs from wte.weight, and our output layer is the embeddings")
+        raise UserError(f"{path}: lm_head.weight differs from wte.weight, but our output layer is the embedding")
     weights = {ours: turned(name, stored[name]).contiguous() for ours, name in theirs.items()}
     return {ours: x if x.dtype == torch.float64 else x.float() for ours, x in weights.items()}
 
 
 def _masks(names: list[str], prefix: str, config: GPTConfig) -> dict[str, _Kind]:
-    """The causal masks among the tensors, and what they must be."""
+    """Return the allowed shapes and types of the causal masks in the file."""
     found = {name: match for name in names if (match := _MASK.fullmatch(name.removeprefix(prefix)))}
     n = config.max_len or 0
     return {

@@ -15,7 +15,7 @@ from trainer.resume import own_run
 
 
 def begin_with(gpt: GPT, tokenizer: Tokenizer, state: TrainState, run_dir: Path) -> Path:
-    """Make a run of a model from elsewhere: its checkpoint of step 0, the optimizer at rest. Returns its path.
+    """Start a run with a converted model: write its checkpoint of step 0, with a fresh optimizer, and return its path.
 
     Raises:
         UserError: run_dir holds a run.

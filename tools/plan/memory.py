@@ -1,9 +1,9 @@
-"""What a training step keeps in memory, part by part, without running one.
+"""Predicts the memory of a training step, part by part, without running it.
 
-What a layer keeps for its backward pass is counted from the sizes of its tensors, as autograd saves them; what the
-partitioner of torch.compile keeps is the same but for a few per cent. Softmax and log-space attention are counted too.
-The other mechanisms lay queries and keys out in ways of their own: a few sequences are sent through such a layer on
-this machine's CPU, and what the third adds is taken for every other.
+The bytes that a layer keeps for its backward pass are counted from the sizes of its tensors, as autograd saves them;
+the partitioner of torch.compile keeps the same within a few percent. Softmax and log-space attention are counted too.
+For the other mechanisms, a few sequences are sent through one layer on this machine's CPU: every further sequence is
+assumed to add as much as the third one.
 """
 
 from collections import Counter
@@ -12,37 +12,37 @@ from typing import NamedTuple
 
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor, nn
+from torch import nn
 
 from model.attention import AttentionConfig
 from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
-from model.gpt import GPT, GPTConfig
-from model.layers import GLUBlock, MLPBlock
+from model.gpt import GPT, GLUBlock, GPTConfig, MLPBlock
 from model.ops import linear_cross_entropy
 from model.ops.log_attention.chunked import BLOCK
 from model.ops.log_attention.chunks import CHUNK
 from model.position import LogRecurrencePosition, RotaryConfig, RotaryPosition
+from trainer.micro_batch import saved_for_backward
 
-_TRIED_TOKENS = 2048  # of a sequence that is sent through a layer; longer ones are taken to keep more in proportion
+_TRIED_TOKENS = 2048  # longest sequence sent through a layer; longer ones keep more in proportion
 
 
 class Numbers(NamedTuple):
-    """Where a model runs, and in which numbers."""
+    """Device and dtype of a run."""
 
     device: str
     """cpu or cuda."""
     dtype: torch.dtype
-    """bfloat16 is autocast over float32 weights."""
+    """bfloat16 is autocast with float32 weights."""
 
     @property
     def wide(self) -> int:
-        """Bytes of a weight, of a number in the residual stream, of a sum."""
+        """Bytes per number of weights, residual stream and sums."""
         return max(4, self.dtype.itemsize)
 
     @property
     def narrow(self) -> int:
-        """Bytes of a number that goes into a matrix product, or comes out of one."""
+        """Bytes per number of inputs and results of matrix products."""
         return self.dtype.itemsize
 
 
@@ -53,15 +53,15 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     activations: int
-    """What a micro-batch keeps for its backward pass, weights in the type of products among it."""
+    """Kept by a micro-batch for its backward pass, including copies of weights in the dtype of products."""
     working: int
-    """What comes and goes: the logits of some tokens and what the loss makes of them, or a layer's gradients."""
+    """Temporary: the logits of some tokens and the loss's intermediate results, or a layer's gradients."""
     accumulated: bool
-    """Whether a step has several micro-batches, so that the first one's gradients are there while the second runs."""
+    """Whether a step has several micro-batches, so that gradients exist while the second one runs."""
 
     @property
     def peak(self) -> int:
-        """The most at any time of a step. Without accumulation, gradients come as activations go."""
+        """The maximum during a step. Without accumulation, gradients replace activations one by one."""
         passing = self.activations + self.working
         most = self.gradients + passing if self.accumulated else max(self.gradients, passing)
         return self.weights + self.optimizer + most
@@ -70,10 +70,11 @@ class Memory(NamedTuple):
 def step_memory(
     gpt: GPT, micro_batch: int, seq_len: int, numbers: Numbers, accumulated: bool, n_device: int = 1, fsdp: bool = False
 ) -> Memory:
-    """What a step over micro-batches of `micro_batch` sequences needs on each of n_device devices.
+    """The memory of a step with micro-batches of `micro_batch` sequences on each of n_device devices.
 
-    Several have the gradients twice, with ddp: as they are, and in the pieces that are sent. With fsdp they share
-    weights, gradients and optimizer, and each has the embeddings and two blocks whole for a while, gradients too.
+    With ddp on several devices, each holds the gradients twice, once in the buckets that are sent. With fsdp, devices
+    share weights, gradients and optimizer, and each temporarily holds the embeddings and two whole blocks, with their
+    gradients.
 
     Args:
         gpt: may be on the meta device.
@@ -95,7 +96,7 @@ def step_memory(
 
 
 def _of_loss(gpt: GPT, tokens: int, numbers: Numbers) -> int:
-    """Working memory of model/ops/linear_cross_entropy.py: logits, their logsumexp's, and those of the part before."""
+    """Working memory of model/ops/linear_cross_entropy.py: logits of one part, and of the part before."""
     V, D = gpt.embed.weight.shape
     at_once = min(tokens, max(1, linear_cross_entropy.CHUNK[numbers.device] // V))
     following = min(at_once, tokens - at_once)
@@ -104,7 +105,7 @@ def _of_loss(gpt: GPT, tokens: int, numbers: Numbers) -> int:
 
 
 def _of_layer(gpt: GPT, tokens: int, numbers: Numbers) -> int:
-    """Working memory of a layer's backward pass: gradients of what went in, and of its widest product."""
+    """Working memory of a layer's backward pass: gradients of its input and of its widest product."""
     widest = max(m.out_features for m in gpt.blocks.modules() if isinstance(m, nn.Linear))
     log_space = any(isinstance(layer, LogSpaceConfig) for layer in gpt.config.layers)
     blocks = 8 * BLOCK * numbers.wide if numbers.device == "cpu" and log_space else 0  # of chunked.py
@@ -112,9 +113,9 @@ def _of_layer(gpt: GPT, tokens: int, numbers: Numbers) -> int:
 
 
 def kept_for_backward(gpt: GPT, micro_batch: int, seq_len: int, numbers: Numbers) -> int:
-    """Bytes that a forward pass keeps, weights left out but not their copies in bfloat16."""
+    """Bytes that a forward pass keeps, without weights but with their copies in bfloat16."""
     config, D = gpt.config, gpt.config.n_embd
-    ids_and_gradient = 2 * 8 + D * numbers.narrow  # which the loss has computed
+    ids_and_gradient = 2 * 8 + D * numbers.narrow  # computed by the loss
     a_token = ids_and_gradient + _of_position(gpt.position, D, numbers) + _of_norm(D, numbers)
     a_token += sum(_of_block(block, D, numbers) for block in gpt.blocks)
     layers = Counter(layer.model_dump_json() for layer in config.layers)
@@ -126,21 +127,21 @@ def kept_for_backward(gpt: GPT, micro_batch: int, seq_len: int, numbers: Numbers
 
 
 def _of_norm(D: int, numbers: Numbers) -> int:
-    """Bytes a token: its input, and two numbers."""
+    """Bytes per token: the input, and two statistics."""
     return (D + 2) * numbers.wide
 
 
 def _of_position(position: nn.Module, D: int, numbers: Numbers) -> int:
-    """Bytes a token."""
+    """Bytes per token."""
     if not isinstance(position, LogRecurrencePosition):
         return 0
-    products = 3 + (numbers.device == "cpu")  # what goes into the linear layer, what comes out, logsigmoid's buffer
-    sums = 2 if numbers.narrow == numbers.wide else 3  # log_p, the result; and h, where the product has fewer bits
+    products = 3 + (numbers.device == "cpu")  # input and result of the linear layer, logsigmoid's buffer
+    sums = 2 if numbers.narrow == numbers.wide else 3  # log_p and the result; h too if products have fewer bits
     return D * (products * numbers.narrow + sums * numbers.wide)
 
 
 def _of_block(block: nn.Module, D: int, numbers: Numbers) -> int:
-    """Bytes a token of what stands around the attention, whose input and result count as its own."""
+    """Bytes per token of a block without its attention, whose input and result count as the attention's."""
     if isinstance(block, GLUBlock):
         return _of_norm(D, numbers) + 2 * D * numbers.narrow  # before the gate
     assert isinstance(block, MLPBlock)
@@ -148,14 +149,14 @@ def _of_block(block: nn.Module, D: int, numbers: Numbers) -> int:
 
 
 def _of_attention(layer_json: str, config: GPTConfig, micro_batch: int, seq_len: int, numbers: Numbers) -> float:
-    """Bytes of a layer's mechanism, its input and its result among them."""
+    """Bytes of a layer's attention, including its input and its result."""
     layer: AttentionConfig = TypeAdapter(AttentionConfig).validate_json(layer_json)
     H, D = config.n_head, config.head_features
     base = config.position.base if isinstance(config.position, RotaryConfig) else None
     rotary = base is not None
     if isinstance(layer, SoftmaxConfig) and layer.kernel != "math":
         n_kv = layer.n_kv_head or H
-        turned = (2 * H + n_kv) * D * rotary  # q, k; and the result, which has then to be laid out anew
+        turned = (2 * H + n_kv) * D * rotary  # q, k; and the result, which then needs a new layout
         a_token = (config.n_embd + (2 * H + 2 * n_kv) * D + turned) * numbers.narrow
         return micro_batch * seq_len * (a_token + 4 * H)  # and the logarithm of each row's sum
     if isinstance(layer, LogSpaceConfig):
@@ -163,46 +164,37 @@ def _of_attention(layer_json: str, config: GPTConfig, micro_batch: int, seq_len:
         a_token = (config.n_embd + H * (2 * K + 2 * V + 2 * K * rotary)) * numbers.narrow
         return micro_batch * (seq_len * a_token + _of_log_sums(H, K, V, seq_len, numbers))
     tokens = min(seq_len, _TRIED_TOKENS)
-    few = min(micro_batch, 2)  # one alone can need fewer copies; a third adds what every other adds
+    few = min(micro_batch, 2)  # one sequence can need fewer copies; the third adds as much as every further one
     kept, more = (_tried(layer_json, (config.n_embd, H, D), n, tokens, numbers.dtype, base) for n in (few, 3))
     return (kept + (micro_batch - few) * (more - kept)) * seq_len / tokens
 
 
 def _of_log_sums(H: int, K: int, V: int, seq_len: int, numbers: Numbers) -> int:
-    """Bytes a sequence of what log attention keeps beside q, k, v and its result."""
+    """Bytes per sequence that log attention keeps besides q, k, v and its result."""
     chunks = -(-seq_len // CHUNK)
-    if numbers.device == "cpu":  # chunked.py: the state before and after, and one a block; the result as it was summed
+    if numbers.device == "cpu":  # chunked.py: states before and after, and one per block; the unrounded result
         states = 3 - (-chunks // max(1, BLOCK // (H * CHUNK * K)))
         result = seq_len * H * V * numbers.wide if numbers.narrow < numbers.wide else 0
         return states * H * K * (V + 1) * numbers.wide + result
-    return (chunks + 1) * H * (K * V * numbers.narrow + (2 * K + V) * numbers.wide)  # triton.py: one a chunk
+    return (chunks + 1) * H * (K * V * numbers.narrow + (2 * K + V) * numbers.wide)  # triton.py: one state per chunk
 
 
 @cache
 def _tried(
     layer_json: str, sizes: tuple[int, int, int], n: int, tokens: int, dtype: torch.dtype, base: float | None
 ) -> int:
-    """Bytes that n sequences keep in a layer of attention on this machine's CPU, its result among them."""
-    kept: dict[int, Tensor] = {}  # by address: while all are held, none is used twice
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
-        return tensor
-
+    """Bytes that n sequences keep in a layer of attention on this machine's CPU, including its result."""
     weight_type = torch.promote_types(dtype, torch.float32)
     layer: AttentionConfig = TypeAdapter(AttentionConfig).validate_json(layer_json)
     attention = layer.build(*sizes).to(weight_type)
     x = torch.randn(n, tokens, sizes[0], dtype=weight_type, requires_grad=True)
     rotation = RotaryPosition(layer.query_dim(sizes[2]), base)(x)[1] if base else None
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
-        result, _ = attention(x * 1, rotation)
-    keep(result)
-    weights = {p.untyped_storage().data_ptr() for p in attention.parameters()}
-    total = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
+    # square() keeps the result of the attention for its own backward pass, as the block's next layer does
+    total = saved_for_backward(lambda: attention(x * 1, rotation)[0].square(), autocast, attention)
     return total - (_copied_weights(attention, dtype.itemsize) if dtype.itemsize < weight_type.itemsize else 0)
 
 
 def _copied_weights(module: nn.Module, n_bytes: int) -> int:
-    """Bytes of the linear layers' weights in the type of products."""
+    """Bytes of the linear layers' weights in the dtype of products."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)) * n_bytes

@@ -1,4 +1,4 @@
-"""What a training run will take, before it is started: memory, time and disk."""
+"""Predicts the memory, time and disk space of a training run."""
 
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,26 +17,26 @@ from trainer.micro_batch import SPARE, available_memory
 
 
 class PlanConfig(TrainConfig):
-    """A training run, and what it is to run on."""
+    """A training run and its devices."""
 
     dataset_dir: Path | None = None  # type: ignore[assignment]
-    """For the size of the data, if it is there."""
+    """Optional: to include the size of the dataset."""
     device: str = "auto"
-    """auto: what this machine has, or runtime.device of it; or cpu, or the name of a GPU in trainer/devices.py."""
+    """auto: this machine's GPU or CPU, as runtime.device says; or cpu, or the name of a GPU in trainer/devices.py."""
     n_device: int = Field(1, ge=1, le=2**20)
-    """Devices that train together."""
+    """Number of devices that train together."""
     mfu: float | None = Field(None, gt=0, le=1)
-    """Share of the devices' peak that training reaches."""
+    """Model FLOP utilization: the share of the devices' peak that training reaches."""
     tokens_per_second: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Of one device, as measured; in place of mfu."""
+    """Measured rate of one device, instead of mfu."""
     measure: bool = False
-    """Run a few steps on this machine, and plan with their rate."""
+    """Run a few steps on this machine, and use their rate."""
     output: Literal["table", "json"] = "table"
-    """What to print."""
+    """Output format."""
 
     @property
     def share(self) -> int:
-        """Most sequences that a device has in a step."""
+        """Most sequences per device and step."""
         return -(-self.batch_size // self.n_device)
 
     @model_validator(mode="after")
@@ -49,27 +49,27 @@ class PlanConfig(TrainConfig):
         rates = {"mfu": self.mfu, "tokens_per_second": self.tokens_per_second, "measure": self.measure or None}
         given = [name for name, value in rates.items() if value is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are different ways to tell the rate: give one")
+            raise ValueError(f"{' and '.join(given)} both set the rate: give only one")
         return self
 
 
 class Place(NamedTuple):
-    """What a run is planned for."""
+    """The device that a run is planned for."""
 
     name: str
     numbers: Numbers
     memory: float | None
-    """Bytes of one device; None: not known."""
+    """Bytes of one device; None: unknown."""
     peak: float | None
-    """FLOP/s of one device, in the numbers of the run; None: not known."""
+    """FLOP/s of one device in the dtype of the run; None: unknown."""
     source: str
 
 
 def plan(config: PlanConfig) -> dict[str, Any]:
-    """All figures, as JSON has them: bytes, seconds, tokens; None is not known.
+    """All figures for the JSON output, in bytes, seconds and tokens. None means unknown.
 
     Raises:
-        UserError: what is asked for takes a device that is not here.
+        UserError: the plan needs a device that this machine does not have.
     """
     place = find_place(config)
     with torch.device("meta"):
@@ -92,10 +92,10 @@ def plan(config: PlanConfig) -> dict[str, Any]:
 
 
 def find_place(config: PlanConfig) -> Place:
-    """The device that is asked for, or this machine's; what is not known of it is None.
+    """The requested device, or this machine's.
 
     Raises:
-        UserError: it is to be measured, or known from this machine, and is not here.
+        UserError: the plan needs a device that this machine does not have.
     """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     here = device_of_gpu(gpu) if gpu else None
@@ -103,11 +103,13 @@ def find_place(config: PlanConfig) -> Place:
     if device == "auto" and config.runtime.device == "cpu":
         device = "cpu"
     if device == "auto" and config.runtime.device == "cuda" and gpu is None:
-        raise UserError("runtime.device=cuda is not here: name the GPU that you plan for, such as device=a100-40gb")
+        raise UserError(
+            "runtime.device=cuda, but this machine has no GPU: name the GPU to plan for, such as device=a100-40gb"
+        )
     known = here if device == "auto" else device_by_name(device)
     is_here = device in ("auto", "cpu") or (here is not None and here == known)
     if config.measure and not is_here:
-        raise UserError(f"measure=true measures this machine, and device={device} is not here: leave one out")
+        raise UserError(f"measure=true measures this machine, which has no {device}: leave out measure or device")
     cpu = device == "cpu" or (device == "auto" and gpu is None)
     dtype = config.runtime.dtype
     if dtype == "auto":
@@ -122,7 +124,7 @@ def find_place(config: PlanConfig) -> Place:
 
 
 def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> Memory:
-    """What a device needs with micro-batches of this size."""
+    """The memory that a device needs with micro-batches of this size."""
     return step_memory(
         gpt,
         micro_batch,
@@ -135,7 +137,7 @@ def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> M
 
 
 def largest_micro_batch(gpt: GPT, config: PlanConfig, place: Place) -> int | None:
-    """The most sequences that fit, up to a device's share of the batch; 0: not even one; None: memory not known."""
+    """The most sequences that fit, up to a device's share of the batch; 0: none fits; None: memory unknown."""
     if place.memory is None:
         return None
     room = place.memory * (1 - SPARE)
@@ -148,7 +150,7 @@ def largest_micro_batch(gpt: GPT, config: PlanConfig, place: Place) -> int | Non
 
 
 def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> dict[str, Any]:
-    """Steps, tokens and how long they take, at the rate that is given or measured."""
+    """Steps and tokens, and their duration at the given or measured rate."""
     tokens = config.last_step * config.batch_tokens
     rate = config.tokens_per_second
     if config.measure:
@@ -171,9 +173,9 @@ def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> d
 
 
 def disk_of(config: PlanConfig, weights: int) -> dict[str, Any]:
-    """Bytes of a checkpoint (weights and AdamW's two means), of those kept at most, and of the dataset."""
+    """Bytes of a checkpoint (weights and AdamW's two means), of all kept checkpoints, and of the dataset."""
     keep = config.checkpoint
-    kept = keep.keep_last + 1 + (config.last_step // keep.keep_every if keep.keep_every else 0)  # and the best
+    kept = keep.keep_last + 1 + (config.last_step // keep.keep_every if keep.keep_every else 0)  # 1: the best
     saved = -(-config.last_step // keep.every)
     tokens = config.last_step * config.batch_tokens
     dataset: dict[str, Any] = {"tokens": None, "bytes": None, "passes": None}

@@ -1,4 +1,4 @@
-"""A plan as people read it."""
+"""Prints a plan."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _UNKNOWN = "unknown"
 
 
 def run_plan(config: PlanConfig) -> None:
-    """Print what the run will take, as a table or as JSON."""
+    """Print the plan as a table or as JSON."""
     console.quiet = config.output == "json"
     found = plan(config)
     if config.output == "json":
@@ -27,7 +27,7 @@ def run_plan(config: PlanConfig) -> None:
 
 
 def table_of(found: dict[str, Any]) -> Table:
-    """The plan's figures, a section for each of its questions."""
+    """The plan's figures in sections: model, memory, time, disk."""
     table = Table(title=_title(found["device"]), title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -40,7 +40,7 @@ def table_of(found: dict[str, Any]) -> Table:
 
 
 def hints(config: PlanConfig, found: dict[str, Any]) -> Iterator[str]:
-    """What to add to the command to know more, and what is in the way; one line each."""
+    """Lines that say what to change in the command, to learn more or because something does not fit."""
     names = [device.name for device in DEVICES]
     if found["device"]["source"] == _UNKNOWN:
         name = found["device"]["name"]
@@ -55,7 +55,7 @@ def hints(config: PlanConfig, found: dict[str, Any]) -> Iterator[str]:
             yield f"runtime.micro_batch={chosen} does not fit: use {largest}"
     if found["time"]["seconds"] is None:
         here = ", or measure=true to run a few steps here" if config.device in ("auto", "cpu") else ""
-        yield f"for the time, give mfu=... (of a known device) or tokens_per_second=... (of one device){here}"
+        yield f"for the time, give mfu=... (for a known device) or tokens_per_second=... (per device){here}"
 
 
 def _title(device: dict[str, Any]) -> str:
@@ -65,8 +65,8 @@ def _title(device: dict[str, Any]) -> str:
 def _model(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     model, step = found["model"], found["step"]
     yield "parameters", f"{model['parameters']:,}", ""
-    yield "FLOPs a token", engineering(model["flops_per_token"]), "forward and backward"
-    yield "tokens a step", f"{step['tokens']:,}", f"{step['sequences']:,} x {step['seq_len']:,}"
+    yield "FLOPs per token", engineering(model["flops_per_token"]), "forward and backward"
+    yield "tokens per step", f"{step['tokens']:,}", f"{step['sequences']:,} x {step['seq_len']:,}"
     yield "micro-batches", f"{step['micro_batches']:,}", f"of {step['micro_batch']} sequences at most, on each device"
 
 
@@ -74,7 +74,7 @@ def _memory(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     memory, device, step = found["memory"], found["device"], found["step"]
     ddp = memory["gradients"] > memory["weights"]
     yield "weights", gigabytes(memory["weights"]), ""
-    yield "gradients", gigabytes(memory["gradients"]), "and the pieces that are sent" if ddp else ""
+    yield "gradients", gigabytes(memory["gradients"]), "and the buckets that are sent" if ddp else ""
     yield "optimizer", gigabytes(memory["optimizer"]), "AdamW's two means"
     yield "activations", gigabytes(memory["activations"]), "kept for a micro-batch's backward pass"
     yield "working memory", gigabytes(memory["working"]), "logits, or gradients of a layer"
@@ -96,7 +96,7 @@ def _time(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield "time", _UNKNOWN, f"at least {duration(least)}, at the devices' peak" if least else ""
         return
     mfu = f", {100 * times['mfu']:.3g} % of the peak" if times["mfu"] else ""
-    yield "rate", f"{times['tokens_per_second']:,.0f}", f"tokens a second{mfu}"
+    yield "rate", f"{times['tokens_per_second']:,.0f}", f"tokens per second{mfu}"
     yield "[bold]time[/]", f"[bold]{duration(times['seconds'])}[/]", f"{times['device_hours']:,.1f} device-hours"
 
 
@@ -105,7 +105,7 @@ def _disk(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "a checkpoint", gigabytes(disk["checkpoint"]), "weights and optimizer"
     yield "checkpoints", gigabytes(disk["checkpoints"]), f"{disk['checkpoints_kept']} are kept at most"
     if data["bytes"] is None:
-        note = "with no token seen twice"
+        note = "if no token is seen twice"
         yield "dataset", gigabytes(disk["bytes_of_all_tokens"]), note
         return
     seen = f"{engineering(data['tokens'])} tokens, seen {data['passes']:.2g} times"
@@ -113,14 +113,14 @@ def _disk(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def gigabytes(n_bytes: float | None) -> str:
-    """In units of 1e9 bytes, or 1e6 where they are few."""
+    """In GB (1e9 bytes), or in MB if below 0.1 GB."""
     if n_bytes is None:
         return _UNKNOWN
     return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:,.2f} MB"
 
 
 def engineering(number: float) -> str:
-    """1,234 and 294.9 B as they are; from 1e15 on a power of ten."""
+    """Such as 1,234 or 294.9 B; from 1e15 on, in scientific notation."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if size <= number < 1e15:
             return f"{number / size:,.1f} {unit}"
@@ -128,7 +128,7 @@ def engineering(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that people would take: seconds, minutes, hours or days."""
+    """In seconds, minutes, hours or days."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"

@@ -1,22 +1,20 @@
 """Pictures of who attends to whom: weights and masks of every attention mechanism, or of a trained model's layers."""
 
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from common.figures import png
 from common.settings import UserError, decode
-from model.attention.base import Attention
+from model.attention.base import Attention, MultiHeadAttention
 from model.attention.linear import LinearAttention
 from model.attention.log_space import LogSpaceAttention
 from model.attention.longformer import LongformerAttention
 from model.attention.projection import ProjectionAttention
-from model.attention.softmax import SoftmaxAttention
 from model.gpt import GPT, GPTConfig
 from model.ops.linear_attention import naive_linear_attention
 from model.ops.log_attention import naive_log_attention
@@ -39,15 +37,16 @@ PANELS: dict[str, tuple[Any, int]] = {
     "log_space: exp(q) exp(k)^T": ({"name": "log_space"}, 0),
     "log_space_signed: the same": ({"name": "log_space_signed"}, 0),
 }
-"""A mechanism, and the head that is shown."""
-LONGEST = 64  # tokens that a panel has room for
+"""The configuration of a mechanism and the head to show, by the panel's title."""
+LONGEST = 64
+"""Tokens that fit on a panel."""
 
 Panels = dict[str, tuple[Tensor, Tensor]]
 """Weights and mask, (T, T), by title."""
 
 
 def of_mechanisms(text: str) -> tuple[list[str], Panels]:
-    """Words, and a panel for every mechanism; a word that comes again is the same token."""
+    """Return the words, and a panel for every mechanism; a repeated word is the same token."""
     words = text.split()
     ids = torch.tensor([[words.index(word) for word in words]])  # (1, T)
     _check_length(ids)
@@ -62,10 +61,10 @@ def of_mechanisms(text: str) -> tuple[list[str], Panels]:
 
 
 def of_checkpoint(checkpoint: Path, text: str, head: int) -> tuple[list[str], Panels]:
-    """Tokens, and a panel for every layer of a trained model, of one head; the first is 1."""
+    """Return the tokens, and a panel for one head of every layer of a trained model; the first head is 1."""
     gpt, tokenizer = load_model(checkpoint)
     if not 1 <= head <= gpt.config.n_head:
-        raise UserError(f"--head={head} is none of the model's: give 1 to {gpt.config.n_head}")
+        raise UserError(f"head={head} does not exist in this model: give 1 to {gpt.config.n_head}")
     encoded = tokenizer.encode(text)
     _check_length(ids := torch.tensor([encoded]))
     panels = {}
@@ -76,18 +75,18 @@ def of_checkpoint(checkpoint: Path, text: str, head: int) -> tuple[list[str], Pa
 
 
 def _label(token: bytes) -> str:
-    """What fits under a column: spaces and line ends as signs that are seen."""
+    """Make spaces and line ends visible."""
     return token.decode(errors="replace").replace(" ", "\N{OPEN BOX}").replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _check_length(ids: Tensor) -> None:
     if not 1 <= ids.numel() <= LONGEST:
-        raise UserError(f"--text has {ids.numel()} tokens: give 1 to {LONGEST}")
+        raise UserError(f"text has {ids.numel()} tokens: give 1 to {LONGEST}")
 
 
 @torch.no_grad()
 def weights_and_masks(gpt: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of every layer, what its attention does with ids (1, T): weights (H, T, T) and mask (1 or H, T, T)."""
+    """Run ids (1, T) and return the weights (H, T, T) and mask (1 or H, T, T) of every layer's attention."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def look(layer: Any, inputs: tuple[Tensor, Rotation | None]) -> None:
@@ -103,11 +102,11 @@ def weights_and_masks(gpt: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor:
-    """The weights (H, T, T) of x (1, T, n_embd), by the definitions: what they make of values that are unit vectors."""
+    """Return the weights (H, T, T) for x (1, T, n_embd): the definition's result if the values are unit vectors."""
     T = x.shape[1]
     unit = torch.eye(T, dtype=x.dtype)
     if isinstance(layer, LogSpaceAttention):
-        q, k, _ = layer._project(x, rotation)
+        q, k, _ = layer.project(x, rotation)
         log_weights = naive_log_attention(q, k, unit.log().expand(*q.shape[:2], T, T))
         assert isinstance(log_weights, Tensor)
         return log_weights.exp()[0]
@@ -118,39 +117,38 @@ def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor
         q, k, _ = layer.project(x, rotation)
         k = k.repeat_interleave(layer.n_head // layer.n_kv_head, dim=1)
         return naive_projection_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.sigma, layer.mask(T))[0]
-    assert isinstance(layer, SoftmaxAttention)
+    assert isinstance(layer, MultiHeadAttention)
     q, k, _ = layer.project(x, rotation)
     weights = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
     if isinstance(layer, LongformerAttention):
-        q, k, _ = layer._project_global(x, rotation, T)
+        q, k, _ = layer.project(x, rotation, layer.qkv_global)
         own = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
         weights[:, : layer.n_global] = own[:, : layer.n_global]
     return weights
 
 
 def picture(labels: list[str], panels: Panels) -> bytes:
-    """A PNG of the panels, four in a row."""
+    """Draw the panels, four in a row, as a PNG."""
     columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
+    rows = math.ceil(len(panels) / columns)
     side = max(2.6, 0.17 * len(labels))
     figure = Figure(figsize=(columns * side + 0.8, rows * (side + 0.3) + 0.8), layout="constrained")
+    ticks, angle = range(len(labels)), 90 if max(map(len, labels)) > 2 else 0
+    between = [tick - 0.5 for tick in ticks]
     for n, (title, (weights, mask)) in enumerate(panels.items()):
         axes = figure.add_subplot(rows, columns, n + 1)
         relative = (weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)).masked_fill(~mask, math.nan)
-        axes.imshow(torch.zeros_like(weights), cmap=ListedColormap(["0.88"]))
+        axes.set_facecolor("0.88")
         image = axes.imshow(relative, cmap="Blues", vmin=-0.15, vmax=1.0)
         axes.set_title(title, fontsize=9)
-        ticks, angle = range(len(labels)), 90 if max(map(len, labels)) > 2 else 0
         axes.set_xticks(ticks, labels if n + columns >= len(panels) else [], rotation=angle, fontsize=7)
         axes.set_yticks(ticks, labels if n % columns == 0 else [], fontsize=7)
-        axes.set_xticks([t - 0.5 for t in ticks], minor=True)
-        axes.set_yticks([t - 0.5 for t in ticks], minor=True)
+        axes.set_xticks(between, minor=True)
+        axes.set_yticks(between, minor=True)
         axes.grid(which="minor", color="white", linewidth=0.6)
         axes.tick_params(which="both", length=0)
         axes.spines[:].set_visible(False)
     bar = figure.colorbar(image, ax=figure.axes, shrink=0.4, pad=0.01)
     bar.set_label("weight, the row's largest = 1; grey: may not attend", fontsize=8)
     bar.ax.set_ylim(0, 1)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
+    return png(figure)

@@ -1,7 +1,7 @@
 """The page of a report: a template with the runs in it as JSON. It loads nothing, and opens without a network.
 
-Names and settings may be a stranger's: they are data in the page, which its script writes as text alone; and the page's
-policy lets no other script run, nor anything be fetched.
+Names and settings are not trusted: they are data in the page, and its script only writes them as text. The page's
+content security policy blocks every other script and every request.
 """
 
 import base64
@@ -19,9 +19,10 @@ _HERE = Path(__file__).parent
 
 
 def page_of(records: Sequence[Record], title: str) -> str:
-    """The report as one HTML file."""
+    """Return the report as one HTML file."""
     varying = varying_settings(records)
     keys = varying[:MOST_SETTINGS]
+    runs = zip(records, labels(records, keys), colours(records), shades(records), strict=True)
     data = {
         "title": printable(title),
         "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
@@ -38,21 +39,19 @@ def page_of(records: Sequence[Record], title: str) -> str:
                 "train": _columns(record.train),
                 "val": _columns(record.val),
             }
-            for record, label, colour, shade in zip(
-                records, labels(records, keys), colours(records), shades(records), strict=True
-            )
+            for record, label, colour, shade in runs
         ],
     }
     script, style = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
     page = (_HERE / "page.html").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {"STYLE": style, "SCRIPT": script, "SCRIPT_SHA256": digest, "DATA": _json(data)}
-    before, *rest = page.split("{{")  # not replace(): what one part holds is not looked through for the next
+    before, *rest = page.split("{{")  # str.replace would also replace {{...}} inside the parts
     return before + "".join(parts[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
 
 
 def _json(data: dict[str, Any]) -> str:
-    """JSON in which no character can end the element that it stands in."""
+    """Return JSON that cannot end the HTML element that contains it."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -62,5 +61,5 @@ def _columns(points: Sequence[Point]) -> dict[str, list[float | None]]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Six digits: more than a screen can show, and half the size."""
+    """Keep six digits: more than a screen can show, and half the size."""
     return None if value is None else float(f"{value:.6g}")

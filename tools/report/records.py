@@ -1,6 +1,6 @@
-"""Runs as a report sees them: what metrics.jsonl and config.json say, and nothing else is opened.
+"""Runs as a report sees them: it reads metrics.jsonl and config.json, and opens nothing else.
 
-Both may be a stranger's: what is no number is no loss, and what is damaged is passed over with a warning.
+Neither file is trusted: a value that is not a number is not a loss, and a damaged file costs a warning.
 """
 
 import itertools
@@ -18,26 +18,25 @@ from common.settings import UserError, differences
 from trainer.metrics import read_metrics
 
 MOST_SETTINGS = 12
-"""Settings that a report shows: a comparison of more is none."""
+"""Settings that a report shows."""
 _MOST_POINTS = 300  # of a curve
 _NOT_COMPARED = ("run_dir",)
 _COMPARED_LAST = ("checkpoint.", "dataset_dir", "eval.", "resume", "runtime.", "stop_at", "tracker.")
 
-Point = dict[str, float | None]
-"""A point of a curve: step, tokens, flops (None if not known), seconds (None if not known) and its loss."""
+Point = dict[str, Any]
+"""A point of a curve: step, tokens, flops (None if unknown), seconds (None if unknown) and its loss."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run, read."""
+    """One run."""
 
-    folder: Path
     name: str
-    """Its folder, from where all runs of the report are."""
+    """Its folder, relative to the one that holds all runs of the report."""
     settings: dict[str, Any]
     """Its configuration, flat: {"optim.max_lr": 0.01}; null and absent are the same."""
     train: list[Point]
-    """Loss ("loss") of training, means over equal numbers of lines."""
+    """Training: "loss", averaged over equal numbers of lines."""
     val: list[Point]
     """Evaluations: "val_loss", in nats per token, and "bits" per byte."""
     figures: Point
@@ -45,7 +44,7 @@ class Record:
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
-    """All runs in these folders, the best first, those without an evaluation last.
+    """Return all runs in these folders, the best first, those without an evaluation last.
 
     Raises:
         UserError: a folder is missing, or none has a run in it.
@@ -62,12 +61,12 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def common_folder(paths: Sequence[Path]) -> Path:
-    """The folder that all of them are in, or are."""
+    """Return the deepest folder that contains all of them, or is one of them."""
     return Path(os.path.commonpath([path.absolute() for path in paths]))
 
 
 def _runs_in(path: Path) -> Iterator[Path]:
-    """The run at this path, or those below it. Links to folders are not followed."""
+    """Yield the run at this path, or those below it. Links to folders are not followed."""
     for folder, inside, files in os.walk(path):
         inside.sort()
         if "metrics.jsonl" in files:
@@ -77,30 +76,28 @@ def _runs_in(path: Path) -> Iterator[Path]:
 
 def _read(folder: Path, common: Path) -> Record | None:
     try:
-        file_size(folder / "metrics.jsonl")  # raises, if it is no file
+        file_size(folder / "metrics.jsonl")  # raises if it is not a regular file
         lines = read_metrics(folder / "metrics.jsonl")
     except (UserError, OSError) as error:
-        warn(f"{folder} is left out: {error}")
+        warn(f"skipping {folder}: {error}")
         return None
     config, environment = _read_config(folder)
-    flops_per_token = _number(environment.get("flops_per_token"))
-    train, val = _points(lines, flops_per_token)
+    train, val = _points(lines, _number(environment.get("flops_per_token")))
     figures = {
         "max_steps": _number(config.get("max_steps")),
         "n_params": _number(environment.get("n_params")),
         **_figures(train, val),
     }
     settings = {key: value for key, (value, _) in differences(config, {}).items()}
-    name = os.path.relpath(folder.absolute(), common)
-    return Record(folder, printable(name), settings, _thinned(train), val, figures)
+    return Record(printable(os.path.relpath(folder.absolute(), common)), settings, _thinned(train), val, figures)
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration and the environment that config.json names; empty where there is none."""
+    """Return the configuration and the environment in config.json; empty if they are missing."""
     try:
         stored = read_json(folder / "config.json")
     except UserError as error:
-        warn(f"the settings of {folder} are not known: {error}")
+        warn(f"the settings of {folder} are unknown: {error}")
         stored = None
     parts = [stored.get(key) if isinstance(stored, dict) else None for key in ("config", "environment")]
     config, environment = (part if isinstance(part, dict) else {} for part in parts)
@@ -108,57 +105,55 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _points(lines: list[dict[str, Any]], flops_per_token: float | None) -> tuple[list[Point], list[Point]]:
-    """Points of training and of evaluations.
+    """Return the points of training and of evaluations.
 
-    Seconds are those of training alone, from the rate that each line has: without evaluations, saves and breaks.
+    Seconds count training alone, from the rate in each line: without evaluations, saves and breaks.
     """
     train, val = [], []
     seconds, timed_tokens = 0.0, 0.0
     for line in lines:
-        numbers = {key: _number(value) for key, value in line.items()}
-        step, tokens, rate = (numbers.get(key) for key in ("step", "tokens", "tokens_per_second"))
-        if step is None or tokens is None or "event" in line:
+        numbers = {key: number for key, value in line.items() if (number := _number(value)) is not None}
+        if not numbers.keys() >= {"step", "tokens"} or "event" in line:
             continue
-        if rate is not None and rate > 0 and tokens > timed_tokens:
+        tokens, rate = numbers["tokens"], numbers.get("tokens_per_second", 0.0)
+        if rate > 0 and tokens > timed_tokens:
             seconds, timed_tokens = seconds + (tokens - timed_tokens) / rate, tokens
         flops = None if flops_per_token is None else _number(tokens * flops_per_token)
-        place: Point = {"step": step, "tokens": tokens, "flops": flops, "seconds": _number(seconds) or None}
-        if (loss := numbers.get("loss")) is not None:
-            train.append({**place, "loss": loss, "rate": rate})
-        if (val_loss := numbers.get("val_loss")) is not None:
-            val.append({**place, "val_loss": val_loss, "bits": numbers.get("val_bits_per_byte")})
+        place = {"step": numbers["step"], "tokens": tokens, "flops": flops, "seconds": _number(seconds) or None}
+        if "loss" in numbers:
+            train.append({**place, "loss": numbers["loss"], "rate": numbers.get("tokens_per_second")})
+        if "val_loss" in numbers:
+            val.append({**place, "val_loss": numbers["val_loss"], "bits": numbers.get("val_bits_per_byte")})
     return train, val
 
 
 def _figures(train: list[Point], val: list[Point]) -> Point:
-    last = max((points[-1] for points in (train, val) if points), key=lambda p: p["step"] or 0, default=Point())
-    best = min(val, key=lambda point: point["val_loss"] or 0, default=Point())
-    recent = train[-max(1, len(train) // 20) :]
-    rates = sorted(rate for point in train if (rate := point["rate"]) is not None)
+    last: Point = max((points[-1] for points in (train, val) if points), key=lambda point: point["step"], default={})
+    best: Point = min(val, key=lambda point: point["val_loss"], default={})
+    rates = sorted(point["rate"] for point in train if point["rate"] is not None)
     return {
         **{key: last.get(key) for key in ("step", "tokens", "flops", "seconds")},
         "best": best.get("val_loss"),
         "best_step": best.get("step"),
         "bits": best.get("bits"),
-        "loss": _mean(recent) if recent else None,
+        "loss": _mean(train[-max(1, len(train) // 20) :]) if train else None,
         "rate": rates[len(rates) // 2] if rates else None,
     }
 
 
 def _thinned(points: list[Point]) -> list[Point]:
-    """At most so many points, each the mean over as many that followed each other, at the place of the last."""
-    size = -(-len(points) // _MOST_POINTS) or 1
+    """Average runs of consecutive points, so that at most _MOST_POINTS are left, each at the place of its last."""
+    size = math.ceil(len(points) / _MOST_POINTS) or 1
     groups = (points[i : i + size] for i in range(0, len(points), size))
     return [{**group[-1], "loss": _mean(group)} for group in groups]
 
 
 def _mean(points: list[Point]) -> float:
-    """Of their losses."""
-    return sum((point["loss"] or 0) / len(points) for point in points)
+    return sum(point["loss"] / len(points) for point in points)  # a sum of huge losses would overflow
 
 
 def _number(value: Any) -> float | None:
-    """What is a finite number, and nothing else: not true, not a text, not what is too large."""
+    """Return a finite number as a float, and None for anything else: true, a text, an integer beyond all floats."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -168,7 +163,7 @@ def _number(value: Any) -> float | None:
 
 
 def varying_settings(records: Sequence[Record]) -> list[str]:
-    """Keys of the settings in which the runs differ: first what changes what is learned, and what has most values."""
+    """Return the settings in which the runs differ: first those that change what is learned, and have most values."""
     keys = dict.fromkeys(itertools.chain.from_iterable(record.settings for record in records))
     values = {key: {printable(json.dumps(record.settings.get(key))) for record in records} for key in keys}
     varying = [key for key in keys if len(values[key]) > 1 and key not in _NOT_COMPARED]
@@ -176,23 +171,24 @@ def varying_settings(records: Sequence[Record]) -> list[str]:
 
 
 def shown(value: Any) -> float | str:
-    """A setting as an axis and a table need it: a number, or a text of one line."""
+    """Return a setting as an axis and a table need it: a number, or a text of one line."""
     if (number := _number(value)) is not None:
         return number
     return printable(value if isinstance(value, str) else json.dumps(value))
 
 
 def labels(records: Sequence[Record], keys: Sequence[str]) -> list[str]:
-    """Short names: the settings in which the runs differ, or, if these don't tell them apart, their folders."""
-    short = [", ".join(f"{key.rpartition('.')[2]}={_brief(r.settings.get(key))}" for key in keys) for r in records]
+    """Return short names: the settings in which the runs differ, or their folders if the settings are not enough."""
+    short = [", ".join(f"{key.rpartition('.')[2]}={brief(r.settings.get(key))}" for key in keys) for r in records]
     return short if keys and len(set(short)) == len(short) and max(map(len, short)) <= 80 else [r.name for r in records]
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
+    """Return a setting as a short text."""
     given = shown(value)
     return f"{given:g}" if isinstance(given, float) else given
 
 
 def printable(value: str) -> str:
-    """A text that can be encoded and stays on its line, whatever a file system or a file held."""
+    """Return a text that can be encoded and stays on its line, whatever a file system or a file held."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in value)[:300]

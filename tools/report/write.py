@@ -11,19 +11,17 @@ from tools.report.records import common_folder, labels, printable, read_records,
 
 
 def write_report(folders: Sequence[Path], out: Path | None) -> list[Path]:
-    """Compare all runs in `folders`; returns the paths of what was written into `out`, the page first.
+    """Compare all runs in `folders`; return the paths of the files written into `out`, the page first.
 
     Raises:
         UserError: there is no run, or `out` cannot be written to.
     """
     records = read_records(folders)
-    out = make_directory(out or (folders[0] if len(folders) == 1 else common_folder(folders)), "--out")
+    out = make_directory(out or (folders[0] if len(folders) == 1 else common_folder(folders)), "out")
     title = printable(", ".join(map(str, folders[:3])) + (f" and {len(folders) - 3} more" if len(folders) > 3 else ""))
     best, name = records[0].figures["best"], labels(records, varying_settings(records))[0]
-    say(
-        f"{len(records)} run{'s' * (len(records) > 1)}"
-        + (f"; lowest validation loss {best:.4f}: {name}" if best is not None else "")
-    )
+    lowest = "" if best is None else f"; lowest validation loss {best:.4f}: {name}"
+    say(f"{len(records)} run{'s' * (len(records) > 1)}{lowest}")
     contents = {
         "report.html": page_of(records, title).encode(),
         "report_curves.png": draw_curves(records, title),

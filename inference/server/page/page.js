@@ -1,13 +1,13 @@
 // The page: sends a request to /v1/completions, shows the text as it comes, and each token's probability.
 
 const N_ALTERNATIVES = 5;
-const PER_FRAME = 250, PER_BLOCK = 250; // tokens: at most so many put onto the page at once; about so many in a block
+const PER_FRAME = 250, PER_BLOCK = 250; // tokens: at most this many are added at once; about this many per block
 const byId = (id) => document.getElementById(id);
 const form = byId("form"), prompt = byId("prompt"), text = byId("text"), tip = byId("tip"), status = byId("status");
 const tokens = new WeakMap(); // of a span: [{text, logprob, top}]
-const fresh = []; // what has come and is not on the page yet
-let drawing = Promise.resolve(); // until it is
-let running = null; // AbortController of the request under way
+const fresh = []; // pieces that are not on the page yet
+let drawing = Promise.resolve(); // resolves when they are
+let running = null; // AbortController of the current request
 
 fetch("v1/models").then((answer) => answer.json()).then(({ data: [model] }) => {
   byId("model").textContent = model.id + (model.max_model_len ? `, up to ${model.max_model_len} tokens` : "");
@@ -69,7 +69,7 @@ async function generate() {
   buttons();
 }
 
-// What the form says, as the API takes it. A seed is chosen here, so that it can be told.
+// The form as a request. A missing seed is chosen here, so that it can be shown.
 function request() {
   const number = (name) => (form.elements[name].value === "" ? null : Number(form.elements[name].value));
   const names = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens"];
@@ -96,7 +96,7 @@ async function* chunks(body, signal) {
   for (;;) {
     const { done, value } = await reader.read();
     if (done) throw new Error("the server ended before the text did");
-    const lines = value.split("\n"); // an event is one line, and an empty one
+    const lines = value.split("\n"); // an event is one line, followed by an empty one
     lines[0] = rest + lines[0];
     rest = lines.pop();
     for (const data of lines.filter(Boolean).map((line) => line.slice("data: ".length))) {
@@ -108,9 +108,9 @@ async function* chunks(body, signal) {
   }
 }
 
-// Show what is new of a text, in a span for each token, or for several that make one character.
+// Show new text in spans, one per token, or one for several tokens that form one character.
 function append({ text: piece, logprobs }) {
-  const characters = [...piece]; // offsets count these, not the halves that some have in JavaScript
+  const characters = [...piece]; // offsets count code points, not UTF-16 units
   const begin = logprobs.text_offset[0] ?? 0;
   let group = [], at = 0;
   logprobs.tokens.forEach((token, i) => {
@@ -124,7 +124,7 @@ function append({ text: piece, logprobs }) {
   return logprobs.tokens.length;
 }
 
-// Have words put onto the page with the next frame: with one layout for all that came by then, not one for each.
+// Add words to the page with the next frame, so that everything that came by then costs one layout.
 function show(words, group = null) {
   fresh.push([words, group]);
   if (fresh.length === 1) drawing = draw();
@@ -139,13 +139,13 @@ async function draw() {
   }
 }
 
-// A tab that nobody looks at has no frames.
+// A hidden tab gets no frames.
 function nextFrame() {
   return new Promise((go) => (document.hidden ? setTimeout(go) : requestAnimationFrame(go)));
 }
 
-// The block that the text goes on in. Blocks are laid out one by one, so what is added costs the layout of the last one
-// only. The next one begins at the end of a line, or within a line that is longer than several blocks.
+// The block to add text to. Browsers lay out each block separately, so adding text costs the layout of the last one only.
+// A new block begins at the end of a line, or within a line that is longer than several blocks.
 function block() {
   const last = text.lastElementChild, n = last?.childElementCount;
   const full = !last || (n >= PER_BLOCK && last.lastChild.textContent.endsWith("\n")) || n >= 4 * PER_BLOCK;
@@ -153,7 +153,7 @@ function block() {
   return text.lastElementChild;
 }
 
-// Null for a group is the prompt; an empty one, what is left of tokens that are shown already.
+// A null group is the prompt; an empty one is the rest of tokens that are already shown.
 function span(words, group) {
   const element = document.createElement("span");
   element.textContent = words;
@@ -193,15 +193,15 @@ text.addEventListener("mouseover", ({ target }) => {
   tip.style.top = `${below ? box.bottom + 6 : box.top - size.height - 6}px`;
 });
 text.addEventListener("mouseleave", () => (tip.hidden = true));
-document.addEventListener("scroll", () => (tip.hidden = true), true); // the text, or the page with it
+document.addEventListener("scroll", () => (tip.hidden = true), true); // of the text or of the whole page
 
-// Copying gives the text itself: browsers would add an end of line after each block.
+// Copy the text itself: browsers would add a line break after each block.
 text.addEventListener("copy", (event) => {
   event.clipboardData.setData("text/plain", getSelection().getRangeAt(0).toString());
   event.preventDefault();
 });
 
-// A token's probability, and those of the most likely in its place.
+// A token's probability, and those of the most likely tokens in its place.
 function table(token) {
   const rows = Object.entries(token.top).sort((a, b) => b[1] - a[1]);
   const element = document.createElement("table");
@@ -217,7 +217,7 @@ function table(token) {
   return element;
 }
 
-// A token with its spaces to be seen.
+// A token with visible spaces.
 function visible(token) {
   return token.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace("bytes:", "");
 }

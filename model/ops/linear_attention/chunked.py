@@ -1,7 +1,7 @@
-"""Linear attention in linear time: within a chunk of tokens as masked scores, between chunks through the state.
+"""Linear attention in linear time: masked scores within a chunk of tokens, a state between chunks.
 
-Memory is linear too: chunks of C tokens have T x C scores and a state of d x d_v for every C tokens, T d numbers if
-C = d. Gradients are autograd's: all is sums and products of these.
+Memory is linear too: there are T x C scores for chunks of C tokens, and a state of d x d_v for every chunk. Autograd
+computes the gradients.
 """
 
 from typing import NamedTuple
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-CHUNK = 64  # tokens; as many as features of a usual head: scores within and products with the state cost the same
+CHUNK = 64  # tokens, about as many as a head has features: scores and products with the state then cost the same
 
 
 class LinearAttentionState(NamedTuple):
-    """The sums of the paper's eqs. 10 and 11 over all tokens so far: of the same size after any number of them."""
+    """The sums of the paper's eqs. 10 and 11 over all tokens so far. Their size is constant."""
 
     S: Tensor
     """(B, H, d, d_v): sum_j phi(k_j) v_j^T, float32 or float64."""
@@ -33,11 +33,11 @@ def linear_attention(
         q: (B, H, T, d).
         k: (B, H, T, d).
         v: (B, H, T, d_v).
-        state: what earlier tokens left behind, which is not changed; None before the first.
+        state: the state after earlier tokens, which is not changed; None before the first.
 
     Returns:
         y (B, H, T, d_v) in the type of v, and the state after these tokens. Sums are kept in float32, or float64 for
-        float64. Where even these cannot hold a weight, all features of the keys being below about -40, y goes to 0.
+        float64. If weights underflow even there, with all features of the keys below about -40, y goes to 0.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
@@ -45,13 +45,13 @@ def linear_attention(
         state = _empty(f_k, v) if state is None else state
         attend = _step if q.shape[2] == 1 else _chunks
         sums, norms, state = attend(f_q, f_k, v.to(dtype), state)
-        # A weight of 0 / 0 would be NaN; the root keeps gradients, which divide by it, within the range of the type.
+        # Avoid 0 / 0. The square root keeps gradients, which divide by the norm, within the range of the type.
         y = sums / norms.clamp(min=torch.finfo(dtype).tiny ** 0.5)
     return y.to(v.dtype), state
 
 
 def _features(x: Tensor) -> Tensor:
-    """elu(x) + 1, exact to its relative precision: adding 1 would leave nothing of exp(-20) in float32."""
+    """elu(x) + 1 with full relative precision: in float32, exp(-20) - 1 + 1 would be 0."""
     return x.relu() + x.clamp(max=0).exp()
 
 
@@ -74,11 +74,15 @@ def _chunks(
     """Numerators (B, H, T, d_v), denominators (B, H, T, 1), and the state after."""
     T = f_q.shape[2]
     C = min(CHUNK, T)
-    q, k, v = (pad(x, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for x in (f_q, f_k, v))  # (B, H, N, C, .), ends in 0
+    q, k, v = (
+        pad(x, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for x in (f_q, f_k, v)
+    )  # (B, H, N, C, .), zeros at the end
     S = torch.cat([state.S.unsqueeze(2), k.mT @ v], dim=2).cumsum(2)  # (B, H, N + 1, d, d_v)
     z = torch.cat([state.z.unsqueeze(2), k.sum(3)], dim=2).cumsum(2)  # (B, H, N + 1, d)
     A = (q @ k.mT).tril()  # (B, H, N, C, C)
     sums = q @ S[:, :, :-1] + A @ v  # (B, H, N, C, d_v)
     norms = q @ z[:, :, :-1].unsqueeze(-1) + A.sum(-1, keepdim=True)  # (B, H, N, C, 1)
-    last = LinearAttentionState(S[:, :, -1].clone(), z[:, :, -1].clone())  # a view would keep all chunks' states alive
+    last = LinearAttentionState(
+        S[:, :, -1].clone(), z[:, :, -1].clone()
+    )  # a view would keep all chunks' states in memory
     return sums.flatten(2, 3)[:, :, :T], norms.flatten(2, 3)[:, :, :T], last

@@ -1,4 +1,4 @@
-"""Linear attention as the paper defines it: T x T weights, and the truth that the other form must equal."""
+"""Linear attention by its definition, with T x T weights. The chunked form must agree with it."""
 
 from torch import Tensor
 from torch.nn.functional import elu

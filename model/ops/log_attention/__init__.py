@@ -1,4 +1,4 @@
-"""Log-space attention (Heinsen 2024, arXiv 2404.05843): one function, several implementations with the same numbers."""
+"""Log-space attention (Heinsen 2024, arXiv 2404.05843): one function, several implementations of the same numbers."""
 
 import os
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ def _triton_log_attention(q: Tensor, k: Tensor, log_v: Tensor, **options: Any) -
     why_not = _why_not_triton(q.device.type, q.device.index, q.dtype, q.shape[3])
     if why_not:
         raise ValueError(f"backend='triton' {why_not}; backend='chunked' takes anything")
-    from model.ops.log_attention.triton import triton_log_attention  # imports triton, which is slow and may be missing
+    from model.ops.log_attention.triton import triton_log_attention  # importing triton is slow, and it may be missing
 
     return triton_log_attention(q, k, log_v, **options)
 
@@ -58,16 +58,16 @@ def log_attention(
         k: (B, H, S, d_k). -inf masks a key's feature.
         log_v: (B, H, S, d_v), logarithms of the values; -inf is a value of exactly zero.
         causal: query t sees keys j <= t of this call (so S = T), and all that `state` has seen.
-        state: what earlier tokens left behind; None before the first.
-        return_state: also return the state after these tokens. It has the same size after any number of tokens.
-        backend: "auto", or one of BACKENDS. "auto" takes `log_attention_step` for a single causal token without
-            gradients; otherwise "triton" on GPUs that it fits, and "chunked" elsewhere.
+        state: the state after earlier tokens; None before the first.
+        return_state: also return the state after these tokens. Its size is constant.
+        backend: "auto", or one of BACKENDS. "auto" uses `log_attention_step` for a single causal token without
+            gradients; otherwise "triton" on GPUs that support it, and "chunked" elsewhere.
 
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
 
     Raises:
-        ValueError: shapes do not fit, or there is no such backend, or not for these inputs.
+        ValueError: shapes do not match, or the backend does not exist or does not support these inputs.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(BACKENDS)}")
@@ -76,7 +76,7 @@ def log_attention(
         if causal and q.shape[2] == 1 and not torch.is_grad_enabled():
             state = empty_state(q, log_v) if state is None else state
             return log_attention_step(q, k, log_v, state=state, return_state=return_state)
-        backend = _fastest(q)
+        backend = _fastest_on_gpu(q.device.index, q.dtype, q.shape[3]) if q.device.type == "cuda" else "chunked"
     return BACKENDS[backend](q, k, log_v, causal=causal, state=state, return_state=return_state)
 
 
@@ -93,63 +93,58 @@ def signed_log_attention(
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, LogAttentionState]:
     """`log_attention` over values of either sign, sign_v exp(log_abs_v), in real arithmetic.
 
-    Positive and negative values are summed apart and share q, k and the normalizer. Like any difference, the result is
-    as exact as the larger of the two.
+    Positive and negative values are summed separately and share q, k and the normalizer. The error of the result is
+    relative to the larger of the two sums.
 
     Args:
-        log_abs_v: (B, H, S, d_v), logarithms of the values' sizes.
-        sign_v: (B, H, S, d_v), their signs: 1, -1, or 0 for a value of zero.
-        state: as returned; its log_s is (B, H, d_k, 2 d_v).
+        log_abs_v: (B, H, S, d_v), logarithms of the absolute values.
+        sign_v: (B, H, S, d_v), their signs: 1, -1, or 0 for zero.
+        state: from an earlier call; its log_s is (B, H, d_k, 2 d_v).
 
     Returns:
         log |y| and sign y, both (B, H, T, d_v), and the state with `return_state`. Where the values cancel exactly,
         log |y| is -inf, the sign 0, and the gradient 0.
     """
     if log_abs_v.shape != sign_v.shape:
-        raise ValueError(f"log_abs_v {tuple(log_abs_v.shape)} and sign_v {tuple(sign_v.shape)} must be alike")
+        raise ValueError(
+            f"log_abs_v {tuple(log_abs_v.shape)} and sign_v {tuple(sign_v.shape)} must have the same shape"
+        )
     log_v = split_signs(log_abs_v, sign_v)
     log_y, after = log_attention(q, k, log_v, causal=causal, state=state, return_state=True, backend=backend)
     return (*join_signs(log_y), after) if return_state else join_signs(log_y)
 
 
-def _fastest(q: Tensor) -> str:
-    """The backend for many tokens."""
-    if q.device.type != "cuda":
-        return "chunked"
-    return _fastest_on_gpu(q.device.index, q.dtype, q.shape[3])
-
-
 @torch.compiler.assume_constant_result
 def _fastest_on_gpu(index: int, dtype: torch.dtype, d_k: int) -> str:
-    """The same, said once."""
+    """Choose the backend for many tokens, and log the choice once."""
     why_not = _why_not_triton("cuda", index, dtype, d_k)
     if why_not:
-        say_once(f"log attention in plain torch, which is slower: backend='triton' {why_not}")
+        say_once(f"log attention uses plain torch, which is slower: backend='triton' {why_not}")
         return "chunked"
-    say_once("log attention in Triton kernels")
+    say_once("log attention uses Triton kernels")
     return "triton"
 
 
 @torch.compiler.assume_constant_result
 def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int) -> str | None:
-    """What its kernels need and do not have here; None if nothing."""
+    """Return why the kernels cannot run, or None if they can."""
     if find_spec("triton") is None:
         return "needs the package triton, which is not installed: pip install triton"
     if d_k > 128:
-        return f"is given {d_k} features of keys a head, and takes up to 128: use more heads"
+        return f"supports up to 128 key features a head, not {d_k}: use more heads"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device != "cuda":
-        return f"is given tensors on {device}, and needs an NVIDIA GPU (or TRITON_INTERPRET=1, which is for tests)"
+        return f"needs an NVIDIA GPU (or TRITON_INTERPRET=1, for tests), and the tensors are on {device}"
     gpu = torch.cuda.get_device_properties(index)
     if gpu.major < 8:
         return f"needs a GPU of compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
-    # Wider numbers take more of a multiprocessor's shared memory, which most GPUs have less of, and of the compiler's
-    # time, which in float64 is minutes: docs/kernels.md.
+    # Wider types need more shared memory, which most GPUs have less of, and more compilation time, which in float64
+    # takes minutes: docs/kernels.md.
     bits = 16 if dtype == torch.bfloat16 else max(32, 8 * dtype.itemsize)
     most = {16: 128, 32: 128, 64: 64}[bits] if gpu.major in (9, 10) else {16: 128, 32: 64, 64: 16}[bits]
     if d_k > most:
-        return f"is given {d_k} features of keys a head in {dtype}, and {gpu.name} has room for {most}: use bfloat16"
+        return f"supports up to {most} key features a head in {dtype} on {gpu.name}, not {d_k}: use bfloat16"
     return None
 
 
@@ -158,7 +153,7 @@ def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState 
     fits = q.dim() == k.dim() == log_v.dim() == 4
     fits = fits and q.shape[:2] == k.shape[:2] == log_v.shape[:2] and q.shape[3] == k.shape[3]
     if not (fits and k.shape[2] == log_v.shape[2]):
-        raise ValueError(f"{shapes} do not fit (B, H, T, d_k), (B, H, S, d_k), (B, H, S, d_v)")
+        raise ValueError(f"{shapes} do not match (B, H, T, d_k), (B, H, S, d_k), (B, H, S, d_v)")
     if 0 in q.shape or 0 in log_v.shape:
         raise ValueError(f"{shapes}: every dimension must be at least 1")
     if causal and q.shape[2] != k.shape[2]:

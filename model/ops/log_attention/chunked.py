@@ -1,8 +1,8 @@
-"""Log-space attention in chunks: matrix products instead of latent states, memory linear in length, exact at any range.
+"""Log-space attention in chunks, by matrix products: memory is linear in length, and results are exact for any range.
 
-Every sum of the definition is over positive terms. So inside a chunk of C tokens it is a product of matrices of
+Every sum of the definition has positive terms. So inside a chunk of C tokens it is a product of matrices of
 exponentials, and between chunks only the sum so far is carried. The normalizer is one more value column, identically 0.
-Each exponential is measured against a power of two, its frame, which makes all of them at most 1:
+Each exponential is divided by a power of two, its frame, so that all of them are at most 1:
 
     2^key[d]      above exp(k[j, d]), for all tokens j up to the chunk's last      e_k = exp(k) 2^-key          (C, d_k)
     2^value[e]    above exp(log_v[j, e]), for the same tokens                      e_v = exp(log_v) 2^-value    (C, E)
@@ -11,16 +11,16 @@ Each exponential is measured against a power of two, its frame, which makes all 
 
     sums = e_q M + tril(e_q e_k^T) e_v             log_y = log(sums / its last column) + value ln 2
 
-Moving the key's frame from k to q before q's row is measured is what makes the largest term of a row the one at its
-maximum. After the chunk, M + e_k^T e_v is brought into the frame of the next by factors that are at most 1. The frames
-cancel from log_y, so the backward pass takes them as constants: it is the transpose of these products, in which the
-gradient of M is carried from the last chunk to the first.
+The key's frame moves from k to q before q's row is scaled, so that the largest term of a row is about 1. After the
+chunk, factors of at most 1 convert M + e_k^T e_v to the frame of the next chunk. The frames cancel in log_y, so the
+backward pass treats them as constants: it is the transpose of these products, and carries the gradient of M from the
+last chunk to the first.
 
-What can go wrong is that terms underflow which together matter. As all terms are positive, the result proves itself: a
-sum of at least CERTAIN (frames.py) cannot have lost what matters. Where a chunk has a smaller one, its head is computed
-again in float64, whose range is ten times as wide, and where that is not enough in log space (`repair.py`, `exact.py`);
-the chunk's results and the head's gradients are replaced. A sum of nothing but values of zero is 0, and certain. Where
-every key is masked there is no result: NaN, and no gradient.
+The only risk is that many terms underflow which together matter. Because all terms are positive, a result certifies
+itself: a sum of at least CERTAIN (frames.py) cannot have lost anything that matters. If a chunk has a smaller sum, its
+head is recomputed in float64, whose range is ten times as wide, and if that is not enough in log space (`repair.py`,
+`exact.py`). Then the chunk's results and the head's gradients are replaced. A sum whose values are all zero is 0, and
+certain. If every key is masked, the result is NaN, without a gradient.
 """
 
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ from model.ops.log_attention.exponentials import Frames, Inputs, frames_of, in_f
 from model.ops.log_attention.frames import CERTAIN, log_of_scaled
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, empty_state
 
-NAMES = "log_attention", "backend='naive'"  # the operator, and what has all derivatives
-# Numbers of a temporary on a CPU, whose cache then holds all that a step needs. Other devices get everything at once.
+NAMES = "log_attention", "backend='naive'"  # the operator, and the form that has all derivatives
+# Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all chunks at once.
 BLOCK = 2**17
 
 
@@ -50,7 +50,7 @@ def chunked_log_attention(
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As `log_attention`. For the backward pass it keeps its inputs, and at most T / CHUNK states."""
+    """As `log_attention`. It saves its inputs and at most T / CHUNK states for the backward pass."""
     state = empty_state(q, log_v) if state is None else state
     refuse_transforms(*NAMES, q, k, log_v, *state)
     log_s = torch.cat([state.log_s, state.log_z.unsqueeze(-1)], dim=-1)  # (B, H, d_k, E), E = d_v + 1
@@ -63,10 +63,10 @@ def chunked_log_attention(
 def _attend(
     q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_state: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`log_attention`'s q, k, log_v and the state log_s (B, H, d_k, E) -> log_y (B, H, T, d_v), the state after.
+    """Return log_y (B, H, T, d_v) and the state after, from q, k, log_v and the state log_s (B, H, d_k, E).
 
-    Then, for the backward pass: M before each block and after the last (n + 1, B, H, d_k, E), and which chunks are
-    doubtful (N, B, H). Not causal, all tokens are one chunk.
+    Two more results are for the backward pass: M before each block and after the last (n + 1, B, H, d_k, E), and which
+    chunks are doubtful (N, B, H). Without causality, all tokens are one chunk.
     """
     with torch.autocast(q.device.type, enabled=False):
         results = _forward(Inputs(q, k, log_v, log_s), causal, want_state)
@@ -75,7 +75,7 @@ def _attend(
 
 
 class _Results(NamedTuple):
-    """Of `_attend`, for some elements of the batch."""
+    """The results of `_attend`, for some elements of the batch."""
 
     log_y: Tensor
     log_s: Tensor
@@ -88,7 +88,7 @@ class _Results(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The gradients that the backward pass starts from."""
+    """The gradients of the results, with which the backward pass starts."""
 
     log_y: Tensor
     log_s: Tensor
@@ -143,7 +143,7 @@ def _causal_forward(inputs: Inputs, frames: Frames, certificate: repair.Certific
 
 
 def _full_forward(inputs: Inputs, frames: Frames, certificate: repair.Certificate, results: _Results) -> None:
-    """Every query sees the state after all keys."""
+    """Every query attends to all keys."""
     M = results.M  # (2, B, H, d_k, E)
     M[:] = in_first_frame(inputs, frames)
     for tokens, _ in _blocks(inputs.k):
@@ -161,9 +161,9 @@ def _log_y(sums: Tensor, frames: Frames) -> Tensor:
 
 
 def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Results) -> None:
-    """Put what is certain in place of the doubtful tiles of these heads (B, H), and of their last state.
+    """Recompute the doubtful tiles and the last state of these heads (B, H).
 
-    float64 is certain of nearly all that float32 is not; the rest is computed in log space.
+    float64 suffices for nearly all sums that are doubtful in float32; the others are computed in log space.
     """
     some = _of_heads(inputs, heads)
     doubtful, log_y = results.doubtful[:, heads].mT, results.log_y[heads]  # (F, N), (F, T, d_v)
@@ -175,13 +175,13 @@ def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Result
             doubtful = doubtful.repeat_interleave(CHUNK, 1)[:, : inputs.q.shape[2]]
         log_y = torch.where(doubtful.unsqueeze(-1), again.log_y[:, 0].to(log_y.dtype), log_y)
         log_s = again.log_s[:, 0]
-    else:  # the state alone is lost, and any query will do
+    else:  # only the state is doubtful, and any query will do
         log_s = _forward(some._replace(q=some.q[:, :, :1]), causal=False, want_state=True).log_s[:, 0]
     results.log_y[heads], results.log_s[heads] = log_y, log_s.to(results.log_s.dtype)
 
 
 def _of_heads(tensors: Any, heads: Tensor) -> Any:
-    """Some heads of a named tuple's tensors (B, H, ...), each an element of the batch, in float64: (F, 1, ...)."""
+    """Select heads of a named tuple's tensors (B, H, ...) as elements of a batch, in float64: (F, 1, ...)."""
     return type(tensors)(*(x[heads].unsqueeze(1).double() for x in tensors))
 
 
@@ -199,7 +199,7 @@ def _attend_backward(
     doubtful: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, log_v and log_s, from those of log_y (B, H, T, d_v) and of the state after (B, H, d_k, E)."""
+    """Return gradients of q, k, log_v, log_s from those of log_y (B, H, T, d_v) and the state after (B, H, d_k, E)."""
     with torch.autocast(q.device.type, enabled=False):
         results = _Results(log_y, after, M, doubtful)
         gradients = _backward(Inputs(q, k, log_v, log_s), causal, results, _Given(g_y, g_log_s))
@@ -240,7 +240,7 @@ def _backward(inputs: Inputs, causal: bool, results: _Results, given: _Given) ->
 
 
 def _causal_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor, gradients: Inputs) -> None:
-    """Write the gradients, from those of log_y and of the last M, g (B, H, d_k, E)."""
+    """Write the gradients, given those of log_y and of the last M, g (B, H, d_k, E)."""
     frames = frames_of(inputs, causal=True)
     for i, (tokens, chunks) in reversed(list(enumerate(_blocks(inputs.q)))):
         here = frames.of(chunks)
@@ -248,14 +248,14 @@ def _causal_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor
         before = _carry(results.M[i], e_k.mT @ e_v, frames.factor, chunks)[:-1]  # (n, B, H, d_k, E)
         A = (e_q @ e_k.mT).tril_()  # (n, B, H, C, C)
         g_sums = _of_sums(_add_product(e_q @ before, A, e_v), results, given, tokens, here)  # (n, B, H, C, E)
-        g_seen = e_q.mT @ g_sums  # (n, B, H, d_k, E): of the M that the chunk's queries saw
+        g_seen = e_q.mT @ g_sums  # (n, B, H, d_k, E): gradient of M through the chunk's queries
         g_A = (g_sums @ e_v.mT).tril_()
         g_q = _add_product(g_sums @ before.mT, g_A, e_k).mul_(e_q)
-        g_k = g_A.mT @ e_q  # through the chunk's own queries, but for the factor e_k
+        g_k = g_A.mT @ e_q  # through the chunk's own queries, without the factor e_k
         g_v = A.mT @ g_sums
         g_M, g = _carry_back(g_seen, g, frames.factor, chunks)
         write(gradients.q[:, :, tokens], g_q)
-        write(gradients.k[:, :, tokens], _add_product(g_k, e_v, g_M.mT).mul_(e_k))  # and of later chunks
+        write(gradients.k[:, :, tokens], _add_product(g_k, e_v, g_M.mT).mul_(e_k))  # and through later chunks
         write(gradients.log_v[:, :, tokens], _add_product(g_v, e_k, g_M).mul_(e_v)[..., :-1])
     torch.mul(g, results.M[0], out=gradients.log_s)
 
@@ -275,14 +275,14 @@ def _full_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor, 
 
 
 def _of_last_M(inputs: Inputs, M: Tensor, given: _Given) -> tuple[Tensor, Tensor]:
-    """Gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is not certain."""
+    """Return the gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is doubtful."""
     nothing = (given.log_s == 0) | (M == 0)
     lost = repair.Certificate(inputs).lost_heads(M.masked_fill(given.log_s == 0, 1))
     return torch.where(nothing, 0, given.log_s / M), lost
 
 
 def _of_sums(sums: Tensor, results: _Results, given: _Given, tokens: slice, frames: Frames) -> Tensor:
-    """Gradient of the sums (n, B, H, C, E), from that of log_y: 0 where they are doubtful, or sums of nothing."""
+    """Return the gradient of the sums (n, B, H, C, E), from that of log_y: 0 for doubtful and empty sums."""
     g_y = frames.split(given.log_y[:, :, tokens], 0.0)
     g_sums = torch.cat([g_y, g_y.sum(-1, keepdim=True).neg_()], dim=-1).div_(sums)
     if not sums.amin() >= CERTAIN[sums.dtype]:  # NaN is not either
@@ -291,7 +291,7 @@ def _of_sums(sums: Tensor, results: _Results, given: _Given, tokens: slice, fram
 
 
 def _backward_again(inputs: Inputs, causal: bool, given: _Given, heads: Tensor, gradients: Inputs) -> None:
-    """Put what is certain in place of the gradients of these heads (B, H): see `_forward_again`."""
+    """Recompute the gradients of these heads (B, H), as `_forward_again` does for the results."""
     some, (g_y, g_log_s) = _of_heads(inputs, heads), _of_heads(given, heads)
     again: tuple[Tensor, ...]
     if inputs.log_s.dtype == torch.float64:
@@ -299,14 +299,14 @@ def _backward_again(inputs: Inputs, causal: bool, given: _Given, heads: Tensor, 
         again = repair.backward(repair.call_of(some, causal), g_log_S[:, 0], g_log_s[:, 0])
     else:
         again = _backward(some, causal, _forward(some, causal, want_state=True), _Given(g_y, g_log_s))
-    for whole, part in zip(gradients, again, strict=True):  # the exact log_v has the normalizer's column, too
+    for whole, part in zip(gradients, again, strict=True):  # the exact log_v also has the normalizer's column
         whole[heads] = part.reshape(-1, *part.shape[-2:])[..., : whole.shape[-1]].to(whole.dtype)
 
 
 def _carry(M: Tensor, updates: Tensor, factor: Tensor, chunks: slice) -> Tensor:
-    """M before each of these chunks and after the last, (n + 1, B, H, d_k, E), each in its chunk's frame.
+    """Return M before each of these chunks and after the last, (n + 1, B, H, d_k, E), each in its chunk's frame.
 
-    From M before the first and the chunks' e_k^T e_v (n, B, H, d_k, E).
+    `M` is that before the first chunk, `updates` the chunks' e_k^T e_v (n, B, H, d_k, E).
     """
     Ms = M.new_empty(len(updates) + 1, *M.shape)
     Ms[0] = M
@@ -318,7 +318,7 @@ def _carry(M: Tensor, updates: Tensor, factor: Tensor, chunks: slice) -> Tensor:
 
 
 def _carry_back(g_seen: Tensor, g: Tensor, factor: Tensor, chunks: slice) -> tuple[Tensor, Tensor]:
-    """From the gradient of M after the last of these chunks: after each (n, B, H, d_k, E), and before the first."""
+    """Return gradients of M after each chunk (n, B, H, d_k, E) and before the first, given that after the last."""
     g_M = torch.empty_like(g_seen)
     for n in reversed(range(chunks.start, chunks.stop)):
         g_M[n - chunks.start] = g
@@ -335,20 +335,20 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _block_chunks(x: Tensor) -> int:
-    """Chunks of x (B, H, T, D) that are a block. It depends on H and D alone: what both passes agree on."""
+    """Return the chunks of x (B, H, T, D) in a block. On CPUs they depend only on H and D, the same in both passes."""
     _, H, T, D = x.shape
     return max(1, BLOCK // (H * CHUNK * D)) if x.device.type == "cpu" else -(-T // CHUNK)
 
 
 def _batches(q: Tensor) -> Iterator[slice]:
-    """Elements of the batch: as many at a time as fill a block, if they are short."""
+    """Yield elements of the batch, as many at a time as fit into a block."""
     B, N = len(q), -(-q.shape[2] // CHUNK)
     step = max(1, _block_chunks(q) // N) if q.device.type == "cpu" else B
     return (slice(b, min(b + step, B)) for b in range(0, B, step))
 
 
 def _blocks(x: Tensor) -> list[tuple[slice, slice]]:
-    """Tokens of x (B, H, T, D), and the chunks that they are, block by block."""
+    """Return the tokens and the chunks of each block of x (B, H, T, D)."""
     T, step = x.shape[2], _block_chunks(x)
     N = -(-T // CHUNK)
     return [(slice(CHUNK * n, min(CHUNK * (n + step), T)), slice(n, min(n + step, N))) for n in range(0, N, step)]

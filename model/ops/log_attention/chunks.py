@@ -1,4 +1,4 @@
-"""Sequences (B, H, T, D) as chunks of tokens (N, B, H, C, D): a step from chunk to chunk then meets memory in order."""
+"""Sequences (B, H, T, D) as chunks of tokens (N, B, H, C, D), so that a loop over chunks reads memory in order."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ CHUNK = 64  # tokens: C x C scores and d_k x d_v states then cost about the same
 
 
 def split(x: Tensor, C: int, fill: float) -> Tensor:
-    """(B, H, T, D) -> (N, B, H, C, D), N = ceil(T / C): a view, but for a last chunk that must be filled."""
+    """(B, H, T, D) -> (N, B, H, C, D), N = ceil(T / C): a view, unless the last chunk must be padded."""
     missing = -x.shape[2] % C
     if missing:
         x = pad(x, (0, 0, 0, missing), value=fill)
@@ -21,7 +21,7 @@ def join(chunks: Tensor, T: int) -> Tensor:
 
 
 def write(place: Tensor, chunks: Tensor) -> None:
-    """Put (N, B, H, C, D) into place (B, H, T, D)."""
+    """Copy (N, B, H, C, D) to place (B, H, T, D)."""
     C = chunks.shape[3]
     N, rest = divmod(place.shape[2], C)
     split(place[:, :, : N * C], C, 0.0).copy_(chunks[:N])
@@ -30,7 +30,7 @@ def write(place: Tensor, chunks: Tensor) -> None:
 
 
 def maxima(x: Tensor, C: int) -> Tensor:
-    """The largest of each chunk, per feature: (B, H, T, D) -> (N, B, H, D)."""
+    """Maximum of each chunk and feature: (B, H, T, D) -> (N, B, H, D)."""
     N, rest = divmod(x.shape[2], C)
     parts = [split(x[:, :, : N * C], C, 0.0).amax(3)] if N else []
     return torch.cat([*parts, x[:, :, N * C :].amax(2).unsqueeze(0)] if rest else parts)

@@ -1,7 +1,7 @@
-"""Log-space attention token by token, in log space throughout: exact whatever the range, and slow.
+"""Log-space attention token by token, entirely in log space: exact for any range of numbers, but slow.
 
-`chunked.py` hands over the chunks of tokens ("tiles", a chunk of one head) whose sums may have lost something to
-underflow. Everything here is measured against the sum that it is part of, so no exponent is ever above 0.
+`chunked.py` uses it for tiles (a chunk of tokens in one head) whose sums may have lost terms to underflow. Every
+exponential is relative to the sum that it is part of, so no exponent is above 0.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ LARGEST = 2**24  # elements of a temporary
 
 
 def states(k: Tensor, log_v: Tensor, log_s: Tensor) -> Tensor:
-    """log_s before each chunk and after the last, (G, N + 1, d_k, E).
+    """Return log_s before each chunk and after the last, (G, N + 1, d_k, E).
 
     Args:
         k: (G, N, C, d_k).
@@ -46,13 +46,13 @@ def causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor) -> tuple
 
 
 class Gradients(NamedTuple):
-    """Of tiles, or of whole sequences."""
+    """Gradients for tiles or for whole sequences."""
 
     q: Tensor
     k: Tensor
     log_v: Tensor
     log_s: Tensor
-    """Of the state before them."""
+    """Gradient of the state before them."""
 
 
 def causal_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor) -> Gradients:
@@ -72,7 +72,7 @@ def causal_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, g_log_S
 
 
 def full_log_sums(q: Tensor, log_s: Tensor) -> Tensor:
-    """log_S (G, T, E) of queries (G, T, d_k) that all see the state log_s (G, d_k, E)."""
+    """log_S (G, T, E) for queries (G, T, d_k) that all attend to the state log_s (G, d_k, E)."""
     return torch.cat(
         [torch.logsumexp(part.unsqueeze(-1) + log_s.unsqueeze(1), dim=2) for part in _split(q, log_s)], dim=1
     )
@@ -81,7 +81,7 @@ def full_log_sums(q: Tensor, log_s: Tensor) -> Tensor:
 def full_gradients(
     q: Tensor, k: Tensor, log_v: Tensor, before: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor
 ) -> Gradients:
-    """Backward of `full_log_sums` and of the state log_s (G, d_k, E) that the keys made of the one `before`."""
+    """Backward of `full_log_sums`, and of the step from the state `before` to log_s (G, d_k, E) by all keys."""
     g, g_q, g_k, g_v = g_after, [], [], []
     for q_t, g_t in zip(_split(q, log_s), _split(g_log_S, log_s), strict=True):  # (G, C, .)
         log_S = full_log_sums(q_t, log_s)
@@ -96,10 +96,10 @@ def full_gradients(
 
 
 def _split(x: Tensor, log_s: Tensor) -> tuple[Tensor, ...]:
-    """Tokens of x (G, T, .) in pieces whose latent sums fit."""
+    """Tokens of x (G, T, .) in pieces whose latent sums fit into memory."""
     return x.split(max(1, LARGEST // log_s.numel()), dim=1)
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """exp(part - whole) of a part of a log-sum, between 0 and 1; 0 of an empty sum."""
+    """exp(part - whole) for a term of a log-sum, between 0 and 1; 0 for an empty sum."""
     return (part - torch.where(whole == -torch.inf, 0, whole)).exp_()

@@ -1,4 +1,4 @@
-"""The exponentials of `chunked.py`, measured against the frames of their chunks so that all of them are at most 1."""
+"""The exponentials of `chunked.py`, relative to the frames of their chunks, so that all are at most 1."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from model.ops.log_attention.frames import FAR, LN2, finite, frame_above, scaled
 
 
 class Inputs(NamedTuple):
-    """Of some elements of the batch."""
+    """The inputs for some elements of the batch."""
 
     q: Tensor
     """(B, H, T, d_k)."""
@@ -20,38 +20,38 @@ class Inputs(NamedTuple):
     log_v: Tensor
     """(B, H, S, d_v)."""
     log_s: Tensor
-    """(B, H, d_k, E), in the type of all sums."""
+    """(B, H, d_k, E), in the accumulation type."""
 
     def of(self, batch: slice) -> "Inputs":
-        """Those of fewer elements."""
+        """Select elements of the batch."""
         return Inputs(*(x[batch] for x in self))
 
 
 class Frames(NamedTuple):
-    """Powers of two that the exponentials of each of N chunks are measured against: whole numbers, 0 where unknown."""
+    """Exponents of the powers of two that scale the exponentials of N chunks: whole numbers, 0 where unknown."""
 
     key: Tensor
-    """(N, B, H, 1, d_k); -inf where all keys so far are."""
+    """(N, B, H, 1, d_k); -inf if all keys so far are -inf."""
     value: Tensor
     """(N, B, H, 1, E)."""
     factor: Tensor
-    """(N, B, H, d_k, E): from the frame of the chunk before (of the state, for the first) into this one's."""
+    """(N, B, H, d_k, E): from the frame of the previous chunk (or of the state) to this one."""
     C: int | None
-    """Tokens of a chunk; None where all are one."""
+    """Tokens of a chunk; None if there is a single chunk."""
     chunks: slice
-    """Which chunks these are."""
+    """The indices of these chunks."""
 
     def of(self, chunks: slice) -> "Frames":
-        """Those of some chunks."""
+        """Select chunks."""
         return Frames(self.key[chunks], self.value[chunks], self.factor[chunks], self.C, chunks)
 
     def split(self, x: Tensor, fill: float) -> Tensor:
-        """Tokens (B, H, t, D) as these chunks have them, in the type of all sums: (n, B, H, C, D)."""
+        """Split tokens (B, H, t, D) into these chunks, in the accumulation type: (n, B, H, C, D)."""
         return split(x.to(self.value.dtype), self.C or x.shape[2], fill)
 
 
 def frames_of(inputs: Inputs, causal: bool) -> Frames:
-    """Of all chunks; of all tokens as one, where not causal. Tokens that the state has seen count, as far as known."""
+    """Return the frames of all chunks (one chunk if not causal), including the state's tokens as far as known."""
     C = min(CHUNK, inputs.k.shape[2]) if causal else None
     log_s, log_z = inputs.log_s, inputs.log_s[..., -1]  # (B, H, d_k, E), (B, H, d_k)
     mean = (log_s - finite(log_s[..., -1:])).amax(2)  # (B, H, E): of log_v, over the state's tokens
@@ -64,7 +64,7 @@ def frames_of(inputs: Inputs, causal: bool) -> Frames:
 
 
 def queries(inputs: Inputs, tokens: slice, frames: Frames) -> Tensor:
-    """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for a query that a chunk lacks, so that its sums are certain."""
+    """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for padding, so that its sums are certain."""
     q = frames.split(inputs.q[:, :, tokens], 0.0)
     row = frame_above(torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True))  # (n, B, H, C, 1)
     far = FAR[q.dtype]

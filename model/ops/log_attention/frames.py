@@ -1,4 +1,4 @@
-"""Exponentials that neither overflow nor depend on what they are measured against.
+"""Exponentials that do not overflow, and whose mantissa does not depend on their scale.
 
 exp(x) is mantissa x 2^exponent, the exponent a multiple of 64 that is 0 for |x| < 22. A frame is a power of two, so
 measuring against it changes no bit of the mantissa: a later token can move the frame of its chunk, and no result

@@ -1,4 +1,4 @@
-"""Log-space attention as the paper defines it: short, slow, and the truth that the other implementations must equal."""
+"""Log-space attention by the paper's definition: short and slow. All other implementations must agree with it."""
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ def naive_log_attention(
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, literally; it holds all T x d_k x d_v latent sums in memory.
+    """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, with all T x d_k x d_v latent sums in memory.
 
-    Args, shapes and result are those of `log_attention`.
+    Arguments and result are those of `log_attention`.
     """
     dtype, acc = log_v.dtype, accumulation_dtype(q)
     q, k, log_v = q.to(acc), k.to(acc), log_v.to(acc)

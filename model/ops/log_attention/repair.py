@@ -1,6 +1,6 @@
-"""What `chunked.py` can be certain of; and, computed in log space, the tiles where even its float64 cannot.
+"""Detects sums that `chunked.py` cannot be certain of, and recomputes tiles in log space where float64 is not enough.
 
-All tensors that are replaced are float64, in which such tiles are rare: what is slow anyway is kept simple.
+Such tiles are rare in float64, so the code that recomputes them is simple rather than fast.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ from model.ops.log_attention.frames import CERTAIN
 
 
 class _Fallback:
-    """How often this process needed the exact form, in tiles: chunks of at most 64 tokens of one head.
+    """Counts the tiles (chunks of at most 64 tokens in one head) that this process computed by the exact form.
 
-    Kernels count on their device, where nobody waits for them; who reads a number here does.
+    Kernels count on their device without synchronisation; reading a total here synchronises.
     """
 
     def __init__(self) -> None:
         self._counters: dict[tuple[str, torch.device], Tensor] = {}
 
     def counter(self, which: str, device: torch.device) -> Tensor:
-        """Tiles of the "forward" or the "backward" pass on a device: (1,), to be added to."""
+        """Return the counter (1,) of "forward" or "backward" tiles on a device."""
         if (which, device) not in self._counters:
-            with torch.inference_mode(False):  # what begins in inference may be counted in training
+            with torch.inference_mode(False):  # the counter may be created in inference mode and used in training
                 self._counters[which, device] = torch.zeros(1, dtype=torch.int64, device=device)
         return self._counters[which, device]
 
@@ -37,12 +37,12 @@ class _Fallback:
 
     @property
     def forward_tiles(self) -> int:
-        """Of forward passes."""
+        """Tiles of forward passes."""
         return self._total("forward")
 
     @property
     def backward_tiles(self) -> int:
-        """Of backward passes."""
+        """Tiles of backward passes."""
         return self._total("backward")
 
 
@@ -50,7 +50,7 @@ Fallback = _Fallback()
 
 
 class Call(NamedTuple):
-    """What `chunked.py` was called with."""
+    """The arguments of `chunked.py`, with the batch and the heads in one dimension, G = B H."""
 
     q: Tensor
     """(G, T, d_k)."""
@@ -63,19 +63,19 @@ class Call(NamedTuple):
     causal: bool
 
     def tiles(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (0 where the last chunk has none), keys and values (-inf there), each (G, N, C, .)."""
+        """Queries (padded with 0), keys and values (padded with -inf), each (G, N, C, .)."""
         C = min(CHUNK, self.k.shape[1])
         return _tiles(self.q, C, 0.0), _tiles(self.k, C, -torch.inf), _tiles(self.log_v, C, -torch.inf)
 
 
 def call_of(inputs: Inputs, causal: bool) -> Call:
-    """With heads in one dimension, G = B H, and the normalizer's column."""
+    """Flatten heads to one dimension, and append the normalizer's column to log_v."""
     q, k, log_v, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in inputs)
     return Call(q, k, pad(log_v, (0, 1)), log_s, causal)
 
 
 class Certificate:
-    """Tells which sums are too small to be certain, or not finite. A sum of no terms is 0, and certain."""
+    """Tells which sums are doubtful: too small or not finite. A sum without terms is 0, and certain."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
@@ -83,9 +83,9 @@ class Certificate:
         self._seen = 0
 
     def too_small(self, sums: Tensor, start: int | None) -> Tensor:
-        """Chunks (n, B, H) with a doubtful sum, of sums (n, B, H, C, E) over the tokens up to each query.
+        """Return which chunks (n, B, H) have a doubtful sum, given sums (n, B, H, C, E) over tokens up to each query.
 
-        The first query is number `start`; None where every query sees all tokens.
+        `start` is the position of the first query, or None if every query attends to all tokens.
         """
         small = _doubtful(sums)
         if small is None:
@@ -96,11 +96,11 @@ class Certificate:
             small &= self._first_term(S) < S
         else:
             query = torch.arange(start, start + n * C, device=sums.device).view(n, 1, 1, C, 1)
-            small &= (self._first_term(min(start + n * C, S)) <= query) & (query < S)  # the last chunk may lack some
+            small &= (self._first_term(min(start + n * C, S)) <= query) & (query < S)  # the last chunk may be padded
         return small.flatten(3).any(-1)
 
     def lost_heads(self, M: Tensor) -> Tensor:
-        """Heads (B, H) whose M after all tokens (B, H, d_k, E) has a doubtful entry."""
+        """Return which heads (B, H) have a doubtful entry in M after all tokens (B, H, d_k, E)."""
         small = _doubtful(M)
         if small is None:
             return M.new_zeros(M.shape[:2], dtype=torch.bool)
@@ -109,12 +109,12 @@ class Certificate:
         return (small & some).flatten(2).any(-1)
 
     def _alive(self, tokens: slice) -> tuple[Tensor, Tensor]:
-        """Keys (B, H, t, d_k) and values (B, H, t, E) that are not -inf."""
+        """Which keys (B, H, t, d_k) and values (B, H, t, E) are not -inf."""
         k, log_v = self._inputs.k[:, :, tokens], self._inputs.log_v[:, :, tokens]
         return k != -torch.inf, pad(log_v != -torch.inf, (0, 1), value=True)  # NaN is a term
 
     def _first_term(self, stop: int) -> Tensor:
-        """The first token with a term in a column's sum, (B, H, 1, E); S if there is none before `stop`."""
+        """Return the first token with a term in a column's sum, (B, H, 1, E); S if there is none before `stop`."""
         if self._seen < stop:
             has_key, has_value = self._alive(slice(self._seen, stop))
             some = has_value & has_key.any(-1, keepdim=True)  # (B, H, t, E)
@@ -139,7 +139,7 @@ def count(which: str, doubtful: Tensor, T: int, causal: bool) -> None:
 
 
 def forward(call: Call, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
-    """log_y (G, T, E - 1) with its doubtful chunks (G, N) computed exactly, and the last state (G, d_k, E)."""
+    """Return log_y (G, T, E - 1) with doubtful chunks (G, N) recomputed exactly, and the last state (G, d_k, E)."""
     q, k, log_v = call.tiles()
     states = exact.states(k, log_v, call.log_s)  # (G, N + 1, d_k, E)
     if call.causal:
@@ -155,7 +155,7 @@ def forward(call: Call, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor
 
 
 def backward(call: Call, g_log_S: Tensor, g_log_s: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of q, k, log_v and log_s, from those of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
+    """Return gradients of q, k, log_v, log_s from those of the log-sums (G, T, E) and the last state (G, d_k, E)."""
     q, k, log_v = call.tiles()
     states = exact.states(k, log_v, call.log_s)  # (G, N + 1, d_k, E)
     if not call.causal:
@@ -184,7 +184,7 @@ def _causal_backward(
 
 
 def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Indices of the True entries, as many at a time as the latent sums of their tokens leave memory for."""
+    """Yield indices of the True entries, in groups whose latent sums fit into memory."""
     size = max(1, exact.LARGEST // (CHUNK * states[0, 0].numel()))
     for part in wanted.nonzero().split(size):
         yield part.unbind(1)

@@ -1,4 +1,4 @@
-"""What log-space attention remembers of the tokens it has seen: two log-sums of constant size."""
+"""The state of log-space attention: two log-sums of constant size."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class LogAttentionState(NamedTuple):
     """(B, H, d_k): LSE_j(k[j, d]), float32 or float64."""
 
     def merge(self, later: "LogAttentionState") -> "LogAttentionState":
-        """The state of two adjacent stretches of tokens from the state of each. Associative."""
+        """Combine the states of two adjacent segments of tokens. Associative."""
         return LogAttentionState(
             torch.logaddexp(self.log_s, later.log_s),
             torch.logaddexp(self.log_z, later.log_z),

@@ -1,4 +1,4 @@
-"""Log-space attention of a single token: what decoding does, without the definition's scan over tokens."""
+"""Log-space attention of a single token, for decoding: the definition without its scan over tokens."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
-"""Log-space attention as GPU kernels: `chunked.py` with the state on the chip, and `exact.py` behind it.
+"""Log-space attention by GPU kernels: `chunked.py` with the state on the chip, then `exact.py` for doubtful heads.
 
-The kernels are in triton_kernels.py and triton_exact.py; docs/kernels.md says why they are as they are.
+The kernels are in triton_kernels.py and triton_exact.py; docs/kernels.md explains their design.
 """
 
 import math
@@ -31,10 +31,10 @@ def triton_log_attention(
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As `log_attention`, of tensors with any strides; log_y lies in memory as (B, T, H, d_v).
+    """As `log_attention`, for tensors with any strides; the memory layout of log_y is (B, T, H, d_v).
 
-    Products take bfloat16 as it is, float16 as tf32 (the range of bfloat16 and float16's digits) and float32 as three
-    products of tf32. Sums are kept in float32, or float64 for float64.
+    Products use bfloat16 for bfloat16, tf32 (with the range of bfloat16 and the digits of float16) for float16, and
+    three products of tf32 for float32. Sums are kept in float32, or float64 for float64.
     """
     refuse_transforms(*NAMES, q, k, log_v, *(state or ()))
     acc = accumulation_dtype(q)
@@ -55,7 +55,7 @@ def _attend(
     want_state: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """log_y and the state after, then what the backward pass wants: see `_empty_results`."""
+    """Return log_y, the state after, and tensors for the backward pass: see `_empty_results`."""
     q, k, log_v = (_with_dense_rows(x) for x in (q, k, log_v))
     results = _empty_results(q, k, log_v, causal, want_state, save)
     log_y, log_s_after, log_z_after, M_at, z_at, key_at, value_at, doubtful = results
@@ -75,32 +75,24 @@ def _attend(
 
 
 @_attend.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    log_v: Tensor,
-    log_s: Tensor | None,
-    log_z: Tensor | None,
-    causal: bool,
-    want_state: bool,
-    save: bool,
-) -> tuple[Tensor, ...]:
-    return _empty_results(q, k, log_v, causal, want_state, save)
+def _(q: Tensor, k: Tensor, log_v: Tensor, log_s: Any, log_z: Any, *flags: bool) -> tuple[Tensor, ...]:
+    return _empty_results(q, k, log_v, *flags)
 
 
 def _empty_results(
     q: Tensor, k: Tensor, log_v: Tensor, causal: bool, want_state: bool, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """log_y (B, H, T, d_v), log_s (B, H, d_k, d_v) and log_z (B, H, d_k), the latter two empty unless wanted.
+    """Allocate all results of `_attend`.
 
-    Then, in slots for before each chunk and after the last (only the latter unless causal; none unless to be saved;
-    rounded up to whole spans, see triton_exact.py): M (B H, slots, d_k, d_v), z and the frame of keys (B H, slots, d_k)
-    and the frame of values (B H, slots, d_v). Last, for each tile of queries and for the state after them, whether it
-    is doubtful in a block of value columns, (B H, tiles + 1, blocks).
+    - log_y (B, H, T, d_v), and if wanted the state's log_s (B, H, d_k, d_v) and log_z (B, H, d_k), else empty tensors.
+    - To save: M (B H, slots, d_k, d_v), z and the frame of keys (B H, slots, d_k), and the frame of values
+      (B H, slots, d_v). Slots are before each chunk and after the last, if not causal only the latter, rounded up to
+      whole spans (see triton_exact.py).
+    - (B H, tiles + 1, blocks): whether each tile of queries and the last state are doubtful, by block of value columns.
     """
     (B, H, T, d_k), (S, d_v) = q.shape, log_v.shape[2:]
     G, acc = B * H, accumulation_dtype(q)
-    M_dtype = torch.bfloat16 if _operand(q, k, log_v) == torch.bfloat16 else acc  # as products take it
+    M_dtype = torch.bfloat16 if _operand(q, k, log_v) == torch.bfloat16 else acc  # the operand type of products
     slots = (-(-S // CHUNK) + 1 if causal else 1) if save else 0
     slots += -slots % _span(M_dtype)
     return (
@@ -132,7 +124,7 @@ def _attend_backward(
     doubtful: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, log_v, log_s and log_z (the latter two empty without a state before)."""
+    """Return gradients of q, k, log_v, log_s and log_z (the last two empty without a state)."""
     q, k, log_v, g_y = (_with_dense_rows(x) for x in (q, k, log_v, g_y))
     g_q, g_k, g_v, g_log_s, g_log_z = parts = _empty_gradients(q, k, log_v, log_s)
     arguments = g_y, g_log_s_after, g_log_z_after, q, k, log_v, log_s, log_z
@@ -152,24 +144,15 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(
-    g_y: Tensor,
-    g_log_s_after: Tensor | None,
-    g_log_z_after: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    log_v: Tensor,
-    log_s: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, ...]:
+def _(g_y: Any, g_s: Any, g_z: Any, q: Tensor, k: Tensor, log_v: Tensor, log_s: Any, *_: Any) -> tuple[Tensor, ...]:
     g_q, g_k, g_v, g_log_s, g_log_z = _empty_gradients(q, k, log_v, log_s)
     return _whole(g_q, q), _whole(g_k, k), g_v.transpose(1, 2), g_log_s, g_log_z.sum(0)
 
 
 def _empty_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor | None) -> tuple[Tensor, ...]:
-    """Of q and k (blocks, B, T, H, d_k), of log_v (B, S, H, d_v), of log_s and of log_z (blocks, B, H, d_k).
+    """Allocate gradients of q and k (blocks, B, T, H, d_k), log_v (B, S, H, d_v), log_s and log_z (blocks, B, H, d_k).
 
-    Each block of value columns has its part of a sum over all values.
+    Each block of value columns writes its part of a sum over all values.
     """
     (B, H, T, d_k), (S, d_v) = q.shape, log_v.shape[2:]
     blocks, acc = _value_blocks(q, k, log_v), accumulation_dtype(q)
@@ -183,7 +166,7 @@ def _empty_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor | None) 
 
 
 def _whole(parts: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x (B, H, T, d_k) from its parts (blocks, B, T, H, d_k)."""
+    """Sum the parts (blocks, B, T, H, d_k) of the gradient of x (B, H, T, d_k)."""
     return (parts[0] if len(parts) == 1 else parts.sum(0).to(x.dtype)).transpose(1, 2)
 
 
@@ -219,17 +202,17 @@ _attend.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
-    """`x` itself, unless its last dimension has gaps."""
+    """Make the last dimension dense if it has gaps."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _operand(q: Tensor, k: Tensor, log_v: Tensor) -> torch.dtype:
-    """The type that the inputs have in common."""
+    """The common type of the inputs."""
     return torch.promote_types(torch.promote_types(q.dtype, k.dtype), log_v.dtype)
 
 
 def _value_columns(q: Tensor, k: Tensor, log_v: Tensor) -> int:
-    """Columns of a program, at most: fewer where operands are wide, as they share a multiprocessor's fast memory."""
+    """Maximum number of columns of a program: fewer for wide types, because of the multiprocessor's shared memory."""
     if accumulation_dtype(q) == torch.float64:
         return 16
     return 64 if _operand(q, k, log_v) == torch.bfloat16 or q.shape[3] <= 64 else 32
@@ -244,14 +227,14 @@ def _grid(q: Tensor, k: Tensor, log_v: Tensor) -> tuple[int]:
 
 
 def _blocks(q: Tensor, k: Tensor, log_v: Tensor) -> dict[str, int]:
-    """Sizes that kernels are compiled for: dimensions of products are powers of two, and at least 16."""
+    """Sizes as compile-time constants: dimensions of products are powers of two, and at least 16."""
     d_k, d_v = q.shape[3], log_v.shape[3]
     BK, BV = (max(16, triton.next_power_of_2(d)) for d in (d_k, min(d_v, _value_columns(q, k, log_v))))
     return {"D_K": d_k, "D_V": d_v, "BK": BK, "BV": BV, "C": CHUNK}
 
 
 def _numbers(q: Tensor, k: Tensor, log_v: Tensor) -> dict[str, Any]:
-    """Types of operands and sums, and how a program runs: see docs/kernels.md."""
+    """Types of operands and sums, and launch options: see docs/kernels.md."""
     if accumulation_dtype(q) == torch.float64:
         types = {"OPERAND": tl.float64, "ACC": tl.float64, "PRECISION": "ieee"}
         return types | {"STAGES": 1, "num_warps": 8, "maxnreg": 255}
@@ -262,7 +245,7 @@ def _numbers(q: Tensor, k: Tensor, log_v: Tensor) -> dict[str, Any]:
         "PRECISION": "tf32" if _operand(q, k, log_v) == torch.float16 else "tf32x3",
         "STAGES": 2 if narrow and q.shape[3] <= 64 else 1,
         "num_warps": 4 if narrow and small else 8,
-        "maxnreg": 255,  # no limit; without it ptxas sometimes makes do with 32, and spills the rest
+        "maxnreg": 255,  # no limit: otherwise ptxas sometimes uses only 32 registers and spills the rest
     }
 
 
@@ -272,12 +255,12 @@ def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int]:
 
 
 def _as_exact(M_at: Tensor, z_at: Tensor) -> tuple[Tensor, Tensor]:
-    """The memory of M and z as float64, which is what it holds for heads that are computed exactly."""
+    """View the memory of M and z as float64, the type in which exact heads store their states."""
     return M_at.view(-1).view(torch.float64), z_at.view(-1).view(torch.float64)
 
 
 def _spans(M_at: Tensor, z_at: Tensor) -> dict[str, int]:
-    """How many slots of M and of z one such state takes."""
+    """The number of slots of M and of z that a float64 state takes."""
     return {"SPAN": _span(M_at.dtype), "Z_SPAN": _span(z_at.dtype)}
 
 
@@ -286,5 +269,5 @@ def _span(dtype: torch.dtype) -> int:
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device, which need not be that of their arguments."""
+    """Make the device of x current: kernels are launched on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,11 +1,11 @@
-"""`exact.py` as kernels, always launched after the fast ones: a program ends at once unless its head is doubtful.
+"""`exact.py` as kernels. They are always launched after the fast ones, and return at once unless a head is doubtful.
 
-So nobody waits for the GPU to know whether there is a doubt. Programs have a head g and a block of value columns e, as
-the fast ones do. Everything is in float64: what is slow anyway may as well be as exact as it can be.
+So the CPU never has to wait for the GPU to learn whether a head is doubtful. As in the fast kernels, a program
+computes a head g and a block of value columns e. All numbers are float64.
 
-The backward pass needs the state after every token. It starts from the one that the forward pass stored before the
-span of tokens (in the memory of M, where SPAN slots hold one state in float64), goes forward to a part of R tokens, and
-from there to each of them, which is least with R = sqrt(span).
+The backward pass needs the state after every token. It starts from the state that the forward pass stored before a span
+of tokens (in the memory of M, where SPAN slots hold a float64 state), steps forward to a part of R tokens, and from
+there to each of them. R = sqrt(span) takes the fewest steps.
 """
 
 import triton
@@ -47,7 +47,7 @@ def exact_forward(
     WANT_STATE: tl.constexpr,
     SAVE: tl.constexpr,
 ):
-    """log_y of doubtful tiles, and of every head that has one the states before each span and after the last token."""
+    """Write log_y of doubtful tiles and, for heads with such tiles, the states before each span and at the end."""
     blocks: tl.constexpr = (D_V + BV - 1) // BV
     g, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     tiles = tl.cdiv(T, C)
@@ -123,7 +123,7 @@ def exact_backward(
     HAS_STATE: tl.constexpr,
     WANT_STATE: tl.constexpr,
 ):
-    """All gradients of a head with a doubt. What is carried is g_s, the gradient of the state's logarithm."""
+    """Write all gradients of doubtful heads. The loop carries g_s, the gradient of the state's logarithm."""
     blocks: tl.constexpr = (D_V + BV - 1) // BV
     g, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     tiles = tl.cdiv(T, C)
@@ -189,7 +189,7 @@ def exact_backward(
 
 @triton.jit
 def _load(head, stride, t, column, D: tl.constexpr, fill=NOTHING):
-    """Token t of a head, some of its D columns; `fill` where there is none."""
+    """Load columns of token t of a head; `fill` beyond its D columns."""
     token = head + t * tl.cast(stride, tl.int64)
     return tl.load(token + column, mask=column < D, other=fill).to(tl.float64)
 
@@ -198,14 +198,14 @@ def _load(head, stride, t, column, D: tl.constexpr, fill=NOTHING):
 def _store(head, stride, t, column, D: tl.constexpr, x):
     """Undo `_load`."""
     if head.dtype.element_ty != tl.float64:
-        x = x.to(tl.float32)  # bfloat16 is made of nothing else
+        x = x.to(tl.float32)  # only float32 converts to bfloat16
     token = head + t * tl.cast(stride, tl.int64)
     tl.store(token + column, x.to(head.dtype.element_ty), mask=column < D)
 
 
 @triton.jit
 def _load_state(s_at, z_at, n, d, e, D_K: tl.constexpr, D_V: tl.constexpr, fill):
-    """Slot n of the states of a head: (BK, BV) and (BK,)."""
+    """Load slot n of the states of a head: (BK, BV) and (BK,)."""
     here = (d < D_K)[:, None] & (e < D_V)[None, :]
     at = s_at + n * tl.cast(D_K * D_V, tl.int64) + d[:, None] * D_V + e[None, :]
     z = tl.load(z_at + n * D_K + d, mask=d < D_K, other=fill)
@@ -243,7 +243,7 @@ def _first_state(
 
 @triton.jit
 def _after_tokens(s, z, k, log_v, k_stride, v_stride, start, stop, d, e, D_K: tl.constexpr, D_V: tl.constexpr):
-    """The state after tokens `start` to `stop` of a head, from the one before them."""
+    """Return the state after tokens `start` to `stop` of a head, given the state before them."""
     for t in range(start, stop):
         k_t, v_t = _load(k, k_stride, t, d, D_K), _load(log_v, v_stride, t, e, D_V)
         s, z = _logaddexp(s, k_t[:, None] + v_t[None, :]), _logaddexp(z, k_t)
@@ -271,7 +271,7 @@ def _log_y(q, s, z):
 
 @triton.jit
 def _share(part, whole):
-    """exp(part - whole) of a part of a log-sum, between 0 and 1; 0 of an empty sum."""
+    """exp(part - whole) for a term of a log-sum, between 0 and 1; 0 for an empty sum."""
     return tl.exp(part - finite(whole))
 
 
@@ -282,6 +282,6 @@ def _token_share(k, v, s):
 
 @triton.jit
 def _gradient_of_reading(q, g_y, s, z):
-    """Gradients of s and z, and before their sum over values that of q, from that of log_y."""
+    """Return gradients of s and z from that of log_y; their sums over values are the gradient of q."""
     log_S, log_Z = _logsumexp(q[:, None] + s), _logsumexp(q + z)
     return g_y[None, :] * _share(q[:, None] + s, log_S[None, :]), -tl.sum(g_y, 0) * _share(q + z, log_Z)

@@ -1,4 +1,4 @@
-"""What the kernels share: exponentials measured against powers of two, as in frames.py, and tensors in memory."""
+"""Functions that the kernels share: exponentials scaled by powers of two, as in frames.py, and memory access."""
 
 import math
 
@@ -12,7 +12,7 @@ LN2 = tl.constexpr(math.log(2))
 # ln 2 in two parts: the first has 9 bits, so that its whole multiples up to 2^15 are exact in float32.
 LN2_HIGH = tl.constexpr(355 / 512)
 LN2_LOW = tl.constexpr(math.log(2) - 355 / 512)
-LOST = tl.constexpr(2.0**30)  # a frame against which everything is 0, and so every sum doubtful
+LOST = tl.constexpr(2.0**30)  # a frame that scales everything to 0, and so makes every sum doubtful
 
 
 @triton.jit
@@ -23,9 +23,9 @@ def finite(x):
 
 @triton.jit
 def frame_of(log2, OPERAND: tl.constexpr):
-    """The smallest whole number not below, up to rounding, within what `exp_measured` can tell apart.
+    """Return the smallest whole number not below log2, up to rounding, in the range of `exp_measured`.
 
-    What is smaller becomes 0; LOST for what is larger.
+    Numbers below the range get its lower limit, and numbers above it LOST.
     """
     limit: tl.constexpr = 900.0 if OPERAND == tl.bfloat16 else 2.0**20
     frame = tl.ceil(log2)
@@ -82,7 +82,7 @@ def log_of_scaled(x, frame):
         mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
     n = exponent + frame
     log = (_log2_of_mantissa(mantissa) * LN2 + n * LN2_LOW) + n * LN2_HIGH
-    return tl.where(x > 0.0, log, x + NOTHING)  # of 0, or of NaN
+    return tl.where(x > 0.0, log, x + NOTHING)  # x is 0 or NaN
 
 
 @triton.jit
@@ -96,16 +96,16 @@ def _log2_of_mantissa(x):
 
 @triton.jit
 def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
-    """a @ b, its operands in the type OPERAND and its sums in ACC."""
+    """a @ b with operands of type OPERAND and sums in ACC."""
     a, b = a.to(OPERAND), b.to(OPERAND)
-    if INTERPRETED:  # whose dot takes bfloat16 for whole numbers
+    if INTERPRETED:  # its dot treats bfloat16 as integers
         a, b = a.to(ACC), b.to(ACC)
     return tl.dot(a, b, input_precision=PRECISION, out_dtype=ACC)
 
 
 @triton.jit
 def head_of(x, strides, g, H):
-    """Where head g of x (B, H, T, D) begins; g counts through (B, H)."""
+    """Pointer to head g of x (B, H, T, D), where g counts through (B, H)."""
     return x + (g // H) * strides[0] + (g % H) * strides[1]
 
 

@@ -1,7 +1,7 @@
 """`chunked.py` as one kernel for each pass: a program carries the state of a head through its chunks, on the chip.
 
-A program has one head g and one block of value columns e. What is read and written for a token is what the operator's
-arguments and results hold, and every C tokens the state, which the backward pass wants back. Names are chunked.py's.
+A program computes one head g and one block of value columns e. It reads and writes only the operator's arguments and
+results, and for the backward pass the state every C tokens. Names are those of chunked.py.
 """
 
 import triton
@@ -63,7 +63,7 @@ def forward_sweep(
     CERTAIN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """log_y, the state after, which tiles are doubtful, and for the backward pass the state before each chunk."""
+    """Write log_y, the state after, which tiles are doubtful, and if SAVE the state before each chunk."""
     blocks: tl.constexpr = (D_V + BV - 1) // BV
     g, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     d, e = tl.arange(0, BK), block * BV + tl.arange(0, BV)
@@ -99,7 +99,7 @@ def forward_sweep(
             _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V, C)
             unsure = 0
             if _some_doubtful(sums, z_sums, n, T, e, D_V, BV, C, CERTAIN):
-                k_n = load_chunk(k, k_strides[2], n * C, S, d, D_K, NOTHING, C, ACC)  # again, to keep no registers
+                k_n = load_chunk(k, k_strides[2], n * C, S, d, D_K, NOTHING, C, ACC)  # loaded again to save registers
                 v_n = load_chunk(log_v, v_strides[2], n * C, S, e, D_V, NOTHING, C, ACC)
                 first_k, first_v = _first_of_chunk(k_n, v_n, key_before, value_before, C)
                 unsure = _lacks_something(sums, z_sums, first_k, first_v, n, T, e, D_V, C, CERTAIN)
@@ -175,14 +175,14 @@ def backward_sweep(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Gradients, from the last chunk to the first: g_M is that of the state after a chunk, in the frame of the next."""
+    """Write gradients, from the last chunk to the first: g_M is for the state after a chunk."""
     blocks: tl.constexpr = (D_V + BV - 1) // BV
     g, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     d, e = tl.arange(0, BK), block * BV + tl.arange(0, BV)
     N, tiles = tl.cdiv(S, C), tl.cdiv(T, C)
     last = N if CAUSAL else 0  # slot of the state after all keys
     if any_of(doubtful + g * (tiles + 1) * blocks, (tiles + 1) * blocks):
-        return  # to exact_backward
+        return  # exact_backward computes this head
     q, k, log_v = head_of(q, q_strides, g, H), head_of(k, k_strides, g, H), head_of(log_v, v_strides, g, H)
     g_y = head_of(g_y, y_strides, g, H)
     part = block * (tl.num_programs(0) // blocks).to(tl.int64)  # of the sum over blocks
@@ -259,15 +259,15 @@ def backward_sweep(
 
 @triton.jit
 def exp_of_queries(q, key, OPERAND: tl.constexpr):
-    """e_q of q (C, BK): measured against a power of two for each row, after the frame of the keys has moved to it."""
+    """Return e_q for q (C, BK): scaled by a power of two for each row, including the frame of the keys."""
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), OPERAND)
-    row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)  # so that e_q is 0 beside a lost key, too
+    row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)  # e_q is then 0 beside a lost key, too
     return exp_measured(q, finite(row)[:, None] - key[None, :], OPERAND).to(OPERAND)
 
 
 @triton.jit
 def _causal_sums(e_q, e_k, e_v, M, z, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
-    """A = tril(e_q e_k^T) (C, C), the sums (C, BV) and those of the normalizer (C,)."""
+    """Return A = tril(e_q e_k^T) (C, C), the sums (C, BV) and those of the normalizer (C,)."""
     A = _lower(product(e_q, tl.trans(e_k), OPERAND, PRECISION, ACC))
     z_sums = tl.sum(e_q.to(ACC) * z[None, :], 1) + tl.sum(A, 1)
     A = A.to(OPERAND)
@@ -282,7 +282,7 @@ def _lower(A):
 
 @triton.jit
 def _first_state(log_s, log_z, d, e, D_K: tl.constexpr, D_V: tl.constexpr, OPERAND: tl.constexpr, ACC: tl.constexpr):
-    """Frames, M and z of the state before the first token."""
+    """Return the frames, M and z of the state before the first token."""
     here = (d < D_K)[:, None] & (e < D_V)[None, :]
     s = tl.load(log_s + d[:, None] * D_V + e[None, :], mask=here, other=NOTHING)  # (BK, BV)
     z = tl.load(log_z + d, mask=d < D_K, other=NOTHING)  # (BK,)
@@ -293,7 +293,7 @@ def _first_state(log_s, log_z, d, e, D_K: tl.constexpr, D_V: tl.constexpr, OPERA
 
 @triton.jit
 def _save(M_at, z_at, key_at, value_at, n, M, z, key, value, block, d, e, D_K: tl.constexpr, D_V: tl.constexpr):
-    """Slot n of what the backward pass wants of a head."""
+    """Store slot n of the tensors for the backward pass."""
     here = (d < D_K)[:, None] & (e < D_V)[None, :]
     M = M.to(M_at.dtype.element_ty)
     tl.store(M_at + n * tl.cast(D_K * D_V, tl.int64) + d[:, None] * D_V + e[None, :], M, mask=here)
@@ -320,7 +320,7 @@ def _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V: tl.constexpr, C: t
 
 @triton.jit
 def _some_doubtful(sums, z_sums, n, T, e, D_V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CERTAIN: tl.constexpr):
-    """Whether any sum of the tile is doubtful, be it a sum of something or of nothing."""
+    """Whether any sum of the tile is doubtful, including empty sums."""
     small = is_doubtful(sums, CERTAIN)
     if D_V % BV != 0:
         small &= (e < D_V)[None, :]
@@ -330,7 +330,7 @@ def _some_doubtful(sums, z_sums, n, T, e, D_V: tl.constexpr, BV: tl.constexpr, C
 
 @triton.jit
 def _first_of_chunk(k, v, key_before, value_before, C: tl.constexpr):
-    """From which token of the chunk on there is a key, and for each column a value that is not zero; C if never."""
+    """Return the chunk's first token with a key, and for each column the first with a nonzero value; C if none."""
     rows = tl.arange(0, C)
     alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
     first_k = tl.min(tl.where(alive, rows, C), 0)
@@ -341,7 +341,7 @@ def _first_of_chunk(k, v, key_before, value_before, C: tl.constexpr):
 
 @triton.jit
 def _first_if_seen(key, value, C: tl.constexpr):
-    """The same for what has been seen before: 0, or C if nothing."""
+    """The same for earlier tokens: 0, or C if there are none."""
     first_k = tl.where(tl.max(key, 0) > NOTHING, 0, C)
     return first_k, tl.where(value > NOTHING, first_k, C)
 
@@ -350,7 +350,7 @@ def _first_if_seen(key, value, C: tl.constexpr):
 def _lacks_something(
     sums, z_sums, first_k, first_v, n, T, e, D_V: tl.constexpr, C: tl.constexpr, CERTAIN: tl.constexpr
 ):
-    """Whether a sum of something is too small to be certain. A sum of nothing is 0, and certain."""
+    """Whether a sum with terms is doubtful. An empty sum is 0, and certain."""
     rows = tl.arange(0, C)
     real = (n * C + rows < T)[:, None] & (e < D_V)[None, :]
     small = is_doubtful(sums, CERTAIN) & (rows[:, None] >= first_v[None, :])
@@ -360,6 +360,6 @@ def _lacks_something(
 
 @triton.jit
 def _gradient_of_sums(g_y, sums, z_sums, OPERAND: tl.constexpr):
-    """From that of log_y = log(sums / z_sums). No gradient passes to a sum of nothing."""
+    """Return gradients of sums and z_sums from that of log_y = log(sums / z_sums); 0 for empty sums."""
     g_sums = tl.where(sums == 0.0, 0.0, g_y / tl.where(sums == 0.0, 1.0, sums))
     return g_sums.to(OPERAND), tl.where(z_sums == 0.0, 0.0, -tl.sum(g_y, 1) / tl.where(z_sums == 0.0, 1.0, z_sums))

@@ -1,4 +1,4 @@
-"""The published model's position encoding: a log-space recurrence that forgets, per feature."""
+"""The published model's position encoding: a log-space recurrence with forgetting, for each feature."""
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ def log_recurrence(
     """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), elementwise, from s_0 = 0 (Heinsen 2024's model, section 3).
 
     Args:
-        log_p: (B, T, D), logarithm of how much is kept, at most 0.
+        log_p: (B, T, D), logarithm of the share that is kept, at most 0.
         h: (B, T, D), logarithm of what is added.
         state: (B, D), s before the first token; None is zeros.
         return_state: also return s after the last token.
@@ -23,7 +23,7 @@ def log_recurrence(
         s (B, T, D) in the type of h, or (s, state), the state in float32 or float64.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
     """
     if log_p.shape != h.shape or h.dim() != 3 or 0 in h.shape:
         raise ValueError(f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} must both be (B, T, D), with T at least 1")

@@ -1,15 +1,16 @@
-"""The position recurrence in chunks: all chunks step through their C tokens side by side, then the carry is added.
+"""The position recurrence in chunks: all chunks step through their C tokens in parallel, then the carry is added.
 
-With A the running sum of log_p inside a chunk, and s_in the recurrence's value before the chunk,
+Let A be the running sum of log_p inside a chunk, and s_in the value of the recurrence before the chunk:
 
     s_t = logaddexp(local_t, A_t + s_in)        local_t: the recurrence of the chunk alone, from an empty sum
 
-A starts again in every chunk, so its rounding cannot grow with the sequence; the published form sums log_p over all of
-it, and its error grows with T. The backward pass is a linear recurrence run in reverse, in chunks too:
+A starts from 0 in every chunk, so its rounding error does not grow with the sequence. (The published form sums log_p
+over the whole sequence, and its error grows with T.)
+
+The backward pass is a linear recurrence in reverse, in chunks too:
 g_t = G_t + a_{t+1} g_{t+1}, where a_t = p_t exp(s_{t-1} - s_t) is at most 1.
 
-What goes from chunk to chunk is kept in float64, one number of C: where next to nothing is forgotten, the roundings of
-all chunks would add up.
+The carry between chunks is in float64: if almost nothing is forgotten, the rounding errors of all chunks add up.
 """
 
 from typing import Any
@@ -32,7 +33,7 @@ def chunked_log_recurrence(
     dtype, acc = h.dtype, torch.promote_types(h.dtype, torch.float32)
     start = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
     s = _recur(log_p.to(acc), h.to(acc), start)
-    return (s.to(dtype), s[:, -1].clone()) if return_state else s.to(dtype)  # a state that keeps no sequence alive
+    return (s.to(dtype), s[:, -1].clone()) if return_state else s.to(dtype)  # a view would keep the sequence in memory
 
 
 @torch.library.custom_op("log_gpt::log_recurrence", mutates_args=())
@@ -42,7 +43,7 @@ def _recur(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
     local, A = hs.clone(), log_ps.clone()
     for t in range(1, local.shape[2]):
         torch.logaddexp(local[:, :, t - 1] + log_ps[:, :, t], hs[:, :, t], out=local[:, :, t])
-        A[:, :, t] += A[:, :, t - 1]  # not cumsum, which on GPUs is not deterministic
+        A[:, :, t] += A[:, :, t - 1]  # not cumsum, which is not deterministic on GPUs
     last, kept = local[:, :, -1].double(), log_ps.double().sum(2)  # (B, N, D)
     carried = [start.double()]  # s before each chunk
     for n in range(local.shape[1] - 1):
@@ -60,9 +61,11 @@ def _(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
 def _recur_backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of log_p, h and start from that of s."""
     previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
-    a = (log_p + previous - s).exp_()  # (B, T, D): how much of s_{t-1} is in s_t
+    a = (log_p + previous - s).exp_()  # (B, T, D): share of s_{t-1} in s_t
     first, kept = s[:, :: min(CHUNK, s.shape[1])].double(), _chunk(log_p.roll(-1, 1), 0.0).double().sum(2)  # (B, N, D)
-    across = (kept[:, :-1] + first[:, :-1] - first[:, 1:]).exp_()  # how much of a chunk's first s is in the next one's
+    across = (
+        kept[:, :-1] + first[:, :-1] - first[:, 1:]
+    ).exp_()  # share of a chunk's first s in the next chunk's first
     g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s, across)
     g_p = g * a
     return g_p, g.mul_((h - s).exp_()), g_p[:, 0].clone()
@@ -98,7 +101,7 @@ def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:
     later = r[:, :, 0].to(torch.float64, copy=True)  # (B, N, D): first r of each chunk
     for n in reversed(range(N - 1)):
         later[:, n].addcmul_(across[:, n], later[:, n + 1])
-    weight = a.flip(2).cumprod(2).flip(2)  # of the next chunk's first r, in each r of this chunk
+    weight = a.flip(2).cumprod(2).flip(2)  # share of the next chunk's first r in each r of this chunk
     r[:, :-1].addcmul_(weight[:, :-1], later[:, 1:].to(r.dtype).unsqueeze(2))
     return r.flatten(1, 2)[:, :T].contiguous()
 

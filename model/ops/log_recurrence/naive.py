@@ -1,4 +1,4 @@
-"""The position recurrence as it is defined: one token after the other."""
+"""The position recurrence by its definition: one token after the other."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Sparse attention: softmax over a pattern of keys, at the cost of the keys that it sees."""
+"""Sparse attention: softmax over a pattern of keys, at a cost proportional to the number of these keys."""
 
 from model.ops.sparse_attention.attend import sparse_attention
 from model.ops.sparse_attention.naive import masked_attention, naive_sparse_attention

@@ -1,12 +1,11 @@
-"""Sparse attention in the time of what it sees: dense attention on the tiles of every part, joined in one softmax.
+"""Sparse attention in time proportional to its keys: dense attention on the tiles of every part, joined in one softmax.
 
-Tiles of disjoint keys give each their result y_p and the logarithm l_p of their softmax's sum. Together they are
+The tiles of part p give their result y_p and the logarithm l_p of their softmax's sum. Parts are disjoint, so together
 
     l = log sum_p exp(l_p),    y = sum_p exp(l_p - l) y_p
 
-and the backward pass of a tile, exp(scores - l) being its weights in the whole, is that of FlashAttention (Dao et al.
-2022, arXiv 2205.14135, algorithm 4) given y and l in place of y_p and l_p. So nothing of T x keys is kept, only q, k
-and v in each part's layout, y and l.
+A tile's weights in the whole are exp(scores - l), so its backward pass is that of FlashAttention (Dao et al. 2022,
+arXiv 2205.14135, algorithm 4) with y and l in place of y_p and l_p. It needs only y, l, and each part's q, k and v.
 """
 
 from collections.abc import Sequence
@@ -25,35 +24,35 @@ from model.ops.sparse_attention.tiles import UNSEEN, Tiles, tile_mask, tiles_of
 
 _ITSELF, _OTHER = "sparse_attention in tiles", "naive_sparse_attention"
 _aten = torch.ops.aten
-_BLOCK = 128  # queries, and keys, of a block of FlexAttention
-_SHORT = 128  # tokens: of fewer, tiles take longer to lay out than they save
+_BLOCK = 128  # queries and keys of a block in FlexAttention
+_SHORT = 128  # tokens: for shorter sequences, preparing tiles takes longer than it saves
 
 
-@torch.compiler.disable  # layouts and masks are made once and kept; FlexAttention is compiled by itself
+@torch.compiler.disable  # layouts and masks are cached; FlexAttention is compiled separately
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v, where each query sees the keys of its head's pattern.
+    """softmax(q k^T / sqrt(D)) v, where each query attends to the keys of its head's pattern.
 
-    On CPUs in tiles where that is faster than dense, on CUDA GPUs by FlexAttention, both of which skip what is masked;
-    else, which is said, dense.
+    CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention: both skip masked blocks.
+    Otherwise attention is dense with a mask, and a message says so.
 
     Args:
         q: (B, H, T, D).
-        k: (B, G, T, D), where G divides H: H / G heads in a row share one head of keys and values.
+        k: (B, G, T, D), where G divides H: H / G consecutive heads share a key and value head.
         v: (B, G, T, D).
         patterns: one for all heads, or H.
 
     Returns:
-        y (B, H, T, D) in the type of q; 0 where a query sees no key. Sums are kept in float32, or float64 for float64.
+        y (B, H, T, D) in the type of q; 0 where a query has no key. Sums are kept in float32, or float64 for float64.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
     """
     H, G = q.shape[1], k.shape[1]
     if k.shape != v.shape or H % G or k.shape != (q.shape[0], G, *q.shape[2:]) or len(patterns) not in (1, H):
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"{shapes} and {len(patterns)} patterns do not fit (B, H, T, D), (B, G, T, D) twice, 1 or H")
     q, k, v = as_autocast(q, k, v)
-    if q.numel() == 0:  # the kernels would divide by it
+    if q.numel() == 0:  # the kernels would divide by 0
         return q.clone()
     k, v = (x if G == H else x.repeat_interleave(H // G, dim=1) for x in (k, v))
     form = _form(q.device.type, q.dtype, q.shape[3])
@@ -67,13 +66,13 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
 
 
 def _form(device: str, dtype: torch.dtype, head_dim: int) -> str:
-    """How a device computes it."""
+    """Choose "tiles", "flex" or "masks"."""
     if device == "cpu":
         return "tiles"
     if device == "cuda" and head_dim >= 16 and dtype != torch.float64:
         return "flex"
     why = "needs 16 features a head and a smaller type than float64" if device == "cuda" else "is for CUDA GPUs"
-    say_once(f"sparse attention by masks, which skip nothing: FlexAttention {why}")
+    say_once(f"sparse attention computes masked scores too, which is slower: FlexAttention {why}")
     return "masks"
 
 
@@ -89,13 +88,13 @@ def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Ten
 
 
 def _tiles_pay(pattern: Pattern, T: int) -> bool:
-    """Whether tiles are faster than the dense form with a mask, as measured forward and backward on a CPU."""
+    """Whether tiles are faster than dense attention with a mask, as measured forward and backward on a CPU."""
     return T >= _SHORT and sum(tiles.n_scores(T) for tiles in tiles_of(pattern, T)) < 0.4 * T**2
 
 
 @lru_cache(maxsize=8)
 def _dense_mask(pattern: Pattern, T: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # kept, and training may be the next to want it
+    with torch.inference_mode(False):  # cached, and training may use it next
         t = torch.arange(T, device=device)
         return pattern_mask([pattern], t, t)
 
@@ -105,15 +104,15 @@ def _in_tiles(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
     laid_out = []
     layouts = tiles_of(pattern, q.shape[2])
     if not layouts:
-        return q * 0  # nobody sees anything
-    for tiles in layouts:  # outside of the operator: the gradients of layouts are autograd's
+        return q * 0  # no query has a key
+    for tiles in layouts:  # outside of the operator, so that autograd differentiates the layout
         laid_out += [tiles.queries(q[:, :, tiles.rows(q.shape[2])]), tiles.keys(k), tiles.keys(v)]
     y: Tensor = _Joined.apply(layouts, q.shape, *laid_out)
     return y
 
 
 class _Joined(torch.autograd.Function):
-    """One softmax over the tiles of all parts, by the CPU kernels under `scaled_dot_product_attention`."""
+    """One softmax over the tiles of all parts, by the CPU kernels of `scaled_dot_product_attention`."""
 
     @staticmethod
     def forward(ctx: Any, layouts: tuple[Tiles, ...], shape: torch.Size, *laid_out: Tensor) -> Tensor:
@@ -137,7 +136,7 @@ class _Joined(torch.autograd.Function):
             lse[:, :, rows] = total
         assert y is not None
         assert lse is not None
-        nothing = lse < UNSEEN / 2  # queries that see no key
+        nothing = lse < UNSEEN / 2  # queries without keys
         y, lse = y.masked_fill(nothing, 0).to(q.dtype), lse.masked_fill(nothing, 0)
         ctx.layouts = layouts
         ctx.save_for_backward(y, lse, *laid_out)
@@ -169,10 +168,10 @@ def _mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
 
 
 def _by_flex_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """FlexAttention's block masks.
+    """Attend by FlexAttention's block masks.
 
-    Compiled, and with its backward pass, this has not been run, which takes a GPU. A test holds its masks, and its
-    forward pass uncompiled, to the definition.
+    Compiled, and with its backward pass, this has not run on a GPU. A test compares its masks, and its forward pass
+    uncompiled, with the definition.
     """
     attend, _ = _flex_attention()
     y: Tensor = attend(q, k, v, block_mask=_block_mask(pattern, q.shape[2], q.device))
@@ -188,13 +187,13 @@ def _flex_attention() -> tuple[Any, Any]:
 
 @lru_cache(maxsize=64)
 def _block_mask(pattern: Pattern, T: int, device: torch.device) -> Any:
-    """Which blocks of 128 queries and keys are seen, a row at a time: torch's own way takes memory of T x T."""
+    """Return FlexAttention's mask of 128 x 128 blocks, computed by rows: torch's own function needs T x T memory."""
 
     def sees(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
         return pattern_sees(pattern, i, j)
 
     n = -(-T // _BLOCK)
-    with torch.inference_mode(False):  # kept, and training may be the next to want it
+    with torch.inference_mode(False):  # cached, and training may use it next
         t = torch.arange(n * _BLOCK, device=device)
         some, every = (torch.zeros(n, n, dtype=torch.bool, device=device) for _ in range(2))
         for row, i in enumerate(t.split(_BLOCK)):
@@ -207,6 +206,6 @@ def _block_mask(pattern: Pattern, T: int, device: torch.device) -> Any:
 
 
 def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of blocks (n, n): how many each row has (1, 1, n), and their numbers first (1, 1, n, n)."""
+    """Blocks (n, n) as FlexAttention wants them: counts of each row (1, 1, n), and their columns first (1, 1, n, n)."""
     numbers = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], numbers.to(torch.int32)[None, None]

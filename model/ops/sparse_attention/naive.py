@@ -1,4 +1,4 @@
-"""Sparse attention as its definition says: T x T scores, a mask, a softmax."""
+"""Sparse attention by its definition: T x T scores, a mask, a softmax."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,12 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         q: (B, H, T, D).
-        k: (B, G, S, D), H a multiple of G: query head h has key and value head h // (H / G) (Ainslie et al. 2023).
+        k: (B, G, S, D), H a multiple of G: query head h uses key and value head h // (H / G) (Ainslie et al. 2023).
         v: (B, G, S, D).
-        mask: (..., 1 or H, T, S), bool; True: may attend.
+        mask: (..., 1 or H, T, S), bool; True where a query may attend.
 
     Returns:
-        (B, H, T, D); 0 where a query sees no key.
+        (B, H, T, D); 0 where a query has no key.
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5

@@ -1,5 +1,7 @@
-"""Which keys a query sees. A pattern is the union of disjoint parts, and each part is so regular that its keys are
-reached by reshaping: bands of one residue class, blocks, and columns. `sees` is a part's definition.
+"""Patterns: which keys a query attends to.
+
+A pattern is a union of disjoint parts. Each part is so regular that its keys can be reached by reshaping: bands in one
+residue class, blocks, and columns.
 """
 
 from collections.abc import Sequence
@@ -9,8 +11,24 @@ import torch
 from torch import Tensor
 
 
+class _Part:
+    """A regular set of keys for every query."""
+
+    def sees(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether query i may attend to key j, in the broadcast shape of the two: the definition of the part."""
+        raise NotImplementedError
+
+    def reach(self) -> int | None:
+        """Largest distance from a query back to a key that it may attend to; None: unlimited."""
+        return None
+
+    def needed(self, j: Tensor, n: Tensor) -> Tensor:
+        """Whether query n or a later one may attend to an earlier key j."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Band:
+class Band(_Part):
     """Keys j = i - step n for first <= n <= last."""
 
     step: int
@@ -19,80 +37,62 @@ class Band:
     last: int | None
     """None: back to the beginning."""
     start: int = 0
-    """Keys before this position are left out: another part has them."""
+    """Keys before this position belong to another part."""
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
-        """Whether query i may attend to key j, in the broadcast shape of the two."""
         seen = ((i - j) % self.step == 0) & (i - j >= self.step * self.first) & (j >= self.start)
         return seen if self.last is None else seen & (i - j <= self.step * self.last)
 
     def reach(self) -> int | None:
-        """How far before a query the earliest key is that it may attend to; None: anywhere."""
         return None if self.last is None else self.step * self.last
 
     def needed(self, j: Tensor, n: Tensor) -> Tensor:
-        """Whether query n or a later one may attend to an earlier key j."""
         return (j >= self.start) & (self.last is None or j >= n - self.step * self.last)
 
 
 @dataclass(frozen=True)
-class Block:
-    """Keys j <= i of the same block of `size` tokens."""
+class Block(_Part):
+    """Keys j <= i in the query's own block of `size` tokens."""
 
     size: int
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
-        """Whether query i may attend to key j."""
         return (j <= i) & (i // self.size == j // self.size)
 
     def reach(self) -> int | None:
-        """How far before a query the earliest key is that it may attend to."""
         return self.size - 1
 
     def needed(self, j: Tensor, n: Tensor) -> Tensor:
-        """Whether query n or a later one may attend to an earlier key j."""
         return j // self.size == n // self.size
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Keys j <= i among the last `width` of every block of `size` tokens."""
+class Columns(_Part):
+    """Keys j <= i among the last `width` tokens of every block of `size` tokens."""
 
     size: int
     width: int
     own_block: bool
-    """Whether those of the query's own block are among them."""
+    """Whether the query's own block is included."""
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
-        """Whether query i may attend to key j."""
         near = j <= i if self.own_block else j // self.size < i // self.size
-        return near & (j % self.size >= self.size - self.width)
-
-    def reach(self) -> int | None:
-        """Keys are anywhere."""
-        return None
+        return near & self.needed(j, i)
 
     def needed(self, j: Tensor, n: Tensor) -> Tensor:
-        """Whether query n or a later one may attend to an earlier key j."""
         return j % self.size >= self.size - self.width
 
 
 @dataclass(frozen=True)
-class First:
+class First(_Part):
     """Keys j <= i among the first `count`."""
 
     count: int
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
-        """Whether query i may attend to key j."""
         return (j <= i) & (j < self.count)
 
-    def reach(self) -> int | None:
-        """Keys are anywhere."""
-        return None
-
     def needed(self, j: Tensor, n: Tensor) -> Tensor:
-        """Whether query n or a later one may attend to an earlier key j."""
         return j < self.count
 
 
@@ -101,23 +101,23 @@ Pattern = tuple[Part, ...]
 
 
 def window(size: int, dilation: int = 0, causal: bool = True) -> Pattern:
-    """Sliding windows, dilated by gaps of `dilation` (Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
+    """Sliding windows, with `dilation` keys skipped between two (Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
 
-    Causal: (i - j) mod (dilation + 1) = 0 and 0 <= i - j < size (dilation + 1): `size` keys, the query's own among
-    them. Else |i - j| <= floor(size / 2) (dilation + 1).
+    Causal: (i - j) mod (dilation + 1) = 0 and 0 <= i - j < size (dilation + 1), which are `size` keys, including the
+    query's own. Otherwise |i - j| <= floor(size / 2) (dilation + 1).
     """
     return (Band(dilation + 1, 0, size - 1) if causal else Band(dilation + 1, -(size // 2), size // 2),)
 
 
 def longformer(size: int, n_global: int) -> Pattern:
-    """A causal window, and the first `n_global` keys for everyone (Beltagy et al. 2020, section 3.1)."""
+    """A causal window and the first `n_global` keys (Beltagy et al. 2020, section 3.1)."""
     return Band(1, 0, size - 1, start=n_global), First(n_global)
 
 
 def strided(stride: int, which: str = "both") -> Pattern:
     """Child et al. 2019 (arXiv 1904.10509), section 4.3: A1 = {max(0, i - l) .. i}, A2 = {j <= i : (i - j) mod l = 0}.
 
-    `which`: "A1", "A2", or "both" for their union. In the union, A1 has A2's keys at a distance of 0 and l.
+    `which`: "A1", "A2", or "both" for their union, in which only A1 contains the keys at distances 0 and l.
     """
     first = 2 if which == "both" and stride > 1 else 0
     parts: dict[str, Part] = {"A1": Band(1, 0, stride), "A2": Band(stride, first, None)}
@@ -129,22 +129,21 @@ def strided(stride: int, which: str = "both") -> Pattern:
 def fixed(size: int, width: int, which: str = "both") -> Pattern:
     """Child et al. 2019, section 4.3: A1 = {j <= i : floor(j / l) = floor(i / l)}, A2 = {j <= i : j mod l >= l - c}.
 
-    `which`: "A1", "A2", or "both" for their union. Of A2 alone, the first l - c queries see nothing: their result is 0.
+    `which`: "A1", "A2", or "both" for their union. In A2 alone, the first l - c queries have no keys.
     """
     parts: dict[str, Part] = {"A1": Block(size), "A2": Columns(size, width, own_block=which == "A2")}
     return tuple(parts.values()) if which == "both" else (parts[which],)
 
 
 def is_causal(pattern: Pattern, T: int) -> bool:
-    """Whether each of T queries sees all keys up to its own."""
-    return any(  # parts are disjoint: one that has all leaves nothing to the others
-        part.size >= T
-        if isinstance(part, Block)
-        else isinstance(part, Band)
-        and (part.step, part.first, part.start) == (1, 0, 0)
-        and (part.last is None or part.last >= T - 1)
-        for part in pattern
-    )
+    """Whether each of T queries attends to all keys up to its own."""
+    for part in pattern:  # parts are disjoint: if one has all keys, the others are empty
+        match part:
+            case Block(size) if size >= T:
+                return True
+            case Band(1, 0, last, 0) if last is None or last >= T - 1:
+                return True
+    return False
 
 
 def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
@@ -152,17 +151,17 @@ def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
     kinds = list(dict.fromkeys(patterns))
     seen = torch.stack([pattern_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in kinds], dim=-3)
     of_head = [kinds.index(pattern) for pattern in patterns]
-    return seen if of_head == [*range(len(kinds))] else seen[..., of_head, :, :]
+    return seen if len(kinds) == 1 or of_head == [*range(len(kinds))] else seen[..., of_head, :, :]
 
 
 def needed_keys(patterns: Sequence[Pattern], j: Tensor, n: Tensor) -> Tensor:
-    """True where some head's query n, or a later one, may attend to key j, which is earlier; n and j broadcast."""
+    """True where query n or a later one may attend to the earlier key j in some head; n and j broadcast."""
     needed = [part.needed(j, n) for pattern in patterns for part in pattern]
     return torch.stack(torch.broadcast_tensors(*needed)).any(0)
 
 
 def reach_of(patterns: Sequence[Pattern]) -> int | None:
-    """How far before a query the earliest key is that some head may attend to; None: anywhere."""
+    """Largest distance from a query back to a key that some head may attend to; None: unlimited."""
     reaches = [part.reach() for pattern in patterns for part in pattern]
     return None if None in reaches else max(reach for reach in reaches if reach is not None)
 

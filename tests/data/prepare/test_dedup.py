@@ -2,19 +2,18 @@
 
 import hashlib
 import json
-import os
 import random
-import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.settings import UserError
+import data.prepare.join
 from data.prepare.dataset import prepare
-from data.prepare.dedup import DIGESTS, SeenDigests, read_digests
 from data.prepare.encode import document_digest
+from data.prepare.join import document_places, find_duplicates
+from data.prepare.parts import ENTRY, Part, StoredPart
 from data.shards import TokenStream, read_manifest
 
 
@@ -79,61 +78,21 @@ def test_no_document_is_in_two_splits_and_all_are_accounted_for(
         assert len(set(val)) == len(val)
 
 
-def test_entries_of_a_lost_stretch_are_the_documents_themselves(tmp_path):
-    with SeenDigests(tmp_path, 0) as seen:
-        assert [seen.is_duplicate(digest(text), i) for i, text in enumerate("abac", start=1)] == [0, 0, 1, 0]
-        seen.commit()
-    with SeenDigests(tmp_path, 2) as seen:  # the journal knew of "ab" alone
-        assert [seen.is_duplicate(digest(text), i) for i, text in enumerate("acdb", start=3)] == [1, 0, 0, 1]
+@pytest.mark.parametrize("at_once", [1, 7, 100, 2**23])
+def test_duplicates_are_found_across_parts_and_groups(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(data.prepare.join, "_DOCUMENTS_AT_ONCE", at_once)
+    rng = random.Random(0)
+    texts = [str(rng.randrange(70)) for _ in range(200)]
+    parts = []
+    for number, (first, last) in enumerate([(0, 1), (1, 90), (90, 90), (90, 200)]):
+        entries = np.array([(1, 0, 1, 0, 1, digest(text)) for text in texts[first:last]], ENTRY)
+        info = Part.model_construct(documents=last - first, entries_sha256=hashlib.sha256(entries).hexdigest())
+        parts.append(StoredPart(tmp_path, number, info))
+        parts[-1].path("entries").write_bytes(entries.tobytes())
+    assert find_duplicates(parts).tolist() == [text in texts[:i] for i, text in enumerate(texts)]
 
 
-def test_what_was_not_committed_is_forgotten(tmp_path):
-    with SeenDigests(tmp_path, 0) as seen:
-        seen.is_duplicate(digest("a"), 1)
-        seen.commit()
-        seen.is_duplicate(digest("b"), 2)
-    with SeenDigests(tmp_path, 1) as seen:
-        assert not seen.is_duplicate(digest("b"), 2)
-        assert seen.is_duplicate(digest("a"), 3)
-
-
-def test_another_document_in_the_place_of_one_is_noticed(tmp_path):
-    with SeenDigests(tmp_path, 0) as seen:
-        seen.is_duplicate(digest("a"), 1)
-        seen.is_duplicate(digest("b"), 2)
-        for text, number in (("c", 2), ("b", 1)):
-            with pytest.raises(UserError, match=rf"document {number} is not what it was before the restart: delete"):
-                seen.is_duplicate(digest(text), number)
-
-
-def test_saved_digests_are_read_again_and_checked(tmp_path):
-    texts = [f"{i % 70}" for i in range(100)]
-    with SeenDigests(tmp_path, 0) as seen:
-        for i, text in enumerate(texts, start=1):
-            seen.is_duplicate(digest(text), i)
-        seen.save(tmp_path / DIGESTS)
-    assert [row.tobytes() for row in read_digests(tmp_path / DIGESTS, 70)] == [digest(text) for text in texts[:70]]
-    with pytest.raises(UserError, match=r"digests\.bin is missing or of the wrong size: prepare this part again"):
-        read_digests(tmp_path / DIGESTS, 71)
-    content = bytearray((tmp_path / DIGESTS).read_bytes())
-    content[100] ^= 1
-    (tmp_path / DIGESTS).write_bytes(content)
-    with pytest.raises(UserError, match=r"digests\.bin is damaged"):
-        read_digests(tmp_path / DIGESTS, 70)
-
-
-def test_memory_is_bounded(tmp_path, monkeypatch):
-    """Python's part of it; SQLite's is its cache, which the pragma bounds."""
-    monkeypatch.setattr("data.prepare.dedup._CACHE_KIB", 256)
-    with SeenDigests(tmp_path, 0) as seen:
-        assert seen._database.execute("PRAGMA cache_size").fetchone() == (-256,)
-        peaks = []
-        for begin in (0, 10_000):
-            tracemalloc.start()
-            for i in range(begin, begin + 10_000):
-                seen.is_duplicate(hashlib.md5(str(i).encode()).digest(), i)
-            peaks.append(tracemalloc.get_traced_memory()[1])
-            tracemalloc.stop()
-        seen.commit()
-    assert max(peaks) < 50_000
-    assert os.path.getsize(tmp_path / "dedup.sqlite") > 10 * max(peaks)
+def test_a_document_is_in_a_split_by_its_digest():
+    digests = [bytes(8) + b"x" * 8, b"\xff" * 16, bytes(7) + b"\x80" + bytes(8)]
+    entries = np.array([(1, 0, 1, 0, 1, one) for one in digests], ENTRY)
+    assert document_places(entries).tolist() == [0.0, 1.0, 0.5]

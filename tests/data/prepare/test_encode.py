@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def encode(tokenizer_file, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 50)
 
     def run(source, workers=1, **options):
-        return list(encode_all(source, tokenizer_file, 0.1, workers, **options))
+        return list(encode_all(source, tokenizer_file, workers, **options))
 
     return run
 
@@ -65,18 +66,30 @@ def write_jsonl(path, texts):
     return path
 
 
+class Document(NamedTuple):
+    """A document with its ids."""
+
+    encoded: Encoded
+    ids: list[int]
+
+    @property
+    def text(self):
+        assert self.ids[-1] == 256
+        return bytes(self.ids[:-1]).decode()
+
+
 def items_of(batches):
-    return [item for batch in batches for item in batch.items]
-
-
-def text_of(item):
-    assert item.ids[-1] == 256
-    return bytes(item.ids[:-1].astype(np.uint8)).decode()
-
-
-def plain(items):
-    """Items that compare: numpy's arrays as lists."""
-    return [item if isinstance(item, Unreadable) else item._replace(ids=item.ids.tolist()) for item in items]
+    items = []
+    for batch in batches:
+        start = 0
+        for item in batch.items:
+            if isinstance(item, Encoded):
+                items.append(Document(item, batch.ids[start : start + item.tokens].tolist()))
+                start += item.tokens
+            else:
+                items.append(item)
+        assert start == batch.ids.size
+    return items
 
 
 def test_items_are_in_order_and_know_where_they_are_from(tmp_path, encode):
@@ -84,16 +97,15 @@ def test_items_are_in_order_and_know_where_they_are_from(tmp_path, encode):
     batches = encode(jsonl(*paths))
     assert len(batches) > 5
     items = items_of(batches)
-    assert [text_of(item) for item in items] == [f"{path.name} {i}" for path in paths for i in range(30)]
-    assert [(item.input, item.number) for item in items] == [(str(path), i + 1) for path in paths for i in range(30)]
+    assert [item.text for item in items] == [f"{path.name} {i}" for path in paths for i in range(30)]
+    assert [item.encoded[:2] for item in items] == [(str(path), i + 1) for path in paths for i in range(30)]
     for item in items:
-        utf8 = text_of(item).encode()
-        assert item.ids.dtype == np.uint16
-        assert item.utf8_bytes == len(utf8)
-        assert item.digest == hashlib.blake2b(utf8, digest_size=16).digest()
-    assert {item.split for item in items} == {"train", "val"}
+        utf8 = item.text.encode()
+        assert item.encoded.utf8_bytes == len(utf8)
+        assert item.encoded.digest == hashlib.blake2b(utf8, digest_size=16).digest()
     for batch in batches:
-        assert batch.position == (batch.items[-1].input, batch.items[-1].number)
+        assert batch.ids.dtype == np.uint16
+        assert batch.position == batch.items[-1][:2]
 
 
 @pytest.fixture
@@ -120,7 +132,7 @@ def test_whatever_can_be_wrong_is_counted_and_all_else_is_kept(mixed_files, enco
     skipped = Counter(item.reason for item in items if isinstance(item, Unreadable))
     wrong_files = ["empty file", "unreadable file", *["truncated archive", "corrupted archive"] * 2]
     assert skipped == Counter([*BAD_LINES.values(), *wrong_files])
-    texts = [text_of(item) for item in items if isinstance(item, Encoded)]
+    texts = [item.text for item in items if isinstance(item, Document)]
     assert texts[: len(BAD_LINES)] == [*GOOD_TEXTS, *GOOD_TEXTS][: len(BAD_LINES)]
     assert texts[-1] == "last"
     assert "kept" in texts
@@ -129,11 +141,11 @@ def test_whatever_can_be_wrong_is_counted_and_all_else_is_kept(mixed_files, enco
 def test_a_run_goes_on_after_any_position(mixed_files, encode):
     source = jsonl(*mixed_files)
     batches = encode(source)
-    whole = plain(items_of(batches))
+    whole = items_of(batches)
     assert len(batches) > 100
     for done in [*range(10), *range(10, len(batches), 97), *range(len(batches) - 10, len(batches))]:
-        rest = plain(items_of(encode(source, after=batches[done].position)))
-        assert rest == whole[len(items_of(batches[: done + 1])) :]
+        rest = items_of(encode(source, after=batches[done].position))
+        assert rest == whole[sum(len(batch.items) for batch in batches[: done + 1]) :]
 
 
 def test_files_before_the_position_are_not_opened(tmp_path, encode, monkeypatch):
@@ -142,7 +154,7 @@ def test_files_before_the_position_are_not_opened(tmp_path, encode, monkeypatch)
     monkeypatch.setattr(JsonlSource, "read", lambda self, name, *rest: opened.append(name) or read(self, name, *rest))
     seen = []
     items = items_of(encode(jsonl(*paths), seen=seen.append, after=Position(str(paths[1]), 4)))
-    assert [text_of(item) for item in items] == [f"1 {j}" for j in range(4, 10)] + [f"2 {j}" for j in range(10)]
+    assert [item.text for item in items] == [f"1 {j}" for j in range(4, 10)] + [f"2 {j}" for j in range(10)]
     assert opened == [str(path) for path in paths[1:]]
     assert sum(seen) == sum(path.stat().st_size for path in paths), "the first counts as read"
     with pytest.raises(UserError, match="is not among the input files any more"):
@@ -153,11 +165,9 @@ def test_passages_of_text_files_have_numbers(tmp_path, encode):
     path = tmp_path / "book.txt"
     path.write_text("".join(f"Paragraph {i}. {'word ' * 50}\n\n" for i in range(500)))
     items = items_of(encode(TextSource(name="text", path=str(path))))
-    assert [item.number for item in items] == list(range(1, len(items) + 1))
-    assert "".join(map(text_of, items)) == path.read_text()
-    assert plain(items_of(encode(TextSource(name="text", path=str(path)), after=Position(str(path), 3)))) == plain(
-        items[3:]
-    )
+    assert [item.encoded.number for item in items] == list(range(1, len(items) + 1))
+    assert "".join(item.text for item in items) == path.read_text()
+    assert items_of(encode(TextSource(name="text", path=str(path)), after=Position(str(path), 3))) == items[3:]
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=[str(line) for line in BAD_LINES])
@@ -166,7 +176,7 @@ def test_on_error_stop_names_reason_and_place(tmp_path, encode, line, reason):
     path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
     with pytest.raises(UserError) as error:
         encode(jsonl(path), on_error="stop")
-    assert str(error.value) == f"{path}:2: {reason}: mend it, or count such and go on with on_error=skip"
+    assert str(error.value) == f"{path}:2: {reason}: correct it, or skip such items with on_error=skip"
 
 
 def test_workers_give_what_one_process_gives(tmp_path, mixed_files, encode, monkeypatch):
@@ -174,7 +184,7 @@ def test_workers_give_what_one_process_gives(tmp_path, mixed_files, encode, monk
     write_jsonl(mixed_files[7], ["x" * 5000, "short", "y" * 5000, "z" * 5000])
     alone, together = (encode(jsonl(*mixed_files), workers=workers) for workers in (1, 2))
     assert [batch.position for batch in alone] == [batch.position for batch in together]
-    assert plain(items_of(alone)) == plain(items_of(together))
+    assert items_of(alone) == items_of(together)
     assert [len(batch.items) for batch in alone[-4:]] == [1, 1, 1, 1]
 
 
@@ -183,14 +193,14 @@ def test_a_long_line_gives_what_a_short_one_gives(tmp_path, encode, monkeypatch)
     records = [{"text": text, "meta": {"pile_set_name": "A"}}, {"meta": {"note": text}, "text": text}, {"text": "s"}]
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(json.dumps(r, ensure_ascii=i % 2 == 0).encode() for i, r in enumerate(records)))
-    short = plain(items_of(encode(jsonl(path))))
-    assert [item.set_name for item in short] == ["A", "jsonl", "jsonl"]
+    short = items_of(encode(jsonl(path)))
+    assert [item.encoded.set_name for item in short] == ["A", "jsonl", "jsonl"]
     for module in (data.prepare.encode, data.prepare.json_lines):
         monkeypatch.setattr(module, "LONG", 200)
     monkeypatch.setattr(data.prepare.json_lines, "_LONG_STRING", 100)
     monkeypatch.setattr(data.prepare.json_lines, "_PIECE", 16)
     monkeypatch.setattr(data.prepare.encode, "_CHUNK", 7)
-    assert plain(items_of(encode(jsonl(path)))) == short
+    assert items_of(encode(jsonl(path))) == short
 
 
 def test_a_text_that_cannot_be_tokenized_is_counted(tmp_path, encode, monkeypatch):
@@ -204,7 +214,7 @@ def test_a_text_that_cannot_be_tokenized_is_counted(tmp_path, encode, monkeypatc
     monkeypatch.setattr(Tokenizer, "encode_arrays", fail_on_b)
     path = write_jsonl(tmp_path / "a.jsonl", "abc")
     a, b, c = items_of(encode(jsonl(path)))
-    assert (text_of(a), text_of(c)) == ("a", "c")
+    assert (a.text, c.text) == ("a", "c")
     assert b == Unreadable("cannot be tokenized", f"{path}:2")
 
 
@@ -225,7 +235,7 @@ class Deadly(FileSource):
 
 
 def test_a_worker_that_is_killed_is_an_error(encode):
-    with pytest.raises(UserError, match="a worker process was killed, perhaps for want of memory"):
+    with pytest.raises(UserError, match="a worker process was killed, perhaps because memory ran out"):
         encode(Deadly(), workers=2)
 
 
@@ -238,7 +248,7 @@ from data.prepare.encode import encode_all
 from data.prepare.sources import JsonlSource
 if __name__ == "__main__":
     source = JsonlSource(name="jsonl", path={str(path)!r})
-    for _ in encode_all(source, Path({str(tokenizer_file)!r}), 0.1, 2):
+    for _ in encode_all(source, Path({str(tokenizer_file)!r}), 2):
         pids = sorted(child.pid for child in multiprocessing.active_children())
         if len(pids) == 2:
             break
@@ -274,7 +284,7 @@ def test_documents_of_the_pile_have_the_ids_of_encode_ordinary(gpt2_ranks, tmp_p
     save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
     source = jsonl(CORPORA / "pile_sample.jsonl.zst")
     texts = (source.parse(raw).text for raw in source.documents())
-    batches = encode_all(source, tmp_path / "tokenizer.json", 0.005, 1)
+    batches = encode_all(source, tmp_path / "tokenizer.json", 1)
     for _ in range(5):
-        for item in next(batches).items:
-            assert item.ids.tolist() == [*of_tiktoken.encode_ordinary(next(texts)), tokenizer.eot_id]
+        for item in items_of([next(batches)]):
+            assert item.ids == [*of_tiktoken.encode_ordinary(next(texts)), tokenizer.eot_id]

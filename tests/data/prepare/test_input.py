@@ -55,6 +55,7 @@ def test_a_file_with_two_names_is_read_once(tmp_path, monkeypatch):
     assert sum(split.total.documents for split in manifest.splits.values()) == 50
 
 
+@pytest.mark.slow
 def test_an_archive_of_nothing_but_ends_of_lines_takes_little_memory(tmp_path):
     path = tmp_path / "lines.jsonl.zst"
     path.write_bytes(zstandard.ZstdCompressor().compress(b"\n" * 60_000_000))

@@ -26,7 +26,7 @@ def inspect(command, dataset):
     """Runs the command on the dataset, which must succeed, and returns what it printed."""
 
     def run(*arguments):
-        result = command("scripts/inspect_dataset", str(dataset), *map(str, arguments))
+        result = command("scripts/inspect_dataset", f"dataset_dir={dataset}", *arguments)
         assert result.status == 0, result.err
         return result.out
 
@@ -76,7 +76,7 @@ def tokens_of(corpus):
 def test_provenance_by_settings(inspect, dataset, tokens_of):
     batches = TrainBatches(TokenStream(dataset, read_manifest(dataset), "train"), 50, 4, seed=3)
     token_ids, targets = batches.batch(6)
-    printed = inspect("--step", 7, "--seed", 3, "--seq-len", 50, "--batch-tokens", 200)
+    printed = inspect("step=7", "seed=3", "seq_len=50", "batch_tokens=200")
     assert tokens_of(printed) == np.concatenate([token_ids, targets[:, -1:]], axis=1).tolist()
 
 
@@ -96,47 +96,47 @@ def test_provenance_of_a_run(inspect, dataset, tokens_of, tiny, monkeypatch, mix
     fit(config)
     for step in (1, 2, 3):
         expected = [torch.cat([x, y[:, -1:]], dim=1) for x, y in trained[step]]
-        assert tokens_of(inspect("--step", step, "--run", config.run_dir)) == torch.cat(expected).tolist()
+        assert tokens_of(inspect(f"step={step}", f"run_dir={config.run_dir}")) == torch.cat(expected).tolist()
 
 
 @pytest.mark.usefixtures("restored_torch")
 def test_a_run_on_another_dataset_is_refused(tiny, command, dataset):
     config = tiny({"max_steps": 2})
     fit(config)
-    result = command("scripts/inspect_dataset", str(dataset), "--step", "1", "--run", str(config.run_dir))
+    result = command("scripts/inspect_dataset", f"dataset_dir={dataset}", "step=1", f"run_dir={config.run_dir}")
     assert result.status == 1
-    assert f"was trained on {config.dataset_dir}, not on {dataset}: inspect that" in result.err
+    assert f"was trained on {config.dataset_dir}, not on {dataset}: use dataset_dir={config.dataset_dir}" in result.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--step", "1"], "--step is a step of which run? Give --run RUN_DIR, or --seed, --seq-len and --batch-tokens"),
-        (["--step", "1", "--run", "nowhere"], "checkpoint=nowhere holds no checkpoint"),
-        (["--step", "1", "--seed", "1", "--seq-len", "3", "--batch-tokens", "8"], "is not a multiple of --seq-len 3"),
-        (["--step", "1", "--seed", "1", "--seq-len", "9999", "--batch-tokens", "9999"], "needs 10000 tokens"),
-        (["--step", "0"], "--step: '0' is not a whole number from 1 on"),
-        (["--window", "999999"], "token 999999 is not in 'train', which has"),
-        (["--window", "-5"], "token -5 is not in 'train'"),
-        (["--chart", "nowhere/sets.png"], "No such file or directory"),
+        (["step=1"], "step is a step of which run? Give run_dir, or seed, seq_len and batch_tokens"),
+        (["step=1", "run_dir=nowhere"], "checkpoint=nowhere holds no checkpoint"),
+        (["step=1", "seed=1", "seq_len=3", "batch_tokens=8"], "is not a multiple of seq_len=3"),
+        (["step=1", "seed=1", "seq_len=9999", "batch_tokens=9999"], "needs 10000 tokens"),
+        (["step=0"], "config step='0': Input should be greater than 0"),
+        (["window=999999"], "token 999999 is not in 'train', which has"),
+        (["window=-5"], "token -5 is not in 'train'"),
+        (["chart=nowhere/sets.png"], "No such file or directory"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line(command, dataset, arguments, named):
-    result = command("scripts/inspect_dataset", str(dataset), *arguments)
+    result = command("scripts/inspect_dataset", f"dataset_dir={dataset}", *arguments)
     assert result.status != 0
     assert named in result.err
     assert "Traceback" not in result.err
 
 
 def test_windows_show_text_and_where_it_is_from(inspect, dataset, corpus, tokens_of):
-    printed = inspect("--window", 0, 30, "--tokens", 40, "--split", "val")
+    printed = inspect("window=0,30", "tokens=40", "split=val")
     first, second = re.split(r"\n(?=  set )", printed)[1:]
     for part, start in ((first, 0), (second, 30)):
         ids = TokenStream(dataset, read_manifest(dataset), "val").read(start, start + 40).tolist()
         assert tokens_of(part) == [ids]
         text = "".join("<|endoftext|>" if i == 256 else chr(i) for i in ids)
         assert text in part
-    assert len(re.split(r"\n(?=  set )", inspect("--random", 3))) == 4
+    assert len(re.split(r"\n(?=  set )", inspect("random=3"))) == 4
 
 
 def test_the_end_of_a_split_ends_its_last_window(dataset):
@@ -159,7 +159,7 @@ def test_names_are_no_markup(dataset, command):
     raw = json.loads((dataset / "manifest.json").read_text())
     rename(raw)
     (dataset / "manifest.json").write_text(json.dumps(raw))
-    result = command("scripts/inspect_dataset", str(dataset), "--chart", str(dataset / "sets.png"))
+    result = command("scripts/inspect_dataset", f"dataset_dir={dataset}", f"chart={dataset / 'sets.png'}")
     assert result.status == 0, result.err
     assert "[red]A[/red]" in result.out
     assert imread(dataset / "sets.png").shape[0] > 100

@@ -70,6 +70,7 @@ def long_and_short(line, all_are_long, piece, monkeypatch):
     line=st.sampled_from(LINES[:-1]),
     piece=st.integers(12, 20),
 )
+@pytest.mark.slow
 def test_long_lines_say_what_short_ones_say(all_are_long, monkeypatch, text, line, piece):
     long, short = long_and_short(line.replace("%", text).encode(), all_are_long, piece, monkeypatch)
     assert long == short == json.loads(f'"{text}"').encode()
@@ -83,6 +84,7 @@ def test_long_lines_say_what_short_ones_say(all_are_long, monkeypatch, text, lin
     line=st.sampled_from(LINES),
     piece=st.integers(12, 20),
 )
+@pytest.mark.slow
 def test_long_lines_are_refused_as_short_ones_are(all_are_long, monkeypatch, before, wrong, after, line, piece):
     content = line.replace("%", before + wrong + after).encode("utf-8", "surrogateescape")
     long, short = long_and_short(content, all_are_long, piece, monkeypatch)

@@ -8,17 +8,17 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-import data.prepare.assembly
 import data.prepare.encode
+import data.prepare.join
 import data.prepare.merge
+import data.prepare.parts
 from common.settings import UserError, decode
 from data.prepare.dataset import PrepareConfig, prepare
-from data.prepare.dedup import DIGESTS
-from data.prepare.journal import JOURNAL
 from data.prepare.merge import merge
-from data.shards import read_manifest
+from data.prepare.parts import read_parts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -82,7 +82,7 @@ def parts(make, tmp_path):
 @pytest.mark.parametrize("dedup", ["none", "exact"])
 @pytest.mark.parametrize("num_tasks", [2, 3, 7])
 def test_merged_bytes_are_those_of_one_machine(make, tmp_path, monkeypatch, dedup, num_tasks):
-    monkeypatch.setattr(data.prepare.merge, "_TOKENS_OF_A_BATCH", 500)
+    monkeypatch.setattr(data.prepare.parts, "_TOKENS_OF_A_PART", 2000)
     whole = make("whole", dedup=dedup)
     for i in reversed(range(num_tasks)):
         make("parts", dedup=dedup, num_tasks=num_tasks, task_index=i, workers=1 + i % 3)
@@ -124,26 +124,21 @@ def test_no_parts_have_anything(make, tmp_path):
     assert not (tmp_path / "merged.partial").exists()
 
 
-@pytest.mark.parametrize("journals", [0, 1, 4, 9])
-def test_a_merge_that_was_stopped_goes_on(make, parts, tmp_path, monkeypatch, capsys, journals):
+@pytest.mark.parametrize("copied", [0, 1, 2])
+def test_a_merge_that_was_stopped_can_be_started_again(make, parts, tmp_path, monkeypatch, copied):
     make("whole", dedup="exact")
-    monkeypatch.setattr(data.prepare.merge, "_TOKENS_OF_A_BATCH", 500)
-    monkeypatch.setattr(data.prepare.assembly, "_SECONDS_BETWEEN_SAVES", 0.0)
-    monkeypatch.setattr(data.prepare.assembly, "_SHARE_OF_SAVING", 1e9)
-    write, calls = data.prepare.assembly.write_journal, iter(range(journals))
+    copy, calls = data.prepare.join._copy, iter(range(copied))
 
     def stop(*args):
         if next(calls, None) is None:
             raise KeyboardInterrupt
-        write(*args)
+        copy(*args)
 
-    monkeypatch.setattr(data.prepare.assembly, "write_journal", stop)
+    monkeypatch.setattr(data.prepare.join, "_copy", stop)
     with pytest.raises(KeyboardInterrupt):
         merge(parts, tmp_path / "merged")
-    monkeypatch.setattr(data.prepare.assembly, "write_journal", write)
-    capsys.readouterr()
+    monkeypatch.setattr(data.prepare.join, "_copy", copy)
     merge(parts, tmp_path / "merged")
-    assert ("going on with" in capsys.readouterr().out) == (journals > 0)
     assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
 
 
@@ -163,28 +158,25 @@ def flip(path, at=40):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda part: flip(part / "train-00001.bin"), r"task-00001-of-00003/train-00001\.bin is damaged: its sha256"),
-        (lambda part: flip(part / "val-00000.idx"), r"task-00001-of-00003/val-00000\.idx is damaged"),
-        (lambda part: flip(part / DIGESTS), r"task-00001-of-00003/digests\.bin is damaged"),
-        (lambda part: (part / DIGESTS).unlink(), r"task-00001-of-00003/digests\.bin is missing"),
-        (lambda part: (part / "train-00000.bin").unlink(), r"task-00001-of-00003/train-00000\.bin is missing"),
-        (lambda part: (part / "manifest.json").write_text("{}"), r"task-00001-of-00003/manifest\.json has format"),
-        (lambda part: (part / "manifest.json").unlink(), r"task-00001-of-00003 does not exist or has no manifest"),
+        (lambda part: flip(part / "part-00000.bin"), r"is damaged: .*part-00000\.bin is damaged: its sha256"),
+        (lambda part: flip(part / "part-00000.entries"), r"is damaged: .*part-00000\.entries is damaged: its sha256"),
+        (lambda part: (part / "part-00000.bin").unlink(), r"is damaged: .*part-00000\.bin is missing"),
+        (lambda part: (part / "part-00000.json").write_text("{}"), r"is damaged: .*'input' is missing"),
+        (lambda part: (part / "plan.json").unlink(), r"is damaged: .*plan\.json"),
+        (lambda part: (part / "tokenizer.json").write_text("{}"), r"is not a tokenizer"),
         (
-            lambda part: part.rename(part.with_name(part.name + ".partial")),
-            r"task-00001-of-00003 is missing: run the command that made the others, with task_index=1, to its end",
+            lambda part: (part / "finished").unlink(),
+            r"is missing or not finished: run the command that made the others, with task_index=0, to its end",
         ),
     ],
 )
-def test_damaged_parts_are_named_and_leave_nothing(parts, tmp_path, monkeypatch, damage, message):
-    monkeypatch.setattr(data.prepare.merge, "_TOKENS_OF_A_BATCH", 100)
-    monkeypatch.setattr(data.prepare.assembly, "_SECONDS_BETWEEN_SAVES", 0.0)
-    damage(parts / "task-00001-of-00003")
-    with pytest.raises(UserError, match=message) as error:
+def test_damaged_parts_are_named_and_leave_nothing(parts, tmp_path, damage, message):
+    damage(parts / "task-00000-of-00003")
+    with pytest.raises(UserError, match=r"task-00000-of-00003\S* " + message) as error:
         merge(parts, tmp_path / "merged")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "merged").exists()
-    assert not (tmp_path / "merged.partial").exists(), "nobody goes on from what a damaged part gave"
+    assert not (tmp_path / "merged.partial").exists()
 
 
 def test_parts_of_other_settings(make, parts, tmp_path, rank_file):
@@ -204,7 +196,7 @@ def test_parts_of_a_tokenizer_that_changed(make, tmp_path, rank_file):
         lines = rank_file.read_bytes().splitlines(keepends=True)
         ranks.write_bytes(b"".join(lines[: len(lines) - i]))
         make("parts", num_tasks=2, task_index=i, tokenizer={"name": "gpt2", "path": str(ranks)})
-    with pytest.raises(UserError, match="task-00001-of-00002 was made with another tokenizer than task-00000-of-00002"):
+    with pytest.raises(UserError, match=r"task-00001-of-00002 was made with other .* tokenizer.s ranks="):
         merge(tmp_path / "parts", tmp_path / "merged")
 
 
@@ -212,7 +204,7 @@ def test_a_part_that_is_missing_is_made_by_what_is_printed(command, files, tmp_p
     settings = ["data=jsonl", f"data.path='{files}'", "tokenizer=bytes", "val_fraction=0.2", "workers=1"]
     made = ["scripts/prepare_data", *settings, f"out_dir={tmp_path / 'parts'}", "num_tasks=2"]
     assert command(*made, "task_index=0").status == 0
-    joined = ["scripts/merge_dataset", str(tmp_path / "parts"), str(tmp_path / "merged")]
+    joined = ["scripts/merge_dataset", f"parts_dir={tmp_path / 'parts'}", f"out_dir={tmp_path / 'merged'}"]
     result = command(*joined)
     option = re.search(r"run the command that made the others, with (\S+), to its end", result.err)
     assert command(*made, option[1]).status == 0
@@ -225,7 +217,7 @@ def test_folders_without_all_parts(parts, tmp_path):
         merge(tmp_path / "nothing", tmp_path / "merged")
     shutil.rmtree(parts / "task-00000-of-00003")
     shutil.rmtree(parts / "task-00002-of-00003")
-    with pytest.raises(UserError, match=r"task-00000-of-00003 is missing \(2 of 3 are\): run the command"):
+    with pytest.raises(UserError, match=r"task-00000-of-00003 is missing or not finished \(2 of 3 are\): run"):
         merge(parts, tmp_path / "merged")
     (parts / "task-00000-of-00002").mkdir()
     with pytest.raises(UserError, match="holds parts of num_tasks=2 and num_tasks=3: delete one kind"):
@@ -236,9 +228,8 @@ def test_a_task_takes_its_own_row_of_files(make, files, tmp_path):
     names = []
     for i in range(3):
         make("parts", num_tasks=3, task_index=i)
-        inputs = read_manifest(tmp_path / "parts" / f"task-{i:05}-of-00003").inputs
-        assert inputs
-        names += inputs
+        folder = tmp_path / "parts" / f"task-{i:05}-of-00003"
+        names += [name for part in read_parts(folder, np.dtype("<u2")) for name in part.info.inputs]
     assert names == sorted(names)
     assert len(names) == 6
 
@@ -269,9 +260,9 @@ def test_parts_do_not_go_into_a_dataset(make, tmp_path):
         make("parts")
 
 
-def run_script(monkeypatch, capsys, *arguments):
+def run_script(monkeypatch, capsys, parts_dir, out_dir):
     """Status, standard output and standard error of merge_dataset.py."""
-    monkeypatch.setattr(sys, "argv", ["merge_dataset.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["merge_dataset.py", f"parts_dir={parts_dir}", f"out_dir={out_dir}"])
     capsys.readouterr()
     status = 0
     try:
@@ -289,13 +280,6 @@ def test_the_command(parts, tmp_path, monkeypatch, capsys):
     assert (status, out) == (1, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    monkeypatch.setattr(data.prepare.merge, "find_parts", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(data.prepare.merge, "find_tasks", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     status, _, err = run_script(monkeypatch, capsys, parts, tmp_path / "merged")
-    assert (status, err) == (130, "error: interrupted; the same command goes on from what is written\n")
-
-
-def test_only_tasks_keep_digests_and_only_with_dedup(make, tmp_path):
-    make("whole", dedup="exact")
-    make("parts", num_tasks=2, task_index=0)
-    assert not list(tmp_path.rglob(DIGESTS))
-    assert not list(tmp_path.rglob(JOURNAL))
+    assert (status, err) == (130, "error: interrupted; run the same command again to continue\n")

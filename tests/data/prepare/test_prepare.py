@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-import data.prepare.assembly
 import data.prepare.encode
+import data.prepare.parts
 from common.settings import UserError
 from data.prepare.dataset import prepare
 from data.shards import TokenStream, read_manifest
@@ -124,10 +124,9 @@ def test_what_stops_a_run_can_be_skipped_by_the_next(config, corpus, tmp_path, m
     corpus.write_text("\n".join([*lines[:150], "{", *lines[150:]]))
     prepare(config(out_dir=str(tmp_path / "skipped")))
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 1000)
-    monkeypatch.setattr(data.prepare.assembly, "_SECONDS_BETWEEN_SAVES", 0.0)
-    monkeypatch.setattr(data.prepare.assembly, "_SHARE_OF_SAVING", 1e9)
+    monkeypatch.setattr(data.prepare.parts, "_SECONDS_OF_A_PART", 0.0)
     for _ in range(2):
-        with pytest.raises(UserError, match=r"corpus\.jsonl:151: malformed JSON: mend it, or .* on_error=skip"):
+        with pytest.raises(UserError, match=r"corpus\.jsonl:151: malformed JSON: correct it, or .* on_error=skip"):
             prepare(config(on_error="stop"))
     assert "going on with" in capsys.readouterr().out
     prepare(config(on_error="skip"))

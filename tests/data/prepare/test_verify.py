@@ -312,12 +312,12 @@ def test_manifests_that_are_none(dataset, content):
 
 
 def test_the_command(dataset, command):
-    result = command("scripts/verify_dataset", str(dataset))
+    result = command("scripts/verify_dataset", f"dataset_dir={dataset}")
     assert result.status == 0
     assert f"{dataset} is whole: 200 documents, " in result.out
     (dataset / "train-00001.idx").unlink()
     (dataset / "val-00000.bin").unlink()
-    result = command("scripts/verify_dataset", str(dataset))
+    result = command("scripts/verify_dataset", f"dataset_dir={dataset}")
     assert result.status == 1
     assert result.out == ""
     assert [line.split()[:2] for line in result.err.splitlines()] == [
@@ -327,6 +327,6 @@ def test_the_command(dataset, command):
 
 
 def test_no_threads_are_no_answer(dataset, command):
-    result = command("scripts/verify_dataset", str(dataset), "--threads", "0")
-    assert result.status == 2
-    assert "argument --threads: '0' is not a whole number from 1 on" in result.err
+    result = command("scripts/verify_dataset", f"dataset_dir={dataset}", "threads=0")
+    assert result.status == 1
+    assert "config threads='0': Input should be greater than 0" in result.err

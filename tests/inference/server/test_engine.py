@@ -1,4 +1,4 @@
-"""The engine, turn by turn, against inference/generate.py: a text is what it would be alone."""
+"""The engine, turn by turn: a text is what the model alone would write."""
 
 import itertools
 import time
@@ -7,10 +7,13 @@ from collections import Counter
 import pytest
 import torch
 
-from inference.generate import SamplingConfig, generate
-from inference.server.engine import PIECE, Engine, Full, Stopped
-from inference.server.text import Completion, Piece, TextRequest, read_ids
+from data.tokenizer import BytesConfig, build_tokenizer
+from inference.completion import Completion, Piece, TextRequest
+from inference.engine import PIECE, Engine
+from inference.sampling import SamplingConfig, draw, next_token_probabilities
+from inference.server.worker import Full, Stopped, Worker
 
+TOKENIZER = build_tokenizer(BytesConfig(name="bytes"))
 SAMPLING = [
     SamplingConfig(),
     SamplingConfig(temperature=0),
@@ -21,13 +24,13 @@ SAMPLING = [
 
 
 class Reader:
-    """A text given to an engine, and all that was told of it."""
+    """A text for an engine, and everything that it reports."""
 
-    def __init__(self, engine, **request):
-        defaults = {"prompt_ids": tuple(b"abc"), "max_tokens": 10, "sampling": SamplingConfig(), "seed": 1}
-        self.request = TextRequest(**(defaults | request))
+    def __init__(self, prompt=b"abc", **request):
+        defaults = {"max_tokens": 10, "sampling": SamplingConfig(), "seed": 1, "prompt_start": 1}
+        self.request = TextRequest((256, *prompt), **(defaults | request))
         self.news = []
-        self.completion = Completion(self.request, engine.tokenizer, self.news.append)
+        self.completion = Completion(self.request, TOKENIZER, self.news.append)
 
     @property
     def text(self):
@@ -44,15 +47,16 @@ class Reader:
 
 
 @pytest.fixture
-def make_engine(make_gpt, tokenizer):
-    def make(max_streams=4, max_queue=100, gpt=None):
-        return Engine(gpt or make_gpt(), tokenizer, max_streams, max_queue)
+def make_engine(make_gpt):
+    def make(max_streams=4, gpt=None, interleave=True):
+        return Engine(gpt or make_gpt(), 257, max_streams, interleave)
 
     return make
 
 
-def submit(engine, **request):
-    reader = Reader(engine, **request)
+def submit(engine, *prompt, **request):
+    """Give a text to an engine or a worker."""
+    reader = Reader(*prompt, **request)
     engine.submit([reader.completion])
     return reader
 
@@ -66,11 +70,14 @@ def turn_until_ended(engine, readers, limit=10_000):
 
 
 def alone(engine, request):
-    """The same text by `generate`: its bytes up to <|endoftext|>, decoded at once."""
-    ids = torch.tensor([read_ids(request.prompt_ids, engine.tokenizer)])
-    generators = [torch.Generator().manual_seed(request.seed)]
-    tokens = generate(engine.gpt, ids, n_vocab=257, sampling=request.sampling, generators=generators)
-    drawn = [int(token.item()) for token in itertools.islice(tokens, request.max_tokens)]
+    """The same text from forward passes over all of it: its bytes up to <|endoftext|>, decoded at once."""
+    drawn, generator = [], torch.Generator().manual_seed(request.seed)
+    for _ in range(request.max_tokens):
+        ids = torch.tensor([*request.ids, *drawn])
+        with torch.no_grad():
+            logits = engine.gpt(ids.unsqueeze(0))[0, -1, :257]
+        seen = torch.bincount(ids, minlength=257).bool() & (torch.arange(257) < 256)
+        drawn.append(draw(next_token_probabilities(logits, request.sampling, seen), generator))
     text = bytes(itertools.takewhile(lambda token: token < 256, drawn)).decode(errors="replace")
     ends = [text.find(stop) for stop in request.stop if stop in text]
     return text[: min(ends)] if ends else text
@@ -85,15 +92,14 @@ MODELS = [
 ]
 
 
+@pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize(("attention", "position"), MODELS)
-def test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_gpt, attention, position):
-    engine = make_engine(gpt=make_gpt(attention, position))
+def test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_gpt, attention, position, interleave):
+    engine = make_engine(gpt=make_gpt(attention, position), interleave=interleave)
     readers = []
     for i in range(12):  # more than there are places, of different lengths, at different times
-        prompt = tuple(b"some words and more " * (1 + 5 * (i % 4)))[: 7 + 13 * i]
-        readers.append(
-            submit(engine, prompt_ids=prompt, max_tokens=5 + 7 * (i % 5), seed=i, sampling=SAMPLING[i % len(SAMPLING)])
-        )
+        prompt = (b"some words and more " * (1 + 5 * (i % 4)))[: 7 + 13 * i]
+        readers.append(submit(engine, prompt, max_tokens=5 + 7 * (i % 5), seed=i, sampling=SAMPLING[i % len(SAMPLING)]))
         engine.turn()
         engine.turn()
     turn_until_ended(engine, readers)
@@ -104,8 +110,8 @@ def test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_g
 
 def test_a_prompt_of_many_pieces_is_read_as_one(make_engine):
     engine = make_engine()
-    reader = submit(engine, prompt_ids=tuple(b"0123456789" * 60), max_tokens=20)
-    assert len(reader.request.prompt_ids) > 2 * PIECE
+    reader = submit(engine, b"0123456789" * 60, max_tokens=20)
+    assert len(reader.request.ids) > 2 * PIECE
     turn_until_ended(engine, [reader])
     assert reader.text == alone(engine, reader.request)
 
@@ -116,7 +122,7 @@ def test_all_streams_are_read_in_one_forward_pass(make_engine, monkeypatch):
     monkeypatch.setattr(
         engine.gpt, "forward", lambda ids, *a, **k: (shapes.append(tuple(ids.shape)), forward(ids, *a, **k))[1]
     )
-    readers = [submit(engine, prompt_ids=tuple(b"x" * (i + 1)), max_tokens=30, seed=i) for i in range(16)]
+    readers = [submit(engine, b"x" * (i + 1), max_tokens=30, seed=i) for i in range(16)]
     turn_until_ended(engine, readers)
     assert (16, 1) in shapes
     assert sum(T == 1 and B > 1 for B, T in shapes) <= 16 + 30  # and not 16 times 30
@@ -126,7 +132,7 @@ def test_a_long_prompt_holds_up_neither_texts_nor_other_prompts(make_engine):
     engine = make_engine(max_streams=3)
     first = submit(engine, max_tokens=1000, sampling=SamplingConfig(temperature=0))
     engine.turn()
-    long = submit(engine, prompt_ids=tuple(b"l" * (PIECE * 50)), max_tokens=1)
+    long = submit(engine, b"l" * (PIECE * 50), max_tokens=1)
     for _ in range(3):
         engine.turn()
     told = len(first.news)
@@ -134,7 +140,7 @@ def test_a_long_prompt_holds_up_neither_texts_nor_other_prompts(make_engine):
     turns = turn_until_ended(engine, [short])
     assert turns <= 6  # its piece comes every other turn
     assert not long.ended
-    assert first.completion._n_tokens >= 3 + turns  # a token at every turn
+    assert first.completion.n_tokens >= 3 + turns  # a token at every turn
     assert told
 
 
@@ -149,26 +155,26 @@ def test_whoever_waits_is_next(make_engine):
 
 
 def test_the_queue_has_an_end(make_engine):
-    engine = make_engine(max_streams=2, max_queue=1)
-    readers = [submit(engine) for _ in range(3)]
-    with pytest.raises(Full, match="3 texts are being written or wait already: try again"):
-        submit(engine)
-    engine.turn()
+    worker = Worker(make_engine(max_streams=2), max_queue=1)
+    readers = [submit(worker) for _ in range(3)]
+    with pytest.raises(Full, match="3 texts are being written or waiting already: try again"):
+        submit(worker)
+    worker.turn()
+    assert worker.load == (2, 1)
     with pytest.raises(Full):
-        submit(engine)
-    turn_until_ended(engine, readers)
-    engine.turn()
-    several = [Reader(engine) for _ in range(4)]
+        submit(worker)
+    turn_until_ended(worker, readers)
+    several = [Reader() for _ in range(4)]
     with pytest.raises(Full):  # all or none
-        engine.submit([reader.completion for reader in several])
-    engine.submit([reader.completion for reader in several[:3]])
+        worker.submit([reader.completion for reader in several])
+    worker.submit([reader.completion for reader in several[:3]])
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_who_leaves_frees_the_place(make_engine, turns):
     """While it waits, while its prompt is read, while it is written."""
-    engine = make_engine(max_streams=1, max_queue=1)
-    leaves = submit(engine, prompt_ids=tuple(b"y" * (2 * PIECE)), max_tokens=500)
+    engine = make_engine(max_streams=1)
+    leaves = submit(engine, b"y" * (2 * PIECE), max_tokens=500)
     for _ in range(turns):
         engine.turn()
     leaves.completion.cancelled = True
@@ -176,19 +182,18 @@ def test_who_leaves_frees_the_place(make_engine, turns):
     turn_until_ended(engine, [stays], limit=8)
     assert stays.text == alone(engine, stays.request)
     assert not leaves.ended
-    assert engine._n_admitted == 0
+    assert engine.n_admitted == 0
 
 
 def test_columns_of_longer_texts_that_left_are_given_back(make_engine, make_gpt):
     """Else a cache would grow for ever while there is always someone."""
     engine = make_engine(gpt=make_gpt("softmax", "rotary"))
-    submit(engine, prompt_ids=tuple(b"long" * 100), max_tokens=3)
+    submit(engine, b"long" * 100, max_tokens=3)
     for _ in range(10):
         submit(engine, max_tokens=12, sampling=SamplingConfig(temperature=0))
         for _ in range(6):
             engine.turn()
-    lengths = engine._texts.state.layers[0].lengths
-    assert engine._texts.state.layers[0].k.shape[2] == max(lengths) < 30
+    assert engine._texts.state.layers[0].k.shape[2] < 30
 
 
 class Faulty(torch.nn.Module):
@@ -218,7 +223,7 @@ def raises(logits, rows):
 def test_what_goes_wrong_with_one_text_is_its_end_alone(make_engine, make_gpt, fail):
     engine = make_engine(gpt=Faulty(make_gpt(), ord("!"), fail))
     good = submit(engine, max_tokens=20, sampling=SamplingConfig(temperature=0))
-    bad = submit(engine, prompt_ids=tuple(b"ab!"))
+    bad = submit(engine, b"ab!")
     turn_until_ended(engine, [good, bad])
     assert isinstance(bad.news[-1], Exception)
     assert good.text == alone(make_engine(), good.request)
@@ -230,7 +235,7 @@ def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(make_engine, mo
     for _ in range(2):
         engine.turn()
     with monkeypatch.context() as patch:
-        patch.setattr("inference.server.engine.read", lambda *_: 1 / 0)
+        patch.setattr("inference.engine.read", lambda *_: 1 / 0)
         engine.turn()
     assert [type(reader.news[-1]) for reader in readers[:2]] == [ZeroDivisionError] * 2
     after = submit(engine, seed=9)
@@ -248,32 +253,32 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(make_engine):
     assert reader.text == whole.text[: whole.text.index(stop)]
     assert reader.news[-1].finish_reason == "stop"
     assert all(token.offset < len(reader.text) for token in reader.tokens)
-    assert reader.news[-1].n_tokens < 60
+    assert reader.news[-1].n_drawn < 60
 
 
-def test_the_token_that_ends_a_text_ends_it_and_a_character_that_is_not_whole_is_marked(make_engine):
-    reader = Reader(make_engine())
+def test_the_token_that_ends_a_text_ends_it_and_a_character_that_is_not_whole_is_marked():
+    reader = Reader()
     for token_id in (97, 0xE6, 256):
-        reader.completion.accept(token_id, torch.zeros(1, 257))
+        reader.completion.accept(token_id, torch.zeros(257))
     assert reader.text == "a\ufffd"
-    assert (reader.news[-1].finish_reason, reader.news[-1].n_tokens) == ("stop", 3)
+    assert (reader.news[-1].finish_reason, reader.news[-1].n_drawn) == ("end_of_text", 3)
 
 
 def test_max_tokens_ends_a_text(make_engine):
     engine = make_engine()
     reader = submit(engine, max_tokens=7, sampling=SamplingConfig(temperature=0))
     turn_until_ended(engine, [reader])
-    assert (reader.news[-1].finish_reason, reader.news[-1].n_tokens) == ("length", 7)
+    assert (reader.news[-1].finish_reason, reader.news[-1].n_drawn) == ("length", 7)
 
 
 def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr("inference.server.engine.PIECE", 7)  # the prompt's cross the borders of pieces
-    prompt = tuple("né 日本 text".encode())
-    reader = submit(engine, prompt_ids=prompt, max_tokens=40, seed=2, n_top=3, echo=True, sampling=SAMPLING[2])
+    monkeypatch.setattr("inference.engine.PIECE", 7)  # the prompt's cross the borders of pieces
+    prompt = "né 日本 text".encode()
+    reader = submit(engine, prompt, max_tokens=40, seed=2, n_top=3, echo=True, sampling=SAMPLING[2])
     turn_until_ended(engine, [reader])
     ids = [token.id for token in reader.tokens]
-    assert tuple(ids[: len(prompt)]) == prompt
+    assert bytes(ids[: len(prompt)]) == prompt
     with torch.no_grad():
         logprobs = engine.gpt(torch.tensor([[256, *ids]]))[0, :-1].log_softmax(-1)
     for token, row in zip(reader.tokens, logprobs, strict=True):
@@ -287,7 +292,7 @@ def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
 
 def test_offsets_cut_the_text_at_its_tokens(make_engine):
     engine = make_engine()
-    reader = submit(engine, prompt_ids=tuple("né 日本".encode()), max_tokens=30, seed=4, n_top=0, echo=True)
+    reader = submit(engine, "né 日本".encode(), max_tokens=30, seed=4, n_top=0, echo=True)
     turn_until_ended(engine, [reader])
     assert reader.text.startswith("né 日本")
     assert [token.offset for token in reader.tokens[:11]] == [0, 1, 1, 2, 3, 3, 3, 4, 4, 4, 5]
@@ -296,29 +301,30 @@ def test_offsets_cut_the_text_at_its_tokens(make_engine):
 
 def test_nothing_foretells_a_token_that_begins_a_text(make_engine):
     engine = make_engine()
-    reader = submit(engine, prompt_ids=(256, *b"ab"), max_tokens=0, n_top=1, echo=True)
+    reader = submit(engine, b"ab", prompt_start=0, max_tokens=0, n_top=1, echo=True)
     turn_until_ended(engine, [reader])
     assert reader.text == "<|endoftext|>ab"
     assert [token.id for token in reader.tokens] == [256, *b"ab"]
     assert reader.tokens[0].logprob is None
     assert reader.tokens[1].logprob < 0
-    assert (reader.news[-1].finish_reason, reader.news[-1].n_tokens) == ("length", 0)
+    assert (reader.news[-1].finish_reason, reader.news[-1].n_drawn) == ("length", 0)
 
 
 def test_an_engine_that_stops_tells_everyone(make_engine):
-    engine = make_engine(max_streams=2)
-    readers = [submit(engine, max_tokens=10**9) for _ in range(5)]
-    engine.start()
-    engine.stop()
-    engine.join()
-    assert not engine._thread.is_alive()
+    worker = Worker(make_engine(max_streams=2), max_queue=100)
+    readers = [submit(worker, max_tokens=10**9) for _ in range(5)]
+    worker.start()
+    worker.stop()
+    worker.join()
+    assert not worker._thread.is_alive()
     assert all(isinstance(reader.news[-1], Stopped) for reader in readers)
     with pytest.raises(Stopped):
-        submit(engine)
+        submit(worker)
 
 
 def test_an_engine_whose_upkeep_fails_tells_everyone_and_goes_on(make_engine, monkeypatch):
     engine = make_engine(max_streams=2)
+    worker = Worker(engine, max_queue=100)
     keep, failures = engine._keep, iter([MemoryError("no memory")])
 
     def failing(rows):
@@ -327,16 +333,16 @@ def test_an_engine_whose_upkeep_fails_tells_everyone_and_goes_on(make_engine, mo
         keep(rows)
 
     monkeypatch.setattr(engine, "_keep", failing)
-    engine.start()
-    readers = [submit(engine, max_tokens=3) for _ in range(3)]
+    worker.start()
+    readers = [submit(worker, max_tokens=3) for _ in range(3)]
     deadline = time.monotonic() + 60
     while not all(reader.ended for reader in readers):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    later = submit(engine, max_tokens=3)
+    later = submit(worker, max_tokens=3)
     while not later.ended:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    engine.stop()
-    engine.join()
+    worker.stop()
+    worker.join()
     assert not isinstance(later.news[-1], Exception)

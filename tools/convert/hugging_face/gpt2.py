@@ -1,7 +1,7 @@
-"""GPT-2 as Hugging Face's GPT2LMHeadModel has it: its config.json and its weights, from ours and back.
+"""Converts config.json and weights between our GPT and Hugging Face's GPT2LMHeadModel, in both directions.
 
-What the two have in common is not written there: layer norms with 1e-5, biases everywhere, the embeddings for the
-output layer, and attention over n_embd / n_head features a head, divided by their square root.
+Both have layer norms with epsilon 1e-5, biases everywhere, an output layer tied to the embeddings, and attention scores
+scaled by 1 / sqrt(n_embd / n_head).
 """
 
 from typing import Annotated, Any, Literal
@@ -27,21 +27,21 @@ _NAMES = {
 }
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 PREFIX = "transformer."
-"""Of the names of all weights, in files of today; those of 2019 do without."""
+"""Prefix of all weight names in current files. Files from 2019 lack it."""
 
 
 def gpt2_name(ours: str) -> str:
-    """GPT-2's name for one of our parameters, without PREFIX: blocks.3.up.bias -> h.3.mlp.c_fc.bias."""
+    """Return GPT-2's name of one of our parameters, without PREFIX: blocks.3.up.bias -> h.3.mlp.c_fc.bias."""
     return name_elsewhere(ours, _NAMES)
 
 
 def turned(name: str, weight: Tensor) -> Tensor:
-    """A weight as it is stored under GPT-2's name `name`, from ours or back: those of its "Conv1D" are (in, out)."""
+    """Convert a weight with GPT-2's name `name` to or from our layout: GPT-2's "Conv1D" weights are (in, out)."""
     return weight.T if name.endswith(_TRANSPOSED) else weight
 
 
 def is_gpt2(config: GPTConfig) -> bool:
-    """Whether GPT2LMHeadModel is this architecture."""
+    """Whether GPT2LMHeadModel has this architecture."""
     own_heads = all(
         isinstance(layer, SoftmaxConfig) and layer.n_kv_head in (None, config.n_head) for layer in config.layers
     )
@@ -50,7 +50,7 @@ def is_gpt2(config: GPTConfig) -> bool:
 
 
 class _GPT2Config(Settings):
-    """Of GPT-2's config.json, what its logits depend on. What is missing there is what transformers takes for it."""
+    """The fields of GPT-2's config.json that its logits depend on, with the defaults of transformers."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -70,10 +70,10 @@ class _GPT2Config(Settings):
 
 
 def read_gpt2_config(raw: Any) -> GPTConfig:
-    """Our configuration of the model that a config.json describes.
+    """Return our configuration of the model that a config.json describes.
 
     Raises:
-        UserError: it is not a GPT2LMHeadModel's, or of one that differs from GPT-2 in more than its sizes.
+        UserError: the model is not a GPT2LMHeadModel, or differs from GPT-2 in more than its sizes.
     """
     theirs = decode(_GPT2Config, raw)
     expansion, rest = divmod(theirs.n_inner or 4 * theirs.n_embd, theirs.n_embd)
@@ -94,7 +94,7 @@ def read_gpt2_config(raw: Any) -> GPTConfig:
 
 
 def gpt2_config(config: GPTConfig) -> dict[str, Any]:
-    """The config.json of a GPT2LMHeadModel of this architecture, for which `is_gpt2` holds."""
+    """Return the config.json of a GPT2LMHeadModel. The architecture must satisfy `is_gpt2`."""
     assert config.block.name == "mlp"
     assert config.position.name == "learned"
     raw = {
@@ -106,5 +106,5 @@ def gpt2_config(config: GPTConfig) -> dict[str, Any]:
         "n_head": config.n_head,
         "n_inner": config.block.expansion * config.n_embd,
     }
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # it was trained with none
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # our models train without dropout
     return {"architectures": ["GPT2LMHeadModel"], **decode(_GPT2Config, raw).model_dump(), **dropout}

@@ -1,4 +1,4 @@
-"""An exported model's config.json, for transformers' AutoConfig."""
+"""The config.json of an exported model, for transformers' AutoConfig."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 
 class LogGPTConfig(PretrainedConfig):
-    """`architecture` holds a GPTConfig as plain data; beside it stand the sizes that other programs look for."""
+    """`architecture` holds a GPTConfig as plain data; `sizes` repeats what other programs look for."""
 
     model_type = "log_gpt"
 

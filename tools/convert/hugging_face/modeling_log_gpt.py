@@ -1,6 +1,6 @@
-"""The GPT as transformers' AutoModelForCausalLM gives it.
+"""The GPT as a model for transformers' AutoModelForCausalLM.
 
-An exported folder holds copies of this file and of all that it imports; `generate` works with our state for a cache.
+An exported folder contains copies of this file and of all modules that it imports. `generate` uses our state as cache.
 """
 
 from typing import Any
@@ -12,31 +12,31 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from common.settings import decode
 from model.gpt import GPT, GPTConfig, GPTState
-from model.hugging_face.configuration_log_gpt import LogGPTConfig
 from model.state import cat_states, select_rows
+from tools.convert.hugging_face.configuration_log_gpt import LogGPTConfig
 
 
 class GPTCache:
-    """What `generate` takes for a cache of keys and values: the state after all tokens so far, of any mechanism."""
+    """The cache that `generate` passes along: the model's state after all tokens so far, for any mechanism."""
 
     is_compileable = False
-    is_croppable = False  # a state cannot be that of fewer tokens again
+    is_croppable = False  # a state cannot forget its last tokens
 
     def __init__(self) -> None:
         self.state: GPTState | None = None
         self.length = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that were read, padding included."""
+        """Tokens read so far, padding included."""
         return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Go on with these rows, as a beam search chose them."""
+        """Keep the rows that beam search selected."""
         self.state = select_rows(self.state, beam_idx.tolist())
 
 
 class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
-    """A language model of any of our mechanisms."""
+    """Any GPT of ours as a causal language model."""
 
     config_class = LogGPTConfig
     _is_stateful = True
@@ -47,15 +47,15 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """The parts of a GPT have their own initialisation, and have done it."""
+        """Do nothing: GPT initialises its own weights."""
 
     def get_input_embeddings(self) -> torch.nn.Embedding:
-        """The token embeddings, which are the output layer too."""
+        """Return the token embeddings, which are also the output layer."""
         return self.gpt.embed
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # `forward` makes a GPTCache
+        return False  # `forward` creates a GPTCache
 
     def forward(
         self,
@@ -67,13 +67,13 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """(B, T) ids -> logits (B, T, n_vocab), the cache with `use_cache`, and the mean loss of `labels`.
+        """Return the logits (B, T, n_vocab), the cache if `use_cache`, and the mean loss if there are `labels`.
 
         Args:
             attention_mask: (B, T), or (B, n + T) after n earlier tokens: 0 where there is padding, on either side.
-            past_key_values: what an earlier call returned. The tokens are appended to it, unless `use_cache` is False.
-            labels: (B, T), as the input's ids: they are shifted here. -100: not counted.
-            logits_to_keep: return logits of so many last tokens alone, or of these; 0: of all.
+            past_key_values: cache from an earlier call. This call updates it, unless `use_cache` is False.
+            labels: (B, T), usually input_ids: they are shifted here. -100 is ignored.
+            logits_to_keep: return logits of this many last tokens only, or of these positions; 0: of all.
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -93,17 +93,17 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def _read(
         self, input_ids: Tensor, present: Tensor | None, state: GPTState | None, return_state: bool
     ) -> tuple[Tensor, GPTState | None]:
-        """What the output layer sees, (B, T, n_embd), and the state. Padding leaves no trace in them.
+        """Return the output layer's input (B, T, n_embd) and the state. Padding does not influence them.
 
-        A place of padding after a text has what the text's last token has: `generate` reads the last place of a row.
+        Padding after a text gets the features of the text's last token, because `generate` reads the last column.
         """
         if present is None or bool(present.all()):
             return self.gpt.features(input_ids, state, return_state)
         if not present.any(1).all():
-            raise ValueError("a row of attention_mask has no token at all: give it one, such as bos_token")
+            raise ValueError("a row of attention_mask has no token: give it at least one, such as bos_token")
         if return_state or bool((present[:, 1:] > present[:, :-1]).any()):
             x, state = self._read_row_by_row(input_ids, present, state, return_state)
-        else:  # all padding comes after the texts, which do not see it
+        else:  # padding comes only after the texts, which cannot attend to it
             x, state = self.gpt.features(input_ids, state, return_state)
         rows, places = (torch.arange(n, device=x.device) for n in present.shape)
         last_token = torch.where(present, places, 0).cummax(1).values
@@ -112,12 +112,12 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def _read_row_by_row(
         self, input_ids: Tensor, present: Tensor, state: GPTState | None, return_state: bool
     ) -> tuple[Tensor, GPTState | None]:
-        """The same, with zeros in the places of padding."""
+        """The same, with zeros as features of padding."""
         rows = [
             self.gpt.features(input_ids[b, tokens].unsqueeze(0), select_rows(state, [b]), return_state)
             for b, tokens in enumerate(present)
         ]
-        x = torch.cat([x[0] for x, _ in rows])  # of all tokens that are none of padding
+        x = torch.cat([x[0] for x, _ in rows])  # (tokens without padding, n_embd)
         padded = x.new_zeros(*input_ids.shape, x.shape[-1])
         padded[present] = x
         return padded, cat_states([state for _, state in rows]) if return_state else None

@@ -1,6 +1,6 @@
-"""The code that an exported folder brings along: copies of our modules, in the one form that transformers loads.
+"""The code in an exported folder: copies of our modules in the form that transformers can load.
 
-That is a flat folder in which modules import each other as `from .name import ...`, so that `model.attention.cache`
+This form is a flat folder in which modules import each other as `from .name import ...`: `model.attention.cache`
 becomes `model_attention_cache.py`.
 """
 
@@ -11,15 +11,15 @@ from pathlib import Path
 CONFIG_CLASS = "configuration_log_gpt.LogGPTConfig"
 MODEL_CLASS = "modeling_log_gpt.LogGPTForCausalLM"
 
-_ROOT = Path(__file__).resolve().parents[2]
-_HERE = "model.hugging_face."
+_ROOT = Path(__file__).resolve().parents[3]
+_HERE = "tools.convert.hugging_face."
 _STAND_INS = {"common.console": f"{_HERE}console"}
-_OURS = re.compile(r"^( *)from ((?:common|model)(?:\.\w+)*) import (\w*)", re.MULTILINE)
+_OURS = re.compile(r"^( *)from ((?:common|model|tools)(?:\.\w+)*) import (\w*)", re.MULTILINE)
 _TRITON = re.compile(r"^(import triton.*)$", re.MULTILINE)
 
 
 def modeling_files() -> dict[str, str]:
-    """Name and text of every file that the two classes need."""
+    """Return the name and text of every file that the two classes need."""
     texts: dict[str, str] = {}
     waiting = [_HERE + name.split(".")[0] for name in (CONFIG_CLASS, MODEL_CLASS)]
     while waiting:
@@ -34,20 +34,20 @@ def modeling_files() -> dict[str, str]:
 
 
 def _list_of(files: Iterable[str]) -> str:
-    """What makes transformers copy all files, some versions of which look no further than the first file's imports."""
+    """Return code that imports every file: some versions of transformers copy only what the first file imports."""
     lines = (f"    from .{name.removesuffix('.py')} import __doc__ as _\n" for name in sorted(files))
-    return "\n\nif False:  # never: but transformers copies what is named in this form\n" + "".join(lines)
+    return "\n\nif False:  # transformers copies the files named here\n" + "".join(lines)
 
 
 def _module(match: re.Match[str]) -> str:
-    """The module that an import is from, or is of."""
+    """Return the module that an import statement needs."""
     _, package, name = match.groups()
     inner = f"{package}.{name}"
     return _STAND_INS.get(package, inner if name and _path(inner).exists() else package)
 
 
 def _rewritten(text: str) -> str:
-    # What is imported outside of a `try`, transformers asks for before it downloads a file: but only GPUs need this.
+    # Transformers requires every package imported outside of `try` before it loads the code, but only GPUs need triton.
     text = _TRITON.sub(r"try:\n    \1\nexcept ImportError:\n    pass", text)
     return _OURS.sub(_relative, text)
 

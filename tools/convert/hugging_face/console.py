@@ -1,4 +1,4 @@
-"""What stands for common/console.py in an exported folder: other people's programs have a log, not our console."""
+"""Replaces common/console.py in an exported folder: messages go to the log of transformers."""
 
 from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""Tokenizers as Hugging Face's tokenizer.json has them: byte-level BPE, from our ranks and back."""
+"""Convert tokenizers to and from the tokenizer.json of Hugging Face: byte-level BPE."""
 
 import functools
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Exact softmax attention from tiles of keys that are seen one after the other: what fused kernels do, in plain torch.
+"""Exact softmax attention from tiles of keys, read one after the other: what fused kernels do, in plain torch.
 
-FlashAttention (Dao et al. 2022, section 3.1; the survey's section 5.2) rests on an identity. For a vector x of scores,
+FlashAttention (Dao et al. 2022, section 3.1) is based on an identity. For a vector x of scores, let
 
     m(x) = max_i x_i    f(x) = [exp(x_i - m(x))]_i    l(x) = sum_i f(x)_i    softmax(x) = f(x) / l(x)
 
@@ -8,7 +8,7 @@ and for the concatenation of two vectors m, f and l follow from those of the par
 
     m([a, b]) = max(m(a), m(b))    l([a, b]) = exp(m(a) - m) l(a) + exp(m(b) - m) l(b)    f likewise
 
-So no query needs all its scores at once. The kernels that train are torch's; this is their twin to read and test.
+So no query needs all its scores at once. Training uses torch's kernels; this is a readable equivalent for tests.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Tile(NamedTuple):
-    """What is known of T queries from some of their keys."""
+    """The part of T queries' attention that comes from some of their keys."""
 
     m: Tensor
     """(..., T, 1): the largest score; -inf before the first key."""
@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     """(..., T, 1): the sum of f(x)."""
 
     def merge(self, other: "Tile") -> "Tile":
-        """What is known from the keys of both. Associative and commutative."""
+        """Combine the keys of both. Associative and commutative."""
         m = torch.maximum(self.m, other.m)
         finite = m.masked_fill(m == -torch.inf, 0)  # -inf less -inf would be NaN, and is a weight of 0
         a, b = (self.m - finite).exp(), (other.m - finite).exp()
@@ -48,7 +48,7 @@ def tile_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: 
     x = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)  # (..., T, S)
     if mask is not None:
         x = x.masked_fill(~mask, -torch.inf)
-    m = x.amax(-1, keepdim=True).detach()  # y does not depend on m, so that no gradient goes through it
+    m = x.amax(-1, keepdim=True).detach()  # y does not depend on m, so it needs no gradient
     f = (x - m.masked_fill(m == -torch.inf, 0)).exp()
     return Tile(m, f @ v, f.sum(-1, keepdim=True))
 

@@ -1,0 +1,121 @@
+"""Jobs of a sweep that run beside others: they share GPUs, and save their step before they end."""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from types import FrameType
+
+from common.console import print_error, say
+from common.exits import AGAIN
+from common.lock import owned
+from common.settings import UserError
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+_held = contextlib.ExitStack()  # this process's GPU, until it ends
+
+
+@contextlib.contextmanager
+def among_others(launcher: str) -> Iterator[None]:
+    """Run a sweep's job as its launcher needs it; "basic" runs one job after the other and needs nothing."""
+    if (
+        launcher == "joblib" and multiprocessing.current_process().name != "MainProcess"
+    ):  # with n_jobs=1 it is the sweep
+        parent = end_with_parent()
+        take_gpu()
+        try:
+            yield
+        finally:
+            if os.getppid() != parent:  # joblib's worker would wait for jobs for ever
+                os._exit(AGAIN)
+    elif launcher.startswith("submitit"):
+        with saving_before_requeue():
+            yield
+    else:
+        yield
+
+
+@functools.cache
+def end_with_parent() -> int:
+    """Stop this worker, with its step saved, when its sweep ends in any way; returns the sweep's process id."""
+    parent = os.getppid()
+    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the parent
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+    return parent
+
+
+def let_workers_save() -> None:
+    """Let Ctrl-C end this process only: joblib would kill its workers while they save."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        print_error("interrupted; the jobs save their steps, and the same command continues them")
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, leave)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # harmless
+
+
+@functools.cache
+def take_gpu() -> None:
+    """Reserve one GPU for this process, before CUDA starts: one that the fewest other workers have.
+
+    Locks in a folder of the user's on this machine show which GPUs the living workers of all sweeps have.
+    """
+    gpus = visible_gpus()
+    if not gpus:
+        return
+    folder = Path(tempfile.gettempdir()) / f"log-gpt-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for number, gpu in ((number, gpu) for number in count() for gpu in gpus):
+        with contextlib.suppress(UserError):  # another worker has it
+            _held.enter_context(owned(folder / f"gpu-{gpu.replace('/', '-')}-{number}.lock", lambda: "taken"))
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+            say(f"process {os.getpid()} trains on GPU {gpu}")
+            return
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        import torch  # slow, and --help needs none of it
+
+        return [str(number) for number in range(torch.cuda.device_count())]
+    return [gpu.strip() for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
+
+
+@contextlib.contextmanager
+def saving_before_requeue() -> Iterator[None]:
+    """Save the step before submitit requeues a job whose time is up, which it does at SIGUSR2."""
+    requeue, asked = signal.getsignal(signal.SIGUSR2), False
+
+    def save_first(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        if callable(signal.getsignal(signal.SIGUSR1)):  # set by StopSignals while training runs
+            signal.raise_signal(signal.SIGUSR1)
+        elif callable(requeue):
+            requeue(number, frame)
+
+    signal.signal(signal.SIGUSR2, save_first)
+    try:
+        yield
+    except SystemExit:
+        if asked and callable(requeue):
+            requeue(signal.SIGUSR2, None)  # raises another SystemExit, or submitit's error at the last time-out
+        raise
+    finally:
+        signal.signal(signal.SIGUSR2, requeue)

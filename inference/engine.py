@@ -1,0 +1,195 @@
+"""The token loop of everything that generates text: sample.py, conversations, lm_eval, the server, `generate`.
+
+Many texts go through the model in one batch (continuous batching), and each can join and leave between two steps. The
+engine works in turns. Each turn
+
+    1. reads the tokens drawn in the turn before, in one forward pass;
+    2. admits waiting texts, first come, first served, while there are places;
+    3. reads their prompts: all of them, or, with `interleave`, one piece of one prompt, so that a long prompt delays
+       neither the other texts nor other prompts;
+    4. draws a token of every text whose prompt is read.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference.sampling import SamplingConfig, draw, next_token_probabilities
+from model.gpt import GPT, GPTState
+from model.state import cat_states, select_rows
+
+PIECE = 256
+"""Tokens of a prompt that go through the model at once. This bounds memory for long prompts, and the time that other
+texts wait with `interleave`."""
+
+
+class Texts(NamedTuple):
+    """Texts read so far, one per row: all that is needed to continue them. A value, like a state.
+
+    `cat_states` and `select_rows` (model/state.py) join batches of texts of any lengths, and take rows out of one.
+    """
+
+    logits: Tensor
+    """Logits of the next token, (B, n_vocab), on the CPU: there a seed draws the same text whatever the device."""
+    seen: Tensor
+    """Tokens that occur in the text, except the one that ends texts, bool (B, n_vocab), on the CPU."""
+    state: GPTState
+
+
+@torch.inference_mode()
+def read(gpt: GPT, token_ids: Tensor, n_vocab: int, before: Texts | None = None) -> tuple[Texts, Tensor]:
+    """Read (B, T) more tokens of B texts: the texts then, and the logits after each token, (B, T, n_vocab).
+
+    Args:
+        n_vocab: ids from here on, the padding of the embedding, are never drawn; the last, n_vocab - 1, ends texts.
+        before: the texts that these tokens continue; None: they begin here.
+    """
+    logits, state = gpt(token_ids.to(gpt.embed.weight.device), before and before.state, return_state=True)
+    seen = before.seen.clone() if before else torch.zeros(len(token_ids), n_vocab, dtype=torch.bool)
+    seen.scatter_(1, token_ids.cpu(), True)
+    seen[:, n_vocab - 1] = False
+    logits = logits[..., :n_vocab]
+    return Texts(logits[:, -1].cpu(), seen, state), logits
+
+
+class Generation:
+    """A text that the engine continues. This one never ends; a subclass decides when to set `finished`."""
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingConfig,
+        generator: torch.Generator | None,
+        before: Texts | None = None,
+    ) -> None:
+        """`ids`: the tokens to read first. They may be empty if `before`, the text that they continue, is given."""
+        self.ids, self.sampling, self.generator = ids, sampling, generator
+        self.n_read = 0
+        """How many of `ids` the model has read."""
+        self.texts: Texts | None = None
+        """The text as far as it is read; None once it is a row of the engine's batch."""
+        self.token_id = -1
+        """The token drawn last."""
+        self.cancelled = False
+        """Set this to make the text leave with the engine's next turn."""
+        self.finished = False
+        self.error: Exception | None = None
+        """What went wrong, if that ended the text."""
+
+    def accept_prompt(self, logits: Tensor) -> None:
+        """Receive the logits (T, n_vocab) after each of the next T of `ids`."""
+
+    def end_prompt(self) -> None:
+        """Called when the prompt is read, before the first token is drawn."""
+
+    def accept(self, token_id: int, logits: Tensor) -> None:
+        """Receive the next token, drawn from `logits` (n_vocab,)."""
+
+    def fail(self, error: Exception) -> None:
+        """End the text with an error."""
+        if not self.finished:
+            self.finished, self.error = True, error
+
+
+class Engine:
+    """Continues texts, up to `max_streams` at once; the others wait."""
+
+    def __init__(self, gpt: GPT, n_vocab: int, max_streams: int, interleave: bool = False) -> None:
+        """`n_vocab`: as for `read`. `interleave`: read prompts piece by piece between the tokens of other texts."""
+        self.gpt, self.n_vocab, self.max_streams, self.interleave = gpt, n_vocab, max_streams, interleave
+        self.waiting: deque[Generation] = deque()
+        self._reading: deque[Generation] = deque()
+        self._writing: list[Generation] = []
+        self._texts: Texts | None = None  # one row for each of `_writing`
+
+    def submit(self, generations: Iterable[Generation]) -> None:
+        """Add texts; they begin with the next turns."""
+        self.waiting.extend(generations)
+
+    @property
+    def n_admitted(self) -> int:
+        """Texts that have places."""
+        return len(self._reading) + len(self._writing)
+
+    @torch.inference_mode()
+    def turn(self) -> None:
+        """Draw a token of every text whose prompt is read. An error in one text ends that text alone: see `fail`."""
+        self._admit()
+        self._read_drawn()
+        self._read_prompts()
+        self._draw()
+
+    def fail(self, error: Exception) -> None:
+        """End all texts that have places with an error."""
+        for generation in [*self._reading, *self._writing]:
+            generation.fail(error)
+        self._reading, self._writing, self._texts = deque(), [], None
+
+    def _admit(self) -> None:
+        self._keep([i for i, generation in enumerate(self._writing) if not generation.cancelled])
+        self._reading = deque(generation for generation in self._reading if not generation.cancelled)
+        self.waiting = deque(generation for generation in self.waiting if not generation.cancelled)
+        while self.waiting and self.n_admitted < self.max_streams:
+            self._reading.append(self.waiting.popleft())
+
+    def _read_drawn(self) -> None:
+        if not self._writing:
+            return
+        try:
+            drawn = torch.tensor([[generation.token_id] for generation in self._writing])
+            self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts)
+        except Exception as error:
+            for generation in self._writing:
+                generation.fail(error)
+            self._keep([])
+
+    def _read_prompts(self) -> None:
+        n_prompts = min(1, len(self._reading)) if self.interleave else len(self._reading)
+        ready = [one for one in [self._reading.popleft() for _ in range(n_prompts)] if self._read_prompt(one)]
+        if not ready:
+            return
+        try:
+            self._texts = cat_states([*([self._texts] if self._writing else []), *(one.texts for one in ready)])
+            self._writing += ready
+        except Exception as error:  # not enough memory, for example
+            for generation in ready:
+                generation.fail(error)
+        for generation in ready:
+            generation.texts = None
+
+    def _read_prompt(self, generation: Generation) -> bool:
+        """Read a prompt, or one piece of it with `interleave`; return whether tokens can be drawn."""
+        try:
+            while generation.n_read < len(generation.ids):
+                piece = torch.tensor([generation.ids[generation.n_read : generation.n_read + PIECE]])
+                generation.texts, logits = read(self.gpt, piece, self.n_vocab, generation.texts)
+                generation.accept_prompt(logits[0])
+                generation.n_read += piece.shape[1]
+                if self.interleave and generation.n_read < len(generation.ids):
+                    self._reading.append(generation)
+                    return False
+            generation.end_prompt()
+        except Exception as error:
+            generation.fail(error)
+        return not generation.finished
+
+    def _draw(self) -> None:
+        for row, generation in enumerate(self._writing):
+            assert self._texts is not None
+            logits, seen = self._texts.logits[row], self._texts.seen[row]
+            try:
+                probabilities = next_token_probabilities(logits, generation.sampling, seen)
+                generation.token_id = draw(probabilities, generation.generator)
+                generation.accept(generation.token_id, logits)
+            except Exception as error:
+                generation.fail(error)
+        self._keep([row for row, generation in enumerate(self._writing) if not generation.finished])
+
+    def _keep(self, rows: list[int]) -> None:
+        """Remove all other rows from the batch."""
+        if len(rows) < len(self._writing):
+            self._writing = [self._writing[row] for row in rows]
+            self._texts = select_rows(self._texts, rows) if rows else None

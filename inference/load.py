@@ -1,0 +1,41 @@
+"""A checkpoint's model, its tokenizer, and the device that it runs on."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from data.tokenizer import Tokenizer
+from model.gpt import GPT
+from trainer.checkpoint import Checkpoint, load_model, open_model
+from trainer.runtime import DeviceConfig, Runtime, open_runtime
+
+
+class Loaded(NamedTuple):
+    """A model that is ready to be placed on a device."""
+
+    checkpoint: Checkpoint
+    gpt: GPT
+    tokenizer: Tokenizer
+    runtime: Runtime
+
+    def place(self, device: torch.device, *, autocast: bool) -> GPT:
+        """Move the model to `device`, for evaluation.
+
+        Args:
+            autocast: whether forward passes run in `runtime.autocast()`, which needs float32 weights for bfloat16
+                products; otherwise the weights get the runtime's dtype.
+        """
+        self.runtime.announce()
+        return self.gpt.to(device, self.runtime.param_dtype if autocast else self.runtime.dtype).eval()
+
+
+def load(path: Path, config: DeviceConfig) -> Loaded:
+    """Load the checkpoint at `path` (or a run directory's newest), and choose a device and dtype.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged, or there is no such device.
+    """
+    runtime = open_runtime(config)
+    checkpoint = open_model(path)
+    return Loaded(checkpoint, *load_model(checkpoint), runtime)

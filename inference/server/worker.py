@@ -1,0 +1,91 @@
+"""The engine in a thread of its own, with a queue that many requests share."""
+
+import threading
+from collections.abc import Sequence
+
+from common.settings import UserError
+from inference.completion import Completion
+from inference.engine import Engine
+
+_SECONDS_TO_STOP = 30.0
+
+
+class Full(UserError):
+    """There is no place for more texts now."""
+
+
+class Stopped(UserError):
+    """The worker is stopping, or has stopped."""
+
+
+class Worker:
+    """Turns an engine while it has texts. Call `start`, and `stop` and `join` at the end."""
+
+    def __init__(self, engine: Engine, max_queue: int) -> None:
+        """`max_queue`: most texts that wait for a place in the engine."""
+        self.engine, self.max_texts = engine, engine.max_streams + max_queue
+        self._changed = threading.Condition()  # guards these three
+        self._new: list[Completion] = []
+        self._load = (0, 0)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all texts with `Stopped`, and accept no more."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Wait until the current turn is done."""
+        self._thread.join(_SECONDS_TO_STOP)
+
+    def submit(self, completions: Sequence[Completion]) -> None:
+        """Accept all of these texts or none.
+
+        Raises:
+            Full: there are too many texts already.
+            Stopped: no more texts are accepted.
+        """
+        with self._changed:
+            if self._stopping:
+                raise Stopped("the server is stopping")
+            n_open = sum(self.load)
+            if n_open + len(completions) > self.max_texts:
+                raise Full(f"{n_open} texts are being written or waiting already: try again a little later")
+            self._new += completions
+            self._changed.notify()
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Texts that have places, and texts that wait, as of the last turn."""
+        n_admitted, n_waiting = self._load
+        return n_admitted, n_waiting + len(self._new)
+
+    def turn(self) -> None:
+        """Hand new texts to the engine, and turn it once."""
+        with self._changed:
+            self.engine.submit(self._new)
+            self._load, self._new = self.load, []
+        try:
+            self.engine.turn()
+        except Exception as error:  # not the fault of one text; without this, clients would wait forever
+            self.engine.fail(error)
+        with self._changed:
+            self._load = self.engine.n_admitted, len(self.engine.waiting)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or sum(self.load))
+                if self._stopping:
+                    break
+            self.turn()
+        stopped = Stopped("the server is stopping")
+        self.engine.fail(stopped)
+        for completion in [*self.engine.waiting, *self._new]:
+            completion.fail(stopped)

@@ -1,0 +1,180 @@
+"""Break the code in ten ways, one at a time, and check that a test of `make test` notices each.
+
+    python tests/mutations.py                # all of them
+    python tests/mutations.py fsync window   # these
+
+Each mutation is applied in a temporary copy of the repository. The tests most likely to notice run first, then all
+others. The exit status is 1 if a mutation survives, or if the text that it replaces is gone: adapt MUTATIONS then.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Mutation(NamedTuple):
+    """One edit that must not go unnoticed."""
+
+    name: str
+    file: str
+    old: str
+    """Occurs exactly once in the file."""
+    new: str
+    breaks: str
+    tests: str
+    """Files whose tests are the most likely to notice."""
+
+
+MUTATIONS = [
+    Mutation(
+        "gradient-sign",
+        "model/ops/log_attention/chunked.py",
+        "g_y.sum(-1, keepdim=True).neg_()",
+        "g_y.sum(-1, keepdim=True)",
+        "the normalizer's gradient in log-space attention has the wrong sign",
+        "tests/model/test_attention_contract.py",
+    ),
+    Mutation(
+        "decay",
+        "trainer/optim.py",
+        '"weight_decay": self.weight_decay',
+        '"weight_decay": 0.0',
+        "weight decay is lost",
+        "tests/trainer/test_optim.py",
+    ),
+    Mutation(
+        "window",
+        "model/ops/sparse_attention/patterns.py",
+        "Band(dilation + 1, 0, size - 1)",
+        "Band(dilation + 1, 0, size)",
+        "a sliding window has one key too many",
+        "tests/model/test_sparse_attention.py",
+    ),
+    Mutation(
+        "fsync",
+        "trainer/checkpoint.py",
+        "        _sync(file)\n",
+        "",
+        "a checkpoint gets its name before its tensors are on the disk",
+        "tests/trainer/test_commit.py",
+    ),
+    Mutation(
+        "rank-share",
+        "trainer/run.py",
+        "return rank * batch_size // size, (rank + 1) * batch_size // size",
+        "return 0, batch_size // size",
+        "all processes train on the first process's share of a batch",
+        "tests/trainer/test_torchrun.py",
+    ),
+    Mutation(
+        "schedule",
+        "trainer/run.py",
+        "config.schedule.factor(self.step, config.max_steps)",
+        "config.schedule.factor(self.step + 1, config.max_steps)",
+        "the learning rate is that of the next step",
+        "tests/trainer/test_loop.py",
+    ),
+    Mutation(
+        "prefetch",
+        "trainer/run.py",
+        "for step in range(self.step, self.config.last_step)",
+        "for step in range(0, self.config.last_step)",
+        "a resumed run reads the batches of its first steps again",
+        "tests/trainer/test_resume.py",
+    ),
+    Mutation(
+        "denominator",
+        "trainer/step.py",
+        "scale=world.size / valid",
+        "scale=world.size / valid / len(micro_batches)",
+        "the gradient is divided by the number of micro-batches, too",
+        "tests/trainer/test_micro_batch.py",
+    ),
+    Mutation(
+        "mask",
+        "model/attention/cache.py",
+        "(key <= query)",
+        "(key <= query + 1)",
+        "a token that continues a cache sees the next one",
+        "tests/model/test_attention_contract.py",
+    ),
+    Mutation(
+        "state",
+        "model/ops/linear_attention/chunked.py",
+        "state = _empty(f_k, v) if state is None else state",
+        "state = _empty(f_k, v)",
+        "linear attention forgets the tokens of earlier calls",
+        "tests/model/test_attention_contract.py",
+    ),
+]
+
+NOT_COPIED = (".*", "__pycache__", "*.egg-info", "datasets", "runs", "multirun", "outputs")
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
+
+
+def mutated(mutation: Mutation, source: str) -> str:
+    """The file's text with the edit; ValueError if the old text does not occur exactly once."""
+    if (count := source.count(mutation.old)) != 1:
+        raise ValueError(f"{mutation.name}: {mutation.file} has {mutation.old!r} {count} times, not once")
+    return source.replace(mutation.old, mutation.new)
+
+
+def failure(tree: Path, *tests: str) -> str | None:
+    """The first test of the fast tier that fails in this copy of the repository, or None."""
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-x", "-m", "not slow", "--no-header", "-rfE", *tests]
+    command += ["--deselect", "tests/test_house.py::test_mutations_fit_the_code"]  # it would notice every one
+    env = os.environ | {"PYTHONPATH": str(tree)}
+    ran = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    found = FAILED.search(ran.stdout)
+    if found is None and ran.returncode != 0:
+        raise RuntimeError(f"pytest ended with status {ran.returncode}:\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
+    return found and found[1]
+
+
+def caught_by(mutation: Mutation, tree: Path) -> str | None:
+    """The test that notices this mutation, which is applied and taken back in a copy of the repository."""
+    file = tree / mutation.file
+    source = file.read_text(encoding="utf-8")
+    file.write_text(mutated(mutation, source), encoding="utf-8")
+    try:
+        return failure(tree, mutation.tests) or failure(tree)
+    finally:
+        file.write_text(source, encoding="utf-8")
+
+
+def main(names: list[str]) -> int:
+    """Try these mutations, or all; 1 if one survives."""
+    chosen = [mutation for mutation in MUTATIONS if mutation.name in names or not names]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        if (broken := failure(tree, *dict.fromkeys(mutation.tests for mutation in chosen))) is not None:
+            print(f"{broken} fails without any mutation")
+            return 1
+        survived = 0
+        for mutation in chosen:
+            test = caught_by(mutation, tree)
+            survived += test is None
+            print(f"{mutation.name:15}{test or 'SURVIVED: ' + mutation.breaks}", flush=True)
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(mutation.name for mutation in MUTATIONS))
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - {mutation.name for mutation in MUTATIONS}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    try:
+        status = main(arguments.names)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(status)

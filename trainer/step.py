@@ -1,0 +1,116 @@
+"""One training step: forward and backward passes over micro-batches, clipping, and the optimizer's update."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.gpt import GPT
+from trainer.distributed import World
+from trainer.runtime import Runtime
+
+MicroBatches = Sequence[tuple[Tensor, Tensor]]
+"""Token ids and targets, int64 (sequences, seq_len), on any device; targets below 0 are not counted."""
+
+
+class SummedLoss(nn.Module):
+    """The loss as a module, so that DDP and torch.compile see one forward pass from tokens to loss."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) ids and targets -> the sum of the losses, in nats."""
+        return self.gpt.summed_loss(token_ids, targets)
+
+
+class StepResult(NamedTuple):
+    """What a step did. The same in all processes, except own_loss."""
+
+    loss: float
+    """Mean over all valid tokens of the global batch, in nats."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    own_loss: Tensor
+    """Sum of the losses of this process's micro-batches."""
+    stop: bool
+    """Whether any process was asked to stop."""
+    refused: str | None = None
+    """Why the weights were not updated, with the gradients left in place; None: the weights were updated."""
+
+
+def train_step(
+    summed_loss: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: MicroBatches,
+    runtime: Runtime,
+    world: World | None = None,
+    *,
+    grad_clip: float | None = None,
+    refuse: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
+    asked_to_stop: bool = False,
+    name: str = "step",
+) -> StepResult:
+    """Update the weights once, by the gradient of the mean loss over all valid tokens of the global batch.
+
+    How the batch is shared among processes and micro-batches changes the result by rounding only: each micro-batch's
+    summed loss is divided by the global count of tokens.
+
+    Args:
+        summed_loss: (B, T) ids and targets -> summed loss; a SummedLoss, possibly wrapped by World.wrap.
+        micro_batches: this process's part of the global batch.
+        world: the processes that train together; None: this one alone.
+        grad_clip: largest norm of the whole gradient; None: not clipped.
+        refuse: gets loss and gradient norm before the update; returns why it must not happen, or None.
+        asked_to_stop: travels with the loss, so that all processes stop after the same step.
+        name: of the step, for the watchdog.
+    """
+    world = world or World(runtime.device)
+    n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
+    valid = world.sum(torch.tensor(n_valid, dtype=torch.float64, device=world.device))
+    own_loss = accumulate_gradients(summed_loss, micro_batches, runtime, world, scale=world.size / valid, name=name)
+    world.at(f"{name}: loss")
+    total, asked = world.sum(torch.stack([own_loss, own_loss.new_tensor(float(asked_to_stop))])).unbind()
+    world.at(f"{name}: optimizer")
+    params = list(summed_loss.parameters())
+    norm = world.full(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
+    result = StepResult((total / valid).item(), norm.item(), own_loss, stop=bool(asked > 0))
+    if (reason := refuse(result.loss, result.grad_norm)) is not None:
+        return result._replace(refused=reason)
+    if grad_clip is not None:
+        nn.utils.clip_grads_with_norm_(params, grad_clip, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return result
+
+
+def accumulate_gradients(
+    summed_loss: nn.Module,
+    micro_batches: MicroBatches,
+    runtime: Runtime,
+    world: World,
+    *,
+    scale: float | Tensor = 1.0,
+    sync: bool = True,
+    name: str = "step",
+) -> Tensor:
+    """Add the gradient of scale x loss of each micro-batch; returns the sum of the losses, float64.
+
+    DDP averages gradients over processes, so `scale` has their number as a factor.
+
+    Args:
+        sync: average the gradients over the processes in the last backward pass.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for i, micro_batch in enumerate(micro_batches, start=1):
+        world.at(f"{name}: forward {i}")
+        x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
+        with world.sync_gradients(summed_loss, now=sync and i == len(micro_batches)):
+            with runtime.autocast():
+                loss = summed_loss(x, y)
+            world.at(f"{name}: backward {i}")
+            (loss * scale).backward()
+        total += loss.detach()
+    return total
