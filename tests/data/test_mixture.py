@@ -7,8 +7,8 @@ import pytest
 from common.settings import UserError, decode
 from data.loader import TrainBatches
 from data.mixture import PERIOD, DataConfig, Mixture, Places, fair_order, open_mixture, owners_of_windows, whole_parts
-from data.prepare.writer import Names, ShardWriter
-from data.shards import Manifest, TokenizerId, TokenStream
+from data.prepare.writer import ShardWriter
+from data.shards import RECORD, Counts, Manifest, Split, TokenizerId, TokenStream
 
 SIZES = [700, 250, 49, 1]
 
@@ -24,17 +24,26 @@ def dataset(tmp_path):
     """Writes a dataset of documents given as (set, tokens); returns its folder and its manifest."""
 
     def make(documents, shard_tokens=10**9, val=()):
-        names, inputs = Names("sets", 100), Names("inputs", 2)
+        names = list(dict.fromkeys(name for name, _ in [*documents, *val]))
         splits = {}
-        for name, members in (("train", documents), ("val", val)):
-            with ShardWriter(tmp_path, name, 1000, shard_tokens, names, inputs) as writer:
-                for number, (set_name, tokens) in enumerate(members, start=1):
-                    writer.append(np.full(tokens, number % 1000), set_name, tokens, "corpus", number)
-                splits[name] = writer.finish()
+        for split, members in (("train", documents), ("val", val)):
+            records = np.zeros(len(members), RECORD)
+            records["number"] = np.arange(1, len(members) + 1)
+            records["set"] = [names.index(name) for name, _ in members]
+            lengths = np.array([tokens for _, tokens in members], np.int64)
+            with ShardWriter(tmp_path, split, 1000, shard_tokens) as writer:
+                writer.append(np.repeat(records["number"] % 1000, lengths), lengths, records)
+                shards = writer.finish()
+            sets = {}
+            for name in names:
+                mine = [tokens for other, tokens in members if other == name]
+                if mine:
+                    sets[name] = Counts(tokens=sum(mine), documents=len(mine), utf8_bytes=sum(mine))
+            splits[split] = Split(sets=sets, shards=shards)
         return tmp_path, Manifest(
             tokenizer=TokenizerId(name="bytes", n_vocab=1000, sha256="0" * 64),
-            inputs=inputs.names,
-            set_names=names.names,
+            inputs=["corpus"],
+            set_names=names,
             splits=splits,
             skipped={},
             prepared={},

@@ -379,10 +379,10 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
             {"attention_pattern": ["softmaxx"]},
             r"attention_pattern.0.*'softmaxx' does not exist: did you mean 'softmax'\?",
         ),
-        ({"attention_pattern": ["softmax"] * 4}, "attention_pattern has 4 items for n_layer=3: leave out"),
+        ({"attention_pattern": ["softmax"] * 4}, "attention_pattern has 4 items for n_layer=3: use at most one"),
         (
             {"attention_pattern": ["softmax", {"name": "log_space", "d_key": 4}]},
-            "log_space has 4 features a head and softmax 6, use the same",
+            "rotary positions need the same number of query features in all layers: log_space has 4 a head",
         ),
         ({"attention_pattern": [{"name": "log_space", "d_key": 2**25}]}, "attention_pattern.0.d_key is too large"),
         (

@@ -263,9 +263,9 @@ def test_peak_memory_is_at_most_8_times_the_inputs(backend):
     ("change", "message"),
     [
         ({"backend": "fast"}, "choose one of auto, naive, chunked, triton"),
-        ({"k": torch.zeros(1, 1, 4, 2)}, "do not fit"),
-        ({"log_v": torch.zeros(1, 1, 4, 2)}, "do not fit"),
-        ({"q": torch.zeros(1, 4, 3)}, "do not fit"),
+        ({"k": torch.zeros(1, 1, 4, 2)}, "do not match"),
+        ({"log_v": torch.zeros(1, 1, 4, 2)}, "do not match"),
+        ({"q": torch.zeros(1, 4, 3)}, "do not match"),
         ({"q": torch.zeros(1, 1, 5, 3)}, "causal=False"),
         ({"q": torch.zeros(1, 1, 0, 3), "causal": False}, "at least 1"),
     ],

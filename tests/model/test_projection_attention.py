@@ -105,7 +105,7 @@ def test_keys_that_are_values_are_cached_once():
 def test_with_a_rotary_position_the_text_may_begin_anywhere(values):
     attention, x, position = build(values=values), tokens(30), RotaryPosition(6, 100.0)
     later = position(torch.cat([x, x], 1))[1]
-    shifted = type(later)(later.cos[30:], later.sin[30:])
+    shifted = type(later)(later.cos[..., 30:, :], later.sin[..., 30:, :])
     torch.testing.assert_close(attention(x, shifted)[0], attention(x, position(x)[1])[0], rtol=0, atol=1e-12)
 
 

@@ -77,7 +77,7 @@ def test_a_run_with_a_mixture_goes_on_as_if_nothing_had_happened(tiny, sets_dir,
     ("mixture", "message"),
     [
         (None, r"data.mixture.few=None \(checkpoint: 5.0\)"),
-        ({"few": 4, "none": 0}, r"another run: data.mixture.few=4.0 \(checkpoint: 5.0\); use those settings"),
+        ({"few": 4, "none": 0}, r"another run: data.mixture.few=4.0 \(checkpoint: 5.0\); use the"),
         ({"feww": 5}, "a weight to 'feww', which is no set of dataset_dir=.*: its sets are few, many, none"),
     ],
 )

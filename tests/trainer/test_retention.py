@@ -203,7 +203,7 @@ def test_if_the_last_save_fails_the_run_has_not_ended_well(long, expected):
     """Whatever checkpoint.on_error says: there is no next one."""
     config = long(on_error="continue")
     fit(config.model_copy(update={"stop_at": 4}))
-    with files_no_larger_than(50_000), pytest.raises(UserError, match="step 6, failed"):
+    with files_no_larger_than(50_000), pytest.raises(UserError, match="the save after step 6 failed"):
         fit(config)
     assert_whole(config.run_dir, [1, 2, 3, 4])
     fit(config)

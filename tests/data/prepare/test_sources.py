@@ -257,7 +257,7 @@ def test_pile_with_a_wrong_line_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(ConnectionError("no route"), "check the network, or bring"), (FileNotFoundError("no dataset x"), "no dataset x")],
+    [(ConnectionError("no route"), "check the network, or copy"), (FileNotFoundError("no dataset x"), "no dataset x")],
 )
 def test_pile_that_cannot_be_opened(monkeypatch, error, message):
     import datasets
