@@ -17,6 +17,7 @@ from model.ops.log_attention import BACKENDS, LogAttentionState, _fastest_on_gpu
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
 FAST = [name for name in BACKENDS if name != "naive"]
+FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def test_causal_equals_the_definition_with_state_and_all_gradients(backend, T):
     assert_all_close(got, wanted, 1e-11)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 63), (130, 7), (63, 500), (65, 65)])
 def test_full_equals_the_definition_with_state_and_all_gradients(backend, T, S):
     leaves = inputs(T, S)
@@ -83,7 +84,7 @@ def test_full_equals_the_definition_with_state_and_all_gradients(backend, T, S):
     assert_all_close(got, wanted, 1e-11)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("d_k", "d_v"), [(128, 128), (20, 70), (64, 256)])
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_heads_of_any_size(backend, causal, d_k, d_v):
     assert_all_close(got, wanted, 1e-11)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 def test_numerical_gradients(backend):
     leaves = [x.detach()[:1, :1].requires_grad_() for x in inputs(4, d_k=2, d_v=3)]  # one head
 
@@ -119,7 +120,7 @@ def test_result_has_the_type_of_the_values_and_the_state_at_least_float32(backen
     torch.testing.assert_close(log_y.double(), truth, rtol=0, atol=4 * torch.finfo(dtype).eps + 4e-6)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gradients_have_the_types_of_the_inputs(backend, dtype):
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs(130)[:3]]
@@ -133,7 +134,7 @@ def test_gradients_have_the_types_of_the_inputs(backend, dtype):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=max(4 * torch.finfo(dtype).eps, 4e-6) * b.abs().max())
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_element_of_a_result_is_written(backend, causal):
     leaves = inputs(70, d_k=20, d_v=70)  # sizes that fill no block
@@ -241,7 +242,7 @@ def forward_and_backward(backend, H, T, d, causal):
     return lambda: torch.autograd.grad(log_attention(*leaves, causal=causal, backend=backend), leaves, weights)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_nothing_of_size_T_dk_dv_is_built_forward_or_backward(backend, causal):
     d, bytes_of_a_number = 64, 4
@@ -252,7 +253,7 @@ def test_nothing_of_size_T_dk_dv_is_built_forward_or_backward(backend, causal):
     assert naive >= 256 * d * d * bytes_of_a_number or not causal  # the measure sees what it is meant to see
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 def test_peak_memory_is_at_most_8_times_the_inputs(backend):
     H, T, d = 4, 1024, 32
     _, peak = allocations(forward_and_backward(backend, H, T, d, causal=True))

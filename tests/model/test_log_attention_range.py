@@ -11,6 +11,7 @@ from model.ops.log_attention import BACKENDS, LogAttentionState, fallback, log_a
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
 FAST = [name for name in BACKENDS if name != "naive"]
+FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
 NOTHING = -5000  # its exponential is 0, in float64 too
 
 
@@ -106,7 +107,7 @@ def test_one_token_that_dwarfs_the_rest(backend, causal, where, height, which):
     assert_exact([x.float().double() for x in inputs], causal, backend)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_values_of_zero_masked_keys_and_constant_rows(backend, causal):
     q, k, log_v = normal()
@@ -126,7 +127,7 @@ def test_every_seed(causal, T, sd):
         assert_exact(normal(T=T, sd_v=sd, seed=seed), causal, "chunked")
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("which", [1, 2])
 @pytest.mark.parametrize("mask", [-1e10, -1e30, torch.finfo(torch.bfloat16).min])
@@ -143,7 +144,7 @@ def test_a_mask_may_be_a_large_finite_number(backend, causal, which, mask):
         torch.testing.assert_close(log_y, log_v, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 def test_tokens_before_which_nothing_is_seen_spoil_no_other(backend):
     """Padding at the left, and values of zero beside it: the padding's own results are NaN, all gradients finite."""
     q, k, log_v = (x.float() for x in normal(T=65))
@@ -167,7 +168,7 @@ def test_a_state_may_be_lost_where_no_result_is(backend):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance(*inputs))
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("which", [1, 2])
 def test_masked_among_numbers_whose_own_exponentials_are_zero(backend, causal, which):
@@ -180,7 +181,7 @@ def test_masked_among_numbers_whose_own_exponentials_are_zero(backend, causal, w
     assert_exact(inputs, causal, backend, truth)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_value_that_is_zero_in_every_token_stays_zero_and_spoils_no_gradient(backend, causal):
     q, k, log_v = (x.float() for x in normal())
@@ -271,7 +272,7 @@ def test_values_of_zero_in_every_token_are_no_reason_to_fall_back(T):
     assert tiles(lambda: log_y_and_gradients(log_attention, inputs, True, backend="chunked")) == (0, 0)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_state_of_a_wide_range_and_its_gradients(backend, causal):
     q, k, log_v = (x.requires_grad_() for x in normal(sd_q=80, sd_k=80, sd_v=80))
@@ -296,14 +297,16 @@ def tiles(run):
     return fallback.forward_tiles - before[0], fallback.backward_tiles - before[1]
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_ordinary_inputs_never_need_the_fallback(backend, causal):
     inputs = [x.float() for x in normal(T=500, sd_q=3, sd_k=3, sd_v=3)]
     assert tiles(lambda: log_y_and_gradients(log_attention, inputs, causal, backend=backend)) == (0, 0)
 
 
-@pytest.mark.parametrize(("backend", "T", "most"), [("chunked", 640, 4), ("triton", 256, 4)])
+@pytest.mark.parametrize(
+    ("backend", "T", "most"), [("chunked", 640, 4), pytest.param("triton", 256, 4, marks=pytest.mark.slow)]
+)
 def test_the_fallback_is_for_the_chunks_that_need_it(backend, T, most):
     inputs = [x.float() for x in normal(T)]
     inputs[2][:, 0, 200] += 300  # in the fourth chunk of one of two heads
@@ -312,7 +315,7 @@ def test_the_fallback_is_for_the_chunks_that_need_it(backend, T, most):
     assert 1 <= backward <= most  # with triton, all chunks of the head
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 def test_a_hostile_input_needs_it_everywhere_and_gives_the_same_bits_twice(backend):
     inputs = [x.float() for x in normal(T=65, sd_q=200, sd_k=200, sd_v=200)]
     results = []
@@ -324,7 +327,7 @@ def test_a_hostile_input_needs_it_everywhere_and_gives_the_same_bits_twice(backe
     assert all(torch.equal(a, b) for a, b in zip(gradients, same_gradients, strict=True))
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_types_are_as_exact_as_their_rounding_allows(backend, causal, dtype):

@@ -35,7 +35,9 @@ def args(tiny_args):
     return [*tiny_args, "max_steps=400", "checkpoint.every=1000", "eval.every=1000"]
 
 
-@pytest.mark.parametrize("number", STOPPING)
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=() if n == signal.SIGTERM else pytest.mark.slow) for n in STOPPING]
+)
 def test_a_signal_ends_the_run_after_its_step_and_the_same_command_goes_on(command, args, tmp_path, number):
     assert command("train", *args, f"run_dir={tmp_path / 'whole'}").status == 0
     log = tmp_path / "run" / "metrics.jsonl"

@@ -56,7 +56,7 @@ def test_where_a_duplicate_was_met_first_is_said(config, corpus, capsys):
     assert "201 documents in the input: 200 written, 1 skipped" in out
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=4), min_size=60, max_size=120),
     dedup=st.sampled_from(["none", "exact"]),
