@@ -712,6 +712,7 @@ def test_what_is_no_file_in_a_checkpoint(checkpoint, uses, name, replace):
         "checkpoints/step-00000004.tmp",
     ],
 )
+@pytest.mark.slow
 def test_what_is_no_file_elsewhere_in_a_run(config, checkpoint, name, replace):
     """Training goes on beside it, or says what is in the way; what a link leads to is never written to."""
     path = config.run_dir / name

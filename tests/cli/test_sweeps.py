@@ -169,6 +169,7 @@ def test_optuna_finds_the_lowest_loss_and_asks_for_the_same_jobs_again(command, 
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_optuna_without_an_evaluation_is_one_clear_line(command, optuna_args):
     result = command("train", *optuna_args, "stop_at=2")
     assert result.status == 1

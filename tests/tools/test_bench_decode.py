@@ -57,6 +57,7 @@ def test_every_mechanism_in_one_shape(command, restored_torch, tmp_path):
     assert constant == {"linear", "log_space", "log_space_signed", "longformer", "sliding_window"}
 
 
+@pytest.mark.slow
 def test_beside_hugging_face(command, restored_torch, tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
     models, shown = bench(command, tmp_path, "models=gpt2_124m", "hf=gpt2_124m", "positions=40,1100")

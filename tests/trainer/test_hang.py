@@ -131,6 +131,7 @@ def test_a_lost_process_is_one_line_and_not_a_traceback(worker, tmp_path, killed
     assert "Traceback" not in other.err  # torch's own warnings, which commands silence, are there in a fork
 
 
+@pytest.mark.slow
 def test_other_errors_pass_unchanged(worker):
     results = run(2, *worker("if step == 25: raise RuntimeError('a bug')"))
     for result in results:

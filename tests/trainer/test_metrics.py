@@ -409,6 +409,7 @@ def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb):
     ],
     ids=lambda behaviour: "-".join(*behaviour.items()),
 )
+@pytest.mark.slow
 def test_training_goes_on_whatever_wandb_does(tiny, wandb, capfd, behaviour):
     wandb(**behaviour)
     seconds = 0.5 if "hang" in behaviour else 60.0

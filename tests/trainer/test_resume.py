@@ -48,6 +48,7 @@ def test_30_and_30_steps_in_a_new_process_are_60(command, run_process, tiny_args
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_across_the_end_of_an_epoch(tiny, tmp_path):
     changes = LONG | {"seq_len": 256, "batch_tokens": 1024}
     fit(tiny(changes | {"run_dir": tmp_path / "whole"}))
@@ -77,6 +78,7 @@ def test_every_sequence_of_an_epoch_is_read_once_whatever_interrupts_it(tiny, mo
     assert len(set(read[n_windows:])) == 240 - n_windows
 
 
+@pytest.mark.slow
 def test_lines_written_after_the_last_checkpoint_come_only_once(tiny, tmp_path):
     fit(tiny(LONG | {"run_dir": tmp_path / "whole"}))
     fit(tiny(LONG | {"stop_at": 40}))

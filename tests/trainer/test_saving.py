@@ -131,6 +131,7 @@ def test_what_is_no_matter_of_the_disk_is_raised(tiny, monkeypatch):
         fit(tiny({"checkpoint.on_error": "continue"}))
 
 
+@pytest.mark.slow
 def test_a_run_has_one_owner(tiny, tiny_args, tmp_path):
     """The second is told who; what a killed owner leaves behind is no obstacle."""
     args = [*tiny_args, "max_steps=100000", "checkpoint.every=5"]

@@ -180,7 +180,7 @@ def test_texts_that_no_fraction_divides(config, corpus, copies, val_fraction):
 
 @pytest.mark.parametrize("dedup", ["none", "exact"])
 @pytest.mark.parametrize(("empty", "val_fraction"), [("val", 1e-9), ("train", 1 - 1e-9)])
-@pytest.mark.parametrize("n", [2, 3, 7, 40, 2000])
+@pytest.mark.parametrize("n", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 40, 2000))])
 def test_the_fraction_that_an_empty_split_suggests_works(config, corpus, tmp_path, n, empty, val_fraction, dedup):
     for i in range(5 if n < 40 else 1):
         corpus.write_text("".join(json.dumps({"text": f"text {i} {j % n} é"}) + "\n" for j in range(n + 2)))

@@ -238,7 +238,7 @@ def sources(tmp_path):
 
 
 @pytest.mark.usefixtures("saves_often")
-@pytest.mark.parametrize("name", ["text", "jsonl", "pile"])
+@pytest.mark.parametrize("name", ["jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "pile"))])
 def test_every_source_goes_on(config, sources, memory, monkeypatch, name):
     settings = {"data": sources[name], "shard_tokens": 3000, "dedup": "exact"}
     whole = prepare(config(**settings, out_dir=str(memory / "undisturbed")))
