@@ -129,7 +129,7 @@ def test_all_scripts_are_typed():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_what_make_train_says_is_next(goes_to_work):
-    recipe = ["make", "-n", "-o", ".venv/installed", "train"]
+    recipe = ["make", "-n", "--no-print-directory", "-o", ".venv/installed", "train"]
     lines = subprocess.run(recipe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     end = lines.index(r"printf '\nNext:\n'")
     said = subprocess.run(["sh", "-c", "\n".join(lines[end:])], capture_output=True, text=True, check=True).stdout
