@@ -38,13 +38,13 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
 test: setup  ## run the tests that one runs while working: under 4 minutes on 2 cores
-	$(VENV)/python -m pytest -n 3 -m "not slow"
+	$(VENV)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-slow: setup  ## run the other tests: kills at every operation, long fuzzing, every script, compiled models
-	$(VENV)/python -m pytest -n 3 -m slow
+	$(VENV)/python -m pytest -n 3 --dist worksteal -m slow
 
 test-all: setup  ## run all tests: under 12 minutes on 2 cores
-	$(VENV)/python -m pytest -n 3
+	$(VENV)/python -m pytest -n 3 --dist worksteal
 
 mutations: setup  ## break the code in ten ways and check that a test of `make test` notices each
 	$(VENV)/python tests/mutations.py

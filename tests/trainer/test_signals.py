@@ -32,7 +32,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 @pytest.fixture
 def args(tiny_args):
-    return [*tiny_args, "max_steps=400", "checkpoint.every=1000", "eval.every=1000"]
+    return [*tiny_args, "max_steps=200", "checkpoint.every=1000", "eval.every=1000"]
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_a_signal_ends_the_run_after_its_step_and_the_same_command_goes_on(comma
         (stopped,) = ranks.finish(process)
     assert stopped.status == AGAIN == 75
     step = open_checkpoint(tmp_path / "run").state.step
-    assert 20 < step < 400
+    assert 20 < step < 200
     assert metrics(tmp_path / "run")[-1]["step"] == step
-    assert f"stopped by {signal.Signals(number).name}: step {step} of 400 is saved" in stopped.out
+    assert f"stopped by {signal.Signals(number).name}: step {step} of 200 is saved" in stopped.out
     assert "a second signal stops at once" in stopped.err
     assert command("train", *args).status == 0
     assert_same_run(tmp_path / "whole", tmp_path / "run")
@@ -64,7 +64,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(args, tmp_path):
         results = ranks.finish(*processes)
     assert [r.status for r in results] == [AGAIN, AGAIN], [r.err for r in results]
     step = newest(tmp_path / "run").name
-    assert f"another process was asked to stop: step {int(step[5:])} of 400 is saved" in results[0].out
+    assert f"another process was asked to stop: step {int(step[5:])} of 200 is saved" in results[0].out
 
 
 @pytest.mark.parametrize("number", STOPPING)
