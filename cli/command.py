@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -16,8 +15,7 @@ from omegaconf import OmegaConf
 from cli.compose import CONFIGS, compose, to_dict
 from cli.help import help_of
 from cli.sweep import run_sweep
-from common.command import drop_output
-from common.console import print_error
+from common.command import reported
 from common.settings import UserError
 
 
@@ -36,17 +34,8 @@ def command(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line of ours, not twenty of torch's
     logging.getLogger().setLevel(logging.ERROR)
     debug = "--debug" in sys.argv
-    try:
-        _run(config_name, run, text_keys, debug)
-        sys.stdout.flush()  # here, so that a closed pipe is not an error
-    except KeyboardInterrupt:
-        _fail(when_interrupted, status=130)
-    except BrokenPipeError:
-        drop_output()
-    except (UserError, OSError) as error:
-        if debug:
-            raise
-        _fail(" ".join(str(error).split()))
+    if status := reported(lambda: _run(config_name, run, text_keys, debug), debug, when_interrupted):
+        sys.exit(status)
 
 
 def _run(
@@ -107,12 +96,3 @@ def _refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
         raise UserError(f"'{key}' is for scripts/prepare_data.py: give {config_name}.py its result, dataset_dir=...")
     if "." in key and (CONFIGS / key.replace(".", "/") / f"{value}.yaml").is_file():
         raise UserError(f"{option} sets a value, not a group: write {key.replace('.', '/')}={value}")
-
-
-def _fail(message: str, status: int = 1) -> NoReturn:
-    rank = os.environ.get("LOCAL_RANK", "0")
-    if rank != "0":  # the first process of a machine reports what all of them meet, and torchrun ends the others
-        time.sleep(2)
-        message = f"process {rank}: {message}"
-    print_error(message)
-    sys.exit(status)

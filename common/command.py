@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from textwrap import fill
@@ -16,7 +17,7 @@ from typing import Annotated, Any, TypeVar, get_origin
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from common.console import errors
+from common.console import print_error
 from common.settings import Settings, UserError, decode, nearest
 
 T = TypeVar("T")
@@ -58,25 +59,37 @@ def run_script(
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
-    try:
+
+    def main() -> int | None:
         if {"--help", "-h"} & set(words):
             print(_help(doc or "", options))
-            status = 0
-        else:
-            status = run(decode(options, _given(options, [word for word in words if word != "--debug"]))) or 0
+            return 0
+        return run(decode(options, _given(options, [word for word in words if word != "--debug"])))
+
+    return reported(main, debug, when_interrupted)
+
+
+def reported(run: Callable[[], int | None], debug: bool, when_interrupted: str) -> int:
+    """Run, report a mistake in one line on standard error, and return the exit status."""
+    try:
+        status = run() or 0
         sys.stdout.flush()  # here, where a closed pipe is not an error
         return status
-    except KeyboardInterrupt:
-        errors.print(f"error: {when_interrupted}", markup=False, style="red")
-        return 130
     except BrokenPipeError:  # the reader has seen enough
         drop_output()
         return 0
+    except KeyboardInterrupt:
+        message, status = when_interrupted, 130
     except (UserError, OSError) as error:
         if debug:
             raise
-        errors.print(f"error: {error}", markup=False, style="red")
-        return 1
+        message, status = " ".join(str(error).split()), 1
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank != "0":  # the first process of a machine reports what all of them meet, and torchrun ends the others
+        time.sleep(2)
+        message = f"process {rank}: {message}"
+    print_error(message)
+    return status
 
 
 def _given(options: type[Settings], words: list[str]) -> dict[str, str | None]:
@@ -92,7 +105,7 @@ def _given(options: type[Settings], words: list[str]) -> dict[str, str | None]:
         given[key] = None if value == "null" else value
     for key, field in fields.items():
         if field.is_required() and key not in given:
-            raise UserError(f"{key} is not given: add {key}=... to the command (--help shows every key)")
+            raise UserError(f"{key} is missing: add {key}=... to the command (--help shows every key)")
     return given
 
 

@@ -136,7 +136,7 @@ def test_old_paths_and_missing_keys_are_one_line(capsys):
     for words, message in [
         (["a", "b", "--x"], "a: options are KEY=VALUE here: write folders=a,b"),
         (["folders=a", "b"], "b: options are KEY=VALUE here: write out_dir=b"),
-        (["folders=a"], "out_dir is not given: add out_dir=... to the command (--help shows every key)"),
+        (["folders=a"], "out_dir is missing: add out_dir=... to the command (--help shows every key)"),
     ]:
         assert run_script("", Needy, lambda _: None, words) == 1
         assert capsys.readouterr().err == f"error: {message}\n"

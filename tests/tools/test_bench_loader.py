@@ -1,34 +1,22 @@
 """scripts/bench_loader.py runs, with a dataset of its own and a small model."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.head_dim=16", "model.n_vocab=257"]
 
 
 @pytest.mark.parametrize("mixture", [[], ['mixture={"set-03": 5, "set-07": 0}']])
 @pytest.mark.slow
-def test_measures_the_loader_alone_and_under_models(tmp_path, mixture):
+def test_measures_the_loader_alone_and_under_models(run_process, tmp_path, mixture):
     options = ["tokens=100000", "seq_len=64", "batch_tokens=4096", "seconds=0.2", "rate=2e5"]
     small = ["seq_len=32", "batch_tokens=64", "runtime.micro_batch=2", *SMALL]
     model = ["model_steps=1", f"set={','.join(small)}"]
-    done = subprocess.run(
-        [sys.executable, "scripts/bench_loader.py", *options, *mixture, *model, f"out={tmp_path}"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    (done,) = run_process(["scripts/bench_loader.py", *options, *mixture, *model, f"out={tmp_path}"])
+    assert done.status == 0, done.err
     figures = json.loads((tmp_path / "bench.json").read_text())["figures"]
     assert figures.keys() == {"loader alone", "dummy model", "log_gpt_125m"}
     assert all(row["tokens_per_second"] > 0 for row in figures.values())
     assert all(0 <= figures[name]["wait_share"] < 1 for name in ("dummy model", "log_gpt_125m"))
-    assert "log_gpt_125m" in done.stdout
+    assert "log_gpt_125m" in done.out

@@ -1,30 +1,17 @@
 """scripts/bench_train.py runs, and compares models with the control."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.slow
-def test_measures_models_beside_the_control(tmp_path):
+def test_measures_models_beside_the_control(run_process, tmp_path):
     small = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.head_dim=16", "model.n_vocab=64"]
     options = ["models=log_gpt_125m", "rounds=1", "steps=1", "seq_len=32", f"set={','.join(small)}"]
-    done = subprocess.run(
-        [sys.executable, "scripts/bench_train.py", *options, f"out={tmp_path}"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    (done,) = run_process(["scripts/bench_train.py", *options, f"out={tmp_path}"])
+    assert done.status == 0, done.err
     models = json.loads((tmp_path / "bench.json").read_text())["models"]
     assert models.keys() == {"gpt2_124m", "log_gpt_125m"}
     assert all(row["tokens_per_second"] > 0 and row["peak_bytes"] > 0 for row in models.values())
-    assert "log_gpt_125m" in done.stdout
+    assert "log_gpt_125m" in done.out
