@@ -30,7 +30,7 @@ def _size(x):
 class Definition:
     """One call: log_s (B, H, d_k, E) includes the normalizer's column, which is last and has values of 0."""
 
-    def __init__(self, q, k, log_v, log_s, log_z, causal):
+    def __init__(self, q, k, log_v, log_s, log_z, causal, log_f=None):
         self.q, self.k = q.double(), k.double()
         self.v = torch.nn.functional.pad(log_v.double(), (0, 1))
         first = torch.cat([log_s, log_z.unsqueeze(-1)], -1).double()
@@ -38,12 +38,18 @@ class Definition:
         reads = [[t] for t in range(T)] if causal else [[] for _ in range(S - 1)] + [list(range(T))]
         self.reads = reads  # queries that see the state after each key
         self.states, self.state_sizes = [first], [_size(first)]
+        self.f = torch.zeros_like(self.k[..., :1]) if log_f is None else log_f.double()
         for j in range(S):
-            term, before = self._term(j), self.states[-1]
+            term, before = self._term(j), self._before(j)
             after = torch.logaddexp(before, term)
             size = _size(self.k[:, :, j]).unsqueeze(-1) + _size(self.v[:, :, j]).unsqueeze(-2)
-            self.state_sizes.append(_share(before, after) * self.state_sizes[-1] + _share(term, after) * size)
+            size_before = self.state_sizes[-1] + _size(self.f[:, :, j]).unsqueeze(-1)
+            self.state_sizes.append(_share(before, after) * size_before + _share(term, after) * size)
             self.states.append(after)
+
+    def _before(self, j):
+        """What is left at token j of the state before it."""
+        return self.states[j] + self.f[:, :, j].unsqueeze(-1)
 
     def _term(self, j):
         return self.k[:, :, j].unsqueeze(-1) + self.v[:, :, j].unsqueeze(-2)  # (B, H, d_k, E)
@@ -70,7 +76,7 @@ class Definition:
         )
 
     def backward(self, g_y, g_s, g_z, units):
-        """Gradients of q, k, log_v, log_s and log_z, and their units; units are those of log_y."""
+        """Gradients of q, k, log_v, log_f, log_s and log_z, and their units; units are those of log_y."""
         values = self._flow(g_y, -1, g_s, g_z)
         flow = self._flow(g_y.abs(), 1, g_s.abs(), g_z.abs())
         last = 1 + self.state_sizes[-1]
@@ -78,13 +84,18 @@ class Definition:
         # A weight is an exponential of its own term, too; that of the largest is the most it can be.
         own_k, own_v = (_size(x).amax(-1, keepdim=True) for x in (self.k, self.v))
         own_s = self.state_sizes[0].amax((-1, -2), keepdim=True)
-        own = [_size(self.q).amax(-1, keepdim=True), own_k + own_v, own_k + own_v, own_s, own_s.squeeze(-1)]
-        return Sizes(values, [b + a * (1 + size) for a, b, size in zip(flow, reach, own, strict=True)])
+        own = [_size(self.q).amax(-1, keepdim=True), own_k + own_v, own_k + own_v, 0, own_s, own_s.squeeze(-1)]
+        units = [b + a * (1 + size) for a, b, size in zip(flow, reach, own, strict=True)]
+        # A gate's gradient is a sum of those of q and k over its chunk, which cancel.
+        around = units[0] + units[1] if units[0].shape == units[1].shape else units[1]
+        around = torch.nn.functional.pad(around, (0, 0, 63, 63)).unfold(2, 127, 1).sum(-1)
+        units[3] = units[3] + (around.sum(-1, keepdim=True) if self.f.shape[-1] == 1 else around)
+        return Sizes(values, units)
 
     def _flow(self, g_y, sign, g_s, g_z):
         g_y = torch.cat([g_y, sign * g_y.sum(-1, keepdim=True)], -1).double()
         g = torch.cat([g_s, g_z.unsqueeze(-1)], -1).double()
-        g_q, g_k, g_v = (torch.zeros_like(x) for x in (self.q, self.k, self.v))
+        g_q, g_k, g_v, g_f = (torch.zeros_like(x) for x in (self.q, self.k, self.v, self.f))
         for j in reversed(range(len(self.reads))):
             for t in self.reads[j]:
                 _, share = self._log_sums(j, t)
@@ -93,5 +104,6 @@ class Definition:
                 g = g + read
             written = g * _share(self._term(j), self.states[j + 1])
             g_k[:, :, j], g_v[:, :, j] = written.sum(-1), written.sum(-2)
-            g = g * _share(self.states[j], self.states[j + 1])
-        return [g_q, g_k, g_v[..., :-1], g[..., :-1], g[..., -1]]
+            g = g * _share(self._before(j), self.states[j + 1])
+            g_f[:, :, j] = g.sum((-1, -2)).unsqueeze(-1) if g_f.shape[-1] == 1 else g.sum(-1)
+        return [g_q, g_k, g_v[..., :-1], g_f, g[..., :-1], g[..., -1]]

@@ -8,7 +8,9 @@ import torch
 from definition import Definition
 
 from model.ops.log_attention import LogAttentionState, log_attention
+from model.ops.log_attention.chunks import SHORT_CHUNK
 from model.ops.log_attention.frames import CERTAIN
+from model.ops.log_attention.gates import REACH
 
 TYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
 # A sum may be off by so many units in the last place of its size: three exponents and their frames are rounded, and so
@@ -20,14 +22,14 @@ EXTREMES = [-1e30, -1e13, -1e9, -2e6, -1.1e6, -1e4, -750, 0, 700, 3e4, 1.1e6, 2e
 class Case:
     """One random call; `largest` bounds B H T d_k d_v, `longest` B H T and B H S."""
 
-    def __init__(self, seed, largest, longest=1000):
+    def __init__(self, seed, largest, longest=1000, gates=False):
         self.rng = rng = random.Random(seed)
         torch.manual_seed(seed)
         while True:
             B, H = rng.choice([(1, 1), (1, 3), (2, 1), (2, 2)])
             T = rng.choice([1, 2, 3, 63, 64, 65, 128, rng.randint(1, 20), rng.randint(1, 300)])
             d_k, d_v = (rng.choice([1, 2, 3, 8, rng.randint(1, 70)]) for _ in range(2))
-            self.causal = rng.random() < 0.7
+            self.causal = gates or rng.random() < 0.7
             S = T if self.causal else rng.choice([T, rng.randint(1, 200)])
             if B * H * max(T, S) * d_k * d_v <= largest and B * H * max(T, S) <= longest:
                 break
@@ -54,13 +56,38 @@ class Case:
                 feature = rng.randrange(d_k)
                 log_z[..., feature], log_s[..., feature, :] = -torch.inf, -torch.inf
             self.state = LogAttentionState(log_s.requires_grad_(), log_z.requires_grad_())
+        self.log_f, self.gates_reach = None, 0
+        if gates and self.causal:
+            self.log_f = _gates(rng, (B, H, T, rng.choice([1, d_k]))).to(self.dtype).requires_grad_()
+            if self.log_f.shape[-1] > 1:  # sums over a chunk are added to q and k
+                steepest = self.log_f.detach().masked_fill(self.log_f == -torch.inf, 0).abs().amax().item()
+                self.gates_reach = min(SHORT_CHUNK * steepest, REACH[acc])
         self.definition = Definition(
-            *(x.detach() for x in (self.q, self.k, self.log_v, log_s, log_z)), causal=self.causal
+            *(x.detach() for x in (self.q, self.k, self.log_v, log_s, log_z)),
+            causal=self.causal,
+            log_f=None if self.log_f is None else self.log_f.detach(),
         )
 
     def __repr__(self):
         sizes = f"q {tuple(self.q.shape)}, S={self.k.shape[2]}, d_v={self.log_v.shape[3]}, {self.dtype}"
-        return f"{sizes}, causal={self.causal}, state={self.state is not None}, {self.layout}, {self.structures}"
+        gates = "none" if self.log_f is None else f"{tuple(self.log_f.shape)}"
+        return f"{sizes}, causal={self.causal}, state={self.state is not None}, {self.layout}, {self.structures}, gates {gates}"
+
+
+GATES = [0.0, -1e-6, -0.01, -0.3, -1.0, -8.0, -30.0, -1e4, -torch.inf]
+
+
+def _gates(rng, shape):
+    """Gates of one kind, as a model has them, or of all kinds side by side, and some resets."""
+    log_f = torch.nn.functional.logsigmoid(rng.uniform(-2, 6) + torch.randn(shape, dtype=torch.float64))
+    kind = rng.choice(["learned", "mixed", "one"])
+    if kind == "mixed":
+        log_f = torch.tensor(rng.choices(GATES, k=log_f.numel()), dtype=torch.float64).view(shape)
+    if kind == "one":
+        log_f = torch.full(shape, rng.choice(GATES), dtype=torch.float64)
+    for _ in range(rng.choice([0, 0, 1, 3])):  # a reset, or one of a feature
+        log_f[:, rng.randrange(shape[1]), rng.randrange(shape[2]), rng.choice([slice(None), 0])] = -torch.inf
+    return log_f
 
 
 def _some(rng, n):
@@ -135,14 +162,16 @@ def assert_within(name, got, truth, unit, dtype, operand_eps, case, lost=0.0):
         )
 
 
-def check(seed, backend, largest, longest=1000):
-    case = Case(seed, largest, longest)
+def check(seed, backend, largest, longest=1000, gates=False):
+    case = Case(seed, largest, longest, gates)
     truth = case.definition.forward()
+    for unit in truth.units:
+        unit += 2 * case.gates_reach
     operand_eps = 0.0
     if backend == "triton" and case.dtype in (torch.bfloat16, torch.float16):
         operand_eps = 4 * torch.finfo(case.dtype).eps  # four factors of a term are rounded
     log_y, state = log_attention(
-        case.q, case.k, case.log_v, causal=case.causal, state=case.state, return_state=True, backend=backend
+        case.q, case.k, case.log_v, case.log_f, causal=case.causal, state=case.state, return_state=True, backend=backend
     )
     outputs = [log_y, *state]
     acc = state.log_s.dtype
@@ -162,7 +191,7 @@ def check(seed, backend, largest, longest=1000):
     if case.rng.random() < 0.5:  # as in training, where nobody reads the state
         gs[1:] = [torch.zeros_like(x) for x in gs[1:]]
     gs = [g.masked_fill(~x.isfinite(), 0) for g, x in zip(gs, truth.values, strict=True)]
-    leaves = [case.q, case.k, case.log_v, *(case.state or ())]
+    leaves = [x for x in (case.q, case.k, case.log_v, case.log_f, *(case.state or ())) if x is not None]
     if any(x.isnan().any() for x in leaves):
         return  # gradients are NaN, in places that are nobody's concern
     if backend == "naive" and (case.dtype != torch.float64 or any((x == -torch.inf).any() for x in leaves)):
@@ -171,7 +200,9 @@ def check(seed, backend, largest, longest=1000):
     wanted = case.definition.backward(*(g.double() for g in gs), truth.units[0].nan_to_num(0))
     # What underflows is, of a sum that is certain, at most this; and tokens may share it.
     lost = torch.finfo(acc).tiny / CERTAIN[acc] * sum(g.double().abs().sum().item() for g in gs)
-    for name, x, *of_definition in zip(["g_q", "g_k", "g_v", "g_s", "g_z"], got, *wanted, strict=False):
+    names = ["g_q", "g_k", "g_v", "g_f", "g_s", "g_z"]
+    compared = [x for x in zip(names, *wanted, strict=True) if x[0] != "g_f" or case.log_f is not None]
+    for x, (name, *of_definition) in zip(got, compared, strict=False):
         assert_within(name, x, *of_definition, case.dtype, 2 * operand_eps, case, lost)
 
     if case.causal:  # in pieces, single tokens among them, without gradients
@@ -179,7 +210,8 @@ def check(seed, backend, largest, longest=1000):
         cuts = sorted(case.rng.sample(range(1, T), min(T - 1, case.rng.choice([0, 1, 3]))))
         with torch.no_grad():
             for start, stop in zip([0, *cuts], [*cuts, T], strict=True):
-                piece = (x[:, :, start:stop] for x in (case.q, case.k, case.log_v))
+                tensors = (case.q, case.k, case.log_v, case.log_f)
+                piece = (None if x is None else x[:, :, start:stop] for x in tensors)
                 pick = "auto" if stop - start == 1 and backend == "chunked" else backend
                 y, state = log_attention(*piece, state=state, return_state=True, backend=pick)
                 parts.append(y)
@@ -207,6 +239,12 @@ def maxima_of_gpus(monkeypatch):
 def test_any_input(backend, seeds):
     for seed in seeds:
         check(seed, backend, *SMALL[backend])
+
+
+@pytest.mark.parametrize(("backend", "seeds"), [("naive", range(10)), ("chunked", range(60))])
+def test_any_gates(backend, seeds):
+    for seed in seeds:
+        check(seed, backend, *SMALL[backend], gates=True)
 
 
 @pytest.mark.slow

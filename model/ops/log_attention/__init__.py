@@ -12,7 +12,7 @@ from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
 from model.ops.log_attention.repair import Fallback as fallback
 from model.ops.log_attention.signed import join_signs, split_signs
-from model.ops.log_attention.state import LogAttentionState, empty_state
+from model.ops.log_attention.state import LogAttentionState, empty_state, merge_states
 from model.ops.log_attention.step import log_attention_step
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "LogAttentionState",
     "fallback",
     "log_attention",
+    "merge_states",
     "naive_log_attention",
     "signed_log_attention",
 ]
@@ -41,6 +42,7 @@ def log_attention(
     q: Tensor,
     k: Tensor,
     log_v: Tensor,
+    log_f: Tensor | None = None,
     *,
     causal: bool = True,
     state: LogAttentionState | None = None,
@@ -51,12 +53,15 @@ def log_attention(
 
         log_y[t, e] = LSE_d( q[t, d] + LSE_j(k[j, d] + log_v[j, e]) ) - LSE_d( q[t, d] + LSE_j(k[j, d]) )
 
-    with j <= t where causal (paper, eqs. 4-6), so exp(log_y) is a convex mixture of the values exp(log_v).
+    with j <= t where causal (paper, eqs. 4-6), so exp(log_y) is a convex mixture of the values exp(log_v). With gates,
+    what is seen at token t of k[j] has log_f[j + 1] + ... + log_f[t] added: earlier keys are forgotten.
 
     Args:
         q: (B, H, T, d_k).
         k: (B, H, S, d_k). -inf masks a key's feature.
         log_v: (B, H, S, d_v), logarithms of the values; -inf is a value of exactly zero.
+        log_f: (B, H, T, d_k), gates of the features, or (B, H, T, 1), a gate of the head: logarithms of the share that
+            is kept of the tokens before t, at most 0. -inf is a reset. None keeps everything.
         causal: query t sees keys j <= t of this call (so S = T), and all that `state` has seen.
         state: the state after earlier tokens; None before the first.
         return_state: also return the state after these tokens. Its size is constant.
@@ -67,17 +72,20 @@ def log_attention(
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
 
     Raises:
-        ValueError: shapes do not match, or the backend does not exist or does not support these inputs.
+        ValueError: shapes do not match, a gate is above 0 or NaN (checked on CPUs), or the backend does not exist or
+            does not support these inputs.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(BACKENDS)}")
     _check_shapes(q, k, log_v, state, causal)
+    if log_f is not None:
+        _check_gates(q, log_f, causal)
     if backend == "auto":
         if causal and q.shape[2] == 1 and not torch.is_grad_enabled():
             state = empty_state(q, log_v) if state is None else state
-            return log_attention_step(q, k, log_v, state=state, return_state=return_state)
+            return log_attention_step(q, k, log_v, log_f, state=state, return_state=return_state)
         backend = _fastest_on_gpu(q.device.index, q.dtype, q.shape[3]) if q.device.type == "cuda" else "chunked"
-    return BACKENDS[backend](q, k, log_v, causal=causal, state=state, return_state=return_state)
+    return BACKENDS[backend](q, k, log_v, log_f, causal=causal, state=state, return_state=return_state)
 
 
 def signed_log_attention(
@@ -146,6 +154,16 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     if d_k > most:
         return f"supports up to {most} key features a head in {dtype} on {gpu.name}, not {d_k}: use bfloat16"
     return None
+
+
+def _check_gates(q: Tensor, log_f: Tensor, causal: bool) -> None:
+    B, H, T, d_k = q.shape
+    if log_f.shape not in ((B, H, T, d_k), (B, H, T, 1)):
+        raise ValueError(f"log_f {tuple(log_f.shape)} must be {(B, H, T, d_k)} or {(B, H, T, 1)} for q {tuple(q.shape)}")
+    if not causal:
+        raise ValueError("log_f needs causal=True: without an order of tokens none is earlier than another")
+    if log_f.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((log_f.detach() <= 0).all()):
+        raise ValueError(f"log_f has a maximum of {float(log_f.max())}: gates must be between -inf and 0")
 
 
 def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState | None, causal: bool) -> None:

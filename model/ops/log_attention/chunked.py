@@ -23,7 +23,6 @@ head is recomputed in float64, whose range is ten times as wide, and if that is 
 certain. If every key is masked, the result is NaN, without a gradient.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,20 +30,28 @@ from torch import Tensor
 
 from model.ops.derivatives import refuse_second_order, refuse_transforms
 from model.ops.log_attention import repair
-from model.ops.log_attention.chunks import CHUNK, write
-from model.ops.log_attention.exponentials import Frames, Inputs, frames_of, in_first_frame, keys_and_values, queries
+from model.ops.log_attention.chunks import CHUNK, batches, block_chunks, blocks, write
+from model.ops.log_attention.exponentials import (
+    Frames,
+    Inputs,
+    frames_of,
+    gates_at,
+    in_first_frame,
+    keys_and_values,
+    queries,
+)
 from model.ops.log_attention.frames import CERTAIN, log_of_scaled
+from model.ops.log_attention.gates import log_f_gradient, times
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, empty_state
 
 NAMES = "log_attention", "backend='naive'"  # the operator, and the form that has all derivatives
-# Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all chunks at once.
-BLOCK = 2**17
 
 
 def chunked_log_attention(
     q: Tensor,
     k: Tensor,
     log_v: Tensor,
+    log_f: Tensor | None = None,
     *,
     causal: bool = True,
     state: LogAttentionState | None = None,
@@ -52,24 +59,24 @@ def chunked_log_attention(
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
     """As `log_attention`. It saves its inputs and at most T / CHUNK states for the backward pass."""
     state = empty_state(q, log_v) if state is None else state
-    refuse_transforms(*NAMES, q, k, log_v, *state)
+    refuse_transforms(*NAMES, q, k, log_v, *state, *([] if log_f is None else [log_f]))
     log_s = torch.cat([state.log_s, state.log_z.unsqueeze(-1)], dim=-1)  # (B, H, d_k, E), E = d_v + 1
-    log_y, log_s, *_ = _attend(q, k, log_v, log_s.to(accumulation_dtype(q)), causal, return_state)
+    log_y, log_s, *_ = _attend(q, k, log_v, log_f, log_s.to(accumulation_dtype(q)), causal, return_state)
     log_y = log_y.to(log_v.dtype)
     return (log_y, LogAttentionState(log_s[..., :-1], log_s[..., -1])) if return_state else log_y
 
 
 @torch.library.custom_op("log_gpt::log_attention", mutates_args=())
 def _attend(
-    q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_state: bool
+    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor, causal: bool, want_state: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log_y (B, H, T, d_v) and the state after, from q, k, log_v and the state log_s (B, H, d_k, E).
+    """Return log_y (B, H, T, d_v) and the state after, from the arguments and the state log_s (B, H, d_k, E).
 
     Two more results are for the backward pass: M before each block and after the last (n + 1, B, H, d_k, E), and which
     chunks are doubtful (N, B, H). Without causality, all tokens are one chunk.
     """
     with torch.autocast(q.device.type, enabled=False):
-        results = _forward(Inputs(q, k, log_v, log_s), causal, want_state)
+        results = _forward(Inputs(q, k, log_v, log_f, log_s), causal, want_state)
         repair.count("forward", results.doubtful, q.shape[2], causal)
     return results
 
@@ -99,29 +106,35 @@ class _Given(NamedTuple):
 
 
 def _empty_results(inputs: Inputs, causal: bool) -> _Results:
-    q, _, log_v, log_s = inputs
-    (B, H, T, _), (d_k, E) = q.shape, log_s.shape[-2:]
-    N = -(-T // CHUNK)
+    q, _, log_v, _, log_s = inputs
+    (B, H, T, _), (d_k, E), C = q.shape, log_s.shape[-2:], inputs.C
+    N = -(-T // C)
     return _Results(
         torch.empty_like(log_v, dtype=log_s.dtype) if causal else log_s.new_empty(B, H, T, E - 1),
         torch.empty_like(log_s),
-        log_s.new_empty(-(-N // _block_chunks(q)) + 1 if causal else 2, B, H, d_k, E),
+        log_s.new_empty(-(-N // block_chunks(q, C)) + 1 if causal else 2, B, H, d_k, E),
         log_s.new_empty(N if causal else 1, B, H, dtype=torch.bool),
     )
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, causal: bool, want_state: bool) -> tuple[Tensor, ...]:
-    return _empty_results(Inputs(q, k, log_v, log_s), causal)
+def _(
+    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor, causal: bool, want_state: bool
+) -> tuple[Tensor, ...]:
+    return _empty_results(Inputs(q, k, log_v, log_f, log_s), causal)
 
 
 def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
     results = _empty_results(inputs, causal)
-    for batch in _batches(inputs.q):
+    for batch in batches(inputs.q, inputs.C):
         part, into = inputs.of(batch), results.of(batch)
         frames, certificate = frames_of(part, causal), repair.Certificate(part)
         (_causal_forward if causal else _full_forward)(part, frames, certificate, into)
         into.log_s.copy_(log_of_scaled(into.M[-1], frames.key[-1].mT + frames.value[-1]))
+        if frames.after is not None:
+            into.log_s.add_(frames.after)
+        if frames.lost is not None:
+            into.doubtful.logical_or_(frames.lost)
         heads = into.doubtful.any(0)  # (B, H)
         if want_state:
             heads |= certificate.lost_heads(into.M[-1])
@@ -132,12 +145,15 @@ def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
 
 def _causal_forward(inputs: Inputs, frames: Frames, certificate: repair.Certificate, results: _Results) -> None:
     results.M[0] = in_first_frame(inputs, frames)
-    for i, (tokens, chunks) in enumerate(_blocks(inputs.q)):
+    for i, (tokens, chunks) in enumerate(blocks(inputs.q, inputs.C)):
         here = frames.of(chunks)
-        e_q, (e_k, e_v) = queries(inputs, tokens, here), keys_and_values(inputs, tokens, here)  # (n, B, H, C, .)
-        M = _carry(results.M[i], e_k.mT @ e_v, frames.factor, chunks)  # (n + 1, B, H, d_k, E)
+        gates = gates_at(inputs, tokens, here)
+        e_q = queries(inputs, tokens, here, gates.a)  # (n, B, H, C, d_k)
+        e_k, e_v = keys_and_values(inputs, tokens, here, gates.a)  # (n, B, H, C, .)
+        M = _carry(results.M[i], times(e_k, gates.end).mT @ e_v, gates.kept, frames.factor, chunks)
         results.M[i + 1] = M[-1]
-        sums = _add_product(e_q @ M[:-1], (e_q @ e_k.mT).tril_(), e_v)  # (n, B, H, C, E)
+        A = gates.weigh(e_q @ e_k.mT)  # (n, B, H, C, C)
+        sums = _add_product(times(e_q, gates.start) @ M[:-1], A, e_v)  # (n, B, H, C, E)
         write(results.log_y[:, :, tokens], _log_y(sums, here))
         results.doubtful[chunks] = certificate.too_small(sums, tokens.start)
 
@@ -146,11 +162,11 @@ def _full_forward(inputs: Inputs, frames: Frames, certificate: repair.Certificat
     """Every query attends to all keys."""
     M = results.M  # (2, B, H, d_k, E)
     M[:] = in_first_frame(inputs, frames)
-    for tokens, _ in _blocks(inputs.k):
+    for tokens, _ in blocks(inputs.k, CHUNK):
         e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
         M[1:].add_(e_k.mT @ e_v)
     results.doubtful.zero_()
-    for tokens, _ in _blocks(inputs.q):
+    for tokens, _ in blocks(inputs.q, CHUNK):
         sums = queries(inputs, tokens, frames) @ M[1:]  # (1, B, H, t, E)
         write(results.log_y[:, :, tokens], _log_y(sums, frames))
         results.doubtful.logical_or_(certificate.too_small(sums, None))
@@ -172,17 +188,19 @@ def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Result
     elif doubtful.any():
         again = _forward(some, causal, want_state=True)
         if causal:
-            doubtful = doubtful.repeat_interleave(CHUNK, 1)[:, : inputs.q.shape[2]]
+            doubtful = doubtful.repeat_interleave(inputs.C, 1)[:, : inputs.q.shape[2]]
         log_y = torch.where(doubtful.unsqueeze(-1), again.log_y[:, 0].to(log_y.dtype), log_y)
         log_s = again.log_s[:, 0]
     else:  # only the state is doubtful, and any query will do
-        log_s = _forward(some._replace(q=some.q[:, :, :1]), causal=False, want_state=True).log_s[:, 0]
+        if inputs.log_f is None:
+            some = some._replace(q=some.q[:, :, :1])
+        log_s = _forward(some, causal and inputs.log_f is not None, want_state=True).log_s[:, 0]
     results.log_y[heads], results.log_s[heads] = log_y, log_s.to(results.log_s.dtype)
 
 
 def _of_heads(tensors: Any, heads: Tensor) -> Any:
     """Select heads of a named tuple's tensors (B, H, ...) as elements of a batch, in float64: (F, 1, ...)."""
-    return type(tensors)(*(x[heads].unsqueeze(1).double() for x in tensors))
+    return type(tensors)(*(None if x is None else x[heads].unsqueeze(1).double() for x in tensors))
 
 
 @torch.library.custom_op("log_gpt::log_attention_backward", mutates_args=())
@@ -192,19 +210,28 @@ def _attend_backward(
     q: Tensor,
     k: Tensor,
     log_v: Tensor,
+    log_f: Tensor | None,
     log_s: Tensor,
     log_y: Tensor,
     after: Tensor,
     M: Tensor,
     doubtful: Tensor,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of q, k, log_v, log_s from those of log_y (B, H, T, d_v) and the state after (B, H, d_k, E)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return gradients of q, k, log_v, log_f (empty if there is none) and log_s.
+
+    They are computed from those of log_y (B, H, T, d_v) and of the state after (B, H, d_k, E).
+    """
     with torch.autocast(q.device.type, enabled=False):
         results = _Results(log_y, after, M, doubtful)
-        gradients = _backward(Inputs(q, k, log_v, log_s), causal, results, _Given(g_y, g_log_s))
+        gradients = _backward(Inputs(q, k, log_v, log_f, log_s), causal, results, _Given(g_y, g_log_s))
         repair.count("backward", doubtful, q.shape[2], causal)
-    return gradients
+    return gradients.q, gradients.k, gradients.log_v, _or_empty(gradients.log_f, q), gradients.log_s
+
+
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    """A tensor for an operator that must return one."""
+    return like.new_empty(0) if x is None else x
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -215,23 +242,24 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _backward_of_op(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
-    return *_attend_backward(g_y, g_log_s, *ctx.saved_tensors, ctx.causal), None, None
+    g_q, g_k, g_v, g_f, g_first = _attend_backward(g_y, g_log_s, *ctx.saved_tensors, ctx.causal)
+    return g_q, g_k, g_v, None if ctx.saved_tensors[3] is None else g_f, g_first, None, None
 
 
 _attend.register_autograd(_backward_of_op, setup_context=_save_for_backward)
 
 
 @_attend_backward.register_fake
-def _(g_y: Tensor, g_log_s: Tensor, q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in (q, k, log_v, log_s))
+def _(g_y: Tensor, g_log_s: Tensor, q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Tensor, *_: Any) -> Any:
+    return tuple(torch.empty_like(x) for x in (q, k, log_v, _or_empty(log_f, q), log_s))
 
 
 def _backward(inputs: Inputs, causal: bool, results: _Results, given: _Given) -> Inputs:
-    gradients = Inputs(*(torch.empty_like(x) for x in inputs))
-    for batch in _batches(inputs.q):
+    gradients = Inputs(*(None if x is None else torch.empty_like(x) for x in inputs))  # type: ignore[arg-type]
+    for batch in batches(inputs.q, inputs.C):
         part, found, g, into = inputs.of(batch), results.of(batch), given.of(batch), gradients.of(batch)
         g_M, lost = _of_last_M(part, found.M[-1], g)  # (B, H, d_k, E), (B, H)
-        heads = found.doubtful.any(0) | lost
+        heads = found.doubtful.any(0) | lost  # (B, H)
         go_back = _causal_backward if causal else _full_backward
         go_back(part, found, g, g_M, into)
         if heads.any():
@@ -242,32 +270,45 @@ def _backward(inputs: Inputs, causal: bool, results: _Results, given: _Given) ->
 def _causal_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor, gradients: Inputs) -> None:
     """Write the gradients, given those of log_y and of the last M, g (B, H, d_k, E)."""
     frames = frames_of(inputs, causal=True)
-    for i, (tokens, chunks) in reversed(list(enumerate(_blocks(inputs.q)))):
+    for i, (tokens, chunks) in reversed(list(enumerate(blocks(inputs.q, inputs.C)))):
         here = frames.of(chunks)
-        e_q, (e_k, e_v) = queries(inputs, tokens, here), keys_and_values(inputs, tokens, here)  # (n, B, H, C, .)
-        before = _carry(results.M[i], e_k.mT @ e_v, frames.factor, chunks)[:-1]  # (n, B, H, d_k, E)
-        A = (e_q @ e_k.mT).tril_()  # (n, B, H, C, C)
-        g_sums = _of_sums(_add_product(e_q @ before, A, e_v), results, given, tokens, here)  # (n, B, H, C, E)
-        g_seen = e_q.mT @ g_sums  # (n, B, H, d_k, E): gradient of M through the chunk's queries
-        g_A = (g_sums @ e_v.mT).tril_()
-        g_q = _add_product(g_sums @ before.mT, g_A, e_k).mul_(e_q)
+        gates = gates_at(inputs, tokens, here)
+        e_q = queries(inputs, tokens, here, gates.a)  # (n, B, H, C, d_k)
+        e_k, e_v = keys_and_values(inputs, tokens, here, gates.a)  # (n, B, H, C, .)
+        from_start, to_end = times(e_q, gates.start), times(e_k, gates.end)
+        Ms = _carry(results.M[i], to_end.mT @ e_v, gates.kept, frames.factor, chunks)  # (n + 1, B, H, d_k, E)
+        A = gates.weigh(e_q @ e_k.mT)  # (n, B, H, C, C)
+        sums = _add_product(from_start @ Ms[:-1], A, e_v)
+        g_sums = _of_sums(sums, results, given, tokens, here)  # (n, B, H, C, E)
+        g_seen = from_start.mT @ g_sums  # (n, B, H, d_k, E): gradient of M through the chunk's queries
+        g_A = gates.weigh(g_sums @ e_v.mT)
+        g_q = _add_product(times(g_sums @ Ms[:-1].mT, gates.start), g_A, e_k).mul_(e_q)
         g_k = g_A.mT @ e_q  # through the chunk's own queries, without the factor e_k
         g_v = A.mT @ g_sums
-        g_M, g = _carry_back(g_seen, g, frames.factor, chunks)
+        g_last = g
+        g_M, g = _carry_back(g_seen, g, gates.kept, frames.factor, chunks)
+        # And through later chunks.
+        g_k = _add_product(g_k, times(e_v, gates.end), g_M.mT).mul_(e_k)
+        g_v = _add_product(g_v, to_end, g_M).mul_(e_v)[..., :-1]
         write(gradients.q[:, :, tokens], g_q)
-        write(gradients.k[:, :, tokens], _add_product(g_k, e_v, g_M.mT).mul_(e_k))  # and through later chunks
-        write(gradients.log_v[:, :, tokens], _add_product(g_v, e_k, g_M).mul_(e_v)[..., :-1])
+        write(gradients.k[:, :, tokens], g_k)
+        write(gradients.log_v[:, :, tokens], g_v)
+        if inputs.log_f is not None and gradients.log_f is not None:
+            log_f = here.split(inputs.log_f[:, :, tokens], 0.0)
+            g_next = torch.cat([times(g_M, gates.kept)[1:] + g_seen[1:], g_last.unsqueeze(0)])  # of Ms[1:]
+            g_after = (g_next * Ms[1:]).sum(-1).unsqueeze(3)  # (n, B, H, 1, d_k)
+            write(gradients.log_f[:, :, tokens], log_f_gradient(g_q, g_k, g_after, log_f))
     torch.mul(g, results.M[0], out=gradients.log_s)
 
 
 def _full_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor, gradients: Inputs) -> None:
     frames, M = frames_of(inputs, causal=False), results.M  # M (2, B, H, d_k, E)
-    for tokens, _ in _blocks(inputs.q):
+    for tokens, _ in blocks(inputs.q, CHUNK):
         e_q = queries(inputs, tokens, frames)  # (1, B, H, t, d_k)
         g_sums = _of_sums(e_q @ M[1:], results, given, tokens, frames)
         write(gradients.q[:, :, tokens], (g_sums @ M[1:].mT).mul_(e_q))
         g = g + (e_q.mT @ g_sums)[0]
-    for tokens, _ in _blocks(inputs.k):
+    for tokens, _ in blocks(inputs.k, CHUNK):
         e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
         write(gradients.k[:, :, tokens], (e_v @ g.mT).mul_(e_k))
         write(gradients.log_v[:, :, tokens], (e_k @ g).mul_(e_v)[..., :-1])
@@ -299,32 +340,44 @@ def _backward_again(inputs: Inputs, causal: bool, given: _Given, heads: Tensor, 
         again = repair.backward(repair.call_of(some, causal), g_log_S[:, 0], g_log_s[:, 0])
     else:
         again = _backward(some, causal, _forward(some, causal, want_state=True), _Given(g_y, g_log_s))
-    for whole, part in zip(gradients, again, strict=True):  # the exact log_v also has the normalizer's column
+    for whole, part in zip(gradients, again, strict=True):
+        if whole is None:
+            continue
+        if whole is gradients.log_f and whole.shape[-1] == 1:
+            part = part.sum(-1, keepdim=True)
+        # The exact log_v also has the normalizer's column.
         whole[heads] = part.reshape(-1, *part.shape[-2:])[..., : whole.shape[-1]].to(whole.dtype)
 
 
-def _carry(M: Tensor, updates: Tensor, factor: Tensor, chunks: slice) -> Tensor:
+def _carry(M: Tensor, updates: Tensor, kept: Tensor | None, factor: Tensor, chunks: slice) -> Tensor:
     """Return M before each of these chunks and after the last, (n + 1, B, H, d_k, E), each in its chunk's frame.
 
-    `M` is that before the first chunk, `updates` the chunks' e_k^T e_v (n, B, H, d_k, E).
+    `M` is that before the first chunk, `updates` the chunks' e_k^T e_v (n, B, H, d_k, E), and `kept` that of Gates.
     """
     Ms = M.new_empty(len(updates) + 1, *M.shape)
     Ms[0] = M
     for n, update in enumerate(updates):
-        torch.add(Ms[n], update, out=Ms[n + 1])
+        torch.add(times(Ms[n], None if kept is None else kept[n]), update, out=Ms[n + 1])
         if chunks.start + n + 1 < len(factor):
             Ms[n + 1].mul_(factor[chunks.start + n + 1])
     return Ms
 
 
-def _carry_back(g_seen: Tensor, g: Tensor, factor: Tensor, chunks: slice) -> tuple[Tensor, Tensor]:
-    """Return gradients of M after each chunk (n, B, H, d_k, E) and before the first, given that after the last."""
+def _carry_back(
+    g_seen: Tensor, g: Tensor, kept: Tensor | None, factor: Tensor, chunks: slice
+) -> tuple[Tensor, Tensor]:
+    """Return gradients of M after each chunk (n, B, H, d_k, E), in its own frame, and before the first.
+
+    `g_seen` is the gradient through the chunks' queries, and `g` that of the last M that `_carry` returns.
+    """
     g_M = torch.empty_like(g_seen)
-    for n in reversed(range(chunks.start, chunks.stop)):
-        g_M[n - chunks.start] = g
-        g = g + g_seen[n - chunks.start]
-        if n:
-            g.mul_(factor[n])
+    for n in reversed(range(len(g_seen))):
+        after = chunks.start + n + 1
+        if after < len(factor):
+            torch.mul(g, factor[after], out=g_M[n])
+        else:
+            g_M[n] = g
+        g = times(g_M[n], None if kept is None else kept[n]) + g_seen[n]
     return g_M, g
 
 
@@ -332,23 +385,3 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """x += a @ b, all (n, B, H, ., .)."""
     x.flatten(0, 2).baddbmm_(a.flatten(0, 2), b.flatten(0, 2))
     return x
-
-
-def _block_chunks(x: Tensor) -> int:
-    """Return the chunks of x (B, H, T, D) in a block. On CPUs they depend only on H and D, the same in both passes."""
-    _, H, T, D = x.shape
-    return max(1, BLOCK // (H * CHUNK * D)) if x.device.type == "cpu" else -(-T // CHUNK)
-
-
-def _batches(q: Tensor) -> Iterator[slice]:
-    """Yield elements of the batch, as many at a time as fit into a block."""
-    B, N = len(q), -(-q.shape[2] // CHUNK)
-    step = max(1, _block_chunks(q) // N) if q.device.type == "cpu" else B
-    return (slice(b, min(b + step, B)) for b in range(0, B, step))
-
-
-def _blocks(x: Tensor) -> list[tuple[slice, slice]]:
-    """Return the tokens and the chunks of each block of x (B, H, T, D)."""
-    T, step = x.shape[2], _block_chunks(x)
-    N = -(-T // CHUNK)
-    return [(slice(CHUNK * n, min(CHUNK * (n + step), T)), slice(n, min(n + step, N))) for n in range(0, N, step)]

@@ -1,10 +1,20 @@
 """Sequences (B, H, T, D) as chunks of tokens (N, B, H, C, D), so that a loop over chunks reads memory in order."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 CHUNK = 64  # tokens: C x C scores and d_k x d_v states then cost about the same at head sizes from 32 to 128
+# Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all chunks at once.
+BLOCK = 2**17
+SHORT_CHUNK = 16  # where each feature has a gate, whose products over a chunk must not leave the range of numbers
+
+
+def chunk_size(log_f: Tensor | None) -> int:
+    """Return the tokens of a chunk, given gates (B, H, T, d_k), (B, H, T, 1) or None."""
+    return CHUNK if log_f is None or log_f.shape[-1] == 1 else SHORT_CHUNK
 
 
 def split(x: Tensor, C: int, fill: float) -> Tensor:
@@ -34,3 +44,23 @@ def maxima(x: Tensor, C: int) -> Tensor:
     N, rest = divmod(x.shape[2], C)
     parts = [split(x[:, :, : N * C], C, 0.0).amax(3)] if N else []
     return torch.cat([*parts, x[:, :, N * C :].amax(2).unsqueeze(0)] if rest else parts)
+
+
+def block_chunks(x: Tensor, C: int) -> int:
+    """Return the chunks of x (B, H, T, D) in a block. On CPUs they depend only on H and D, the same in both passes."""
+    _, H, T, D = x.shape
+    return max(1, BLOCK // (H * C * D)) if x.device.type == "cpu" else -(-T // C)
+
+
+def batches(x: Tensor, C: int) -> Iterator[slice]:
+    """Yield elements of the batch, as many at a time as fit into a block."""
+    B, N = len(x), -(-x.shape[2] // C)
+    step = max(1, block_chunks(x, C) // N) if x.device.type == "cpu" else B
+    return (slice(b, min(b + step, B)) for b in range(0, B, step))
+
+
+def blocks(x: Tensor, C: int) -> list[tuple[slice, slice]]:
+    """Return the tokens and the chunks of each block of x (B, H, T, D)."""
+    T, step = x.shape[2], block_chunks(x, C)
+    N = -(-T // C)
+    return [(slice(C * n, min(C * (n + step), T)), slice(n, min(n + step, N))) for n in range(0, N, step)]

@@ -8,38 +8,42 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 LARGEST = 2**24  # elements of a temporary
 
 
-def states(k: Tensor, log_v: Tensor, log_s: Tensor) -> Tensor:
+def states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
     """Return log_s before each chunk and after the last, (G, N + 1, d_k, E).
 
     Args:
         k: (G, N, C, d_k).
         log_v: (G, N, C, E).
+        log_f: (G, N, C, d_k or 1).
         log_s: (G, d_k, E), before the first chunk.
     """
     _, N, C, d_k = k.shape
     before = [log_s]
     heads = max(1, LARGEST // (C * d_k * log_v.shape[-1]))
+    kept = log_f.flip(2).cumsum(2).flip(2)  # (G, N, C, .): of what was there before a token, at the chunk's end
+    k = k + pad(kept[:, :, 1:], (0, 0, 0, 1))
     for n in range(N):
         parts = [
             torch.logsumexp(k_n.unsqueeze(-1) + v_n.unsqueeze(-2), dim=1)
             for k_n, v_n in zip(k[:, n].split(heads), log_v[:, n].split(heads), strict=True)
         ]
-        before.append(torch.logaddexp(before[-1], torch.cat(parts)))
+        before.append(torch.logaddexp(before[-1] + kept[:, n, 0].unsqueeze(-1), torch.cat(parts)))
     return torch.stack(before, 1)
 
 
-def causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor) -> tuple[Tensor, Tensor]:
+def causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> tuple[Tensor, Tensor]:
     """log_S (P, C, E) of P tiles, and the state after each of their tokens (C, P, d_k, E).
 
-    q (P, C, d_k), k (P, C, d_k), log_v (P, C, E), and the state before each tile, log_s (P, d_k, E).
+    q (P, C, d_k), k (P, C, d_k), log_v (P, C, E), log_f (P, C, .), and the state before each tile, log_s (P, d_k, E).
     """
     log_S, after = [], []
-    for q_t, k_t, v_t in zip(q.unbind(1), k.unbind(1), log_v.unbind(1), strict=True):
-        log_s = torch.logaddexp(log_s, k_t.unsqueeze(-1) + v_t.unsqueeze(-2))
+    for q_t, k_t, v_t, f_t in zip(*(x.unbind(1) for x in (q, k, log_v, log_f)), strict=True):
+        log_s = torch.logaddexp(log_s + f_t.unsqueeze(-1), k_t.unsqueeze(-1) + v_t.unsqueeze(-2))
         log_S.append(torch.logsumexp(q_t.unsqueeze(-1) + log_s, dim=1))
         after.append(log_s)
     return torch.stack(log_S, 1), torch.stack(after)
@@ -51,14 +55,18 @@ class Gradients(NamedTuple):
     q: Tensor
     k: Tensor
     log_v: Tensor
+    log_f: Tensor
+    """For each feature, (..., d_k)."""
     log_s: Tensor
     """Gradient of the state before them."""
 
 
-def causal_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor) -> Gradients:
+def causal_gradients(
+    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor
+) -> Gradients:
     """Backward of `causal_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E)."""
-    log_S, after = causal_log_sums(q, k, log_v, log_s)
-    g, g_q, g_k, g_v = g_after, [], [], []
+    log_S, after = causal_log_sums(q, k, log_v, log_f, log_s)
+    g, g_q, g_k, g_v, g_f = g_after, [], [], [], []
     for t in reversed(range(q.shape[1])):
         s = after[t]  # (P, d_k, E)
         read = g_log_S[:, t].unsqueeze(-2) * _share(q[:, t].unsqueeze(-1) + s, log_S[:, t].unsqueeze(-2))
@@ -67,8 +75,9 @@ def causal_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_s: Tensor, g_log_S
         g_q.append(read.sum(-1))
         g_k.append(written.sum(-1))
         g_v.append(written.sum(-2))
-        g = g * _share(after[t - 1] if t else log_s, s)
-    return Gradients(torch.stack(g_q[::-1], 1), torch.stack(g_k[::-1], 1), torch.stack(g_v[::-1], 1), g)
+        g = g * _share((after[t - 1] if t else log_s) + log_f[:, t].unsqueeze(-1), s)
+        g_f.append(g.sum(-1))
+    return Gradients(*(torch.stack(x[::-1], 1) for x in (g_q, g_k, g_v, g_f)), g)
 
 
 def full_log_sums(q: Tensor, log_s: Tensor) -> Tensor:
@@ -92,7 +101,7 @@ def full_gradients(
         written = g.unsqueeze(1) * _share(k_t.unsqueeze(-1) + v_t.unsqueeze(-2), log_s.unsqueeze(1))
         g_k.append(written.sum(-1))
         g_v.append(written.sum(-2))
-    return Gradients(torch.cat(g_q, 1), torch.cat(g_k, 1), torch.cat(g_v, 1), g * _share(before, log_s))
+    return Gradients(torch.cat(g_q, 1), torch.cat(g_k, 1), torch.cat(g_v, 1), torch.zeros_like(k), g * _share(before, log_s))
 
 
 def _split(x: Tensor, log_s: Tensor) -> tuple[Tensor, ...]:

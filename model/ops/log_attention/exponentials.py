@@ -1,13 +1,15 @@
 """The exponentials of `chunked.py`, relative to the frames of their chunks, so that all are at most 1."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.log_attention.chunks import CHUNK, maxima, split
+from model.ops.log_attention.chunks import blocks, chunk_size, maxima, split
 from model.ops.log_attention.frames import FAR, LN2, finite, frame_above, scaled_exp
+from model.ops.log_attention.gates import HEAD_REACH, NO_GATES, REACH, Gates, gates_of, sums_of
 
 
 class Inputs(NamedTuple):
@@ -19,12 +21,20 @@ class Inputs(NamedTuple):
     """(B, H, S, d_k)."""
     log_v: Tensor
     """(B, H, S, d_v)."""
+    log_f: Tensor | None
+    """(B, H, S, d_k or 1)."""
     log_s: Tensor
     """(B, H, d_k, E), in the accumulation type."""
 
     def of(self, batch: slice) -> "Inputs":
         """Select elements of the batch."""
-        return Inputs(*(x[batch] for x in self))
+        q, k, log_v, log_f, log_s = self
+        return Inputs(q[batch], k[batch], log_v[batch], None if log_f is None else log_f[batch], log_s[batch])
+
+    @property
+    def C(self) -> int:
+        """Tokens of a chunk."""
+        return chunk_size(self.log_f)
 
 
 class Frames(NamedTuple):
@@ -35,11 +45,15 @@ class Frames(NamedTuple):
     value: Tensor
     """(N, B, H, 1, E)."""
     factor: Tensor
-    """(N, B, H, d_k, E): from the frame of the previous chunk (or of the state) to this one."""
+    """(N, B, H, d_k, E): from M after the previous chunk to M in the frame of this one."""
     C: int | None
     """Tokens of a chunk; None if there is a single chunk."""
     chunks: slice
     """The indices of these chunks."""
+    after: Tensor | None = None
+    """(B, H, d_k, 1): with gates for each feature, log_s after the last chunk has this added."""
+    lost: Tensor | None = None
+    """(B, H): with gates, whether a head forgets so much in a chunk that numbers leave their range."""
 
     def of(self, chunks: slice) -> "Frames":
         """Select chunks."""
@@ -52,29 +66,79 @@ class Frames(NamedTuple):
 
 def frames_of(inputs: Inputs, causal: bool) -> Frames:
     """Return the frames of all chunks (one chunk if not causal), including the state's tokens as far as known."""
-    C = min(CHUNK, inputs.k.shape[2]) if causal else None
+    C = min(inputs.C, inputs.k.shape[2]) if causal else None
     log_s, log_z = inputs.log_s, inputs.log_s[..., -1]  # (B, H, d_k, E), (B, H, d_k)
     mean = (log_s - finite(log_s[..., -1:])).amax(2)  # (B, H, E): of log_v, over the state's tokens
-    k, log_v = (maxima(x, C or x.shape[2]).to(log_s.dtype) for x in (inputs.k, inputs.log_v))
-    keys, values = torch.cat([log_z[None], k]), torch.cat([mean[None], pad(log_v, (0, 1))])
-    keys, values = (frame_above(x / LN2).cummax(0).values for x in (keys, values))  # (1 + N, B, H, .)
-    decay, rescale = (torch.exp2(x[:-1] - finite(x[1:])) for x in (keys, values))  # at most 1
+    log_v = maxima(inputs.log_v, C or inputs.log_v.shape[2]).to(log_s.dtype)
+    values = frame_above(torch.cat([mean[None], pad(log_v, (0, 1))]) / LN2).cummax(0).values  # (1 + N, B, H, E)
+    after, lost = None, None
+    if inputs.log_f is None:
+        k = maxima(inputs.k, C or inputs.k.shape[2]).to(log_s.dtype)
+        keys = frame_above(torch.cat([log_z[None], k]) / LN2).cummax(0).values  # (1 + N, B, H, d_k)
+        decay = torch.exp2(keys[:-1] - finite(keys[1:]))  # (N, B, H, d_k), at most 1
+    else:
+        keys, decay, after, lost = _frames_with_gates(inputs)
+    rescale = torch.exp2(values[:-1] - finite(values[1:]))  # (N, B, H, E), at most 1
     factor = decay.unsqueeze(-1) * rescale.unsqueeze(-2)
-    return Frames(keys[1:].unsqueeze(3), finite(values[1:]).unsqueeze(3), factor, C, slice(None))
+    return Frames(keys[1:].unsqueeze(3), finite(values[1:]).unsqueeze(3), factor, C, slice(None), after, lost)
 
 
-def queries(inputs: Inputs, tokens: slice, frames: Frames) -> Tensor:
-    """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for padding, so that its sums are certain."""
+def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return the keys' frames (1 + N, B, H, d_k), their part of `Frames.factor` (N, B, H, d_k), `after` and `lost`."""
+    log_z = inputs.log_s[..., -1]
+    top, kept, reset = (torch.cat(x) for x in zip(*_forgotten(inputs), strict=True))  # (N, B, H, d_k or 1)
+    by_feature = kept.shape[-1] == top.shape[-1] > 1
+    # What is measured in the frame of a chunk: the keys before it, as far as they are left, and its own.
+    passed = pad(kept.double().masked_fill(reset, -torch.inf).clamp(min=-1e9).cumsum(0), (0, 0) * 3 + (1, 0))
+    at_end = top + kept if by_feature else top
+    left = passed + (torch.cat([log_z[None], at_end]) - passed).cummax(0).values  # (1 + N, B, H, d_k)
+    key = frame_above(torch.maximum(left[:-1], top).to(log_z.dtype) / LN2)
+    keys = torch.cat([key[:1], key])
+    if not by_feature:
+        steps = keys[:-1] - finite(keys[1:])
+        lost = (steps > 45) | (kept < -HEAD_REACH[kept.dtype])  # a frame that shrinks so much may have hidden a sum
+        return keys, torch.exp2(steps), None, lost.any(-1).any(0)
+    log2 = kept / LN2
+    whole = log2.round()
+    steps = pad(whole[:-1], (0, 0) * 3 + (1, 0)) + keys[:-1] - finite(keys[1:])
+    decay = torch.exp2(steps) * pad((log2 - whole)[:-1], (0, 0) * 3 + (1, 0)).exp2()  # at most about 1
+    return keys, decay, kept[-1].unsqueeze(-1), (kept < -REACH[kept.dtype]).any(-1).any(0)
+
+
+def _forgotten(inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield, for the chunks of each block: the largest key as measured, the sum of log_f, and whether it has a reset."""
+    assert inputs.log_f is not None
+    C, dtype = min(inputs.C, inputs.k.shape[2]), inputs.log_s.dtype
+    for tokens, _ in blocks(inputs.k, C):
+        f = split(inputs.log_f[:, :, tokens].to(dtype), C, 0.0)  # (n, B, H, C, .)
+        k = split(inputs.k[:, :, tokens].to(dtype), C, -torch.inf)
+        reset = (f == -torch.inf).all(-1, keepdim=True)
+        if f.shape[-1] == 1:
+            yield k.amax(3), f.masked_fill(reset, 0).sum(3), reset.any(3)
+        else:
+            a = sums_of(f, reset)
+            yield (k - a).amax(3), a[..., -1, :], reset.any(3)
+
+
+def gates_at(inputs: Inputs, tokens: slice, frames: Frames) -> Gates:
+    """Return the factors of the gates."""
+    return NO_GATES if inputs.log_f is None else gates_of(frames.split(inputs.log_f[:, :, tokens], 0.0))
+
+
+def queries(inputs: Inputs, tokens: slice, frames: Frames, a: Tensor | None = None) -> Tensor:
+    """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for padding, so that its sums are certain. `a` is that of Gates."""
     q = frames.split(inputs.q[:, :, tokens], 0.0)
+    q = q if a is None else q + a
     row = frame_above(torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True))  # (n, B, H, C, 1)
     far = FAR[q.dtype]
     beyond = torch.maximum(row, frames.key.amax(-1, keepdim=True)) > far
     return scaled_exp(q, finite(row).masked_fill(beyond, 16 * far), -frames.key)
 
 
-def keys_and_values(inputs: Inputs, tokens: slice, frames: Frames) -> tuple[Tensor, Tensor]:
+def keys_and_values(inputs: Inputs, tokens: slice, frames: Frames, a: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """e_k (n, B, H, C, d_k) and e_v (n, B, H, C, E), between 0 and about 1; e_v's last column is 1."""
-    e_k = scaled_exp(frames.split(inputs.k[:, :, tokens], -torch.inf), finite(frames.key))
+    k = frames.split(inputs.k[:, :, tokens], -torch.inf)
+    e_k = scaled_exp(k if a is None else k - a, finite(frames.key))
     log_v = frames.split(inputs.log_v[:, :, tokens], -torch.inf)
     return e_k, pad(scaled_exp(log_v, frames.value[..., :-1]), (0, 1), value=1.0)
 

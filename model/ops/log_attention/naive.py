@@ -10,12 +10,13 @@ def naive_log_attention(
     q: Tensor,
     k: Tensor,
     log_v: Tensor,
+    log_f: Tensor | None = None,
     *,
     causal: bool = True,
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, with all T x d_k x d_v latent sums in memory.
+    """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, with all T x d_k x d_v latent sums in memory; with gates, token by token.
 
     Arguments and result are those of `log_attention`.
     """
@@ -25,7 +26,10 @@ def naive_log_attention(
 
     kv = torch.cat([state.log_s.unsqueeze(2), k.unsqueeze(-1) + log_v.unsqueeze(-2)], dim=2)  # (B, H, 1 + S, d_k, d_v)
     k = torch.cat([state.log_z.unsqueeze(2), k], dim=2)  # (B, H, 1 + S, d_k)
-    if causal:  # one sum for each query
+    if log_f is not None:
+        log_s = _forgetting_sums(kv, log_f.to(acc).unsqueeze(-1))
+        log_z = _forgetting_sums(k, log_f.to(acc))
+    elif causal:  # one sum for each query
         log_s = kv.logcumsumexp(dim=2)[:, :, 1:]  # (B, H, T, d_k, d_v)
         log_z = k.logcumsumexp(dim=2)[:, :, 1:]  # (B, H, T, d_k)
     else:  # one sum for all queries
@@ -35,3 +39,11 @@ def naive_log_attention(
     log_y = (q.unsqueeze(-1) + log_s).logsumexp(dim=-2) - (q + log_z).logsumexp(dim=-1, keepdim=True)
     log_y = log_y.to(dtype)  # (B, H, T, d_v)
     return (log_y, LogAttentionState(log_s[:, :, -1], log_z[:, :, -1])) if return_state else log_y
+
+
+def _forgetting_sums(terms: Tensor, log_f: Tensor) -> Tensor:
+    """Sums after each token, (B, H, T, ...), of the state and T terms (B, H, 1 + T, ...): s_t = e^f_t s_(t-1) + term_t."""
+    sums = [terms[:, :, 0]]
+    for term, log_f_t in zip(terms[:, :, 1:].unbind(2), log_f.unbind(2), strict=True):
+        sums.append(torch.stack([sums[-1] + log_f_t, term]).logsumexp(0))
+    return torch.stack(sums[1:], 2)

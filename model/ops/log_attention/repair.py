@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.log_attention import exact
-from model.ops.log_attention.chunks import CHUNK, join, split
+from model.ops.log_attention.chunks import CHUNK, chunk_size, join, split
 from model.ops.log_attention.exponentials import Inputs
 from model.ops.log_attention.frames import CERTAIN
 
@@ -58,20 +58,27 @@ class Call(NamedTuple):
     """(G, S, d_k)."""
     log_v: Tensor
     """(G, S, E)."""
+    log_f: Tensor
+    """(G, S, d_k or 1)."""
     log_s: Tensor
     """(G, d_k, E)."""
     causal: bool
+    C: int
+    """Tokens of a chunk."""
 
-    def tiles(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (padded with 0), keys and values (padded with -inf), each (G, N, C, .)."""
-        C = min(CHUNK, self.k.shape[1])
-        return _tiles(self.q, C, 0.0), _tiles(self.k, C, -torch.inf), _tiles(self.log_v, C, -torch.inf)
+    def tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries and gates (padded with 0), keys and values (padded with -inf), each (G, N, C, .)."""
+        tensors = zip(self[:4], (0.0, -torch.inf, -torch.inf, 0.0), strict=True)
+        q, k, log_v, log_f = (_tiles(x, self.C, fill) for x, fill in tensors)
+        return q, k, log_v, log_f
 
 
 def call_of(inputs: Inputs, causal: bool) -> Call:
     """Flatten heads to one dimension, and append the normalizer's column to log_v."""
-    q, k, log_v, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in inputs)
-    return Call(q, k, pad(log_v, (0, 1)), log_s, causal)
+    log_f = torch.zeros_like(inputs.k[..., :1]) if inputs.log_f is None else inputs.log_f
+    tensors = inputs.q, inputs.k, pad(inputs.log_v, (0, 1)), log_f, inputs.log_s
+    C = min(chunk_size(inputs.log_f), inputs.k.shape[2])
+    return Call(*(x.flatten(0, 1).to(inputs.log_s.dtype) for x in tensors), causal, C)
 
 
 class Certificate:
@@ -96,7 +103,11 @@ class Certificate:
             small &= self._first_term(S) < S
         else:
             query = torch.arange(start, start + n * C, device=sums.device).view(n, 1, 1, C, 1)
-            small &= (self._first_term(min(start + n * C, S)) <= query) & (query < S)  # the last chunk may be padded
+            stop = min(start + n * C, S)
+            small &= (self._first_term(stop) <= query) & (query < S)  # the last chunk may be padded
+            if self._inputs.log_f is not None and small.any():
+                here = self._since_reset(stop)[:, :, start:]
+                small &= split(here, C, 0)
         return small.flatten(3).any(-1)
 
     def lost_heads(self, M: Tensor) -> Tensor:
@@ -104,14 +115,33 @@ class Certificate:
         small = _doubtful(M)
         if small is None:
             return M.new_zeros(M.shape[:2], dtype=torch.bool)
-        has_key, has_value = (x.to(M.dtype) for x in self._alive(slice(None)))
-        some = (has_key.mT @ has_value > 0) | (self._inputs.log_s != -torch.inf)  # (B, H, d_k, E)
+        has_key, has_value = self._alive(slice(None))
+        in_state = self._inputs.log_s != -torch.inf  # (B, H, d_k, E)
+        if self._inputs.log_f is not None:
+            last = self._last_resets(self._inputs.k.shape[2])[:, :, -1:]  # (B, H, 1, 1)
+            has_key = has_key & (torch.arange(has_key.shape[2], device=M.device).unsqueeze(1) >= last)
+            in_state = in_state & (last < 0)
+        some = (has_key.to(M.dtype).mT @ has_value.to(M.dtype) > 0) | in_state
         return (small & some).flatten(2).any(-1)
 
     def _alive(self, tokens: slice) -> tuple[Tensor, Tensor]:
         """Which keys (B, H, t, d_k) and values (B, H, t, E) are not -inf."""
         k, log_v = self._inputs.k[:, :, tokens], self._inputs.log_v[:, :, tokens]
         return k != -torch.inf, pad(log_v != -torch.inf, (0, 1), value=True)  # NaN is a term
+
+    def _since_reset(self, stop: int) -> Tensor:
+        """Whether a column has a term since the last reset, for tokens up to `stop`: (B, H, stop, E)."""
+        has_key, has_value = self._alive(slice(stop))
+        token = torch.arange(stop, device=has_key.device).unsqueeze(1)
+        first = torch.where((self._inputs.log_s != -torch.inf).any(2, keepdim=True), -1, -2)  # in the state, nowhere
+        last_term = torch.where(has_value & has_key.any(-1, keepdim=True), token, first).cummax(2).values
+        return last_term >= self._last_resets(stop)
+
+    def _last_resets(self, stop: int) -> Tensor:
+        """The last reset up to each token, or -1: (B, H, stop, 1)."""
+        assert self._inputs.log_f is not None
+        reset = (self._inputs.log_f[:, :, :stop] == -torch.inf).all(-1, keepdim=True)
+        return torch.where(reset, torch.arange(stop, device=reset.device).unsqueeze(1), -1).cummax(2).values
 
     def _first_term(self, stop: int) -> Tensor:
         """Return the first token with a term in a column's sum, (B, H, 1, E); S if there is none before `stop`."""
@@ -140,12 +170,12 @@ def count(which: str, doubtful: Tensor, T: int, causal: bool) -> None:
 
 def forward(call: Call, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
     """Return log_y (G, T, E - 1) with doubtful chunks (G, N) recomputed exactly, and the last state (G, d_k, E)."""
-    q, k, log_v = call.tiles()
-    states = exact.states(k, log_v, call.log_s)  # (G, N + 1, d_k, E)
+    q, k, log_v, log_f = call.tiles()
+    states = exact.states(k, log_v, log_f, call.log_s)  # (G, N + 1, d_k, E)
     if call.causal:
         chunks = _tiles(log_y, q.shape[2], 0.0).clone()
         for g, n in _groups(doubtful, states):
-            log_S, _ = exact.causal_log_sums(q[g, n], k[g, n], log_v[g, n], states[g, n])
+            log_S, _ = exact.causal_log_sums(q[g, n], k[g, n], log_v[g, n], log_f[g, n], states[g, n])
             chunks[g, n] = _normalized(log_S)
         log_y = _sequence(chunks, log_y.shape[1])
     elif doubtful.any():
@@ -155,13 +185,13 @@ def forward(call: Call, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor
 
 
 def backward(call: Call, g_log_S: Tensor, g_log_s: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients of q, k, log_v, log_s from those of the log-sums (G, T, E) and the last state (G, d_k, E)."""
-    q, k, log_v = call.tiles()
-    states = exact.states(k, log_v, call.log_s)  # (G, N + 1, d_k, E)
+    """Return `exact.Gradients`, from gradients of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
+    tiles = call.tiles()
+    states = exact.states(*tiles[1:], call.log_s)  # (G, N + 1, d_k, E)
     if not call.causal:
-        return exact.full_gradients(*call[:4], states[:, -1], g_log_S, g_log_s)
-    *tiles, g_first = _causal_backward(q, k, log_v, _tiles(g_log_S, q.shape[2], 0.0), states, g_log_s)
-    return *(_sequence(x, g_log_S.shape[1]) for x in tiles), g_first
+        return exact.full_gradients(*call[:3], call.log_s, states[:, -1], g_log_S, g_log_s)
+    *gradients, g_first = _causal_backward(tiles, _tiles(g_log_S, call.C, 0.0), states, g_log_s)
+    return *(_sequence(x, g_log_S.shape[1]) for x in gradients), g_first
 
 
 def _normalized(log_S: Tensor) -> Tensor:
@@ -169,18 +199,19 @@ def _normalized(log_S: Tensor) -> Tensor:
     return log_S[..., :-1] - log_S[..., -1:]
 
 
-def _causal_backward(
-    q: Tensor, k: Tensor, log_v: Tensor, g_log_S: Tensor, states: Tensor, g: Tensor
-) -> exact.Gradients:
-    """Gradients of q, k and log_v in chunks (F, N, C, .), and of the first state, from that of the last (F, d_k, E)."""
-    g_q, g_k, g_v = (torch.empty_like(x) for x in (q, k, log_v))
+def _causal_backward(tiles: tuple[Tensor, ...], g_log_S: Tensor, states: Tensor, g: Tensor) -> exact.Gradients:
+    """Gradients in chunks (F, N, C, .), and of the first state, given that of the last, g (F, d_k, E)."""
+    q, k, log_v, _ = tiles
+    g_q, g_k, g_v, g_f = parts = tuple(torch.empty_like(x) for x in (q, k, log_v, k))
     for n in reversed(range(q.shape[1])):
         g_before = torch.empty_like(g)
         for (f,) in _groups(torch.ones_like(g[:, 0, 0], dtype=torch.bool), states):
-            tile = q[f, n], k[f, n], log_v[f, n], states[f, n]
-            g_q[f, n], g_k[f, n], g_v[f, n], g_before[f] = exact.causal_gradients(*tile, g_log_S[f, n], g[f])
+            tile = *(x[f, n] for x in tiles), states[f, n]
+            *gradients, g_before[f] = exact.causal_gradients(*tile, g_log_S[f, n], g[f])
+            for whole, part in zip(parts, gradients, strict=True):
+                whole[f, n] = part
         g = g_before
-    return exact.Gradients(g_q, g_k, g_v, g)
+    return exact.Gradients(g_q, g_k, g_v, g_f, g)
 
 
 def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:

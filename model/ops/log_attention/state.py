@@ -14,12 +14,19 @@ class LogAttentionState(NamedTuple):
     log_z: Tensor
     """(B, H, d_k): LSE_j(k[j, d]), float32 or float64."""
 
-    def merge(self, later: "LogAttentionState") -> "LogAttentionState":
-        """Combine the states of two adjacent segments of tokens. Associative."""
-        return LogAttentionState(
-            torch.logaddexp(self.log_s, later.log_s),
-            torch.logaddexp(self.log_z, later.log_z),
-        )
+
+def merge_states(
+    first: LogAttentionState, second: LogAttentionState, log_f_of_second: Tensor | None = None
+) -> LogAttentionState:
+    """Combine the states of two adjacent stretches of tokens, each computed from an empty state. Associative.
+
+    Args:
+        log_f_of_second: (B, H, d_k) or (B, H, 1), the sum of log_f over the second stretch; None: nothing is forgotten.
+    """
+    log_s, log_z = first
+    if log_f_of_second is not None:
+        log_s, log_z = log_s + log_f_of_second.unsqueeze(-1), log_z + log_f_of_second
+    return LogAttentionState(torch.logaddexp(log_s, second.log_s), torch.logaddexp(log_z, second.log_z))
 
 
 def empty_state(q: Tensor, log_v: Tensor) -> LogAttentionState:

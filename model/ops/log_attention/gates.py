@@ -1,0 +1,90 @@
+"""Forgetting inside a chunk, as factors of at most 1.
+
+With a_t the sum of log_f over a chunk's tokens up to t, the term of key j has the factor exp(a_t - a_j) for query t, and
+the state before the chunk has exp(a_t). Sums start again in each chunk, so their rounding does not grow with length.
+
+- A gate for each feature: a_t is added to q and subtracted from k. What is added must not leave the range of numbers,
+  so these chunks are short, and heads that forget more than REACH in one of them are recomputed: see `repair.py`.
+- A gate for a head: the factors are a matrix, multiplied with the scores.
+- log_f = -inf for all features is a reset. It is not added: a mask separates the tokens before it from those after it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The most that a feature may forget in a chunk: exp(REACH) is far from the limits of CERTAIN, and a's rounding is small.
+REACH = {torch.float32: 40.0, torch.float64: 500.0}
+HEAD_REACH = {torch.float32: 1e8, torch.float64: 500.0}  # the same for a head's gate, whose sums are in float64
+
+
+class Gates(NamedTuple):
+    """Factors for n chunks. None is 1, except that `within` is then the causal mask."""
+
+    a: Tensor | None
+    """(n, B, H, C, d_k): added to queries and subtracted from keys."""
+    within: Tensor | None
+    """(n, B, H, C, C): for scores of queries t and keys j."""
+    start: Tensor | None
+    """(n, B, H, C, 1): for what a query reads from the state before the chunk."""
+    end: Tensor | None
+    """(n, B, H, C, 1): for what a key adds to the state after the chunk."""
+    kept: Tensor | None
+    """(n, B, H, 1, 1): for the state before the chunk in the state after it."""
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        """Multiply scores (n, B, H, C, C) by `within`, in place."""
+        return scores.tril_() if self.within is None else scores.mul_(self.within)
+
+
+NO_GATES = Gates(None, None, None, None, None)
+
+
+def gates_of(log_f: Tensor) -> Gates:
+    """Return the factors of gates log_f (n, B, H, C, d_k or 1), in the accumulation type."""
+    reset = (log_f == -torch.inf).all(-1, keepdim=True)
+    has_resets = bool(reset.any())
+    if log_f.shape[-1] > 1:
+        gates = NO_GATES._replace(a=sums_of(log_f, reset))
+        if not has_resets:
+            return gates
+        within, start, end, kept = (log_f.new_ones(()),) * 4
+    else:
+        a = log_f.masked_fill(reset, 0).double().cumsum(-2)  # large gates must not round small ones away
+        last = a[..., -1:, :]
+        start, end, kept = (x.exp().to(log_f.dtype) for x in (a, last - a, last))
+        if last.amin() > -REACH[log_f.dtype]:  # a product is faster than a difference and its exponential
+            within = start * (-a).exp().to(log_f.dtype).mT
+        else:
+            within = (a - a.mT).to(log_f.dtype).exp_()
+        gates = NO_GATES
+    if has_resets:
+        segment = reset.cumsum(-2)
+        last = segment[..., -1:, :]
+        within = within * (segment == segment.mT)
+        start, end, kept = start * (segment == 0), end * (segment == last), kept * (last == 0)
+    return gates._replace(within=within.tril(), start=start, end=end, kept=kept)
+
+
+def sums_of(log_f: Tensor, reset: Tensor) -> Tensor:
+    """Sums of log_f (n, B, H, C, d_k) up to each token of a chunk, without its resets (n, B, H, C, 1)."""
+    return log_f.masked_fill(reset, 0).cumsum(-2).clamp_(min=-4 * REACH[log_f.dtype])
+
+
+def times(x: Tensor, factor: Tensor | None) -> Tensor:
+    """x times a factor, where None is 1."""
+    return x if factor is None else x * factor
+
+
+def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> Tensor:
+    """Return the gradient of log_f (n, B, H, C, .) from those of q and k (n, B, H, C, d_k).
+
+    A gate multiplies what later queries get from earlier keys. That is what these queries get in all, less what they get
+    from keys not before the gate, plus what the state after the chunk gets from the chunk's keys and earlier ones.
+
+    Args:
+        g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times its gradient.
+    """
+    g = (g_q - g_k).flip(-2).cumsum(-2).flip(-2).add_(g_after)
+    return (g.sum(-1, keepdim=True) if log_f.shape[-1] == 1 else g).masked_fill_(log_f == -torch.inf, 0)
