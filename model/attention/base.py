@@ -1,20 +1,41 @@
 """The interface of attention mechanisms, and the projections that most of them share."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm, sigmoid, silu
 
 from common.settings import Settings
+from model.attention.decay import Decay
+from model.ops.causal_conv import causal_conv
 from model.position import Rotation, rotate
+
+_GATES = {"silu": silu, "sigmoid": sigmoid}
 
 
 class AttentionSettings(Settings):
-    """Base of the mechanisms' configurations."""
+    """Base of the mechanisms' configurations, with the parts that any mechanism can have."""
+
+    conv: Literal[0, 4] = 0
+    """Width of a causal convolution over each feature of queries, keys and values, at first the identity; 0: none."""
+    qk_norm: bool = False
+    """Whether queries and keys are divided by their root mean square, with a learned factor for each feature."""
+    norm: bool = False
+    """Whether each head's result is divided by its root mean square, with a learned factor for each feature."""
+    gate: Literal["none", "silu", "sigmoid"] = "none"
+    """Function of a linear layer's output by which the result is multiplied, before it is projected back."""
 
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "Attention":
         """Create the module."""
+        attention = self.mechanism(n_embd, n_head, head_dim)
+        attention.add_parts(self, self.query_dim(head_dim))
+        return attention
+
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "Attention":
+        """Create the module without its optional parts."""
         raise NotImplementedError
 
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
@@ -44,15 +65,43 @@ class GroupedSettings(AttentionSettings):
 class Attention(nn.Module):
     """Mixes tokens. Owns the projections to queries, keys and values; the block projects the result back.
 
-    A mechanism implements `project`, `attend` and `naive_attend`. Where queries and keys are not rotated alone, it
-    overrides `forward` and `naive` or `join`.
+    A mechanism implements `split`, `attend` and `naive_attend`. Where queries and keys are not rotated alone, it
+    overrides `mix` and `naive_mix`, or `join`. The optional parts are the same for all mechanisms.
     """
+
+    conv: nn.Parameter | None = None
+    q_scale: nn.Parameter | None = None
+    k_scale: nn.Parameter | None = None
+    y_scale: nn.Parameter | None = None
+    gate: nn.Linear | None = None
+    decay: Decay | None = None
+
+    attend: Callable[..., tuple[Tensor, Any]]
+    """(q, k, v, state, return_state) -> results (B, n_head, T, features) and, if `return_state`, the state. Mechanisms
+    with gates have one more argument, log_f."""
+    naive_attend: Callable[..., Tensor]
+    """(q, k, v) or (q, k, v, log_f) -> the same results, from the equation in the source."""
 
     def __init__(self, n_embd: int, n_head: int, n_out: int, n_qkv: int) -> None:
         """Args: `n_out`, features returned for all heads; `n_qkv`, features of all queries, keys and values."""
         super().__init__()
         self.n_head, self.n_out = n_head, n_out
         self.qkv = nn.Linear(n_embd, n_qkv)
+
+    def add_parts(self, settings: AttentionSettings, query_dim: int) -> None:
+        """Create the parameters of the optional parts."""
+        n_embd, n_qkv = self.qkv.in_features, self.qkv.out_features
+        if settings.conv:
+            self.conv = nn.Parameter(torch.zeros(settings.conv, n_qkv))
+            nn.init.ones_(self.conv[-1])
+        if settings.qk_norm:
+            self.q_scale, self.k_scale = (nn.Parameter(torch.ones(query_dim)) for _ in range(2))
+        if settings.norm:
+            self.y_scale = nn.Parameter(torch.ones(self.n_out))
+        if settings.gate != "none":
+            self.gate, self.gate_function = nn.Linear(n_embd, self.n_out), _GATES[settings.gate]
+        if getattr(settings, "decay", "none") != "none":
+            self.decay = Decay(settings.decay, n_embd, self.n_head, query_dim)  # type: ignore[attr-defined]
 
     def forward(
         self, x: Tensor, rotation: Rotation | None = None, state: Any = None, return_state: bool = False
@@ -62,23 +111,54 @@ class Attention(nn.Module):
         `rotation` rotates queries and keys. `state` is what an earlier call returned for the tokens before these. A
         state is a value: the call does not change it, and model/state.py batches the rows of several states.
         """
-        y, after = self.attend(*self.project(x, rotation), state, return_state)
-        return self.join(y, rotation), after if return_state else None
+        seen, state = state if self.conv is not None and state is not None else (None, state)
+        features = self.qkv(x)  # (B, T, n_qkv)
+        if self.conv is not None:
+            features, seen = causal_conv(features, self.conv, seen)
+        y, state = self.mix(x, features, rotation, state, return_state)
+        y = self._finish(x, y)
+        if not return_state:
+            return y, None
+        return y, state if self.conv is None else (seen, state)
 
     def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Compute `forward` from the equation in the source, for a text from its beginning."""
-        return self.join(self.naive_attend(*self.project(x, rotation)), rotation)
+        features = self.qkv(x)
+        if self.conv is not None:
+            features, _ = causal_conv(features, self.conv)
+        return self._finish(x, self.naive_mix(x, features, rotation))
 
-    def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, n_embd) -> q, k, v (B, heads, T, features), with q and k rotated."""
-        raise NotImplementedError
+    def mix(
+        self, x: Tensor, features: Tensor, rotation: Rotation | None, state: Any, return_state: bool
+    ) -> tuple[Tensor, Any]:
+        """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""
+        y, state = self.attend(*self.project(features, rotation), state, return_state, **self._log_f(x))
+        return self.join(y, rotation), state
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool) -> tuple[Tensor, Any]:
-        """Return the heads' results (B, n_head, T, features) and, if `return_state`, the state."""
-        raise NotImplementedError
+    def naive_mix(self, x: Tensor, features: Tensor, rotation: Rotation | None) -> Tensor:
+        """Compute `mix` from the equation in the source."""
+        return self.join(self.naive_attend(*self.project(features, rotation), **self._log_f(x)), rotation)
 
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute `attend` from the equation in the source."""
+    def _log_f(self, x: Tensor) -> dict[str, Tensor]:
+        return {} if self.decay is None else {"log_f": self.decay(x)}
+
+    def _finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """Apply norm and gate to the result (B, T, n_out)."""
+        if self.y_scale is not None:
+            y = rms_norm(y.unflatten(2, (self.n_head, -1)), (self.n_out // self.n_head,)).flatten(2) * self.y_scale
+        return y if self.gate is None else y * self.gate_function(self.gate(x))
+
+    def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k normalised and rotated."""
+        q, k, v = self.split(features)
+        if self.q_scale is not None and self.k_scale is not None:
+            q, k = (rms_norm(x, x.shape[-1:]) * scale for x, scale in ((q, self.q_scale), (k, self.k_scale)))
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        return q, k, v
+
+    def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, n_qkv) -> q, k, v (B, heads, T, features)."""
         raise NotImplementedError
 
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
@@ -110,14 +190,14 @@ class MultiHeadAttention(Attention):
         super().__init__(n_embd, n_head, n_head * head_dim, sum(heads) * head_dim)
         self.n_kv_head, self.head_dim, self.own_values, self._heads = n_kv_head, head_dim, own_values, heads
 
-    def project(
-        self, x: Tensor, rotation: Rotation | None, qkv: nn.Linear | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, n_embd) -> q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim), with q and k rotated."""
-        parts = (qkv or self.qkv)(x).unflatten(2, (-1, self.head_dim)).split(self._heads, dim=2)
+    def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(features, rotation)
+        return q, k, v if self.own_values else k
+
+    def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, n_qkv) -> q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim)."""
+        parts = features.unflatten(2, (-1, self.head_dim)).split(self._heads, dim=2)
         q, k, *v = (part.transpose(1, 2) for part in parts)
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
         return q, k, v[0] if v else k
 
     @property

@@ -12,8 +12,11 @@ class LinearConfig(AttentionSettings):
     """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in time linear in the sequence length."""
 
     name: Literal["linear"]
+    decay: Literal["none", "fixed", "head", "feature"] = "none"
+    """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
+    feature that depends on the token."""
 
-    def build(self, n_embd: int, n_head: int, head_dim: int) -> "LinearAttention":
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LinearAttention":
         return LinearAttention(n_embd, n_head, head_dim)
 
 
@@ -25,12 +28,18 @@ class LinearAttention(MultiHeadAttention):
     """
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: LinearAttentionState | None,
+        return_state: bool,
+        log_f: Tensor | None = None,
     ) -> tuple[Tensor, LinearAttentionState]:
-        return linear_attention(q, k, v, state=state)
+        return linear_attention(q, k, v, state, log_f)
 
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return naive_linear_attention(q, k, v)
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
+        return naive_linear_attention(q, k, v, log_f)
 
     def flops_per_token(self, seq_len: int) -> int:
         return chunked_flops(self.n_head, min(CHUNK, seq_len), self.head_dim, self.head_dim)

@@ -7,15 +7,18 @@ from pydantic import Field
 from torch import Tensor
 
 from model.attention.base import Attention, AttentionSettings, chunked_flops
+from model.ops.gates import forgotten
 from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention
 from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.signed import split_signs
-from model.position import Rotation, rotate
 
 _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of float32 and bfloat16
 
 
 class _Sizes(AttentionSettings):
+    decay: Literal["none", "fixed", "head", "feature"] = "none"
+    """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
+    feature that depends on the token."""
     d_key: int | None = Field(None, ge=1)
     """Features of a head's queries and keys; null: head_dim."""
     d_val: int | None = Field(None, ge=1)
@@ -30,7 +33,7 @@ class LogSpaceConfig(_Sizes):
 
     name: Literal["log_space"]
 
-    def build(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceAttention":
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceAttention":
         return LogSpaceAttention(n_embd, n_head, self.d_key or head_dim, self.d_val or head_dim)
 
 
@@ -39,7 +42,7 @@ class LogSpaceSignedConfig(_Sizes):
 
     name: Literal["log_space_signed"]
 
-    def build(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceSignedAttention":
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceSignedAttention":
         return LogSpaceSignedAttention(n_embd, n_head, self.d_key or head_dim, self.d_val or head_dim)
 
 
@@ -50,25 +53,29 @@ class LogSpaceAttention(Attention):
         super().__init__(n_embd, n_head, n_head * d_val, n_head * (2 * d_key + d_val))
         self.d_key, self.d_val = d_key, d_val
 
-    def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, n_embd) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val), with q and k rotated."""
-        heads, sizes = self.qkv(x).unflatten(2, (self.n_head, -1)), (self.d_key, self.d_key, self.d_val)
+    def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
+        heads, sizes = features.unflatten(2, (self.n_head, -1)), (self.d_key, self.d_key, self.d_val)
         parts = _Split.apply(heads, *sizes) if torch.is_grad_enabled() else heads.split(sizes, dim=-1)
         q, k, log_v = (part.transpose(1, 2) for part in parts)
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
         return q, k, log_v
 
     def attend(
-        self, q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState | None, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        log_v: Tensor,
+        state: LogAttentionState | None,
+        return_state: bool,
+        log_f: Tensor | None = None,
     ) -> tuple[Tensor, LogAttentionState | None]:
         if not return_state:  # the operator then skips checking that the state is exact
-            return cast(Tensor, log_attention(q, k, log_v, state=state)), None
-        log_y, after = log_attention(q, k, log_v, state=state, return_state=True)
+            return cast(Tensor, log_attention(q, k, log_v, log_f, state=state)), None
+        log_y, after = log_attention(q, k, log_v, log_f, state=state, return_state=True)
         return log_y, cast(LogAttentionState, after)
 
-    def naive_attend(self, q: Tensor, k: Tensor, log_v: Tensor) -> Tensor:
-        return cast(Tensor, naive_log_attention(q, k, log_v))
+    def naive_attend(self, q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None = None) -> Tensor:
+        return cast(Tensor, naive_log_attention(q, k, log_v, log_f))
 
     def flops_per_token(self, seq_len: int) -> int:
         return chunked_flops(self.n_head, min(CHUNK, seq_len), self.d_key, self.d_val)
@@ -78,16 +85,23 @@ class LogSpaceSignedAttention(LogSpaceAttention):
     """Log-space attention over values v of either sign: y = exp(log_y of v > 0) - exp(log_y of v < 0)."""
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LogAttentionState | None, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: LogAttentionState | None,
+        return_state: bool,
+        log_f: Tensor | None = None,
     ) -> tuple[Tensor, LogAttentionState | None]:
         v = _away_from_zero(v)
-        log_y, after = super().attend(q, k, split_signs(v.abs().log(), v.sign()), state, return_state)
+        log_y, after = super().attend(q, k, split_signs(v.abs().log(), v.sign()), state, return_state, log_f)
         positive, negative = log_y.exp().chunk(2, dim=-1)
         return positive - negative, after
 
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
         """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not matter."""
-        scores = (q.unsqueeze(3) + k.unsqueeze(2)).logsumexp(-1)  # (B, H, T, T)
+        terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
+        scores = (terms if log_f is None else terms + forgotten(log_f)).logsumexp(-1)  # (B, H, T, T)
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 
     def flops_per_token(self, seq_len: int) -> int:

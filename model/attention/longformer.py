@@ -23,7 +23,7 @@ class LongformerConfig(GroupedSettings):
     n_global: int = Field(16, ge=1, le=LARGEST)
     """Tokens at the beginning that all later tokens attend to as well."""
 
-    def build(self, n_embd: int, n_head: int, head_dim: int) -> "LongformerAttention":
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LongformerAttention":
         return LongformerAttention(n_embd, n_head, head_dim, self.n_kv_head, self.window, self.n_global)
 
 
@@ -54,18 +54,18 @@ class LongformerAttention(SparseAttention):
         self.qkv_global = nn.Linear(self.qkv.in_features, self.qkv.out_features)
         self.qkv_global.load_state_dict(self.qkv.state_dict())
 
-    def forward(
-        self, x: Tensor, rotation: Rotation | None = None, state: Any = None, return_state: bool = False
+    def mix(
+        self, x: Tensor, features: Tensor, rotation: Rotation | None, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
         T = x.shape[1]
         earlier: Any = state or (None, None, None)
         local, k_g, v_g = earlier
-        y, after = self.attend(*self.project(x, rotation), local, return_state)
+        y, after = self.attend(*self.project(features, rotation), local, return_state)
         before = local[0].lengths if local else (0,)
         n = min(T, self.n_global - min(before))  # so many of these tokens are global in some row
         if n > 0:
             first = Rotation(rotation.cos[..., :n, :], rotation.sin[..., :n, :]) if rotation else None
-            q_g, new_k, new_v = self.project(x[:, :n], first, self.qkv_global)
+            q_g, new_k, new_v = self.project(self.qkv_global(x[:, :n]), first)
             k_g, v_g = self._keep(k_g, new_k, before), self._keep(v_g, new_v, before)
             i = positions(tuple(start + n for start in before), n, x.device)  # (B or 1, n)
             mask = torch.arange(self.n_global, device=x.device) <= i.unsqueeze(2)  # (B or 1, n, n_global)
@@ -83,8 +83,8 @@ class LongformerAttention(SparseAttention):
             kept[row, :, start : start + new.shape[2]] = new[row, :, : max(self.n_global - start, 0)]
         return kept
 
-    def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        y, y_g = (self.naive_attend(*self.project(x, rotation, qkv)) for qkv in (self.qkv, self.qkv_global))
+    def naive_mix(self, x: Tensor, features: Tensor, rotation: Rotation | None) -> Tensor:
+        y, y_g = (self.naive_attend(*self.project(qkv, rotation)) for qkv in (features, self.qkv_global(x)))
         i = torch.arange(x.shape[1], device=x.device).unsqueeze(1)
         return self.join(y_g.where(i < self.n_global, y), rotation)
 

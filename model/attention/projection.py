@@ -26,7 +26,7 @@ class ProjectionConfig(GroupedSettings):
     learned: bool = False
     """Whether each head learns its own sigma, starting from `sigma`."""
 
-    def build(self, n_embd: int, n_head: int, head_dim: int) -> "ProjectionAttention":
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "ProjectionAttention":
         sigma = head_dim**0.25 if self.sigma is None else self.sigma
         own_values = self.values == "own"
         return ProjectionAttention(n_embd, n_head, head_dim, self.n_kv_head, sigma, self.learned, own_values)

@@ -36,7 +36,7 @@ class SlidingWindowConfig(GroupedSettings):
                     f"{name} lists {len(value)} for n_head={n_head}: give one for each head, or one number"
                 )
 
-    def build(self, n_embd: int, n_head: int, head_dim: int) -> SparseAttention:
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> SparseAttention:
         self.check(n_embd, n_head, head_dim)
         windows = self.window if isinstance(self.window, tuple) else (self.window,) * n_head
         dilations = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,) * n_head

@@ -8,12 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from common.console import say_once
 from common.settings import UserError
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import KVCache
+from model.ops.gates import forgotten
 from model.ops.sparse_attention import masked_attention
 
 _KERNELS = {
@@ -24,14 +25,25 @@ _KERNELS = {
 }
 
 
+_PARTS = 3  # numbers of 8 bits, of bfloat16, that together have those of float32
+_ALIGNED = 8  # fused kernels need a multiple of this many features, and as many for values as for keys
+
+
 class SoftmaxConfig(GroupedSettings):
     """softmax(q k^T / sqrt(head_dim)) v, by torch's fused kernels."""
 
     name: Literal["softmax"]
+    decay: Literal["none", "head"] = "none"
+    """head: scores have the logarithm of what a head forgets between key and query added (Lin et al. 2025)."""
     kernel: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding always uses auto."""
 
-    def build(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":
+    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
+        super().check(n_embd, n_head, head_dim)
+        if self.decay != "none" and (self.n_kv_head or n_head) != n_head:
+            raise ValueError(f"decay=head needs a key head for each query head: set n_kv_head={n_head} or decay=none")
+
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":
         return SoftmaxAttention(n_embd, n_head, head_dim, self.n_kv_head, self.kernel)
 
 
@@ -44,7 +56,11 @@ class SoftmaxAttention(MultiHeadAttention):
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
         self.kernel = kernel
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool) -> tuple[Tensor, Any]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, log_f: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        if log_f is not None:
+            return self._attend_and_forget(q, k, v, state, return_state, log_f)
         if state is not None:
             after, k, v, mask = state.append(k, v)
             return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped), after
@@ -53,8 +69,36 @@ class SoftmaxAttention(MultiHeadAttention):
             y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         return y, KVCache.of(k, v) if return_state else None
 
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return masked_attention(q, k, v, self.mask(q.shape[2]))
+    def _attend_and_forget(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, log_f: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Add a_t - a_j to the scores, a being the sum of log_f over the text so far, by features of q and k.
+
+        So torch's fused kernels can be used. Each a is a sum of numbers of q's type, and a feature of 1 reads each.
+        State: the cache, and a after the last token.
+        """
+        cache, before = state or (None, 0.0)
+        a = log_f.double().cumsum(2) + before  # (B, H, T, 1)
+        rest, parts = a * self.head_dim**0.5, []
+        for _ in range(_PARTS):
+            parts.append(rest.to(q.dtype))
+            rest = rest - parts[-1]
+        own, ones = torch.cat(parts, -1), torch.ones_like(q[..., :_PARTS])
+        unused = -(q.shape[-1] + 2 * _PARTS) % _ALIGNED
+        q, k = pad(torch.cat([q, own, ones], -1), (0, unused)), pad(torch.cat([k, ones, -own], -1), (0, unused))
+        v, mask = pad(v, (0, q.shape[-1] - v.shape[-1])), None
+        if cache is not None:
+            after, k, v, mask = cache.append(k, v)
+        else:
+            after = KVCache.of(k, v) if return_state else None
+        y = scaled_dot_product_attention(q, k, v, mask, is_causal=cache is None, scale=self.head_dim**-0.5)
+        return y[..., : self.head_dim], (after, a[:, :, -1:])
+
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
+        if log_f is None:
+            return masked_attention(q, k, v, self.mask(q.shape[2]))
+        scores = q @ k.mT * self.head_dim**-0.5 + forgotten(log_f).squeeze(-1)
+        return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 
 
 @torch.compiler.assume_constant_result

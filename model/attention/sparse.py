@@ -32,7 +32,7 @@ class _TwoSetsConfig(GroupedSettings):
         """The keys in "A1", "A2" or "both"."""
         raise NotImplementedError
 
-    def build(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
         patterns = [self.pattern(which) for which in (["both"] if self.merge else ["A1", "A2"])]
         return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
 

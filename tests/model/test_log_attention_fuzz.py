@@ -7,10 +7,10 @@ import pytest
 import torch
 from definition import Definition
 
+from model.ops.gates import REACH
 from model.ops.log_attention import LogAttentionState, log_attention
 from model.ops.log_attention.chunks import SHORT_CHUNK
 from model.ops.log_attention.frames import CERTAIN
-from model.ops.log_attention.gates import REACH
 
 TYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
 # A sum may be off by so many units in the last place of its size: three exponents and their frames are rounded, and so
@@ -70,8 +70,8 @@ class Case:
 
     def __repr__(self):
         sizes = f"q {tuple(self.q.shape)}, S={self.k.shape[2]}, d_v={self.log_v.shape[3]}, {self.dtype}"
-        gates = "none" if self.log_f is None else f"{tuple(self.log_f.shape)}"
-        return f"{sizes}, causal={self.causal}, state={self.state is not None}, {self.layout}, {self.structures}, gates {gates}"
+        given = f"causal={self.causal}, state={self.state is not None}, gates={self.log_f is not None and self.log_f.shape}"
+        return f"{sizes}, {given}, {self.layout}, {self.structures}"
 
 
 GATES = [0.0, -1e-6, -0.01, -0.3, -1.0, -8.0, -30.0, -1e4, -torch.inf]

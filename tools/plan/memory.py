@@ -19,8 +19,7 @@ from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
 from model.gpt import GPT, GLUBlock, GPTConfig, MLPBlock
 from model.ops import linear_cross_entropy
-from model.ops.log_attention.chunked import BLOCK
-from model.ops.log_attention.chunks import CHUNK
+from model.ops.log_attention.chunks import BLOCK, CHUNK
 from model.position import LogRecurrencePosition, RotaryConfig, RotaryPosition
 from trainer.micro_batch import saved_for_backward
 

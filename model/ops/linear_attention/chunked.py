@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model.ops.gates import NO_GATES, Gates, gates_of, times
+from model.ops.log_attention.chunks import chunk_size
+
 CHUNK = 64  # tokens, about as many as a head has features: scores and products with the state then cost the same
 
 
@@ -23,7 +26,7 @@ class LinearAttentionState(NamedTuple):
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None
+    q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None = None, log_f: Tensor | None = None
 ) -> tuple[Tensor, LinearAttentionState]:
     """Causal attention with similarity phi(q)^T phi(k), phi(x) = elu(x) + 1.
 
@@ -34,6 +37,8 @@ def linear_attention(
         k: (B, H, T, d).
         v: (B, H, T, d_v).
         state: the state after earlier tokens, which is not changed; None before the first.
+        log_f: (B, H, T, d) or (B, H, T, 1), logarithms of what is kept of earlier tokens: see `log_attention`. The sum
+            over 16 tokens of a feature's gates must be at least -40.
 
     Returns:
         y (B, H, T, d_v) in the type of v, and the state after these tokens. Sums are kept in float32, or float64 for
@@ -43,8 +48,9 @@ def linear_attention(
     with torch.autocast(q.device.type, enabled=False):
         f_q, f_k = _features(q.to(dtype)), _features(k.to(dtype))
         state = _empty(f_k, v) if state is None else state
+        log_f = None if log_f is None else log_f.to(dtype)
         attend = _step if q.shape[2] == 1 else _chunks
-        sums, norms, state = attend(f_q, f_k, v.to(dtype), state)
+        sums, norms, state = attend(f_q, f_k, v.to(dtype), state, log_f)
         # Avoid 0 / 0. The square root keeps gradients, which divide by the norm, within the range of the type.
         y = sums / norms.clamp(min=torch.finfo(dtype).tiny ** 0.5)
     return y.to(v.dtype), state
@@ -61,28 +67,51 @@ def _empty(f_k: Tensor, v: Tensor) -> LinearAttentionState:
 
 
 def _step(
-    f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState
+    f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState, log_f: Tensor | None
 ) -> tuple[Tensor, Tensor, LinearAttentionState]:
     """One token as a step of a recurrent network (eqs. 18 to 20): f_q, f_k (B, H, 1, d), v (B, H, 1, d_v)."""
-    S, z = state.S + f_k.mT * v, state.z + f_k[:, :, 0]
+    kept = None if log_f is None else log_f[:, :, 0].exp()  # (B, H, d or 1)
+    S = times(state.S, None if kept is None else kept.unsqueeze(-1)) + f_k.mT * v
+    z = times(state.z, kept) + f_k[:, :, 0]
     return f_q @ S, f_q @ z.unsqueeze(-1), LinearAttentionState(S, z)
 
 
 def _chunks(
-    f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState
+    f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState, log_f: Tensor | None
 ) -> tuple[Tensor, Tensor, LinearAttentionState]:
     """Numerators (B, H, T, d_v), denominators (B, H, T, 1), and the state after."""
     T = f_q.shape[2]
-    C = min(CHUNK, T)
-    q, k, v = (
-        pad(x, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for x in (f_q, f_k, v)
-    )  # (B, H, N, C, .), zeros at the end
-    S = torch.cat([state.S.unsqueeze(2), k.mT @ v], dim=2).cumsum(2)  # (B, H, N + 1, d, d_v)
-    z = torch.cat([state.z.unsqueeze(2), k.sum(3)], dim=2).cumsum(2)  # (B, H, N + 1, d)
-    A = (q @ k.mT).tril()  # (B, H, N, C, C)
-    sums = q @ S[:, :, :-1] + A @ v  # (B, H, N, C, d_v)
-    norms = q @ z[:, :, :-1].unsqueeze(-1) + A.sum(-1, keepdim=True)  # (B, H, N, C, 1)
+    C = min(chunk_size(log_f), T)
+    tensors = (f_q, f_k, v, f_q[..., :0] if log_f is None else log_f)
+    q, k, v, f = (pad(x, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for x in tensors)  # (B, H, N, C, .), zeros at the end
+    gates = NO_GATES if log_f is None else gates_of(f)
+    if gates.a is not None:
+        q, k = q * gates.a.exp(), k * (-gates.a).exp()
+    to_end = times(k, gates.end)
+    S = torch.cat([state.S.unsqueeze(2), to_end.mT @ v], dim=2)  # (B, H, N + 1, d, d_v)
+    z = torch.cat([state.z.unsqueeze(2), to_end.sum(3)], dim=2)  # (B, H, N + 1, d)
+    S, z = (S.cumsum(2), z.cumsum(2)) if log_f is None else _decayed_sums(S, z, gates)
+    A = (q @ k.mT).tril() if gates.within is None else (q @ k.mT) * gates.within  # (B, H, N, C, C)
+    from_start = times(q, gates.start)
+    sums = from_start @ S[:, :, :-1] + A @ v  # (B, H, N, C, d_v)
+    norms = from_start @ z[:, :, :-1].unsqueeze(-1) + A.sum(-1, keepdim=True)  # (B, H, N, C, 1)
     last = LinearAttentionState(
         S[:, :, -1].clone(), z[:, :, -1].clone()
     )  # a view would keep all chunks' states in memory
     return sums.flatten(2, 3)[:, :, :T], norms.flatten(2, 3)[:, :, :T], last
+
+
+def _decayed_sums(S: Tensor, z: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
+    """The state before each chunk and after the last, from the first state and what each chunk adds, and its gates."""
+    Ss, zs = [S[:, :, 0]], [z[:, :, 0]]
+    for n in range(S.shape[2] - 1):
+        S_n, z_n = Ss[-1], zs[-1]
+        if gates.kept is not None:
+            S_n, z_n = S_n * gates.kept[:, :, n], z_n * gates.kept[:, :, n, 0]
+        S_n, z_n = S_n + S[:, :, n + 1], z_n + z[:, :, n + 1]
+        if gates.a is not None:
+            left = gates.a[:, :, n, -1].exp()  # (B, H, d)
+            S_n, z_n = S_n * left.unsqueeze(-1), z_n * left
+        Ss.append(S_n)
+        zs.append(z_n)
+    return torch.stack(Ss, 2), torch.stack(zs, 2)

@@ -3,13 +3,19 @@
 from torch import Tensor
 from torch.nn.functional import elu
 
+from model.ops.gates import forgotten
 
-def naive_linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+
+def naive_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
     """Katharopoulos et al. 2020 (arXiv 2006.16236), eqs. 7 and 8, literally.
 
         y_i = sum_{j <= i} phi(q_i)^T phi(k_j) v_j / sum_{j <= i} phi(q_i)^T phi(k_j),    phi(x) = elu(x) + 1
 
-    Shapes and result are those of `linear_attention`.
+    Shapes and result are those of `linear_attention`. With gates, each feature's product is multiplied by what is kept.
     """
-    weights = ((elu(q) + 1) @ (elu(k) + 1).mT).tril()  # (B, H, T, T)
+    if log_f is None:
+        weights = ((elu(q) + 1) @ (elu(k) + 1).mT).tril()  # (B, H, T, T)
+    else:
+        products = (elu(q) + 1).unsqueeze(3) * (elu(k) + 1).unsqueeze(2)  # (B, H, T, T, d)
+        weights = (products * forgotten(log_f).exp()).sum(-1).tril()
     return weights @ v / weights.sum(-1, keepdim=True)

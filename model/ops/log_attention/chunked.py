@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from model.ops.derivatives import refuse_second_order, refuse_transforms
+from model.ops.gates import log_f_gradient, times
 from model.ops.log_attention import repair
 from model.ops.log_attention.chunks import CHUNK, batches, block_chunks, blocks, write
 from model.ops.log_attention.exponentials import (
@@ -41,7 +42,6 @@ from model.ops.log_attention.exponentials import (
     queries,
 )
 from model.ops.log_attention.frames import CERTAIN, log_of_scaled
-from model.ops.log_attention.gates import log_f_gradient, times
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, empty_state
 
 NAMES = "log_attention", "backend='naive'"  # the operator, and the form that has all derivatives
@@ -334,14 +334,14 @@ def _of_sums(sums: Tensor, results: _Results, given: _Given, tokens: slice, fram
 def _backward_again(inputs: Inputs, causal: bool, given: _Given, heads: Tensor, gradients: Inputs) -> None:
     """Recompute the gradients of these heads (B, H), as `_forward_again` does for the results."""
     some, (g_y, g_log_s) = _of_heads(inputs, heads), _of_heads(given, heads)
-    again: tuple[Tensor, ...]
+    again: tuple[Tensor | None, ...]
     if inputs.log_s.dtype == torch.float64:
         g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (F, 1, T, E)
         again = repair.backward(repair.call_of(some, causal), g_log_S[:, 0], g_log_s[:, 0])
     else:
         again = _backward(some, causal, _forward(some, causal, want_state=True), _Given(g_y, g_log_s))
     for whole, part in zip(gradients, again, strict=True):
-        if whole is None:
+        if whole is None or part is None:
             continue
         if whole is gradients.log_f and whole.shape[-1] == 1:
             part = part.sum(-1, keepdim=True)
@@ -363,9 +363,7 @@ def _carry(M: Tensor, updates: Tensor, kept: Tensor | None, factor: Tensor, chun
     return Ms
 
 
-def _carry_back(
-    g_seen: Tensor, g: Tensor, kept: Tensor | None, factor: Tensor, chunks: slice
-) -> tuple[Tensor, Tensor]:
+def _carry_back(g_seen: Tensor, g: Tensor, kept: Tensor | None, factor: Tensor, chunks: slice) -> tuple[Tensor, Tensor]:
     """Return gradients of M after each chunk (n, B, H, d_k, E), in its own frame, and before the first.
 
     `g_seen` is the gradient through the chunks' queries, and `g` that of the last M that `_carry` returns.

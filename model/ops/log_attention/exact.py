@@ -101,7 +101,9 @@ def full_gradients(
         written = g.unsqueeze(1) * _share(k_t.unsqueeze(-1) + v_t.unsqueeze(-2), log_s.unsqueeze(1))
         g_k.append(written.sum(-1))
         g_v.append(written.sum(-2))
-    return Gradients(torch.cat(g_q, 1), torch.cat(g_k, 1), torch.cat(g_v, 1), torch.zeros_like(k), g * _share(before, log_s))
+    return Gradients(
+        torch.cat(g_q, 1), torch.cat(g_k, 1), torch.cat(g_v, 1), torch.zeros_like(k), g * _share(before, log_s)
+    )
 
 
 def _split(x: Tensor, log_s: Tensor) -> tuple[Tensor, ...]:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model.ops.gates import HEAD_REACH, NO_GATES, REACH, Gates, gates_of, sums_of
 from model.ops.log_attention.chunks import blocks, chunk_size, maxima, split
 from model.ops.log_attention.frames import FAR, LN2, finite, frame_above, scaled_exp
-from model.ops.log_attention.gates import HEAD_REACH, NO_GATES, REACH, Gates, gates_of, sums_of
 
 
 class Inputs(NamedTuple):
@@ -106,7 +106,7 @@ def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, T
 
 
 def _forgotten(inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, for the chunks of each block: the largest key as measured, the sum of log_f, and whether it has a reset."""
+    """Yield, for the chunks of each block, the largest key as measured, the sum of log_f, and whether there is a reset."""
     assert inputs.log_f is not None
     C, dtype = min(inputs.C, inputs.k.shape[2]), inputs.log_s.dtype
     for tokens, _ in blocks(inputs.k, C):
@@ -126,7 +126,7 @@ def gates_at(inputs: Inputs, tokens: slice, frames: Frames) -> Gates:
 
 
 def queries(inputs: Inputs, tokens: slice, frames: Frames, a: Tensor | None = None) -> Tensor:
-    """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for padding, so that its sums are certain. `a` is that of Gates."""
+    """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for padding, so that its sums are certain; `a` as in Gates."""
     q = frames.split(inputs.q[:, :, tokens], 0.0)
     q = q if a is None else q + a
     row = frame_above(torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True))  # (n, B, H, C, 1)

@@ -16,9 +16,9 @@ def naive_log_attention(
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, with all T x d_k x d_v latent sums in memory; with gates, token by token.
+    """Heinsen 2024 (arXiv 2404.05843), eqs. 4-6, with all T x d_k x d_v latent sums in memory.
 
-    Arguments and result are those of `log_attention`.
+    With gates the sums are computed token by token. Arguments and result are those of `log_attention`.
     """
     dtype, acc = log_v.dtype, accumulation_dtype(q)
     q, k, log_v = q.to(acc), k.to(acc), log_v.to(acc)
@@ -42,7 +42,7 @@ def naive_log_attention(
 
 
 def _forgetting_sums(terms: Tensor, log_f: Tensor) -> Tensor:
-    """Sums after each token, (B, H, T, ...), of the state and T terms (B, H, 1 + T, ...): s_t = e^f_t s_(t-1) + term_t."""
+    """Logarithms of s_t = exp(log_f_t) s_(t - 1) + term_t, (B, H, T, ...), from s_0 and T terms (B, H, 1 + T, ...)."""
     sums = [terms[:, :, 0]]
     for term, log_f_t in zip(terms[:, :, 1:].unbind(2), log_f.unbind(2), strict=True):
         sums.append(torch.stack([sums[-1] + log_f_t, term]).logsumexp(0))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.log_attention import exact
-from model.ops.log_attention.chunks import CHUNK, chunk_size, join, split
+from model.ops.log_attention.chunks import CHUNK, join, split
 from model.ops.log_attention.exponentials import Inputs
 from model.ops.log_attention.frames import CERTAIN
 
@@ -77,8 +77,8 @@ def call_of(inputs: Inputs, causal: bool) -> Call:
     """Flatten heads to one dimension, and append the normalizer's column to log_v."""
     log_f = torch.zeros_like(inputs.k[..., :1]) if inputs.log_f is None else inputs.log_f
     tensors = inputs.q, inputs.k, pad(inputs.log_v, (0, 1)), log_f, inputs.log_s
-    C = min(chunk_size(inputs.log_f), inputs.k.shape[2])
-    return Call(*(x.flatten(0, 1).to(inputs.log_s.dtype) for x in tensors), causal, C)
+    q, k, log_v, log_f, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in tensors)
+    return Call(q, k, log_v, log_f, log_s, causal, min(inputs.C, k.shape[1]))
 
 
 class Certificate:
@@ -202,16 +202,16 @@ def _normalized(log_S: Tensor) -> Tensor:
 def _causal_backward(tiles: tuple[Tensor, ...], g_log_S: Tensor, states: Tensor, g: Tensor) -> exact.Gradients:
     """Gradients in chunks (F, N, C, .), and of the first state, given that of the last, g (F, d_k, E)."""
     q, k, log_v, _ = tiles
-    g_q, g_k, g_v, g_f = parts = tuple(torch.empty_like(x) for x in (q, k, log_v, k))
+    parts = [torch.empty_like(x) for x in (q, k, log_v, k)]
     for n in reversed(range(q.shape[1])):
         g_before = torch.empty_like(g)
         for (f,) in _groups(torch.ones_like(g[:, 0, 0], dtype=torch.bool), states):
-            tile = *(x[f, n] for x in tiles), states[f, n]
-            *gradients, g_before[f] = exact.causal_gradients(*tile, g_log_S[f, n], g[f])
+            q_n, k_n, v_n, f_n = (x[f, n] for x in tiles)
+            *gradients, g_before[f] = exact.causal_gradients(q_n, k_n, v_n, f_n, states[f, n], g_log_S[f, n], g[f])
             for whole, part in zip(parts, gradients, strict=True):
                 whole[f, n] = part
         g = g_before
-    return exact.Gradients(g_q, g_k, g_v, g_f, g)
+    return exact.Gradients(*parts, g)
 
 
 def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,6 +1,5 @@
 """Log-space attention of a single token, for decoding: the definition without its scan over tokens."""
 
-import torch
 from torch import Tensor
 
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, merge_states

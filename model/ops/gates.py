@@ -1,7 +1,7 @@
 """Forgetting inside a chunk, as factors of at most 1.
 
-With a_t the sum of log_f over a chunk's tokens up to t, the term of key j has the factor exp(a_t - a_j) for query t, and
-the state before the chunk has exp(a_t). Sums start again in each chunk, so their rounding does not grow with length.
+With a_t the sum of log_f over a chunk's tokens up to t, the term of key j has the factor exp(a_t - a_j) for query t,
+and the state before the chunk has exp(a_t). Sums start again in each chunk, so rounding does not grow with length.
 
 - A gate for each feature: a_t is added to q and subtracted from k. What is added must not leave the range of numbers,
   so these chunks are short, and heads that forget more than REACH in one of them are recomputed: see `repair.py`.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The most that a feature may forget in a chunk: exp(REACH) is far from the limits of CERTAIN, and a's rounding is small.
+# The most that a feature may forget in a chunk: exp(-REACH) is far above CERTAIN, and the rounding of a is small.
 REACH = {torch.float32: 40.0, torch.float64: 500.0}
 HEAD_REACH = {torch.float32: 1e8, torch.float64: 500.0}  # the same for a head's gate, whose sums are in float64
 
@@ -80,11 +80,18 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> Tensor:
     """Return the gradient of log_f (n, B, H, C, .) from those of q and k (n, B, H, C, d_k).
 
-    A gate multiplies what later queries get from earlier keys. That is what these queries get in all, less what they get
-    from keys not before the gate, plus what the state after the chunk gets from the chunk's keys and earlier ones.
+    A gate multiplies what later queries get from earlier keys. That is what these queries get in all, less what they
+    get from keys not before the gate, plus what the state after the chunk gets from the chunk's and earlier keys.
 
     Args:
         g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times its gradient.
     """
     g = (g_q - g_k).flip(-2).cumsum(-2).flip(-2).add_(g_after)
     return (g.sum(-1, keepdim=True) if log_f.shape[-1] == 1 else g).masked_fill_(log_f == -torch.inf, 0)
+
+
+def forgotten(log_f: Tensor) -> Tensor:
+    """Sum of log_f (B, H, T, D) over the tokens after j up to t, for every pair: (B, H, T, T, D), 0 for j >= t."""
+    T = log_f.shape[2]
+    later = torch.ones(T, T, dtype=torch.bool, device=log_f.device).tril(-1)  # gate i counts for keys j < i
+    return log_f.unsqueeze(3).where(later.unsqueeze(-1), 0).cumsum(2)
