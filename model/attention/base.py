@@ -69,13 +69,6 @@ class Attention(nn.Module):
     overrides `mix` and `naive_mix`, or `join`. The optional parts are the same for all mechanisms.
     """
 
-    conv: nn.Parameter | None = None
-    q_scale: nn.Parameter | None = None
-    k_scale: nn.Parameter | None = None
-    y_scale: nn.Parameter | None = None
-    gate: nn.Linear | None = None
-    decay: Decay | None = None
-
     attend: Callable[..., tuple[Tensor, Any]]
     """(q, k, v, state, return_state) -> results (B, n_head, T, features) and, if `return_state`, the state. Mechanisms
     with gates have one more argument, log_f."""
@@ -87,6 +80,12 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_out = n_head, n_out
         self.qkv = nn.Linear(n_embd, n_qkv)
+        self.conv: nn.Parameter | None = None
+        self.q_scale: nn.Parameter | None = None
+        self.k_scale: nn.Parameter | None = None
+        self.y_scale: nn.Parameter | None = None
+        self.gate: nn.Linear | None = None
+        self.decay: Decay | None = None
 
     def add_parts(self, settings: AttentionSettings, query_dim: int) -> None:
         """Create the parameters of the optional parts."""

@@ -38,11 +38,6 @@ class SoftmaxConfig(GroupedSettings):
     kernel: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding always uses auto."""
 
-    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
-        super().check(n_embd, n_head, head_dim)
-        if self.decay != "none" and (self.n_kv_head or n_head) != n_head:
-            raise ValueError(f"decay=head needs a key head for each query head: set n_kv_head={n_head} or decay=none")
-
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":
         return SoftmaxAttention(n_embd, n_head, head_dim, self.n_kv_head, self.kernel)
 
@@ -77,6 +72,7 @@ class SoftmaxAttention(MultiHeadAttention):
         So torch's fused kernels can be used. Each a is a sum of numbers of q's type, and a feature of 1 reads each.
         State: the cache, and a after the last token.
         """
+        k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))  # a is that of a query head
         cache, before = state or (None, 0.0)
         a = log_f.double().cumsum(2) + before  # (B, H, T, 1)
         rest, parts = a * self.head_dim**0.5, []
@@ -97,6 +93,7 @@ class SoftmaxAttention(MultiHeadAttention):
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
         if log_f is None:
             return masked_attention(q, k, v, self.mask(q.shape[2]))
+        k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
         scores = q @ k.mT * self.head_dim**-0.5 + forgotten(log_f).squeeze(-1)
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 

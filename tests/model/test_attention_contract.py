@@ -23,12 +23,28 @@ from model.state import cat_states, select_rows
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 SMALL = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
-    "log_space": [{}, {"d_key": 4, "d_val": 5}],
-    "log_space_signed": [{}, {"d_key": 4, "d_val": 5}],
+    "log_space": [
+        {},
+        {"d_key": 4, "d_val": 5},
+        {"decay": "feature", "conv": 4, "gate": "silu"},
+        {"decay": "head", "norm": True, "qk_norm": True},
+        {"decay": "fixed", "gate": "sigmoid"},
+    ],
+    "log_space_signed": [{}, {"d_key": 4, "d_val": 5}, {"decay": "feature"}],
+    "linear": [{}, {"decay": "feature", "conv": 4}, {"decay": "head", "norm": True}, {"decay": "fixed"}],
     "projection": [{"values": v, "learned": learned} for v in ("keys", "own") for learned in (False, True)],
-    "softmax": [{}, {"kernel": "flash"}, {"kernel": "math"}],
-    "sliding_window": [{"window": 1}, {"window": 5}, {"window": [3, 5, 7, 70], "dilation": [None, 1, 3, None]}],
-    "longformer": [{"window": 5, "n_global": 3}, {"window": 2, "n_global": 50}],
+    "softmax": [
+        {},
+        {"kernel": "flash"},
+        {"kernel": "math", "conv": 4, "gate": "silu", "norm": True, "qk_norm": True},
+        {"decay": "head", "gate": "sigmoid"},
+    ],
+    "sliding_window": [
+        {"window": 1},
+        {"window": 5, "conv": 4, "gate": "silu"},
+        {"window": [3, 5, 7, 70], "dilation": [None, 1, 3, None]},
+    ],
+    "longformer": [{"window": 5, "n_global": 3, "conv": 4, "qk_norm": True}, {"window": 2, "n_global": 50}],
     "strided": [{"stride": 6, "merge": merge} for merge in (False, True)],
     "fixed": [{"size": 6, "width": 2, "merge": merge} for merge in (False, True)],
 }

@@ -141,7 +141,7 @@ def test_bfloat16_autocast_rounds_the_projection_and_the_result_alone():
     x = torch.randn(2, 100, 12, generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = attention(x)
-        q, k, v = attention.project(x, None)
+        q, k, v = attention.project(attention.qkv(x), None)
     assert y.dtype == q.dtype == torch.bfloat16
     wanted = naive_linear_attention(q.double(), k.double(), v.double()).transpose(1, 2).flatten(2)
     assert ((y - wanted).abs() <= 1.01 * 2**-8 * wanted.abs() + 1e-5).all()

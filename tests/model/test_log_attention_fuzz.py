@@ -70,7 +70,9 @@ class Case:
 
     def __repr__(self):
         sizes = f"q {tuple(self.q.shape)}, S={self.k.shape[2]}, d_v={self.log_v.shape[3]}, {self.dtype}"
-        given = f"causal={self.causal}, state={self.state is not None}, gates={self.log_f is not None and self.log_f.shape}"
+        given = (
+            f"causal={self.causal}, state={self.state is not None}, gates={self.log_f is not None and self.log_f.shape}"
+        )
         return f"{sizes}, {given}, {self.layout}, {self.structures}"
 
 

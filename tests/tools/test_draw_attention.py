@@ -30,7 +30,7 @@ def test_weights_times_values_are_the_result(title, position):
     is_log = layer.__class__.__name__ == "LogSpaceAttention"
     y = weights_of(layer, x, rotation) @ (v.exp() if is_log else v)[0]
     if hasattr(layer, "n_global"):  # their values are their own
-        *_, v_global = layer.project(x, rotation, layer.qkv_global)
+        *_, v_global = layer.project(layer.qkv_global(x), rotation)
         n = layer.n_global
         y[:, :n] = (weights_of(layer, x, rotation) @ v_global[0])[:, :n]
     y = (y.log() if is_log else y).transpose(0, 1).flatten(1)  # (T, H D)

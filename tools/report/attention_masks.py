@@ -106,22 +106,22 @@ def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor
     T = x.shape[1]
     unit = torch.eye(T, dtype=x.dtype)
     if isinstance(layer, LogSpaceAttention):
-        q, k, _ = layer.project(x, rotation)
+        q, k, _ = layer.project(layer.qkv(x), rotation)
         log_weights = naive_log_attention(q, k, unit.log().expand(*q.shape[:2], T, T))
         assert isinstance(log_weights, Tensor)
         return log_weights.exp()[0]
     if isinstance(layer, LinearAttention):
-        q, k, _ = layer.project(x, rotation)
+        q, k, _ = layer.project(layer.qkv(x), rotation)
         return naive_linear_attention(q, k, unit.expand(*k.shape[:2], T, T))[0]
     if isinstance(layer, ProjectionAttention):
-        q, k, _ = layer.project(x, rotation)
+        q, k, _ = layer.project(layer.qkv(x), rotation)
         k = k.repeat_interleave(layer.n_head // layer.n_kv_head, dim=1)
         return naive_projection_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.sigma, layer.mask(T))[0]
     assert isinstance(layer, MultiHeadAttention)
-    q, k, _ = layer.project(x, rotation)
+    q, k, _ = layer.project(layer.qkv(x), rotation)
     weights = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
     if isinstance(layer, LongformerAttention):
-        q, k, _ = layer.project(x, rotation, layer.qkv_global)
+        q, k, _ = layer.project(layer.qkv_global(x), rotation)
         own = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
         weights[:, : layer.n_global] = own[:, : layer.n_global]
     return weights

@@ -36,7 +36,11 @@ def _triton_log_attention(q: Tensor, k: Tensor, log_v: Tensor, **options: Any) -
     return triton_log_attention(q, k, log_v, **options)
 
 
-BACKENDS: dict[str, Callable[..., Any]] = {"naive": naive_log_attention, "chunked": chunked_log_attention, "triton": _triton_log_attention}
+BACKENDS: dict[str, Callable[..., Any]] = {
+    "naive": naive_log_attention,
+    "chunked": chunked_log_attention,
+    "triton": _triton_log_attention,
+}
 
 
 def log_attention(

@@ -77,7 +77,8 @@ def causal_gradients(
         g_v.append(written.sum(-2))
         g = g * _share((after[t - 1] if t else log_s) + log_f[:, t].unsqueeze(-1), s)
         g_f.append(g.sum(-1))
-    return Gradients(*(torch.stack(x[::-1], 1) for x in (g_q, g_k, g_v, g_f)), g)
+    of_q, of_k, of_v, of_f = (torch.stack(x[::-1], 1) for x in (g_q, g_k, g_v, g_f))
+    return Gradients(of_q, of_k, of_v, of_f, g)
 
 
 def full_log_sums(q: Tensor, log_s: Tensor) -> Tensor:

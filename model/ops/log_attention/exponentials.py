@@ -106,7 +106,7 @@ def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, T
 
 
 def _forgotten(inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, for the chunks of each block, the largest key as measured, the sum of log_f, and whether there is a reset."""
+    """Yield, for the chunks of each block, the largest key as measured, the sum of log_f, and if there is a reset."""
     assert inputs.log_f is not None
     C, dtype = min(inputs.C, inputs.k.shape[2]), inputs.log_s.dtype
     for tokens, _ in blocks(inputs.k, C):

@@ -202,7 +202,7 @@ def _normalized(log_S: Tensor) -> Tensor:
 def _causal_backward(tiles: tuple[Tensor, ...], g_log_S: Tensor, states: Tensor, g: Tensor) -> exact.Gradients:
     """Gradients in chunks (F, N, C, .), and of the first state, given that of the last, g (F, d_k, E)."""
     q, k, log_v, _ = tiles
-    parts = [torch.empty_like(x) for x in (q, k, log_v, k)]
+    parts = g_q, g_k, g_v, g_f = tuple(torch.empty_like(x) for x in (q, k, log_v, k))
     for n in reversed(range(q.shape[1])):
         g_before = torch.empty_like(g)
         for (f,) in _groups(torch.ones_like(g[:, 0, 0], dtype=torch.bool), states):
@@ -211,7 +211,7 @@ def _causal_backward(tiles: tuple[Tensor, ...], g_log_S: Tensor, states: Tensor,
             for whole, part in zip(parts, gradients, strict=True):
                 whole[f, n] = part
         g = g_before
-    return exact.Gradients(*parts, g)
+    return exact.Gradients(g_q, g_k, g_v, g_f, g)
 
 
 def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:

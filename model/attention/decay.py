@@ -1,0 +1,44 @@
+"""Forget gates: how much each token keeps of the tokens before it."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+STEEPEST = 2.0  # the most that a feature's gate forgets at a token, in nats: see model/ops/gates.py
+_RANK = 16  # of the map from tokens to the gates of features
+_SPANS = 1.5, 500.0  # tokens after which the first and the last gate keep 1 / e, at the start of training
+
+
+class Decay(nn.Module):
+    """Gates log_f of tokens x (B, T, n_embd): (B, n_head, T, query_dim), or (B, n_head, T, 1) for `kind` "head".
+
+    - "fixed": a learned number for each feature.
+    - "feature": log_f = -STEEPEST sigmoid(bias + low-rank(x)) for each feature; the form is that of gated linear
+      attention (Yang et al. 2023, section 4.2), with another function.
+    - "head": log_f = -softplus(bias + linear(x)) for each head, which is log sigmoid (Lin et al. 2025, eq. 5).
+    """
+
+    def __init__(self, kind: str, n_embd: int, n_head: int, query_dim: int) -> None:
+        super().__init__()
+        self.kind, self.n_head = kind, n_head
+        first, last = map(math.log, _SPANS)
+        spans = torch.linspace(first, last, n_head if kind == "head" else query_dim).exp()
+        if kind == "head":
+            self.to_gates = nn.Linear(n_embd, n_head, bias=False)
+            self.bias = nn.Parameter(torch.expm1(1 / spans).log())  # softplus is 1 / span
+        else:
+            self.bias = nn.Parameter(torch.logit(1 / (STEEPEST * spans)).expand(n_head, -1).clone())
+        if kind == "feature":
+            self.down = nn.Linear(n_embd, _RANK, bias=False)
+            self.up = nn.Linear(_RANK, n_head * query_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        if self.kind == "head":
+            return -softplus(self.bias + self.to_gates(x)).mT.unsqueeze(-1)
+        if self.kind == "fixed":
+            return (-STEEPEST * self.bias.sigmoid()).unsqueeze(1).expand(B, -1, T, -1)
+        logits = self.up(self.down(x)).unflatten(2, (self.n_head, -1)) + self.bias  # (B, T, n_head, query_dim)
+        return (-STEEPEST * logits.sigmoid()).transpose(1, 2)
