@@ -13,6 +13,7 @@ from model.attention.decay import Decay
 from model.ops.causal_conv import causal_conv
 from model.position import Rotation, rotate
 
+_EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
 _GATES = {"silu": silu, "sigmoid": sigmoid}
 
 
@@ -144,14 +145,17 @@ class Attention(nn.Module):
     def _finish(self, x: Tensor, y: Tensor) -> Tensor:
         """Apply norm and gate to the result (B, T, n_out)."""
         if self.y_scale is not None:
-            y = rms_norm(y.unflatten(2, (self.n_head, -1)), (self.n_out // self.n_head,)).flatten(2) * self.y_scale
+            y = (
+                rms_norm(y.unflatten(2, (self.n_head, -1)), (self.n_out // self.n_head,), eps=_EPS).flatten(2)
+                * self.y_scale
+            )
         return y if self.gate is None else y * self.gate_function(self.gate(x))
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k normalised and rotated."""
         q, k, v = self.split(features)
         if self.q_scale is not None and self.k_scale is not None:
-            q, k = (rms_norm(x, x.shape[-1:]) * scale for x, scale in ((q, self.q_scale), (k, self.k_scale)))
+            q, k = (rms_norm(x, x.shape[-1:], eps=_EPS) * scale for x, scale in ((q, self.q_scale), (k, self.k_scale)))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return q, k, v

@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid
 
 STEEPEST = 2.0  # the most that a feature's gate forgets at a token, in nats: see model/ops/gates.py
 _RANK = 16  # of the map from tokens to the gates of features
@@ -17,7 +17,7 @@ class Decay(nn.Module):
     - "fixed": a learned number for each feature.
     - "feature": log_f = -STEEPEST sigmoid(bias + low-rank(x)) for each feature; the form is that of gated linear
       attention (Yang et al. 2023, section 4.2), with another function.
-    - "head": log_f = -softplus(bias + linear(x)) for each head, which is log sigmoid (Lin et al. 2025, eq. 5).
+    - "head": log_f = log sigmoid(bias + linear(x)) for each head (Lin et al. 2025, eq. 5).
     """
 
     def __init__(self, kind: str, n_embd: int, n_head: int, query_dim: int) -> None:
@@ -27,7 +27,7 @@ class Decay(nn.Module):
         spans = torch.linspace(first, last, n_head if kind == "head" else query_dim).exp()
         if kind == "head":
             self.to_gates = nn.Linear(n_embd, n_head, bias=False)
-            self.bias = nn.Parameter(torch.expm1(1 / spans).log())  # softplus is 1 / span
+            self.bias = nn.Parameter(torch.logit((-1 / spans).exp()))
         else:
             self.bias = nn.Parameter(torch.logit(1 / (STEEPEST * spans)).expand(n_head, -1).clone())
         if kind == "feature":
@@ -37,7 +37,7 @@ class Decay(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, T, _ = x.shape
         if self.kind == "head":
-            return -softplus(self.bias + self.to_gates(x)).mT.unsqueeze(-1)
+            return logsigmoid(self.bias + self.to_gates(x)).mT.unsqueeze(-1)
         if self.kind == "fixed":
             return (-STEEPEST * self.bias.sigmoid()).unsqueeze(1).expand(B, -1, T, -1)
         logits = self.up(self.down(x)).unflatten(2, (self.n_head, -1)) + self.bias  # (B, T, n_head, query_dim)

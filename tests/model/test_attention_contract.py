@@ -192,10 +192,11 @@ def test_zeros_are_numbers_like_others(case):
     leaves = [x, *module.parameters()]
     found, wanted = module(x)[0], module.naive(x)
     close(found, wanted)
+    amplified = 1e3 if case.get("norm") or case.get("qk_norm") else 1  # their gradient at 0 is 1 / sqrt(1e-6)
     g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     pairs = (torch.autograd.grad(y, leaves, g, allow_unused=True, materialize_grads=True) for y in (found, wanted))
     for ours, theirs in zip(*pairs, strict=True):
-        close(ours, theirs)
+        close(ours, theirs, atol=1e-11 * amplified, rtol=1e-11 * amplified)
 
 
 @each_variant
