@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
+from pkgutil import resolve_name
 from textwrap import fill
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar, get_origin
 
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
@@ -43,18 +44,20 @@ Items = Annotated[list[T], BeforeValidator(_split)]
 def run_script(
     doc: str | None,
     options: type[Settings],
-    run: Callable[[Any], int | None],
+    run: Callable[[Any], int | None] | str,
     argv: Sequence[str] | None = None,
     when_interrupted: str = "interrupted",
-) -> int:
-    """Run with the command line's options and return the exit status: that of `run`, or 0 if it returns None.
+) -> NoReturn:
+    """Run with the command line's options and exit with the status that `run` returns; None is 0.
 
-    A UserError or OSError prints one line on standard error and returns 1, unless --debug asks for the traceback.
-    Ctrl-C returns 130.
+    A UserError or OSError prints one line on standard error and exits with 1, unless --debug asks for the traceback.
+    Ctrl-C exits with 130.
 
     Args:
         doc: what the script does, with examples, for --help.
         options: one field per option; --help shows the fields' docstrings.
+        run: a function of the options; or the name, "package.module:function", of one that takes them as keyword
+            arguments and whose result is dropped. It is imported after the options are read: --help needs no torch.
         when_interrupted: the message after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -64,9 +67,13 @@ def run_script(
         if {"--help", "-h"} & set(words):
             print(_help(doc or "", options))
             return 0
-        return run(decode(options, _given(options, [word for word in words if word != "--debug"])))
+        decoded = decode(options, _given(options, [word for word in words if word != "--debug"]))
+        if not isinstance(run, str):
+            return run(decoded)
+        resolve_name(run)(**dict(decoded))
+        return 0
 
-    return reported(main, debug, when_interrupted)
+    sys.exit(reported(main, debug, when_interrupted))
 
 
 def reported(run: Callable[[], int | None], debug: bool, when_interrupted: str) -> int:

@@ -5,7 +5,6 @@
 Prints a line for every problem, with the file's name, and exits with 1 if there is one.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -46,5 +45,4 @@ def run(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    message = "interrupted: the dataset is not verified"
-    sys.exit(run_script(__doc__, Options, run, when_interrupted=message))
+    run_script(__doc__, Options, run, when_interrupted="interrupted: the dataset is not verified")

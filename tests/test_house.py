@@ -1,6 +1,10 @@
 """Who may import whom, and what may be nowhere: walked in the source, so it holds for code that no test runs."""
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -154,6 +158,15 @@ def test_entry_points_and_scripts_are_checked_and_installed():
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     there = [".".join(file.with_suffix("").parts) for file in FILES if package(file) not in PACKAGES]
     assert sorted(tool["mypy"]["modules"]) == sorted(tool["setuptools"]["py-modules"]) == sorted(there)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_without_a_gpu_its_tests_are_refused_in_one_line():
+    line = ["make", "--no-print-directory", "-o", "setup", "test-gpu", f"VENV={Path(sys.executable).parent}"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: torch sees no GPU here: run make test-gpu on a machine with one\nmake: ")
 
 
 def test_the_walk_sees_imports():

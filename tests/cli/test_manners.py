@@ -91,6 +91,12 @@ class Options(Settings):
     dataset_dir: Path | None = None
 
 
+def status_of(*arguments, **named):
+    with pytest.raises(SystemExit) as exit_:
+        run_script(*arguments, **named)
+    return exit_.value.code
+
+
 @pytest.mark.parametrize(
     ("words", "given"),
     [
@@ -105,7 +111,7 @@ class Options(Settings):
 )
 def test_options_are_keys_and_values(words, given):
     found = []
-    assert run_script("", Options, found.append, words) == 0
+    assert status_of("", Options, found.append, words) == 0
     assert found == [Options(**given)]
 
 
@@ -124,7 +130,7 @@ def test_options_are_keys_and_values(words, given):
     ],
 )
 def test_mistakes_and_old_flags_are_one_line(capsys, words, message):
-    assert run_script("", Options, lambda _: None, words) == 1
+    assert status_of("", Options, lambda _: None, words) == 1
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
@@ -138,7 +144,7 @@ def test_old_paths_and_missing_keys_are_one_line(capsys):
         (["folders=a", "b"], "b: options are KEY=VALUE here: write out_dir=b"),
         (["folders=a"], "out_dir is missing: add out_dir=... to the command (--help shows every key)"),
     ]:
-        assert run_script("", Needy, lambda _: None, words) == 1
+        assert status_of("", Needy, lambda _: None, words) == 1
         assert capsys.readouterr().err == f"error: {message}\n"
 
 
@@ -146,7 +152,7 @@ def test_a_script_answers_what_a_user_can_mend_in_one_line(capsys):
     def fail(options):
         raise UserError("out=/x cannot be written: [choose] another")
 
-    assert run_script("What it does.", Options, fail, []) == 1
+    assert status_of("What it does.", Options, fail, []) == 1
     assert capsys.readouterr().err == "error: out=/x cannot be written: [choose] another\n"
     with pytest.raises(UserError):
         run_script("What it does.", Options, fail, ["--debug"])
@@ -156,12 +162,12 @@ def test_a_script_that_is_interrupted_says_so(capsys):
     def interrupt(options):
         raise KeyboardInterrupt
 
-    assert run_script("", Options, interrupt, [], when_interrupted="interrupted; nothing is lost") == 130
+    assert status_of("", Options, interrupt, [], when_interrupted="interrupted; nothing is lost") == 130
     assert capsys.readouterr().err == "error: interrupted; nothing is lost\n"
 
 
-def test_a_script_returns_its_own_status():
-    assert [run_script("", Options, lambda _, status=status: status, []) for status in (None, 0, 3)] == [0, 0, 3]
+def test_a_script_exits_with_its_own_status():
+    assert [status_of("", Options, lambda _, status=status: status, []) for status in (None, 0, 3)] == [0, 0, 3]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -499,7 +499,7 @@ def test_no_memory_for_one_sequence_is_one_line(command, monkeypatch, tiny_args)
     assert result.err.count("\n") == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpus_memory_is_used_but_for_a_reserve(capsys):
     runtime = Runtime(torch.device("cuda"), torch.float32)
     module = tiny_gpt().cuda()

@@ -14,10 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from common.console import say, show_table
-from common.files import make_directory
+import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
+
+from common.console import say
 from common.settings import UserError
-from tools.bench.harness import Row, in_turn, table_of, write_results
+from data.prepare.sources import JsonlSource, Unreadable
+from data.tokenizer import END_OF_TEXT, GPT2Config, build_tokenizer
+from tools.bench.harness import Row, benchmark, in_turn, print_table
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +35,10 @@ class Cost(NamedTuple):
     peak_bytes: int
 
 
-def bench(options: Any) -> None:
-    """Measure, print a table, write bench.json."""
-    out, workers = make_directory(options.out, "out"), options.workers
+@benchmark
+def bench(options: Any) -> Row:
+    """Measure and print a table."""
+    workers = options.workers
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         arguments = options.files, options.text_field, options.ranks
         runs = {"alone": partial(pool.apply, encode_ordinary, arguments), "whole": partial(prepare_and_verify, options)}
@@ -49,18 +54,12 @@ def bench(options: Any) -> None:
         ["prepared and verified", f"{verified:.2f}", f"{figures['ratio']:.3f}", f"{cpu:.1f}", peak],
     ]
     title = f"{figures['megabytes']:,.1f} MB of text; x: ratio to {workers} x encode_ordinary"
-    show_table(table_of(title, ["what", "MB/s", "x", "CPU s", "peak GiB"], cells))
-    write_results(out, options, figures)
+    print_table(title, ["what", "MB/s", "x", "CPU s", "peak GiB"], cells)
+    return figures
 
 
 def encode_ordinary(files: list[str], text_field: str, ranks: Path | None) -> Row:
     """Bytes of the documents, and the time that encode_ordinary takes for them, one after the other."""
-    import tiktoken
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    from data.prepare.sources import JsonlSource, Unreadable
-    from data.tokenizer import END_OF_TEXT, GPT2Config, build_tokenizer
-
     source = JsonlSource(name="jsonl", path=files, text_field=text_field)
     tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=ranks))
     numbered = {token: rank for rank, token in enumerate(tokenizer.ranks)}
