@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def tree_of(file):
 
 
 def imported(file):
-    """Full names of all modules that a file imports, at the top or inside functions."""
+    """Full names of all modules that a file imports, anywhere, or that it names as "module:function"."""
     names = set()
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
@@ -47,6 +48,8 @@ def imported(file):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: imports are absolute"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.]+:\w+", str(node.value)):
+            names.add(node.value.replace(":", "."))
     return names
 
 
@@ -174,6 +177,7 @@ def test_the_walk_sees_imports():
     assert imports(Path("trainer/distributed.py"), "torch.distributed")
     assert imports(Path("trainer/metrics.py"), "wandb")
     assert imports(Path("cli/command.py"), "hydra")
+    assert imports(Path("train.py"), "trainer.loop.fit")
     assert imports(Path("trainer/run.py"), "data.loader")
     assert imports(Path("inference/load.py"), "trainer.checkpoint")
     assert imports(Path("data/prepare/dataset.py"), "data.prepare.join")
