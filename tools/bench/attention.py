@@ -23,7 +23,7 @@ from common.files import write_atomic
 from common.settings import UserError
 from model.ops.log_attention import BACKENDS, fallback, log_attention, naive_log_attention
 from tools.bench.harness import Row, benchmark, machine, print_table
-from tools.bench.operators import Operator, Passes, errors_of, medians, passes_of, time_passes
+from tools.bench.operators import Operator, attention_inputs, errors_of, medians, outputs, time_passes
 
 
 class Shape(NamedTuple):
@@ -80,9 +80,8 @@ def bench(options: Any) -> Row:
 
 def implementations(device: torch.device) -> dict[str, Operator]:
     """Log attention by name: the published formula, and our backends that can run here."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    left_out = {"naive"} if find_spec("triton") and (device.type == "cuda" or interpreted) else {"naive", "triton"}
-    names = [name for name in BACKENDS if name not in left_out]
+    runs_triton = find_spec("triton") and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    names = [name for name in BACKENDS if name != "naive" and (name != "triton" or runs_triton)]
     return {"published": naive_log_attention} | {name: partial(log_attention, backend=name) for name in names}
 
 
@@ -99,21 +98,12 @@ def contenders(device: torch.device) -> dict[str, Operator]:
     return found | {f"SDPA {x.split('_')[0].lower()}": partial(softmax, kernel=x) for x in SDPA[device.type]}
 
 
-def draw_inputs(
-    shape: Shape, device: torch.device, dtype: torch.dtype, deviation: float = 1.0
-) -> tuple[list[Tensor], Tensor]:
-    """Random q, k and log_v, which require gradients, and the gradient of the result."""
-    options: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
-    leaves = [(deviation * torch.randn(shape, **options)).requires_grad_() for _ in range(3)]
-    return leaves, torch.randn(shape, **options)
-
-
 def error_rows(device: torch.device, head_sizes: list[int]) -> list[Row]:
     """Largest errors of every implementation at every range, in float32 and in the type that is timed."""
     rows: list[Row] = []
     dtypes = dict.fromkeys((torch.float32, DTYPES[device.type]))
     for dtype, d, deviation in itertools.product(dtypes, head_sizes, DEVIATIONS):
-        leaves, weights = draw_inputs(Shape(1, 2, ERROR_TOKENS, d), device, dtype, deviation)
+        leaves, weights = attention_inputs((1, 2, ERROR_TOKENS, d), device.type, dtype, deviation)
         # In 16 bits, either sum of log_y = log_S - log_Z adds products of up to four numbers, each half an eps off.
         rounding = 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
         allowed: Row = {}
@@ -157,32 +147,29 @@ def show_errors(rows: list[Row], device: str) -> None:
 
 def measure(shape: Shape, device: torch.device, seconds: float, memory: bool) -> list[Row]:
     """One row for each contender that fits; says which do not."""
-    leaves, weights = draw_inputs(shape, device, DTYPES[device.type])
-    input_bytes = 3 * weights.nbytes
-    passes: dict[str, Passes] = {}
+    leaves, weights = attention_inputs(shape, device.type, DTYPES[device.type])
+    able: dict[str, Operator] = {}
     for name, attend in contenders(device).items():
-        own = passes_of(attend, leaves, weights)
-        if problem := why_not(name, own, shape):
+        if problem := why_not(name, partial(outputs, attend, leaves, weights), shape):
             say(f"skipped at {shape}: {name}, {problem}")
         else:
-            passes[name] = own
-    rows: list[Row] = []
-    for name, times in time_passes(passes, ROUNDS, seconds).items():
-        peak = peak_bytes(passes[name]["both"], device) / input_bytes if memory else None
-        rows.append({"contender": name, **shape._asdict(), "input_bytes": input_bytes, **medians(times)})
-        rows[-1]["peak_over_inputs"] = peak
+            able[name] = attend
+    about, rows = {**shape._asdict(), "input_bytes": 3 * weights.nbytes}, []
+    for name, times in time_passes(able, leaves, weights, ROUNDS, seconds).items():
+        peak = peak_bytes(partial(outputs, able[name], leaves, weights), device) if memory else None
+        peaks = {"peak_over_inputs": peak and peak / about["input_bytes"]}
+        rows.append({"contender": name, **about, **medians(times), **peaks})
     return rows
 
 
-def why_not(name: str, passes: Passes, shape: Shape) -> str | None:
-    """Run both passes, so that nothing is compiled or tuned later; returns why they cannot run, or None."""
+def why_not(name: str, run: Callable[[], Any], shape: Shape) -> str | None:
+    """Run both passes once, so that nothing is compiled or tuned later; returns why they cannot run, or None."""
     latents = shape.B * shape.H * shape.T * shape.d**2 * 4
     if name == "published" and latents > LATENT_BYTES:
         return f"its latents alone take {latents / 1e9:.1f} GB"
     try:
         with warnings.catch_warnings(action="ignore"):  # SDPA gives many lines of reasons why a kernel does not run
-            for run in passes.values():
-                run()
+            run()
     except torch.OutOfMemoryError:
         return "out of memory"
     except RuntimeError as error:

@@ -13,8 +13,15 @@ from tools.bench.harness import Row, in_turn
 
 Operator = Callable[..., Any]
 """Tensors -> a tensor."""
-Passes = dict[str, Callable[[], Any]]
-"""What is timed of an operator."""
+
+
+def attention_inputs(
+    shape: Sequence[int], device: str = "cpu", dtype: torch.dtype = torch.float32, deviation: float = 1.0
+) -> tuple[list[Tensor], Tensor]:
+    """Random q, k and v, which require gradients, and the gradient of the result, all (B, H, T, D)."""
+    options: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
+    leaves = [(deviation * torch.randn(shape, **options)).requires_grad_() for _ in range(3)]
+    return leaves, torch.randn(shape, **options)
 
 
 def outputs(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
@@ -40,28 +47,21 @@ def errors_of(
     return errors
 
 
-def passes_of(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> Passes:
-    """A forward pass that keeps nothing for a backward pass, and both passes."""
-    return {
-        "forward": torch.no_grad()(partial(operator, *leaves)),
-        "both": partial(outputs, operator, leaves, weights),
-    }
-
-
 def time_passes(
-    contenders: Mapping[str, Passes], rounds: int, seconds: float = 0.0
+    operators: Mapping[str, Operator], leaves: Sequence[Tensor], weights: Tensor, rounds: int, seconds: float = 0.0
 ) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of each pass of each contender in every round.
+    """Milliseconds of each operator's passes in every round: "forward", which keeps nothing, and "both" passes.
 
     Each turn begins with a pass that is not timed and then lasts `seconds` or one pass, whichever is longer: what the
-    other contenders leave in caches and in the allocator is not charged to this one.
+    other operators leave in caches and in the allocator is not charged to this one.
     """
     turns = {}
-    for name, passes in contenders.items():
-        for key, run in passes.items():
+    for name, operator in operators.items():
+        forward, both = torch.no_grad()(partial(operator, *leaves)), partial(outputs, operator, leaves, weights)
+        for key, run in (("forward", forward), ("both", both)):
             timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
             turns[name, key] = partial(timer.blocked_autorange, min_run_time=seconds)
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in operators}
     for (name, key), measurements in in_turn(turns, rounds).items():
         times[name][key] = [1e3 * measured.median for measured in measurements]
     return times

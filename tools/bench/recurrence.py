@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 from common.console import say
 from model.ops.log_recurrence import log_recurrence
 from tools.bench.harness import Row, benchmark, print_table, speedup
-from tools.bench.operators import Operator, errors_of, medians, passes_of, time_passes
+from tools.bench.operators import Operator, errors_of, medians, time_passes
 
 TIMED_SHAPE = (1, 1024, 768)  # B, T and D of the published model
 FEATURES = 4  # of the long sequences
@@ -23,8 +23,7 @@ def bench(options: Any) -> Row:
     cells = [[f"{row['T']:,}", *(f"{row[name][key]:.1e}" for name in FORMS for key in ERRORS)] for row in errors]
     title = "log recurrence in float32: largest error against float64; of gradients: x the largest"
     print_table(title, ["tokens", "ours: s", "gradients", "published: s", "gradients"], cells)
-    leaves, weights = draw_inputs(TIMED_SHAPE, options.logit)
-    times = time_passes({name: passes_of(form, leaves, weights) for name, form in FORMS.items()}, options.rounds)
+    times = time_passes(FORMS, *draw_inputs(TIMED_SHAPE, options.logit), options.rounds)
     both = {name: medians(found)["both_ms"] for name, found in times.items()}
     ratio, *_ = speedup(times["ours"]["both"], times["published"]["both"])
     spent = ", ".join(f"{name} {ms:.2f} ms" for name, ms in both.items())

@@ -3,15 +3,13 @@
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.settings import UserError
 from model.ops.sparse_attention import naive_sparse_attention, sparse_attention
 from model.ops.sparse_attention.patterns import Pattern, fixed, longformer, strided, window
 from tools.bench.harness import Row, benchmark, print_table, speedup
-from tools.bench.operators import Operator, errors_of, medians, passes_of, time_passes
+from tools.bench.operators import Operator, attention_inputs, errors_of, medians, time_passes
 
 DENSE = "dense SDPA"
 PATTERNS: dict[str, list[Pattern]] = {
@@ -39,9 +37,7 @@ def bench(options: Any) -> Row:
     cells, rows = [], []
     for T in options.lengths:
         cells.append([f"[bold]T={T:,}[/]"])
-        qkv, weights = inputs(T, options.heads)
-        passes = {name: passes_of(attend, qkv, weights) for name, attend in contenders.items()}
-        times = time_passes(passes, options.rounds)
+        times = time_passes(contenders, *attention_inputs((1, options.heads, T, FEATURES)), options.rounds)
         for name, found in times.items():
             ratio, low, high = speedup(found["both"], times[DENSE]["both"])
             row = medians(found)
@@ -52,19 +48,13 @@ def bench(options: Any) -> Row:
     return {"rows": rows}
 
 
-def inputs(T: int, n_head: int) -> tuple[list[Tensor], Tensor]:
-    """q, k, v and the gradient of the result, all (1, H, T, D)."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, weights = (torch.randn(1, n_head, T, FEATURES, generator=generator) for _ in range(4))
-    return [x.requires_grad_() for x in (q, k, v)], weights
-
-
 def check(name: str, attend: Operator, definition: Operator, n_head: int) -> None:
     """Compare a contender with its definition.
 
     Raises:
         UserError: a result or a gradient is wrong.
     """
-    for error in errors_of({name: attend}, definition, *inputs(CHECKED, n_head))[name]:
+    inputs = attention_inputs((1, n_head, CHECKED, FEATURES))
+    for error in errors_of({name: attend}, definition, *inputs)[name]:
         if not error <= ALLOWED:  # NaN is wrong too
             raise UserError(f"{name} differs from its definition by {error:.1e}, and {ALLOWED:.0e} is allowed")

@@ -42,23 +42,13 @@ def shared(gpt: GPT, n_kv_head: int) -> GPT:
     with torch.device("meta"):
         fewer = GPT(with_n_kv_head(gpt.config, n_kv_head))
     tensors = dict(gpt.state_dict())
-    heads = n_kv_heads(gpt), n_kv_heads(fewer)
-    for name, parameter in fewer.state_dict().items():
-        if parameter.shape != tensors[name].shape:
-            owner = next(path for path in heads[0] if name.startswith(path + "."))
-            n_before, n_after = (of[owner] for of in heads)
-            tensors[name] = pooled(tensors[name], len(parameter), n_before, n_after, gpt.config.head_features)
+    for path, module in fewer.named_modules():
+        n_before, n_after = (getattr(each, "n_kv_head", 0) for each in (gpt.get_submodule(path), module))
+        for name, parameter in module.named_parameters(path) if n_before != n_after else ():
+            if parameter.shape != tensors[name].shape:
+                tensors[name] = pooled(tensors[name], len(parameter), n_before, n_after, gpt.config.head_features)
     fewer.load_state_dict(tensors, assign=True)
     return fewer.requires_grad_()
-
-
-def n_kv_heads(gpt: GPT) -> dict[str, int]:
-    """Return the number of key and value heads, by the path of each attention that can share them."""
-    return {
-        path: module.n_kv_head
-        for path, module in gpt.named_modules()
-        if isinstance(getattr(module, "n_kv_head", None), int)
-    }
 
 
 def pooled(rows: Tensor, n_rows: int, n_before: int, n_after: int, head_dim: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.command import overrides
 from common.console import say
 from common.files import file_size, read_json
-from common.settings import UserError
+from common.settings import UserError, differences
 from data.shards import read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
@@ -74,11 +74,9 @@ def import_gpt2(
 
 def _settings(config: GPTConfig) -> dict[str, int]:
     """Return the settings in which the model may differ from model=gpt2_124m."""
-    assert config.block.name == "mlp"
-    assert config.position.name == "learned"
-    sizes = {name: getattr(config, name) for name in ("n_vocab", "n_layer", "n_head", "n_embd")}
-    inner = {"block.expansion": config.block.expansion, "position.max_len": config.position.max_len}
-    return {f"model.{key}": value for key, value in (sizes | inner).items()}
+    flat = differences(config.model_dump(mode="json"), {})
+    names = ("n_vocab", "n_layer", "n_head", "n_embd", "block.expansion", "position.max_len")
+    return {f"model.{name}": flat[name][0] for name in names}
 
 
 def _fingerprint(dataset_dir: Path, tokenizer: Tokenizer) -> str:
@@ -99,27 +97,27 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
         UserError: a file is missing or invalid.
     """
     others = [name for name in ("pytorch_model.bin", f"{_WEIGHTS}.index.json") if (folder / name).exists()]
-    for name, remedy in [
-        ("config.json", "give a folder that save_pretrained wrote"),
-        ("tokenizer.json", 'put it there: AutoTokenizer.from_pretrained("gpt2").save_pretrained(FOLDER)'),
-        (
-            _WEIGHTS,
-            f"{f'{others[0]} cannot be read; ' if others else ''}load the model with transformers, and write it with "
-            'save_pretrained(FOLDER, max_shard_size="100GB")',
-        ),
-    ]:
-        if file_size((folder / name).resolve()) is None:
-            raise UserError(f"{folder} has no {name}: {remedy}")
+    unreadable = f"{others[0]} cannot be read; " if others else ""
+    remedies = {
+        "config.json": "give a folder that save_pretrained wrote",
+        "tokenizer.json": 'put it there: AutoTokenizer.from_pretrained("gpt2").save_pretrained(FOLDER)',
+        _WEIGHTS: f"{unreadable}load the model with transformers, and write it with "
+        'save_pretrained(FOLDER, max_shard_size="100GB")',
+    }
+    paths = {name: (folder / name).resolve() for name in remedies}  # a downloaded folder has links
+    for name, path in paths.items():
+        if file_size(path) is None:
+            raise UserError(f"{folder} has no {name}: {remedies[name]}")
     try:
-        config = read_gpt2_config(read_json((folder / "config.json").resolve(), limit=2**20))
+        config = read_gpt2_config(read_json(paths["config.json"], limit=2**20))
     except UserError as error:
         raise UserError(f"{folder / 'config.json'} does not describe a GPT2LMHeadModel like GPT-2: {error}") from None
-    tokenizer = read_tokenizer_json((folder / "tokenizer.json").resolve())
+    tokenizer = read_tokenizer_json(paths["tokenizer.json"])
     if tokenizer.n_vocab > config.n_vocab:
         raise UserError(f"{folder} has a tokenizer of {tokenizer.n_vocab} ids for a model of {config.n_vocab}")
     with torch.device("meta"):
         gpt = GPT(config)
-    gpt.load_state_dict(_weights((folder / _WEIGHTS).resolve(), gpt), assign=True)
+    gpt.load_state_dict(_weights(paths[_WEIGHTS], gpt), assign=True)
     return gpt.requires_grad_(), tokenizer
 
 
