@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import PositiveInt
 
 from common.command import run_script
-from common.console import errors, say
+from common.console import print_error, say
 from common.settings import Settings
 from data.prepare.verify import n_bytes, verify
 from data.shards import parse_manifest
@@ -30,7 +30,7 @@ def run(options: Options) -> int:
     problems = verify(options.dataset_dir, options.threads)
     if problems:
         for problem in problems:
-            errors.print(f"error: {problem}", markup=False, style="red")
+            print_error(problem)
         return 1
     manifest = parse_manifest(options.dataset_dir)
     totals = [split.total for split in manifest.splits.values()]

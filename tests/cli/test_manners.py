@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,15 @@ def test_a_script_that_is_interrupted_says_so(capsys):
 
 def test_a_script_exits_with_its_own_status():
     assert [status_of("", Options, lambda _, status=status: status, []) for status in (None, 0, 3)] == [0, 0, 3]
+
+
+def test_a_function_that_is_named_gets_the_options_and_help_does_not_import_it(monkeypatch, capsys):
+    found = {}
+    monkeypatch.setattr(shutil, "move", lambda **options: found.update(options))
+    assert status_of("", Options, "shutil:move", ["steps=4"]) == 0
+    assert found == dict(Options(steps=4))
+    assert status_of("What it does.", Options, "no.such.module:function", ["--help"]) == 0
+    assert "What it does." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
