@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,10 +60,6 @@ class GPT2Config(Settings):
 TokenizerConfig = Annotated[BytesConfig | GPT2Config, Field(discriminator="name")]
 
 
-class TokenizerFailed(Exception):
-    """tiktoken failed on a text."""
-
-
 class Tokenizer:
     """A tiktoken encoding: token i stands for the bytes `ranks[i]`, and the last id for <|endoftext|>."""
 
@@ -99,57 +95,36 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, as `encode_arrays` gives them."""
-        return [token for ids in self.encode_arrays([text]) for token in ids.tolist()]
+        return [token for ids in self.encode_arrays(text) for token in ids.tolist()]
 
-    def encode_arrays(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yield the token ids of a text that comes in chunks of any size, as consecutive arrays, in little memory.
+    def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
+        """Yield the token ids of a text as consecutive arrays, in little memory.
 
         The ids are those of tiktoken's encode_ordinary: the characters <|endoftext|> are ordinary text. Only a run of
         more than a million characters in which no token is sure to end (non-ASCII letters without a space, or spaces)
         is cut somewhere, and ids near the cut may differ; they still decode to the text.
-
-        Raises:
-            TokenizerFailed: tiktoken fails on it. No such text is known.
         """
         if self.name == "bytes":  # the same ids, ten times as fast
-            yield from (np.frombuffer(chunk.encode(), np.uint8) for chunk in chunks)
+            yield np.frombuffer(text.encode(), np.uint8)
             return
-        try:
-            for piece in pieces(chunks):
-                yield self.encoding.encode_to_numpy(piece, disallowed_special=())
-        except ValueError as error:
-            raise TokenizerFailed(str(error)) from None
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # raised by Rust code; not a subclass of Exception
-                raise
-            raise TokenizerFailed(str(error)) from None
+        for piece in pieces(text):
+            yield self.encoding.encode_to_numpy(piece, disallowed_special=())
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of `ids`; a character may be cut at either end."""
         return self.encoding.decode_bytes(ids)
 
 
-def pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """Yield the text of `chunks` in pieces, cut where a match of GPT-2's pattern surely begins, or at _LONGEST_PIECE.
-
-    The cuts depend on the text alone, not on its chunks.
-    """
-    rest = ""
-    for chunk in chunks:
-        rest = rest + chunk if rest else chunk
-        start = 0
-        while len(rest) - start > _LONGEST_PIECE:
-            cut = _EXACT_CUT.search(rest, start + _PIECE, start + _LONGEST_PIECE)
-            stop = cut.start() if cut else start + _LONGEST_PIECE
-            yield rest[start:stop]
-            start = stop
-        rest = rest[start:]
+def pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces, cut where a match of GPT-2's pattern surely begins, or at _LONGEST_PIECE."""
     start = 0
-    while len(rest) - start > _PIECE and (cut := _EXACT_CUT.search(rest, start + _PIECE)):
-        yield rest[start : cut.start()]
-        start = cut.start()
-    if start < len(rest):
-        yield rest[start:]
+    while len(text) - start > _PIECE:
+        cut = _EXACT_CUT.search(text, start + _PIECE, start + _LONGEST_PIECE)
+        stop = cut.start() if cut else start + _LONGEST_PIECE
+        yield text[start:stop]
+        start = stop
+    if start < len(text):
+        yield text[start:]
 
 
 def build_tokenizer(config: BytesConfig | GPT2Config) -> Tokenizer:

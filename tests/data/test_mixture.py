@@ -31,9 +31,9 @@ def dataset(tmp_path):
             records["number"] = np.arange(1, len(members) + 1)
             records["set"] = [names.index(name) for name, _ in members]
             lengths = np.array([tokens for _, tokens in members], np.int64)
-            with ShardWriter(tmp_path, split, 1000, shard_tokens) as writer:
-                writer.append(np.repeat(records["number"] % 1000, lengths), lengths, records)
-                shards = writer.finish()
+            writer = ShardWriter(tmp_path, split, 1000, shard_tokens)
+            writer.append(np.repeat(records["number"] % 1000, lengths), lengths, records)
+            shards = writer.finish()
             sets = {}
             for name in names:
                 mine = [tokens for other, tokens in members if other == name]
