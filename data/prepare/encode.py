@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import itertools
 import multiprocessing
 import os
 import signal
@@ -26,7 +25,7 @@ LONG = 2**24
 """An item of more characters is encoded alone, in this process: few such items are in memory at a time."""
 _BATCH_CHARACTERS = 2**20
 _BATCH_ITEMS = 10_000
-_BATCHES_WORTH_WORKERS = 16  # fewer take less time than worker processes take to start
+_BATCHES_WORTH_WORKERS = 16  # that are encoded before worker processes start, which takes as long
 
 OnError = Literal["skip", "stop"]
 
@@ -115,26 +114,16 @@ def _groups(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
 
 
 def _in_order(groups: Iterator[list[Raw]], encoder: "_Encoder", workers: int) -> Iterator[Batch]:
-    """Encode groups in worker processes, or in this process if there are few. A long item is encoded here, alone."""
-    head = []
-    for group in groups:
-        head.append(group)
-        if len(head) == _BATCHES_WORTH_WORKERS or _is_long(group):
-            break
-    else:
-        workers = 1  # there are no more groups
-    groups = itertools.chain(head, groups)
-    if workers == 1:
-        yield from map(encoder.encode, groups)
-        return
+    """Encode groups in worker processes; the first groups and long items in this process."""
     spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (encoder,))
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (encoder,))  # starts workers when they are needed
     pending: deque[Future[Batch]] = deque()
     try:
-        for group in groups:
-            while pending and (len(pending) >= 2 * workers or _is_long(group)):
+        for number, group in enumerate(groups):
+            here = workers == 1 or number < _BATCHES_WORTH_WORKERS or group[0].size > LONG
+            while pending and (here or len(pending) >= 2 * workers):
                 yield pending.popleft().result()
-            if _is_long(group):
+            if here:
                 yield encoder.encode(group)
             else:
                 pending.append(_submit(pool, group))
@@ -155,10 +144,6 @@ def _submit(pool: ProcessPoolExecutor, group: list[Raw]) -> Future[Batch]:
         return pool.submit(_encode_in_worker, group)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _is_long(group: list[Raw]) -> bool:
-    return group[0].size > LONG
 
 
 class _Encoder:

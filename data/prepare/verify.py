@@ -1,9 +1,8 @@
 """Verifying a dataset: everything its manifest says is recomputed from the files."""
 
 import os
-import time
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,18 +54,22 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
     problems: list[str] = []
     lengths = _byte_lengths(dataset_dir / TOKENIZER, manifest, problems)
     units = _UNITS[:2] if problems else _UNITS
+    check = partial(_check_shard, dataset_dir, manifest, lengths)
     pool = ThreadPoolExecutor(threads or os.cpu_count())
     try:
         with Track("verifying, bytes", n_bytes(manifest)) as track:
             for name, split in manifest.splits.items():
-                found = pool.map(lambda shard: _check_shard(dataset_dir, manifest, shard, lengths), split.shards)
-                problems += _check_split(dataset_dir, manifest, name, _show(found, manifest, name, track), units)
+                found = []
+                for shard, contents in zip(split.shards, pool.map(check, split.shards), strict=True):
+                    found.append(contents)
+                    track.advance(_shard_bytes(manifest, shard))
+                problems += _check_split(dataset_dir, manifest, name, found, units)
     finally:
         pool.shutdown(cancel_futures=True)
     return problems
 
 
-def _check_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np.ndarray) -> Contents | list[str]:
+def _check_shard(dataset_dir: Path, manifest: Manifest, lengths: np.ndarray, shard: Shard) -> Contents | list[str]:
     """Return the contents of a shard, or its problems; `lengths` are the bytes of text of each id."""
     problems = []
     for file, sha256 in ((shard.file, shard.sha256), (shard.index_file, shard.index_sha256)):
@@ -132,16 +135,6 @@ def _shard_bytes(manifest: Manifest, shard: Shard) -> int:
     return shard.tokens * manifest.dtype.itemsize + shard.index_size
 
 
-def _show(
-    found: Iterable[Contents | list[str]], manifest: Manifest, name: SplitName, track: Track
-) -> Iterator[tuple[Shard, Contents | list[str]]]:
-    started = time.monotonic()
-    for shard, contents in zip(manifest.splits[name].shards, found, strict=True):
-        track.advance(_shard_bytes(manifest, shard))
-        track.advance(0, f"{track.done / 1e6 / (time.monotonic() - started):,.0f} MB/s")
-        yield shard, contents
-
-
 def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.ndarray:
     """Return the bytes of text of each id (n_vocab,); 0 (1,) and a problem if the tokenizer is not the manifest's."""
     try:
@@ -158,14 +151,14 @@ def _check_split(
     dataset_dir: Path,
     manifest: Manifest,
     name: SplitName,
-    found: Iterable[tuple[Shard, Contents | list[str]]],
+    found: list[Contents | list[str]],
     units: tuple[str, ...],
 ) -> list[str]:
     """Return the problems of a split's shards, and of the manifest's counts of them."""
     problems: list[str] = []
     sums = np.zeros((len(manifest.set_names), len(_UNITS)), np.int64)
     last = (0, 0)
-    for shard, contents in found:
+    for shard, contents in zip(manifest.splits[name].shards, found, strict=True):
         if isinstance(contents, list):
             problems += contents
             continue
