@@ -59,8 +59,7 @@ class PrepareConfig(Settings):
         """Return the settings that decide what the dataset holds, and its whole input, as JSON for its manifest."""
         kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens", "dedup"})
         fraction = self.data.usual_val_fraction if self.val_fraction is None else self.val_fraction
-        task = {"num_tasks": self.num_tasks, "task_index": self.task_index} if self.num_tasks > 1 else {}
-        return {**kept, "val_fraction": fraction, "input": self.data.inputs(), **task}
+        return {**kept, "val_fraction": fraction, "input": self.data.inputs()}
 
 
 def prepare(config: PrepareConfig) -> Manifest | None:

@@ -31,7 +31,7 @@ def _nobody(_: int) -> None:
 class Source(Settings):
     """Where documents come from."""
 
-    usual_val_fraction: ClassVar[float]
+    usual_val_fraction: ClassVar[float] = 0.05
     name: str
     """Also the set of a document that does not name its own."""
 
@@ -137,8 +137,6 @@ def _size(path: Path) -> int:
 class StdlibSource(FileSource):
     """The Python sources of the interpreter's own standard library: real text that every machine has."""
 
-    usual_val_fraction: ClassVar[float] = 0.05
-
     name: Literal["stdlib"]
 
     def paths(self) -> dict[str, Path]:
@@ -174,8 +172,6 @@ class NamedFiles(FileSource):
 
 class TextSource(NamedFiles):
     """Text files in UTF-8."""
-
-    usual_val_fraction: ClassVar[float] = 0.05
 
     name: Literal["text"]
 
@@ -245,9 +241,7 @@ class PileSource(Source):
                     content = {self.text_field: text, "meta": row.get("meta")}
                     yield Raw(Position(self.path, number), content, len(text) if isinstance(text, str) else 0)
                 return
-            except FileNotFoundError as error:
-                raise UserError(f"data.path={self.path} data.data_files={self.data_files}: {error}") from None
-            except (ValueError, DatasetsError) as error:
+            except (FileNotFoundError, ValueError, DatasetsError) as error:
                 raise UserError(
                     f"data.path={self.path} cannot be read at row {number + 1} ({error}): {_ADVICE}"
                 ) from None
