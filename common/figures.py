@@ -12,7 +12,7 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def short_count(x: float, _: object = None) -> str:
-    """Format a token count to three digits: 500 k, 3.37 M, 388 B."""
+def short_count(x: float, _: float) -> str:
+    """Format a token count: 500 k, 3 M, 1.5 B."""
     size, unit = next(((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if x >= size), (1, ""))
-    return f"{float(f'{x / size:.3g}'):g}{unit}"
+    return f"{x / size:g}{unit}"

@@ -38,14 +38,17 @@ def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
 
     from common.figures import png, short_count
 
+    def short(n: int) -> str:
+        return short_count(float(f"{n:.3g}"), 0)
+
     figure = Figure(figsize=(9, 1.6 + 0.3 * len(names)), layout="constrained")
     axes = figure.subplots()
     begins = np.zeros(len(names))
     for split, widths, color in zip(manifest.splits, tokens, ("tab:blue", "tab:orange"), strict=True):
-        label = f"{split}, {short_count(int(widths.sum()))} tokens"
+        label = f"{split}, {short(int(widths.sum()))} tokens"
         drawn = axes.barh(names, widths, left=begins, color=color, label=label)
         begins += widths
-    axes.bar_label(drawn, [f" {short_count(int(n))}, {n / tokens.sum():.1%}" for n in begins], fontsize=9)
+    axes.bar_label(drawn, [f" {short(int(n))}, {n / tokens.sum():.1%}" for n in begins], fontsize=9)
     axes.margins(x=0.2, y=0.01)
     axes.xaxis.set_major_formatter(short_count)
     axes.set_xlabel("tokens")
