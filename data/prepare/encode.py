@@ -25,7 +25,7 @@ LONG = 2**24
 """An item of more characters is encoded alone, in this process: few such items are in memory at a time."""
 _BATCH_CHARACTERS = 2**20
 _BATCH_ITEMS = 10_000
-_BATCHES_WORTH_WORKERS = 16  # that are encoded before worker processes start, which takes as long
+_BATCHES_WORTH_WORKERS = 8  # that are encoded before worker processes start, which takes as long
 
 OnError = Literal["skip", "stop"]
 
