@@ -2,7 +2,7 @@
 
     python scripts/verify_dataset.py dataset_dir=datasets/pile
 
-Prints a line for every problem, with the file's name, and exits with 1 if there is one.
+Prints a line for each damaged file, with its first problem, and exits with 1 if there is one.
 """
 
 import time

@@ -20,7 +20,8 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from common.command import overrides
 from common.console import say
 from common.settings import UserError
-from data.prepare.sources import JsonlSource, Unreadable
+from data.prepare.items import Unreadable
+from data.prepare.sources import JsonlSource
 from data.tokenizer import END_OF_TEXT, GPT2Config, build_tokenizer
 from tools.bench.harness import Row, benchmark, in_turn, print_table
 
@@ -72,10 +73,10 @@ def encode_ordinary(files: list[str], text_field: str, ranks: Path | None) -> Ro
     ).encode_ordinary
     n_bytes, seconds, cpu_seconds = 0, 0.0, 0.0
     for raw in source.documents():
-        document = raw.content if isinstance(raw.content, Unreadable) else source.parse(raw)
-        if isinstance(document, Unreadable):
+        try:
+            text = source.parse(raw).text
+        except Unreadable:
             continue
-        text = document.text if isinstance(document.text, str) else document.text.decode()
         started, cpu_started = time.perf_counter(), time.process_time()
         encode(text)
         seconds += time.perf_counter() - started
