@@ -132,7 +132,7 @@ CHILD = """
 import os, sys
 import torch
 from trainer.optim import AdamWConfig
-from tests.tools.test_memory import GPT, config_of, loss_of, runtime, step_memory
+from tests.trainer.test_memory import GPT, config_of, loss_of, runtime, step_memory
 torch.set_num_threads(1)
 def resident(which):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(which)) * 1024
