@@ -2,12 +2,12 @@
 
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
@@ -82,7 +82,7 @@ class WandbTracker(Tracker):
         self._process = _start_process()
         self._thread = threading.Thread(target=self._read_reports, name="wandb", daemon=True)
         self._thread.start()
-        self._send({"settings": settings, "finish_seconds": finish_seconds})
+        self._send({"settings": settings, "trainer": os.getpid(), "finish_seconds": finish_seconds})
 
     def log(self, line: dict[str, Any]) -> None:
         """Send a line. If wandb is too far behind, or gone, the line is in metrics.jsonl only."""
@@ -166,6 +166,8 @@ def _serve() -> None:
 
     try:
         first = json.loads(lines.readline())
+        limit = (first["trainer"], first["finish_seconds"])
+        threading.Thread(target=_outlive, args=limit, daemon=True).start()
         import wandb
 
         run = wandb.init(**first["settings"])
@@ -178,12 +180,19 @@ def _serve() -> None:
         for text in lines:
             if (line := json.loads(text)) is not None:
                 run.log(line)
-        signal.alarm(math.ceil(first["finish_seconds"]))  # ends this process, even if training was killed and cannot
         run.finish(exit_code=int(line is not None))  # not null: training was killed
     except BaseException as error:  # no failure of wandb is worth a run
         with contextlib.suppress(OSError):
             report(error=" ".join(f"{type(error).__name__}: {error}".split()))
         _kill_tree(os.getpid())  # a normal exit would wait for its service process, which may be what failed
+
+
+def _outlive(trainer: int, seconds: float) -> None:
+    """Kill this process `seconds` after its parent has ended, even if it hangs."""
+    while os.getppid() == trainer:
+        time.sleep(1.0)
+    time.sleep(seconds)
+    _kill_tree(os.getpid())
 
 
 def _kill_tree(pid: int) -> None:
