@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Annotated, Literal
 
 import torch
@@ -94,9 +93,6 @@ def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, device: t
         why = "compiling takes longer than it saves on a CPU" if config.compile == "auto" else "runtime.compile=false"
         say_once(f"not compiled: {why}")
         return
-    if device.type == "cuda" and find_spec("triton") is None:
-        say_once("not compiled: torch.compile needs the package triton on a GPU")
-        return
     for module in modules:
         module.compile()
 
@@ -105,7 +101,7 @@ def device_name(device: torch.device) -> str:
     """The name that the device reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"the CPU, {torch.get_num_threads()} threads,"
+    return f"the CPU with {torch.get_num_threads()} threads"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -37,51 +37,54 @@ class OneCycle(Settings):
         return shape(1.0, self.end, _progress(step, peak, last))
 
 
-class Cosine(Settings):
-    """Linear warm-up from 0, then half a cosine down to `end`."""
+class _LinearWarmup(Settings):
+    """Linear warm-up from 0."""
 
-    name: Literal["cosine"]
     warmup_steps: int = Field(2000, ge=0)
     """Steps until the maximum."""
-    end: float = Field(0.1, ge=0, le=1)
-    """Last learning rate, as a factor of the maximum."""
 
     def factor(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+        return (step + 1) / self.warmup_steps if step < self.warmup_steps else self.after_warmup(step, max_steps)
+
+    def after_warmup(self, step: int, max_steps: int) -> float:
+        """Factor of the maximum at a step after the warm-up."""
+        return 1.0
+
+
+class Cosine(_LinearWarmup):
+    """Linear warm-up from 0, then half a cosine down to `end`."""
+
+    name: Literal["cosine"]
+    end: float = Field(0.1, ge=0, le=1)
+    """Last learning rate, as a factor of the maximum."""
+
+    def after_warmup(self, step: int, max_steps: int) -> float:
+        """Factor of the maximum at `step`."""
         return _cosine(1.0, self.end, _progress(step, self.warmup_steps, max_steps - 1))
 
 
-class WSD(Settings):
+class WSD(_LinearWarmup):
     """Linear warm-up, constant phase, linear decay (Hu et al. 2024). The constant phase can be extended at any time."""
 
     name: Literal["wsd"]
-    warmup_steps: int = Field(2000, ge=0)
-    """Steps until the maximum."""
     decay: float = Field(0.2, gt=0, le=1)
     """Length of the decay, as a fraction of max_steps."""
     end: float = Field(0.0, ge=0, le=1)
     """Last learning rate, as a factor of the maximum."""
 
-    def factor(self, step: int, max_steps: int) -> float:
+    def after_warmup(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
         decay_from = max(self.warmup_steps, max_steps - 1 - round(self.decay * max_steps))
         return _linear(1.0, self.end, _progress(step, decay_from, max_steps - 1))
 
 
-class Constant(Settings):
+class Constant(_LinearWarmup):
     """Linear warm-up, then constant."""
 
     name: Literal["constant"]
     warmup_steps: int = Field(0, ge=0)
     """Steps until the maximum."""
-
-    def factor(self, step: int, max_steps: int) -> float:
-        """Factor of the maximum at `step`."""
-        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
 
 ScheduleConfig = Annotated[OneCycle | Cosine | WSD | Constant, Field(discriminator="name")]
