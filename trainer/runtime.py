@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 import torch
@@ -92,6 +93,9 @@ def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, device: t
     if not wanted:
         why = "compiling takes longer than it saves on a CPU" if config.compile == "auto" else "runtime.compile=false"
         say_once(f"not compiled: {why}")
+        return
+    if device.type == "cuda" and find_spec("triton") is None:
+        say_once("not compiled: torch.compile needs the package triton on a GPU")
         return
     for module in modules:
         module.compile()
