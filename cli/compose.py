@@ -20,9 +20,8 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from common.settings import UserError, nearest
+from common.settings import CONFIGS, UserError, nearest
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OmegaConf.clear_resolver("oc.env")  # a downloaded experiment could send the environment elsewhere; shells have $HOME
 
 

@@ -1,11 +1,16 @@
 """Settings: frozen pydantic models that refuse unknown keys, and the one-line errors they raise."""
 
 import difflib
+import functools
 from collections.abc import Iterable
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 class UserError(ValueError):
@@ -26,9 +31,37 @@ def _presentable(text: str) -> str:
 
 
 class Settings(BaseModel):
-    """Base of every configuration class: frozen, without unknown keys, each field with its docstring."""
+    """Base of every configuration class: frozen, without unknown keys, each field with its docstring.
+
+    The default values of a class with `defaults` are in that file of configs/, and nowhere else: "optim/adamw" is
+    configs/optim/adamw.yaml, and "train:eval" is the section eval of configs/train.yaml. A command reads the same file
+    for its --help, so it can answer without importing the class, which can take seconds.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    _files: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, defaults: str = "") -> None:
+        """`defaults`: the file of the default values, in addition to those of the base class."""
+        cls._files = (*cls._files, defaults) if defaults else cls._files
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        """Add the default values of the fields that are not given."""
+        if not isinstance(given, dict):
+            return given
+        missing = cls.model_fields.keys() - given.keys()
+        files = cls._files if missing else ()  # exported models bring complete settings, and no files
+        return {key: value for file in files for key, value in _defaults(file).items() if key in missing} | given
+
+
+@functools.cache
+def _defaults(name: str) -> dict[str, Any]:
+    """Return what a file of configs/, or a section of it, gives, without what a user must give."""
+    file, _, section = name.partition(":")
+    values = yaml.safe_load((CONFIGS / f"{file}.yaml").read_text(encoding="utf-8"))
+    return {key: value for key, value in (values[section] if section else values).items() if value != "???"}
 
 
 S = TypeVar("S", bound=Settings)

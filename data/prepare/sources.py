@@ -177,7 +177,7 @@ class StdlibSource(FileSource):
         return _document(raw.content, "stdlib", raw.position.input)
 
 
-class TextSource(FileSource):
+class TextSource(FileSource, defaults="data/text"):
     """Text files in UTF-8."""
 
     usual_val_fraction: ClassVar[float] = 0.05
@@ -208,7 +208,7 @@ class TextSource(FileSource):
         return _document(raw.content, "text", raw.position.input)
 
 
-class JsonlSource(FileSource):
+class JsonlSource(FileSource, defaults="data/jsonl"):
     """JSON lines, one object a document: .jsonl, .jsonl.gz or .jsonl.zst, such as the Pile's files."""
 
     usual_val_fraction: ClassVar[float] = 0.005
@@ -216,7 +216,7 @@ class JsonlSource(FileSource):
     name: Literal["jsonl"]
     path: str | list[str]
     """A file, a glob (`**` reaches into folders), or a list of them."""
-    text_field: str = "text"
+    text_field: str
     """The key that holds the text. The set is `meta.pile_set_name` where there is one, else `jsonl`."""
 
     def paths(self) -> dict[str, Path]:
@@ -252,19 +252,19 @@ class JsonlSource(FileSource):
         return _record(record, self.text_field, "jsonl", where)
 
 
-class PileSource(Source):
+class PileSource(Source, defaults="data/pile"):
     """A Hugging Face dataset, streamed: the Pile, or any other with a text column."""
 
     usual_val_fraction: ClassVar[float] = 0.005
 
     name: Literal["pile"]
-    path: str = "monology/pile-uncopyrighted"
+    path: str
     """A dataset on the hub, or a builder such as `json` together with data_files."""
-    revision: str | None = None
+    revision: str | None
     """A commit or tag of the dataset; null: the newest."""
-    data_files: str | list[str] | None = None
+    data_files: str | list[str] | None
     """Only these files, in the hub's dataset or, for a builder, here; null: all."""
-    text_field: str = "text"
+    text_field: str
     """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `pile`."""
 
     def inputs(self) -> dict[str, int | None]:
