@@ -4,11 +4,11 @@ import difflib
 import functools
 from collections.abc import Iterable
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -48,9 +48,13 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, given: Any) -> Any:
-        """Add the default values of the fields that are not given."""
+        """Refuse unknown keys, and add the default values of the fields that are not given."""
         if not isinstance(given, dict):
             return given
+        for key in given:
+            if key not in cls.model_fields and cls.model_config["extra"] == "forbid":
+                hint = {"key": str(key), "hint": nearest(str(key), cls.model_fields)}
+                raise PydanticCustomError("unknown_key", "{hint}", hint)
         missing = cls.model_fields.keys() - given.keys()
         files = cls._files if missing else ()  # exported models bring complete settings, and no files
         return {key: value for file in files for key, value in _defaults(file).items() if key in missing} | given
@@ -76,7 +80,7 @@ def decode(cls: type[S], raw: Any) -> S:
     try:
         return cls.model_validate(raw)
     except ValidationError as error:
-        raise UserError(_one_line(cls, raw, error)) from None
+        raise UserError(_one_line(raw, error)) from None
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
@@ -103,15 +107,15 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _one_line(cls: type[Settings], raw: Any, error: ValidationError) -> str:
+def _one_line(raw: Any, error: ValidationError) -> str:
     first, *others = error.errors()
-    path = ".".join(_path_in(raw, first["loc"], first["type"] == "missing"))
+    keys = _path_in(raw, first["loc"], first["type"] == "missing")
+    path = ".".join(keys)
     more = f" (and {len(others)} more)" if others else ""
-    if first["type"] == "extra_forbidden":
-        key = str(first["loc"][-1])
-        return f"unknown config key '{path}': {nearest(key, _fields_at(cls, first['loc'][:-1]))}{more}"
+    if first["type"] == "unknown_key":
+        return f"unknown config key '{'.'.join([*keys, first['ctx']['key']])}': {first['msg']}{more}"
     if first["type"] == "missing":
-        return f"config key '{path}' is missing: give it a value{more}"
+        return f"config key '{path}' is missing: give it a value, as in {path}=...{more}"
     if first["type"] == "union_tag_not_found":
         return f"config key '{path}.name' is missing: give it a value{more}"
     if first["type"] == "union_tag_invalid":
@@ -135,25 +139,6 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
         elif missing and i == len(loc) - 1:
             path.append(str(part))
     return path
-
-
-def _fields_at(cls: Any, loc: tuple[int | str, ...]) -> list[str]:
-    """Return the field names of the settings class that `loc` leads to from `cls`."""
-    for part in loc:
-        if isinstance(cls, type) and issubclass(cls, Settings):
-            cls = _but_none(cls.model_fields[str(part)].annotation)
-        elif get_origin(cls) in (Union, UnionType):  # its member whose `name` is this tag
-            cls = next(member for member in get_args(cls) if part in variant_names(member))
-        else:  # a list or a mapping: its values
-            cls = _but_none(get_args(cls)[-1])
-        if get_origin(cls) is Annotated:
-            cls = get_args(cls)[0]
-    return list(cls.model_fields)
-
-
-def _but_none(cls: Any) -> Any:
-    members = [member for member in get_args(cls) if member is not NoneType]
-    return members[0] if get_origin(cls) in (Union, UnionType) and len(members) == 1 else cls
 
 
 def variant_names(cls: Any) -> tuple[str, ...]:

@@ -1,10 +1,8 @@
 """sample.py: text from a checkpoint, printed as it is generated."""
 
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,7 +80,8 @@ def run_sampling(config: SampleConfig) -> None:
 
     Only samples go to standard output; all messages go to standard error.
     """
-    with _messages_on_stderr():
+    console.stderr = True
+    try:
         prompts = _read_prompts(config)
         loaded = load(config.checkpoint, config.runtime)
         loaded.place(loaded.runtime.device, autocast=False)
@@ -90,6 +89,8 @@ def run_sampling(config: SampleConfig) -> None:
             _converse(loaded, prompts[0], config)
         else:
             _continue(loaded, prompts, config)
+    finally:
+        console.stderr = False
 
 
 def _converse(loaded: Loaded, prompt: str, config: SampleConfig) -> None:
@@ -171,12 +172,3 @@ def _read_prompts(config: SampleConfig) -> list[str]:
     if not (prompts := [line for line in text.split("\n") if line]):
         raise UserError(f"prompts_file={path} has no prompts: write one per line")
     return prompts
-
-
-@contextlib.contextmanager
-def _messages_on_stderr() -> Iterator[None]:
-    console.stderr = True
-    try:
-        yield
-    finally:
-        console.stderr = False
