@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from cli.compose import CONFIGS, compose, to_dict
 from cli.help import help_of
 from cli.sweep import run_sweep
-from common.command import reported
+from common.command import refuse_flag, reported
 from common.settings import UserError, decode
 
 
@@ -97,9 +97,8 @@ def _bare_keys(option: str) -> str:
 
 def _refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
     """Refuse options that are written in another way here."""
-    key, equals, value = option.partition("=")
-    if option.startswith("-"):
-        raise UserError(f"{option}: options have no dashes here: write {option.lstrip('-')}{'' if equals else '=...'}")
+    refuse_flag(option)
+    key, _, value = option.partition("=")
     if re.match(r"[+~]*hydra[./]", key) and not in_sweep:
         raise UserError(f"{option} is for sweeps: add -m")
     if key in ("data", "tokenizer") and config_name != "prepare":

@@ -31,10 +31,10 @@ rounded to millionths."""
 Weights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
 
-class DataConfig(Settings):
+class DataConfig(Settings, defaults="train:data"):
     """How much of each set of the dataset is read."""
 
-    mixture: Weights | None = None
+    mixture: Weights | None
     """Weights of the dataset's sets, such as {Pile-CC: 2, Github: 0.5}. A set's share of the sequences is its weight
     times its windows, divided by the sum of that over all sets. Sets that are not named have weight 1; 0 leaves a set
     out. A window of seq_len tokens belongs to the set that most of its tokens are from. null: the corpus as it is,

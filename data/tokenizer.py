@@ -49,11 +49,11 @@ class BytesConfig(Settings):
     name: Literal["bytes"]
 
 
-class GPT2Config(Settings):
+class GPT2Config(Settings, defaults="tokenizer/gpt2"):
     """GPT-2's 50,256 tokens and <|endoftext|>."""
 
     name: Literal["gpt2"]
-    path: Path | None = None
+    path: Path | None
     """A local rank file (.tiktoken: lines of "base64 rank"). null: tiktoken downloads it, or finds it in its cache."""
 
 

@@ -89,7 +89,7 @@ class TrainState(Settings):
     seed: int = Field(ge=0, lt=2**63)
     seq_len: int = Field(ge=1, le=2**24)
     batch_tokens: int = Field(ge=1, le=2**48)
-    data: DataConfig = DataConfig()
+    data: DataConfig = DataConfig(mixture=None)
     dataset_dir: Path
     dataset_fingerprint: str
 

@@ -21,11 +21,11 @@ from common.settings import Settings, UserError
 _PIPE_BYTES = 2**20  # the most that Linux gives to any user
 
 
-class LocalTrackerConfig(Settings):
+class LocalTrackerConfig(Settings, defaults="tracker/local"):
     """Writes metrics.jsonl and loss.png to the run directory. Needs no account."""
 
     name: Literal["local"]
-    every: int = Field(1, ge=1)
+    every: int = Field(ge=1)
     """Steps between training lines."""
 
     def open(self, run_id: str, run_dir: Path, config: dict[str, Any]) -> "Tracker":
@@ -33,19 +33,19 @@ class LocalTrackerConfig(Settings):
         return Tracker()
 
 
-class WandbTrackerConfig(Settings):
+class WandbTrackerConfig(Settings, defaults="tracker/wandb"):
     """Sends the same lines to Weights & Biases too. Training goes on even if that fails."""
 
     name: Literal["wandb"]
-    every: int = Field(10, ge=1)
+    every: int = Field(ge=1)
     """Steps between training lines."""
-    mode: Literal["online", "offline", "disabled"] = "online"
+    mode: Literal["online", "offline", "disabled"]
     """offline writes under the run directory, for `wandb sync` later."""
-    project: str = "log-gpt"
+    project: str
     """wandb's project."""
-    run_name: str | None = None
+    run_name: str | None
     """Name of the run in wandb; null: the name of the run directory."""
-    finish_seconds: float = Field(60.0, gt=0)
+    finish_seconds: float = Field(gt=0)
     """Longest time that the end of training waits for the last uploads."""
 
     def open(self, run_id: str, run_dir: Path, config: dict[str, Any]) -> "Tracker":

@@ -22,7 +22,7 @@ from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId
 from data.tokenizer import TokenizerConfig, build_tokenizer
 
 
-class PrepareConfig(Settings):
+class PrepareConfig(Settings, defaults="prepare"):
     """Settings of scripts/prepare_data.py."""
 
     data: SourceConfig
@@ -31,19 +31,19 @@ class PrepareConfig(Settings):
     """How their text becomes token ids."""
     out_dir: Path
     """The dataset directory to make; with num_tasks, the folder of all parts."""
-    val_fraction: float | None = Field(default=None, gt=0, lt=1)
+    val_fraction: float | None = Field(gt=0, lt=1)
     """The share of documents for the validation split. null: 0.05 for stdlib and text, 0.005 for jsonl and pile."""
-    shard_tokens: PositiveInt = 100_000_000
+    shard_tokens: PositiveInt
     """A shard is full with the document that reaches this number of tokens."""
-    dedup: Literal["none", "exact"] = "none"
+    dedup: Literal["none", "exact"]
     """exact: keep only the first of documents with the same text."""
-    on_error: OnError = "skip"
+    on_error: OnError
     """What to do with documents that cannot be read. skip: count them by reason. stop: end with an error."""
-    workers: PositiveInt | None = None
+    workers: PositiveInt | None
     """Processes that tokenize; the dataset does not depend on their number. null: one for every CPU."""
-    num_tasks: PositiveInt = 1
+    num_tasks: PositiveInt
     """The number of machines that share the work; scripts/merge_dataset.py joins what they wrote."""
-    task_index: NonNegativeInt = 0
+    task_index: NonNegativeInt
     """The number of this machine, from 0: it reads its share of the input files."""
 
     @model_validator(mode="after")

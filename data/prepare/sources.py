@@ -170,7 +170,7 @@ class NamedFiles(FileSource):
         return {file: Path(file) for file in found.values()}
 
 
-class TextSource(NamedFiles):
+class TextSource(NamedFiles, defaults="data/text"):
     """Text files in UTF-8."""
 
     name: Literal["text"]
@@ -182,13 +182,13 @@ class TextSource(NamedFiles):
         yield from passages(_text(path, seen))
 
 
-class JsonlSource(NamedFiles):
+class JsonlSource(NamedFiles, defaults="data/jsonl"):
     """JSON lines, one object a document: .jsonl, .jsonl.gz or .jsonl.zst, such as the Pile's files."""
 
     usual_val_fraction: ClassVar[float] = 0.005
 
     name: Literal["jsonl"]
-    text_field: str = "text"
+    text_field: str
     """The key that holds the text. The set is `meta.pile_set_name` where there is one, else `jsonl`."""
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
@@ -201,19 +201,19 @@ class JsonlSource(NamedFiles):
         return _of_record(parse_line(content), self.text_field, self.name)
 
 
-class PileSource(Source):
+class PileSource(Source, defaults="data/pile"):
     """A Hugging Face dataset, streamed: the Pile, or any other with a text column."""
 
     usual_val_fraction: ClassVar[float] = 0.005
 
     name: Literal["pile"]
-    path: str = "monology/pile-uncopyrighted"
+    path: str
     """A dataset on the hub, or a builder such as `json` together with data_files."""
-    revision: str | None = None
+    revision: str | None
     """A commit or tag of the dataset; null: the newest."""
-    data_files: str | list[str] | None = None
+    data_files: str | list[str] | None
     """Only these files, in the hub's dataset or, for a builder, here; null: all."""
-    text_field: str = "text"
+    text_field: str
     """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `pile`."""
 
     def inputs(self) -> dict[str, int | None]:

@@ -28,7 +28,7 @@ class AttentionSettings(Settings):
 class GroupedSettings(AttentionSettings):
     """Settings of mechanisms whose query heads can share key and value heads."""
 
-    n_kv_head: int | None = Field(None, ge=1)
+    n_kv_head: int | None = Field(ge=1)
     """Key and value heads, a divisor of n_head; null: n_head, one for each query head; 1: one for all."""
 
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:

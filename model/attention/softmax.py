@@ -24,11 +24,11 @@ _KERNELS = {
 }
 
 
-class SoftmaxConfig(GroupedSettings):
+class SoftmaxConfig(GroupedSettings, defaults="model/attention/softmax"):
     """softmax(q k^T / sqrt(head_dim)) v, by torch's fused kernels."""
 
     name: Literal["softmax"]
-    kernel: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    kernel: Literal["auto", "flash", "efficient", "cudnn", "math"]
     """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding always uses auto."""
 
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":

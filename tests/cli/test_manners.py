@@ -121,13 +121,10 @@ def test_options_are_keys_and_values(words, given):
     [
         (["step=4"], "unknown config key 'step': did you mean 'steps'?"),
         (["steps=0"], "config steps='0': Input should be greater than 0"),
-        (["--steps", "20"], "--steps: options are KEY=VALUE here: write steps=20"),
+        (["--steps", "20"], "--steps: options are KEY=VALUE here: write steps=..."),
         (["--steps=20"], "--steps=20: options are KEY=VALUE here: write steps=20"),
-        (["--names", "a", "b", "--steps", "1"], "--names: options are KEY=VALUE here: write names=a,b"),
-        (["--names", "a=1,b=2"], "--names: options are KEY=VALUE here: write names='[[a=1,b=2]]'"),
-        (["--dataset", "a b"], "--dataset: options are KEY=VALUE here: write dataset_dir='a b'"),
-        (["--stepz=20"], "--stepz=20: options are KEY=VALUE here: did you mean 'steps'?"),
-        (["a/b"], "a/b: options are KEY=VALUE here: --help shows every key"),
+        (["--dataset-dir=a"], "--dataset-dir=a: options are KEY=VALUE here: write dataset_dir=a"),
+        (["a/b"], "a/b: options are KEY=VALUE here (--help shows every key)"),
     ],
 )
 def test_mistakes_and_old_flags_are_one_line(capsys, words, message):
@@ -135,18 +132,13 @@ def test_mistakes_and_old_flags_are_one_line(capsys, words, message):
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-def test_old_paths_and_missing_keys_are_one_line(capsys):
+def test_a_missing_key_is_one_line(capsys):
     class Needy(Settings):
         folders: Items[Path]
         out_dir: Path
 
-    for words, message in [
-        (["a", "b", "--x"], "a: options are KEY=VALUE here: write folders=a,b"),
-        (["folders=a", "b"], "b: options are KEY=VALUE here: write out_dir=b"),
-        (["folders=a"], "out_dir is missing: add out_dir=... to the command (--help shows every key)"),
-    ]:
-        assert status_of("", Needy, lambda _: None, words) == 1
-        assert capsys.readouterr().err == f"error: {message}\n"
+    assert status_of("", Needy, lambda _: None, ["folders=a"]) == 1
+    assert capsys.readouterr().err == "error: config key 'out_dir' is missing: give it a value, as in out_dir=...\n"
 
 
 def test_a_script_answers_what_a_user_can_mend_in_one_line(capsys):

@@ -17,22 +17,22 @@ from trainer.micro_batch import SPARE, available_memory, largest
 from trainer.runtime import Runtime
 
 
-class PlanConfig(TrainConfig):
+class PlanConfig(TrainConfig, defaults="plan"):
     """A training run and its devices."""
 
-    dataset_dir: Path | None = None  # type: ignore[assignment]
+    dataset_dir: Path | None  # type: ignore[assignment]
     """Optional: to include the size of the dataset."""
-    device: str = "auto"
+    device: str
     """auto: this machine's GPU or CPU, as runtime.device says; or cpu, or the name of a GPU in trainer/devices.py."""
-    n_device: int = Field(1, ge=1, le=2**20)
+    n_device: int = Field(ge=1, le=2**20)
     """Number of devices that train together."""
-    mfu: float | None = Field(None, gt=0, le=1)
+    mfu: float | None = Field(gt=0, le=1)
     """Model FLOP utilization: the share of the devices' peak that training reaches."""
-    tokens_per_second: float | None = Field(None, gt=0, allow_inf_nan=False)
+    tokens_per_second: float | None = Field(gt=0, allow_inf_nan=False)
     """Measured rate of one device, instead of mfu."""
-    measure: bool = False
+    measure: bool
     """Run a few steps on this machine, and use their rate."""
-    output: Literal["table", "json"] = "table"
+    output: Literal["table", "json"]
     """Output format."""
 
     @property
