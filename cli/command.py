@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import hydra
@@ -15,26 +16,35 @@ from omegaconf import OmegaConf
 from cli.compose import CONFIGS, compose, to_dict
 from cli.help import help_of
 from cli.sweep import run_sweep
-from common.command import reported
-from common.settings import UserError
+from common.command import refuse_flag, reported
+from common.settings import UserError, decode
 
 
 def command(
     config_name: str,
-    run: Callable[[dict[str, Any]], float | None],
+    settings: str,
+    run: Callable[[Any], float | None] | str,
     text_keys: tuple[str, ...] = (),
     when_interrupted: str = "interrupted",
 ) -> None:
     """Compose configs/<config_name>.yaml with the options of the command line, and run.
 
     Args:
+        settings: the class that the configuration is decoded into, as "package.module:Class". It is imported when the
+            options are read: --help does not wait for torch.
+        run: what is done with it: a function, or its name as "package.module:function".
         text_keys: keys whose values on the command line are taken literally, with quotes, brackets and ${}.
         when_interrupted: the answer to Ctrl-C.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line of ours, not twenty of torch's
     logging.getLogger().setLevel(logging.ERROR)
     debug = "--debug" in sys.argv
-    if status := reported(lambda: _run(config_name, run, text_keys, debug), debug, when_interrupted):
+
+    def work(config: dict[str, Any]) -> float | None:
+        decoded = decode(resolve_name(settings), config)
+        return (resolve_name(run) if isinstance(run, str) else run)(decoded)
+
+    if status := reported(lambda: _run(config_name, work, text_keys, debug), debug, when_interrupted):
         sys.exit(status)
 
 
@@ -87,9 +97,8 @@ def _bare_keys(option: str) -> str:
 
 def _refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
     """Refuse options that are written in another way here."""
-    key, equals, value = option.partition("=")
-    if option.startswith("-"):
-        raise UserError(f"{option}: options have no dashes here: write {option.lstrip('-')}{'' if equals else '=...'}")
+    refuse_flag(option)
+    key, _, value = option.partition("=")
     if re.match(r"[+~]*hydra[./]", key) and not in_sweep:
         raise UserError(f"{option} is for sweeps: add -m")
     if key in ("data", "tokenizer") and config_name != "prepare":

@@ -3,7 +3,6 @@
 Files are data: nothing that they say about Hydra itself takes effect, and they cannot read the environment.
 """
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from common.settings import UserError, nearest
+from common.settings import CONFIGS, UserError, nearest
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OmegaConf.clear_resolver("oc.env")  # a downloaded experiment could send the environment elsewhere; shells have $HOME
 
 
@@ -39,7 +37,7 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
             composed = hydra.compose(config_name, [*overrides, *folder], return_hydra_config=True)
             untouched = hydra.compose(overrides=folder, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, OSError) as error:
-        raise UserError(explain(error, config_name, overrides)) from error
+        raise UserError(explain(error)) from error
     given, expected = _hydra_settings(composed), _hydra_settings(untouched)
     for key in {**expected, **given}:
         if given.get(key) != expected.get(key):
@@ -64,12 +62,12 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except MissingMandatoryValue as error:
         key = error.full_key
-        raise UserError(f"{key} is missing: add {key}=... to the command (--help shows every key)") from None
+        raise UserError(f"config key '{key}' is missing: give it a value, as in {key}=...") from None
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from None
 
 
-def explain(error: BaseException, config_name: str = "", overrides: list[str] | None = None) -> str:
+def explain(error: BaseException) -> str:
     """Return one line about what Hydra refused, with the nearest valid name."""
     cause: BaseException | None = error
     while cause is not None:
@@ -84,27 +82,18 @@ def explain(error: BaseException, config_name: str = "", overrides: list[str] | 
             return (
                 f"{cause.full_key}: ${{{resolver}:...}} is not available: write the value itself, in a shell as $NAME"
             )
-        if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-            key, keys = str(cause.full_key), _valid_keys(config_name, overrides or [])
-            if key.startswith("hydra.") and isinstance(cause.parent_node, DictConfig):
-                keys = [f"{key.rpartition('.')[0]}.{name}" for name in map(str, cause.parent_node)]
+        if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+            key, every = str(cause.full_key), _keys(OmegaConf.to_container(cause.parent_node._get_root()))
+            keys = [other for other in every if (other.split(".")[0] == "hydra") == key.startswith("hydra.")]
             if key not in keys:
                 return f"unknown config key '{key}': {nearest(key, keys)}"
         cause = cause.__cause__ or cause.__context__
     return " ".join(str(error).split())
 
 
-def _valid_keys(config_name: str, overrides: list[str]) -> list[str]:
-    """Return every key of the configuration, with those of the group members that the options choose."""
-    choices = [option for option in overrides if (CONFIGS / (option.replace("=", "/", 1) + ".yaml")).is_file()]
-    for chosen in (choices, []):  # the choices themselves may be wrong
-        with contextlib.suppress(UserError):
-            return list(_keys(compose(config_name, chosen)))
-    return []
-
-
-def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in map(str, node):
+def _keys(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key, those of sections included."""
+    for key, value in tree.items():
         yield f"{prefix}{key}"
-        if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
-            yield from _keys(node[key], f"{prefix}{key}.")
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")

@@ -12,6 +12,9 @@ def help_of(config_name: str) -> str:
     header = re.sub("^# ?", "", comment, flags=re.MULTILINE)
     script = re.findall(r"^ *python (\S+)", header, re.MULTILINE)[0]
     keys = re.sub(r"^defaults:\n( .*\n)*", "", rest).split("\n")
+    for file, section in re.findall(r"^  - (\w+)@(\w+)$", rest, re.MULTILINE):
+        of_file = (CONFIGS / f"{file}.yaml").read_text(encoding="utf-8").split("\n")[1:]
+        keys += [f"{section}:", *(f"  {line}" for line in of_file if line)]
     parts = [
         header,
         "\n".join(["Groups (GROUP=NAME):", *_groups(config_name)]) if config_name in ("train", "prepare") else "",

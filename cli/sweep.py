@@ -89,7 +89,7 @@ def run_sweep(
             "finished jobs are skipped"
         ) from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, config_name, options)) from error
+        raise UserError(explain(error)) from error
 
 
 def _store_config(config_name: str, folder: str, keys: list[str]) -> None:

@@ -10,15 +10,15 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import takewhile
+from pkgutil import resolve_name
 from textwrap import fill
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from common.console import print_error
-from common.settings import Settings, UserError, decode, nearest
+from common.settings import Settings, UserError, decode
 
 T = TypeVar("T")
 
@@ -43,18 +43,20 @@ Items = Annotated[list[T], BeforeValidator(_split)]
 def run_script(
     doc: str | None,
     options: type[Settings],
-    run: Callable[[Any], int | None],
+    run: Callable[[Any], int | None] | str,
     argv: Sequence[str] | None = None,
     when_interrupted: str = "interrupted",
-) -> int:
-    """Run with the command line's options and return the exit status: that of `run`, or 0 if it returns None.
+) -> NoReturn:
+    """Run with the command line's options and exit with the status that `run` returns; None is 0.
 
-    A UserError or OSError prints one line on standard error and returns 1, unless --debug asks for the traceback.
-    Ctrl-C returns 130.
+    A UserError or OSError prints one line on standard error and exits with 1, unless --debug asks for the traceback.
+    Ctrl-C exits with 130.
 
     Args:
         doc: what the script does, with examples, for --help.
         options: one field per option; --help shows the fields' docstrings.
+        run: a function of the options; or the name, "package.module:function", of one that takes them as keyword
+            arguments and whose result is dropped. It is imported after the options are read: --help needs no torch.
         when_interrupted: the message after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -64,9 +66,13 @@ def run_script(
         if {"--help", "-h"} & set(words):
             print(_help(doc or "", options))
             return 0
-        return run(decode(options, _given(options, [word for word in words if word != "--debug"])))
+        decoded = decode(options, _given([word for word in words if word != "--debug"]))
+        if not isinstance(run, str):
+            return run(decoded)
+        resolve_name(run)(**dict(decoded))
+        return 0
 
-    return reported(main, debug, when_interrupted)
+    sys.exit(reported(main, debug, when_interrupted))
 
 
 def reported(run: Callable[[], int | None], debug: bool, when_interrupted: str) -> int:
@@ -92,40 +98,23 @@ def reported(run: Callable[[], int | None], debug: bool, when_interrupted: str) 
     return status
 
 
-def _given(options: type[Settings], words: list[str]) -> dict[str, str | None]:
+def _given(words: list[str]) -> dict[str, str | None]:
     """Return the text of every KEY=VALUE word by key, None for null."""
-    fields = options.model_fields
     given: dict[str, str | None] = {}
-    for i, word in enumerate(words):
+    for word in words:
+        refuse_flag(word)
         key, equals, value = word.partition("=")
-        if word.startswith("--") or not equals:
-            raise UserError(f"{word}: options are KEY=VALUE here: {_advice(options, given, words[i:])}")
-        if key not in fields:
-            raise UserError(f"unknown config key '{key}': {nearest(key, fields)}")
+        if not equals:
+            raise UserError(f"{word}: options are KEY=VALUE here (--help shows every key)")
         given[key] = None if value == "null" else value
-    for key, field in fields.items():
-        if field.is_required() and key not in given:
-            raise UserError(f"{key} is missing: add {key}=... to the command (--help shows every key)")
     return given
 
 
-def _advice(options: type[Settings], given: Iterable[str], words: list[str]) -> str:
-    """Say how to write the first of these words, a flag or a path, as KEY=VALUE."""
-    fields, word = options.model_fields, words[0]
-    if word.startswith("--"):
-        flag, equals, value = word[2:].partition("=")
-        flag = flag.replace("-", "_")
-        values = [value] if equals else list(takewhile(lambda w: not w.startswith("--"), words[1:]))
-        key = next((key for key in fields if key.startswith(flag)), "")  # --run is now run_dir
-        if not key:
-            return nearest(flag, fields)
-    else:
-        values = list(takewhile(lambda w: "=" not in w and not w.startswith("--"), words))
-        key = next((key for key, field in fields.items() if field.is_required() and key not in given), "")
-        if not key:
-            return "--help shows every key"
-    text = _joined(values if get_origin(fields[key].annotation) is list else values[:1]) or "true"
-    return f"write {key}={shlex.quote(f'[{text}]' if '[' in text else text)}"
+def refuse_flag(word: str) -> None:
+    """Refuse an option with dashes, and show how it is written here."""
+    if word.startswith("-"):
+        key, _, value = word.lstrip("-").partition("=")
+        raise UserError(f"{word}: options are KEY=VALUE here: write {key.replace('-', '_')}={value or '...'}")
 
 
 def _help(doc: str, options: type[Settings]) -> str:

@@ -1,11 +1,16 @@
 """Settings: frozen pydantic models that refuse unknown keys, and the one-line errors they raise."""
 
 import difflib
+import functools
 from collections.abc import Iterable
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 class UserError(ValueError):
@@ -26,9 +31,41 @@ def _presentable(text: str) -> str:
 
 
 class Settings(BaseModel):
-    """Base of every configuration class: frozen, without unknown keys, each field with its docstring."""
+    """Base of every configuration class: frozen, without unknown keys, each field with its docstring.
+
+    The default values of a class with `defaults` are in that file of configs/, and nowhere else: "optim/adamw" is
+    configs/optim/adamw.yaml, and "train:eval" is the section eval of configs/train.yaml. A command reads the same file
+    for its --help, so it can answer without importing the class, which can take seconds.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    _files: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, defaults: str = "") -> None:
+        """`defaults`: the file of the default values, in addition to those of the base class."""
+        cls._files = (*cls._files, defaults) if defaults else cls._files
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        """Refuse unknown keys, and add the default values of the fields that are not given."""
+        if not isinstance(given, dict):
+            return given
+        for key in given:
+            if key not in cls.model_fields and cls.model_config["extra"] == "forbid":
+                hint = {"key": str(key), "hint": nearest(str(key), cls.model_fields)}
+                raise PydanticCustomError("unknown_key", "{hint}", hint)
+        missing = cls.model_fields.keys() - given.keys()
+        files = cls._files if missing else ()  # exported models bring complete settings, and no files
+        return {key: value for file in files for key, value in _defaults(file).items() if key in missing} | given
+
+
+@functools.cache
+def _defaults(name: str) -> dict[str, Any]:
+    """Return what a file of configs/, or a section of it, gives, without what a user must give."""
+    file, _, section = name.partition(":")
+    values = yaml.safe_load((CONFIGS / f"{file}.yaml").read_text(encoding="utf-8"))
+    return {key: value for key, value in (values[section] if section else values).items() if value != "???"}
 
 
 S = TypeVar("S", bound=Settings)
@@ -43,7 +80,7 @@ def decode(cls: type[S], raw: Any) -> S:
     try:
         return cls.model_validate(raw)
     except ValidationError as error:
-        raise UserError(_one_line(cls, raw, error)) from None
+        raise UserError(_one_line(raw, error)) from None
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
@@ -70,15 +107,15 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _one_line(cls: type[Settings], raw: Any, error: ValidationError) -> str:
+def _one_line(raw: Any, error: ValidationError) -> str:
     first, *others = error.errors()
-    path = ".".join(_path_in(raw, first["loc"], first["type"] == "missing"))
+    keys = _path_in(raw, first["loc"], first["type"] == "missing")
+    path = ".".join(keys)
     more = f" (and {len(others)} more)" if others else ""
-    if first["type"] == "extra_forbidden":
-        key = str(first["loc"][-1])
-        return f"unknown config key '{path}': {nearest(key, _fields_at(cls, first['loc'][:-1]))}{more}"
+    if first["type"] == "unknown_key":
+        return f"unknown config key '{'.'.join([*keys, first['ctx']['key']])}': {first['msg']}{more}"
     if first["type"] == "missing":
-        return f"config key '{path}' is missing: give it a value{more}"
+        return f"config key '{path}' is missing: give it a value, as in {path}=...{more}"
     if first["type"] == "union_tag_not_found":
         return f"config key '{path}.name' is missing: give it a value{more}"
     if first["type"] == "union_tag_invalid":
@@ -102,25 +139,6 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
         elif missing and i == len(loc) - 1:
             path.append(str(part))
     return path
-
-
-def _fields_at(cls: Any, loc: tuple[int | str, ...]) -> list[str]:
-    """Return the field names of the settings class that `loc` leads to from `cls`."""
-    for part in loc:
-        if isinstance(cls, type) and issubclass(cls, Settings):
-            cls = _but_none(cls.model_fields[str(part)].annotation)
-        elif get_origin(cls) in (Union, UnionType):  # its member whose `name` is this tag
-            cls = next(member for member in get_args(cls) if part in variant_names(member))
-        else:  # a list or a mapping: its values
-            cls = _but_none(get_args(cls)[-1])
-        if get_origin(cls) is Annotated:
-            cls = get_args(cls)[0]
-    return list(cls.model_fields)
-
-
-def _but_none(cls: Any) -> Any:
-    members = [member for member in get_args(cls) if member is not NoneType]
-    return members[0] if get_origin(cls) in (Union, UnionType) and len(members) == 1 else cls
 
 
 def variant_names(cls: Any) -> tuple[str, ...]:

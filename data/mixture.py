@@ -1,7 +1,7 @@
 """Mixtures: each set of a dataset is drawn exactly in proportion to its weight, and any step can be computed alone.
 
-owners      A window belongs to the set that most of its tokens are from: one byte a window, computed at the start from
-            the indexes of the shards.
+owners      A window belongs to the set that most of its tokens are from, computed at the start from the indexes of the
+            shards. In memory, a window takes about five bytes, and eight more during the start.
 parts       A set's share of the sequences is its weight times the number of its windows, divided by the sum over sets.
 fair_order  The set of each sequence, such that every count is always less than 1 off its share: a table of one period,
             after which every count equals its share and the order repeats.
@@ -31,10 +31,10 @@ rounded to millionths."""
 Weights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
 
-class DataConfig(Settings):
+class DataConfig(Settings, defaults="train:data"):
     """How much of each set of the dataset is read."""
 
-    mixture: Weights | None = None
+    mixture: Weights | None
     """Weights of the dataset's sets, such as {Pile-CC: 2, Github: 0.5}. A set's share of the sequences is its weight
     times its windows, divided by the sum of that over all sets. Sets that are not named have weight 1; 0 leaves a set
     out. A window of seq_len tokens belongs to the set that most of its tokens are from. null: the corpus as it is,
@@ -51,8 +51,11 @@ class Mixture:
             UserError: a set with a weight has no windows, or all weights are 0.
         """
         self.names, self.seed = set_names, seed
-        self._places = Places(owners, len(set_names))
-        sizes = {name: int(size) for name, size in zip(set_names, self._places.sizes, strict=True)}
+        counts = np.bincount(owners, minlength=len(set_names))
+        by_set = np.argsort(owners, kind="stable").astype(np.min_scalar_type(owners.size))
+        self._windows = np.split(by_set, np.cumsum(counts)[:-1])
+        """The windows of each set, in order."""
+        sizes = dict(zip(set_names, counts.tolist(), strict=True))
         for name, weight in weights.items():
             if weight and not sizes[name]:
                 raise UserError(
@@ -82,37 +85,9 @@ class Mixture:
         windows = np.empty_like(sequences)
         for number in np.unique(sets).tolist():
             now = sets == number
-            size = int(self._places.sizes[number])
-            members = shuffled(draws[now], size, key=f"{self.seed}/{self.names[number]}")
-            windows[now] = self._places.find(number, members)
+            own = self._windows[number]
+            windows[now] = own[shuffled(draws[now], own.size, key=f"{self.seed}/{self.names[number]}")]
         return windows
-
-
-class Places:
-    """Finds the k-th window of a set in the table of owners, with the counts of every set before each block."""
-
-    def __init__(self, owners: np.ndarray, n_sets: int) -> None:
-        self.owners = owners
-        self.block = max(4096, 8 * n_sets)  # keeps the counts no larger than the table
-        counts = [
-            np.bincount(owners[begin : begin + self.block], minlength=n_sets)
-            for begin in range(0, owners.size, self.block)
-        ]
-        self._before = np.zeros((n_sets, len(counts) + 1), np.int64)
-        np.cumsum(np.stack(counts, axis=1), axis=1, out=self._before[:, 1:])
-        self.sizes = self._before[:, -1]
-        """Windows of each set."""
-
-    def find(self, number: int, members: np.ndarray) -> np.ndarray:
-        """Return the `members`-th windows of set `number`, counted from 0: int64 (n,) -> int64 (n,)."""
-        before = self._before[number]
-        blocks = np.searchsorted(before, members, side="right") - 1
-        begins = blocks * self.block
-        within = [
-            np.flatnonzero(self.owners[begin : begin + self.block] == number)[member]
-            for begin, member in zip(begins.tolist(), (members - before[blocks]).tolist(), strict=True)
-        ]
-        return begins + np.array(within, np.int64)
 
 
 def open_mixture(dataset_dir: Path, manifest: Manifest, weights: Weights, seq_len: int, seed: int) -> Mixture:

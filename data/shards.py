@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from common.files import file_size, open_file, read_json, write_json
+from common.files import file_size, open_file, read_json, sha256_file, write_json
 from common.settings import Settings, UserError, decode
 
 FORMAT_VERSION = 2
@@ -194,8 +194,8 @@ def read_manifest(dataset_dir: Path) -> Manifest:
     manifest = parse_manifest(dataset_dir)
     for split in manifest.splits.values():
         for shard in split.shards:
-            check_tokens(dataset_dir, manifest, shard)
-            check_index(dataset_dir, manifest, shard)
+            for file in (shard.file, shard.index_file):
+                check_file(dataset_dir / file, manifest, shard)
     return manifest
 
 
@@ -222,47 +222,29 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
         raise UserError(f"{path} is damaged: {error}") from None
 
 
-def check_tokens(dataset_dir: Path, manifest: Manifest, shard: Shard) -> None:
-    """Check the size of a shard's file of token ids; raises UserError."""
-    check_size(dataset_dir / shard.file, shard.tokens * manifest.dtype.itemsize)
-
-
-def check_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> None:
-    """Check the size and the header of a shard's index; raises UserError."""
-    check_size(dataset_dir / shard.index_file, shard.index_size)
-    _check_header(dataset_dir / shard.index_file, index_header(manifest.tokenizer.n_vocab))
-
-
-def check_size(path: Path, expected: int) -> None:
-    """Check that a file exists and has the expected size; raises UserError."""
-    size = file_size(path)
+def check_file(path: Path, manifest: Manifest, shard: Shard) -> None:
+    """Check the size of one of a shard's two files, and the header if it is the index; raises UserError."""
+    is_index = path.name == shard.index_file
+    size, expected = file_size(path), shard.index_size if is_index else shard.tokens * manifest.dtype.itemsize
     if size != expected:
         found = "is missing" if size is None else f"has {size} bytes"
         raise UserError(f"{path} {found}, the manifest says {expected} bytes: prepare the dataset again")
+    if is_index:
+        with open_file(path) as file:
+            found, header = file.read(HEADER.size).hex(), index_header(manifest.tokenizer.n_vocab).hex()
+        if found != header:
+            raise damaged(path, f"its header is {found}, must be {header}")
 
 
-def check_sum(path: Path, found: str, expected: str) -> None:
+def check_sum(path: Path, expected: str) -> None:
     """Check the sha256 of a file; raises UserError."""
-    if found != expected:
-        raise UserError(
-            f"{path} is damaged: its sha256 is {found}, the manifest says {expected}: prepare the dataset again"
-        )
+    if (found := sha256_file(path)) != expected:
+        raise damaged(path, f"its sha256 is {found}, the manifest says {expected}")
 
 
-def _check_header(path: Path, expected: bytes) -> None:
-    with open_file(path) as file:
-        found = file.read(HEADER.size)
-    for field, here, there in zip(
-        ("magic", "format version", "bytes of an id", "n_vocab", "reserved field"),
-        HEADER.unpack(found),
-        HEADER.unpack(expected),
-        strict=True,
-    ):
-        if here != there:
-            raise UserError(
-                f"{path} is damaged: the {field} in its header is {here!r}, must be {there!r}: "
-                "prepare the dataset again"
-            )
+def damaged(path: Path, why: str) -> UserError:
+    """Build the error for a damaged file of a dataset."""
+    return UserError(f"{path} is damaged: {why}: prepare the dataset again")
 
 
 class TokenStream:
@@ -295,11 +277,9 @@ class TokenStream:
             count = min(stop, self._ends[shard]) - start
             part = np.fromfile(self._paths[shard], self.dtype, count, offset=(start - begin) * self.dtype.itemsize)
             if part.size < count:
-                raise UserError(f"{self._paths[shard]} is shorter than its manifest says: prepare the dataset again")
+                raise damaged(self._paths[shard], "it is shorter than its manifest says")
             if part.size and int(part.max()) >= self.n_vocab:
-                raise UserError(
-                    f"{self._paths[shard]} holds ids that its tokenizer does not have: prepare the data again"
-                )
+                raise damaged(self._paths[shard], "it holds ids that its tokenizer does not have")
             parts.append(part.astype(np.int64))
             start, shard = start + count, shard + 1
         return np.concatenate(parts)

@@ -5,19 +5,19 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import tiktoken
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from common.files import open_file, read_json, write_atomic
 from common.settings import Settings, UserError, decode
+from data.shards import Strict
 
 END_OF_TEXT = "<|endoftext|>"
-FORMAT_VERSION = 1
 _LARGEST_FILE = 2**24  # fifteen times GPT-2's
 
 # Where a text is split before byte pairs are merged. Fixed by name: a file never brings its own regular expression.
@@ -49,19 +49,15 @@ class BytesConfig(Settings):
     name: Literal["bytes"]
 
 
-class GPT2Config(Settings):
+class GPT2Config(Settings, defaults="tokenizer/gpt2"):
     """GPT-2's 50,256 tokens and <|endoftext|>."""
 
     name: Literal["gpt2"]
-    path: Path | None = None
+    path: Path | None
     """A local rank file (.tiktoken: lines of "base64 rank"). null: tiktoken downloads it, or finds it in its cache."""
 
 
 TokenizerConfig = Annotated[BytesConfig | GPT2Config, Field(discriminator="name")]
-
-
-class TokenizerFailed(Exception):
-    """tiktoken failed on a text."""
 
 
 class Tokenizer:
@@ -99,57 +95,36 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, as `encode_arrays` gives them."""
-        return [token for ids in self.encode_arrays([text]) for token in ids.tolist()]
+        return [token for ids in self.encode_arrays(text) for token in ids.tolist()]
 
-    def encode_arrays(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yield the token ids of a text that comes in chunks of any size, as consecutive arrays, in little memory.
+    def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
+        """Yield the token ids of a text as consecutive arrays, in little memory.
 
         The ids are those of tiktoken's encode_ordinary: the characters <|endoftext|> are ordinary text. Only a run of
         more than a million characters in which no token is sure to end (non-ASCII letters without a space, or spaces)
         is cut somewhere, and ids near the cut may differ; they still decode to the text.
-
-        Raises:
-            TokenizerFailed: tiktoken fails on it. No such text is known.
         """
         if self.name == "bytes":  # the same ids, ten times as fast
-            yield from (np.frombuffer(chunk.encode(), np.uint8) for chunk in chunks)
+            yield np.frombuffer(text.encode(), np.uint8)
             return
-        try:
-            for piece in pieces(chunks):
-                yield self.encoding.encode_to_numpy(piece, disallowed_special=())
-        except ValueError as error:
-            raise TokenizerFailed(str(error)) from None
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # raised by Rust code; not a subclass of Exception
-                raise
-            raise TokenizerFailed(str(error)) from None
+        for piece in pieces(text):
+            yield self.encoding.encode_to_numpy(piece, disallowed_special=())
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of `ids`; a character may be cut at either end."""
         return self.encoding.decode_bytes(ids)
 
 
-def pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """Yield the text of `chunks` in pieces, cut where a match of GPT-2's pattern surely begins, or at _LONGEST_PIECE.
-
-    The cuts depend on the text alone, not on its chunks.
-    """
-    rest = ""
-    for chunk in chunks:
-        rest = rest + chunk if rest else chunk
-        start = 0
-        while len(rest) - start > _LONGEST_PIECE:
-            cut = _EXACT_CUT.search(rest, start + _PIECE, start + _LONGEST_PIECE)
-            stop = cut.start() if cut else start + _LONGEST_PIECE
-            yield rest[start:stop]
-            start = stop
-        rest = rest[start:]
+def pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces, cut where a match of GPT-2's pattern surely begins, or at _LONGEST_PIECE."""
     start = 0
-    while len(rest) - start > _PIECE and (cut := _EXACT_CUT.search(rest, start + _PIECE)):
-        yield rest[start : cut.start()]
-        start = cut.start()
-    if start < len(rest):
-        yield rest[start:]
+    while len(text) - start > _PIECE:
+        cut = _EXACT_CUT.search(text, start + _PIECE, start + _LONGEST_PIECE)
+        stop = cut.start() if cut else start + _LONGEST_PIECE
+        yield text[start:stop]
+        start = stop
+    if start < len(text):
+        yield text[start:]
 
 
 def build_tokenizer(config: BytesConfig | GPT2Config) -> Tokenizer:
@@ -195,8 +170,8 @@ def read_rank_file(path: Path) -> list[bytes]:
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     """Write everything that `load_tokenizer` needs as one JSON file."""
     ranks = [base64.b64encode(token).decode() for token in tokenizer.ranks]
-    saved = _Saved(format_version=FORMAT_VERSION, name=tokenizer.name, sha256=tokenizer.sha256, ranks=ranks)
-    write_atomic(path, json.dumps(saved.model_dump()) + "\n")
+    saved = {"format_version": 1, "name": tokenizer.name, "sha256": tokenizer.sha256, "ranks": ranks}
+    write_atomic(path, json.dumps(saved) + "\n")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -207,8 +182,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     try:
         saved = decode(_Saved, read_json(path, _LARGEST_FILE))
-        if saved.format_version != FORMAT_VERSION:
-            raise UserError(f"format version {saved.format_version}, this program reads {FORMAT_VERSION}")
         tokenizer = Tokenizer(saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks])
     except ValueError as error:  # a UserError, or not base64
         raise UserError(f"{path} is not a tokenizer: {error}") from None
@@ -217,18 +190,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-class _Saved(Settings):
-    model_config = ConfigDict(strict=True)
-
-    format_version: int
-    name: str
+class _Saved(Strict):
+    format_version: Literal[1]
+    name: Literal["bytes", "gpt2"]
     sha256: str
     ranks: list[str]
 
 
 def _check_ranks(name: str, ranks: Sequence[bytes]) -> None:
-    if name not in _SPLIT_PATTERNS:
-        raise UserError(f"tokenizer {name[:80]!r} does not exist: allowed: {', '.join(_SPLIT_PATTERNS)}")
     known = set(ranks)
     missing = [token for token in _SINGLE_BYTES if token not in known]
     if missing:

@@ -10,8 +10,9 @@ engine works in turns. Each turn
     4. draws a token of every text whose prompt is read.
 """
 
+import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,6 +95,16 @@ class Generation:
             self.finished, self.error = True, error
 
 
+@contextlib.contextmanager
+def _failing(generations: Sequence[Generation]) -> Iterator[None]:
+    """If something goes wrong, end these texts with the error, and go on."""
+    try:
+        yield
+    except Exception as error:
+        for generation in generations:
+            generation.fail(error)
+
+
 class Engine:
     """Continues texts, up to `max_streams` at once; the others wait."""
 
@@ -129,40 +140,32 @@ class Engine:
         self._reading, self._writing, self._texts = deque(), [], None
 
     def _admit(self) -> None:
-        self._keep([i for i, generation in enumerate(self._writing) if not generation.cancelled])
+        self._keep_unfinished()
         self._reading = deque(generation for generation in self._reading if not generation.cancelled)
         self.waiting = deque(generation for generation in self.waiting if not generation.cancelled)
         while self.waiting and self.n_admitted < self.max_streams:
             self._reading.append(self.waiting.popleft())
 
     def _read_drawn(self) -> None:
-        if not self._writing:
-            return
-        try:
-            drawn = torch.tensor([[generation.token_id] for generation in self._writing])
-            self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts)
-        except Exception as error:
-            for generation in self._writing:
-                generation.fail(error)
-            self._keep([])
+        if self._writing:
+            with _failing(self._writing):
+                drawn = torch.tensor([[generation.token_id] for generation in self._writing])
+                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts)
+            self._keep_unfinished()
 
     def _read_prompts(self) -> None:
         n_prompts = min(1, len(self._reading)) if self.interleave else len(self._reading)
         ready = [one for one in [self._reading.popleft() for _ in range(n_prompts)] if self._read_prompt(one)]
-        if not ready:
-            return
-        try:
-            self._texts = cat_states([*([self._texts] if self._writing else []), *(one.texts for one in ready)])
-            self._writing += ready
-        except Exception as error:  # not enough memory, for example
-            for generation in ready:
-                generation.fail(error)
+        if ready:
+            with _failing(ready):  # for example for want of memory
+                self._texts = cat_states([*([self._texts] if self._writing else []), *(one.texts for one in ready)])
+                self._writing += ready
         for generation in ready:
             generation.texts = None
 
     def _read_prompt(self, generation: Generation) -> bool:
         """Read a prompt, or one piece of it with `interleave`; return whether tokens can be drawn."""
-        try:
+        with _failing([generation]):
             while generation.n_read < len(generation.ids):
                 piece = torch.tensor([generation.ids[generation.n_read : generation.n_read + PIECE]])
                 generation.texts, logits = read(self.gpt, piece, self.n_vocab, generation.texts)
@@ -172,24 +175,21 @@ class Engine:
                     self._reading.append(generation)
                     return False
             generation.end_prompt()
-        except Exception as error:
-            generation.fail(error)
         return not generation.finished
 
     def _draw(self) -> None:
         for row, generation in enumerate(self._writing):
             assert self._texts is not None
             logits, seen = self._texts.logits[row], self._texts.seen[row]
-            try:
+            with _failing([generation]):
                 probabilities = next_token_probabilities(logits, generation.sampling, seen)
                 generation.token_id = draw(probabilities, generation.generator)
                 generation.accept(generation.token_id, logits)
-            except Exception as error:
-                generation.fail(error)
-        self._keep([row for row, generation in enumerate(self._writing) if not generation.finished])
+        self._keep_unfinished()
 
-    def _keep(self, rows: list[int]) -> None:
-        """Remove all other rows from the batch."""
+    def _keep_unfinished(self) -> None:
+        """Remove the rows of texts that have ended, or that nobody wants any more."""
+        rows = [row for row, text in enumerate(self._writing) if not (text.finished or text.cancelled)]
         if len(rows) < len(self._writing):
             self._writing = [self._writing[row] for row in rows]
             self._texts = select_rows(self._texts, rows) if rows else None

@@ -25,29 +25,29 @@ from trainer.runtime import DeviceConfig
 _CONTEXTS = (1024, 4096, 16384, 65536)
 
 
-class EvaluateConfig(Settings):
+class EvaluateConfig(Settings, defaults="eval"):
     """The settings of eval.py."""
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
-    dataset_dir: Path | None = None
+    dataset_dir: Path | None
     """Dataset to evaluate on; null: the one the model was trained on."""
-    split: Literal["train", "val"] = "val"
+    split: Literal["train", "val"]
     """Its split: train or val."""
-    batches: int | None = Field(None, ge=1)
+    batches: int | None = Field(ge=1)
     """Batches of as many windows as in training, spread evenly over the split; null: all of it."""
-    seq_len: int | None = Field(None, ge=1)
+    seq_len: int | None = Field(ge=1)
     """Tokens of a window; null: as in training."""
-    stride: int | None = Field(None, ge=1)
+    stride: int | None = Field(ge=1)
     """Distance between the beginnings of windows. Only tokens that are new in a window count, so every token has at
     least seq_len - stride tokens before it. null: seq_len, windows side by side."""
-    contexts: list[Annotated[int, Field(ge=1)]] | None = None
+    contexts: list[Annotated[int, Field(ge=1)]] | None
     """Context lengths to measure the loss at, with the state carried along. null: 1024, 4096, 16384 and 65536, as
     far as the text and the model's learned positions reach; []: none."""
-    context_windows: int | None = Field(2, ge=1)
+    context_windows: int | None = Field(ge=1)
     """How many stretches of text, as long as the longest of `contexts`, to measure all contexts on. They are spread
     evenly over the split; null: all of it."""
-    micro_batch: int = Field(16, ge=1)
+    micro_batch: int = Field(ge=1)
     """Windows that go through the model at once."""
     runtime: DeviceConfig
 

@@ -13,23 +13,23 @@ from inference.load import load
 from trainer.runtime import DeviceConfig
 
 
-class HarnessConfig(Settings):
+class HarnessConfig(Settings, defaults="lm_eval"):
     """The settings of scripts/lm_eval.py."""
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
     tasks: str
     """Names of the harness's tasks, groups or tags, separated by commas; * matches any characters."""
-    include_path: Path | None = None
+    include_path: Path | None
     """A folder of task files of your own. They may contain Python, which is run: use only files that you trust."""
-    num_fewshot: int | None = Field(None, ge=0)
+    num_fewshot: int | None = Field(ge=0)
     """Examples before each question; null: each task's own number."""
-    limit: int | None = Field(None, ge=1)
+    limit: int | None = Field(ge=1)
     """Use only this many questions of each task, for a trial; null: all."""
-    max_length: int | None = Field(None, ge=2)
+    max_length: int | None = Field(ge=2)
     """Most tokens the model may read: longer contexts lose their beginning, and longer texts are scored in windows, as
     the harness does for other models. null: the model's learned positions, or no limit where it has none."""
-    micro_batch: int = Field(16, ge=1)
+    micro_batch: int = Field(ge=1)
     """Texts that go through the model at once."""
     runtime: DeviceConfig
 

@@ -1,10 +1,8 @@
 """sample.py: text from a checkpoint, printed as it is generated."""
 
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,34 +20,34 @@ from inference.sampling import SamplingConfig
 from trainer.runtime import DeviceConfig
 
 
-class SampleConfig(SamplingConfig):
+class SampleConfig(SamplingConfig, defaults="sample"):
     """The settings of sample.py: those of SamplingConfig, and these."""
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
-    prompt: str = ""
+    prompt: str
     """Text to continue; "-" reads it from standard input; empty: a text from its beginning."""
-    prompt_file: Path | None = None
+    prompt_file: Path | None
     """Read the prompt from this file instead."""
-    prompts_file: Path | None = None
+    prompts_file: Path | None
     """Read several prompts from this file, one a line; empty lines are skipped."""
-    interactive: bool = False
+    interactive: bool
     """Hold a conversation that begins with the prompt."""
-    max_new_tokens: int = Field(200, ge=1)
+    max_new_tokens: int = Field(ge=1)
     """Longest continuation, or answer; a text may end before."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...]
     """Strings that end a continuation and are not included in it; on the command line one, or a JSON list of them."""
-    num_samples: int = Field(1, ge=1)
+    num_samples: int = Field(ge=1)
     """Continuations of each prompt; number i has seed + i."""
-    temperature: float = Field(0.8, ge=0, allow_inf_nan=False)
+    temperature: float = Field(ge=0, allow_inf_nan=False)
     """Below 1 sharpens, above 1 flattens; 0 takes the most likely token."""
-    top_k: int | None = Field(200, ge=1)
+    top_k: int | None = Field(ge=1)
     """Sample among this many most likely tokens; null: all."""
-    seed: int = Field(1, ge=0, lt=2**62)
+    seed: int = Field(ge=0, lt=2**62)
     """Seed of the sampling."""
-    micro_batch: int = Field(16, ge=1)
+    micro_batch: int = Field(ge=1)
     """Continuations that go through the model at once; they are printed in the order of the prompts."""
-    output: Literal["text", "json"] = "text"
+    output: Literal["text", "json"]
     """json: a line of JSON for each continuation."""
     runtime: DeviceConfig
 
@@ -82,7 +80,8 @@ def run_sampling(config: SampleConfig) -> None:
 
     Only samples go to standard output; all messages go to standard error.
     """
-    with _messages_on_stderr():
+    console.stderr = True
+    try:
         prompts = _read_prompts(config)
         loaded = load(config.checkpoint, config.runtime)
         loaded.place(loaded.runtime.device, autocast=False)
@@ -90,6 +89,8 @@ def run_sampling(config: SampleConfig) -> None:
             _converse(loaded, prompts[0], config)
         else:
             _continue(loaded, prompts, config)
+    finally:
+        console.stderr = False
 
 
 def _converse(loaded: Loaded, prompt: str, config: SampleConfig) -> None:
@@ -171,12 +172,3 @@ def _read_prompts(config: SampleConfig) -> list[str]:
     if not (prompts := [line for line in text.split("\n") if line]):
         raise UserError(f"prompts_file={path} has no prompts: write one per line")
     return prompts
-
-
-@contextlib.contextmanager
-def _messages_on_stderr() -> Iterator[None]:
-    console.stderr = True
-    try:
-        yield
-    finally:
-        console.stderr = False

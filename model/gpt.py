@@ -80,11 +80,11 @@ class GLUConfig(Settings):
         return GLUBlock(n_embd, attention)
 
 
-class MLPConfig(Settings):
+class MLPConfig(Settings, defaults="model/block/mlp"):
     """GPT-2's block: attention and an MLP, each with its own residual connection."""
 
     name: Literal["mlp"]
-    expansion: int = Field(4, ge=1)
+    expansion: int = Field(ge=1)
     """Hidden features of the MLP, as a multiple of n_embd."""
 
     def build(self, n_embd: int, n_layer: int, attention: Attention) -> MLPBlock:

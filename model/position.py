@@ -53,22 +53,22 @@ class LogRecurrenceConfig(Settings):
         return LogRecurrencePosition(n_embd)
 
 
-class LearnedConfig(Settings):
+class LearnedConfig(Settings, defaults="model/position/learned"):
     """A learned vector for each position, as in GPT-2."""
 
     name: Literal["learned"]
-    max_len: int = Field(1024, ge=1)
+    max_len: int = Field(ge=1)
     """Number of positions; no sequence can be longer."""
 
     def build(self, n_embd: int, query_dim: int) -> nn.Module:
         return LearnedPosition(n_embd, self.max_len)
 
 
-class RotaryConfig(Settings):
+class RotaryConfig(Settings, defaults="model/position/rotary"):
     """Queries and keys are rotated by angles that grow with the position (Su et al. 2021)."""
 
     name: Literal["rotary"]
-    base: float = Field(10000.0, gt=1)
+    base: float = Field(gt=1)
     """The slowest feature pair rotates once in about 2 pi x base tokens."""
 
     def build(self, n_embd: int, query_dim: int) -> nn.Module:

@@ -9,7 +9,6 @@ so that whatever else the machine does slows all of them. TRITON_INTERPRET=1 che
 timing it.
 """
 
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -26,11 +25,5 @@ class Options(Settings):
     """folder for bench.json and bench.png"""
 
 
-def run(options: Options) -> None:
-    from tools.bench.attention import bench  # imports torch, which --help does not need
-
-    bench(options)
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, run))
+    run_script(__doc__, Options, "tools.bench.attention:bench")

@@ -9,14 +9,12 @@ resident sets of the command and all its processes, read every 20 ms: shared pag
 """
 
 import os
-import sys
 from pathlib import Path
 
 from pydantic import PositiveInt
 
 from common.command import Items, run_script
 from common.settings import Settings
-from tools.bench.data import bench
 
 
 class Options(Settings):
@@ -35,4 +33,4 @@ class Options(Settings):
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, bench))
+    run_script(__doc__, Options, "tools.bench.data:bench")

@@ -10,16 +10,11 @@ from the state that the step before has left. All positions and both libraries t
 order, so that whatever else the machine does slows all of them.
 """
 
-import itertools
-import sys
 from pathlib import Path
-from typing import Any
 
 from pydantic import PositiveInt
 
-from cli import CONFIGS, compose, to_dict
 from common.command import Items, run_script
-from common.files import make_directory
 from common.settings import Settings
 
 
@@ -40,30 +35,5 @@ class Options(Settings):
     """folder for bench.json"""
 
 
-def run(options: Options) -> None:
-    from tools.bench.decode import Terms, bench  # imports torch, which --help does not need
-    from tools.bench.harness import write_results
-
-    out = make_directory(options.out, "out")
-    attentions = [[f"model/attention={name}"] for name in files("model/attention", options.attention)] or [[]]
-    models = {
-        ", ".join([model, *(name.partition("=")[2] for name in attention)]): composed(model, [*attention, *options.set])
-        for model, attention in itertools.product(files("model", options.models), attentions)
-    }
-    hf = (options.hf, composed(options.hf, options.set)) if options.hf else None
-    found = bench(models, Terms(sorted({*options.positions}), options.steps, hf))
-    write_results(out, options, found)
-
-
-def files(group: str, names: list[str]) -> list[str]:
-    """Return the names, or those of every file in this folder of configs/ if they are ["all"]."""
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) if names == ["all"] else names
-
-
-def composed(model: str, overrides: list[str]) -> dict[str, Any]:
-    """Compose the configuration of a run with this model and these options; no data is read."""
-    return to_dict(compose("train", [f"model={model}", *overrides, "dataset_dir=none"]))
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, run))
+    run_script(__doc__, Options, "tools.bench.decode:bench")

@@ -8,14 +8,12 @@ does. The real one takes steps of train.py. Waiting is measured from the third s
 first.
 """
 
-import sys
 from pathlib import Path
 
 from pydantic import Json, NonNegativeInt, PositiveFloat, PositiveInt
 
 from common.command import Items, run_script
 from common.settings import Settings
-from tools.bench.loader import MODEL, bench
 
 
 class Options(Settings):
@@ -37,11 +35,11 @@ class Options(Settings):
     """a file of configs/model: the real model"""
     model_steps: NonNegativeInt = 5
     """timed steps of the real model; 0: none"""
-    set: Items[str] = MODEL
+    set: Items[str] = ["seq_len=256", "batch_tokens=1024", "runtime.micro_batch=4"]
     """options of train.py for the real model"""
     out: Path = Path("runs/bench_loader")
     """folder for bench.json"""
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, bench))
+    run_script(__doc__, Options, "tools.bench.loader:bench")

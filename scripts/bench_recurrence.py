@@ -6,7 +6,6 @@
 The reference is log_recurrence in float64, which tests compare with the definition.
 """
 
-import sys
 from pathlib import Path
 
 from pydantic import PositiveInt
@@ -26,11 +25,5 @@ class Options(Settings):
     """folder for bench.json"""
 
 
-def run(options: Options) -> None:
-    from tools.bench.recurrence import bench  # imports torch, which --help does not need
-
-    bench(options)
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, run))
+    run_script(__doc__, Options, "tools.bench.recurrence:bench")

@@ -7,14 +7,12 @@ It runs train.py's own loop. The first save of each run, which allocates the mem
 during which a checkpoint is being written are compared with the others of the same run, as medians.
 """
 
-import sys
 from pathlib import Path
 
 from pydantic import PositiveInt
 
 from common.command import Items, run_script
 from common.settings import Settings
-from tools.bench.save import bench
 
 
 class Options(Settings):
@@ -32,4 +30,4 @@ class Options(Settings):
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, bench))
+    run_script(__doc__, Options, "tools.bench.save:bench")

@@ -9,7 +9,6 @@ slows all of them. The ratio of a round is the dense form's time over the conten
 range.
 """
 
-import sys
 from pathlib import Path
 
 from pydantic import PositiveInt
@@ -29,11 +28,5 @@ class Options(Settings):
     """folder for bench.json"""
 
 
-def run(options: Options) -> None:
-    from tools.bench.sparse import bench  # imports torch, which --help does not need
-
-    bench(options)
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, run))
+    run_script(__doc__, Options, "tools.bench.sparse:bench")

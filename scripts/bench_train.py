@@ -8,14 +8,12 @@ Every measurement is a process of its own, and the models take turns, round afte
 tensor of a MB or more its own pages, so that their peak memory is what the tensors take, without the allocator's waste.
 """
 
-import sys
 from pathlib import Path
 
 from pydantic import PositiveInt
 
 from common.command import Items, run_script
 from common.settings import Settings
-from tools.bench.train import bench
 
 
 class Options(Settings):
@@ -36,4 +34,4 @@ class Options(Settings):
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, bench))
+    run_script(__doc__, Options, "tools.bench.train:bench")

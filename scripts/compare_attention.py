@@ -11,15 +11,12 @@ Speed is measured separately, before training: on the CPU, an arm's steps and th
 Every run is a folder under `out`, as train.py makes them: after any interruption, the same command continues.
 """
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
 from common.command import Items, run_script
-from common.console import say
 from common.settings import Settings
 
 
@@ -38,25 +35,6 @@ class Options(Settings):
     """runs at a time"""
 
 
-def compare(options: Options) -> None:
-    """Measure speed, train what is not trained yet, report what there is."""
-    import torch  # --help does not need it
-
-    from tools.compare.compare import CONTROL, SEQ_LEN, Terms, count, models_of, train_all
-    from tools.compare.report import report, speeds
-
-    torch.set_num_threads(1)  # the products are small, and the bits of a result depend on the number of threads
-    terms = Terms(options.dataset_dir, options.out, options.steps, options.learning_rates)
-    models = models_of(options.dataset_dir, options.arms or None)
-    terms.open()
-    say(f"{len(models)} arms of {count(models[CONTROL]):,} parameters, {terms.steps * SEQ_LEN:,} tokens a run")
-    speed = speeds(models, terms.out / "speed.json")
-    try:
-        train_all(models, terms, options.jobs)
-    finally:
-        report(models, speed, terms, shlex.join(["python", "scripts/compare_attention.py", *sys.argv[1:]]))
-
-
 if __name__ == "__main__":
     message = "interrupted; run the same command again to continue"
-    sys.exit(run_script(__doc__, Options, compare, when_interrupted=message))
+    run_script(__doc__, Options, "tools.compare.report:run", when_interrupted=message)

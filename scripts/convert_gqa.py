@@ -8,7 +8,6 @@ start from zero. Train the new run for a few per cent of the first one's steps w
 run, and those that this prints at the end.
 """
 
-import sys
 from pathlib import Path
 
 from common.command import run_script
@@ -26,11 +25,5 @@ class Options(Settings):
     """seed of the new run's data order; null: the first run's"""
 
 
-def run(options: Options) -> None:
-    from tools.convert.gqa import convert  # imports torch, which --help does not need
-
-    convert(**dict(options))
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, run))
+    run_script(__doc__, Options, "tools.convert.gqa:convert")

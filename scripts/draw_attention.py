@@ -9,12 +9,9 @@ definition: log-space attention exp(q) exp(k)^T, linear attention phi(q) phi(k)^
 a checkpoint the models are untrained: their weights show only the form of a mechanism.
 """
 
-import sys
 from pathlib import Path
 
 from common.command import run_script
-from common.console import say
-from common.files import write_atomic
 from common.settings import Settings
 
 
@@ -29,16 +26,5 @@ class Options(Settings):
     """the picture"""
 
 
-def run(options: Options) -> None:
-    from tools.report.attention_masks import of_checkpoint, of_mechanisms, picture  # imports torch
-
-    if options.checkpoint:
-        labels, panels = of_checkpoint(options.checkpoint, options.text, options.head)
-    else:
-        labels, panels = of_mechanisms(options.text)
-    write_atomic(options.out, picture(labels, panels))
-    say(f"{len(panels)} panels are in {options.out}")
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, run))
+    run_script(__doc__, Options, "tools.report.attention_masks:draw")

@@ -11,7 +11,6 @@ A model of GPT-2's architecture (softmax attention, mlp blocks, learned position
 needs no trust_remote_code; any other brings its code along.
 """
 
-import sys
 from pathlib import Path
 
 from common.command import run_script
@@ -25,11 +24,5 @@ class Options(Settings):
     """the folder to make"""
 
 
-def run(options: Options) -> None:
-    from tools.convert.export_hf import export  # imports torch, which --help does not need
-
-    export(options.checkpoint, options.out_dir)
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, run, when_interrupted="interrupted; nothing was written"))
+    run_script(__doc__, Options, "tools.convert.export_hf:export", when_interrupted="interrupted; nothing was written")

@@ -7,7 +7,6 @@ model.safetensors. The run gets a checkpoint of step 0, which you can sample fro
 same tokenizer, train with the command that is printed at the end. Its seed and its batch sizes are fixed here.
 """
 
-import sys
 from pathlib import Path
 
 from common.command import run_script
@@ -29,12 +28,6 @@ class Options(Settings):
     """seed of the data's order"""
 
 
-def run(options: Options) -> None:
-    from tools.convert.import_gpt2 import import_gpt2  # imports torch, which --help does not need
-
-    import_gpt2(**dict(options))
-
-
 if __name__ == "__main__":
     message = "interrupted; choose another run_dir, or remove this one"
-    sys.exit(run_script(__doc__, Options, run, when_interrupted=message))
+    run_script(__doc__, Options, "tools.convert.import_gpt2:import_gpt2", when_interrupted=message)

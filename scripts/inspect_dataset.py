@@ -7,7 +7,6 @@ python scripts/inspect_dataset.py dataset_dir=datasets/pile step=100 seed=1 seq_
 """
 
 import random
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -91,4 +90,4 @@ def run(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, run))
+    run_script(__doc__, Options, run)

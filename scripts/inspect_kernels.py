@@ -4,7 +4,6 @@ python scripts/inspect_kernels.py                  # types and head sizes side b
 python scripts/inspect_kernels.py capability=80 dtype=bfloat16 head_dim=32
 """
 
-import sys
 from importlib.util import find_spec
 from typing import Literal
 
@@ -32,4 +31,4 @@ def run(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, run))
+    run_script(__doc__, Options, run)

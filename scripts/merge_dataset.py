@@ -6,12 +6,10 @@ scripts/prepare_data.py with num_tasks left the parts in its out_dir. The result
 machine makes without num_tasks. The parts stay; delete them when you have verified it.
 """
 
-import sys
 from pathlib import Path
 
 from common.command import run_script
 from common.settings import Settings
-from data.prepare.merge import merge
 
 
 class Options(Settings):
@@ -21,10 +19,6 @@ class Options(Settings):
     """the dataset directory to make"""
 
 
-def run(options: Options) -> None:
-    merge(options.parts_dir, options.out_dir)
-
-
 if __name__ == "__main__":
     message = "interrupted; run the same command again to continue"
-    sys.exit(run_script(__doc__, Options, run, when_interrupted=message))
+    run_script(__doc__, Options, "data.prepare.merge:merge", when_interrupted=message)

@@ -4,11 +4,9 @@ python scripts/report.py folders=runs/sweep                          # all runs 
 python scripts/report.py folders=runs/demo,runs/pile out=compared    # some runs; the report goes into compared/
 """
 
-import sys
 from pathlib import Path
 
 from common.command import Items, run_script
-from common.console import say
 from common.settings import Settings
 
 
@@ -19,12 +17,5 @@ class Options(Settings):
     """folder of the report; null: the one that holds all the runs"""
 
 
-def run(options: Options) -> None:
-    from tools.report.write import write_report  # imports matplotlib, which --help does not need
-
-    for path in write_report(options.folders, options.out):
-        say(f"written: {path}")
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(__doc__, Options, run))
+    run_script(__doc__, Options, "tools.report.write:write_report")

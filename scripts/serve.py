@@ -4,14 +4,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from cli import command
+from common.settings import UserError
 
 
-def run(config: dict[str, Any]) -> None:
-    """Decode the configuration and serve."""
-    from common.settings import UserError, decode
-    from inference.server.config import ServeConfig
-
-    settings = decode(ServeConfig, config)
+def run(settings: Any) -> None:
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UserError(f"{missing[0]} is not installed: pip install -e '.[serve]'")
@@ -21,4 +17,4 @@ def run(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    command("serve", run)
+    command("serve", "inference.server.config:ServeConfig", run)

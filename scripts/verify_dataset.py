@@ -2,17 +2,16 @@
 
     python scripts/verify_dataset.py dataset_dir=datasets/pile
 
-Prints a line for every problem, with the file's name, and exits with 1 if there is one.
+Prints a line for each damaged file, with its first problem, and exits with 1 if there is one.
 """
 
-import sys
 import time
 from pathlib import Path
 
 from pydantic import PositiveInt
 
 from common.command import run_script
-from common.console import errors, say
+from common.console import print_error, say
 from common.settings import Settings
 from data.prepare.verify import n_bytes, verify
 from data.shards import parse_manifest
@@ -31,7 +30,7 @@ def run(options: Options) -> int:
     problems = verify(options.dataset_dir, options.threads)
     if problems:
         for problem in problems:
-            errors.print(f"error: {problem}", markup=False, style="red")
+            print_error(problem)
         return 1
     manifest = parse_manifest(options.dataset_dir)
     totals = [split.total for split in manifest.splits.values()]
@@ -46,5 +45,4 @@ def run(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    message = "interrupted: the dataset is not verified"
-    sys.exit(run_script(__doc__, Options, run, when_interrupted=message))
+    run_script(__doc__, Options, run, when_interrupted="interrupted: the dataset is not verified")

@@ -26,6 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日本", "🙂"]
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 class Result(NamedTuple):
     """What a command left behind."""
 

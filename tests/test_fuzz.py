@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.files import parse_json, sha256_file
 from common.settings import UserError, decode
-from data.documents import document_at, read_documents
+from data.documents import documents_in, read_records
 from data.shards import parse_manifest, read_manifest
 from data.tokenizer import load_tokenizer, read_rank_file
 from trainer.checkpoint import load_model, newest, open_checkpoint
@@ -179,10 +179,10 @@ def use_dataset(folder):
     manifest = read_manifest(folder)
     assert len(manifest.fingerprint) == 64
     for split in manifest.splits:
-        if manifest.splits[split].shards:
-            document_at(folder, manifest, split, 0)
-        for _ in zip(range(100), read_documents(folder, manifest, split), strict=False):
-            pass
+        list(documents_in(folder, manifest, split, 0, 1))
+        list(documents_in(folder, manifest, split, 50, 1000))
+        for shard in manifest.splits[split].shards:
+            list(read_records(folder, manifest, shard))
 
 
 @fuzz(200)

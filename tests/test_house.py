@@ -1,6 +1,11 @@
 """Who may import whom, and what may be nowhere: walked in the source, so it holds for code that no test runs."""
 
 import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -35,7 +40,7 @@ def tree_of(file):
 
 
 def imported(file):
-    """Full names of all modules that a file imports, at the top or inside functions."""
+    """Full names of all modules that a file imports, anywhere, or that it names as "module:function"."""
     names = set()
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
@@ -43,6 +48,8 @@ def imported(file):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: imports are absolute"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.]+:\w+", str(node.value)):
+            names.add(node.value.replace(":", "."))
     return names
 
 
@@ -156,11 +163,21 @@ def test_entry_points_and_scripts_are_checked_and_installed():
     assert sorted(tool["mypy"]["modules"]) == sorted(tool["setuptools"]["py-modules"]) == sorted(there)
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_without_a_gpu_its_tests_are_refused_in_one_line():
+    line = ["make", "--no-print-directory", "-o", "setup", "test-gpu", f"VENV={Path(sys.executable).parent}"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: torch sees no GPU here: run make test-gpu on a machine with one\nmake: ")
+
+
 def test_the_walk_sees_imports():
     """The tests above could pass by seeing nothing."""
     assert imports(Path("trainer/distributed.py"), "torch.distributed")
     assert imports(Path("trainer/metrics.py"), "wandb")
     assert imports(Path("cli/command.py"), "hydra")
+    assert imports(Path("train.py"), "trainer.loop.fit")
     assert imports(Path("trainer/run.py"), "data.loader")
     assert imports(Path("inference/load.py"), "trainer.checkpoint")
     assert imports(Path("data/prepare/dataset.py"), "data.prepare.join")

@@ -7,6 +7,7 @@ Both come from the source files alone, so they cannot go stale. Blank lines, com
 
 import ast
 import io
+import re
 import tokenize
 from pathlib import Path
 
@@ -17,25 +18,21 @@ from common.figures import png
 from common.files import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = {  # the boxes of the picture, from the top to the bottom
-    "commands": ("train.py", "eval.py", "sample.py", "scripts"),
-    "tools": ("tools",),
-    "cli": ("cli",),
-    "inference.server": ("inference/server",),
-    "inference": ("inference",),
-    "trainer": ("trainer",),
-    "data.prepare": ("data/prepare",),
-    "data": ("data",),
-    "model": ("model",),
-    "model.ops": ("model/ops",),
-    "common": ("common",),
+COMMANDS = ("train", "eval", "sample", "scripts")
+PLACES = {  # rooms, with x and y of their boxes: a row is below all that may import it
+    "commands": (1, 6),
+    "inference.server": (1, 5),
+    "tools": (2.4, 5),
+    "cli": (0, 4),
+    "inference": (1.75, 4),
+    "trainer": (1.7, 3),
+    "data.prepare": (0.4, 3),
+    "data": (0.9, 2),
+    "model": (2.1, 2),
+    "model.ops": (2.1, 1),
+    "common": (0.9, 0),
 }
 CORE = {"cli", "trainer", "data.prepare", "data", "model", "model.ops", "common"}
-PLACES = {  # x and y of each box: a row is below all that may import it
-    **{"commands": (1, 6), "inference.server": (1, 5), "tools": (2.4, 5), "cli": (0, 4), "inference": (1.75, 4)},
-    **{"trainer": (1.7, 3), "data.prepare": (0.4, 3), "data": (0.9, 2), "model": (2.1, 2), "model.ops": (2.1, 1)},
-    **{"common": (0.9, 0)},
-}
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -47,30 +44,25 @@ def main() -> None:
 
 def room_of(name: str) -> str | None:
     """The room of a module ("data.prepare.merge") or of a file (data/loader.py), None if it is in none."""
-    path = name.replace(".", "/").removesuffix("/py")
-    rooms = [
-        (len(folder), room)
-        for room, folders in ROOMS.items()
-        for folder in folders
-        if f"{path}/".startswith(f"{folder.removesuffix('.py')}/")
-    ]
-    return max(rooms)[1] if rooms else None
+    module = name.removesuffix(".py").replace("/", ".")
+    if module.partition(".")[0] in COMMANDS:
+        return "commands"
+    return max((room for room in PLACES if f"{module}.".startswith(f"{room}.")), key=len, default=None)
 
 
 def files() -> dict[Path, str]:
     """Every source file of the project, without its tests, and its room."""
-    folders = [ROOT / folder for folders in ROOMS.values() for folder in folders]
-    paths = {path for folder in folders for path in ([folder] if folder.is_file() else folder.rglob("*.py"))}
+    patterns = [f"{name}{ending}" for name in (*COMMANDS, *PLACES) for ending in (".py", "/**/*.py")]
+    paths = {path for pattern in patterns for path in ROOT.glob(pattern)}
     return {path: str(room_of(str(path.relative_to(ROOT)))) for path in sorted(paths)}
 
 
 def lines_of_code(source: str) -> int:
     """Lines that are not blank, comments or docstrings."""
-    strings = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
     documentation = {
         line
-        for node in strings
-        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -80,23 +72,26 @@ def lines_of_code(source: str) -> int:
 
 def lines_by_room() -> dict[str, int]:
     """Lines of code of each room."""
-    lines = dict.fromkeys(ROOMS, 0)
+    lines = dict.fromkeys(PLACES, 0)
     for path, room in files().items():
         lines[room] += lines_of_code(path.read_text(encoding="utf-8"))
     return lines
 
 
 def imports_by_room() -> set[tuple[str, str]]:
-    """Pairs of rooms of which the first imports the second."""
+    """Pairs of rooms of which the first imports the second, by a statement or by a name as "module:function"."""
     arrows = set()
     for path, room in files().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                continue
+            match node:
+                case ast.Import():
+                    names = [alias.name for alias in node.names]
+                case ast.ImportFrom():
+                    names = [f"{node.module}.{alias.name}" for alias in node.names]
+                case ast.Constant(value=str(text)) if re.fullmatch(r"[\w.]+:\w+", text):
+                    names = [text.replace(":", ".")]
+                case _:
+                    continue
             arrows |= {(room, str(other)) for other in {room_of(name) for name in names} - {room, None}}
     return arrows
 

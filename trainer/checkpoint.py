@@ -18,7 +18,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,7 +38,7 @@ from model.gpt import GPT, GPTConfig
 from trainer.guard import LossStatistics
 from trainer.tensor_file import Expected, read_tensors
 
-FORMAT_VERSION = 2
+FORMAT_VERSION: Literal[2] = 2
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
 _TENSORS = ("model", "optimizer", "random")
@@ -53,10 +53,18 @@ class Damaged(UserError):
     """A checkpoint whose files differ from what was written. Another one may still be whole."""
 
 
+class Sums(Settings):
+    """manifest.json."""
+
+    format_version: int
+    sha256: dict[str, str]
+    """The sum of every other file, by name."""
+
+
 class TrainState(Settings):
     """The state of a run besides its tensors."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     step: int = Field(ge=0, lt=10**18)
     """Steps done."""
     best_val_loss: float | None = None
@@ -81,7 +89,7 @@ class TrainState(Settings):
     seed: int = Field(ge=0, lt=2**63)
     seq_len: int = Field(ge=1, le=2**24)
     batch_tokens: int = Field(ge=1, le=2**48)
-    data: DataConfig = DataConfig()
+    data: DataConfig = DataConfig(mixture=None)
     dataset_dir: Path
     dataset_fingerprint: str
 
@@ -200,7 +208,6 @@ def _first_line(path: Path) -> str:
 
 def _opened(path: Path) -> Checkpoint:
     state = read_json(path / "state.json", limit=_LARGEST_STATE)
-    _check_version(path / "state.json", state)
     try:
         return Checkpoint(path, decode(TrainState, state))
     except UserError as error:
@@ -239,7 +246,7 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
         tensors: on the CPU, contiguous.
 
     Raises:
-        OSError: the checkpoint cannot be written.
+        OSError, SafetensorError: the checkpoint cannot be written.
     """
     folder, path = checkpoints_dir(run_dir), checkpoint_path(run_dir, state.step)
     if not folder.exists():
@@ -254,7 +261,7 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
         if path.exists():  # a damaged checkpoint: the run was resumed from an earlier one
             _remove(path)
         os.rename(beside, path)
-    except OSError:
+    except (OSError, SafetensorError):
         _clear(beside)  # makes room on a full disk
         raise
     sync_directory(folder)
@@ -264,30 +271,17 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
 def _write(folder: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer) -> None:
     for name in _TENSORS:
         file = folder / f"{name}.safetensors"
-        with _os_errors():
-            save_file(dict(tensors[name]), file)
+        save_file(dict(tensors[name]), file)
         _sync(file)
     save_tokenizer(tokenizer, folder / "tokenizer.json")
     write_json(folder / "state.json", state.model_dump(mode="json"))
-    sums = {name: sha256_file(folder / name) for name in _FILES}
-    write_json(folder / "manifest.json", {"format_version": FORMAT_VERSION, "sha256": sums})
+    sums = Sums(format_version=FORMAT_VERSION, sha256={name: sha256_file(folder / name) for name in _FILES})
+    write_json(folder / "manifest.json", sums.model_dump())
 
 
 def _sync(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _os_errors() -> Iterator[None]:
-    """Turn safetensors' errors about the disk back into OSError."""
-    try:
-        yield
-    except SafetensorError as error:
-        code = re.search(r"\(os error (\d+)\)", str(error))
-        if code is None:
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
 
 def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | None) -> None:
@@ -342,18 +336,16 @@ def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lamb
     """Compare some of a checkpoint's files with their sums.
 
     Raises:
-        Damaged: a file is missing or differs, or the manifest has another format version.
+        Damaged: a file is missing or differs, or the manifest has another format.
     """
     sums = _sums(path)
     for name in files:
         at(f"reading {path.name}/{name}")
         try:
             found = sha256_file(path / name)
-        except (UserError, FileNotFoundError) as error:
-            raise Damaged(f"{path / name} is missing or damaged: {error}") from None
-        except OSError as error:
-            if error.errno != errno.EIO:  # EIO means a damaged disk. Other errors may pass, or a person can fix them
-                raise
+        except (UserError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
+                raise  # it may pass, or a person can fix it; EIO means a damaged disk
             raise Damaged(f"{path / name} is missing or damaged: {error}") from None
         if found != sums[name]:
             raise Damaged(f"{path / name} is missing or damaged: its sha256 is not the manifest's")
@@ -361,18 +353,15 @@ def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lamb
 
 def _sums(path: Path) -> dict[str, str]:
     try:
-        manifest = read_json(path / "manifest.json", limit=2**16)
+        manifest = decode(Sums, read_json(path / "manifest.json", limit=2**16))
     except UserError as error:
-        raise Damaged(f"{path} is damaged: {error}") from None
-    sums = manifest.get("sha256") if isinstance(manifest, dict) else None
-    if not isinstance(sums, dict):
-        raise Damaged(f"{path / 'manifest.json'} is damaged: it lists no sums")
-    version = manifest.get("format_version")
-    if version != FORMAT_VERSION and isinstance(version, int) and version == _version_of_state(path):
-        raise UserError(
-            f"{path} has format version {version}; this program reads {FORMAT_VERSION}: use another run_dir"
-        )
-    _check_version(path / "manifest.json", manifest)
+        raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
+    if manifest.format_version != FORMAT_VERSION:
+        message = f"{path} has format version {manifest.format_version}; this program reads {FORMAT_VERSION}"
+        if manifest.format_version == _version_of_state(path):  # not damage, but another program's
+            raise UserError(f"{message}: use another run_dir")
+        raise Damaged(message)
+    sums = manifest.sha256
     if set(sums) != set(_FILES):
         raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
     return sums
@@ -385,9 +374,3 @@ def _version_of_state(path: Path) -> Any:
     except UserError:
         return None
     return state.get("format_version") if isinstance(state, dict) else None
-
-
-def _check_version(path: Path, raw: Any) -> None:
-    version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version != FORMAT_VERSION:
-        raise Damaged(f"{path} has format version {str(version)[:40]}; this program reads {FORMAT_VERSION}")

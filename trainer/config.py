@@ -14,38 +14,38 @@ from trainer.runtime import RuntimeConfig
 from trainer.schedule import ScheduleConfig
 
 
-class CheckpointConfig(Settings):
+class CheckpointConfig(Settings, defaults="train:checkpoint"):
     """When to save, and what to keep."""
 
-    every: int = Field(1000, ge=1)
+    every: int = Field(ge=1)
     """Steps between checkpoints; the last step is always saved."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(ge=1)
     """How many of the newest checkpoints to keep, in addition to the one with the lowest validation loss."""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: int | None = Field(ge=1)
     """Checkpoints at multiples of this step are never deleted; null: none."""
-    on_error: Literal["stop", "continue"] = "stop"
+    on_error: Literal["stop", "continue"]
     """When a checkpoint cannot be written (full disk): stop, or keep training and try again at the next one."""
 
 
-class EvalConfig(Settings):
+class EvalConfig(Settings, defaults="train:eval"):
     """Evaluation during training."""
 
-    every: int = Field(1000, ge=1)
+    every: int = Field(ge=1)
     """Steps between evaluations; the end of the schedule is always evaluated."""
-    batches: int | None = Field(20, ge=1)
+    batches: int | None = Field(ge=1)
     """Batches of batch_tokens to evaluate, spread evenly over the validation split; null: all of it."""
 
 
-class TrainConfig(Settings):
+class TrainConfig(Settings, defaults="train"):
     """One training run."""
 
     run_dir: Path
     """Directory for checkpoints, metrics and pictures."""
     dataset_dir: Path
     """A dataset made by scripts/prepare_data.py."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never"]
     """auto: continue the run in run_dir if there is one; never: stop with an error instead."""
-    seed: int = Field(1, ge=0, lt=2**63)
+    seed: int = Field(ge=0, lt=2**63)
     """Seed of the initial weights and of the order of the data."""
     seq_len: int = Field(ge=1, le=2**24)
     """Tokens per training sequence."""
@@ -53,9 +53,9 @@ class TrainConfig(Settings):
     """Tokens per step: the global batch, over all processes and micro-batches."""
     max_steps: int = Field(ge=1, lt=10**18)
     """Number of steps of the run, which the schedule spans."""
-    stop_at: int | None = Field(None, ge=1)
+    stop_at: int | None = Field(ge=1)
     """Save and stop after this step, without changing the schedule or an extra evaluation; null: at max_steps."""
-    data: DataConfig = DataConfig()
+    data: DataConfig
     model: GPTConfig
     optim: OptimConfig
     schedule: ScheduleConfig

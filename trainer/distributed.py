@@ -158,11 +158,11 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
     rank, size = _read_environment()
     device = _own_device(device)
     console.quiet = rank != 0
-    watchdog, lost, failed = None, False, False
+    watchdog, lost = None, False
     try:
         # Longer than the watchdog needs, because it knows which process the others wait for.
         timeout = timedelta(seconds=1800 if hang_seconds is None else 2 * hang_seconds + min(10 * hang_seconds, 60))
-        hosts_store = rank == 0 and not _store_is_torchruns()
+        hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun hosts it
         store = _connect(hosts_store, size, timeout)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -173,14 +173,14 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
             watchdog = Watchdog(own, rank, size, hang_seconds, group._get_sequence_number_for_group, hosts_store)
         yield World(device, rank, size, watchdog)
     except BaseException as error:
-        lost, failed = _is_lost_peer(error), _is_own(error)
+        lost = _is_lost_peer(error)
+        if watchdog is not None and _is_own(error):
+            watchdog.report_failure()
         _forget_frames(error)  # they hold the module: see below
         if not lost:
             raise
         raise SystemExit(_explain_loss(rank, error, watchdog)) from None
     finally:
-        if failed and watchdog is not None:
-            watchdog.report_failure()
         # DDP's reducer must be gone before the group. If it held the last reference to the group, it would join gloo's
         # threads while it holds the interpreter's lock, and one of them may need that lock to release a tensor.
         # And its connections would stay open: the others would not notice that this process is gone.
@@ -189,15 +189,15 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
             watchdog.stop(finished=not lost)
         if dist.is_initialized():
             dist.destroy_process_group()
-        if watchdog is not None and (not lost or watchdog.failed is not None):
+        if watchdog is not None:
             watchdog.keep_store()
 
 
 def _explain_loss(rank: int, error: BaseException, watchdog: Watchdog | None) -> int:
     """Print one line that says why another process cannot be reached; returns the exit status."""
-    if watchdog is not None and watchdog.verdict is not None:  # it has already said more than is known here
-        return AGAIN
-    if watchdog is not None and watchdog.ask_for_failure() is not None:
+    if watchdog is not None and watchdog.ask() is not None:
+        if watchdog.failure is None:  # the watchdog says which process hangs
+            return AGAIN
         line, status = watchdog.failure, 1
     else:
         why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no file, no advice
@@ -243,10 +243,6 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, size, is_master=host_it, timeout=timeout, multi_tenant=host_it)
     return dist.PrefixStore(f"{size} processes, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-
-def _store_is_torchruns() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -51,8 +51,10 @@ class Sums:
 
     def add(self, keys: Tensor, targets: Tensor, losses: Tensor) -> None:
         """Add losses (B, T) of targets (B, T), ignoring targets below 0; `keys` (B or 1, T), int64."""
-        keys = keys.to(self._sums.device).expand_as(targets)
-        self._sums.index_add_(0, keys.flatten(), _counted(targets, losses, self._byte_lengths).flatten(0, 1))
+        keys, counted = keys.to(self._sums.device).expand_as(targets), targets >= 0
+        n_bytes = self._byte_lengths[targets.clamp(min=0)].where(counted, 0)
+        each = torch.stack([losses.double(), counted.double(), n_bytes.double()], dim=-1)
+        self._sums.index_add_(0, keys.flatten(), each.flatten(0, 1))
 
     def losses(self, world: World) -> list[Loss]:
         """The loss of each key over all processes. Every process must call this once."""
@@ -74,11 +76,10 @@ def evaluate(
         byte_lengths: (n_vocab,), UTF-8 bytes of each token id.
         micro_batch: windows per forward pass.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+    sums, key = Sums(1, byte_lengths), torch.zeros(1, 1, dtype=torch.int64)
     for _, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world):
-        sums += _counted(targets, losses, byte_lengths).sum((0, 1))
-    nats, tokens, n_bytes = world.sum(sums).tolist()
-    return Loss(nats, int(tokens), int(n_bytes))
+        sums.add(key, targets, losses)
+    return sums.losses(world)[0]
 
 
 def window_losses(
@@ -105,10 +106,3 @@ def window_losses(
                 yield start, targets, losses
             track.advance(min(together, len(windows) - first))
     gpt.train()
-
-
-def _counted(targets: Tensor, losses: Tensor, byte_lengths: Tensor) -> Tensor:
-    """Nats, tokens and bytes of every position, (B, T, 3) float64."""
-    counted = targets >= 0
-    n_bytes = byte_lengths[targets.clamp(min=0)].where(counted, 0)
-    return torch.stack([losses.double(), counted.double(), n_bytes.double()], dim=-1)

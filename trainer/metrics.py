@@ -21,11 +21,11 @@ from common.settings import Settings, UserError
 _PIPE_BYTES = 2**20  # the most that Linux gives to any user
 
 
-class LocalTrackerConfig(Settings):
+class LocalTrackerConfig(Settings, defaults="tracker/local"):
     """Writes metrics.jsonl and loss.png to the run directory. Needs no account."""
 
     name: Literal["local"]
-    every: int = Field(1, ge=1)
+    every: int = Field(ge=1)
     """Steps between training lines."""
 
     def open(self, run_id: str, run_dir: Path, config: dict[str, Any]) -> "Tracker":
@@ -33,37 +33,27 @@ class LocalTrackerConfig(Settings):
         return Tracker()
 
 
-class WandbTrackerConfig(Settings):
+class WandbTrackerConfig(Settings, defaults="tracker/wandb"):
     """Sends the same lines to Weights & Biases too. Training goes on even if that fails."""
 
     name: Literal["wandb"]
-    every: int = Field(10, ge=1)
+    every: int = Field(ge=1)
     """Steps between training lines."""
-    mode: Literal["online", "offline", "disabled"] = "online"
+    mode: Literal["online", "offline", "disabled"]
     """offline writes under the run directory, for `wandb sync` later."""
-    project: str = "log-gpt"
+    project: str
     """wandb's project."""
-    run_name: str | None = None
+    run_name: str | None
     """Name of the run in wandb; null: the name of the run directory."""
-    finish_seconds: float = Field(60.0, gt=0)
+    finish_seconds: float = Field(gt=0)
     """Longest time that the end of training waits for the last uploads."""
 
     def open(self, run_id: str, run_dir: Path, config: dict[str, Any]) -> "Tracker":
         """Start the tracker of a run."""
-        settings = {
-            "id": run_id,
-            "resume": "allow",
-            "mode": self.mode,
-            "project": self.project,
-            "name": self.run_name or run_dir.name,
-            "dir": str(run_dir),
-            "config": config,
-            "settings": {
-                "program": sys.argv[0],
-                "x_stats_pid": os.getpid(),
-            },  # this process, not the one that wandb runs in
-        }
-        return WandbTracker(settings, self.finish_seconds)
+        settings = {"program": sys.argv[0], "x_stats_pid": os.getpid()}  # this process, not the one that wandb runs in
+        about = {"project": self.project, "name": self.run_name or run_dir.name, "dir": str(run_dir), "config": config}
+        how = {"id": run_id, "resume": "allow", "mode": self.mode, "settings": settings}
+        return WandbTracker(about | how, self.finish_seconds)
 
 
 TrackerConfig = Annotated[LocalTrackerConfig | WandbTrackerConfig, Field(discriminator="name")]
@@ -89,13 +79,8 @@ class WandbTracker(Tracker):
     def __init__(self, settings: dict[str, Any], finish_seconds: float) -> None:
         self._finish_seconds = finish_seconds
         self._lost, self._lock = False, threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        try:
-            self._process = _start_process()
-        except OSError as error:
-            self._give_up(str(error))
-            return
-        self._thread = threading.Thread(target=self._read_reports, args=(self._process,), name="wandb", daemon=True)
+        self._process = _start_process()
+        self._thread = threading.Thread(target=self._read_reports, name="wandb", daemon=True)
         self._thread.start()
         self._send({"settings": settings, "trainer": os.getpid(), "finish_seconds": finish_seconds})
 
@@ -105,42 +90,33 @@ class WandbTracker(Tracker):
 
     def finish(self) -> None:
         """Wait for the last lines, but no longer than finish_seconds. Afterwards, nothing of wandb is running."""
-        if self._process is None:
-            return
         self._send(None)
-        self._stdin.close()
+        _pipe(self._process.stdin).close()
         if not self._lost:
             self._thread.join(self._finish_seconds)
         if self._thread.is_alive():
             self._give_up(f"it did not finish within {self._finish_seconds:g} seconds")
 
-    @property
-    def _stdin(self) -> IO[bytes]:
-        stdin = self._process.stdin if self._process else None
-        assert stdin is not None
-        return stdin
-
     def _send(self, message: Any) -> None:
         """Write a line of JSON to the pipe, which holds some thousands of them."""
         if not self._lost:
             try:
-                os.write(self._stdin.fileno(), json.dumps(message).encode() + b"\n")
+                os.write(_pipe(self._process.stdin).fileno(), json.dumps(message).encode() + b"\n")
             except BlockingIOError:
                 self._give_up("it does not keep up")
             except OSError:
                 pass  # the process has ended, and _read_reports says why
 
-    def _read_reports(self, process: "subprocess.Popen[bytes]") -> None:
+    def _read_reports(self) -> None:
         """Print what the process reports, until it ends."""
-        assert process.stdout is not None
-        with process.stdout as reports:
+        with _pipe(self._process.stdout) as reports:
             for text in reports:
                 report = json.loads(text)
                 if "url" in report:
                     say(f"wandb: {report['url']}")
                 else:
                     self._give_up(report["error"])
-        if status := process.wait():
+        if status := self._process.wait():
             self._give_up(f"its process ended with status {status}")
 
     def _give_up(self, why: str) -> None:
@@ -148,7 +124,7 @@ class WandbTracker(Tracker):
             if self._lost:
                 return
             self._lost = True
-        if self._process is not None and self._process.poll() is None:
+        if self._process.poll() is None:
             _kill_tree(self._process.pid)
         warn(f"wandb failed ({why}); training goes on, and metrics.jsonl has every line")
 
@@ -169,9 +145,13 @@ def _start_process() -> "subprocess.Popen[bytes]":
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert process.stdin is not None
-    os.set_blocking(process.stdin.fileno(), False)
+    os.set_blocking(_pipe(process.stdin).fileno(), False)
     return process
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
 
 
 def _serve() -> None:
@@ -236,7 +216,8 @@ class MetricsLog:
     Training lines have "loss", evaluation lines "val_loss", and other lines "event".
 
     A full disk loses no line and stops nothing: lines wait in memory until there is room. Only `sync`, which a
-    checkpoint relies on, and `close` raise. `sync` may run in another thread: `write` does not wait for the disk.
+    checkpoint relies on, and `close` raise. `sync` may run in another thread, but not during `truncate` or `close`:
+    `write` does not wait for the disk.
     """
 
     def __init__(self, path: Path, resumed_at: int) -> None:
@@ -245,8 +226,7 @@ class MetricsLog:
         self._recent: list[bytes] = []  # lines since the last sync, which may still be lost
         self._written = 0  # how many of them are in the file
         self._warned = False
-        self._lines = threading.Lock()  # guards everything above
-        self._disk = threading.Lock()  # keeps the file open and uncut; acquired before _lines
+        self._lock = threading.Lock()  # guards everything above
         self._open(resumed_at)
 
     def _open(self, step: int) -> None:
@@ -261,9 +241,14 @@ class MetricsLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line. Others can read it at once, or as soon as there is room."""
-        with self._lines:
+        with self._lock:
             self._recent.append((json.dumps(line, allow_nan=False) + "\n").encode())
-            self._write_or_wait()
+            try:
+                self._write_recent()
+            except OSError as error:
+                if not self._warned:
+                    warn(f"{error}: lines wait in memory until they can be written")
+                self._warned = True
 
     def sync(self) -> None:
         """Put every line on disk.
@@ -271,34 +256,28 @@ class MetricsLog:
         Raises:
             OSError: this failed for some lines. The next line, and the next call, try them again.
         """
-        with self._disk:
-            with self._lines:
-                self._write_recent()
-                count, end = len(self._recent), self._end
-            try:
-                os.fsync(self._file)
-            except OSError as error:  # the system may have dropped what it could not write
-                with self._lines:
-                    self._end, self._written = self._synced, 0
-                raise self._with_path(error) from None
-            with self._lines:
-                self._synced = end
-                self._recent, self._written = self._recent[count:], self._written - count
+        with self._lock:
+            self._write_recent()
+            count, end = len(self._recent), self._end
+        try:
+            os.fsync(self._file)
+        except OSError as error:  # the system may have dropped what it could not write
+            with self._lock:
+                self._end, self._written = self._synced, 0
+            raise self._with_path(error) from None
+        with self._lock:
+            self._synced = end
+            self._recent, self._written = self._recent[count:], self._written - count
 
     def truncate(self, step: int) -> None:
-        """Drop the lines later than `step`, because the run goes back to it.
+        """Drop the lines later than `step`, because the run goes back to its checkpoint, which `sync` came before.
 
         Raises:
             OSError: the file cannot be cut, for another reason than a full disk.
         """
-        with self._disk, self._lines:
-            old = self._file
-            os.ftruncate(old, self._synced)
-            self._open(step)
-            os.close(old)
-            self._recent = [line for line in self._recent if json.loads(line)["step"] <= step]
-            self._written = 0
-            self._write_or_wait()
+        os.close(self._file)
+        self._recent, self._written = [], 0
+        self._open(step)
 
     def close(self) -> None:
         """Close the file.
@@ -306,20 +285,10 @@ class MetricsLog:
         Raises:
             OSError: there is still no room for the last lines.
         """
-        with self._disk, self._lines:
-            try:
-                self._write_recent()
-            finally:
-                os.close(self._file)
-
-    def _write_or_wait(self) -> None:
-        """Write the waiting lines. If that fails, warn once."""
         try:
             self._write_recent()
-        except OSError as error:
-            if not self._warned:
-                warn(f"{error}: lines wait in memory until they can be written")
-            self._warned = True
+        finally:
+            os.close(self._file)
 
     def _write_recent(self) -> None:
         """Append the waiting lines in order. A line that cannot be written whole is not in the file."""

@@ -4,11 +4,10 @@ import contextlib
 import os
 import resource
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.console import say
 from common.settings import UserError
@@ -17,19 +16,21 @@ from trainer.runtime import Runtime, device_name
 from trainer.step import accumulate_gradients
 
 SPARE = 0.05  # share of a GPU left free for libraries and for fragmentation in a long run
-_GB = 1e9
 
 
 def choose_micro_batch(
-    loss_module: nn.Module, optimizer: torch.optim.Optimizer, share: int, seq_len: int, runtime: Runtime, world: World
+    loss_module: nn.Module, share: int, seq_len: int, predict: Callable[[int], int], runtime: Runtime, world: World
 ) -> int:
     """The largest micro-batch that fits in every process, the same in all. Prints its choice.
 
-    Weights, optimizer and random numbers do not change; gradients are None afterwards.
+    A GPU reports that memory is out, so every size may be tried. On a CPU, the kernel kills the process: only sizes
+    that are predicted to take at most half of the memory are tried.
 
     Args:
-        loss_module: (m, seq_len) ids and targets -> loss, ready for training: wrapped, compiled, on its device.
+        loss_module: (m, seq_len) ids and targets -> loss, ready for training: wrapped, compiled, on its device. Its
+            weights do not change; its gradients are None afterwards.
         share: most sequences that a process has in a step; the result is at most this.
+        predict: the bytes that a step of so many sequences needs besides weights and optimizer.
 
     Raises:
         UserError: not even one sequence fits; or the weights are sharded, so that other processes would wait forever
@@ -40,19 +41,28 @@ def choose_micro_batch(
             "runtime.micro_batch=auto does not work with runtime.strategy=fsdp, whose processes wait for each "
             "other in every layer: give a number, such as runtime.micro_batch=1, or use runtime.strategy=ddp"
         )
-    trials = _Trials(loss_module, optimizer, seq_len, runtime, world)
-    most = _least(trials.most(share), world)
-    chosen = _largest(lambda size: _least(int(trials.fits(size)), world) == 1, most)
+    if world.device.type == "cuda":
+        room, most = torch.cuda.mem_get_info(world.device)[1], share
+        spare = int(SPARE * room)
+    else:
+        beside = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # if unknown, assume all processes
+        room, spare = available_memory() // beside, 0
+        most = largest(lambda size: predict(size) <= room / 2, share)
+
+    def fits(size: int) -> bool:
+        world.at(f"start: trial of {size} sequences")
+        return _least(_fits(loss_module, size, seq_len, spare, runtime, world), world) == 1
+
+    chosen = largest(fits, _least(most, world))
     if any(module._compiled_call_impl is not None for module in loss_module.modules()):
         torch.compiler.reset()  # code compiled for many sizes is slower than code for one
-    room = f"{trials.room / _GB:.1f} GB"
+    place = f"the {room / 1e9:.1f} GB of {device_name(world.device)}"
     if chosen == 0:
         raise UserError(
-            f"runtime.micro_batch=auto: not even one sequence of seq_len={seq_len} fits in the {room} of "
-            f"{device_name(world.device).strip(',')}: use a smaller model or a smaller seq_len"
+            f"runtime.micro_batch=auto: not even one sequence of seq_len={seq_len} fits in {place}: "
+            "use a smaller model or a smaller seq_len"
         )
-    need = max(trials.needs[chosen] / _GB, 0.1)
-    say(f"runtime.micro_batch=auto: {chosen} of up to {share} sequences, needs about {need:.1f} of {room}")
+    say(f"runtime.micro_batch=auto: {chosen} of up to {share} sequences, in {place}")
     return chosen
 
 
@@ -64,7 +74,7 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
+def largest(fits: Callable[[int], bool], most: int) -> int:
     """The largest size up to `most` that fits, found by doubling, then bisecting; 0 if none does."""
     good, bad = 0, most + 1
     while good + 1 < bad:
@@ -81,97 +91,30 @@ def _least(value: int, world: World) -> int:
     return min(int(each) for each in world.gather(torch.tensor([value], device=world.device)))
 
 
-class _Trials:
-    """Trial passes of one process, with everything in memory that training keeps there."""
+def _fits(module: nn.Module, size: int, seq_len: int, spare: int, runtime: Runtime, world: World) -> bool:
+    """Whether a micro-batch in the middle of a step fits in memory, with `spare` bytes left. Other errors are raised.
 
-    def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, seq_len: int, runtime: Runtime, world: World
-    ) -> None:
-        self.module, self.seq_len, self.runtime, self.world = module, seq_len, runtime, world
-        self.params = [p for p in module.parameters() if p.requires_grad]
-        self.without_state = [p for p in self.params if p not in optimizer.state]
-        self.cuda = world.device.type == "cuda"
-        beside = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # if unknown, assume all processes
-        self.room = torch.cuda.mem_get_info(world.device)[1] if self.cuda else available_memory() // beside  # bytes
-        self.needs: dict[int, int] = {}
-        """Bytes that a step of each size needs, measured on a GPU, predicted on a CPU."""
-
-    def most(self, share: int) -> int:
-        """The largest size worth trying. A GPU reports that memory is out; on a CPU, the kernel kills the process.
-
-        So on a CPU, only sizes predicted to take at most half of the memory are tried. Besides what they save, passes
-        need working memory, up to two thirds of that in models of two or more layers.
-        """
-        if self.cuda:
-            return share
-        try:
-            one, two = self._saved(1), self._saved(2)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            return 0
-        each, weights = max(1, two - one), sum(p.nbytes for p in [*self.params, *2 * self.without_state])
-        self.needs = {size: one + weights + (size - 1) * each for size in range(1, share + 1)}
-        return sum(need <= self.room / 2 for need in self.needs.values())
-
-    def fits(self, size: int) -> bool:
-        """Whether a forward and a backward pass over `size` sequences fit in memory. Other errors are raised."""
-        self.world.at(f"start: trial of {size} sequences")
-        try:
-            self._step(size)
-            return True
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            return False
-        finally:
-            for p in self.params:
-                p.grad = None
-            if self.cuda:
-                torch.cuda.empty_cache()  # blocks of this size must not fragment the memory of the next trial
-
-    def _step(self, size: int) -> None:
-        """Run a micro-batch in the middle of a step: gradients exist already, and they are not averaged, because other
-        processes would wait forever for one that runs out of memory.
-        """
-        device = self.world.device
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats(device)
-        spare = torch.empty(int(SPARE * self.room) if self.cuda else 0, dtype=torch.uint8, device=device)
-        means = [torch.empty_like(p) for p in 2 * self.without_state]  # that Adam will allocate
-        for p in self.params:
+    Gradients exist already. They are not averaged, because other processes would wait forever for one that runs out of
+    memory.
+    """
+    params = [p for p in module.parameters() if p.requires_grad]
+    try:
+        reserve = torch.empty(spare, dtype=torch.uint8, device=world.device)
+        for p in params:
             p.grad = torch.zeros_like(p)
-        accumulate_gradients(self.module, [self._batch(size)], self.runtime, self.world, sync=False)
-        del means
-        if self.cuda:
-            self.needs[size] = torch.cuda.max_memory_allocated(device) - spare.nbytes
-
-    def _saved(self, size: int) -> int:
-        module = getattr(self.module, "module", self.module)  # not DDP, which would expect a backward pass
-        # forward() is not compiled: a compiled module would not see the hooks
-        return saved_for_backward(lambda: module.forward(*self._batch(size)), self.runtime.autocast(), module)
-
-    def _batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Token ids and targets that are all 0."""
-        ids = torch.zeros(size, self.seq_len, dtype=torch.int64, device=self.world.device)
-        return ids, ids.clone()
-
-
-def saved_for_backward(
-    forward: Callable[[], object], autocast: AbstractContextManager[object], module: nn.Module
-) -> int:
-    """Bytes that a forward pass keeps for the backward pass, without the module's weights. Counts each storage once."""
-    kept: dict[int, Tensor] = {}  # by address: no address is reused while all tensors are held
-
-    def keep(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()  # without the graph, which would hold itself
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
-        forward()
-    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
+        ids = torch.zeros(size, seq_len, dtype=torch.int64, device=world.device)
+        accumulate_gradients(module, [(ids, ids)], runtime, world, sync=False)
+        del reserve
+        return True
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return False
+    finally:
+        for p in params:
+            p.grad = None
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks of this size must not fragment the memory of the next trial
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -183,27 +126,19 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     for line in _lines(proc / "meminfo"):
         if line.startswith("MemAvailable:"):
             rooms.append(int(line.split()[1]) * 1024)
-    for line in _lines(proc / "self" / "cgroup"):  # "4:memory:/a/b" (version 1), "0::/a/b" (version 2)
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, names = cgroups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        here = top / path.strip("/")
-        for group in [here, *here.parents]:
-            if group.is_relative_to(top):  # a container may see its own group as the root
-                rooms += _group_room(group, *names)
+    for line in _lines(proc / "self" / "cgroup"):
+        if line.startswith("0::"):  # version 2 of control groups: "0::/a/b"
+            here = cgroups / line[3:].strip("/")
+            groups = [group for group in [here, *here.parents] if group.is_relative_to(cgroups)]
+            rooms += [room for group in groups for room in _group_room(group)]
     return max(0, min(rooms, default=os.sysconf("SC_PHYS_PAGES") * page))
 
 
-def _group_room(group: Path, limit: str, used: str, cache: str) -> list[int]:
+def _group_room(group: Path) -> list[int]:
     """Bytes that a control group may still allocate, counting its file cache as free; empty if it has no limit."""
     with contextlib.suppress(OSError, ValueError):  # "max" is not a number
-        stat = dict(line.split() for line in _lines(group / "memory.stat"))
-        room = int((group / limit).read_text()) - int((group / used).read_text()) + int(stat.get(cache, 0))
-        return [room]
+        cache = dict(line.split() for line in _lines(group / "memory.stat")).get("inactive_file", 0)
+        return [int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + int(cache)]
     return []
 
 

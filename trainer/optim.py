@@ -11,19 +11,19 @@ from common.settings import Settings
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class AdamWConfig(Settings):
+class AdamWConfig(Settings, defaults="optim/adamw"):
     """AdamW (Loshchilov & Hutter 2019)."""
 
     name: Literal["adamw"]
-    max_lr: float = Field(6e-4, gt=0, allow_inf_nan=False)
+    max_lr: float = Field(gt=0, allow_inf_nan=False)
     """Highest learning rate; the schedule multiplies it by a factor."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    betas: tuple[Beta, Beta]
     """Decay of the running means of the gradient and of its square."""
-    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    eps: float = Field(gt=0, allow_inf_nan=False)
     """Added to the root of the mean square in the denominator."""
-    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(ge=0, allow_inf_nan=False)
     """Decoupled weight decay, applied to parameters of two or more dimensions (matrices and embeddings) only."""
-    grad_clip: float | None = Field(1.0, gt=0, allow_inf_nan=False)
+    grad_clip: float | None = Field(gt=0, allow_inf_nan=False)
     """Largest norm of the whole gradient; null: no clipping."""
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -32,13 +32,9 @@ def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
     return TrainState(
         step=0,
         run_id=secrets.token_hex(4),
-        model=config.model,
-        seed=config.seed,
-        seq_len=config.seq_len,
-        batch_tokens=config.batch_tokens,
-        data=config.data,
         dataset_dir=config.dataset_dir.absolute(),
         dataset_fingerprint=manifest.fingerprint,
+        **{name: getattr(config, name) for name in _KEPT},
     )
 
 
@@ -143,7 +139,7 @@ def _environment(world: World) -> dict[str, Any]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "git_commit": git_commit(),
-        "device": device_name(world.device).strip(","),
+        "device": device_name(world.device),
         "processes": world.size,
         "host": platform.node(),
         "pid": os.getpid(),

@@ -22,6 +22,7 @@ from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.guard import bad_steps_before, evidence_path, keep_evidence, why_bad
 from trainer.losses import evaluate
+from trainer.memory import step_memory
 from trainer.metrics import MetricsLog, Tracker, read_metrics
 from trainer.micro_batch import choose_micro_batch, out_of_memory
 from trainer.optim import named_state, set_lr
@@ -96,10 +97,15 @@ class Run:
         wanted, world = self.config.runtime.micro_batch, self.world
         if wanted != "auto":
             return wanted
-        place = f"{world.size} x {device_name(world.device).strip(',')}"
+        place = f"{world.size} x {device_name(world.device)}"
         if self.state.micro_batch is None or self.state.micro_batch_for != place:
-            most = -(-self.config.batch_size // world.size)
-            size = choose_micro_batch(self.summed_loss, self.optimizer, most, self.config.seq_len, self.runtime, world)
+            share, seq_len = -(-self.config.batch_size // world.size), self.config.seq_len
+
+            def predict(size: int) -> int:
+                memory = step_memory(self.gpt, size, seq_len, self.runtime, world.size)
+                return memory.peak - memory.weights - memory.optimizer
+
+            size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world)
             self.state = self.state.model_copy(update={"micro_batch": size, "micro_batch_for": place})
         else:
             say(f"runtime.micro_batch=auto: {self.state.micro_batch}, as chosen when this run began on {place}")
@@ -143,7 +149,7 @@ class Run:
 
     def _step(self) -> dict[str, Any]:
         config = self.config
-        self._at("data")
+        self.world.at(f"step {self.step + 1}: data")
         micro_batches = self.share(self.step) if self._ahead is None else next(self._ahead)
         lr = config.optim.max_lr * config.schedule.factor(self.step, config.max_steps)
         set_lr(self.optimizer, lr)
@@ -164,8 +170,7 @@ class Run:
         if result.refused is not None:
             return self._bad_step(result, lr)
         self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
-        tokens = self.step * config.batch_tokens
-        return {"step": self.step, "tokens": tokens, "loss": result.loss, "lr": lr, "grad_norm": result.grad_norm}
+        return self._line(loss=result.loss, lr=lr, grad_norm=result.grad_norm)
 
     def _bad_step(self, result: StepResult, lr: float) -> dict[str, Any]:
         """Halt, roll back or skip, as runtime.on_nonfinite says."""
@@ -198,8 +203,11 @@ class Run:
 
     def _skipped(self, reason: str) -> dict[str, Any]:
         self._count({})
-        tokens = self.step * self.config.batch_tokens
-        return {"step": self.step, "tokens": tokens, "event": "skipped", "reason": reason}
+        return self._line(event="skipped", reason=reason)
+
+    def _line(self, **values: Any) -> dict[str, Any]:
+        """A line of metrics.jsonl."""
+        return {"step": self.step, "tokens": self.step * self.config.batch_tokens, **values}
 
     def _count(self, update: dict[str, Any]) -> None:
         """Count a finished step, and forget skipped steps that are too old to be in a row with later ones."""
@@ -250,9 +258,6 @@ class Run:
             self.log.truncate(self.step)
         warn(f"{bad}; back to step {self.step}, and that step will be skipped")
 
-    def _at(self, place: str) -> None:
-        self.world.at(f"step {self.step + 1}: {place}")
-
     def share(self, step: int) -> MicroBatches:
         """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
         first, stop = sequences_of(self.world.rank, self.world.size, self.config.batch_size)
@@ -286,10 +291,7 @@ class Run:
         loss = evaluate(self.gpt, self.windows, self.byte_lengths, self.micro_batch, self.runtime, self.world)
         if not math.isfinite(loss.nats):
             raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
-        tokens = self.step * self.config.batch_tokens
-        self.write(
-            {"step": self.step, "tokens": tokens, "val_loss": loss.per_token, "val_bits_per_byte": loss.bits_per_byte}
-        )
+        self.write(self._line(val_loss=loss.per_token, val_bits_per_byte=loss.bits_per_byte))
         say(f"step {self.step}: validation loss {loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte")
         self.draw()
         improved = self.state.best_val_loss is None or loss.per_token < self.state.best_val_loss
@@ -309,15 +311,10 @@ class Run:
             self.log.write(line)
             self.tracker.log(line)
 
-    def check_saves(self) -> None:
-        """Report the failure of a save in the background; see Saver.check."""
-        if self.world.is_main:
-            self.saver.check()
-
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint in the background, and delete those that need not be kept; `wait` until that is done."""
-        self._at("save")
         world = self.world
+        world.at(f"step {self.step + 1}: save")
         states = world.gather(random_state(world.device).to(world.device))
         parts = [
             ("model", self._whole(self.gpt.state_dict())),
@@ -329,7 +326,7 @@ class Run:
             self.saver.save(parts, self.state.model_copy(update=where))
             if wait:
                 self.saver.finish()
-        elif self.config.runtime.strategy == "fsdp":  # the main process gathers the parts of all processes
+        else:  # with fsdp, the main process gathers the parts of all processes
             for _, tensors in parts:
                 for _ in tensors:
                     pass

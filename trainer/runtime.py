@@ -16,33 +16,33 @@ from common.settings import Settings, UserError
 from trainer.devices import device_of_gpu
 
 
-class DeviceConfig(Settings):
+class DeviceConfig(Settings, defaults="device"):
     """Device and dtype, for everything that runs a model."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"]
     """auto: a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float64"]
     """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that support it, else float32."""
 
 
-class RuntimeConfig(DeviceConfig):
+class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     """Device, dtype, and how a step runs."""
 
-    compile: Literal["auto"] | bool = "auto"
+    compile: Literal["auto"] | bool
     """torch.compile; auto: on GPUs."""
-    micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = 8
+    micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"]
     """Most sequences per forward pass of a process; gradients are accumulated up to the global batch.
     auto: as many as fit in memory."""
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Literal["ddp", "fsdp"]
     """ddp: every process holds the whole model; fsdp: each holds a part, for models too large for one GPU."""
-    on_nonfinite: Literal["halt", "skip", "rollback"] = "halt"
+    on_nonfinite: Literal["halt", "skip", "rollback"]
     """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: skip the batch; rollback: go back to
     the last checkpoint, and skip the batch when it comes again."""
-    max_bad_steps: int = Field(3, ge=0)
+    max_bad_steps: int = Field(ge=0)
     """Most steps in a row that are skipped; one more stops the run."""
-    spike_sigmas: float | None = Field(None, gt=0, allow_inf_nan=False)
+    spike_sigmas: float | None = Field(gt=0, allow_inf_nan=False)
     """A loss this many standard deviations above the mean of about the last 100 counts as bad; null: never."""
-    hang_seconds: float | None = Field(600.0, gt=0, allow_inf_nan=False)
+    hang_seconds: float | None = Field(gt=0, allow_inf_nan=False)
     """If one of several processes makes no progress for this long, all stop and name it; null: they wait forever."""
 
 
@@ -105,7 +105,7 @@ def device_name(device: torch.device) -> str:
     """The name that the device reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"the CPU, {torch.get_num_threads()} threads,"
+    return f"the CPU with {torch.get_num_threads()} threads"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from common.console import warn
@@ -53,9 +54,9 @@ class Saver:
         error, self._error = self._error, None
         if error is None:
             return
-        if not isinstance(error, OSError):
+        if not isinstance(error, OSError | SafetensorError):
             raise error
-        why = error.strerror or error
+        why = getattr(error, "strerror", None) or error
         problem = f"the save after step {self.saved_step} failed ({why}); earlier checkpoints are whole"
         if last or self._config.on_error == "stop":
             hint = "" if last else ", or use checkpoint.on_error=continue to keep training"

@@ -11,7 +11,7 @@ from pydantic import Field
 from common.settings import Settings
 
 
-class OneCycle(Settings):
+class OneCycle(Settings, defaults="schedule/one_cycle"):
     """Rise to the maximum in warmup_steps, then fall to the end (Smith & Topin 2018). The published model's schedule.
 
     Equal to torch's OneCycleLR with pct_start = warmup_steps / max_steps, div_factor = 1 / start and
@@ -19,13 +19,13 @@ class OneCycle(Settings):
     """
 
     name: Literal["one_cycle"]
-    warmup_steps: int = Field(2000, ge=1)
+    warmup_steps: int = Field(ge=1)
     """Steps until the maximum."""
-    start: float = Field(0.1, gt=0, le=1)
+    start: float = Field(gt=0, le=1)
     """First learning rate, as a factor of the maximum."""
-    end: float = Field(0.1, ge=0, le=1)
+    end: float = Field(ge=0, le=1)
     """Last learning rate, as a factor of the maximum."""
-    anneal: Literal["cos", "linear"] = "cos"
+    anneal: Literal["cos", "linear"]
     """Shape of the rise and the fall."""
 
     def factor(self, step: int, max_steps: int) -> float:
@@ -37,51 +37,52 @@ class OneCycle(Settings):
         return shape(1.0, self.end, _progress(step, peak, last))
 
 
-class Cosine(Settings):
+class _LinearWarmup(Settings):
+    """Linear warm-up from 0."""
+
+    warmup_steps: int = Field(ge=0)
+    """Steps until the maximum."""
+
+    def factor(self, step: int, max_steps: int) -> float:
+        """Factor of the maximum at `step`."""
+        return (step + 1) / self.warmup_steps if step < self.warmup_steps else self.after_warmup(step, max_steps)
+
+    def after_warmup(self, step: int, max_steps: int) -> float:
+        """Factor of the maximum at a step after the warm-up."""
+        return 1.0
+
+
+class Cosine(_LinearWarmup, defaults="schedule/cosine"):
     """Linear warm-up from 0, then half a cosine down to `end`."""
 
     name: Literal["cosine"]
-    warmup_steps: int = Field(2000, ge=0)
-    """Steps until the maximum."""
-    end: float = Field(0.1, ge=0, le=1)
+    end: float = Field(ge=0, le=1)
     """Last learning rate, as a factor of the maximum."""
 
-    def factor(self, step: int, max_steps: int) -> float:
+    def after_warmup(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
         return _cosine(1.0, self.end, _progress(step, self.warmup_steps, max_steps - 1))
 
 
-class WSD(Settings):
+class WSD(_LinearWarmup, defaults="schedule/wsd"):
     """Linear warm-up, constant phase, linear decay (Hu et al. 2024). The constant phase can be extended at any time."""
 
     name: Literal["wsd"]
-    warmup_steps: int = Field(2000, ge=0)
-    """Steps until the maximum."""
-    decay: float = Field(0.2, gt=0, le=1)
+    decay: float = Field(gt=0, le=1)
     """Length of the decay, as a fraction of max_steps."""
-    end: float = Field(0.0, ge=0, le=1)
+    end: float = Field(ge=0, le=1)
     """Last learning rate, as a factor of the maximum."""
 
-    def factor(self, step: int, max_steps: int) -> float:
+    def after_warmup(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
         decay_from = max(self.warmup_steps, max_steps - 1 - round(self.decay * max_steps))
         return _linear(1.0, self.end, _progress(step, decay_from, max_steps - 1))
 
 
-class Constant(Settings):
+class Constant(_LinearWarmup, defaults="schedule/constant"):
     """Linear warm-up, then constant."""
 
     name: Literal["constant"]
-    warmup_steps: int = Field(0, ge=0)
-    """Steps until the maximum."""
-
-    def factor(self, step: int, max_steps: int) -> float:
-        """Factor of the maximum at `step`."""
-        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
 
 ScheduleConfig = Annotated[OneCycle | Cosine | WSD | Constant, Field(discriminator="name")]

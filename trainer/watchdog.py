@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from common.exits import AGAIN
 
-_READINGS = 4
+_READINGS = 16
 """A process counts as stopped if this many readings find its beat unchanged."""
 _ANSWER_SECONDS = 2.0
-"""How long the store has to answer whether a process has failed."""
-_KEEP_STORE_SECONDS = 5.0
-"""How long the process that hosts the store stays at most for the others to read it."""
+"""How long the store has to answer the main thread."""
+_KEEP_STORE_SECONDS = 3.0
+"""How long a process that hosts the store stays after a failure, for the others to read about it."""
 
 
 class Beat(NamedTuple):
-    """What a process reports about itself every few seconds."""
+    """What a process reports about itself all the time."""
 
     rank: int
     host: str
@@ -49,13 +49,13 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Which processes hang. All processes end when one has reached a verdict."""
+    """Why all processes end: the first one that is published counts."""
 
     ranks: list[int]
-    """The processes that the others wait for; empty if they cannot be told apart."""
-    speaker: int
-    """The process that prints the line."""
+    """The processes that the others wait for, empty if they cannot be told apart; or the one that failed."""
     line: str
+    speaker: int | None = None
+    """The process that prints the line; None: one has failed, and all others print it."""
 
 
 def judge(beats: list[Beat], stopped: set[int], hang_seconds: float) -> Verdict | None:
@@ -86,7 +86,7 @@ def judge(beats: list[Beat], stopped: set[int], hang_seconds: float) -> Verdict 
         places = "; ".join(f"{beat.who}, {beat.where}" for beat in beats)
         line = f"all processes hang, none behind the others: {places}"
     ranks = [beat.rank for beat in blamed]
-    return Verdict(ranks, min((beat.rank for beat in beats if beat.rank not in ranks), default=-1), line)
+    return Verdict(ranks, line, speaker=min((beat.rank for beat in beats if beat.rank not in ranks), default=-1))
 
 
 class Watchdog:
@@ -110,11 +110,10 @@ class Watchdog:
             hosts_store: whether the store ends with this process.
         """
         self.verdict: Verdict | None = None
-        self.failed: int | None = None
-        """The first process that ended with an error of its own, once this one knows."""
+        """Why all processes end, once this one knows."""
         self._store, self._rank, self._size = store, rank, size
         self._hang_seconds, self._collectives, self._hosts_store = hang_seconds or math.inf, collectives, hosts_store
-        self._interval = min(self._hang_seconds / 4, 5.0)
+        self._interval = min(self._hang_seconds / 16, 1.0)
         self._at = ("start", time.monotonic())
         self._stop = threading.Event()
         self._finished = False
@@ -124,9 +123,11 @@ class Watchdog:
         self._thread.start()
 
     @property
-    def failure(self) -> str:
+    def failure(self) -> str | None:
         """The error message of a process that stops because another one failed."""
-        return f"error: process {self._rank} stops: process {self.failed} ended with an error, see its message"
+        if self.verdict is None or self.verdict.speaker is not None:
+            return None
+        return f"error: process {self._rank} stops: {self.verdict.line}"
 
     def at(self, place: str) -> None:
         """Note where the main thread is."""
@@ -134,18 +135,13 @@ class Watchdog:
 
     def report_failure(self) -> None:
         """Tell the others that this process has failed, before they notice that it is gone."""
+        line = f"process {self._rank} ended with an error, see its message"
+        self._ask_store(lambda: self._publish(Verdict([self._rank], line)))
 
-        def report() -> None:
-            self._store.compare_set("failed", "", str(self._rank))
-            self._need_store_no_more()
-
-        _within(_ANSWER_SECONDS, report)
-
-    def ask_for_failure(self) -> int | None:
-        """The process that has failed, if any. Takes bounded time even if the store does not answer."""
-        if self.failed is None:
-            _within(_ANSWER_SECONDS, self._look_for_failure)
-        return self.failed
+    def ask(self) -> Verdict | None:
+        """Why all processes end, if anything is known."""
+        self._ask_store(self._read_verdict)
+        return self.verdict
 
     def leave(self) -> None:
         """Stop watching, and let the others go on without this process."""
@@ -159,40 +155,41 @@ class Watchdog:
         self._thread.join(_READINGS * self._interval)
 
     def keep_store(self) -> None:
-        """If this process hosts the store, wait a few seconds for the others to finish with it."""
-        deadline = time.monotonic() + _KEEP_STORE_SECONDS
-        others = [f"done/{rank}" for rank in range(self._size) if rank != self._rank]
-        with contextlib.suppress(RuntimeError):
-            while self._hosts_store and not self._store.check(others) and time.monotonic() < deadline:
-                time.sleep(0.02)
+        """If this process hosts the store, and one has failed, give the others time to read which."""
+        if self._hosts_store and self.failure is not None:
+            time.sleep(_KEEP_STORE_SECONDS)
+
+    def _ask_store(self, ask: Callable[[], object]) -> None:
+        """Ask the store from the main thread, in bounded time even if it does not answer."""
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):
+                ask()
+
+        thread = threading.Thread(target=run, name="ask_store", daemon=True)
+        thread.start()
+        thread.join(_ANSWER_SECONDS)
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone; the process group has a timeout of its own
-            while not self._stop.is_set() and self._look_for_failure() is None:
+            while not self._stop.wait(self._interval) and self._read_verdict() is None:
                 self._beat()
-                for _ in range(math.ceil(self._interval)):  # a failed process stays for less than an interval
-                    if self._stop.wait(min(self._interval, 1.0)) or self._look_for_failure() is not None:
-                        break
-        if self.failed is not None:
+                if self._seconds() > self._hang_seconds:
+                    self._look_around()
+                else:
+                    self._readings.clear()
+        if self.failure is not None:
             self._end_after_failure()
-        if self._finished:
+        elif self.verdict is not None:
+            self._end_after_hang(self.verdict)
+        elif self._finished:
             with contextlib.suppress(RuntimeError):
-                self._publish()
-                self._need_store_no_more()
-
-    def _beat(self) -> None:
-        self._publish()
-        if self._seconds() > self._hang_seconds:
-            self._look_around()
-        else:
-            self._readings.clear()
-        if self._store.check(["verdict"]):
-            self._end_after_hang(Verdict(*json.loads(self._store.get("verdict"))))
+                self._beat()
 
     def _seconds(self) -> float:
         return time.monotonic() - self._at[1]
 
-    def _publish(self) -> None:
+    def _beat(self) -> None:
         self._count += 1
         place, since = self._at
         seconds, begun = time.monotonic() - since, self._collectives()
@@ -211,29 +208,28 @@ class Watchdog:
             stopped = {beat.rank for beat in beats if beat.number == before[beat.rank]}
             verdict = judge(beats, stopped - {self._rank}, self._hang_seconds)
             if verdict is not None:
-                self._store.compare_set("verdict", "", json.dumps(verdict))
+                self._publish(verdict)
 
-    def _look_for_failure(self) -> int | None:
-        if self.failed is None and self._store.check(["failed"]):
-            self.failed = int(self._store.get("failed"))
-            self._need_store_no_more()
-        return self.failed
+    def _publish(self, verdict: Verdict) -> None:
+        self._store.compare_set("verdict", "", json.dumps(verdict))
+        self._read_verdict()
 
-    def _need_store_no_more(self) -> None:
-        self._store.set(f"done/{self._rank}", "yes")
+    def _read_verdict(self) -> Verdict | None:
+        if self._store.check(["verdict"]):
+            self.verdict = Verdict(*json.loads(self._store.get("verdict")))
+        return self.verdict
 
     def _end_after_failure(self) -> None:
         """End this process, unless its main thread makes progress or notices the failure by itself."""
         patience = _READINGS * self._interval
         while not self._stop.wait(patience):
             if self._seconds() > patience:
-                _print(self.failure)
+                _print(str(self.failure))
                 self.keep_store()
                 os._exit(1)
 
     def _end_after_hang(self, verdict: Verdict) -> None:
         """End this process, after the others had time to read the verdict too."""
-        self.verdict = verdict
         if self._rank in verdict.ranks or not verdict.ranks:
             _print(f"rank {self._rank}, pid {os.getpid()}, makes no progress; its threads are at:")
             faulthandler.dump_traceback(file=2, all_threads=True)
@@ -246,15 +242,3 @@ class Watchdog:
 def _print(line: str) -> None:
     """Write to standard error, whatever locks the main thread holds."""
     os.write(2, f"{line}\n".encode())
-
-
-def _within(seconds: float, ask: Callable[[], object]) -> None:
-    """Ask a store that may not answer, without waiting longer than this."""
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            ask()
-
-    thread = threading.Thread(target=run, name="ask_store", daemon=True)
-    thread.start()
-    thread.join(seconds)

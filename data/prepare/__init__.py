@@ -2,6 +2,7 @@
 
 1. `sources`    A source yields documents in a fixed order: Python's own library, text files, .jsonl files (`archives`
                 unpacks them), a Hugging Face dataset. What cannot be read is yielded too, with its reason.
+                `items` are what it yields.
 2. `encode`     Worker processes tokenize batches of documents. Batches come back in input order.
 3. `parts`      Every few seconds, a part of the documents is finished on the disk. A run that was stopped goes on after
                 the last part; with num_tasks, each machine writes parts of its own.

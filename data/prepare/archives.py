@@ -3,32 +3,25 @@
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from common.settings import UserError
+from data.prepare.items import Seen, Unreadable
 
 LONGEST_LINE = 2**28
 _READ_BYTES = 4_096  # compressed; small, because a hostile archive can unpack to 30,000 times its size
-_PIECE_BYTES = 2**21
+_PIECE_BYTES = 2**21  # decompressed; small enough to split even if it is nothing but newlines
 _OTHERS = {".xz", ".bz2", ".zip", ".7z", ".rar", ".tar", ".parquet", ".arrow"}
 
 
-class DamagedArchive(Exception):
-    """A compressed file that ends too early or is corrupted."""
-
-    def __init__(self, reason: Literal["corrupted archive", "truncated archive"]) -> None:
-        self.reason: Literal["corrupted archive", "truncated archive"] = reason
-
-
-def read_lines(path: Path, seen: Callable[[int], object]) -> Iterator[bytes | bytearray | None]:
+def read_lines(path: Path, seen: Seen) -> Iterator[bytes | bytearray | None]:
     r"""Yield the lines of a plain, .gz or .zst file, without b"\n". Nothing else ends a line, not U+2028 or "\r".
 
     A line of more than LONGEST_LINE bytes is skipped: None.
-    `seen` is called with the number of bytes of the file that were read since the last call.
 
     Raises:
         OSError: the file cannot be read.
-        DamagedArchive: after the last complete line.
+        Unreadable: the archive is damaged; after the last complete line.
     """
     begun: bytearray | None = bytearray()  # the line that the next chunk continues; None if it is too long
     for chunk in _chunks(path, seen):
@@ -44,29 +37,30 @@ def read_lines(path: Path, seen: Callable[[int], object]) -> Iterator[bytes | by
         yield begun
 
 
-def _chunks(path: Path, seen: Callable[[int], object]) -> Iterator[bytes]:
+def read_bytes(path: Path, seen: Seen, n_bytes: int) -> Iterator[bytes]:
+    """Yield the content of a file in pieces of `n_bytes`."""
+    with open(path, "rb") as file:
+        while chunk := file.read(n_bytes):
+            seen(len(chunk))
+            yield chunk
+
+
+def _chunks(path: Path, seen: Seen) -> Iterator[bytes]:
     """Yield the content of a file in pieces of bounded size, decompressed as its suffix says.
 
     Raises:
         UserError: files with this suffix are not supported.
     """
-    suffix = path.suffix.lower()
+    raw, suffix = read_bytes(path, seen, _READ_BYTES), path.suffix.lower()
     if suffix in _OTHERS:
         raise UserError(f"{path} is not .jsonl, .jsonl.gz or .jsonl.zst: decompress or convert it")
     if suffix == ".zst":
         from zstandard import ZstdDecompressor, ZstdError
 
-        return _decompressed(_raw(path, seen), lambda: ZstdDecompressor().decompressobj(), ZstdError)
+        return _decompressed(raw, lambda: ZstdDecompressor().decompressobj(), ZstdError)
     if suffix == ".gz":
-        return _decompressed(_raw(path, seen), lambda: zlib.decompressobj(wbits=31), zlib.error)
-    return _raw(path, seen)
-
-
-def _raw(path: Path, seen: Callable[[int], object]) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            seen(len(chunk))
-            yield chunk
+        return _decompressed(raw, lambda: zlib.decompressobj(wbits=31), zlib.error)
+    return raw
 
 
 def _decompressed(raw: Iterator[bytes], new_frame: Callable[[], Any], broken: type[Exception]) -> Iterator[bytes]:
@@ -78,11 +72,9 @@ def _decompressed(raw: Iterator[bytes], new_frame: Callable[[], Any], broken: ty
             try:
                 content = frame.decompress(chunk)
             except broken:
-                raise DamagedArchive("corrupted archive") from None
-            for start in range(
-                0, len(content), _PIECE_BYTES
-            ):  # small enough to split even if it is nothing but newlines
+                raise Unreadable("corrupted archive") from None
+            for start in range(0, len(content), _PIECE_BYTES):
                 yield content[start : start + _PIECE_BYTES]
             chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
-        raise DamagedArchive("truncated archive")
+        raise Unreadable("truncated archive")

@@ -8,21 +8,21 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from common.console import Track, say
 from common.files import write_atomic
 from common.settings import Settings, UserError
 from data.prepare.encode import Batch, Encoded, OnError, encode_all
+from data.prepare.items import Position
 from data.prepare.join import EmptySplit, existing, join, partial_dir
 from data.prepare.parts import FINISHED, Plan, read_parts, remove, start, write_part, writing
-from data.prepare.sources import FileSource, Position, Source, SourceConfig
-from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId, token_dtype
+from data.prepare.sources import FileSource, Source, SourceConfig
+from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId
 from data.tokenizer import TokenizerConfig, build_tokenizer
 
 
-class PrepareConfig(Settings):
+class PrepareConfig(Settings, defaults="prepare"):
     """Settings of scripts/prepare_data.py."""
 
     data: SourceConfig
@@ -31,19 +31,19 @@ class PrepareConfig(Settings):
     """How their text becomes token ids."""
     out_dir: Path
     """The dataset directory to make; with num_tasks, the folder of all parts."""
-    val_fraction: float | None = Field(default=None, gt=0, lt=1)
+    val_fraction: float | None = Field(gt=0, lt=1)
     """The share of documents for the validation split. null: 0.05 for stdlib and text, 0.005 for jsonl and pile."""
-    shard_tokens: PositiveInt = 100_000_000
+    shard_tokens: PositiveInt
     """A shard is full with the document that reaches this number of tokens."""
-    dedup: Literal["none", "exact"] = "none"
+    dedup: Literal["none", "exact"]
     """exact: keep only the first of documents with the same text."""
-    on_error: OnError = "skip"
+    on_error: OnError
     """What to do with documents that cannot be read. skip: count them by reason. stop: end with an error."""
-    workers: PositiveInt | None = None
+    workers: PositiveInt | None
     """Processes that tokenize; the dataset does not depend on their number. null: one for every CPU."""
-    num_tasks: PositiveInt = 1
+    num_tasks: PositiveInt
     """The number of machines that share the work; scripts/merge_dataset.py joins what they wrote."""
-    task_index: NonNegativeInt = 0
+    task_index: NonNegativeInt
     """The number of this machine, from 0: it reads its share of the input files."""
 
     @model_validator(mode="after")
@@ -59,8 +59,7 @@ class PrepareConfig(Settings):
         """Return the settings that decide what the dataset holds, and its whole input, as JSON for its manifest."""
         kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens", "dedup"})
         fraction = self.data.usual_val_fraction if self.val_fraction is None else self.val_fraction
-        task = {"num_tasks": self.num_tasks, "task_index": self.task_index} if self.num_tasks > 1 else {}
-        return {**kept, "val_fraction": fraction, "input": self.data.inputs(), **task}
+        return {**kept, "val_fraction": fraction, "input": self.data.inputs()}
 
 
 def prepare(config: PrepareConfig) -> Manifest | None:
@@ -80,7 +79,7 @@ def prepare(config: PrepareConfig) -> Manifest | None:
     with writing(folder):
         start(folder, plan, tokenizer)
         if not (folder / FINISHED).exists():
-            _write_parts(config, source, folder, token_dtype(tokenizer.n_vocab))
+            _write_parts(config, source, folder)
         if is_task:
             say(f"{folder} is ready: when all {config.num_tasks} tasks are, run scripts/merge_dataset.py")
             return None
@@ -109,12 +108,11 @@ def _share(config: PrepareConfig) -> tuple[Source, Path]:
     return config.data.share(task_index, num_tasks), part_dir(config.out_dir, task_index, num_tasks)
 
 
-def _write_parts(config: PrepareConfig, source: Source, folder: Path, dtype: np.dtype) -> None:
+def _write_parts(config: PrepareConfig, source: Source, folder: Path) -> None:
     """Tokenize what follows the parts that are in the folder."""
-    parts = read_parts(folder, dtype)
-    after = None
-    if parts:
-        after = Position(parts[-1].info.input, parts[-1].info.number)
+    parts = read_parts(folder)
+    after = parts[-1].position if parts else None
+    if after:
         documents = sum(part.info.documents for part in parts)
         say(f"going on with {folder}: {documents:,} documents have been read, up to {after.input}:{after.number}")
     with contextlib.closing(_read(config, source, folder, after)) as batches:

@@ -1,9 +1,7 @@
 """From documents to token ids: worker processes tokenize batches, which come back in input order."""
 
-import codecs
 import functools
 import hashlib
-import itertools
 import multiprocessing
 import os
 import signal
@@ -18,15 +16,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from common.settings import UserError
-from data.prepare.json_lines import LONG
-from data.prepare.sources import Document, Position, Raw, Seen, Source, Unreadable
+from data.prepare.items import Position, Raw, Seen, Unreadable
+from data.prepare.sources import Source
 from data.shards import token_dtype
-from data.tokenizer import Tokenizer, TokenizerFailed, load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 
+LONG = 2**24
+"""An item of more characters is encoded alone, in this process: few such items are in memory at a time."""
 _BATCH_CHARACTERS = 2**20
 _BATCH_ITEMS = 10_000
-_BATCHES_WORTH_WORKERS = 16  # fewer take less time than worker processes take to start
-_CHUNK = 2**20
+_BATCHES_WORTH_WORKERS = 8  # that are encoded before worker processes start, which takes as long
 
 OnError = Literal["skip", "stop"]
 
@@ -34,10 +33,7 @@ OnError = Literal["skip", "stop"]
 class Encoded(NamedTuple):
     """One document that has been tokenized."""
 
-    input: str
-    """Where it came from: a file, a dataset."""
-    number: int
-    """Its line or document number in that input, from 1."""
+    position: Position
     set_name: str
     tokens: int
     """How many token ids it has, <|endoftext|> included."""
@@ -46,17 +42,28 @@ class Encoded(NamedTuple):
     """16 bytes that are equal only for equal texts."""
 
 
+class Skipped(NamedTuple):
+    """One item that is no document."""
+
+    position: Position
+    reason: str
+
+    @property
+    def where(self) -> str:
+        """Where the item is, for messages."""
+        return f"{self.position.input}:{self.position.number}"
+
+
 class Batch(NamedTuple):
     """Items of the input in order."""
 
-    items: list[Encoded | Unreadable]
+    items: list[Encoded | Skipped]
+    """At least one. A run may go on after the position of the last."""
     ids: np.ndarray
     """Token ids of all documents, one after the other, in the type of the shards."""
-    position: Position
-    """Where the last item stands: a run may go on after it."""
 
 
-def document_digest(utf8: bytes | bytearray) -> bytes:
+def document_digest(utf8: bytes) -> bytes:
     """Return the digest of a text."""
     return hashlib.blake2b(utf8, digest_size=16).digest()
 
@@ -74,7 +81,7 @@ def encode_all(
 
     Args:
         workers: processes that parse and tokenize; where there is little to do, this process does it alone.
-        on_error: whether an item that cannot be read is yielded as Unreadable, or ends the run.
+        on_error: whether an item that cannot be read is yielded as Skipped, or ends the run.
         seen: is called with the number of bytes of the input that have been read since the last call.
         after: begin after this position.
 
@@ -84,7 +91,7 @@ def encode_all(
     encoder = _Encoder(source, tokenizer_file)
     for batch in _in_order(_groups(source.documents(seen, after)), encoder, workers):
         for item in batch.items:
-            if isinstance(item, Unreadable) and on_error == "stop":
+            if isinstance(item, Skipped) and on_error == "stop":
                 raise UserError(f"{item.where}: {item.reason}: correct it, or skip such items with on_error=skip")
         yield batch
 
@@ -107,26 +114,16 @@ def _groups(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
 
 
 def _in_order(groups: Iterator[list[Raw]], encoder: "_Encoder", workers: int) -> Iterator[Batch]:
-    """Encode groups in worker processes, or in this process if there are few. A long item is encoded here, alone."""
-    head = []
-    for group in groups:
-        head.append(group)
-        if len(head) == _BATCHES_WORTH_WORKERS or _is_long(group):
-            break
-    else:
-        workers = 1  # there are no more groups
-    groups = itertools.chain(head, groups)
-    if workers == 1:
-        yield from map(encoder.encode, groups)
-        return
+    """Encode groups in worker processes; the first groups and long items in this process."""
     spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (encoder,))
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (encoder,))  # starts workers when they are needed
     pending: deque[Future[Batch]] = deque()
     try:
-        for group in groups:
-            while pending and (len(pending) >= 2 * workers or _is_long(group)):
+        for number, group in enumerate(groups):
+            here = workers == 1 or number < _BATCHES_WORTH_WORKERS or group[0].size > LONG
+            while pending and (here or len(pending) >= 2 * workers):
                 yield pending.popleft().result()
-            if _is_long(group):
+            if here:
                 yield encoder.encode(group)
             else:
                 pending.append(_submit(pool, group))
@@ -149,10 +146,6 @@ def _submit(pool: ProcessPoolExecutor, group: list[Raw]) -> Future[Batch]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _is_long(group: list[Raw]) -> bool:
-    return group[0].size > LONG
-
-
 class _Encoder:
     """Parses and tokenizes."""
 
@@ -166,31 +159,24 @@ class _Encoder:
 
     def encode(self, group: list[Raw]) -> Batch:
         """Encode a group."""
-        items: list[Encoded | Unreadable] = []
-        ids = bytearray()
+        dtype = token_dtype(self.tokenizer.n_vocab)
+        end = np.array([self.tokenizer.eot_id], dtype)
+        items: list[Encoded | Skipped] = []
+        arrays = [end[:0]]
         for raw in group:
-            document = raw.content if isinstance(raw.content, Unreadable) else self.source.parse(raw)
-            start = len(ids)
             try:
-                items.append(document if isinstance(document, Unreadable) else self._encode(raw, document, ids))
-            except TokenizerFailed:
-                del ids[start:]
-                items.append(Unreadable("cannot be tokenized", f"{raw.position.input}:{raw.position.number}"))
-        return Batch(items, np.frombuffer(ids, token_dtype(self.tokenizer.n_vocab)), group[-1].position)
-
-    def _encode(self, raw: Raw, document: Document, ids: bytearray) -> Encoded:
-        """Encode one document and append its ids to `ids`."""
-        dtype, text, start = token_dtype(self.tokenizer.n_vocab), document.text, len(ids)
-        utf8 = text.encode() if isinstance(text, str) else text
-        for part in self.tokenizer.encode_arrays([text] if isinstance(text, str) else _decoded(text)):
-            ids += part.astype(dtype).tobytes()
-        ids += np.array([self.tokenizer.eot_id], dtype).tobytes()
-        tokens = (len(ids) - start) // dtype.itemsize
-        return Encoded(*raw.position, document.set_name, tokens, len(utf8), document_digest(utf8))
-
-
-def _decoded(utf8: bytearray) -> Iterator[str]:
-    return codecs.iterdecode((bytes(utf8[i : i + _CHUNK]) for i in range(0, len(utf8), _CHUNK)), "utf-8")
+                text, set_name = self.source.parse(raw)
+                utf8 = text.encode()
+            except Unreadable as error:
+                items.append(Skipped(raw.position, str(error)))
+            except UnicodeEncodeError:  # JSON's "\ud800" is half a character, which UTF-8 cannot hold
+                items.append(Skipped(raw.position, "lone surrogate"))
+            else:
+                ids = [*(ids.astype(dtype) for ids in self.tokenizer.encode_arrays(text)), end]
+                tokens = sum(part.size for part in ids)
+                items.append(Encoded(raw.position, set_name, tokens, len(utf8), document_digest(utf8)))
+                arrays += ids
+        return Batch(items, np.concatenate(arrays))
 
 
 _encoder: _Encoder  # of a worker process

@@ -1,6 +1,5 @@
 """Showing a dataset: its sets as a table and a chart, its text, and the documents behind a training step."""
 
-import io
 import unicodedata
 from pathlib import Path
 
@@ -37,24 +36,27 @@ def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
     names, tokens = bars(manifest)
     from matplotlib.figure import Figure  # here, because importing it is slow
 
+    from common.figures import png, short_count
+
+    def short(n: int) -> str:
+        return short_count(float(f"{n:.3g}"), 0)
+
     figure = Figure(figsize=(9, 1.6 + 0.3 * len(names)), layout="constrained")
     axes = figure.subplots()
     begins = np.zeros(len(names))
     for split, widths, color in zip(manifest.splits, tokens, ("tab:blue", "tab:orange"), strict=True):
-        label = f"{split}, {_short(int(widths.sum()))} tokens"
+        label = f"{split}, {short(int(widths.sum()))} tokens"
         drawn = axes.barh(names, widths, left=begins, color=color, label=label)
         begins += widths
-    axes.bar_label(drawn, [f" {_short(int(n))}, {n / tokens.sum():.1%}" for n in begins], fontsize=9)
+    axes.bar_label(drawn, [f" {short(int(n))}, {n / tokens.sum():.1%}" for n in begins], fontsize=9)
     axes.margins(x=0.2, y=0.01)
-    axes.xaxis.set_major_formatter(_short)
+    axes.xaxis.set_major_formatter(short_count)
     axes.set_xlabel("tokens")
     axes.set_title(title)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     axes.legend(loc="lower right")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    write_atomic(path, buffer.getvalue())
+    write_atomic(path, png(figure))
 
 
 def bars(manifest: Manifest) -> tuple[list[str], np.ndarray]:
@@ -92,12 +94,6 @@ def documents_table(dataset_dir: Path, manifest: Manifest, split: SplitName, win
             part = f"{begin - place.start:,} - {end - place.start:,}", f"{place.stop - place.start:,}"
             _add_row(table, visible(place.set_name), visible(place.input), place.number, *part, row, begin)
     return table
-
-
-def _short(n: float, _: object = None) -> str:
-    """Format a number in short: 166 k, 3.37 M, 388 B."""
-    size, unit = next(((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if n >= size), (1, ""))
-    return f"{float(f'{n / size:.3g}'):g}{unit}"
 
 
 def visible(text: str, kept: str = "") -> str:

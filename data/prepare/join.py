@@ -1,9 +1,5 @@
 """Joining parts to a dataset: duplicates are dropped, documents fall into splits, and shards are filled in order."""
 
-import contextlib
-import hashlib
-import itertools
-import math
 import os
 import shutil
 import time
@@ -14,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from common.console import Track, say, show_table
-from common.files import open_file, sync_directory
+from common.files import sync_directory
 from common.settings import UserError
 from data.prepare.inspect import sets_table
 from data.prepare.parts import Plan, StoredPart, changes_between, damaged, read_parts, remove
@@ -28,18 +24,15 @@ from data.shards import (
     Manifest,
     Split,
     SplitName,
-    check_sum,
     read_manifest,
-    token_dtype,
     write_manifest,
 )
 from data.tokenizer import load_tokenizer, save_tokenizer
 
 _SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 _DROPPED = -1  # in place of the number of a split
+_DUPLICATE = "duplicate document"
 _DOCUMENTS_AT_ONCE = 2**23  # whose digests are sorted together, which takes some 400 MB
-_ENOUGH_PLACES = 1000  # documents from which a val_fraction is suggested where a split would be empty
-_WANTED_IN_A_SPLIT = 10  # documents that this split gets with it
 
 
 class EmptySplit(UserError):
@@ -85,10 +78,9 @@ def join(folders: list[Path], plan: Plan, out_dir: Path) -> Manifest:
     if tokenizer.sha256 != plan.tokenizer.sha256:
         raise damaged(folders[0], f"{TOKENIZER} is another tokenizer")
     save_tokenizer(tokenizer, directory / TOKENIZER)
-    parts = [part for folder in folders for part in read_parts(folder, token_dtype(tokenizer.n_vocab))]
+    parts = [part for folder in folders for part in read_parts(folder)]
     joint = _Joint(directory, plan)
     joint.write(parts)
-    joint.check_not_empty(parts)
     manifest = joint.manifest()
     write_manifest(directory, manifest)
     os.replace(directory, out_dir.resolve())
@@ -102,7 +94,9 @@ class _Joint:
     """A dataset that is being joined."""
 
     def __init__(self, directory: Path, plan: Plan) -> None:
-        self.directory, self.plan, self.n_vocab = directory, plan, plan.tokenizer.n_vocab
+        self.plan = plan
+        shard_tokens = plan.prepared["shard_tokens"]
+        self.writers = [ShardWriter(directory, split, plan.tokenizer.n_vocab, shard_tokens) for split in _SPLITS]
         self.inputs: dict[str, int] = {}
         self.set_names: dict[str, int] = {}
         """Names and their numbers, in the order of their first document."""
@@ -117,71 +111,69 @@ class _Joint:
         total = sum(part.info.documents for part in parts)
         exact = self.plan.prepared["dedup"] == "exact"
         duplicates = find_duplicates(parts) if exact else np.zeros(total, bool)
-        done, shard_tokens = 0, self.plan.prepared["shard_tokens"]
-        with contextlib.ExitStack() as stack, Track("joining, documents", total) as track:
-            writers = [ShardWriter(self.directory, split, self.n_vocab, shard_tokens) for split in _SPLITS]
-            for writer in writers:
-                stack.enter_context(writer)
+        with Track("joining, documents", total) as track:
             for part in parts:
-                entries = part.entries()
-                self._add(part, entries, duplicates[done : done + entries.size], writers)
-                track.advance(entries.size)
-                done += entries.size
-            self.shards = [writer.finish() for writer in writers]
+                self.add(part, duplicates[track.done : track.done + part.info.documents])
+                track.advance(part.info.documents)
 
-    def _add(self, part: StoredPart, entries: np.ndarray, duplicate: np.ndarray, writers: list[ShardWriter]) -> None:
-        for reason, where in part.info.first.items():
-            self.first.setdefault(reason, where)
-        self.skipped.update(part.info.skipped)
+    def add(self, part: StoredPart, duplicate: np.ndarray) -> None:
+        """Write the documents of a part that are not duplicates, and count all."""
+        entries = part.entries()
         if duplicate.any():
-            self.skipped["duplicate document"] += int(duplicate.sum())
             found = entries[duplicate][0]
-            self.first.setdefault("duplicate document", f"{part.info.inputs[found['input']]}:{found['number']}")
+            self.first.setdefault(_DUPLICATE, f"{part.info.inputs[found['input']]}:{found['number']}")
+        self.first = part.info.first | self.first
+        self.skipped.update({**part.info.skipped, _DUPLICATE: int(duplicate.sum())})
         is_val = document_places(entries) < self.plan.prepared["val_fraction"]
         split = np.where(duplicate, _DROPPED, is_val.astype(np.int64))
-        records = np.zeros(entries.size, RECORD)
-        records["number"] = entries["number"]
-        records["input"] = _renumber(entries["input"], ~duplicate, part.info.inputs, self.inputs)
         sets = _renumber(entries["set"], ~duplicate, part.info.set_names, self.set_names)
         if len(self.set_names) > MAX_SETS:
             name = list(self.set_names)[MAX_SETS]
             raise UserError(f"{name!r} is one more than the {MAX_SETS:,} sets a dataset can hold")
-        records["set"] = sets
-        for i in range(len(_SPLITS)):
+        records = np.zeros(entries.size, RECORD)
+        records["number"], records["set"] = entries["number"], sets
+        records["input"] = _renumber(entries["input"], ~duplicate, part.info.inputs, self.inputs)
+        ids, lengths = part.ids(), entries["tokens"].astype(np.int64)
+        for i, writer in enumerate(self.writers):
             mine = split == i
-            for unit, amounts in enumerate((entries["tokens"][mine], None, entries["utf8_bytes"][mine])):
+            for unit, amounts in enumerate((lengths[mine], None, entries["utf8_bytes"][mine])):
                 self.counts[i, :, unit] += np.bincount(sets[mine], amounts, MAX_SETS).astype(np.int64)
-        _copy(part, entries["tokens"].astype(np.int64), records, split, writers)
-
-    def check_not_empty(self, parts: list[StoredPart]) -> None:
-        """Raise EmptySplit if one of the splits has no documents."""
-        documents = self.counts[:, :, 1].sum(axis=1).tolist()
-        if all(documents):
-            return
-        if not any(documents):
-            why = ", ".join(f"{n} x {reason}" for reason, n in self.skipped.items()) or "it has no documents"
-            raise EmptySplit(f"the corpus is empty ({why}): check data.path")
-        empty = _SPLITS[documents.index(0)]
-        raise EmptySplit(
-            f"none of {sum(documents)} documents went to '{empty}' with "
-            f"val_fraction={self.plan.prepared['val_fraction']}: {_remedy(parts, empty)}"
-        )
+            writer.append(ids[np.repeat(mine, lengths)], lengths[mine], records[mine])
 
     def manifest(self) -> Manifest:
-        """Return what was written."""
+        """Finish the shards and return what was written.
+
+        Raises:
+            EmptySplit: one of the splits has no documents.
+        """
+        self._check_not_empty()
         splits = {}
-        for name, counts, shards in zip(_SPLITS, self.counts.tolist(), self.shards, strict=True):
+        for name, counts, writer in zip(_SPLITS, self.counts.tolist(), self.writers, strict=True):
             used = [(set_name, counts[i]) for set_name, i in sorted(self.set_names.items()) if counts[i][1]]
             sets = {set_name: Counts(tokens=n[0], documents=n[1], utf8_bytes=n[2]) for set_name, n in used}
-            splits[name] = Split(sets=sets, shards=shards)
+            splits[name] = Split(sets=sets, shards=writer.finish())
         return Manifest(
             tokenizer=self.plan.tokenizer,
             inputs=list(self.inputs),
             set_names=list(self.set_names),
             splits=splits,
-            skipped=dict(sorted(self.skipped.items())),
+            skipped=dict(sorted((+self.skipped).items())),
             prepared=self.plan.prepared,
         )
+
+    def _check_not_empty(self) -> None:
+        documents = self.counts[:, :, 1].sum(axis=1).tolist()
+        if not any(documents):
+            why = ", ".join(f"{n} x {reason}" for reason, n in (+self.skipped).items()) or "it has no documents"
+            raise EmptySplit(f"the corpus is empty ({why}): check data.path")
+        if not all(documents):
+            empty = _SPLITS[documents.index(0)]
+            change = "larger" if empty == "val" else "smaller"
+            raise EmptySplit(
+                f"none of {sum(documents)} documents went to '{empty}' with "
+                f"val_fraction={self.plan.prepared['val_fraction']}: give a {change} val_fraction, "
+                "or add documents with other texts"
+            )
 
 
 def document_places(entries: np.ndarray) -> np.ndarray:
@@ -224,45 +216,6 @@ def _renumber(numbers: np.ndarray, kept: np.ndarray, names: list[str], table: di
     for number in used[np.argsort(first)].tolist():
         new[number] = table.setdefault(names[number], len(table))
     return new[numbers]
-
-
-def _copy(
-    part: StoredPart, lengths: np.ndarray, records: np.ndarray, split: np.ndarray, writers: list[ShardWriter]
-) -> None:
-    """Copy the token ids of a part, by runs of documents that go to the same place, and check their sum."""
-    path, sha256, dtype = part.path("bin"), hashlib.sha256(), writers[0].dtype
-    borders = [0, *(np.flatnonzero(np.diff(split)) + 1).tolist(), split.size] if split.size else []
-    with open_file(path) as file:
-        for first, last in itertools.pairwise(borders):
-            content = file.read(int(lengths[first:last].sum()) * dtype.itemsize)
-            sha256.update(content)
-            if split[first] != _DROPPED:
-                writer = writers[split[first]]
-                writer.append(np.frombuffer(content, dtype), lengths[first:last], records[first:last])
-    try:
-        check_sum(path, sha256.hexdigest(), part.info.sha256)
-    except UserError as error:
-        raise damaged(part.folder, error) from None
-
-
-def _remedy(parts: list[StoredPart], empty: SplitName) -> str:
-    """Say what to do about an empty split: a val_fraction that gives it some documents, if there is one."""
-    places = np.empty(0)
-    for part in parts:
-        places = np.union1d(places, document_places(part.entries()))
-        if places.size >= _ENOUGH_PLACES:
-            break
-    if places.size < 2:
-        return "the text decides, and there is only one: add documents with other texts"
-    some = min(_WANTED_IN_A_SPLIT, places.size // 2)
-    n_val = some if empty == "val" else places.size - some
-    return f"try val_fraction={_shortest_between(*places[n_val - 1 : n_val + 1].tolist())} or add documents"
-
-
-def _shortest_between(low: float, high: float) -> float:
-    """Return a number of few decimal places that is above `low` and at most `high`."""
-    shortened = (math.floor(high * 10**digits) / 10**digits for digits in range(1, 17))
-    return next((x for x in shortened if low < x <= high), high)
 
 
 def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str], seconds: float) -> None:

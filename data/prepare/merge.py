@@ -6,10 +6,9 @@ from pathlib import Path
 from common.settings import UserError
 from data.prepare.dataset import part_dir
 from data.prepare.join import existing, join, partial_dir
-from data.prepare.parts import FINISHED, Plan, read_plan, writing
+from data.prepare.parts import FINISHED, read_plan, writing
 from data.shards import Manifest
 
-_TASK_KEYS = ("num_tasks", "task_index")  # in a task's settings, not in those of the whole
 _PART_NAME = re.compile(r"task-(\d{5})-of-(\d{5})")
 
 
@@ -20,7 +19,7 @@ def merge(parts_dir: Path, out_dir: Path) -> Manifest:
         UserError: a task is not finished, its parts are damaged, or it had other settings than the first.
     """
     folders = find_tasks(parts_dir)
-    plans = [_plan_of_the_whole(folder) for folder in folders]
+    plans = [read_plan(folder) for folder in folders]
     for folder, plan in zip(folders, plans, strict=True):
         if changes := plans[0].changes(plan):
             raise UserError(
@@ -55,9 +54,3 @@ def find_tasks(parts_dir: Path) -> list[Path]:
             f"with task_index={missing[0]}, to its end"
         )
     return folders
-
-
-def _plan_of_the_whole(folder: Path) -> Plan:
-    plan = read_plan(folder)
-    whole = {key: value for key, value in plan.prepared.items() if key not in _TASK_KEYS}
-    return plan.model_copy(update={"prepared": whole})

@@ -2,37 +2,39 @@
 
 A folder of parts, one for each task:
 
-plan.json               what the dataset is made of
-finished                an empty file: the whole input has been read
-tokenizer.json          the tokenizer
-part-00000.bin ...      token ids of the documents of a part, in the order of the input
-part-00000.entries ...  an ENTRY for each of these documents
-part-00000.json ...     everything else, and the sums of these two files; it is written last
+plan.json           what the dataset is made of
+tokenizer.json      the tokenizer
+part-00000.npz ...  `ids`, the token ids of the documents of a part, in the order of the input; `entries`, an ENTRY for
+                    each of these documents; `info`, a `Part` as JSON. The file carries checksums
+finished            an empty file: the whole input has been read
 
-A part is finished when its .json is there. A run that is stopped loses only the part that it was writing: the next run
-goes on after the last finished part. Where parts begin and end has no influence on the dataset.
+A part has its name only when all of it is on the disk. A run that is stopped loses only the part that it was writing:
+the next run goes on after the last part. Where parts begin and end has no influence on the dataset.
 """
 
 import contextlib
 import errno
-import hashlib
+import io
+import json
 import os
 import shutil
 import time
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 
-from common.files import make_directory, read_json, write_json
+from common.files import make_directory, open_file, read_json, write_atomic, write_json
 from common.lock import owned
 from common.settings import UserError, decode, differences
-from data.prepare.encode import Batch
-from data.prepare.sources import Position, Unreadable
-from data.prepare.writer import HashedFile
-from data.shards import TOKENIZER, Count, Sha256, Strict, TokenizerId, check_size, check_sum
+from data.prepare.encode import Batch, Skipped
+from data.prepare.items import Position
+from data.shards import TOKENIZER, Count, Strict, TokenizerId
 from data.tokenizer import Tokenizer, save_tokenizer
 
 PLAN = "plan.json"
@@ -44,7 +46,7 @@ ENTRY = np.dtype(
 that input; its set, a number into the part's `set_names`; the size and the digest of its text."""
 
 _SECONDS_OF_A_PART = 5.0
-_TOKENS_OF_A_PART = 2**25
+_TOKENS_OF_A_PART = 2**24
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -64,12 +66,11 @@ class Plan(Strict):
 
 
 class Part(Strict):
-    """One finished part."""
+    """What a part holds beside its documents."""
 
     input: str
     """Where its last item stands in the input; the next part begins after it."""
     number: int
-    tokens: Count
     documents: Count
     inputs: list[str]
     set_names: list[str]
@@ -77,8 +78,26 @@ class Part(Strict):
     """Items that are no documents, by reason."""
     first: dict[str, str]
     """Where each reason was met first."""
-    sha256: Sha256
-    entries_sha256: Sha256
+
+
+class StoredPart(NamedTuple):
+    """A part and its file."""
+
+    path: Path
+    info: Part
+
+    @property
+    def position(self) -> Position:
+        """Where its last item stands in the input."""
+        return Position(self.info.input, self.info.number)
+
+    def entries(self) -> np.ndarray:
+        """Read its entries: ENTRY (documents,). Raises UserError if they are damaged."""
+        return _read(self.path, "entries")
+
+    def ids(self) -> np.ndarray:
+        """Read its token ids. Raises UserError if they are damaged."""
+        return _read(self.path, "ids")
 
 
 def changes_between(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -100,8 +119,7 @@ def writing(folder: Path) -> Iterator[None]:
         UserError: another process holds the lock, or the disk is full.
     """
     make_directory(folder, "out_dir")
-    taken = f"{folder} is being written by another process: wait until it is done"
-    with owned(folder, lambda: taken):
+    with owned(folder, lambda: f"{folder} is being written by another process: wait until it is done"):
         try:
             yield
         except OSError as error:
@@ -112,7 +130,7 @@ def writing(folder: Path) -> Iterator[None]:
                 "same command again, it goes on from what is written"
             ) from None
         finally:
-            if not (folder / FINISHED).exists() and not any(folder.glob("part-*.json")):
+            if not (folder / FINISHED).exists() and not any(folder.glob("part-*.npz")):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -153,93 +171,63 @@ def read_plan(folder: Path) -> Plan:
         raise damaged(folder, error) from None
 
 
-class StoredPart(NamedTuple):
-    """A finished part and where it is."""
-
-    folder: Path
-    number: int
-    info: Part
-
-    def path(self, suffix: str) -> Path:
-        """Return the path of one of its files."""
-        return _file(self.folder, self.number, suffix)
-
-    def entries(self) -> np.ndarray:
-        """Read its entries: ENTRY (documents,).
-
-        Raises:
-            UserError: they are damaged.
-        """
-        content = self.path("entries").read_bytes()
-        try:
-            check_sum(self.path("entries"), hashlib.sha256(content).hexdigest(), self.info.entries_sha256)
-        except UserError as error:
-            raise damaged(self.folder, error) from None
-        return np.frombuffer(content, ENTRY)
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05}.npz"
 
 
-def _file(folder: Path, number: int, suffix: str) -> Path:
-    return folder / f"part-{number:05}.{suffix}"
+def _read(path: Path, name: str) -> np.ndarray:
+    try:
+        with open_file(path) as file, NpzFile(file) as arrays:
+            return arrays[name]
+    except (OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise damaged(path.parent, f"{path.name}: {error}") from None
 
 
-def read_parts(folder: Path, dtype: np.dtype) -> list[StoredPart]:
-    """Read the finished parts of a folder in order, and check the sizes of their files.
+def read_parts(folder: Path) -> list[StoredPart]:
+    """Read the parts of a folder in order, without their documents.
 
     Raises:
-        UserError: a file is missing, damaged or of another size.
+        UserError: a file is missing or damaged.
     """
-    parts = []
-    try:
-        for number in range(len(list(folder.glob("part-*.json")))):
-            part = StoredPart(folder, number, decode(Part, read_json(_file(folder, number, "json"))))
-            check_size(part.path("bin"), part.info.tokens * dtype.itemsize)
-            check_size(part.path("entries"), part.info.documents * ENTRY.itemsize)
-            parts.append(part)
-    except UserError as error:
-        raise damaged(folder, error) from None
-    return parts
+    paths = [_path(folder, number) for number in range(len(list(folder.glob("part-*.npz"))))]
+    return [StoredPart(path, decode(Part, json.loads(_read(path, "info").tobytes()))) for path in paths]
 
 
 def write_part(folder: Path, number: int, batches: Iterator[Batch]) -> bool:
     """Write the next part, the batches of the next few seconds, to the disk. False if there are no more batches."""
-    tokens = documents = 0
-    position: Position | None = None
+    ids: list[np.ndarray] = []
+    entries: list[np.ndarray] = []
     inputs: dict[str, int] = {}
     set_names: dict[str, int] = {}
     skipped: Counter[str] = Counter()
     first: dict[str, str] = {}
     due = time.monotonic() + _SECONDS_OF_A_PART
-    with HashedFile(_file(folder, number, "bin")) as ids, HashedFile(_file(folder, number, "entries")) as entries:
-        for batch in batches:
-            rows = []
-            for item in batch.items:
-                if isinstance(item, Unreadable):
-                    skipped[item.reason] += 1
-                    first.setdefault(item.reason, item.where)
-                else:
-                    input_ = inputs.setdefault(item.input, len(inputs))
-                    set_ = set_names.setdefault(item.set_name, len(set_names))
-                    rows.append((item.tokens, input_, item.number, set_, item.utf8_bytes, item.digest))
-            ids.write(batch.ids.data)
-            entries.write(np.array(rows, ENTRY).tobytes())
-            tokens += batch.ids.size
-            documents += len(rows)
-            position = batch.position
-            if tokens >= _TOKENS_OF_A_PART or time.monotonic() >= due:
-                break
-        if position is None:
-            return False
-        part = Part(
-            input=position.input,
-            number=position.number,
-            tokens=tokens,
-            documents=documents,
-            inputs=list(inputs),
-            set_names=list(set_names),
-            skipped=skipped,
-            first=first,
-            sha256=ids.finish(),
-            entries_sha256=entries.finish(),
-        )
-    write_json(_file(folder, number, "json"), part.model_dump(mode="json"))
+    for batch in batches:
+        rows = []
+        for item in batch.items:
+            if isinstance(item, Skipped):
+                skipped[item.reason] += 1
+                first.setdefault(item.reason, item.where)
+            else:
+                input_ = inputs.setdefault(item.position.input, len(inputs))
+                set_ = set_names.setdefault(item.set_name, len(set_names))
+                rows.append((item.tokens, input_, item.position.number, set_, item.utf8_bytes, item.digest))
+        ids.append(batch.ids)
+        entries.append(np.array(rows, ENTRY))
+        if sum(part.size for part in ids) >= _TOKENS_OF_A_PART or time.monotonic() >= due:
+            break
+    if not ids:
+        return False
+    part = Part(
+        **batch.items[-1].position._asdict(),
+        documents=sum(part.size for part in entries),
+        inputs=list(inputs),
+        set_names=list(set_names),
+        skipped=skipped,
+        first=first,
+    )
+    content = io.BytesIO()
+    info = np.frombuffer(part.model_dump_json().encode(), np.uint8)
+    np.savez(content, ids=np.concatenate(ids), entries=np.concatenate(entries), info=info)
+    write_atomic(_path(folder, number), content.getvalue())
     return True

@@ -6,72 +6,22 @@ To add a source: a class here with its `name`, its place in `SourceConfig`, and 
 
 import codecs
 import glob
+import json
 import os
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
+import orjson
 from pydantic import Field
 
 from common.console import warn
 from common.settings import Settings, UserError
-from data.prepare.archives import DamagedArchive, read_lines
-from data.prepare.json_lines import NotRead, parse_line
-
-Reason = Literal[
-    "cannot be tokenized",
-    "corrupted archive",
-    "empty document",
-    "empty file",
-    "invalid UTF-8",
-    "line too long",
-    "lone surrogate",
-    "malformed JSON",
-    "missing text",
-    "text is not a string",
-    "truncated archive",
-    "unreadable file",
-]
-
-
-class Document(NamedTuple):
-    """One text and the named set it is counted under. The text is not empty and has a UTF-8 form."""
-
-    text: str | bytearray
-    """A bytearray is UTF-8, for a text so long that a str would take too much memory."""
-    set_name: str
-
-
-class Unreadable(NamedTuple):
-    """An item that is no document: why, and where it is."""
-
-    reason: Reason
-    where: str
-
-
-class Position(NamedTuple):
-    """A place in a source. Items after it are in a later input or have a higher number."""
-
-    input: str
-    """A name in `Source.inputs`: a file, a dataset."""
-    number: int
-    """The number of the line or document in that input, from 1."""
-
-
-class Raw(NamedTuple):
-    """An item as it was read, before the source's `parse`."""
-
-    position: Position
-    content: Any
-    """Bytes, text or other plain data, which goes to a worker process; Unreadable if it could not even be read."""
-    size: int
-    """About the number of its characters."""
-
-
-Seen = Callable[[int], object]  # called with the number of bytes of the input read since the last call
+from data.prepare.archives import read_bytes, read_lines
+from data.prepare.items import Document, Position, Raw, Seen, Unreadable
 
 
 def _nobody(_: int) -> None:
@@ -81,7 +31,9 @@ def _nobody(_: int) -> None:
 class Source(Settings):
     """Where documents come from."""
 
-    usual_val_fraction: ClassVar[float]
+    usual_val_fraction: ClassVar[float] = 0.05
+    name: str
+    """Also the set of a document that does not name its own."""
 
     def inputs(self) -> dict[str, int | None]:
         """Return the names of all inputs in reading order, with their sizes in bytes; None if a size is not known."""
@@ -96,9 +48,24 @@ class Source(Settings):
         """Yield all items in a fixed order, or those after a position. What cannot be read is an item too."""
         raise NotImplementedError
 
-    def parse(self, raw: Raw) -> Document | Unreadable:
-        """Turn an item of `documents` into a document."""
-        raise NotImplementedError
+    def parse(self, raw: Raw) -> Document:
+        """Turn an item of `documents` into a document.
+
+        Raises:
+            Unreadable: it is none.
+        """
+        if isinstance(raw.content, Unreadable):
+            raise raw.content
+        text, set_name = self.text_and_set(raw.content)
+        if not isinstance(text, str):
+            raise Unreadable("text is not a string")
+        if not text:
+            raise Unreadable("empty document")
+        return Document(text, set_name)
+
+    def text_and_set(self, content: Any) -> tuple[Any, str]:
+        """Return the text of an item's content, and its set."""
+        return content, self.name
 
 
 class FileSource(Source):
@@ -110,8 +77,12 @@ class FileSource(Source):
         """Return all files by the names that positions give them, in order."""
         raise NotImplementedError
 
-    def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
-        """Yield the items of one file, with increasing numbers."""
+    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
+        """Yield what has a number in a file, such as its lines; None for what is no item.
+
+        Raises:
+            OSError, UnicodeDecodeError, Unreadable: the file cannot be read any further.
+        """
         raise NotImplementedError
 
     def share(self, task_index: int, num_tasks: int) -> "FileSource":
@@ -127,17 +98,32 @@ class FileSource(Source):
     def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
         """Read the files in order. Files before the position's are not opened, its own is read from the beginning."""
         paths = self._paths()
-        names = [name for name, _ in paths]
-        if after and after.input not in names:
-            raise UserError(f"{after.input} is not among the input files any more: restore it, or start again")
-        current = names.index(after.input) if after else -1
-        for number, (name, path) in enumerate(paths):
-            if number < current:
-                seen(_size(path))
-            elif after and number == current:
-                yield from (raw for raw in self.read(name, path, seen) if raw.position.number > after.number)
-            else:
-                yield from self.read(name, path, seen)
+        start = [name for name, _ in paths].index(after.input) if after else 0
+        seen(sum(_size(path) for _, path in paths[:start]))
+        for name, path in paths[start:]:
+            for raw in self._items(name, path, seen):
+                if not after or name != after.input or raw.position.number > after.number:
+                    yield raw
+
+    def _items(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
+        """Yield the items of one file; of a damaged one, those before the damage."""
+        number, error = 0, None
+        try:
+            for number, content in enumerate(self.read(path, seen), start=1):
+                if content is not None:
+                    yield Raw(Position(name, number), content, 0 if isinstance(content, Unreadable) else len(content))
+            if number == 0:
+                error = Unreadable("empty file")
+        except OSError as failure:
+            if number:  # the file is readable: a failing disk must not cost the rest of it
+                raise UserError(f"{path} can't be read after line {number} ({failure.strerror}): try again") from None
+            error = Unreadable("unreadable file")
+        except UnicodeDecodeError:
+            error = Unreadable("invalid UTF-8")
+        except Unreadable as damage:
+            error = damage
+        if error:
+            yield Raw(Position(name, number + 1), error, 0)
 
     def _paths(self) -> list[tuple[str, Path]]:
         files, (task_index, num_tasks) = list(self.paths().items()), self._task
@@ -151,8 +137,6 @@ def _size(path: Path) -> int:
 class StdlibSource(FileSource):
     """The Python sources of the interpreter's own standard library: real text that every machine has."""
 
-    usual_val_fraction: ClassVar[float] = 0.05
-
     name: Literal["stdlib"]
 
     def paths(self) -> dict[str, Path]:
@@ -162,109 +146,74 @@ class StdlibSource(FileSource):
         names = [path.relative_to(root) for path in root.rglob("*.py")]
         return {str(name): root / name for name in sorted(names) if not excluded.intersection(name.parts)}
 
-    def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
+    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the file as one document."""
-        try:
-            text = "".join(_text(path, seen))
-            yield Raw(Position(name, 1), text, len(text))
-        except OSError:
-            yield _missing("unreadable file", name, 1)
-        except UnicodeDecodeError:
-            yield _missing("invalid UTF-8", name, 1)
-
-    def parse(self, raw: Raw) -> Document | Unreadable:
-        """Return the document."""
-        return _document(raw.content, "stdlib", raw.position.input)
+        yield "".join(_text(path, seen))
 
 
-class TextSource(FileSource):
-    """Text files in UTF-8."""
+class NamedFiles(FileSource):
+    """A source of files that the user names."""
 
-    usual_val_fraction: ClassVar[float] = 0.05
-
-    name: Literal["text"]
     path: str | list[str]
     """A file, a glob (`**` reaches into folders), or a list of them."""
 
     def paths(self) -> dict[str, Path]:
-        """Return the files that `path` names."""
-        return _files(self.path)
+        """Return each file that `path` names once: patterns in the given order, the files of a pattern sorted."""
+        found: dict[str, str] = {}  # by their real paths
+        for pattern in [self.path] if isinstance(self.path, str) else self.path:
+            matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+            files = [match for match in matches if not os.path.isdir(match)]
+            if not files:
+                raise UserError(f"data.path={pattern} matches no file: give a file or a glob such as 'folder/**/*.txt'")
+            for file in files:
+                found.setdefault(os.path.realpath(file), file)
+        return {file: Path(file) for file in found.values()}
 
-    def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
+
+class TextSource(NamedFiles, defaults="data/text"):
+    """Text files in UTF-8."""
+
+    name: Literal["text"]
+
+    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, so that the split by hash has a choice."""
-        number = 0
-        try:
-            for _ in _text(path):  # a file with an error is refused as a whole
-                pass
-            for number, passage in enumerate(passages(_text(path, seen)), start=1):
-                yield Raw(Position(name, number), passage, len(passage))
-        except OSError:
-            yield _missing("unreadable file", name, number + 1)
-        except UnicodeDecodeError:
-            yield _missing("invalid UTF-8", name, number + 1)
-
-    def parse(self, raw: Raw) -> Document | Unreadable:
-        """Return the document."""
-        return _document(raw.content, "text", raw.position.input)
+        for _ in _text(path, _nobody):  # a file with an error is refused as a whole
+            pass
+        yield from passages(_text(path, seen))
 
 
-class JsonlSource(FileSource):
+class JsonlSource(NamedFiles, defaults="data/jsonl"):
     """JSON lines, one object a document: .jsonl, .jsonl.gz or .jsonl.zst, such as the Pile's files."""
 
     usual_val_fraction: ClassVar[float] = 0.005
 
     name: Literal["jsonl"]
-    path: str | list[str]
-    """A file, a glob (`**` reaches into folders), or a list of them."""
-    text_field: str = "text"
+    text_field: str
     """The key that holds the text. The set is `meta.pile_set_name` where there is one, else `jsonl`."""
 
-    def paths(self) -> dict[str, Path]:
-        """Return the files that `path` names."""
-        return _files(self.path)
+    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
+        """Yield the lines of a file; a blank line is not a document."""
+        for line in read_lines(path, seen):
+            yield Unreadable("line too long") if line is None else line if line.strip() else None
 
-    def read(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
-        """Yield the lines of a file; of a damaged archive, those before the damage."""
-        number = 0
-        try:
-            for number, line in enumerate(read_lines(path, seen), start=1):
-                if line is None:
-                    yield _missing("line too long", name, number)
-                elif line.strip():  # a blank line is not a document
-                    yield Raw(Position(name, number), line, len(line))
-        except OSError as error:
-            if number:  # the file is readable: a failing disk must not cost the rest of it
-                raise UserError(f"{path} can't be read after line {number} ({error.strerror}): try again") from None
-            yield _missing("unreadable file", name, 1)
-        except DamagedArchive as damage:
-            yield _missing(damage.reason, name, number + 1)
-        else:
-            if number == 0:
-                yield _missing("empty file", name, 1)
-
-    def parse(self, raw: Raw) -> Document | Unreadable:
-        """Return the document."""
-        where = f"{raw.position.input}:{raw.position.number}"
-        try:
-            record = parse_line(raw.content, self.text_field)
-        except NotRead as error:
-            return Unreadable(error.fault, where)
-        return _record(record, self.text_field, "jsonl", where)
+    def text_and_set(self, content: Any) -> tuple[Any, str]:
+        """Parse a line."""
+        return _of_record(parse_line(content), self.text_field, self.name)
 
 
-class PileSource(Source):
+class PileSource(Source, defaults="data/pile"):
     """A Hugging Face dataset, streamed: the Pile, or any other with a text column."""
 
     usual_val_fraction: ClassVar[float] = 0.005
 
     name: Literal["pile"]
-    path: str = "monology/pile-uncopyrighted"
+    path: str
     """A dataset on the hub, or a builder such as `json` together with data_files."""
-    revision: str | None = None
+    revision: str | None
     """A commit or tag of the dataset; null: the newest."""
-    data_files: str | list[str] | None = None
+    data_files: str | list[str] | None
     """Only these files, in the hub's dataset or, for a builder, here; null: all."""
-    text_field: str = "text"
+    text_field: str
     """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `pile`."""
 
     def inputs(self) -> dict[str, int | None]:
@@ -288,13 +237,11 @@ class PileSource(Source):
                 rows = self._open(first, state)
                 for row in rows:
                     number, failures = number + 1, 0
-                    content = row.get(self.text_field), row.get("meta")
-                    size = len(content[0]) if isinstance(content[0], str) else 0
-                    yield Raw(Position(self.path, number), content, size)
+                    text = row.get(self.text_field)
+                    content = {self.text_field: text, "meta": row.get("meta")}
+                    yield Raw(Position(self.path, number), content, len(text) if isinstance(text, str) else 0)
                 return
-            except FileNotFoundError as error:
-                raise UserError(f"data.path={self.path} data.data_files={self.data_files}: {error}") from None
-            except (ValueError, DatasetsError) as error:
+            except (FileNotFoundError, ValueError, DatasetsError) as error:
                 raise UserError(
                     f"data.path={self.path} cannot be read at row {number + 1} ({error}): {_ADVICE}"
                 ) from None
@@ -310,11 +257,9 @@ class PileSource(Source):
                 time.sleep(_SECONDS_BEFORE_RETRY * failures)
                 state = rows.state_dict()
 
-    def parse(self, raw: Raw) -> Document | Unreadable:
-        """Return the document."""
-        text, meta = raw.content
-        where = f"{raw.position.input} row {raw.position.number}"
-        return _record({self.text_field: text, "meta": meta}, self.text_field, "pile", where)
+    def text_and_set(self, content: Any) -> tuple[Any, str]:
+        """Return what a row holds."""
+        return _of_record(content, self.text_field, self.name)
 
     def _open(self, first: int, state: Any) -> Any:
         """Open the stream after its first rows, or where an earlier stream was."""
@@ -335,7 +280,6 @@ def _is_of_the_network(error: Exception) -> bool:
 
 
 SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | PileSource, Field(discriminator="name")]
-SOURCES = {get_args(cls.model_fields["name"].annotation)[0]: cls for cls in get_args(get_args(SourceConfig)[0])}
 
 _ADVICE = "copy its .jsonl.zst files to this machine and use data=jsonl data.path='files/*.jsonl.zst'"
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
@@ -373,52 +317,33 @@ def _end_of_passage(text: str, start: int) -> int:
     return cut.end() if cut else end
 
 
-def _document(text: Any, set_name: str, where: str) -> Document | Unreadable:
-    if not isinstance(text, str | bytearray):
-        return Unreadable("text is not a string", where)
-    if not text:
-        return Unreadable("empty document", where)
+def parse_line(line: bytes | bytearray) -> Any:
+    """Return the JSON value of a line. Raises Unreadable."""
     try:
-        if isinstance(text, str):
-            text.encode()
-    except UnicodeEncodeError:  # JSON's "\ud800" is half a character, which UTF-8 cannot hold
-        return Unreadable("lone surrogate", where)
-    return Document(text, set_name)
+        return orjson.loads(line)
+    except ValueError:  # json accepts more (a byte order mark, NaN, half characters), and names the reason
+        pass
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise Unreadable("invalid UTF-8") from None
+    except (ValueError, RecursionError):
+        raise Unreadable("malformed JSON") from None
 
 
-def _record(record: Any, text_field: str, default_set: str, where: str) -> Document | Unreadable:
+def _of_record(record: Any, text_field: str, default_set: str) -> tuple[Any, str]:
     if not isinstance(record, dict) or record.get(text_field) is None:
-        return Unreadable("missing text", where)
+        raise Unreadable("missing text")
     meta = record.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
     if not (isinstance(name, str) and name and name.isprintable()):  # it is printed to terminals
         name = default_set
-    return _document(record[text_field], name, where)
+    return record[text_field], name
 
 
-def _missing(reason: Reason, name: str, number: int) -> Raw:
-    where = f"{name}:{number}" if number > 1 else name
-    return Raw(Position(name, number), Unreadable(reason, where), 0)
-
-
-def _files(path: str | list[str]) -> dict[str, Path]:
-    """Return each file that `data.path` names once: patterns in the given order, the files of a pattern sorted."""
-    found: dict[str, str] = {}  # by their real paths
-    for pattern in [path] if isinstance(path, str) else path:
-        matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-        files = [match for match in matches if not os.path.isdir(match)]
-        if not files:
-            raise UserError(f"data.path={pattern} matches no file: give a file or a glob such as 'folder/**/*.txt'")
-        for file in files:
-            found.setdefault(os.path.realpath(file), file)
-    return {file: Path(file) for file in found.values()}
-
-
-def _text(path: Path, seen: Seen = _nobody) -> Iterator[str]:
+def _text(path: Path, seen: Seen) -> Iterator[str]:
     """Yield the text of a file in chunks of bounded size."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with open(path, "rb") as file:
-        while content := file.read(_READ_BYTES):
-            seen(len(content))
-            yield decoder.decode(content)
-        yield decoder.decode(b"", final=True)
+    for content in read_bytes(path, seen, _READ_BYTES):
+        yield decoder.decode(content)
+    yield decoder.decode(b"", final=True)

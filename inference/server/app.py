@@ -115,6 +115,6 @@ def _model(served: Served) -> dict[str, Any]:
     limits = {
         "max_prompt_tokens": served.limits.max_prompt_tokens,
         "max_tokens": served.limits.max_tokens,
-        "max_model_len": served.limits.max_len,
+        "max_model_len": served.max_len,
     }
     return {"id": served.name, "object": "model", "created": 0, "owned_by": "log-gpt"} | limits

@@ -18,8 +18,9 @@ from common.settings import UserError, decode, nearest
 from data.tokenizer import Tokenizer
 from inference.completion import Completion, Piece, TextRequest
 from inference.server.answer import Answer, usage
+from inference.server.config import ServeConfig
 from inference.server.errors import ApiError, api_error
-from inference.server.protocol import CompletionRequest, Limits, text_requests
+from inference.server.protocol import CompletionRequest, text_requests
 from inference.server.worker import Worker
 
 _LARGEST_BODY = 2**24  # bytes
@@ -32,7 +33,9 @@ class Served:
     name: str
     worker: Worker
     tokenizer: Tokenizer
-    limits: Limits
+    limits: ServeConfig
+    max_len: int | None
+    """The model's learned positions; None: no limit."""
     hosts: frozenset[str] | None
     """Host names that browsers may use for this server; None: any."""
 
@@ -46,7 +49,7 @@ async def complete(http: Request, served: Served) -> Response:
     if n_texts > most:
         raise ApiError(400, f"prompts times n are {n_texts} texts: this server takes at most {most} at once")
     try:
-        texts = await run_in_threadpool(text_requests, request, served.tokenizer, served.limits)
+        texts = await run_in_threadpool(text_requests, request, served.tokenizer, served.limits, served.max_len)
     except UserError as error:
         raise ApiError(400, str(error)) from None
     answer = Answer(served.name, served.tokenizer, request.logprobs is not None)

@@ -8,21 +8,21 @@ from common.settings import Settings
 from trainer.runtime import DeviceConfig
 
 
-class ServeConfig(Settings):
+class ServeConfig(Settings, defaults="serve"):
     """The settings of scripts/serve.py."""
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
-    host: str = "127.0.0.1"
+    host: str
     """Address to listen at; 127.0.0.1: only programs on this machine can reach it."""
-    port: int = Field(8000, ge=0, le=65535)
+    port: int = Field(ge=0, le=65535)
     """0: any free port."""
-    max_streams: int = Field(16, ge=1)
+    max_streams: int = Field(ge=1)
     """Texts written at once, in one batch."""
-    max_queue: int = Field(64, ge=0)
+    max_queue: int = Field(ge=0)
     """Texts that may wait for a place; more are refused with status 429."""
-    max_prompt_tokens: int = Field(16384, ge=1)
+    max_prompt_tokens: int = Field(ge=1)
     """Longest prompt."""
-    max_tokens: int = Field(4096, ge=1)
+    max_tokens: int = Field(ge=1)
     """Longest continuation."""
     runtime: DeviceConfig

@@ -5,7 +5,6 @@ https://platform.openai.com/docs/api-reference/completions
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -14,6 +13,7 @@ from common.settings import Settings, UserError
 from data.tokenizer import Tokenizer
 from inference.completion import TextRequest, read_ids
 from inference.sampling import SamplingConfig
+from inference.server.config import ServeConfig
 
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # every new token's text is compared with all beginnings of these
 _NOT_OFFERED = {
@@ -98,18 +98,12 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token_id) is int for token_id in prompt)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one text."""
-
-    max_prompt_tokens: int
-    max_tokens: int
-    max_len: int | None
-    """The model's learned positions; None: no limit."""
-
-
-def text_requests(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits) -> list[TextRequest]:
+def text_requests(
+    request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig, max_len: int | None
+) -> list[TextRequest]:
     """The texts that a request asks for: n for the first prompt, n for the second, ...
+
+    `max_len`: the model's learned positions; None: no limit.
 
     Raises:
         UserError: a text is too long, or has invalid token ids.
@@ -137,6 +131,6 @@ def text_requests(request: CompletionRequest, tokenizer: Tokenizer, limits: Limi
                 echo=request.echo,
                 prompt_start=len(ids) - len(given),
             )
-            text.check_length(limits.max_len)
+            text.check_length(max_len)
             texts.append(text)
     return texts

@@ -15,7 +15,6 @@ from inference.load import load
 from inference.server.app import create_app
 from inference.server.completions import Served
 from inference.server.config import ServeConfig
-from inference.server.protocol import Limits
 from inference.server.worker import Worker
 
 _SECONDS_TO_FINISH = 5
@@ -31,10 +30,10 @@ def serve(config: ServeConfig) -> None:
     gpt = loaded.place(loaded.runtime.device, autocast=False)
     engine = Engine(gpt, loaded.tokenizer.n_vocab, config.max_streams, interleave=True)
     worker = Worker(engine, config.max_queue)
-    limits = Limits(config.max_prompt_tokens, config.max_tokens, gpt.config.max_len)
     name = loaded.checkpoint.run_dir.resolve().name
     with listen(config.host, config.port) as listener:
-        app = create_app(Served(name, worker, loaded.tokenizer, limits, _names(config.host)))
+        served = Served(name, worker, loaded.tokenizer, config, gpt.config.max_len, _names(config.host))
+        app = create_app(served)
         url = _url(config.host, listener.getsockname()[1])
         say(f"{name} is served at {url} (the page) and {url}/v1 (OpenAI's API); Ctrl-C stops")
         # h11, so that every machine uses the same parser; no log_config, because Hydra has configured logging

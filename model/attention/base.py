@@ -17,16 +17,16 @@ _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
 _GATES = {"silu": silu, "sigmoid": sigmoid}
 
 
-class AttentionSettings(Settings):
+class AttentionSettings(Settings, defaults="attention_parts"):
     """Base of the mechanisms' configurations, with the parts that any mechanism can have."""
 
-    conv: Literal[0, 4] = 0
+    conv: Literal[0, 4]
     """Width of a causal convolution over each feature of queries, keys and values, at first the identity; 0: none."""
-    qk_norm: bool = False
+    qk_norm: bool
     """Whether queries and keys are divided by their root mean square, with a learned factor for each feature."""
-    norm: bool = False
+    norm: bool
     """Whether each head's result is divided by its root mean square, with a learned factor for each feature."""
-    gate: Literal["none", "silu", "sigmoid"] = "none"
+    gate: Literal["none", "silu", "sigmoid"]
     """Function of a linear layer's output by which the result is multiplied, before it is projected back."""
 
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "Attention":
@@ -50,7 +50,7 @@ class AttentionSettings(Settings):
 class GroupedSettings(AttentionSettings):
     """Settings of mechanisms whose query heads can share key and value heads."""
 
-    n_kv_head: int | None = Field(None, ge=1)
+    n_kv_head: int | None = Field(ge=1)
     """Key and value heads, a divisor of n_head; null: n_head, one for each query head; 1: one for all."""
 
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
@@ -112,9 +112,7 @@ class Attention(nn.Module):
         state is a value: the call does not change it, and model/state.py batches the rows of several states.
         """
         seen, state = state if self.conv is not None and state is not None else (None, state)
-        features = self.qkv(x)  # (B, T, n_qkv)
-        if self.conv is not None:
-            features, seen = causal_conv(features, self.conv, seen)
+        features, seen = self.features(x, seen)
         y, state = self.mix(x, features, rotation, state, return_state)
         y = self._finish(x, y)
         if not return_state:
@@ -123,23 +121,26 @@ class Attention(nn.Module):
 
     def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Compute `forward` from the equation in the source, for a text from its beginning."""
+        return self._finish(x, self.naive_mix(x, self.features(x)[0], rotation))
+
+    def features(self, x: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs for later tokens."""
         features = self.qkv(x)
-        if self.conv is not None:
-            features, _ = causal_conv(features, self.conv)
-        return self._finish(x, self.naive_mix(x, features, rotation))
+        return (features, None) if self.conv is None else causal_conv(features, self.conv, seen)
 
     def mix(
         self, x: Tensor, features: Tensor, rotation: Rotation | None, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
         """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""
-        y, state = self.attend(*self.project(features, rotation), state, return_state, **self._log_f(x))
+        y, state = self.attend(*self.project(features, rotation), state, return_state, **self.gates(x))
         return self.join(y, rotation), state
 
     def naive_mix(self, x: Tensor, features: Tensor, rotation: Rotation | None) -> Tensor:
         """Compute `mix` from the equation in the source."""
-        return self.join(self.naive_attend(*self.project(features, rotation), **self._log_f(x)), rotation)
+        return self.join(self.naive_attend(*self.project(features, rotation), **self.gates(x)), rotation)
 
-    def _log_f(self, x: Tensor) -> dict[str, Tensor]:
+    def gates(self, x: Tensor) -> dict[str, Tensor]:
+        """The argument log_f of `attend`, if the mechanism forgets."""
         return {} if self.decay is None else {"log_f": self.decay(x)}
 
     def _finish(self, x: Tensor, y: Tensor) -> Tensor:

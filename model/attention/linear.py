@@ -12,7 +12,7 @@ class LinearConfig(AttentionSettings):
     """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in time linear in the sequence length."""
 
     name: Literal["linear"]
-    decay: Literal["none", "fixed", "head", "feature"] = "none"
+    decay: Literal["none", "fixed", "head", "feature"]
     """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
     feature that depends on the token."""
 

@@ -16,19 +16,19 @@ _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of fl
 
 
 class _Sizes(AttentionSettings):
-    decay: Literal["none", "fixed", "head", "feature"] = "none"
+    decay: Literal["none", "fixed", "head", "feature"]
     """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
     feature that depends on the token."""
-    d_key: int | None = Field(None, ge=1)
+    d_key: int | None = Field(ge=1)
     """Features of a head's queries and keys; null: head_dim."""
-    d_val: int | None = Field(None, ge=1)
+    d_val: int | None = Field(ge=1)
     """Features of a head's values; null: head_dim."""
 
     def query_dim(self, head_dim: int) -> int:
         return self.d_key or head_dim
 
 
-class LogSpaceConfig(_Sizes):
+class LogSpaceConfig(_Sizes, defaults="model/attention/log_space"):
     """Similarity log(exp(q) exp(k)^T); keys, queries and values are logarithms, and so is the result."""
 
     name: Literal["log_space"]
@@ -37,7 +37,7 @@ class LogSpaceConfig(_Sizes):
         return LogSpaceAttention(n_embd, n_head, self.d_key or head_dim, self.d_val or head_dim)
 
 
-class LogSpaceSignedConfig(_Sizes):
+class LogSpaceSignedConfig(_Sizes, defaults="model/attention/log_space_signed"):
     """Log-space attention over values of either sign; the result is not a logarithm."""
 
     name: Literal["log_space_signed"]

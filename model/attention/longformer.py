@@ -14,13 +14,13 @@ from model.ops.sparse_attention import longformer
 from model.position import Rotation, positions
 
 
-class LongformerConfig(GroupedSettings):
+class LongformerConfig(GroupedSettings, defaults="model/attention/longformer"):
     """The last `window` keys, and the first `n_global` keys, which are global."""
 
     name: Literal["longformer"]
-    window: int = Field(256, ge=1, le=LARGEST)
+    window: int = Field(ge=1, le=LARGEST)
     """Keys that a query attends to, including its own."""
-    n_global: int = Field(16, ge=1, le=LARGEST)
+    n_global: int = Field(ge=1, le=LARGEST)
     """Tokens at the beginning that all later tokens attend to as well."""
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LongformerAttention":

@@ -14,16 +14,16 @@ from model.ops.projection_attention import inner_keys, inner_queries, naive_proj
 from model.position import Rotation, rotate
 
 
-class ProjectionConfig(GroupedSettings):
+class ProjectionConfig(GroupedSettings, defaults="model/attention/projection"):
     """Weights proportional to exp(-||q - k||^2 / (2 sigma^2)), by torch's fused kernels."""
 
     name: Literal["projection"]
-    values: Literal["keys", "own"] = "own"
+    values: Literal["keys", "own"]
     """keys: the keys are also the values, which saves a projection and half of the cache; own: values are projected."""
-    sigma: float | None = Field(None, ge=1e-6, le=1e6)
+    sigma: float | None = Field(ge=1e-6, le=1e6)
     """Distance at which a weight is exp(-1/2); null: head_dim^(1/4), which corresponds to softmax attention's scale
     1 / sqrt(head_dim), because q and k are not normalised here. The paper's 0.01 is for rows of norm 1."""
-    learned: bool = False
+    learned: bool
     """Whether each head learns its own sigma, starting from `sigma`."""
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "ProjectionAttention":

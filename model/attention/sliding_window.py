@@ -9,13 +9,13 @@ from model.attention.sparse import SparseAttention
 from model.ops.sparse_attention import window
 
 
-class SlidingWindowConfig(GroupedSettings):
+class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_window"):
     """The last `window` keys, including the query's own; with dilation, every (dilation + 1)-th key."""
 
     name: Literal["sliding_window"]
-    window: int | tuple[int, ...] = 256
+    window: int | tuple[int, ...]
     """Keys that a query attends to; a list gives one number for each head."""
-    dilation: int | tuple[int | None, ...] | None = None
+    dilation: int | tuple[int | None, ...] | None
     """Keys skipped between two keys of the window; null: none; a list gives one item for each head."""
 
     @field_validator("window", "dilation", mode="before")

@@ -29,13 +29,13 @@ _PARTS = 3  # numbers of 8 bits, of bfloat16, that together have those of float3
 _ALIGNED = 8  # fused kernels need a multiple of this many features, and as many for values as for keys
 
 
-class SoftmaxConfig(GroupedSettings):
+class SoftmaxConfig(GroupedSettings, defaults="model/attention/softmax"):
     """softmax(q k^T / sqrt(head_dim)) v, by torch's fused kernels."""
 
     name: Literal["softmax"]
-    decay: Literal["none", "head"] = "none"
+    decay: Literal["none", "head"]
     """head: scores have the logarithm of what a head forgets between key and query added (Lin et al. 2025)."""
-    kernel: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    kernel: Literal["auto", "flash", "efficient", "cudnn", "math"]
     """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding always uses auto."""
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":

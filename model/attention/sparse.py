@@ -20,7 +20,7 @@ _SAMPLES = 256  # queries whose keys are counted to estimate the operations
 class _TwoSetsConfig(GroupedSettings):
     """Attention to two sets of keys, A1 and A2."""
 
-    merge: bool = False
+    merge: bool
     """true: every head attends to A1 and A2; false: even heads attend to A1, odd heads to A2."""
 
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
@@ -37,27 +37,27 @@ class _TwoSetsConfig(GroupedSettings):
         return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
 
 
-class StridedConfig(_TwoSetsConfig):
+class StridedConfig(_TwoSetsConfig, defaults="model/attention/strided"):
     """Child et al. 2019: A1 = the query's own key and the last `stride` before, A2 = every stride-th key before."""
 
     name: Literal["strided"]
-    stride: int = Field(128, ge=1, le=LARGEST)
+    stride: int = Field(ge=1, le=LARGEST)
     """l, usually near the square root of the sequence length."""
 
     def pattern(self, which: str) -> Pattern:
         return strided(self.stride, which)
 
 
-class FixedConfig(_TwoSetsConfig):
+class FixedConfig(_TwoSetsConfig, defaults="model/attention/fixed"):
     """Child et al. 2019: A1 = the query's own block of `size` tokens, A2 = the last `width` tokens of every block.
 
     In heads that attend to A2 alone, the first l - c tokens have no keys, and their result is 0.
     """
 
     name: Literal["fixed"]
-    size: int = Field(128, ge=1, le=LARGEST)
+    size: int = Field(ge=1, le=LARGEST)
     """l, tokens of a block."""
-    width: int = Field(8, ge=1)
+    width: int = Field(ge=1)
     """c, tokens of a block that all later tokens attend to: 1 to l. The paper uses 8, 16 and 32."""
 
     @model_validator(mode="after")

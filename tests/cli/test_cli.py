@@ -31,8 +31,8 @@ def assert_one_line(result, *fragments):
     ("arguments", "fragments"),
     [
         ("optim.max_lrr=3", ["unknown config key 'optim.max_lrr': did you mean 'optim.max_lr'?"]),
-        ("--max_steps=3", ["--max_steps=3: options have no dashes here: write max_steps=3"]),
-        ("--seed", ["--seed: options have no dashes here: write seed=..."]),
+        ("--max_steps=3", ["--max_steps=3: options are KEY=VALUE here: write max_steps=3"]),
+        ("--seed", ["--seed: options are KEY=VALUE here: write seed=..."]),
         ("modle=log_gpt_125m", ["unknown config key 'modle': did you mean 'model'?"]),
         ("model=log_gpt_125", ["model=log_gpt_125 does not exist: did you mean 'log_gpt_125m'?"]),
         ("schedule=cosin", ["schedule=cosin does not exist: did you mean 'cosine'?"]),
@@ -83,7 +83,7 @@ def test_an_option_is_right_as_it_is_said_to_be_written(command, tiny_args, mist
 
 
 def test_a_mistake_in_another_command_is_one_clear_line_too(command):
-    assert_one_line(command("sample"), "checkpoint is missing: add checkpoint=...")
+    assert_one_line(command("sample"), "config key 'checkpoint' is missing: give it a value, as in checkpoint=...")
     assert_one_line(command("eval", "checkpiont=x"), "unknown config key 'checkpiont': did you mean 'checkpoint'?")
     assert_one_line(command("eval", "checkpoint=/no/such"), "checkpoint=/no/such holds no checkpoint")
     assert_one_line(command("sample", "checkpoint=x", "prompt=a", "prompt_file=b"), "give one")

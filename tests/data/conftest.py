@@ -55,9 +55,11 @@ def make_stream(tmp_path):
         lengths = np.array([len(ids) for ids in documents])
         records = np.zeros(len(documents), RECORD)
         records["number"] = 1 + np.arange(len(documents))
-        with ShardWriter(tmp_path, "train", n_vocab, shard_tokens) as writer:
-            writer.append(np.concatenate(documents), lengths, records)
-            shards = writer.finish()
+        for path in tmp_path.glob("train-*"):
+            path.unlink()
+        writer = ShardWriter(tmp_path, "train", n_vocab, shard_tokens)
+        writer.append(np.concatenate(documents), lengths, records)
+        shards = writer.finish()
         tokens = int(lengths.sum())
         counts = Counts(tokens=tokens, documents=len(documents), utf8_bytes=tokens)
         manifest = Manifest(

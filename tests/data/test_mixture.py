@@ -6,7 +6,7 @@ import pytest
 
 from common.settings import UserError, decode
 from data.loader import TrainBatches
-from data.mixture import PERIOD, DataConfig, Mixture, Places, fair_order, open_mixture, owners_of_windows, whole_parts
+from data.mixture import PERIOD, DataConfig, Mixture, fair_order, open_mixture, owners_of_windows, whole_parts
 from data.prepare.writer import ShardWriter
 from data.shards import RECORD, Counts, Manifest, Split, TokenizerId, TokenStream
 
@@ -31,9 +31,9 @@ def dataset(tmp_path):
             records["number"] = np.arange(1, len(members) + 1)
             records["set"] = [names.index(name) for name, _ in members]
             lengths = np.array([tokens for _, tokens in members], np.int64)
-            with ShardWriter(tmp_path, split, 1000, shard_tokens) as writer:
-                writer.append(np.repeat(records["number"] % 1000, lengths), lengths, records)
-                shards = writer.finish()
+            writer = ShardWriter(tmp_path, split, 1000, shard_tokens)
+            writer.append(np.repeat(records["number"] % 1000, lengths), lengths, records)
+            shards = writer.finish()
             sets = {}
             for name in names:
                 mine = [tokens for other, tokens in members if other == name]
@@ -149,18 +149,6 @@ def test_seeds_and_sets_have_orders_of_their_own(owners):
     halves = np.repeat(np.arange(2, dtype=np.uint8), 500)
     windows = Mixture(halves, ["a", "b"], {}, seed=0).windows(np.arange(1000))
     assert (windows[windows < 500] == windows[windows >= 500] - 500).mean() < 0.1
-
-
-@pytest.mark.parametrize(("n", "n_sets"), [(1, 1), (4096, 3), (4097, 3), (50_000, 20), (50_000, 2000)])
-def test_places_finds_the_windows_of_a_set(n, n_sets):
-    owners = np.random.default_rng(0).integers(0, n_sets, n).astype(np.uint16)
-    owners[: n // 2] = owners[0]  # whole blocks without the others
-    places = Places(owners, n_sets)
-    assert np.array_equal(places.sizes, np.bincount(owners, minlength=n_sets))
-    for number in range(min(n_sets, 20)):
-        expected = np.flatnonzero(owners == number)
-        members = np.random.default_rng(1).permutation(expected.size)
-        assert np.array_equal(places.find(number, members), expected[members])
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 10, 64, 1000])

@@ -9,7 +9,7 @@ from data.prefetch import Prefetch
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.settings import UserError, decode
-from data.documents import read_documents
+from data.documents import documents_in
 from data.prepare.dataset import PrepareConfig, prepare
 from data.shards import TokenStream, read_manifest
 from inference.eval_report import draw_evaluation
@@ -112,7 +112,8 @@ def test_sets_and_positions(trained, sets_dir, capsys):
     assert_positions(result["by_position"], found)
 
     manifest = read_manifest(sets_dir)
-    names = [document.set_name for document in read_documents(sets_dir, manifest, "val") for _ in document.ids][1:]
+    places = documents_in(sets_dir, manifest, "val", 0, manifest.splits["val"].total.tokens)
+    names = [place.set_name for place in places for _ in range(place.start, place.stop)][1:]
     assert set(result["sets"]) == set(names)
     assert len(result["sets"]) == 3
     out = capsys.readouterr().out

@@ -23,7 +23,6 @@ from tools.convert.hugging_face.gpt2 import is_gpt2
 from tools.convert.hugging_face.sources import modeling_files
 from tools.convert.import_gpt2 import read_gpt2
 from tools.convert.new_run import begin_with
-from trainer.checkpoint import TrainState
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed: pip install -e '.[hf]'"
@@ -75,9 +74,8 @@ def gpt_of(config):
 
 
 def run_of(gpt, run_dir):
-    raw = {"step": 0, "run_id": "x", "model": gpt.config, "seed": 1, "seq_len": 16, "batch_tokens": 64}
-    state = decode(TrainState, raw | {"dataset_dir": "datasets/none", "dataset_fingerprint": ""})
-    begin_with(gpt, BYTES, state, run_dir)
+    sizes = {"seed": 1, "seq_len": 16, "batch_tokens": 64}
+    begin_with(gpt, BYTES, run_dir, **sizes, dataset_dir="datasets/none", dataset_fingerprint="")
     return run_dir
 
 
@@ -252,7 +250,7 @@ def test_what_is_a_gpt2(changes, is_one):
 def test_what_an_exports_code_imports():
     """Each other, or what comes with transformers; triton only if it is there."""
     files = modeling_files()
-    needed = {"torch", "transformers", "pydantic"}
+    needed = {"torch", "transformers", "pydantic", "pydantic_core", "yaml"}  # transformers needs yaml, too
     for name, text in files.items():
         for node in ast.walk(ast.parse(text, name)):
             if isinstance(node, ast.ImportFrom) and node.level:

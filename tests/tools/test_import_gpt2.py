@@ -16,7 +16,7 @@ from model.gpt import GPT, GPTConfig
 from tools.convert.export_hf import export
 from tools.convert.import_gpt2 import import_gpt2, read_gpt2
 from tools.convert.new_run import begin_with
-from trainer.checkpoint import TrainState, load_model, open_checkpoint
+from trainer.checkpoint import load_model, open_checkpoint
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -39,9 +39,8 @@ def original(tmp_path_factory):
     path = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     gpt = GPT(decode(GPTConfig, MODEL))
-    raw = {"step": 0, "run_id": "x", "model": gpt.config, "seed": 1, "seq_len": 16, "batch_tokens": 64}
-    state = decode(TrainState, raw | {"dataset_dir": "none", "dataset_fingerprint": ""})
-    begin_with(gpt, build_tokenizer(BytesConfig(name="bytes")), state, path / "run")
+    tokenizer, sizes = build_tokenizer(BytesConfig(name="bytes")), {"seed": 1, "seq_len": 16, "batch_tokens": 64}
+    begin_with(gpt, tokenizer, path / "run", **sizes, dataset_dir="none", dataset_fingerprint="")
     export(path / "run", path / "folder")
     return path
 

@@ -186,8 +186,8 @@ def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-40GB")
     place = find_place(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
-    assert (place.name, place.peak, place.numbers.device) == ("a100-40gb", 312e12, "cuda")
-    assert place.numbers.dtype == torch.bfloat16
+    assert (place.name, place.peak, place.runtime.device.type) == ("a100-40gb", 312e12, "cuda")
+    assert place.runtime.dtype == torch.bfloat16
     assert find_place(tiny_plan({"runtime.device": "cuda"})).name == "a100-40gb"
     assert find_place(tiny_plan({"runtime.device": "cpu"})).name == "cpu"
     assert find_place(tiny_plan({"runtime.device": "cpu"}, device="h100")).name == "h100"

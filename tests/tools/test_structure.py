@@ -1,6 +1,6 @@
 """The picture and the table of docs/architecture.md come from the source."""
 
-from tools.structure import PLACES, ROOMS, imports_by_room, lines_by_room, lines_of_code, picture, room_of, shown, table
+from tools.structure import PLACES, imports_by_room, lines_by_room, lines_of_code, picture, room_of, shown, table
 
 SOURCE = '''"""A docstring
 of two lines."""
@@ -30,7 +30,7 @@ def test_a_module_is_in_the_most_specific_room():
 
 def test_arrows_lead_down():
     arrows = imports_by_room()
-    assert ("trainer", "model") in arrows
+    assert {("trainer", "model"), ("commands", "tools"), ("commands", "data.prepare")} <= arrows
     for start, end in arrows:
         assert PLACES[end][1] < PLACES[start][1], f"{start} imports {end}, which is not drawn below it"
 
@@ -41,7 +41,7 @@ def test_arrows_that_follow_from_others_are_left_out():
 
 def test_every_room_has_code_a_line_of_the_table_and_a_box():
     lines = lines_by_room()
-    assert set(lines) == set(ROOMS) == set(PLACES)
+    assert set(lines) == set(PLACES)
     assert min(lines.values()) > 0
     assert all(f"| {room} | {n:,} |" in table(lines) for room, n in lines.items())
     assert picture(imports_by_room()).startswith(b"\x89PNG")

@@ -98,7 +98,7 @@ def test_a_damaged_manifest_is_refused_and_named(run_dir, content):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.update(format_version=99), "has format version 99; this program reads 2"),
+        (lambda state: state.update(format_version=99), "format_version=99: Input should be 2"),
         (lambda state: state.pop("step"), "'step' is missing"),
         (lambda state: state.update(step="six"), "step='six'"),
         (lambda state: state["model"].update(n_heads=3), "unknown config key 'model.n_heads': did you mean 'n_head'"),

@@ -297,28 +297,6 @@ def test_an_error_is_told_before_what_one_process_still_has_to_do(worker):
     assert "process 0 ended with an error" in errors_of(results[1])[0]
 
 
-PUNCTUAL = """
-import sys, time
-import torch
-from trainer import watchdog
-from trainer.distributed import join_world
-
-watchdog._KEEP_STORE_SECONDS = 10**6
-with join_world(torch.device("cpu"), hang_seconds={hang_seconds}) as world:
-    world.sum(torch.ones(1))
-    {end}
-"""
-
-
-@pytest.mark.parametrize("hang_seconds", [None, 60])
-@pytest.mark.parametrize("end", ["pass", "sys.exit(75)", "sys.exit(0)", "world.leave()"])
-@pytest.mark.slow
-def test_the_store_is_kept_no_longer_than_the_others_need_it(hang_seconds, end):
-    results = run(2, "-c", PUNCTUAL.format(hang_seconds=hang_seconds, end=end))
-    assert [(result.out, result.err) for result in results] == [("", "")] * 2
-    assert [result.status for result in results] == [75 if "75" in end else 0] * 2
-
-
 def test_alone_there_is_nobody_to_leave():
     with join_world(torch.device("cpu"), hang_seconds=1) as world:
         world.leave()

@@ -14,7 +14,8 @@ from model.gpt import GPT, GPTConfig
 from trainer import micro_batch
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.distributed import World
-from trainer.micro_batch import _Trials, available_memory, choose_micro_batch, out_of_memory
+from trainer.memory import Memory
+from trainer.micro_batch import available_memory, choose_micro_batch, out_of_memory
 from trainer.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -57,7 +58,7 @@ class Limited(nn.Module):
         self.sizes.append(len(ids))
         x = torch.ones(len(ids), 100) * self.weight[0]
         self.held.append(weakref.ref(x))
-        if len(ids) > self.limit and len(self.sizes) > 2:  # the first two passes are those that predict
+        if len(ids) > self.limit:
             if self.where == "forward":
                 self.fail()
             x.register_hook(self.fail)
@@ -83,12 +84,8 @@ def tiny_gpt(attention="log_space", position="log_recurrence", block="mlp", n_em
     return SummedLoss(GPT(decode(GPTConfig, raw)))
 
 
-def adamw(module):
-    return torch.optim.AdamW(module.parameters(), fused=True)  # without its means: it makes them in its first step
-
-
-def choose(module, share, seq_len=16):
-    return choose_micro_batch(module, adamw(module), share, seq_len, CPU, ALONE)
+def choose(module, share, predict=lambda size: 0):
+    return choose_micro_batch(module, share, 16, predict, CPU, ALONE)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -99,9 +96,8 @@ def test_the_largest_that_fits_is_found(where, share, capsys):
         chosen = choose(module, share)
         assert chosen == min(limit, share)
         assert capsys.readouterr().out.startswith(f"runtime.micro_batch=auto: {chosen} of up to {share} sequences, ")
-        tried = module.sizes[2:]
-        assert max(tried) <= share
-        assert len(tried) <= 2 + 2 * math.log2(share)
+        assert max(module.sizes) <= share
+        assert len(module.sizes) <= 2 + 2 * math.log2(share)
         assert all(tensor() is None for tensor in module.held)
         assert module.weight.grad is None
 
@@ -138,24 +134,12 @@ def test_what_means_that_memory_is_out():
 
 def test_it_leaves_no_trace():
     module, same = tiny_gpt(), tiny_gpt()
-    optimizers = [adamw(module), adamw(same)]
-    ids = torch.arange(64).view(4, 16)
-
-    def step(module, optimizer):
-        module(ids, ids + 1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for state in ("new", "begun"):  # without and with the optimizer's two means
-        random = torch.get_rng_state()
-        assert choose_micro_batch(module, optimizers[0], 4, 16, CPU, ALONE) == 4
-        assert torch.equal(torch.get_rng_state(), random)
-        assert all(p.grad is None for p in module.parameters())
-        assert len(optimizers[0].state) == len(optimizers[1].state)
-        for one, two in zip((module, same), optimizers, strict=True):
-            step(one, two)
-        for p, q in zip(module.parameters(), same.parameters(), strict=True):
-            assert torch.equal(p, q), state
+    random = torch.get_rng_state()
+    assert choose(module, 4) == 4
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in module.parameters())
+    for p, q in zip(module.parameters(), same.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_a_trial_has_the_gradients_of_the_micro_batch_before():
@@ -169,7 +153,7 @@ def test_a_trial_has_the_gradients_of_the_micro_batch_before():
             return super().forward(ids, targets)
 
     assert choose(Watched(9), 1) == 1
-    assert seen == [False, False, True]
+    assert seen == [True]
 
 
 def test_what_was_compiled_for_trials_is_forgotten():
@@ -188,89 +172,52 @@ def test_what_was_compiled_for_trials_is_forgotten():
     assert all(isinstance(n, int) for shape in shapes[0] for n in shape)  # for this size alone
 
 
-@pytest.mark.parametrize("attention", ["log_space", "log_space_signed", "softmax"])
-@pytest.mark.parametrize(("position", "block"), [("log_recurrence", "mlp"), ("none", "glu")])
-def test_what_a_pass_saves_is_predicted_from_one_and_two_sequences(attention, position, block):
-    module = tiny_gpt(attention, position, block)
-    trials = _Trials(module, adamw(module), 128, CPU, ALONE)
-    assert trials.most(9) == 9
-    weights = 3 * sum(p.nbytes for p in module.parameters())  # gradient, and two means
-    for size in (1, 2, 5, 9):
-        assert trials.needs[size] == trials._saved(size) + weights
-    begun = adamw(module)
-    module(*trials._batch(1)).backward()
-    begun.step()
-    after = _Trials(module, begun, 128, CPU, ALONE)
-    after.most(1)
-    assert after.needs[1] == trials.needs[1] - 2 * weights // 3
-
-
-def test_saved_storages_are_counted_once_and_weights_not_at_all():
-    class Saving(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1000))
-
-        def forward(self, ids, targets):
-            x = (torch.ones(len(ids), 1000) * self.weight).exp()  # saves the ones, the weight, and its result
-            return (x * x[:, :500].repeat(1, 2)).sum() + (x.view(-1) * x.view(-1)).sum()  # that again, and one more
-
-    module = Saving()
-    assert _Trials(module, adamw(module), 16, CPU, ALONE)._saved(3) == 3 * 3 * 4000
-
-
 @pytest.mark.parametrize(("fit", "processes"), [(1, 1), (5, 1), (5, 2), (12, 1)])
 def test_no_more_than_half_of_a_cpus_memory_is_tried(fit, processes, monkeypatch):
-    module = Limited(1000)
-    needs = _Trials(module, adamw(module), 16, CPU, ALONE)
-    needs.most(20)
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: 2 * processes * needs.needs[fit] + 7)
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: 2 * processes * (100 + 10 * fit) + 7)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    module.sizes.clear()
-    assert choose(module, 20) == fit
-    assert max(module.sizes[2:]) == fit
+    module = Limited(1000)
+    assert choose(module, 20, lambda size: 100 + 10 * size) == fit
+    assert max(module.sizes) == fit
 
 
 def test_memory_for_less_than_one_sequence_is_found_without_a_trial(monkeypatch):
     monkeypatch.setattr(micro_batch, "available_memory", lambda: 1000)
     module = Limited(1000)
     with pytest.raises(UserError, match="not even one sequence"):
-        choose(module, 20)
-    assert len(module.sizes) == 2  # those that predict
+        choose(module, 20, lambda size: 501 * size)
+    assert module.sizes == []
 
 
 @pytest.mark.slow
 def test_half_of_the_memory_is_margin_enough(run_process):
-    """A pass takes more than it saves; what it takes must not be twice of what is predicted, or the kernel kills."""
+    """A pass must not take twice of what is predicted, or the kernel kills."""
     script = f"""{CHILD}
-from tests.trainer.test_micro_batch import ALONE, CPU, _Trials, adamw, tiny_gpt
+from tests.trainer.test_micro_batch import ALONE, CPU, tiny_gpt
+from trainer.memory import step_memory
+from trainer.micro_batch import _fits
 module = tiny_gpt(sys.argv[1], n_embd=128)
-trials = _Trials(module, adamw(module), 512, CPU, ALONE)
-assert trials.most(12) == 12
 def resident(which):  # not getrusage: its maximum begins with that of the process that started this one
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(which)) * 1024
 before = resident("VmRSS")
-assert trials.fits(12)
-print((resident("VmHWM") - before) / trials.needs[12])
+assert _fits(module, 12, 512, 0, CPU, ALONE)
+took = resident("VmHWM") - before
+memory = step_memory(module.gpt, 12, 512, CPU)
+print(took / (memory.peak - memory.weights - memory.optimizer))
 """
     for child in run_process(*(["-c", script, attention] for attention in ("log_space", "softmax"))):
         assert child.status == 0, child.err
         assert float(child.out.split()[-1]) < 2
 
 
-def group(folder, version, limit, used, cache):
+def group(folder, limit, used, cache):
     folder.mkdir(parents=True, exist_ok=True)
-    if version == 2:
-        names = ("memory.max", "memory.current", f"anon 7\ninactive_file {cache}\n")
-    else:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", f"inactive_file 1\ntotal_inactive_file {cache}\n")
-    (folder / names[0]).write_text(f"{limit}\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(names[2])
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\ninactive_file {cache}\n")
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_available_memory_is_what_the_tightest_control_group_leaves(version, tmp_path):
+def test_available_memory_is_what_the_tightest_control_group_leaves(tmp_path):
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     physical = available_memory(proc, cgroups)  # nothing is known
@@ -278,22 +225,21 @@ def test_available_memory_is_what_the_tightest_control_group_leaves(version, tmp
     (proc / "meminfo").write_text("MemTotal:       32000000 kB\nMemAvailable:   20000000 kB\n")
     assert available_memory(proc, cgroups) == 20_000_000 * 1024
 
-    line = "0::/job/step\n" if version == 2 else "5:devices:/other\n4:cpu,memory:/job/step\n0::/\n"
-    (proc / "self" / "cgroup").write_text(line)
+    (proc / "self" / "cgroup").write_text("5:devices:/other\n0::/job/step\n")
     assert available_memory(proc, cgroups) == 20_000_000 * 1024  # the groups cannot be seen
-    top = cgroups if version == 2 else cgroups / "memory"
-    group(top / "job" / "step", version, "max" if version == 2 else 2**63 - 4096, 3 * GB, GB)
+    group(cgroups / "job" / "step", "max", 3 * GB, GB)
     assert available_memory(proc, cgroups) == 20_000_000 * 1024
-    group(top / "job", version, 8 * GB, 5 * GB, 2 * GB)
+    group(cgroups / "job", 8 * GB, 5 * GB, 2 * GB)
     assert available_memory(proc, cgroups) == 5 * GB
-    group(top, version, 4 * GB, 3 * GB, 0)  # as a container sees its own
+    group(cgroups, 4 * GB, 3 * GB, 0)  # as a container sees its own
     assert available_memory(proc, cgroups) == GB
-    group(top, version, 4 * GB, 5 * GB, 0)
+    group(cgroups, 4 * GB, 5 * GB, 0)
     assert available_memory(proc, cgroups) == 0
 
 
 LIMIT = f"""{CHILD}
 import resource
+from trainer.optim import AdamWConfig
 
 def leave(mebibytes):
     used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -306,9 +252,8 @@ def train(size):
     optimizer.zero_grad()
 
 from trainer import micro_batch
-available_memory, micro_batch.available_memory = micro_batch.available_memory, lambda: 10**12  # nothing is predicted
 module, world = Wide(), World(runtime.device)
-optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+optimizer = AdamWConfig(name="adamw").build(module)
 """
 
 
@@ -316,53 +261,29 @@ optimizer = torch.optim.AdamW(module.parameters(), fused=True)
 def test_memory_that_runs_out_for_real(run_process):
     script = f"""{LIMIT}
 leave(600)
-chosen = choose_micro_batch(module, optimizer, 1000, 16, runtime, world)
+chosen = choose_micro_batch(module, 1000, 16, lambda size: 0, runtime, world)
 train(chosen // 2)
 print(chosen)
 """
     (child,) = run_process(["-c", script])
     assert child.status == 0, child.err
-    # 600 MiB less the gradient, another that is added to it, and two means, of 64 MiB each.
-    assert 1 < int(child.out.split()[-1]) <= (600 - 4 * 64) // 16
+    # 600 MiB less the gradient, and another that is added to it, of 64 MiB each.
+    assert 1 < int(child.out.split()[-1]) <= (600 - 2 * 64) // 16
 
 
 @pytest.mark.slow
 def test_a_limit_of_the_process_counts_as_its_memory(run_process):
     script = f"""{LIMIT}
-micro_batch.available_memory = available_memory
 leave(1200)
-chosen = choose_micro_batch(module, optimizer, 1000, 16, runtime, world)
+chosen = choose_micro_batch(module, 1000, 16, lambda size: (64 + 16 * size) * 2**20, runtime, world)
 train(chosen)
 train(chosen)
 print(chosen)
 """
     (child,) = run_process(["-c", script])
     assert child.status == 0, child.err
-    assert " of 1.3 GB\n" in child.out  # 1,200 MiB
-    assert 20 <= int(child.out.split()[-1]) <= (600 - 3 * 64) // 16  # of half of it
-
-
-@pytest.mark.slow
-def test_memory_for_the_optimizers_means_is_set_aside(run_process):
-    script = f"""{LIMIT}
-from common.settings import UserError
-module(*torch.zeros(2, 1, 16, dtype=torch.int64)).backward()
-module.weight.grad = None
-leave(216)  # 64 for the gradient, 64 for another that is added to it, some for a sequence: 128 are too many
-try:
-    choose_micro_batch(module, optimizer, 1, 16, runtime, world)
-except UserError as error:
-    print(error)
-leave(1000)
-train(1)
-leave(216)
-choose_micro_batch(module, optimizer, 1, 16, runtime, world)
-"""
-    (child,) = run_process(["-c", script])
-    assert child.status == 0, child.err
-    refused, chosen = child.out.splitlines()
-    assert "not even one sequence" in refused
-    assert chosen.startswith("runtime.micro_batch=auto: 1 of up to 1 sequences")
+    assert " in the 1.3 GB of the CPU" in child.out  # 1,200 MiB
+    assert 20 <= int(child.out.split()[-1]) <= (600 - 64) // 16  # of half of it
 
 
 @pytest.fixture
@@ -382,11 +303,11 @@ def run_ranks(run_process):
 @pytest.mark.slow
 def test_two_processes_agree_on_what_the_poorer_one_can_do(run_ranks):
     script = f"""{CHILD}
-from tests.trainer.test_micro_batch import Limited, adamw
+from tests.trainer.test_micro_batch import Limited
 with join_world(runtime.device) as world:
     for where in ("forward", "backward"):
         module = world.wrap(Limited((5, 3)[world.rank], where))
-        chosen = choose_micro_batch(module, adamw(module), 16, 16, runtime, world)
+        chosen = choose_micro_batch(module, 16, 16, lambda size: 0, runtime, world)
         module.module.limit = 1000
         module(*torch.zeros(2, 1 + world.rank, 16, dtype=torch.int64)).backward()  # gradients are shared as ever
         print("chosen", chosen, "gradient", module.module.weight.grad[0].item())
@@ -404,11 +325,11 @@ with join_world(runtime.device) as world:
 def test_sharded_weights_want_a_number(run_ranks):
     script = f"""{CHILD}
 from common.settings import UserError
-from tests.trainer.test_micro_batch import adamw, tiny_gpt
+from tests.trainer.test_micro_batch import tiny_gpt
 with join_world(runtime.device) as world:
     module = world.wrap(tiny_gpt(), "fsdp")
     try:
-        choose_micro_batch(module, adamw(module), 16, 16, runtime, world)
+        choose_micro_batch(module, 16, 16, lambda size: 0, runtime, world)
     except UserError as error:
         print("refused:", error)
 """
@@ -434,17 +355,11 @@ def assert_same_losses(a, b):
 
 @pytest.fixture
 def room_for(monkeypatch):
-    """Makes a machine of which half is enough for so many sequences of the tiny run."""
-    saved = _Trials.most
+    """Makes a machine of which half is enough for so many sequences."""
 
     def room_for(sequences):
-        def most(trials, share):
-            trials.room = 10**15
-            saved(trials, 100)
-            trials.room = 2 * trials.needs[sequences]
-            return saved(trials, share)
-
-        monkeypatch.setattr(_Trials, "most", most)
+        monkeypatch.setattr("trainer.run.step_memory", lambda gpt, size, *rest: Memory(0, 0, 0, size, 0))
+        monkeypatch.setattr(micro_batch, "available_memory", lambda: 2 * sequences)
 
     return room_for
 
@@ -457,7 +372,7 @@ def test_a_run_has_the_losses_of_any_other_micro_batch(chosen, command, room_for
     auto = command("train", *args, "runtime.micro_batch=auto")
     assert one.status == auto.status == 0, auto.err
     assert "micro_batch=auto" not in one.out
-    assert auto.out.count(f"runtime.micro_batch=auto: {chosen} of up to 4 sequences, needs about 0.1 of ") == 1
+    assert auto.out.count(f"runtime.micro_batch=auto: {chosen} of up to 4 sequences, in the 0.0 GB of ") == 1
     assert open_checkpoint(newest(tmp_path / "run")).state.micro_batch == chosen
     assert_same_losses(tmp_path / "one", tmp_path / "run")
 
@@ -499,17 +414,16 @@ def test_no_memory_for_one_sequence_is_one_line(command, monkeypatch, tiny_args)
     assert result.err.count("\n") == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpus_memory_is_used_but_for_a_reserve(capsys):
+@pytest.mark.gpu
+def test_a_gpus_memory_is_used_but_for_a_reserve():
     runtime = Runtime(torch.device("cuda"), torch.float32)
     module = tiny_gpt().cuda()
-    optimizer = adamw(module)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     free, total = torch.cuda.mem_get_info()
     others = torch.empty(max(0, free - total // 10), dtype=torch.uint8, device="cuda")  # a tenth is left, half reserved
     before = torch.cuda.memory_allocated()
-    chosen = choose_micro_batch(module, optimizer, 2**16, 512, runtime, World(runtime.device))
+    chosen = choose_micro_batch(module, 2**16, 512, lambda size: 0, runtime, World(runtime.device))
     assert 1 <= chosen < 2**16
-    assert "needs about" in capsys.readouterr().out
     assert torch.cuda.memory_allocated() <= before + 2**26  # but for what libraries keep
     for _ in range(2):
         module(*torch.zeros(2, chosen, 512, dtype=torch.int64, device="cuda")).backward()

@@ -42,7 +42,7 @@ def sets_dir(tmp_path_factory):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 def assert_same_run(a, b):

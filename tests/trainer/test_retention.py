@@ -124,7 +124,7 @@ def assert_whole(run_dir, steps):
 def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(long, expected, small_disk):
     config = long().model_copy(update={"run_dir": small_disk / "run"})
     for _ in range(2):
-        with pytest.raises(UserError, match=rf"after step 3 failed \({os.strerror(errno.ENOSPC)}\)") as error:
+        with pytest.raises(UserError, match=rf"after step 3 failed \(.*{os.strerror(errno.ENOSPC)}") as error:
             fit(config)
         assert "\n" not in str(error.value)
         assert_whole(config.run_dir, [1, 2])
@@ -174,7 +174,7 @@ def test_files_that_may_not_grow_stop_the_run_too(long, expected, limit):
     """The model's file fails, or the optimizer's."""
     fit(long().model_copy(update={"stop_at": 2}))
     config = long()
-    message = rf"step 3 failed \({os.strerror(errno.EFBIG)}\)"
+    message = rf"step 3 failed \(.*{os.strerror(errno.EFBIG)}"
     with files_no_larger_than(limit), pytest.raises(UserError, match=message) as error:
         fit(config)
     assert "\n" not in str(error.value)

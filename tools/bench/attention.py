@@ -2,13 +2,11 @@
 
 import itertools
 import os
-import statistics
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
-from common.console import say, show_table
-from common.files import make_directory
+from common.console import say
+from common.figures import png
+from common.files import write_atomic
 from common.settings import UserError
 from model.ops.log_attention import BACKENDS, fallback, log_attention, naive_log_attention
-from tools.bench.harness import Row, machine, table_of, write_results
-from tools.bench.operators import Operator, exact_outputs, largest_errors, outputs, passes_of, time_passes
+from tools.bench.harness import Row, benchmark, machine, print_table
+from tools.bench.operators import Operator, attention_inputs, errors_of, medians, outputs, time_passes
 
 
 class Shape(NamedTuple):
@@ -53,16 +52,16 @@ LATENT_BYTES = 2e9  # the published formula keeps several times its T x d_k x d_
 ROUNDS, SECONDS_OF_A_TURN = 5, 0.5
 
 
-def bench(options: Any) -> None:
-    """Check, time, print and draw; write bench.json and bench.png.
+@benchmark
+def bench(options: Any) -> Row:
+    """Check, time, print and draw bench.png.
 
     Raises:
         UserError: there is no GPU, or an implementation is wrong.
     """
-    out, device_name = make_directory(options.out, "out"), options.device
-    if device_name == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but torch sees no GPU here: use device=cpu")
-    device = torch.device("cuda" if device_name != "cpu" and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
     shapes = SHAPES["quick" if options.quick else device.type]
     about = machine() | {"dtype": _name(DTYPES[device.type])}
     about["device"] = about["gpu" if device.type == "cuda" else "cpu"]
@@ -75,16 +74,14 @@ def bench(options: Any) -> None:
         measured = measure(shape, device, 0.0 if options.quick else SECONDS_OF_A_TURN, memory=shape == shapes[0])
         rows += [row | ratios(row, measured, rate) for row in measured]
     show_times(rows, f"{about['device']}, {about['dtype']}")
-    found = {"machine": about, "errors": errors, "copy_bytes_per_second": rate, "rows": rows}
-    write_results(out, options, found)
-    draw(rows, about, out / "bench.png")
+    write_atomic(options.out / "bench.png", picture(rows, about))
+    return {"machine": about, "errors": errors, "copy_bytes_per_second": rate, "rows": rows}
 
 
 def implementations(device: torch.device) -> dict[str, Operator]:
     """Log attention by name: the published formula, and our backends that can run here."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    left_out = {"naive"} if find_spec("triton") and (device.type == "cuda" or interpreted) else {"naive", "triton"}
-    names = [name for name in BACKENDS if name not in left_out]
+    runs_triton = find_spec("triton") and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    names = [name for name in BACKENDS if name != "naive" and (name != "triton" or runs_triton)]
     return {"published": naive_log_attention} | {name: partial(log_attention, backend=name) for name in names}
 
 
@@ -101,35 +98,24 @@ def contenders(device: torch.device) -> dict[str, Operator]:
     return found | {f"SDPA {x.split('_')[0].lower()}": partial(softmax, kernel=x) for x in SDPA[device.type]}
 
 
-def draw_inputs(
-    shape: Shape, device: torch.device, dtype: torch.dtype, deviation: float = 1.0
-) -> tuple[list[Tensor], Tensor]:
-    """Random q, k and log_v, which require gradients, and the gradient of the result."""
-    options: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
-    leaves = [(deviation * torch.randn(shape, **options)).requires_grad_() for _ in range(3)]
-    return leaves, torch.randn(shape, **options)
-
-
 def error_rows(device: torch.device, head_sizes: list[int]) -> list[Row]:
     """Largest errors of every implementation at every range, in float32 and in the type that is timed."""
     rows: list[Row] = []
     dtypes = dict.fromkeys((torch.float32, DTYPES[device.type]))
     for dtype, d, deviation in itertools.product(dtypes, head_sizes, DEVIATIONS):
-        leaves, weights = draw_inputs(Shape(1, 2, ERROR_TOKENS, d), device, dtype, deviation)
-        exact = exact_outputs(naive_log_attention, leaves, weights)
+        leaves, weights = attention_inputs((1, 2, ERROR_TOKENS, d), device.type, dtype, deviation)
         # In 16 bits, either sum of log_y = log_S - log_Z adds products of up to four numbers, each half an eps off.
         rounding = 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
         allowed: Row = {}
+        about = {"dtype": _name(dtype), "d": d, "deviation": deviation}
         for name, attend in implementations(device).items():  # the published formula first
             before = fallback.forward_tiles, fallback.backward_tiles
-            errors = dict(zip(ERRORS, largest_errors(outputs(attend, leaves, weights), exact), strict=True))
+            found = errors_of({name: attend}, naive_log_attention, leaves, weights)[name]
+            after = fallback.forward_tiles, fallback.backward_tiles
+            tiles = {"forward_tiles": after[0] - before[0], "backward_tiles": after[1] - before[1]}
+            errors = dict(zip(ERRORS, found, strict=True))
             allowed = allowed or {f"{key}_allowed": 2 * errors[key] + 1e-6 + rounding for key in ERRORS}
-            tiles = {
-                "forward_tiles": fallback.forward_tiles - before[0],
-                "backward_tiles": fallback.backward_tiles - before[1],
-            }
-            about = {"dtype": _name(dtype), "d": d, "deviation": deviation, "contender": name}
-            rows.append(about | errors | tiles | allowed)
+            rows.append({**about, "contender": name, **errors, **tiles, **allowed})
     return rows
 
 
@@ -152,45 +138,38 @@ def show_errors(rows: list[Row], device: str) -> None:
     for (dtype, d, deviation), group in itertools.groupby(rows, key=itemgetter("dtype", "d", "deviation")):
         cells.append([f"[bold]{deviation}[/] ({dtype}, d={d})"])
         for row in group:
-            errors, tiles = (
-                [f"{row[key]:.1e}" for key in ERRORS],
-                [str(row[f"{x}_tiles"]) for x in ("forward", "backward")],
-            )
-            cells.append([f"  {row['contender']}", *errors, *tiles])
+            tiles = [str(row[f"{x}_tiles"]) for x in ("forward", "backward")]
+            cells.append([f"  {row['contender']}", *(f"{row[key]:.1e}" for key in ERRORS), *tiles])
     columns = ["error\nof log_y", "of gradients,\nx the largest", "tiles in log space\nforward", "\nbackward"]
     title = f"{device}: largest errors against the definition in float64, T={ERROR_TOKENS}"
-    show_table(table_of(title, ["standard deviation\nof q, k and log_v", *columns], cells))
+    print_table(title, ["standard deviation\nof q, k and log_v", *columns], cells)
 
 
 def measure(shape: Shape, device: torch.device, seconds: float, memory: bool) -> list[Row]:
     """One row for each contender that fits; says which do not."""
-    leaves, weights = draw_inputs(shape, device, DTYPES[device.type])
-    input_bytes = 3 * weights.nbytes
-    passes: dict[str, dict[str, Callable[[], Any]]] = {}
+    leaves, weights = attention_inputs(shape, device.type, DTYPES[device.type])
+    able: dict[str, Operator] = {}
     for name, attend in contenders(device).items():
-        own = passes_of(attend, leaves, weights)
-        if problem := why_not(name, own, shape):
+        if problem := why_not(name, partial(outputs, attend, leaves, weights), shape):
             say(f"skipped at {shape}: {name}, {problem}")
         else:
-            passes[name] = own
-    rows: list[Row] = []
-    for name, times in time_passes(passes, ROUNDS, seconds).items():
-        medians = {f"{key}_ms": 1e3 * statistics.median(found) for key, found in times.items()}
-        peak = peak_bytes(passes[name]["both"], device) / input_bytes if memory else None
-        rows.append({"contender": name, **shape._asdict(), "input_bytes": input_bytes, **medians})
-        rows[-1]["peak_over_inputs"] = peak
+            able[name] = attend
+    about, rows = {**shape._asdict(), "input_bytes": 3 * weights.nbytes}, []
+    for name, times in time_passes(able, leaves, weights, ROUNDS, seconds).items():
+        peak = peak_bytes(partial(outputs, able[name], leaves, weights), device) if memory else None
+        peaks = {"peak_over_inputs": peak and peak / about["input_bytes"]}
+        rows.append({"contender": name, **about, **medians(times), **peaks})
     return rows
 
 
-def why_not(name: str, passes: Mapping[str, Callable[[], Any]], shape: Shape) -> str | None:
-    """Run both passes, so that nothing is compiled or tuned later; returns why they cannot run, or None."""
+def why_not(name: str, run: Callable[[], Any], shape: Shape) -> str | None:
+    """Run both passes once, so that nothing is compiled or tuned later; returns why they cannot run, or None."""
     latents = shape.B * shape.H * shape.T * shape.d**2 * 4
     if name == "published" and latents > LATENT_BYTES:
         return f"its latents alone take {latents / 1e9:.1f} GB"
     try:
         with warnings.catch_warnings(action="ignore"):  # SDPA gives many lines of reasons why a kernel does not run
-            for run in passes.values():
-                run()
+            run()
     except torch.OutOfMemoryError:
         return "out of memory"
     except RuntimeError as error:
@@ -247,10 +226,10 @@ def show_times(rows: list[Row], title: str) -> None:
     columns = ["forward\nms", "x pub-\nlished", "\nx SDPA", "and backward\nms", "x pub-\nlished", "\nx SDPA"]
     columns += ["peak memory\nover inputs", "memory floor /\nforward time"]
     title += ": medians; x published, x SDPA: how many times as fast as these"
-    show_table(table_of(title, ["", *columns], cells))
+    print_table(title, ["", *columns], cells)
 
 
-def draw(rows: list[Row], machine: Row, path: Path) -> None:
+def picture(rows: list[Row], machine: Row) -> bytes:
     """Draw time over length, of one head, so that shapes with many heads and with few share a line."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     figure.suptitle(f"Causal attention in {machine['dtype']} on {machine['device']}, threads: {machine['threads']}")
@@ -269,7 +248,7 @@ def draw(rows: list[Row], machine: Row, path: Path) -> None:
         axes.tick_params(labelleft=True)
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, dpi=120)
+    return png(figure)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,20 +3,20 @@
 import importlib
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.console import say, show_table
+from cli import CONFIGS
+from common.console import say
 from common.settings import UserError, decode
 from model.attention.base import Attention
 from model.attention.cache import KVCache, SparseCache
 from model.gpt import GPT, GPTConfig, GPTState
 from model.ops.sparse_attention import Pattern, needed_keys
-from tools.bench.harness import Row, in_turn, table_of, timed
+from tools.bench.harness import Row, benchmark, composed, in_turn, print_table, timed
 from trainer.runtime import DeviceConfig, open_runtime
 
 WARM_UP = 3  # steps that are not timed; a stretched cache is copied in the first
@@ -27,88 +27,87 @@ Decode = Callable[[Tensor], Tensor]
 """One more token (1, 1) -> its logits (1, 1, n)."""
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What all models have in common."""
-
-    positions: list[int]
-    """Tokens before the timed ones, in ascending order."""
-    steps: int
-    """Timed ones, each a position further."""
-    hf: tuple[str, Row] | None
-    """Name and composed configuration of the model whose shape Hugging Face's GPT-2 gets beside ours."""
-
-
-def bench(models: dict[str, Row], terms: Terms) -> Row:
-    """Measure and print.
-
-    Args:
-        models: composed configurations of train.py, by what the models are called in the tables.
+@benchmark
+def bench(options: Any) -> Row:
+    """Measure and print two tables.
 
     Raises:
         UserError: Hugging Face's GPT-2 is asked for, but is not installed, or cannot have the shape.
     """
+    positions, hf_raw = sorted({*options.positions}), options.hf and of_model(options.hf, options.set)
+    attentions = options.attention
+    if attentions == ["all"]:
+        attentions = sorted(path.stem for path in (CONFIGS / "model/attention").glob("*.yaml"))
+    models = {
+        ", ".join(filter(None, (model, name))): of_model(model, options.set, name)
+        for model in options.models
+        for name in attentions or [None]
+    }
     figures, speeds, sizes = {}, [], []
-    for label, composed in models.items():
-        found = figures[label] = measure(composed, terms)
-        rates = [f"{row['tokens_per_second']:,.1f}" for row in found["speed"]]
-        if terms.hf:
-            rates = [f"{rate} ({row['over_hf']:.2f} x)" for rate, row in zip(rates, found["speed"], strict=True)]
+    for label, raw in models.items():
+        found = figures[label] = measure(raw, hf_raw, positions, options.steps)
+        rates = [
+            f"{row['tokens_per_second']:,.1f}" + (f" ({row['over_hf']:.2f} x)" if options.hf else "")
+            for row in found["speed"]
+        ]
         say(f"{label}: {', '.join(rates)} tokens per second")
         speeds.append([label, *rates])
         sizes.append([label, *(f"{found['bytes'][str(at)]:,}" for at in BYTES_AT)])
-    title = f"tokens per second, float32, medians of {terms.steps} steps"
-    title += f"; x: times Hugging Face's GPT-2 of {terms.hf[0]}'s shape" if terms.hf else ""
-    show_table(table_of(title, ["model", *(f"at {at:,}" for at in terms.positions)], speeds))
-    show_table(table_of("bytes of state", ["model", *(f"after {at:,}" for at in BYTES_AT)], sizes))
+    title = f"tokens per second, float32, medians of {options.steps} steps"
+    title += f"; x: times Hugging Face's GPT-2 of {options.hf}'s shape" if options.hf else ""
+    print_table(title, ["model", *(f"at {at:,}" for at in positions)], speeds)
+    print_table("bytes of state", ["model", *(f"after {at:,}" for at in BYTES_AT)], sizes)
     return {"models": figures}
 
 
+def of_model(model: str, overrides: list[str], attention: str | None = None) -> Row:
+    """The configuration of a run with this model, and with this attention instead of its own."""
+    return composed([f"model={model}", *([f"model/attention={attention}"] if attention else []), *overrides])
+
+
 @torch.inference_mode()
-def measure(composed: Row, terms: Terms) -> Row:
+def measure(raw: Row, hf_raw: Row | None, positions: list[int], steps: int) -> Row:
     """One model's speed at each position, beside Hugging Face's if that is asked for, and its bytes."""
-    room = terms.positions[-1] + WARM_UP + terms.steps
-    config, device = configuration(composed, room)
+    room = positions[-1] + WARM_UP + steps
+    config, device = configuration(raw, room)
     gpt = GPT(config).to(device)
     tokens = torch.randint(config.n_vocab, (1, READ), device=device)
     _, state = gpt(tokens, return_state=True)
-    decoders: dict[tuple[str, int], Decode] = {
-        ("ours", at): Ours(gpt, stretched(gpt, state, at)) for at in terms.positions
-    }
-    if terms.hf:
-        gpt2 = build_hf(terms.hf[1], room)
-        decoders |= {("hf", at): hugging_face(gpt2, at) for at in terms.positions}
+    decoders: dict[Any, Decode] = {("ours", at): Ours(gpt, stretched(gpt, state, at)) for at in positions}
+    if hf_raw:
+        gpt2 = build_hf(hf_raw, room)
+        decoders |= {("hf", at): hugging_face(gpt2, at) for at in positions}
 
     def step(decoder: Decode) -> None:
         decoder(tokens[:, :1])[0, 0, 0].item()  # waits for the device
 
-    seconds = in_turn({key: timed(partial(step, it)) for key, it in decoders.items()}, terms.steps, WARM_UP)
+    seconds = in_turn({key: timed(partial(step, it)) for key, it in decoders.items()}, steps, WARM_UP)
     rate = {key: 1 / statistics.median(found) for key, found in seconds.items()}
-    rows: list[Row] = [{"position": at, "tokens_per_second": rate["ours", at]} for at in terms.positions]
-    for row in rows if terms.hf else []:
+    rows: list[Row] = [{"position": at, "tokens_per_second": rate["ours", at]} for at in positions]
+    for row in rows if hf_raw else []:
         theirs = rate["hf", row["position"]]
         row |= {"hf_tokens_per_second": theirs, "over_hf": row["tokens_per_second"] / theirs}
-    sizes = {at: state_bytes(stretched(gpt, state, at)) for at in sorted({*terms.positions, *BYTES_AT})}
+    sizes = {at: state_bytes(stretched(gpt, state, at)) for at in sorted({*positions, *BYTES_AT})}
     return {"speed": rows, "bytes": {str(at): size for at, size in sizes.items()}}
 
 
-def configuration(composed: Row, max_len: int) -> tuple[GPTConfig, torch.device]:
+def configuration(raw: Row, max_len: int) -> tuple[GPTConfig, torch.device]:
     """A model for texts of at least `max_len` tokens, and its device."""
-    position = composed["model"]["position"]
+    position = raw["model"]["position"]
     if position["name"] == "learned":
         position = position | {"max_len": max(max_len, position["max_len"])}
-    runtime = open_runtime(DeviceConfig(device=composed["runtime"]["device"], dtype="float32"))
+    runtime = open_runtime(DeviceConfig(device=raw["runtime"]["device"], dtype="float32"))
     torch.manual_seed(0)
-    return decode(GPTConfig, composed["model"] | {"position": position}), runtime.device
+    return decode(GPTConfig, raw["model"] | {"position": position}), runtime.device
 
 
-def build_hf(composed: Row, max_len: int) -> Any:
+def build_hf(raw: Row, max_len: int) -> Any:
     """Hugging Face's GPT-2 with the shape of one of our models, with random weights, in float32."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise UserError("hf needs the package transformers, which is not installed: pip install -e '.[hf]'") from None
-    config, device = configuration(composed, max_len)
+    config, device = configuration(raw, max_len)
     if config.n_head * config.head_features != config.n_embd:
         raise UserError(f"head_dim={config.head_dim} is not GPT-2's, whose heads share n_embd evenly: set it to null")
     shape = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}

@@ -1,5 +1,6 @@
-"""What all benchmarks share: taking turns, ratios, the machine, one kind of table, and bench.json."""
+"""What all benchmarks share: taking turns, ratios, the machine, one kind of table, runs, and bench.json."""
 
+import functools
 import os
 import platform
 import random
@@ -10,21 +11,49 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
+import torch
+from pydantic_core import to_jsonable_python
 from rich.table import Table
 
+from cli import compose, to_dict
 from common.commit import git_commit
-from common.console import say
-from common.files import write_json
-from common.settings import Settings
-
-if TYPE_CHECKING:
-    from trainer.run import Run
+from common.console import say, show_table
+from common.files import make_directory, write_json
+from common.settings import decode
+from data.prepare.dataset import PrepareConfig, prepare
+from trainer.config import TrainConfig
+from trainer.distributed import World
+from trainer.run import Run
+from trainer.runtime import open_runtime
 
 Row = dict[str, Any]
 K = TypeVar("K")
 R = TypeVar("R")
+
+
+def benchmark(measure: Callable[[Any], Row]) -> Callable[..., None]:
+    """Make the work of a script of a measurement, which gets the options as attributes.
+
+    What it returns is written to bench.json in the folder `out`, with the command, its options and the machine.
+    """
+
+    @functools.wraps(measure)
+    def run(**options: Any) -> None:
+        path = make_directory(options["out"], "out") / "bench.json"
+        found = measure(SimpleNamespace(**options))
+        about = {"command": command_line(), "options": to_jsonable_python(options), "machine": machine()}
+        write_json(path, about | found)
+        say(f"written to {path}")
+
+    return run
+
+
+def command_line() -> str:
+    """The command that runs, as a shell takes it."""
+    return shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int, warm_up: int = 0) -> dict[K, list[R]]:
@@ -33,12 +62,10 @@ def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int, warm_up: int = 0) ->
     Returns what each run returned in each round, without the first `warm_up` rounds.
     """
     results: dict[K, list[R]] = {name: [] for name in runs}
-    for n in range(warm_up + rounds):
+    for _ in range(warm_up + rounds):
         for name in random.sample(list(runs), len(runs)):
-            result = runs[name]()
-            if n >= warm_up:
-                results[name].append(result)
-    return results
+            results[name].append(runs[name]())
+    return {name: found[warm_up:] for name, found in results.items()}
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
@@ -60,8 +87,6 @@ def speedup(times: Iterable[float], reference: Iterable[float]) -> tuple[float, 
 
 def machine() -> Row:
     """What the figures depend on besides the command."""
-    import torch  # here, because --help need not wait for it
-
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
     return {
@@ -75,8 +100,8 @@ def machine() -> Row:
     }
 
 
-def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table whose first column is left-aligned. A row with a single cell is the heading of a section."""
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table whose first column is left-aligned. A row with a single cell is the heading of a section."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="right" if table.columns else "left")
@@ -84,37 +109,23 @@ def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) 
         if len(cells) == 1:
             table.add_section()
         table.add_row(*cells)
-    return table
+    show_table(table)
 
 
-def write_results(out: Path, options: Settings, found: Row) -> None:
-    """Write bench.json: the command, its options, the machine, and what was found."""
-    command = shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    about = {"command": command, "options": options.model_dump(mode="json"), "machine": machine()}
-    write_json(out / "bench.json", about | found)
-    say(f"written to {out / 'bench.json'}")
+def composed(overrides: Iterable[str]) -> Row:
+    """The configuration of train.py with these options; no data is read."""
+    return to_dict(compose("train", ["dataset_dir=none", *overrides]))
 
 
-def open_run(overrides: list[str], mixture: Mapping[str, float] | None = None) -> "Run":
+def open_run(overrides: Iterable[str], mixture: Mapping[str, float] | None = None) -> Run:
     """A run of train.py with these options."""
-    from cli import compose, to_dict
-    from common.settings import decode
-    from trainer.config import TrainConfig
-    from trainer.distributed import World
-    from trainer.run import Run
-    from trainer.runtime import open_runtime
-
-    composed = to_dict(compose("train", overrides))
-    composed["data"]["mixture"] = mixture
-    config = decode(TrainConfig, composed)
+    raw = composed(overrides)
+    raw["data"]["mixture"] = mixture
+    config = decode(TrainConfig, raw)
     runtime = open_runtime(config.runtime)
     return Run(config, runtime, World(runtime.device))
 
 
 def prepare_dataset(overrides: list[str]) -> None:
     """Run scripts/prepare_data.py with these options, in this process."""
-    from cli import compose, to_dict
-    from common.settings import decode
-    from data.prepare.dataset import PrepareConfig, prepare
-
     prepare(decode(PrepareConfig, to_dict(compose("prepare", overrides))))

@@ -9,23 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from common.console import say, show_table
-from common.files import make_directory
+from common.console import say
 from data.loader import TrainBatches
 from data.mixture import open_mixture
 from data.prefetch import Prefetch
 from data.shards import MANIFEST, TokenStream, read_manifest
-from tools.bench.harness import Row, open_run, prepare_dataset, table_of, write_results
+from tools.bench.harness import Row, benchmark, open_run, prepare_dataset, print_table
 
-MODEL = ["seq_len=256", "batch_tokens=1024", "runtime.micro_batch=4"]
 WARM_UP = 2  # steps that are not timed where batches are read ahead: nothing is read ahead of the first
 
 
-def bench(options: Any) -> None:
-    """Measure, print a table, write bench.json."""
-    out = make_directory(options.out, "out")
-    dataset_dir = options.dataset_dir or random_dataset(out / f"random-{options.tokens}", options.tokens)
+@benchmark
+def bench(options: Any) -> Row:
+    """Measure and print a table."""
+    dataset_dir = options.dataset_dir or random_dataset(options.out / f"random-{options.tokens}", options.tokens)
     batches = open_batches(dataset_dir, options)
     figures = {"loader alone": alone(batches, options), "dummy model": dummy(batches, options)}
     if options.model_steps:
@@ -35,8 +34,8 @@ def bench(options: Any) -> None:
         wait = f"{row['wait_share']:.2%}" if "wait_share" in row else ""
         cells.append([name, f"{row['tokens_per_second']:,.0f}", wait])
     title = f"loader: {options.batch_tokens:,} tokens a step, in sequences of {options.seq_len:,}"
-    show_table(table_of(title, ["", "tokens/s", "waits for data"], cells))
-    write_results(out, options, {"figures": figures})
+    print_table(title, ["", "tokens/s", "waits for data"], cells)
+    return {"figures": figures}
 
 
 def random_dataset(folder: Path, n_tokens: int) -> Path:
@@ -75,8 +74,6 @@ def alone(batches: TrainBatches, options: Any) -> Row:
 
 def dummy(batches: TrainBatches, options: Any) -> Row:
     """Read ahead of a model that takes `rate` tokens per second."""
-    import torch  # here, because --help need not wait for it
-
     tokens, x = batches.batch_size * options.seq_len, torch.zeros(8)
     with Prefetch(map(batches.batch, itertools.count())) as ahead:
 

@@ -1,5 +1,6 @@
 """Errors and times of operators, forward and backward."""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -8,10 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from tools.bench.harness import in_turn
+from tools.bench.harness import Row, in_turn
 
 Operator = Callable[..., Any]
 """Tensors -> a tensor."""
+
+
+def attention_inputs(
+    shape: Sequence[int], device: str = "cpu", dtype: torch.dtype = torch.float32, deviation: float = 1.0
+) -> tuple[list[Tensor], Tensor]:
+    """Random q, k and v, which require gradients, and the gradient of the result, all (B, H, T, D)."""
+    options: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
+    leaves = [(deviation * torch.randn(shape, **options)).requires_grad_() for _ in range(3)]
+    return leaves, torch.randn(shape, **options)
 
 
 def outputs(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
@@ -20,42 +30,43 @@ def outputs(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> li
     return [y.detach(), *torch.autograd.grad(y, leaves, weights)]
 
 
-def exact_outputs(definition: Operator, leaves: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-    """The same in float64."""
-    return outputs(definition, [x.detach().double().requires_grad_() for x in leaves], weights.double())
+def errors_of(
+    operators: Mapping[str, Operator], definition: Operator, leaves: Sequence[Tensor], weights: Tensor
+) -> dict[str, tuple[float, float]]:
+    """Largest errors against the definition in float64: of the result, and of gradients, relative to the largest one.
 
-
-def largest_errors(got: list[Tensor], exact: list[Tensor]) -> tuple[float, float]:
-    """Largest error of the result, and of the gradients relative to the largest of them; NaN where one is."""
-    off = torch.stack([(a.double() - b).abs().max() for a, b in zip(got, exact, strict=True)])
+    They are NaN where a number is.
+    """
+    exact = outputs(definition, [x.detach().double().requires_grad_() for x in leaves], weights.double())
     largest_gradient = max(x.abs().max() for x in exact[1:])
-    return off[0].item(), (off[1:].max() / largest_gradient).item()
-
-
-def passes_of(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> dict[str, Callable[[], Any]]:
-    """What is timed: a forward pass that keeps nothing for a backward pass, and both passes."""
-    return {
-        "forward": torch.no_grad()(partial(operator, *leaves)),
-        "both": partial(outputs, operator, leaves, weights),
-    }
+    errors = {}
+    for name, operator in operators.items():
+        got = outputs(operator, leaves, weights)
+        off = torch.stack([(a.double() - b).abs().max() for a, b in zip(got, exact, strict=True)])
+        errors[name] = off[0].item(), (off[1:].max() / largest_gradient).item()
+    return errors
 
 
 def time_passes(
-    contenders: Mapping[str, Mapping[str, Callable[[], Any]]], rounds: int, seconds: float = 0.0
+    operators: Mapping[str, Operator], leaves: Sequence[Tensor], weights: Tensor, rounds: int, seconds: float = 0.0
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each pass of each contender in every round.
+    """Milliseconds of each operator's passes in every round: "forward", which keeps nothing, and "both" passes.
 
     Each turn begins with a pass that is not timed and then lasts `seconds` or one pass, whichever is longer: what the
-    other contenders leave in caches and in the allocator is not charged to this one.
+    other operators leave in caches and in the allocator is not charged to this one.
     """
-    timers = {
-        (name, key): Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-        for name, passes in contenders.items()
-        for key, run in passes.items()
-    }
-    turns = {key: partial(timer.blocked_autorange, min_run_time=seconds) for key, timer in timers.items()}
-    measured = in_turn(turns, rounds)
-    return {
-        name: {key: [turn.median for turn in measured[name, key]] for key in passes}
-        for name, passes in contenders.items()
-    }
+    turns = {}
+    for name, operator in operators.items():
+        forward, both = torch.no_grad()(partial(operator, *leaves)), partial(outputs, operator, leaves, weights)
+        for key, run in (("forward", forward), ("both", both)):
+            timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+            turns[name, key] = partial(timer.blocked_autorange, min_run_time=seconds)
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in operators}
+    for (name, key), measurements in in_turn(turns, rounds).items():
+        times[name][key] = [1e3 * measured.median for measured in measurements]
+    return times
+
+
+def medians(times: Mapping[str, list[float]]) -> Row:
+    """The median of each pass, as forward_ms and both_ms."""
+    return {f"{key}_ms": statistics.median(found) for key, found in times.items()}

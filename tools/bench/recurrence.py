@@ -1,37 +1,34 @@
 """log_recurrence beside the published form: errors in float32 over length, and time at 1,024 tokens."""
 
-import statistics
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common.console import say, show_table
-from common.files import make_directory
+from common.console import say
 from model.ops.log_recurrence import log_recurrence
-from tools.bench.harness import Row, speedup, table_of, write_results
-from tools.bench.operators import Operator, exact_outputs, largest_errors, outputs, passes_of, time_passes
+from tools.bench.harness import Row, benchmark, print_table, speedup
+from tools.bench.operators import Operator, errors_of, medians, time_passes
 
 TIMED_SHAPE = (1, 1024, 768)  # B, T and D of the published model
 FEATURES = 4  # of the long sequences
+ERRORS = ("s", "gradients")
 
 
-def bench(options: Any) -> None:
-    """Measure, print a table, write bench.json."""
-    out, logit = make_directory(options.out, "out"), options.logit
-    errors = [errors_at(T, logit) for T in options.lengths]
+@benchmark
+def bench(options: Any) -> Row:
+    """Measure and print a table."""
+    errors = [errors_at(T, options.logit) for T in options.lengths]
+    cells = [[f"{row['T']:,}", *(f"{row[name][key]:.1e}" for name in FORMS for key in ERRORS)] for row in errors]
     title = "log recurrence in float32: largest error against float64; of gradients: x the largest"
-    cells = [[f"{row[name][key]:.1e}" for name in FORMS for key in ("s", "gradients")] for row in errors]
-    columns = ["tokens", "ours: s", "gradients", "published: s", "gradients"]
-    show_table(table_of(title, columns, ([f"{T:,}", *row] for T, row in zip(options.lengths, cells, strict=True))))
-    leaves, weights = draw_inputs(TIMED_SHAPE, logit)
-    times = time_passes({name: passes_of(form, leaves, weights) for name, form in FORMS.items()}, options.rounds)
-    seconds = {name: statistics.median(found["both"]) for name, found in times.items()}
+    print_table(title, ["tokens", "ours: s", "gradients", "published: s", "gradients"], cells)
+    times = time_passes(FORMS, *draw_inputs(TIMED_SHAPE, options.logit), options.rounds)
+    both = {name: medians(found)["both_ms"] for name, found in times.items()}
     ratio, *_ = speedup(times["ours"]["both"], times["published"]["both"])
-    spent = ", ".join(f"{name} {1e3 * median:.2f} ms" for name, median in seconds.items())
+    spent = ", ".join(f"{name} {ms:.2f} ms" for name, ms in both.items())
     say(f"forward and backward, (B, T, D) = {TIMED_SHAPE}, medians: {spent}; ours is {ratio:.2f} x as fast")
-    write_results(out, options, {"errors": errors, "seconds": seconds})
+    return {"errors": errors, "seconds": {name: ms / 1e3 for name, ms in both.items()}}
 
 
 def published(log_p: Tensor, h: Tensor, state: Tensor) -> Tensor:
@@ -57,6 +54,5 @@ def draw_inputs(shape: tuple[int, int, int], logit: float) -> tuple[list[Tensor]
 def errors_at(T: int, logit: float) -> Row:
     """Largest errors of each form at T tokens."""
     leaves, weights = draw_inputs((1, T, FEATURES), logit)
-    exact = exact_outputs(FORMS["ours"], leaves, weights)
-    errors = {name: largest_errors(outputs(form, leaves, weights), exact) for name, form in FORMS.items()}
-    return {"T": T} | {name: {"s": s, "gradients": gradients} for name, (s, gradients) in errors.items()}
+    errors = errors_of(FORMS, FORMS["ours"], leaves, weights)
+    return {"T": T} | {name: dict(zip(ERRORS, found, strict=True)) for name, found in errors.items()}

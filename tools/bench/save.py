@@ -6,21 +6,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common.console import show_table
-from common.files import make_directory
-from tools.bench.harness import Row, open_run, prepare_dataset, table_of, timed, write_results
+from tools.bench.harness import Row, benchmark, open_run, prepare_dataset, print_table, timed
 
 INTERVAL = 1000
 """The default of checkpoint.every."""
 
 
-def bench(options: Any) -> None:
-    """Measure, print a table, write bench.json."""
-    out = make_directory(options.out, "out")
-    dataset_dir = out / "dataset"
+@benchmark
+def bench(options: Any) -> Row:
+    """Measure and print a table."""
+    dataset_dir = options.out / "dataset"
     if not dataset_dir.exists():
         prepare_dataset(["data=stdlib", "tokenizer=bytes", f"out_dir={dataset_dir}"])
-    figures = {" ".join(run.split(",")): measure(run.split(","), dataset_dir, out, options) for run in options.runs}
+    figures = {" ".join(run.split(",")): measure(run.split(","), dataset_dir, options) for run in options.runs}
     cells = []
     for name, row in figures.items():
         slowed = row["step_while_writing_seconds"]
@@ -29,13 +27,13 @@ def bench(options: Any) -> None:
         cells[-1] += [f"{row['held_up_of_a_step']:.1%}", f"{row['held_up_of_the_interval']:.3%}"]
         cells[-1].append("none was" if slowed is None else f"{slowed / row['step_seconds']:.2f} x")
     columns = ["run", "checkpoint", "step", "held up", "of a step", f"of {INTERVAL} steps", "step while writing"]
-    show_table(table_of("checkpoints beside training", columns, cells))
-    write_results(out, options, {"figures": figures})
+    print_table("checkpoints beside training", columns, cells)
+    return {"figures": figures}
 
 
-def measure(overrides: list[str], dataset_dir: Path, out: Path, options: Any) -> Row:
+def measure(overrides: list[str], dataset_dir: Path, options: Any) -> Row:
     """Median seconds of steps and of saves, and bytes of a checkpoint, in one run."""
-    run_dir = Path(tempfile.mkdtemp(dir=out))
+    run_dir = Path(tempfile.mkdtemp(dir=options.out))
     paths = [f"dataset_dir={dataset_dir}", f"run_dir={run_dir}", "resume=auto"]
     run = open_run([*overrides, *paths, "schedule.warmup_steps=1", f"max_steps={options.steps}"])
     held: list[float] = []

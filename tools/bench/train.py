@@ -5,22 +5,26 @@ import multiprocessing
 import os
 import resource
 import statistics
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from common.console import say, show_table
-from common.files import make_directory
-from tools.bench.harness import Row, in_turn, table_of, timed, write_results
+import torch
 
-if TYPE_CHECKING:
-    from trainer.config import TrainConfig
+from common.console import say
+from common.settings import decode
+from model.gpt import GPT
+from tools.bench.harness import Row, benchmark, composed, in_turn, print_table, timed
+from trainer.config import TrainConfig
+from trainer.distributed import World
+from trainer.runtime import maybe_compile, open_runtime
+from trainer.step import SummedLoss, accumulate_gradients, train_step
 
 CONTROL = "gpt2_124m"
 
 
-def bench(options: Any) -> None:
-    """Measure, print a table, write bench.json."""
+@benchmark
+def bench(options: Any) -> Row:
+    """Measure and print a table."""
     names = dict.fromkeys([CONTROL, *options.models])
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # glibc reads it when a process starts
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
@@ -31,63 +35,57 @@ def bench(options: Any) -> None:
             return result
 
         results = in_turn({name: partial(measured, name) for name in names}, options.rounds)
-    figures = {name: summary(found) for name, found in results.items()}
+    figures = {name: summary(found, options.batch * options.seq_len) for name, found in results.items()}
     cells, control = [], figures[CONTROL]
     for name, row in figures.items():
         rate, peak = row["tokens_per_second"], row["peak_bytes"]
         cells.append([name, f"{rate:,.1f}", f"{rate / control['tokens_per_second']:.2f}"])
         cells[-1] += [f"{peak / 1e9:.2f}", f"{peak / control['peak_bytes']:.2f}"]
     title = f"training steps, {options.batch} x {options.seq_len} tokens; x: ratio to {CONTROL}"
-    show_table(table_of(title, ["model", "tokens/s", "x", "peak GB", "x"], cells))
-    write_results(make_directory(options.out, "out"), options, {"models": figures})
+    print_table(title, ["model", "tokens/s", "x", "peak GB", "x"], cells)
+    return {"models": figures}
 
 
 def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: int) -> Row:
     """Seconds of each timed step and peak memory in bytes, in this process.
 
-    On the CPU the peak is the process's own, including 0.4 GB for the interpreter and torch.
+    On the CPU the peak is the process's own, including 0.5 GB for the interpreter and torch.
     """
-    import torch
-
-    from cli import compose, to_dict
-    from common.settings import decode
-    from trainer.config import TrainConfig
-
-    sizes = {"seq_len": seq_len, "batch_tokens": batch * seq_len}
-    composed = to_dict(compose("train", [f"model={name}", "dataset_dir=none", *overrides])) | sizes
-    if composed["model"]["position"]["name"] == "learned":
-        composed["model"]["position"]["max_len"] = max(seq_len, composed["model"]["position"]["max_len"])
-    step = timed(stepper(decode(TrainConfig, composed)))
+    raw = composed([f"model={name}", *overrides]) | {"seq_len": seq_len, "batch_tokens": batch * seq_len}
+    if raw["model"]["position"]["name"] == "learned":
+        raw["model"]["position"]["max_len"] = max(seq_len, raw["model"]["position"]["max_len"])
+    step = timed(Training(decode(TrainConfig, raw), batch).step)
     seconds = [round(step(), 4) for _ in range(1 + steps)][1:]
     on_gpu = torch.cuda.is_initialized()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "peak_bytes": peak, "tokens": batch * seq_len}
+    return {"seconds": seconds, "peak_bytes": peak}
 
 
-def stepper(config: "TrainConfig") -> Callable[[], object]:
-    """A function that takes a training step of this run, always on the same random tokens."""
-    import torch
+class Training:
+    """Takes training steps of a run, always on the same `sequences` sequences of random tokens."""
 
-    from model.gpt import GPT
-    from trainer.runtime import maybe_compile, open_runtime
-    from trainer.step import SummedLoss, train_step
+    def __init__(self, config: TrainConfig, sequences: int) -> None:
+        self.runtime, self.grad_clip = open_runtime(config.runtime), config.optim.grad_clip
+        torch.manual_seed(0)
+        gpt = GPT(config.model).to(self.runtime.device, self.runtime.param_dtype)
+        self.optimizer, self.summed_loss = config.optim.build(gpt), SummedLoss(gpt)
+        maybe_compile([self.summed_loss], config.runtime, self.runtime.device)
+        shape = (sequences, config.seq_len + 1)
+        ids = torch.randint(config.model.n_vocab, shape, device=self.runtime.device)
+        self.batch = [(ids[:, :-1], ids[:, 1:])]
 
-    runtime = open_runtime(config.runtime)
-    torch.manual_seed(0)
-    gpt = GPT(config.model).to(runtime.device, runtime.param_dtype)
-    optimizer = config.optim.build(gpt)
-    summed_loss = SummedLoss(gpt)
-    maybe_compile([summed_loss], config.runtime, runtime.device)
-    ids = torch.randint(config.model.n_vocab, (config.batch_size, config.seq_len + 1), device=runtime.device)
-    batch = [(ids[:, :-1], ids[:, 1:])]
-    return lambda: train_step(summed_loss, optimizer, batch, runtime, grad_clip=config.optim.grad_clip)
+    def step(self) -> None:
+        """Take a step of one micro-batch."""
+        train_step(self.summed_loss, self.optimizer, self.batch, self.runtime, grad_clip=self.grad_clip)
+
+    def one_more(self) -> None:
+        """Take what another micro-batch adds to a step: a forward and a backward pass."""
+        world, scale = World(self.runtime.device), 1 / self.batch[0][1].numel()
+        accumulate_gradients(self.summed_loss, self.batch, self.runtime, world, scale=scale).item()
 
 
-def summary(results: list[Row]) -> Row:
-    """Median over all timed steps, and the largest peak."""
+def summary(results: list[Row], tokens: int) -> Row:
+    """Median over all timed steps of `tokens` tokens, and the largest peak."""
     seconds = statistics.median(s for result in results for s in result["seconds"])
-    return {
-        "seconds_per_step": seconds,
-        "tokens_per_second": results[0]["tokens"] / seconds,
-        "peak_bytes": max(result["peak_bytes"] for result in results),
-    }
+    peak = max(result["peak_bytes"] for result in results)
+    return {"seconds_per_step": seconds, "tokens_per_second": tokens / seconds, "peak_bytes": peak}

@@ -1,23 +1,39 @@
 """What a comparison of attention mechanisms has found, as JSON, as tables and as a picture."""
 
-import io
 import math
 import statistics
 import time
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure
 
 from common.console import say
+from common.figures import png
 from common.files import read_json, write_atomic, write_json
 from model.gpt import GPTConfig
-from tools.bench.harness import in_turn, machine, speedup, timed
-from tools.bench.train import stepper
+from tools.bench.harness import command_line, in_turn, machine, speedup, timed
+from tools.bench.train import Training
 from tools.compare import compare
 from tools.compare.compare import CONTROL, SEEDS, Models, Raw, Terms
 
 _ROUNDS = 20  # of timed steps
 _COLORS = {"softmax": "dimgray", "log_space": "tab:orange", "log_space_signed": "tab:red"}
+
+
+def run(dataset_dir: Path, out: Path, arms: list[str], steps: int, learning_rates: list[float], jobs: int) -> None:
+    """Measure speed, train what is not trained yet, report what there is."""
+    torch.set_num_threads(1)  # the products are small, and the bits of a result depend on the number of threads
+    terms = Terms(dataset_dir, out, steps, learning_rates)
+    models = compare.models_of(dataset_dir, arms or None)
+    terms.open()
+    parameters = compare.count(models[CONTROL])
+    say(f"{len(models)} arms of {parameters:,} parameters, {steps * compare.SEQ_LEN:,} tokens a run")
+    speed = speeds(models, out / "speed.json")
+    try:
+        compare.train_all(models, terms, jobs)
+    finally:
+        report(models, speed, terms)
 
 
 def speeds(models: Models, path: Path) -> dict[str, list[float]]:
@@ -30,21 +46,21 @@ def speeds(models: Models, path: Path) -> dict[str, list[float]]:
         return known
     here = path.parent
     configs = {name: compare.config_of(here, here, model, 1e-4, seed=1, steps=1) for name, model in models.items()}
-    steps = {name: timed(stepper(config), clock=time.process_time) for name, config in configs.items()}
+    steps = {name: timed(Training(config, 1).step, clock=time.process_time) for name, config in configs.items()}
     times = in_turn(steps, _ROUNDS, warm_up=1)
     known = {name: [statistics.median(own), speedup(own, times[CONTROL])[0]] for name, own in times.items()}
     write_json(path, known)
     return known
 
 
-def report(models: Models, speed: dict[str, list[float]], terms: Terms, command: str) -> None:
+def report(models: Models, speed: dict[str, list[float]], terms: Terms) -> None:
     """Write compare.json, compare.md and compare.png of the arms that are finished."""
     rows = {name: row for name, model in models.items() if (row := row_of(name, model, speed[name], terms))}
     if CONTROL not in rows:
         return
     rows = dict(sorted(rows.items(), key=lambda item: item[1]["mean"]))
     found = {
-        "command": command,
+        "command": command_line(),
         "machine": machine(),
         "tokens": terms.steps * compare.SEQ_LEN,
         "seeds": SEEDS,
@@ -134,6 +150,4 @@ def picture_of(rows: dict[str, Raw], tokens: int) -> bytes:
     axes.set_xlabel("validation loss (nats per token) above the control's; dots: seeds")
     axes.set_title(f"{tokens:,} tokens a run; the control, {CONTROL}, has {control:.3f}")
     axes.grid(axis="x", alpha=0.3)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
+    return png(figure)

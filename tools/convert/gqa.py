@@ -1,6 +1,5 @@
 """From a checkpoint to one with fewer key and value heads (Ainslie et al. 2023, arXiv 2305.13245, section 2.1)."""
 
-import secrets
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from common.console import say
 from common.settings import UserError, decode, differences
 from model.gpt import GPT, GPTConfig
 from tools.convert.new_run import begin_with
-from trainer.checkpoint import TrainState, load_model, open_model
+from trainer.checkpoint import load_model, open_model
 
 
 def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = None) -> Path:
@@ -23,17 +22,12 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = 
     opened = open_model(checkpoint)
     before, tokenizer = load_model(opened)
     after = shared(before, n_kv_head)
-    state = TrainState(
-        step=0,
-        run_id=secrets.token_hex(4),
-        model=after.config,
-        seed=opened.state.seed if seed is None else seed,
-        **opened.state.model_dump(include={"seq_len", "batch_tokens", "data", "dataset_dir", "dataset_fingerprint"}),
-    )
-    path = begin_with(after, tokenizer, state, run_dir)
+    seed = opened.state.seed if seed is None else seed
+    kept = opened.state.model_dump(include={"seq_len", "batch_tokens", "data", "dataset_dir", "dataset_fingerprint"})
+    path = begin_with(after, tokenizer, run_dir, seed=seed, **kept)
     changed = differences(before.config.model_dump(mode="json"), after.config.model_dump(mode="json"))
     own = {f"model.{key}": new for key, (_, new) in changed.items()}
-    settings = overrides(own | {"seed": state.seed, "run_dir": str(run_dir)})
+    settings = overrides(own | {"seed": seed, "run_dir": str(run_dir)})
     say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
     say(f"go on with train.py, the settings of the first run, and {settings}")
     return path
@@ -48,23 +42,13 @@ def shared(gpt: GPT, n_kv_head: int) -> GPT:
     with torch.device("meta"):
         fewer = GPT(with_n_kv_head(gpt.config, n_kv_head))
     tensors = dict(gpt.state_dict())
-    heads = n_kv_heads(gpt), n_kv_heads(fewer)
-    for name, parameter in fewer.state_dict().items():
-        if parameter.shape != tensors[name].shape:
-            owner = next(path for path in heads[0] if name.startswith(path + "."))
-            n_before, n_after = (of[owner] for of in heads)
-            tensors[name] = pooled(tensors[name], len(parameter), n_before, n_after, gpt.config.head_features)
+    for path, module in fewer.named_modules():
+        n_before, n_after = (getattr(each, "n_kv_head", 0) for each in (gpt.get_submodule(path), module))
+        for name, parameter in module.named_parameters(path) if n_before != n_after else ():
+            if parameter.shape != tensors[name].shape:
+                tensors[name] = pooled(tensors[name], len(parameter), n_before, n_after, gpt.config.head_features)
     fewer.load_state_dict(tensors, assign=True)
     return fewer.requires_grad_()
-
-
-def n_kv_heads(gpt: GPT) -> dict[str, int]:
-    """Return the number of key and value heads, by the path of each attention that can share them."""
-    return {
-        path: module.n_kv_head
-        for path, module in gpt.named_modules()
-        if isinstance(getattr(module, "n_kv_head", None), int)
-    }
 
 
 def pooled(rows: Tensor, n_rows: int, n_before: int, n_after: int, head_dim: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Convert tokenizers to and from the tokenizer.json of Hugging Face: byte-level BPE."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from common.settings import Settings, UserError, decode
 from data.tokenizer import END_OF_TEXT, Tokenizer
 
 _LARGEST_FILE = 2**26
+_HERE = Path(__file__).parent
+_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @functools.cache
@@ -28,47 +31,20 @@ def _text(token: bytes) -> str:
 
 def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> dict[str, Any]:
     """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, but for texts that have the characters
-    <|endoftext|>, which Hugging Face takes for that token.
+    <|endoftext|>, which Hugging Face takes for that token. A word that is a token is that token (ignore_merges), as for
+    tiktoken; padding is on the left, so that prompts of several lengths can be continued together.
 
     Args:
         max_len: most tokens that the model takes; None: no limit.
     """
-    by_words = tokenizer.name == "gpt2"
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": by_words}
-    end = {"id": tokenizer.eot_id, "content": END_OF_TEXT, "special": True}
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": True,  # as for tiktoken, a word that is a token is that token
-        "vocab": {_text(token): rank for rank, token in enumerate(tokenizer.ranks)},
-        "merges": _merges(tokenizer),
-    }
-    tokenizer_json = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [end | plain],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
-    }
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT),
-        "padding_side": "left",  # so that prompts of several lengths can be continued together
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
+    tokenizer_json, settings = (json.loads((_HERE / name).read_text(encoding="utf-8")) for name in _FILES)
+    tokenizer_json["added_tokens"][0]["id"] = tokenizer.eot_id
+    for part in ("pre_tokenizer", "decoder"):
+        tokenizer_json[part]["use_regex"] = tokenizer.name == "gpt2"
+    vocab = {_text(token): rank for rank, token in enumerate(tokenizer.ranks)}
+    tokenizer_json["model"] |= {"vocab": vocab, "merges": _merges(tokenizer)}
     limit = {} if max_len is None else {"model_max_length": max_len}
-    return {"tokenizer.json": tokenizer_json, "tokenizer_config.json": settings | limit}
+    return dict(zip(_FILES, (tokenizer_json, settings | limit), strict=True))
 
 
 def _merges(tokenizer: Tokenizer) -> list[str]:

@@ -3,8 +3,6 @@
 The folder is not trusted: JSON and safetensors are read, and nothing is run or unpickled.
 """
 
-import re
-import secrets
 from pathlib import Path
 
 import torch
@@ -13,21 +11,19 @@ from torch import Tensor
 from common.command import overrides
 from common.console import say
 from common.files import file_size, read_json
-from common.settings import UserError, decode
+from common.settings import UserError, differences
 from data.shards import read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
 from tools.convert.hf_tokenizer import read_tokenizer_json
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from tools.convert.new_run import begin_with
-from trainer.checkpoint import TrainState
 from trainer.tensor_file import read_tensors, tensor_names
 
 _WEIGHTS = "model.safetensors"
 _Kind = tuple[torch.Size, tuple[torch.dtype, ...]]
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
-_MASK = re.compile(r"h\.(0|[1-9]\d*)\.attn\.(masked_)?bias")  # old files store these buffers among the weights
 _NO_DATASET = Path("no-dataset-that-was-given")
 _TO_CHOOSE = {"optim.max_lr": 6e-5, "max_steps": 1000, "schedule.warmup_steps": 100}
 """Suggested settings: a short training at a tenth of the usual rate."""
@@ -61,14 +57,11 @@ def import_gpt2(
     if batch_tokens < 1 or batch_tokens % seq_len:
         raise UserError(f"batch_tokens={batch_tokens} is not a multiple of {seq_len}, the tokens of a sequence")
     kept = {"seq_len": seq_len, "batch_tokens": batch_tokens, "seed": seed}
-    state = {
-        "step": 0,
-        "run_id": secrets.token_hex(4),
-        "model": gpt.config,
+    data = {
         "dataset_dir": dataset_dir.absolute() if dataset_dir else _NO_DATASET,
         "dataset_fingerprint": _fingerprint(dataset_dir, tokenizer) if dataset_dir else "",
     }
-    path = begin_with(gpt, tokenizer, decode(TrainState, state | kept), run_dir)
+    path = begin_with(gpt, tokenizer, run_dir, **data, **kept)
     say(f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of {tokenizer.n_vocab:,} ids")
     if dataset_dir is None:
         say("no dataset_dir was given: evaluate with dataset_dir=..., or import again with one to train")
@@ -81,11 +74,9 @@ def import_gpt2(
 
 def _settings(config: GPTConfig) -> dict[str, int]:
     """Return the settings in which the model may differ from model=gpt2_124m."""
-    assert config.block.name == "mlp"
-    assert config.position.name == "learned"
-    sizes = {name: getattr(config, name) for name in ("n_vocab", "n_layer", "n_head", "n_embd")}
-    inner = {"block.expansion": config.block.expansion, "position.max_len": config.position.max_len}
-    return {f"model.{key}": value for key, value in (sizes | inner).items()}
+    flat = differences(config.model_dump(mode="json"), {})
+    names = ("n_vocab", "n_layer", "n_head", "n_embd", "block.expansion", "position.max_len")
+    return {f"model.{name}": flat[name][0] for name in names}
 
 
 def _fingerprint(dataset_dir: Path, tokenizer: Tokenizer) -> str:
@@ -106,27 +97,27 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
         UserError: a file is missing or invalid.
     """
     others = [name for name in ("pytorch_model.bin", f"{_WEIGHTS}.index.json") if (folder / name).exists()]
-    for name, remedy in [
-        ("config.json", "give a folder that save_pretrained wrote"),
-        ("tokenizer.json", 'put it there: AutoTokenizer.from_pretrained("gpt2").save_pretrained(FOLDER)'),
-        (
-            _WEIGHTS,
-            f"{f'{others[0]} cannot be read; ' if others else ''}load the model with transformers, and write it with "
-            'save_pretrained(FOLDER, max_shard_size="100GB")',
-        ),
-    ]:
-        if file_size((folder / name).resolve()) is None:
-            raise UserError(f"{folder} has no {name}: {remedy}")
+    unreadable = f"{others[0]} cannot be read; " if others else ""
+    remedies = {
+        "config.json": "give a folder that save_pretrained wrote",
+        "tokenizer.json": 'put it there: AutoTokenizer.from_pretrained("gpt2").save_pretrained(FOLDER)',
+        _WEIGHTS: f"{unreadable}load the model with transformers, and write it with "
+        'save_pretrained(FOLDER, max_shard_size="100GB")',
+    }
+    paths = {name: (folder / name).resolve() for name in remedies}  # a downloaded folder has links
+    for name, path in paths.items():
+        if file_size(path) is None:
+            raise UserError(f"{folder} has no {name}: {remedies[name]}")
     try:
-        config = read_gpt2_config(read_json((folder / "config.json").resolve(), limit=2**20))
+        config = read_gpt2_config(read_json(paths["config.json"], limit=2**20))
     except UserError as error:
         raise UserError(f"{folder / 'config.json'} does not describe a GPT2LMHeadModel like GPT-2: {error}") from None
-    tokenizer = read_tokenizer_json((folder / "tokenizer.json").resolve())
+    tokenizer = read_tokenizer_json(paths["tokenizer.json"])
     if tokenizer.n_vocab > config.n_vocab:
         raise UserError(f"{folder} has a tokenizer of {tokenizer.n_vocab} ids for a model of {config.n_vocab}")
     with torch.device("meta"):
         gpt = GPT(config)
-    gpt.load_state_dict(_weights((folder / _WEIGHTS).resolve(), gpt), assign=True)
+    gpt.load_state_dict(_weights(paths[_WEIGHTS], gpt), assign=True)
     return gpt.requires_grad_(), tokenizer
 
 
@@ -139,19 +130,20 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
     expected: dict[str, _Kind] = {name: (shape, _FLOATS) for name, shape in shapes.items()}
     if "lm_head.weight" in names:
         expected["lm_head.weight"] = expected[theirs["embed.weight"]]
-    stored = read_tensors(path, expected | _masks(names, prefix, gpt.config))
+    expected |= {name: kind for name, kind in _masks(prefix, gpt.config).items() if name in names}
+    stored = read_tensors(path, expected)
     if not torch.equal(stored.get("lm_head.weight", stored[theirs["embed.weight"]]), stored[theirs["embed.weight"]]):
         raise UserError(f"{path}: lm_head.weight differs from wte.weight, but our output layer is the embedding")
     weights = {ours: turned(name, stored[name]).contiguous() for ours, name in theirs.items()}
     return {ours: x if x.dtype == torch.float64 else x.float() for ours, x in weights.items()}
 
 
-def _masks(names: list[str], prefix: str, config: GPTConfig) -> dict[str, _Kind]:
-    """Return the allowed shapes and types of the causal masks in the file."""
-    found = {name: match for name in names if (match := _MASK.fullmatch(name.removeprefix(prefix)))}
+def _masks(prefix: str, config: GPTConfig) -> dict[str, _Kind]:
+    """Return the shapes and types of the causal masks that old files store among the weights."""
     n = config.max_len or 0
+    shapes = {"bias": torch.Size([1, 1, n, n]), "masked_bias": torch.Size([])}
     return {
-        name: (torch.Size([] if match[2] else [1, 1, n, n]), _MASK_TYPES)
-        for name, match in found.items()
-        if int(match[1]) < config.n_layer
+        f"{prefix}h.{layer}.attn.{name}": (shape, _MASK_TYPES)
+        for layer in range(config.n_layer)
+        for name, shape in shapes.items()
     }

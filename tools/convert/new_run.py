@@ -1,6 +1,8 @@
 """A run that begins with a converted model."""
 
+import secrets
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,12 +16,17 @@ from trainer.randomness import RANDOM, random_state, seed_process
 from trainer.resume import own_run
 
 
-def begin_with(gpt: GPT, tokenizer: Tokenizer, state: TrainState, run_dir: Path) -> Path:
+def begin_with(gpt: GPT, tokenizer: Tokenizer, run_dir: Path, **of_run: Any) -> Path:
     """Start a run with a converted model: write its checkpoint of step 0, with a fresh optimizer, and return its path.
+
+    Args:
+        of_run: seed, sizes and data of the run, as in TrainState.
 
     Raises:
         UserError: run_dir holds a run.
     """
+    run_id = secrets.token_hex(4)
+    state = decode(TrainState, {"step": 0, "run_id": run_id, "model": gpt.config, **of_run})
     make_directory(run_dir, "run_dir")
     with own_run(run_dir):
         if newest(run_dir) is not None:

@@ -10,28 +10,29 @@ from common.settings import UserError
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
 from tools.plan.measure import measure_rate
-from tools.plan.memory import Memory, Numbers, step_memory
 from trainer.config import TrainConfig
 from trainer.devices import device_by_name, device_of_gpu
-from trainer.micro_batch import SPARE, available_memory
+from trainer.memory import Memory, step_memory
+from trainer.micro_batch import SPARE, available_memory, largest
+from trainer.runtime import Runtime
 
 
-class PlanConfig(TrainConfig):
+class PlanConfig(TrainConfig, defaults="plan"):
     """A training run and its devices."""
 
-    dataset_dir: Path | None = None  # type: ignore[assignment]
+    dataset_dir: Path | None  # type: ignore[assignment]
     """Optional: to include the size of the dataset."""
-    device: str = "auto"
+    device: str
     """auto: this machine's GPU or CPU, as runtime.device says; or cpu, or the name of a GPU in trainer/devices.py."""
-    n_device: int = Field(1, ge=1, le=2**20)
+    n_device: int = Field(ge=1, le=2**20)
     """Number of devices that train together."""
-    mfu: float | None = Field(None, gt=0, le=1)
+    mfu: float | None = Field(gt=0, le=1)
     """Model FLOP utilization: the share of the devices' peak that training reaches."""
-    tokens_per_second: float | None = Field(None, gt=0, allow_inf_nan=False)
+    tokens_per_second: float | None = Field(gt=0, allow_inf_nan=False)
     """Measured rate of one device, instead of mfu."""
-    measure: bool = False
+    measure: bool
     """Run a few steps on this machine, and use their rate."""
-    output: Literal["table", "json"] = "table"
+    output: Literal["table", "json"]
     """Output format."""
 
     @property
@@ -57,7 +58,8 @@ class Place(NamedTuple):
     """The device that a run is planned for."""
 
     name: str
-    numbers: Numbers
+    runtime: Runtime
+    """Kind of device, and dtype."""
     memory: float | None
     """Bytes of one device; None: unknown."""
     peak: float | None
@@ -74,20 +76,20 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     place = find_place(config)
     with torch.device("meta"):
         gpt = GPT(config.model)
-    largest = largest_micro_batch(gpt, config, place)
+    most = largest_micro_batch(gpt, config, place)
     wanted = config.runtime.micro_batch
-    micro_batch = min(largest or 1 if wanted == "auto" else wanted, config.share)
+    micro_batch = min(most or 1 if wanted == "auto" else wanted, config.share)
     memory = memory_of(gpt, config, place, micro_batch)
     flops = gpt.flops_per_token(config.seq_len)
     return {
         "device": {"name": place.name, "n": config.n_device, "memory": place.memory, "peak_flops": place.peak}
-        | {"dtype": str(place.numbers.dtype).removeprefix("torch."), "source": place.source},
+        | {"dtype": str(place.runtime.dtype).removeprefix("torch."), "source": place.source},
         "model": {"parameters": gpt.n_params(), "flops_per_token": flops},
         "step": {"tokens": config.batch_tokens, "sequences": config.batch_size, "seq_len": config.seq_len}
         | {"micro_batch": micro_batch, "micro_batches": -(-config.share // micro_batch)},
-        "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": largest},
+        "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
         "time": time_of(config, place, flops, micro_batch),
-        "disk": disk_of(config, gpt.n_params() * place.numbers.wide),
+        "disk": disk_of(config, gpt.n_params() * place.runtime.param_dtype.itemsize),
     }
 
 
@@ -114,26 +116,19 @@ def find_place(config: PlanConfig) -> Place:
     dtype = config.runtime.dtype
     if dtype == "auto":
         dtype = "float32" if cpu or (known is not None and known.bfloat16 is None) else "bfloat16"
-    numbers = Numbers("cpu" if cpu else "cuda", getattr(torch, dtype))
+    runtime = Runtime(torch.device("cpu" if cpu else "cuda"), getattr(torch, dtype))
     if cpu:
-        return Place("cpu", numbers, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
+        return Place("cpu", runtime, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
     if known is None:
         own = float(torch.cuda.mem_get_info()[1]) if device == "auto" else None
-        return Place(gpu if device == "auto" and gpu else device, numbers, own, None, "unknown")
-    return Place(known.name, numbers, known.memory * 1e9, known.peak(numbers.dtype), known.source)
+        return Place(gpu if device == "auto" and gpu else device, runtime, own, None, "unknown")
+    return Place(known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype), known.source)
 
 
 def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> Memory:
     """The memory that a device needs with micro-batches of this size."""
-    return step_memory(
-        gpt,
-        micro_batch,
-        config.seq_len,
-        place.numbers,
-        accumulated=micro_batch < config.share,
-        n_device=config.n_device,
-        fsdp=config.runtime.strategy == "fsdp",
-    )
+    fsdp = config.runtime.strategy == "fsdp"
+    return step_memory(gpt, micro_batch, config.seq_len, place.runtime, config.n_device, fsdp)
 
 
 def largest_micro_batch(gpt: GPT, config: PlanConfig, place: Place) -> int | None:
@@ -141,12 +136,7 @@ def largest_micro_batch(gpt: GPT, config: PlanConfig, place: Place) -> int | Non
     if place.memory is None:
         return None
     room = place.memory * (1 - SPARE)
-    good, bad = 0, config.share + 1
-    while good + 1 < bad:
-        size = (good + bad) // 2
-        fits = memory_of(gpt, config, place, size).peak <= room
-        good, bad = (size, bad) if fits else (good, size)
-    return good
+    return largest(lambda size: memory_of(gpt, config, place, size).peak <= room, config.share)
 
 
 def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> dict[str, Any]:
@@ -154,7 +144,7 @@ def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> d
     tokens = config.last_step * config.batch_tokens
     rate = config.tokens_per_second
     if config.measure:
-        runtime = config.runtime.model_copy(update={"device": place.numbers.device})
+        runtime = config.runtime.model_copy(update={"device": place.runtime.device.type})
         rate = measure_rate(config.model_copy(update={"runtime": runtime}), micro_batch, config.share)
     elif config.mfu is not None and place.peak is not None:
         rate = config.mfu * place.peak / flops

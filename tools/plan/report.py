@@ -47,12 +47,11 @@ def hints(config: PlanConfig, found: dict[str, Any]) -> Iterator[str]:
         alike = [known for known in names if known.startswith(name.lower())]
         meant = f"did you mean {' or '.join(alike)}?" if alike else nearest(name, names)
         yield f"device={name} is not in the table of devices: {meant} Known: {', '.join(names)}, cpu"
-    if found["memory"]["largest_micro_batch"] == 0:
+    chosen, largest = found["step"]["micro_batch"], found["memory"]["largest_micro_batch"]
+    if largest == 0:
         yield "not even one sequence fits: use a smaller model or seq_len, or runtime.strategy=fsdp on several devices"
-    elif found["memory"]["largest_micro_batch"] is not None:
-        chosen, largest = found["step"]["micro_batch"], found["memory"]["largest_micro_batch"]
-        if chosen > largest:
-            yield f"runtime.micro_batch={chosen} does not fit: use {largest}"
+    elif largest is not None and chosen > largest:
+        yield f"runtime.micro_batch={chosen} does not fit: use {largest}"
     if found["time"]["seconds"] is None:
         here = ", or measure=true to run a few steps here" if config.device in ("auto", "cpu") else ""
         yield f"for the time, give mfu=... (for a known device) or tokens_per_second=... (per device){here}"
@@ -78,11 +77,8 @@ def _memory(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "optimizer", gigabytes(memory["optimizer"]), "AdamW's two means"
     yield "activations", gigabytes(memory["activations"]), "kept for a micro-batch's backward pass"
     yield "working memory", gigabytes(memory["working"]), "logits, or gradients of a layer"
-    yield (
-        "[bold]peak[/]",
-        f"[bold]{gigabytes(memory['peak'])}[/]",
-        f"memory of the device: {gigabytes(device['memory'])}",
-    )
+    room = f"memory of the device: {gigabytes(device['memory'])}"
+    yield "[bold]peak[/]", f"[bold]{gigabytes(memory['peak'])}[/]", room
     largest = _UNKNOWN if memory["largest_micro_batch"] is None else f"{memory['largest_micro_batch']:,}"
     most = -(-step["sequences"] // device["n"])
     yield "largest micro-batch", largest, f"of up to {most:,}, leaving 5 % free"
@@ -105,11 +101,10 @@ def _disk(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "a checkpoint", gigabytes(disk["checkpoint"]), "weights and optimizer"
     yield "checkpoints", gigabytes(disk["checkpoints"]), f"{disk['checkpoints_kept']} are kept at most"
     if data["bytes"] is None:
-        note = "if no token is seen twice"
-        yield "dataset", gigabytes(disk["bytes_of_all_tokens"]), note
-        return
-    seen = f"{engineering(data['tokens'])} tokens, seen {data['passes']:.2g} times"
-    yield "dataset", gigabytes(data["bytes"]), seen
+        yield "dataset", gigabytes(disk["bytes_of_all_tokens"]), "if no token is seen twice"
+    else:
+        seen = f"{engineering(data['tokens'])} tokens, seen {data['passes']:.2g} times"
+        yield "dataset", gigabytes(data["bytes"]), seen
 
 
 def gigabytes(n_bytes: float | None) -> str:

@@ -8,18 +8,14 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from common.console import say
 from common.figures import png
+from common.files import write_atomic
 from common.settings import UserError, decode
-from model.attention.base import Attention, MultiHeadAttention
-from model.attention.linear import LinearAttention
+from model.attention.base import Attention
 from model.attention.log_space import LogSpaceAttention
 from model.attention.longformer import LongformerAttention
-from model.attention.projection import ProjectionAttention
 from model.gpt import GPT, GPTConfig
-from model.ops.linear_attention import naive_linear_attention
-from model.ops.log_attention import naive_log_attention
-from model.ops.projection_attention import naive_projection_attention
-from model.ops.sparse_attention.naive import masked_attention
 from model.position import Rotation
 from trainer.checkpoint import load_model
 
@@ -43,6 +39,13 @@ LONGEST = 64
 
 Panels = dict[str, tuple[Tensor, Tensor]]
 """Weights and mask, (T, T), by title."""
+
+
+def draw(checkpoint: Path | None, head: int, text: str, out: Path) -> None:
+    """Write the picture of every mechanism, or of a checkpoint's layers."""
+    labels, panels = of_checkpoint(checkpoint, text, head) if checkpoint else of_mechanisms(text)
+    write_atomic(out, picture(labels, panels))
+    say(f"{len(panels)} panels are in {out}")
 
 
 def of_mechanisms(text: str) -> tuple[list[str], Panels]:
@@ -90,9 +93,7 @@ def weights_and_masks(gpt: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     found: list[tuple[Tensor, Tensor]] = []
 
     def look(layer: Any, inputs: tuple[Tensor, Rotation | None]) -> None:
-        T = inputs[0].shape[1]
-        mask = layer.mask(T) if hasattr(layer, "mask") else torch.ones(1, T, T, dtype=torch.bool).tril()
-        found.append((weights_of(layer, *inputs[:2]), mask))
+        found.append((weights_of(layer, *inputs[:2]), layer.mask(inputs[0].shape[1])))
 
     hooks = [m.register_forward_pre_hook(look) for m in gpt.modules() if isinstance(m, Attention)]
     gpt(ids)
@@ -103,27 +104,14 @@ def weights_and_masks(gpt: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor:
     """Return the weights (H, T, T) for x (1, T, n_embd): the definition's result if the values are unit vectors."""
-    T = x.shape[1]
-    unit = torch.eye(T, dtype=x.dtype)
-    if isinstance(layer, LogSpaceAttention):
-        q, k, _ = layer.project(layer.qkv(x), rotation)
-        log_weights = naive_log_attention(q, k, unit.log().expand(*q.shape[:2], T, T))
-        assert isinstance(log_weights, Tensor)
-        return log_weights.exp()[0]
-    if isinstance(layer, LinearAttention):
-        q, k, _ = layer.project(layer.qkv(x), rotation)
-        return naive_linear_attention(q, k, unit.expand(*k.shape[:2], T, T))[0]
-    if isinstance(layer, ProjectionAttention):
-        q, k, _ = layer.project(layer.qkv(x), rotation)
-        k = k.repeat_interleave(layer.n_head // layer.n_kv_head, dim=1)
-        return naive_projection_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.sigma, layer.mask(T))[0]
-    assert isinstance(layer, MultiHeadAttention)
-    q, k, _ = layer.project(layer.qkv(x), rotation)
-    weights = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
+    q, k, _ = layer.project(layer.features(x)[0], rotation)
+    unit = torch.eye(x.shape[1], dtype=x.dtype).expand(1, k.shape[1], -1, -1)
+    if type(layer) is LogSpaceAttention:  # its values are logarithms, and so is its result
+        return layer.naive_attend(q, k, unit.log(), **layer.gates(x))[0].exp()
+    weights = layer.naive_attend(q, k, unit, **layer.gates(x))[0]
     if isinstance(layer, LongformerAttention):
         q, k, _ = layer.project(layer.qkv_global(x), rotation)
-        own = masked_attention(q, k, unit.expand(*k.shape[:2], T, T), layer.mask(T))[0]
-        weights[:, : layer.n_global] = own[:, : layer.n_global]
+        weights[:, : layer.n_global] = layer.naive_attend(q, k, unit)[0, :, : layer.n_global]
     return weights
 
 

@@ -7,6 +7,7 @@ content security policy blocks every other script and every request.
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -46,8 +47,7 @@ def page_of(records: Sequence[Record], title: str) -> str:
     page = (_HERE / "page.html").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {"STYLE": style, "SCRIPT": script, "SCRIPT_SHA256": digest, "DATA": _json(data)}
-    before, *rest = page.split("{{")  # str.replace would also replace {{...}} inside the parts
-    return before + "".join(parts[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], page)  # one pass: what parts contain stays
 
 
 def _json(data: dict[str, Any]) -> str:

@@ -30,4 +30,5 @@ def write_report(folders: Sequence[Path], out: Path | None) -> list[Path]:
     paths = {out / name: content for name, content in contents.items() if content is not None}
     for path, content in paths.items():
         write_atomic(path, content)
+        say(f"written: {path}")
     return list(paths)

@@ -1,6 +1,5 @@
 """Exact deduplication: the first of equal texts stays, across kills, in bounded memory."""
 
-import hashlib
 import json
 import random
 
@@ -11,9 +10,10 @@ from hypothesis import strategies as st
 
 import data.prepare.join
 from data.prepare.dataset import prepare
-from data.prepare.encode import document_digest
+from data.prepare.encode import Batch, Encoded, Skipped, document_digest
+from data.prepare.items import Position
 from data.prepare.join import document_places, find_duplicates
-from data.prepare.parts import ENTRY, Part, StoredPart
+from data.prepare.parts import ENTRY, read_parts, write_part
 from data.shards import TokenStream, read_manifest
 
 
@@ -83,13 +83,11 @@ def test_duplicates_are_found_across_parts_and_groups(tmp_path, monkeypatch, at_
     monkeypatch.setattr(data.prepare.join, "_DOCUMENTS_AT_ONCE", at_once)
     rng = random.Random(0)
     texts = [str(rng.randrange(70)) for _ in range(200)]
-    parts = []
     for number, (first, last) in enumerate([(0, 1), (1, 90), (90, 90), (90, 200)]):
-        entries = np.array([(1, 0, 1, 0, 1, digest(text)) for text in texts[first:last]], ENTRY)
-        info = Part.model_construct(documents=last - first, entries_sha256=hashlib.sha256(entries).hexdigest())
-        parts.append(StoredPart(tmp_path, number, info))
-        parts[-1].path("entries").write_bytes(entries.tobytes())
-    assert find_duplicates(parts).tolist() == [text in texts[:i] for i, text in enumerate(texts)]
+        items = [Encoded(Position("a", 1), "set", 1, 1, digest(text)) for text in texts[first:last]]
+        items = items or [Skipped(Position("a", 1), "malformed JSON")]
+        write_part(tmp_path, number, iter([Batch(items, np.zeros(last - first, np.uint16))]))
+    assert find_duplicates(read_parts(tmp_path)).tolist() == [text in texts[:i] for i, text in enumerate(texts)]
 
 
 def test_a_document_is_in_a_split_by_its_digest():

@@ -1,6 +1,7 @@
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,11 +18,11 @@ import zstandard
 from tiktoken_ext.openai_public import r50k_pat_str
 
 import data.prepare.encode
-import data.prepare.json_lines
 from common.settings import UserError
-from data.prepare.encode import Encoded, encode_all
-from data.prepare.sources import FileSource, JsonlSource, Position, TextSource, Unreadable
-from data.tokenizer import BytesConfig, GPT2Config, Tokenizer, TokenizerFailed, build_tokenizer, save_tokenizer
+from data.prepare.encode import Encoded, Skipped, encode_all
+from data.prepare.items import Position
+from data.prepare.sources import FileSource, JsonlSource, TextSource
+from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 CORPORA = ROOT.parent / "shared" / "corpora"
@@ -98,14 +99,13 @@ def test_items_are_in_order_and_know_where_they_are_from(tmp_path, encode):
     assert len(batches) > 5
     items = items_of(batches)
     assert [item.text for item in items] == [f"{path.name} {i}" for path in paths for i in range(30)]
-    assert [item.encoded[:2] for item in items] == [(str(path), i + 1) for path in paths for i in range(30)]
+    assert [item.encoded.position for item in items] == [(str(path), i + 1) for path in paths for i in range(30)]
     for item in items:
         utf8 = item.text.encode()
         assert item.encoded.utf8_bytes == len(utf8)
         assert item.encoded.digest == hashlib.blake2b(utf8, digest_size=16).digest()
     for batch in batches:
         assert batch.ids.dtype == np.uint16
-        assert batch.position == batch.items[-1][:2]
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def mixed_files(tmp_path):
 
 def test_whatever_can_be_wrong_is_counted_and_all_else_is_kept(mixed_files, encode):
     items = items_of(encode(jsonl(*mixed_files)))
-    skipped = Counter(item.reason for item in items if isinstance(item, Unreadable))
+    skipped = Counter(item.reason for item in items if isinstance(item, Skipped))
     wrong_files = ["empty file", "unreadable file", *["truncated archive", "corrupted archive"] * 2]
     assert skipped == Counter([*BAD_LINES.values(), *wrong_files])
     texts = [item.text for item in items if isinstance(item, Document)]
@@ -144,28 +144,26 @@ def test_a_run_goes_on_after_any_position(mixed_files, encode):
     whole = items_of(batches)
     assert len(batches) > 100
     for done in [*range(10), *range(10, len(batches), 97), *range(len(batches) - 10, len(batches))]:
-        rest = items_of(encode(source, after=batches[done].position))
+        rest = items_of(encode(source, after=batches[done].items[-1].position))
         assert rest == whole[sum(len(batch.items) for batch in batches[: done + 1]) :]
 
 
 def test_files_before_the_position_are_not_opened(tmp_path, encode, monkeypatch):
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", [f"{i} {j}" for j in range(10)]) for i in range(3)]
     opened, read = [], JsonlSource.read
-    monkeypatch.setattr(JsonlSource, "read", lambda self, name, *rest: opened.append(name) or read(self, name, *rest))
+    monkeypatch.setattr(JsonlSource, "read", lambda self, path, seen: opened.append(path) or read(self, path, seen))
     seen = []
     items = items_of(encode(jsonl(*paths), seen=seen.append, after=Position(str(paths[1]), 4)))
     assert [item.text for item in items] == [f"1 {j}" for j in range(4, 10)] + [f"2 {j}" for j in range(10)]
-    assert opened == [str(path) for path in paths[1:]]
+    assert opened == paths[1:]
     assert sum(seen) == sum(path.stat().st_size for path in paths), "the first counts as read"
-    with pytest.raises(UserError, match="is not among the input files any more"):
-        encode(jsonl(*paths[1:]), after=Position(str(paths[0]), 4))
 
 
 def test_passages_of_text_files_have_numbers(tmp_path, encode):
     path = tmp_path / "book.txt"
     path.write_text("".join(f"Paragraph {i}. {'word ' * 50}\n\n" for i in range(500)))
     items = items_of(encode(TextSource(name="text", path=str(path))))
-    assert [item.encoded.number for item in items] == list(range(1, len(items) + 1))
+    assert [item.encoded.position.number for item in items] == list(range(1, len(items) + 1))
     assert "".join(item.text for item in items) == path.read_text()
     assert items_of(encode(TextSource(name="text", path=str(path)), after=Position(str(path), 3))) == items[3:]
 
@@ -183,55 +181,26 @@ def test_workers_give_what_one_process_gives(tmp_path, mixed_files, encode, monk
     monkeypatch.setattr(data.prepare.encode, "LONG", 2000)  # long documents do not go to workers
     write_jsonl(mixed_files[7], ["x" * 5000, "short", "y" * 5000, "z" * 5000])
     alone, together = (encode(jsonl(*mixed_files), workers=workers) for workers in (1, 2))
-    assert [batch.position for batch in alone] == [batch.position for batch in together]
+    assert [len(batch.items) for batch in alone] == [len(batch.items) for batch in together]
     assert items_of(alone) == items_of(together)
     assert [len(batch.items) for batch in alone[-4:]] == [1, 1, 1, 1]
 
 
-def test_a_long_line_gives_what_a_short_one_gives(tmp_path, encode, monkeypatch):
-    text = "".join(GOOD_TEXTS) * 50
-    records = [{"text": text, "meta": {"pile_set_name": "A"}}, {"meta": {"note": text}, "text": text}, {"text": "s"}]
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\n".join(json.dumps(r, ensure_ascii=i % 2 == 0).encode() for i, r in enumerate(records)))
-    short = items_of(encode(jsonl(path)))
-    assert [item.encoded.set_name for item in short] == ["A", "jsonl", "jsonl"]
-    for module in (data.prepare.encode, data.prepare.json_lines):
-        monkeypatch.setattr(module, "LONG", 200)
-    monkeypatch.setattr(data.prepare.json_lines, "_LONG_STRING", 100)
-    monkeypatch.setattr(data.prepare.json_lines, "_PIECE", 16)
-    monkeypatch.setattr(data.prepare.encode, "_CHUNK", 7)
-    assert items_of(encode(jsonl(path))) == short
-
-
-def test_a_text_that_cannot_be_tokenized_is_counted(tmp_path, encode, monkeypatch):
-    encode_arrays = Tokenizer.encode_arrays
-
-    def fail_on_b(self, chunks):
-        yield from encode_arrays(self, chunks)
-        if chunks == ["b"]:
-            raise TokenizerFailed
-
-    monkeypatch.setattr(Tokenizer, "encode_arrays", fail_on_b)
-    path = write_jsonl(tmp_path / "a.jsonl", "abc")
-    a, b, c = items_of(encode(jsonl(path)))
-    assert (a.text, c.text) == ("a", "c")
-    assert b == Unreadable("cannot be tokenized", f"{path}:2")
-
-
 class Deadly(FileSource):
-    """Kills the worker process that parses it."""
+    """Kills a worker process that parses it."""
+
+    name: str = "deadly"
 
     def paths(self):
         return {"deadly": Path(__file__)}
 
-    def read(self, name, path, seen):
-        from data.prepare.sources import Raw
-
-        for number in range(1, 100):
-            yield Raw(Position(name, number), None, 100)
+    def read(self, path, seen):
+        yield from ["x" * 100] * 100
 
     def parse(self, raw):
-        os.kill(os.getpid(), signal.SIGKILL)
+        if multiprocessing.parent_process():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().parse(raw)
 
 
 def test_a_worker_that_is_killed_is_an_error(encode):

@@ -9,8 +9,9 @@ import zstandard
 from common.settings import UserError, decode
 from data.prepare.archives import read_lines
 from data.prepare.dataset import PrepareConfig, prepare
-from data.prepare.json_lines import NotRead, parse_line
+from data.prepare.items import Unreadable
 from data.prepare.merge import merge
+from data.prepare.sources import parse_line
 
 
 def write(path, documents):
@@ -73,12 +74,9 @@ def test_other_kinds_of_files_are_refused(tmp_path, name):
         list(read_lines(tmp_path / name, lambda _: None))
 
 
-def test_how_deep_a_line_may_be_nested_does_not_depend_on_the_caller():
-    def nested(depth):
-        return b'{"text": "[[[[", "m": NaN, "q": ' + b"[" * depth + b"]" * depth + b"}"  # NaN: not for orjson
-
-    assert parse_line(nested(490), "text")["text"] == "[[[["
-    with pytest.raises(NotRead):
-        parse_line(nested(510), "text")
-    texts = b'{"text": "' + b"[" * 5000 + b'", "m": NaN}'
-    assert len(parse_line(texts, "text")["text"]) == 5000
+@pytest.mark.parametrize("end", ["", ', "m": NaN}'])
+def test_a_line_that_is_nested_too_deep_is_malformed(end):
+    deep = "[" * 100_000
+    with pytest.raises(Unreadable, match="malformed JSON"):
+        parse_line(f'{{"q": {deep}{end}'.encode())
+    assert parse_line(json.dumps({"text": deep, "m": float("nan")}).encode())["text"] == deep

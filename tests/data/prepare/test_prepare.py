@@ -48,13 +48,11 @@ def test_every_document_is_in_one_split_and_counted(config, corpus, tmp_path):
 def test_the_bytes_do_not_depend_on_the_number_of_workers(config, tmp_path, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 100)  # batches enough for worker processes
     started = []
-    pool = data.prepare.encode.ProcessPoolExecutor
-    monkeypatch.setattr(
-        data.prepare.encode, "ProcessPoolExecutor", lambda n, *rest: started.append(n) or pool(n, *rest)
-    )
+    submit = data.prepare.encode._submit
+    monkeypatch.setattr(data.prepare.encode, "_submit", lambda *task: started.append(workers) or submit(*task))
     for workers in (1, 2):
         prepare(config(workers=workers, shard_tokens=500, out_dir=str(tmp_path / str(workers))))
-    assert started == [2]
+    assert set(started) == {2}
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
     assert len(read_manifest(tmp_path / "1").splits["train"].shards) > 3
 
@@ -170,36 +168,15 @@ def test_an_empty_corpus_leaves_nothing(config, corpus, tmp_path, content):
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
-@pytest.mark.parametrize("val_fraction", [1e-9, 0.5, 0.999999])
-@pytest.mark.parametrize("copies", [1, 3])
-def test_texts_that_no_fraction_divides(config, corpus, copies, val_fraction):
-    corpus.write_text('{"text": "only one"}\n' * copies)
-    with pytest.raises(UserError, match=rf"none of {copies} documents .* add documents with other texts"):
+@pytest.mark.parametrize(("empty", "val_fraction", "change"), [("val", 1e-9, "larger"), ("train", 1 - 1e-9, "smaller")])
+def test_an_empty_split_says_how_to_fill_it_and_leaves_nothing(config, tmp_path, empty, val_fraction, change):
+    advice = f"give a {change} val_fraction, or add documents with other texts"
+    with pytest.raises(
+        UserError, match=f"none of 200 documents went to '{empty}' with val_fraction={val_fraction}: {advice}"
+    ):
         prepare(config(val_fraction=val_fraction))
-
-
-@pytest.mark.parametrize("dedup", ["none", "exact"])
-@pytest.mark.parametrize(("empty", "val_fraction"), [("val", 1e-9), ("train", 1 - 1e-9)])
-@pytest.mark.parametrize("n", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 40, 2000))])
-def test_the_fraction_that_an_empty_split_suggests_works(config, corpus, tmp_path, n, empty, val_fraction, dedup):
-    for i in range(5 if n < 40 else 1):
-        corpus.write_text("".join(json.dumps({"text": f"text {i} {j % n} é"}) + "\n" for j in range(n + 2)))
-        with pytest.raises(UserError, match=rf"went to '{empty}' .* try val_fraction=\S+ or add documents") as error:
-            prepare(config(val_fraction=val_fraction, dedup=dedup))
-        suggested = float(re.search(r"try val_fraction=(\S+)", str(error.value))[1])
-        manifest = prepare(config(val_fraction=suggested, dedup=dedup, out_dir=str(tmp_path / f"out-{i}")))
-        assert manifest.splits[empty].total.documents >= min(10, n // 2)
-        assert all(split.total.documents > 0 for split in manifest.splits.values())
-
-
-def test_two_documents_of_one_split(config, corpus, tmp_path):
-    """Both go to validation with val_fraction=0.5, so that it cannot be what is suggested."""
-    corpus.write_text('{"text": "a"}\n{"text": "c"}\n')
-    with pytest.raises(UserError, match=r"none of 2 documents went to '\w+' with val_fraction=0\.5: try") as error:
-        prepare(config(val_fraction=0.5))
-    suggested = float(re.search(r"try val_fraction=(\S+)", str(error.value))[1])
-    manifest = prepare(config(val_fraction=suggested))
-    assert [split.total.documents for split in manifest.splits.values()] == [1, 1]
+    assert not (tmp_path / "out.partial").exists()
+    assert all(split.total.documents for split in prepare(config(val_fraction=0.1)).splits.values())
 
 
 def test_one_long_text_file_is_enough(config, tmp_path):

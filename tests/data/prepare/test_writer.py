@@ -23,12 +23,12 @@ def documents(n=60, seed=0):
 def write(folder, ids, records, cuts):
     """The shards, where the documents come in several calls."""
     folder.mkdir()
-    with ShardWriter(folder, "train", N_VOCAB, SHARD_TOKENS) as writer:
-        for first, last in itertools.pairwise([0, *cuts, len(ids)]):
-            if first < last:
-                lengths = np.array([one.size for one in ids[first:last]])
-                writer.append(np.concatenate(ids[first:last]), lengths, records[first:last])
-        return writer.finish()
+    writer = ShardWriter(folder, "train", N_VOCAB, SHARD_TOKENS)
+    for first, last in itertools.pairwise([0, *cuts, len(ids)]):
+        if first < last:
+            lengths = np.array([one.size for one in ids[first:last]])
+            writer.append(np.concatenate(ids[first:last]), lengths, records[first:last])
+    return writer.finish()
 
 
 def contents(folder):

@@ -325,14 +325,14 @@ def test_an_engine_that_stops_tells_everyone(make_engine):
 def test_an_engine_whose_upkeep_fails_tells_everyone_and_goes_on(make_engine, monkeypatch):
     engine = make_engine(max_streams=2)
     worker = Worker(engine, max_queue=100)
-    keep, failures = engine._keep, iter([MemoryError("no memory")])
+    keep, failures = engine._keep_unfinished, iter([MemoryError("no memory")])
 
-    def failing(rows):
+    def failing():
         for error in failures:
             raise error
-        keep(rows)
+        keep()
 
-    monkeypatch.setattr(engine, "_keep", failing)
+    monkeypatch.setattr(engine, "_keep_unfinished", failing)
     worker.start()
     readers = [submit(worker, max_tokens=3) for _ in range(3)]
     deadline = time.monotonic() + 60

@@ -25,6 +25,7 @@ _NAMES = {
     "blocks.{}.up": "h.{}.mlp.c_fc",
     "blocks.{}.down": "h.{}.mlp.c_proj",
 }
+_SIZES = {"n_vocab": "vocab_size", "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd"}
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 PREFIX = "transformer."
 """Prefix of all weight names in current files. Files from 2019 lack it."""
@@ -79,32 +80,19 @@ def read_gpt2_config(raw: Any) -> GPTConfig:
     expansion, rest = divmod(theirs.n_inner or 4 * theirs.n_embd, theirs.n_embd)
     if rest:
         raise UserError(f"config n_inner={theirs.n_inner}: it must be a multiple of n_embd={theirs.n_embd}")
-    return decode(
-        GPTConfig,
-        {
-            "n_vocab": theirs.vocab_size,
-            "n_layer": theirs.n_layer,
-            "n_head": theirs.n_head,
-            "n_embd": theirs.n_embd,
-            "attention": {"name": "softmax"},
-            "block": {"name": "mlp", "expansion": expansion},
-            "position": {"name": "learned", "max_len": theirs.n_positions},
-        },
-    )
+    parts = {
+        "attention": {"name": "softmax"},
+        "block": {"name": "mlp", "expansion": expansion},
+        "position": {"name": "learned", "max_len": theirs.n_positions},
+    }
+    return decode(GPTConfig, parts | {ours: getattr(theirs, name) for ours, name in _SIZES.items()})
 
 
 def gpt2_config(config: GPTConfig) -> dict[str, Any]:
     """Return the config.json of a GPT2LMHeadModel. The architecture must satisfy `is_gpt2`."""
     assert config.block.name == "mlp"
     assert config.position.name == "learned"
-    raw = {
-        "model_type": "gpt2",
-        "vocab_size": config.n_vocab_padded,
-        "n_positions": config.position.max_len,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_inner": config.block.expansion * config.n_embd,
-    }
+    inner = {"n_positions": config.position.max_len, "n_inner": config.block.expansion * config.n_embd}
+    raw = {"model_type": "gpt2", **inner, **{name: getattr(config, ours) for ours, name in _SIZES.items()}}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # our models train without dropout
     return {"architectures": ["GPT2LMHeadModel"], **decode(_GPT2Config, raw).model_dump(), **dropout}

@@ -1,4 +1,4 @@
-"""The memory that a plan foresees is what autograd saves, what torch allocates, and what a process takes."""
+"""The predicted memory is what autograd saves, what torch allocates, and what a process takes."""
 
 import itertools
 
@@ -6,26 +6,30 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from common.settings import decode
+from common.settings import decode, variant_names
+from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
-from tools.plan.memory import Numbers, kept_for_backward, step_memory
+from trainer.memory import step_memory
 from trainer.optim import AdamWConfig
+from trainer.runtime import Runtime
 from trainer.step import SummedLoss
 
 B, T = 4, 512
-COUNTED = [
+MODELS = [
     *itertools.product(["log_space", "softmax"], ["glu", "mlp"], ["log_recurrence"]),
-    ("log_space", "glu", "rotary"),
-    ("softmax", "glu", "rotary"),
     ("softmax", "mlp", "learned"),
+    *((mechanism, "glu", "rotary") for config in ATTENTION for mechanism in variant_names(config)),
 ]
-MEASURED = ["fixed", "linear", "log_space_signed", "longformer", "projection", "sliding_window", "strided"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def config_of(attention="log_space", block="glu", position="log_recurrence", **changes):
     raw = {"n_vocab": 1000, "n_layer": 2, "n_head": 4, "n_embd": 96}
-    raw |= {"attention": {"name": attention}, "block": {"name": block}, "position": {"name": position}}
+    raw |= {
+        "attention": {"name": attention} if isinstance(attention, str) else attention,
+        "block": {"name": block},
+        "position": {"name": position},
+    }
     return decode(GPTConfig, raw | changes)
 
 
@@ -54,28 +58,42 @@ def saved_bytes(gpt, dtype):
     return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
 
 
+def runtime(dtype, device="cpu"):
+    return Runtime(torch.device(device), dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("attention", "block", "position"), COUNTED)
+@pytest.mark.parametrize(("attention", "block", "position"), MODELS)
 def test_activations_are_what_autograd_saves(attention, block, position, dtype):
     config = config_of(attention, block, position)
-    foreseen = kept_for_backward(on_meta(config), B, T, Numbers("cpu", dtype))
+    predicted = step_memory(on_meta(config), B, T, runtime(dtype)).activations
     # Left out are rotary angles, a few numbers a position for all sequences, and the like.
-    assert foreseen == pytest.approx(saved_bytes(GPT(config), dtype), rel=0.02)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("attention", MEASURED)
-def test_activations_of_other_mechanisms_follow_from_one_layers(attention, dtype):
-    config = config_of(attention, position="rotary")
-    foreseen = kept_for_backward(on_meta(config), B, T, Numbers("cpu", dtype))
-    assert foreseen == pytest.approx(saved_bytes(GPT(config), dtype), rel=0.02)
+    assert predicted == pytest.approx(saved_bytes(GPT(config), dtype), rel=0.02)
 
 
 def test_layers_that_take_turns_and_shared_heads_are_counted_each_as_it_is():
     pattern = ["log_space", {"name": "softmax", "n_kv_head": 2}, "linear"]
     config = config_of(attention_pattern=pattern, n_layer=4, pad_vocab=64, head_dim=16)
-    foreseen = kept_for_backward(on_meta(config), B, T, Numbers("cpu", torch.float32))
-    assert foreseen == pytest.approx(saved_bytes(GPT(config), torch.float32), rel=0.02)
+    predicted = step_memory(on_meta(config), B, T, runtime(torch.float32)).activations
+    assert predicted == pytest.approx(saved_bytes(GPT(config), torch.float32), rel=0.02)
+
+
+def test_longer_sequences_and_larger_micro_batches_keep_in_proportion():
+    gpt = on_meta(config_of())
+    short, long, more = (
+        step_memory(gpt, *size, runtime(torch.float32)).activations for size in ((2, T), (2, 4 * T), (8, T))
+    )
+    of_weights = gpt.embed.weight.numel() * 4
+    assert long == more
+    assert long - of_weights == pytest.approx(4 * (short - of_weights))
+
+
+def test_a_kernel_that_this_machine_lacks_keeps_the_same():
+    own, asked = (
+        step_memory(on_meta(config_of(attention={"name": "softmax", "kernel": kernel})), B, T, runtime(torch.bfloat16))
+        for kernel in ("auto", "cudnn")
+    )
+    assert own == asked
 
 
 def allocated_peak(gpt, dtype, accumulated):
@@ -106,15 +124,15 @@ def allocated_peak(gpt, dtype, accumulated):
 )
 def test_the_peak_is_what_torch_allocates(attention, block, changes, dtype, accumulated):
     config = config_of(attention, block, **changes)
-    foreseen = step_memory(on_meta(config), B, T, Numbers("cpu", dtype), accumulated).peak
-    assert foreseen == pytest.approx(allocated_peak(GPT(config), dtype, accumulated), rel=0.15)
+    predicted = step_memory(on_meta(config), B, T, runtime(dtype)).peak
+    assert predicted == pytest.approx(allocated_peak(GPT(config), dtype, accumulated), rel=0.15)
 
 
 CHILD = """
 import os, sys
 import torch
 from trainer.optim import AdamWConfig
-from tests.tools.test_memory import Numbers, config_of, loss_of, step_memory, GPT
+from tests.trainer.test_memory import GPT, config_of, loss_of, runtime, step_memory
 torch.set_num_threads(1)
 def resident(which):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(which)) * 1024
@@ -125,7 +143,7 @@ optimizer = AdamWConfig(name="adamw").build(gpt)
 for _ in range(2):
     loss_of(gpt, torch.float32, 4).backward()
 optimizer.step()
-print(step_memory(gpt, 4, 512, Numbers("cpu", torch.float32), True).peak / (resident("VmHWM") - before))
+print(step_memory(gpt, 4, 512, runtime(torch.float32)).peak / (resident("VmHWM") - before))
 """
 
 
@@ -140,23 +158,10 @@ def test_the_peak_is_what_a_process_takes(model, run_process, monkeypatch):
 
 def test_processes_share_or_send():
     gpt = on_meta(config_of(n_layer=6))
-    numbers = Numbers("cuda", torch.bfloat16)
-    one, ddp = (step_memory(gpt, 1, T, numbers, False, n) for n in (1, 4))
-    fsdp = step_memory(gpt, 1, T, numbers, False, 4, fsdp=True)
+    cuda = runtime(torch.bfloat16, "cuda")
+    one, ddp = (step_memory(gpt, 1, T, cuda, n) for n in (1, 4))
+    fsdp = step_memory(gpt, 1, T, cuda, 4, fsdp=True)
     assert one.weights == one.gradients == gpt.n_params() * 4
     assert ddp == one._replace(gradients=2 * one.gradients)
     assert [4 * part for part in fsdp[:3]] == pytest.approx(one[:3], abs=16)
     assert fsdp.activations == one.activations
-
-
-def test_triton_kernels_keep_a_state_for_each_chunk(monkeypatch):
-    """The sizes are those of model/ops/log_attention/triton.py, of which this test runs the part that allocates."""
-    triton = pytest.importorskip("model.ops.log_attention.triton", reason="triton is not installed")
-    config = config_of(n_layer=1, n_embd=128, position="none")
-    with torch.device("meta"):
-        q, k, v = torch.empty(3, 1, 4, T, 32, dtype=torch.bfloat16).unbind()
-        states = sum(x.nbytes for x in triton._empty_results(q, k, v, True, False, True)[3:])
-    cuda, cpu = (kept_for_backward(on_meta(config), 1, T, Numbers(name, torch.bfloat16)) for name in ("cuda", "cpu"))
-    blocks = -(-8 // max(1, 2**17 // (4 * 64 * 32)))
-    states_on_cpu, result = (blocks + 3) * 4 * 32 * 33 * 4, T * 128 * 4
-    assert cuda - states == pytest.approx(cpu - states_on_cpu - result, rel=0.02)

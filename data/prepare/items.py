@@ -1,0 +1,37 @@
+"""What a source yields, and what its items become."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Position(NamedTuple):
+    """A place in a source. Items after it are in a later input or have a higher number."""
+
+    input: str
+    """A name in `Source.inputs`: a file, a dataset."""
+    number: int
+    """The number of the line or document in that input, from 1."""
+
+
+class Unreadable(Exception):
+    """An item is no document. The reason, such as "malformed JSON", is counted."""
+
+
+class Raw(NamedTuple):
+    """An item as it was read, before the source's `parse`."""
+
+    position: Position
+    content: Any
+    """Bytes, text or other plain data, which goes to a worker process; Unreadable if it could not even be read."""
+    size: int
+    """About the number of its characters."""
+
+
+class Document(NamedTuple):
+    """One text, which is not empty, and the named set it is counted under."""
+
+    text: str
+    set_name: str
+
+
+Seen = Callable[[int], object]  # called with the number of bytes of the input read since the last call
