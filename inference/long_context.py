@@ -8,7 +8,6 @@ from data.loader import IGNORED, EvalBatches
 from data.shards import TokenStream
 from inference.scoring import features_in_pieces
 from model.gpt import GPT
-from model.ops.linear_cross_entropy import token_losses
 from trainer.distributed import World
 from trainer.losses import Loss, Sums
 from trainer.runtime import Runtime
@@ -66,7 +65,7 @@ def context_losses(
             texts = _read(stretches.stream, windows[first : first + rows])
             for position, x, targets in features_in_pieces(gpt, *texts):
                 n = targets.shape[1]
-                losses = token_losses(x.flatten(0, 1), gpt.embed.weight, targets.flatten()).view_as(targets)
+                losses = gpt.losses_of(x, targets)
                 sums.add(bin_of[None, position : position + n], targets, losses)
                 track.advance(sum(max(0, min(n, length - position)) for length in everyones))
     return sums.losses(world)

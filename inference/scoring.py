@@ -66,12 +66,12 @@ def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
     for row, (ids, n_before) in enumerate(texts):
         token_ids[row, : len(ids) - 1] = torch.tensor(ids[:-1])
         targets[row, n_before - 1 : len(ids) - 1] = torch.tensor(ids[n_before:])
-    weight = gpt.embed.weight
-    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=weight.device)  # log-likelihood; not greedy
+    device, n_logits = gpt.embed.weight.device, gpt.config.n_vocab_padded
+    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=device)  # log-likelihood; not greedy
     for _, x, wanted in features_in_pieces(gpt, token_ids, targets):
-        for places in (wanted >= 0).nonzero().split(max(1, _LOGITS // len(weight))):
+        for places in (wanted >= 0).nonzero().split(max(1, _LOGITS // n_logits)):
             rows, positions = places.unbind(1)
-            target, logits = wanted[rows, positions], x[rows, positions] @ weight.T
+            target, logits = wanted[rows, positions], gpt.logits(x[rows, positions])
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (N, V)
             log_p = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
             sums.index_add_(0, rows, torch.stack([log_p.double(), (logits.argmax(-1) != target).double()], dim=1))

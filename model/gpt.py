@@ -5,28 +5,47 @@ model/position.py.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, silu
 
 from common.settings import Settings
 from model.attention import AttentionConfig
 from model.attention.base import Attention
 from model.ops.gated_linear import gated_linear
-from model.ops.linear_cross_entropy import summed_loss, token_losses
+from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
 from model.position import PositionConfig, Rotation
 
 _LARGEST_SIZE = 2**24
+_NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": partial(nn.RMSNorm, eps=1e-6)}
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return silu(a) * b
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": partial(gelu, approximate="tanh"),
+    "swiglu": _swiglu,
+    "relu2": lambda x: x.relu().square(),
+}
+    "gelu": partial(gelu, approximate="tanh"),
+    "swiglu": _swiglu,
+    "relu2": lambda x: x.relu().square(),
+}
 
 
 class GLUBlock(nn.Module):
     """x + Linear(GLU(Linear(attention(LayerNorm(x))))): the published residual layer, with torch's initialisation."""
 
-    def __init__(self, n_embd: int, attention: Attention) -> None:
+    def __init__(self, n_embd: int, attention: Attention, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(n_embd)
+        self.norm = norm(n_embd)
         self.attention = attention
         self.gate = nn.Linear(attention.n_out, 2 * n_embd)
         self.proj = nn.Linear(n_embd, n_embd, bias=False)
@@ -43,24 +62,29 @@ class MLPBlock(nn.Module):
     """GPT-2's pre-norm block (Radford et al. 2019) and its initialisation.
 
     Weights are drawn from N(0, 1 / (3 n_embd)), which is GPT-2's 0.02 at 768 features. Weights of projections back to
-    the residual stream are divided by sqrt(2 n_layer). Biases start at 0.
+    the residual stream are divided by sqrt(2 n_layer), or 0 with `zero_init`. Biases start at 0.
     """
 
-    def __init__(self, n_embd: int, n_layer: int, attention: Attention, expansion: int) -> None:
+    def __init__(
+        self, n_embd: int, n_layer: int, attention: Attention, norm: Callable[[int], nn.Module], settings: "MLPConfig"
+    ) -> None:
         super().__init__()
-        self.norm_attention = nn.LayerNorm(n_embd)
+        hidden = settings.hidden(n_embd)
+        self.norm_attention = norm(n_embd)
         self.attention = attention
         self.proj = nn.Linear(attention.n_out, n_embd)
-        self.norm_mlp = nn.LayerNorm(n_embd)
-        self.up = nn.Linear(n_embd, expansion * n_embd)
-        self.down = nn.Linear(expansion * n_embd, n_embd)
+        self.norm_mlp = norm(n_embd)
+        self.up = nn.Linear(n_embd, hidden * (2 if settings.activation == "swiglu" else 1))
+        self.down = nn.Linear(hidden, n_embd)
+        self.activation = _ACTIVATIONS[settings.activation]
 
         std = (3 * n_embd) ** -0.5
+        to_stream = 0.0 if settings.zero_init else std / (2 * n_layer) ** 0.5
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                residual = module is self.proj or module is self.down
-                nn.init.normal_(module.weight, std=std / (2 * n_layer) ** 0.5 if residual else std)
-                nn.init.zeros_(module.bias)
+                nn.init.normal_(module.weight, std=to_stream if module in (self.proj, self.down) else std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def forward(
         self, x: Tensor, rotation: Rotation | None, state: Any = None, return_state: bool = False
@@ -68,7 +92,7 @@ class MLPBlock(nn.Module):
         """(B, T, n_embd) -> (B, T, n_embd), and the attention's state."""
         a, state = self.attention(self.norm_attention(x), rotation, state, return_state)
         x = x + self.proj(a)
-        return x + self.down(gelu(self.up(self.norm_mlp(x)), approximate="tanh")), state
+        return x + self.down(self.activation(self.up(self.norm_mlp(x)))), state
 
 
 class GLUConfig(Settings):
@@ -76,8 +100,8 @@ class GLUConfig(Settings):
 
     name: Literal["glu"]
 
-    def build(self, n_embd: int, n_layer: int, attention: Attention) -> GLUBlock:
-        return GLUBlock(n_embd, attention)
+    def build(self, n_embd: int, n_layer: int, attention: Attention, norm: Callable[[int], nn.Module]) -> GLUBlock:
+        return GLUBlock(n_embd, attention, norm)
 
 
 class MLPConfig(Settings, defaults="model/block/mlp"):
@@ -85,10 +109,18 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
 
     name: Literal["mlp"]
     expansion: int = Field(ge=1)
-    """Hidden features of the MLP, as a multiple of n_embd."""
+    """Hidden features of the MLP, as a multiple of n_embd; swiglu has two thirds of them, and as many parameters."""
+    activation: Literal["gelu", "swiglu", "relu2"]
+    """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020); relu2: relu(x)^2."""
+    zero_init: bool
+    """Whether both projections back to the residual stream start at 0, so that the block starts as the identity."""
 
-    def build(self, n_embd: int, n_layer: int, attention: Attention) -> MLPBlock:
-        return MLPBlock(n_embd, n_layer, attention, self.expansion)
+    def hidden(self, n_embd: int) -> int:
+        """Hidden features of the MLP; a multiple of 8 with swiglu."""
+        return self.expansion * n_embd if self.activation != "swiglu" else -(-self.expansion * n_embd // 12) * 8
+
+    def build(self, n_embd: int, n_layer: int, attention: Attention, norm: Callable[[int], nn.Module]) -> MLPBlock:
+        return MLPBlock(n_embd, n_layer, attention, norm, self)
 
 
 BlockConfig = Annotated[GLUConfig | MLPConfig, Field(discriminator="name")]
@@ -121,6 +153,12 @@ class GPTConfig(Settings):
     settings, or its name, which means `attention` if it has that name, else the mechanism's defaults."""
     block: BlockConfig
     position: PositionConfig
+    norm: Literal["layer", "rms"] = "layer"
+    """Norms of blocks and of the output layer's input: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
+    tied: bool = True
+    """Whether the output layer's weights are those of the embedding."""
+    logit_cap: float | None = Field(None, gt=0)
+    """Logits x become cap tanh(x / cap); null: no cap."""
 
     @model_validator(mode="before")
     @classmethod
@@ -227,16 +265,26 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.n_vocab_padded, config.n_embd)
         bound = config.n_embd**-0.5
         nn.init.uniform_(self.embed.weight, -bound, bound)
+        norm = _NORMS[config.norm]
         self.position = config.position.build(config.n_embd, config.query_dim)
         self.blocks = nn.ModuleList(
             config.block.build(
                 config.n_embd,
                 config.n_layer,
                 attention.build(config.n_embd, config.n_head, config.head_features),
+                norm,
             )
             for attention in config.layers
         )
-        self.norm = nn.LayerNorm(config.n_embd)
+        self.norm = norm(config.n_embd)
+        if not config.tied:
+            self.output = nn.Linear(config.n_embd, config.n_vocab_padded, bias=False)
+            nn.init.uniform_(self.output.weight, -bound, bound)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """(n_vocab_padded, n_embd)."""
+        return self.embed.weight if self.config.tied else self.output.weight
 
     def forward(
         self, token_ids: Tensor, state: GPTState | None = None, return_state: bool = False
@@ -246,8 +294,12 @@ class GPT(nn.Module):
         `state` is what an earlier call returned for the tokens before these, None at the start of a text.
         """
         x, state = self.features(token_ids, state, return_state)
-        logits = x @ self.embed.weight.T
+        logits = self.logits(x)
         return (logits, state) if return_state else logits
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Output layer: (..., n_embd) -> (..., n_vocab_padded)."""
+        return capped(x @ self.output_weight.T, self.config.logit_cap)
 
     def features(
         self, token_ids: Tensor, state: GPTState | None = None, return_state: bool = False
@@ -271,13 +323,17 @@ class GPT(nn.Module):
 
     def token_losses(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 for negative targets."""
-        x, _ = self.features(token_ids)
-        return token_losses(x.flatten(0, 1), self.embed.weight, targets.flatten()).view_as(targets)
+        return self.losses_of(self.features(token_ids)[0], targets)
+
+    def losses_of(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The same, given `features` x (B, T, n_embd)."""
+        cap = self.config.logit_cap
+        return token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap).view_as(targets)
 
     def summed_loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Sum of `token_losses`, computed with less memory."""
         x, _ = self.features(token_ids)
-        return summed_loss(x.flatten(0, 1), self.embed.weight, targets.flatten())
+        return summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten(), self.config.logit_cap)
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not negative."""
@@ -293,6 +349,7 @@ class GPT(nn.Module):
         These are 2 + 4 for every weight in a matrix product, and three times those of the attention's forward pass.
         Looking up an embedding costs none.
         """
-        weights = self.embed.weight.numel() + sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        weights += self.embed.weight.numel() if self.config.tied else 0
         attention = sum(m.flops_per_token(seq_len) for m in self.modules() if isinstance(m, Attention))
         return 6 * weights + 3 * attention

@@ -17,8 +17,13 @@ _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**24, "cuda": 2**27}  # logits at a time: a GPU needs enough work
 
 
-def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats of x @ weight.T, (N,), float32 or float64; 0 for negative targets.
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(logits / cap), or the logits without a cap (Gemma 2, arXiv 2408.00118, section 2)."""
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
+def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
+    """Cross-entropy in nats of capped(x @ weight.T), (N,), float32 or float64; 0 for negative targets.
 
     Args:
         x: (N, D).
@@ -28,21 +33,23 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     losses = []
     for x_n, target in zip(*(tensor.split(_tokens(weight)) for tensor in (x, targets)), strict=True):
         logits = x_n @ weight.T
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), cap)
         losses.append(cross_entropy(logits, target.clamp(min=-1), ignore_index=-1, reduction="none"))
     return torch.cat(losses)
 
 
-def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
     """Sum of `token_losses`. Gradients are computed in the forward pass, so there can be only one backward pass."""
     refuse_transforms(_ITSELF, _OTHER, x, weight)
     x, weight = as_autocast(x, weight)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _summed_loss(x, weight, targets, wanted)[0]
+    return _summed_loss(x, weight, targets, wanted, cap)[0]
 
 
 @torch.library.custom_op("log_gpt::summed_cross_entropy", mutates_args=())
-def _summed_loss(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _summed_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, wanted: bool, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and, if wanted, the gradients of x and weight, else empty tensors; sums in float32 or float64."""
     loss, g_x, g_weight = _empty_results(x, weight, wanted)
     loss.zero_()
@@ -51,12 +58,15 @@ def _summed_loss(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool) -> tu
         for n in range(0, len(x), _tokens(weight)):
             part = slice(n, n + _tokens(weight))
             target, seen = targets[part].clamp(min=0).unsqueeze(1), (targets[part] >= 0).unsqueeze(1)
-            logits = (x[part] @ weight.T).to(loss.dtype)  # (n, V)
+            logits = capped((x[part] @ weight.T).to(loss.dtype), cap)  # (n, V)
             log_z = logits.logsumexp(1, keepdim=True)
             loss += ((log_z - logits.gather(1, target)) * seen).sum()
             if wanted:
+                slope = None if cap is None else 1 - (logits / cap).square()
                 g_logits = logits.sub_(log_z).exp_()
                 g_logits.scatter_add_(1, target, torch.full_like(log_z, -1)).mul_(seen)
+                if slope is not None:
+                    g_logits.mul_(slope)
                 g_logits = g_logits.to(x.dtype)
                 g_x[part] = g_logits @ weight
                 _add_product(g_weight, g_logits.T, x[part])
@@ -76,7 +86,7 @@ def _empty_results(x: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Ten
 
 
 @_summed_loss.register_fake
-def _(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, targets: Tensor, wanted: bool, cap: float | None) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_results(x, weight, wanted)
 
 
@@ -93,10 +103,10 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError("summed_loss allows a single backward pass: call it again for another")
     g_x, g_weight = ctx.saved_tensors
     if torch.compiler.is_compiling():
-        return g_x * g, (g_weight * g).to(ctx.dtype), None, None
+        return g_x * g, (g_weight * g).to(ctx.dtype), None, None, None
     ctx.used = True
     # In place: g_weight is as large as the weight.
-    return g_x.mul_(g), g_weight.mul_(g).to(ctx.dtype), None, None
+    return g_x.mul_(g), g_weight.mul_(g).to(ctx.dtype), None, None, None
 
 
 _summed_loss.register_autograd(_backward, setup_context=_save_for_backward)

@@ -74,7 +74,8 @@ def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tenso
     """Return the model without the padding rows of its embedding: other programs would sample them."""
     config = decode(GPTConfig, gpt.config.model_dump() | {"n_vocab": n_vocab, "pad_vocab": 1})
     tensors = gpt.state_dict()
-    return config, tensors | {"embed.weight": tensors["embed.weight"][:n_vocab]}
+    by_token = {name: value[:n_vocab] for name, value in tensors.items() if name in ("embed.weight", "output.weight")}
+    return config, tensors | by_token
 
 
 def _own_config(config: GPTConfig) -> dict[str, Any]:

@@ -43,11 +43,17 @@ def turned(name: str, weight: Tensor) -> Tensor:
 
 def is_gpt2(config: GPTConfig) -> bool:
     """Whether GPT2LMHeadModel has this architecture."""
+    no_parts = {"decay": "none", "conv": 0, "qk_norm": False, "norm": False, "gate": "none"}
     own_heads = all(
-        isinstance(layer, SoftmaxConfig) and layer.n_kv_head in (None, config.n_head) for layer in config.layers
+        isinstance(layer, SoftmaxConfig)
+        and layer.n_kv_head in (None, config.n_head)
+        and layer.model_dump(include=set(no_parts)) == no_parts
+        for layer in config.layers
     )
     usual_width = config.n_head * config.head_features == config.n_embd
-    return own_heads and usual_width and config.block.name == "mlp" and config.position.name == "learned"
+    usual_block = config.block.name == "mlp" and config.block.activation == "gelu"
+    usual_rest = config.position.name == "learned" and config.norm == "layer" and config.tied and not config.logit_cap
+    return own_heads and usual_width and usual_block and usual_rest
 
 
 class _GPT2Config(Settings):

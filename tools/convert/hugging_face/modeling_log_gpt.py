@@ -82,7 +82,7 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         present = None if attention_mask is None else attention_mask[:, -T:].bool()
         x, state = self._read(input_ids, present, cache.state, use_cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = x[:, kept] @ self.gpt.embed.weight.T
+        logits = self.gpt.logits(x[:, kept])
         if use_cache:
             cache.state, cache.length = state, cache.length + T
         loss = None
