@@ -34,10 +34,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": _swiglu,
     "relu2": lambda x: x.relu().square(),
 }
-    "gelu": partial(gelu, approximate="tanh"),
-    "swiglu": _swiglu,
-    "relu2": lambda x: x.relu().square(),
-}
 
 
 class GLUBlock(nn.Module):
