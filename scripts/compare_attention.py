@@ -12,7 +12,7 @@ Every run is a folder under `out`, as train.py makes them: after any interruptio
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -27,8 +27,10 @@ class Options(Settings):
     """folder for the runs and the report"""
     arms: Items[str] = []
     """some of the arms, such as 'log_space glu none'; []: all"""
+    size: Literal["small", "medium", "large"] = "small"
+    """about 0.4, 1.8 or 5 million parameters; texts of 256, 512 or 1,024 tokens, and 1, 2 or 4 of them a step"""
     steps: PositiveInt = 2000
-    """steps of a run, 256 tokens each"""
+    """steps of a run"""
     learning_rates: Items[float] = [1e-3, 2e-3, 4e-3]
     """three or more"""
     jobs: Annotated[int, Field(ge=1, le=64)] = 1

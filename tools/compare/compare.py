@@ -9,7 +9,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,15 @@ from trainer.config import TrainConfig
 from trainer.loop import fit
 from trainer.metrics import read_metrics
 
-SEQ_LEN = 256
+Raw = dict[str, Any]
+Models = dict[str, GPTConfig]
+
 POSITIONS = ("rotary", "log_recurrence", "none", "learned")
 ON_EQUAL_TERMS = ("softmax", "log_space", "log_space_signed")
 """These are tried in every block with every position."""
 _WINDOW = {"name": "sliding_window", "window": 64}
+_PARTS = {"conv": 4, "gate": "silu"}
+_FORGETTING = {"name": "log_space", "decay": "feature", **_PARTS}
 OTHERS: dict[str, Any] = {
     "projection": {"name": "projection"},
     "projection_keys": {"name": "projection", "values": "keys"},
@@ -46,15 +50,46 @@ OTHERS: dict[str, Any] = {
     "mixed": [{"name": "log_space"}, {"name": "log_space"}, _WINDOW],
 }
 """These replace the control's attention, as does any mechanism that is not listed, with its defaults; a list is a
-pattern of layers. What they see is scaled to SEQ_LEN."""
+pattern of layers. What they see is scaled to the small size's texts."""
+FORGETTING: dict[str, tuple[Raw, str]] = {
+    "log_space_forgets": (_FORGETTING, "none"),
+    "log_space_forgets_by_head": (_FORGETTING | {"decay": "head"}, "none"),
+    "log_space_forgets_evenly": (_FORGETTING | {"decay": "fixed"}, "none"),
+    "log_space_forgets_norm": (_FORGETTING | {"norm": True}, "none"),
+    "log_space_forgets_no_conv": (_FORGETTING | {"conv": 0}, "none"),
+    "log_space_forgets_no_gate": (_FORGETTING | {"gate": "none"}, "none"),
+    "log_space_forgets_nothing": (_FORGETTING | {"decay": "none"}, "log_recurrence"),
+    "linear_forgets": ({"name": "linear", "decay": "feature", **_PARTS}, "none"),
+    "softmax_parts": ({"name": "softmax", **_PARTS}, "rotary"),
+    "softmax_parts_norms": ({"name": "softmax", "qk_norm": True, **_PARTS}, "rotary"),
+    "softmax_forgets": ({"name": "softmax", "decay": "head", **_PARTS}, "none"),
+}
+"""Attention and position of arms with gates, convolutions and output gates, the parts of the flagship, and of softmax
+controls with the same parts."""
 CONTROL = "softmax mlp rotary"
 SEEDS = (1, 2, 3)
 _EXTENSIONS = 2  # learning rates beyond the grid
 _EVAL_WINDOWS = 128
 _DIVERGES = "left out, because it diverges at every learning rate: give lower learning rates, and another folder"
 
-Raw = dict[str, Any]
-Models = dict[str, GPTConfig]
+
+@dataclass(frozen=True)
+class Size:
+    """The control's sizes, and what a step reads."""
+
+    n_layer: int
+    n_head: int
+    head_dim: int
+    n_embd: int
+    seq_len: int
+    batch_tokens: int
+
+
+SIZES = {
+    "small": Size(3, 4, 24, 96, 256, 256),
+    "medium": Size(4, 6, 32, 192, 512, 1024),
+    "large": Size(6, 8, 32, 256, 1024, 4096),
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +98,7 @@ class Terms:
 
     dataset: Path
     out: Path
+    size: Size
     steps: int
     grid: list[float]
     """Learning rates."""
@@ -76,11 +112,16 @@ class Terms:
         if self.steps < 1 or len(set(self.grid)) < 3 or not 0 < min(self.grid) <= max(self.grid) < math.inf:
             raise UserError("give steps=1 or more, and three learning_rates or more, all above 0")
         path = make_directory(self.out, "out") / "terms.json"
-        terms = {"dataset": str(self.dataset.resolve()), "steps": self.steps, "grid": self.grid}
+        terms = {"dataset": str(self.dataset.resolve()), **asdict(self.size), "steps": self.steps, "grid": self.grid}
         if not path.exists():
             write_json(path, terms)
         elif read_json(path) != terms:
             raise UserError(f"{path} says that this folder has runs of other options: give these, or another out")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a run."""
+        return self.steps * self.size.batch_tokens
 
     def run_dir(self, name: str, lr: float, seed: int) -> Path:
         """Where a run is."""
@@ -102,11 +143,12 @@ def arms() -> dict[str, Raw]:
     known = {*ON_EQUAL_TERMS, *(value["name"] for value in OTHERS.values() if isinstance(value, dict))}
     more = {name: {"name": name} for cls in ATTENTION for name in variant_names(cls) if name not in known}
     others = {f"{name} mlp rotary": arm(attention) for name, attention in (OTHERS | more).items()}
+    forgetting = {f"{name} mlp {position}": arm(raw, "mlp", position) for name, (raw, position) in FORGETTING.items()}
     last = {name: equal.pop(name) for name in list(equal) if name.startswith("log_space_signed")}
-    return equal | others | last
+    return forgetting | equal | others | last
 
 
-def models_of(dataset: Path, names: list[str] | None = None) -> Models:
+def models_of(dataset: Path, size: Size, names: list[str] | None = None) -> Models:
     """The models of these arms, or of all, the control's first; n_vocab is the dataset's.
 
     Raises:
@@ -117,29 +159,30 @@ def models_of(dataset: Path, names: list[str] | None = None) -> Models:
         if name not in every:
             raise UserError(f"there is no arm {name!r}: {nearest(name, every)}")
     chosen = [name for name in every if name == CONTROL or name in (names or every)]
-    wanted = count(_model(every[CONTROL], n_vocab, 96))
-    return {name: equal_model(name, every[name], n_vocab, wanted) for name in chosen}
+    wanted = count(_model(every[CONTROL], n_vocab, size.n_embd, size))
+    return {name: equal_model(name, every[name], n_vocab, wanted, size) for name in chosen}
 
 
-def equal_model(name: str, arm: Raw, n_vocab: int, wanted: int) -> GPTConfig:
+def equal_model(name: str, arm: Raw, n_vocab: int, wanted: int, size: Size) -> GPTConfig:
     """The arm's model with the n_embd that brings it nearest to the wanted number of parameters.
 
     Raises:
         UserError: it is not within 1 %.
     """
-    parameters = functools.cache(lambda n_embd: count(_model(arm, n_vocab, n_embd)))
+    parameters = functools.cache(lambda n_embd: count(_model(arm, n_vocab, n_embd, size)))
     above = bisect.bisect(range(1024), wanted, lo=1, key=parameters)
     best = min(above - 1, above, key=lambda n_embd: abs(parameters(n_embd) - wanted))
     if abs(parameters(best) / wanted - 1) > 0.01:
         raise UserError(f"{name}: {parameters(best):,} parameters are not within 1 % of the control's {wanted:,}")
-    return _model(arm, n_vocab, best)
+    return _model(arm, n_vocab, best, size)
 
 
-def _model(arm: Raw, n_vocab: int, n_embd: int) -> GPTConfig:
-    """3 layers of GPT-2's block, or 6 of the published one, which has no MLP, with 4 heads of 24 features."""
+def _model(arm: Raw, n_vocab: int, n_embd: int, size: Size) -> GPTConfig:
+    """Layers of GPT-2's block, or twice as many of the published one, which has no MLP."""
     glu, learned = arm["block"]["name"] == "glu", arm["position"]["name"] == "learned"
-    position = arm["position"] | ({"max_len": SEQ_LEN} if learned else {})
-    sizes = {"n_vocab": n_vocab, "n_layer": 6 if glu else 3, "n_head": 4, "head_dim": 24, "n_embd": n_embd}
+    position = arm["position"] | ({"max_len": size.seq_len} if learned else {})
+    sizes = {"n_vocab": n_vocab, "n_head": size.n_head, "head_dim": size.head_dim, "n_embd": n_embd}
+    sizes["n_layer"] = size.n_layer * (2 if glu else 1)
     return decode(GPTConfig, arm | {"position": position} | sizes)
 
 
@@ -217,7 +260,7 @@ def train(terms: Terms, name: str, model: GPTConfig, lr: float, seed: int) -> fl
         return loss
     quiet, console.quiet = console.quiet, True  # hides what the run says
     try:
-        fit(config_of(run_dir, terms.dataset, model, lr, seed, terms.steps))
+        fit(config_of(run_dir, terms.dataset, terms.size, model, lr, seed, terms.steps))
     except SystemExit:  # it was asked to stop, and has saved
         raise KeyboardInterrupt from None
     except UserError:
@@ -241,19 +284,21 @@ def loss_in(run_dir: Path) -> float | None:
     return None
 
 
-def config_of(run_dir: Path, dataset: Path, model: GPTConfig, lr: float, seed: int, steps: int) -> TrainConfig:
+def config_of(
+    run_dir: Path, dataset: Path, size: Size, model: GPTConfig, lr: float, seed: int, steps: int
+) -> TrainConfig:
     """The configuration of a run, as train.py would have it."""
     raw = {
         "run_dir": run_dir,
         "dataset_dir": dataset,
         "seed": seed,
-        "seq_len": SEQ_LEN,
-        "batch_tokens": SEQ_LEN,
+        "seq_len": size.seq_len,
+        "batch_tokens": size.batch_tokens,
         "max_steps": steps,
         "model": model.model_dump(),
         "optim": {"name": "adamw", "max_lr": lr},
         "schedule": {"name": "one_cycle", "warmup_steps": max(1, steps // 10)},
-        "runtime": {"dtype": "float32", "micro_batch": 1, "compile": False},
+        "runtime": {"dtype": "float32", "micro_batch": size.batch_tokens // size.seq_len, "compile": False},
         "checkpoint": {"every": steps},
         "eval": {"every": steps, "batches": _EVAL_WINDOWS},
         "tracker": {"name": "local"},

@@ -21,31 +21,34 @@ _ROUNDS = 20  # of timed steps
 _COLORS = {"softmax": "dimgray", "log_space": "tab:orange", "log_space_signed": "tab:red"}
 
 
-def run(dataset_dir: Path, out: Path, arms: list[str], steps: int, learning_rates: list[float], jobs: int) -> None:
+def run(
+    dataset_dir: Path, out: Path, arms: list[str], size: str, steps: int, learning_rates: list[float], jobs: int
+) -> None:
     """Measure speed, train what is not trained yet, report what there is."""
     torch.set_num_threads(1)  # the products are small, and the bits of a result depend on the number of threads
-    terms = Terms(dataset_dir, out, steps, learning_rates)
-    models = compare.models_of(dataset_dir, arms or None)
+    terms = Terms(dataset_dir, out, compare.SIZES[size], steps, learning_rates)
+    models = compare.models_of(dataset_dir, terms.size, arms or None)
     terms.open()
     parameters = compare.count(models[CONTROL])
-    say(f"{len(models)} arms of {parameters:,} parameters, {steps * compare.SEQ_LEN:,} tokens a run")
-    speed = speeds(models, out / "speed.json")
+    say(f"{len(models)} arms of {parameters:,} parameters, {terms.tokens:,} tokens a run")
+    speed = speeds(models, terms)
     try:
         compare.train_all(models, terms, jobs)
     finally:
         report(models, speed, terms)
 
 
-def speeds(models: Models, path: Path) -> dict[str, list[float]]:
+def speeds(models: Models, terms: Terms) -> dict[str, list[float]]:
     """Each arm's median CPU seconds of a training step, and how many times as fast as the control's step that is.
 
-    Written to `path`, where the next call finds it.
+    Written to speed.json, where the next call finds it.
     """
+    path = terms.out / "speed.json"
     known: dict[str, list[float]] = read_json(path) if path.exists() else {}
     if models.keys() <= known.keys():
         return known
-    here = path.parent
-    configs = {name: compare.config_of(here, here, model, 1e-4, seed=1, steps=1) for name, model in models.items()}
+    places = terms.out, terms.out, terms.size
+    configs = {name: compare.config_of(*places, model, 1e-4, seed=1, steps=1) for name, model in models.items()}
     steps = {name: timed(Training(config, 1).step, clock=time.process_time) for name, config in configs.items()}
     times = in_turn(steps, _ROUNDS, warm_up=1)
     known = {name: [statistics.median(own), speedup(own, times[CONTROL])[0]] for name, own in times.items()}
@@ -62,14 +65,14 @@ def report(models: Models, speed: dict[str, list[float]], terms: Terms) -> None:
     found = {
         "command": command_line(),
         "machine": machine(),
-        "tokens": terms.steps * compare.SEQ_LEN,
+        "tokens": terms.tokens,
         "seeds": SEEDS,
         "control": CONTROL,
         "arms": rows,
     }
     write_json(terms.out / "compare.json", found)
     write_atomic(terms.out / "compare.md", f"{table_of(rows)}\n{equal_terms(rows)}")
-    write_atomic(terms.out / "compare.png", picture_of(rows, terms.steps * compare.SEQ_LEN))
+    write_atomic(terms.out / "compare.png", picture_of(rows, terms.tokens))
     say(f"{len(rows)} of {len(models)} arms are in {terms.out / 'compare.md'}")
 
 
@@ -89,7 +92,7 @@ def row_of(name: str, model: GPTConfig, speed: list[float], terms: Terms) -> Raw
         return None
     tried = {f"{lr:g}": loss if math.isfinite(loss) else None for lr, loss in sorted(row["tried"].items())}
     sizes = {"parameters": compare.count(model), "n_layer": model.n_layer, "n_embd": model.n_embd}
-    rate = {"tokens_per_second": compare.SEQ_LEN / speed[0], "times_as_fast": speed[1]}
+    rate = {"tokens_per_second": terms.size.batch_tokens / speed[0], "times_as_fast": speed[1]}
     return {**row, "tried": tried, "mean": statistics.mean(row["losses"]), **sizes, **rate}
 
 
