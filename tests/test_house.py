@@ -48,7 +48,7 @@ def imported(file):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: imports are absolute"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.]+:\w+", str(node.value)):
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"\w+(\.\w+)+:\w+", str(node.value)):
             names.add(node.value.replace(":", "."))
     return names
 

@@ -88,7 +88,7 @@ def imports_by_room() -> set[tuple[str, str]]:
                     names = [alias.name for alias in node.names]
                 case ast.ImportFrom():
                     names = [f"{node.module}.{alias.name}" for alias in node.names]
-                case ast.Constant(value=str(text)) if re.fullmatch(r"[\w.]+:\w+", text):
+                case ast.Constant(value=str(text)) if re.fullmatch(r"\w+(\.\w+)+:\w+", text):
                     names = [text.replace(":", ".")]
                 case _:
                     continue
