@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-STEEPEST = 2.0  # the most that a feature's gate forgets at a token, in nats: see model/ops/gates.py
+STEEPEST = 1.0  # the most that a feature's gate forgets at a token, in nats: see model/ops/gates.py
 _RANK = 16  # of the map from tokens to the gates of features
 _SPANS = 1.5, 500.0  # tokens after which the first and the last gate keep 1 / e, at the start of training
 
