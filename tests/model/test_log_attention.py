@@ -13,7 +13,14 @@ from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
 from common.console import say_once
-from model.ops.log_attention import BACKENDS, LogAttentionState, _fastest_on_gpu, log_attention, naive_log_attention
+from model.ops.log_attention import (
+    BACKENDS,
+    LogAttentionState,
+    _fastest_on_gpu,
+    log_attention,
+    merge_states,
+    naive_log_attention,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
 FAST = [name for name in BACKENDS if name != "naive"]
@@ -213,7 +220,7 @@ def test_states_of_adjacent_stretches_merge(backend):
     _, whole = log_attention(q, k, log_v, return_state=True, backend=backend)
     _, first = log_attention(q[:, :, :37], k[:, :, :37], log_v[:, :, :37], return_state=True, backend=backend)
     _, rest = log_attention(q[:, :, 37:], k[:, :, 37:], log_v[:, :, 37:], return_state=True, backend=backend)
-    assert_all_close(first.merge(rest), whole, 1e-12)
+    assert_all_close(merge_states(first, rest), whole, 1e-12)
 
 
 @pytest.mark.parametrize("backend", ["naive", *FAST_SLOW])

@@ -1,0 +1,131 @@
+"""log_attention with gates: the definition over pairs of tokens, resets, states that merge, long texts, wrong input.
+
+Random inputs of all kinds, with gates of all kinds, are in test_log_attention_fuzz.py.
+"""
+
+import pytest
+import torch
+
+from model.attention.decay import Decay
+from model.ops.gates import forgotten
+from model.ops.log_attention import BACKENDS, fallback, log_attention, merge_states
+
+NAMES = [name if name != "triton" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
+
+
+def inputs(T, D, dtype=torch.float64, d_k=5, d_v=7, H=3):
+    """q, k, log_v and gates log_f (2, H, T, D), leaves that want gradients."""
+    generator = torch.Generator().manual_seed(T)
+    q, k, log_v, z = (torch.randn(2, H, T, d, generator=generator, dtype=dtype) for d in (d_k, d_k, d_v, D))
+    return [x.requires_grad_() for x in (q, k, log_v, torch.nn.functional.logsigmoid(z + 1))]
+
+
+def by_pairs(q, k, log_v, log_f):
+    """The definition: the pair (t, j) has the weight sum_d exp(q_t + k_j + the gates after j up to t)."""
+    weights = (q.unsqueeze(3) + k.unsqueeze(2) + forgotten(log_f)).logsumexp(-1)  # (B, H, T, T)
+    weights = weights.masked_fill(torch.ones_like(weights, dtype=torch.bool).triu(1), -torch.inf)
+    log_y = (weights.unsqueeze(-1) + log_v.unsqueeze(2)).logsumexp(3)
+    return log_y - weights.logsumexp(3, keepdim=True)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("D", [1, 5])
+@pytest.mark.parametrize("T", [1, 2, 31, 65, 130])
+def test_equals_the_definition_over_pairs_with_all_gradients(backend, D, T):
+    leaves = inputs(T, D)
+    g = torch.randn(2, 3, T, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found, wanted = log_attention(*leaves, backend=backend), by_pairs(*leaves)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, g) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("D", [1, 5])
+def test_gates_of_zero_forget_nothing(D):
+    q, k, log_v, log_f = inputs(100, D)
+    found = log_attention(q, k, log_v, torch.zeros_like(log_f))
+    torch.testing.assert_close(found, log_attention(q, k, log_v), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("D", [1, 5])
+def test_a_reset_begins_a_new_text(backend, D):
+    tensors = [x.detach() for x in inputs(200, D, torch.float32)]
+    _, _, log_v, log_f = tensors
+    log_v[..., :3].masked_fill_(torch.rand(log_v[..., :3].shape) < 0.5, -torch.inf)  # columns may be empty after it
+    begins = [0, 17, 64, 100, 101, 163]
+    log_f[:, :, begins] = -torch.inf
+    before = fallback.forward_tiles
+    log_y, state = log_attention(*tensors, return_state=True, backend=backend)
+    assert fallback.forward_tiles == before
+    parts = [
+        log_attention(*(x[:, :, a:b].double() for x in tensors), backend="naive", return_state=True)
+        for a, b in zip(begins, [*begins[1:], 200], strict=True)
+    ]
+    torch.testing.assert_close(log_y.double(), torch.cat([y for y, _ in parts], 2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([x.double() for x in state], list(parts[-1][1]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_nothing_flows_back_across_a_reset(backend):
+    leaves = inputs(40, 5)
+    with torch.no_grad():
+        leaves[3][:, :, 25] = -torch.inf
+    log_y = log_attention(*leaves, backend=backend)
+    for x, g in zip(leaves, torch.autograd.grad(log_y[:, :, 25:].sum(), leaves), strict=True):
+        assert g[:, :, :25].abs().max() < 1e-14 * max(1, x.numel() ** 0.5)
+    assert torch.autograd.grad(log_attention(*leaves, backend=backend).sum(), leaves[3])[0][:, :, 25].eq(0).all()
+
+
+@pytest.mark.parametrize("D", [1, 5])
+def test_states_merge_associatively(D):
+    tensors = [x.detach() for x in inputs(90, D)]
+    cuts = [(0, 20), (20, 61), (61, 90)]
+    (_, a), (_, b), (_, c) = (log_attention(*(x[:, :, i:j] for x in tensors), return_state=True) for i, j in cuts)
+    of_b, of_c, of_bc = (tensors[3][:, :, i : 90 if j == 90 else j].sum(2) for i, j in [(20, 61), (61, 90), (20, 90)])
+    left = merge_states(merge_states(a, b, of_b), c, of_c)
+    right = merge_states(a, merge_states(b, c, of_c), of_bc)
+    _, whole = log_attention(*tensors, return_state=True)
+    torch.testing.assert_close(tuple(left), tuple(right), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(tuple(left), tuple(whole), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("D", [1, 4])
+def test_the_gradient_of_gates_does_not_lose_digits_in_a_long_text(D):
+    """float32 against float64: an error that grew with the text would be thousands of units at its beginning."""
+    leaves = inputs(65_536, D, torch.float32, d_k=4, d_v=4, H=1)
+    g = torch.randn(2, 1, 65_536, 4, generator=torch.Generator().manual_seed(1))
+    (found,) = torch.autograd.grad(log_attention(*leaves), leaves[3], g)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    (wanted,) = torch.autograd.grad(log_attention(*exact), exact[3], g.double())
+    # Sums over a chunk of numbers of about 1, which cancel: some tens of units in the last place of a few.
+    assert (found - wanted).abs().max() < 100 * torch.finfo(torch.float32).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["fixed", "head", "feature"])
+def test_the_gates_of_a_model_need_no_fallback(kind):
+    torch.manual_seed(0)
+    gates = Decay(kind, 32, 3, 8)
+    for parameter in gates.parameters():
+        torch.nn.init.normal_(parameter, std=3)  # far steeper than at the start of training
+    q, k, log_v, _ = (x.detach() for x in inputs(4096, 1, torch.float32, d_k=8))
+    before = fallback.forward_tiles
+    log_attention(3 * q, 3 * k, 3 * log_v, gates(torch.randn(2, 4096, 32)).detach())
+    assert fallback.forward_tiles == before
+
+
+@pytest.mark.parametrize(
+    ("log_f", "causal", "message"),
+    [
+        (torch.zeros(2, 3, 9, 2), True, r"log_f \(2, 3, 9, 2\) must be \(2, 3, 9, 5\) or \(2, 3, 9, 1\)"),
+        (torch.full((2, 3, 9, 1), 0.5), True, r"log_f has a maximum of 0.5: gates must be between -inf and 0"),
+        (torch.full((2, 3, 9, 5), torch.nan), True, r"log_f has a maximum of nan: gates must be between -inf and 0"),
+        (torch.zeros(2, 3, 9, 1), False, r"log_f needs causal=True"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_gates_that_do_not_fit_are_refused_in_one_line(log_f, causal, message, backend):
+    q, k, log_v, _ = inputs(9, 1)
+    with pytest.raises(ValueError, match=message) as error:
+        log_attention(q, k, log_v, log_f.double(), causal=causal, backend=backend)
+    assert "\n" not in str(error.value)
