@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from textwrap import fill
 
 from cli.compose import CONFIGS
 
@@ -29,4 +30,5 @@ def _groups(config_name: str) -> Iterator[str]:
     for folder in sorted({path.parent for path in CONFIGS.glob("*/**/*.yaml")}):
         group = str(folder.relative_to(CONFIGS))
         if (group in ("data", "tokenizer")) == (config_name == "prepare"):
-            yield f"{group}: {', '.join(sorted(path.stem for path in folder.glob('*.yaml')))}"
+            names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+            yield fill(f"{group}: {names}", 120, subsequent_indent="  ", break_on_hyphens=False)

@@ -109,15 +109,40 @@ def test_a_yaml_begins_with_what_it_is(path):
     assert lines[0].endswith(".")
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("log_gpt_125m", 124_879_872), ("gpt2_124m", 124_439_808), ("log_gpt_mlp_124m", 124_870_656)],
-)
-def test_the_shipped_models_have_the_parameters_they_claim(name, parameters):
-    config = decode(TrainConfig, compose("train", [f"model={name}"])).model
+KNOWN = {"log_gpt_125m": 124_879_872, "gpt2_124m": 124_439_808, "log_gpt_mlp_124m": 124_870_656}
+LADDER = ("1m", "10m", "40m", "125m", "350m", "1b")
+
+
+def model_of(name):
+    return decode(TrainConfig, compose("train", [f"model={name}"])).model
+
+
+def n_params(name):
     with torch.device("meta"):
-        assert GPT(config).n_params() == parameters
+        return GPT(model_of(name)).n_params()
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *(f"{kind}_{size}" for kind in ("log_gpt2", "gpt") for size in LADDER)])
+def test_the_shipped_models_have_the_parameters_they_claim(name):
+    parameters = n_params(name)
+    assert KNOWN.get(name, parameters) == parameters
     assert f"{parameters:,} parameters" in (CONFIGS / "model" / f"{name}.yaml").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("size", LADDER)
+def test_the_ladder_is_one_design_beside_its_control(size):
+    ours, control = model_of(f"log_gpt2_{size}"), model_of(f"gpt_{size}")
+    assert abs(n_params(f"log_gpt2_{size}") / n_params(f"gpt_{size}") - 1) < 0.02  # gates of features: 1.9 % at 1M
+    parts = {"conv": 4, "gate": "silu"}
+    assert ours.attention.model_dump().items() >= {"name": "log_space", "decay": "feature", **parts}.items()
+    assert control.attention.model_dump().items() >= {"name": "softmax", "decay": "none", **parts}.items()
+    assert (ours.position.name, control.position.name) == ("none", "rotary")
+    different = {"attention", "position"}
+    assert ours.model_dump(exclude=different) == control.model_dump(exclude=different)
+
+
+def test_the_flagship_is_as_large_as_gpt2():
+    assert abs(n_params("log_gpt2_125m") / 124_439_808 - 1) < 0.01
 
 
 def test_the_published_recipe():

@@ -8,7 +8,7 @@ from model.attention.base import AttentionSettings, MultiHeadAttention, chunked_
 from model.ops.linear_attention import CHUNK, LinearAttentionState, linear_attention, naive_linear_attention
 
 
-class LinearConfig(AttentionSettings):
+class LinearConfig(AttentionSettings, defaults="model/attention/linear"):
     """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in time linear in the sequence length."""
 
     name: Literal["linear"]

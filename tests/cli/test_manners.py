@@ -66,7 +66,7 @@ def test_help_fits_a_screen_and_shows_examples(helps, script):
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("python train.py model=log_", ["model=log_gpt_125m", "model=log_gpt_1m", "model=log_gpt_mlp_124m"]),
+        ("python train.py model=log_gpt_", ["model=log_gpt_125m", "model=log_gpt_1m", "model=log_gpt_mlp_124m"]),
         ("python train.py optim.max", ["optim.max_lr="]),
         ("python sample.py checkp", ["checkpoint="]),
     ],

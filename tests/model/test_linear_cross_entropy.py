@@ -19,8 +19,11 @@ def inputs(N=70, D=6, V=11, dtype=torch.float64):
     return x, weight, targets
 
 
-def truth(x, weight, targets):
-    return cross_entropy(x @ weight.T, targets, ignore_index=-1, reduction="none")
+def truth(x, weight, targets, cap=None):
+    logits = x @ weight.T
+    return cross_entropy(
+        logits if cap is None else cap * (logits / cap).tanh(), targets, ignore_index=-1, reduction="none"
+    )
 
 
 @pytest.fixture(params=[1, 3, 70, 1000], autouse=True)
@@ -28,11 +31,12 @@ def tokens_at_a_time(request, monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 11 * request.param)
 
 
-def test_equals_the_definition_with_gradients():
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_equals_the_definition_with_gradients(cap):
     x, weight, targets = inputs()
-    wanted = truth(x, weight, targets)
-    torch.testing.assert_close(token_losses(x, weight, targets), wanted, rtol=1e-13, atol=1e-13)
-    loss = summed_loss(x, weight, targets)
+    wanted = truth(x, weight, targets, cap)
+    torch.testing.assert_close(token_losses(x, weight, targets, cap), wanted, rtol=1e-13, atol=1e-13)
+    loss = summed_loss(x, weight, targets, cap)
     torch.testing.assert_close(loss, wanted.sum(), rtol=1e-13, atol=1e-13)
     gradients = [torch.autograd.grad(3 * y, (x, weight)) for y in (loss, wanted.sum())]
     for got, right in zip(*gradients, strict=True):
@@ -108,7 +112,8 @@ def test_holds_no_more_than_some_logits(tokens_at_a_time):
     assert max(event.nbytes() for event in events) <= 1100 * 100 * 8
 
 
-def test_keeps_the_promises_that_torch_asks_of_an_operator():
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_keeps_the_promises_that_torch_asks_of_an_operator(cap):
     x, weight, targets = inputs()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth goes back twice
-    torch.library.opcheck(linear_cross_entropy._summed_loss, (x, weight, targets, True), test_utils=checks)
+    torch.library.opcheck(linear_cross_entropy._summed_loss, (x, weight, targets, True, cap), test_utils=checks)

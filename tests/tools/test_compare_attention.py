@@ -14,12 +14,13 @@ from tools.compare.compare import CONTROL, arms, count, follow, models_of, searc
 from tools.compare.report import verdict
 
 PAIR = (CONTROL, "linear mlp rotary")
+SMALL = compare.Size(3, 4, 24, 96, seq_len=32, batch_tokens=32)
 
 
 @pytest.fixture
 def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
     """Runs the script on two arms, or as it is told, with short sequences; returns what it left behind."""
-    monkeypatch.setattr(compare, "SEQ_LEN", 32)
+    monkeypatch.setitem(compare.SIZES, "small", SMALL)
     monkeypatch.setattr(compare_report, "_ROUNDS", 2)
     monkeypatch.setattr(compare, "_EVAL_WINDOWS", 4)
     monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)  # it takes longer than these runs
@@ -31,19 +32,20 @@ def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
     return run
 
 
-def test_parameters_are_equal_within_one_percent(dataset_dir):
-    models = models_of(dataset_dir)
+@pytest.mark.parametrize("size", compare.SIZES.values(), ids=compare.SIZES)
+def test_parameters_are_equal_within_one_percent(dataset_dir, size):
+    models = models_of(dataset_dir, size)
     assert next(iter(models)) == CONTROL
     assert models.keys() == arms().keys()
     wanted = count(models[CONTROL])
     for name, model in models.items():
         assert abs(count(model) / wanted - 1) <= 0.01, name
-        assert (model.n_head, model.head_features) == (4, 24), name
+        assert (model.n_head, model.head_features) == (size.n_head, size.head_dim), name
 
 
 def test_parameters_that_cannot_be_equal_are_refused():
     with pytest.raises(UserError, match=r"^linear mlp rotary: [\d,]+ parameters are not within 1 % .* 175,900$"):
-        compare.equal_model("linear mlp rotary", arms()["linear mlp rotary"], 257, 175_900)
+        compare.equal_model("linear mlp rotary", arms()["linear mlp rotary"], 257, 175_900, SMALL)
 
 
 def test_every_mechanism_is_in_it_and_log_space_on_equal_terms():
@@ -140,7 +142,7 @@ def test_a_learning_rate_that_fails_a_seed_is_not_the_best():
 
 
 def test_a_run_that_diverged_is_not_begun_again(tiny, tmp_path, monkeypatch, dataset_dir):
-    terms = compare.Terms(dataset_dir, tmp_path, 2, [1.0, 2.0, 3.0])
+    terms = compare.Terms(dataset_dir, tmp_path, SMALL, 2, [1.0, 2.0, 3.0])
 
     def diverge(config):
         (config.run_dir / "bad_steps").mkdir(parents=True)
@@ -148,7 +150,7 @@ def test_a_run_that_diverged_is_not_begun_again(tiny, tmp_path, monkeypatch, dat
         raise UserError("step 1: loss is nan")
 
     monkeypatch.setattr(compare, "fit", diverge)
-    model = models_of(dataset_dir, [CONTROL])[CONTROL]
+    model = models_of(dataset_dir, SMALL, [CONTROL])[CONTROL]
     assert [compare.train(terms, CONTROL, model, 1.0, 1) for _ in range(2)] == [math.inf, math.inf]
 
 
