@@ -145,7 +145,7 @@ def arms() -> dict[str, Raw]:
     others = {f"{name} mlp rotary": arm(attention) for name, attention in (OTHERS | more).items()}
     forgetting = {f"{name} mlp {position}": arm(raw, "mlp", position) for name, (raw, position) in FORGETTING.items()}
     last = {name: equal.pop(name) for name in list(equal) if name.startswith("log_space_signed")}
-    return forgetting | equal | others | last
+    return {CONTROL: equal[CONTROL]} | forgetting | equal | others | last
 
 
 def models_of(dataset: Path, size: Size, names: list[str] | None = None) -> Models:
