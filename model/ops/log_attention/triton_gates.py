@@ -13,6 +13,7 @@ import triton.language as tl
 from model.ops.log_attention.triton_arguments import load_chunk, store_chunk
 from model.ops.log_attention.triton_frames import (
     LOG2E,
+    LOST,
     NOTHING,
     exp_measured,
     exponent_of,
@@ -31,8 +32,8 @@ class Gates(NamedTuple):
 
     a: Any
     """(C, BK): of each feature up to each token, without resets; None if the head has one gate."""
-    within: Any
-    """(C, C): of those after key j up to query t; -inf for later keys."""
+    of_head: Any
+    """(C,): a head's gates."""
     start: Any
     """(C,): up to each token."""
     end: Any
@@ -55,15 +56,26 @@ def gates_of(log_f, n, S, d, P: tl.constexpr):
             reset = tl.max(tl.where((d < P.D_K)[None, :], f, NOTHING), 1) == NOTHING
             a = tl.maximum(tl.cumsum(tl.where(reset[:, None], 0.0, f), 0), -4 * P.REACH)
             of_head = tl.where(reset, NOTHING, 0.0).to(P.ACC)
-        rows = tl.arange(0, P.C)
-        later = tl.where(rows[:, None] > rows[None, :], of_head[:, None], 0.0)
-        within = tl.where(rows[:, None] >= rows[None, :], tl.cumsum(later, 0), NOTHING)
-        return Gates(a, within, tl.cumsum(of_head, 0), tl.sum(later, 0), tl.sum(of_head, 0))
+        end = tl.sum(_later(of_head), 0)
+        return Gates(a, of_head, tl.cumsum(of_head, 0), end, tl.sum(of_head, 0))
+
+
+@triton.jit
+def _later(of_head):
+    """The gate of each query t for each earlier key j (C, C), else 0."""
+    rows = tl.arange(0, of_head.shape[0])
+    return tl.where(rows[:, None] > rows[None, :], of_head[:, None], 0.0)
+
+
+@triton.jit
+def between(gates):
+    """Sums of a head's gates after key j up to query t (C, C); None without gates."""
+    return None if gates.of_head is None else tl.cumsum(_later(gates.of_head), 0)
 
 
 @triton.jit
 def weigh(A, within):
-    """Multiply A (C, C) for queries and keys by the factors between them; 0 for later keys."""
+    """Multiply A (C, C) for queries and keys by the factors `within` of `between`; 0 for later keys."""
     rows = tl.arange(0, A.shape[0])
     A = A if within is None else A * tl.exp(within)
     return tl.where(rows[:, None] >= rows[None, :], A, 0.0)
@@ -82,8 +94,17 @@ def times(x, log_factor):
 
 
 @triton.jit
+def out_of_range(gates, key, P: tl.constexpr):
+    """Whether numbers of a chunk, whose frame is `key`, leave their range. Then so does all that follows in the head."""
+    beyond = key == LOST
+    if gates.a is not None:
+        beyond |= (tl.min(gates.a, 0) >= -P.REACH) == 0
+    return tl.max(beyond.to(tl.int32))
+
+
+@triton.jit
 def after_gates(key, z, gates, P: tl.constexpr):
-    """Return the frame of what is left of the keys after a chunk, and whether the head can no longer be certain.
+    """Return the frame of what is left of the keys after a chunk, and whether it can no longer be certain.
 
     `key` is the frame in the chunk, and z the sum of keys in it.
     """
@@ -92,8 +113,6 @@ def after_gates(key, z, gates, P: tl.constexpr):
     if gates.a is not None:
         whole, _ = _kept(gates, P)
         left += whole
-        steep = tl.min(gates.a, 0) >= -P.REACH
-        unsure |= tl.max((steep == 0).to(tl.int32))
     return frame_of(key + left, P.OPERAND), unsure
 
 

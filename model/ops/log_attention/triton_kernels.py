@@ -33,7 +33,16 @@ from model.ops.log_attention.triton_frames import (
     power_of_two,
     product,
 )
-from model.ops.log_attention.triton_gates import after_gates, forgotten, gates_of, store_gates, times, weigh
+from model.ops.log_attention.triton_gates import (
+    after_gates,
+    between,
+    forgotten,
+    gates_of,
+    out_of_range,
+    store_gates,
+    times,
+    weigh,
+)
 
 
 class State(NamedTuple):
@@ -78,10 +87,10 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
             if saved is not None:
                 _save(saved, n, State(M, z, key, value), at, P)
             e_q = exp_of_queries(_queries(x, gates, n, at, P), key, P)
-            _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, P)  # (C, BV), (C,)
+            _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, between(gates), P)  # (C, BV), (C,)
             _store_log_y(log_y, sums, z_sums, value, n, x, at, P)
             if x.log_f is not None:
-                lost |= tl.max((key == LOST).to(tl.int32))
+                lost |= out_of_range(gates, key, P)
             unsure = lost
             if _some_doubtful(sums, z_sums, n, x, at, P):
                 k_n = _keys(x, gates, n, at, P)  # loaded again to save registers
@@ -104,8 +113,7 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
             key_in_chunk = key
             key, hidden = after_gates(key, z, gates, P)
             decay = forgotten(gates, key_in_chunk, key, P)
-            M, z = M * decay[:, None], z * decay
-            lost |= hidden
+            M, z, lost = M * decay[:, None], z * decay, lost | hidden
 
     if saved is not None:
         _save(saved, last, State(M, z, key, value), at, P)
@@ -192,10 +200,11 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
             q_n = _queries(x, gates, n, at, P)  # (C, BK)
             g_n = load_chunk(g_y, n, x.T, at.e, 0.0, P.D_V, P)  # (C, BV)
             e_q = exp_of_queries(q_n, key, P)
-            A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, P)
+            within = between(gates)
+            A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, within, P)
             g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, P)
             g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
-            g_A = weigh(g_A, gates.within).to(P.OPERAND)  # (C, C)
+            g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
             g_read, g_z_read = times(g_sums, gates.start), times(g_z_sums, gates.start)  # from the state
             to_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
             to_q += product(g_A, e_k, P)
@@ -247,9 +256,9 @@ def _queries(x, gates, n, at, P: tl.constexpr):
 
 
 @triton.jit
-def _causal_sums(e_q, e_k, e_v, M, z, gates, P: tl.constexpr):
+def _causal_sums(e_q, e_k, e_v, M, z, gates, within, P: tl.constexpr):
     """Return A = tril(e_q e_k^T) (C, C), the sums (C, BV) and those of the normalizer (C,)."""
-    A = weigh(product(e_q, tl.trans(e_k), P), gates.within)
+    A = weigh(product(e_q, tl.trans(e_k), P), within)
     z_sums = times(tl.sum(e_q.to(P.ACC) * z[None, :], 1), gates.start) + tl.sum(A, 1)
     A = A.to(P.OPERAND)
     return A, times(product(e_q, M, P), gates.start) + product(A, e_v, P), z_sums
@@ -350,9 +359,11 @@ def _from_first(first_k, first_v, P: tl.constexpr):
 @triton.jit
 def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
     """The same where gates may be resets, which hide what is before them."""
-    visible = gates.within > NOTHING  # (C, C)
+    rows = tl.arange(0, P.C)
+    visible = (between(gates) > NOTHING) & (rows[:, None] >= rows[None, :])  # (C, C)
     alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
-    tokens = product(visible, alive[:, None] & (v != NOTHING), P) > 0.0
+    values = alive[:, None] & (v != NOTHING)
+    tokens = product(visible.to(P.ACC), values.to(P.ACC), P) > 0.0
     before_k, before_v = _first_if_seen(key_before, value_before, P)
     start = gates.start > NOTHING
     z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
