@@ -94,6 +94,13 @@ def times(x, log_factor):
 
 
 @triton.jit
+def left_after_resets(gates, x):
+    """Which features of keys, or columns of values, x (C, .), the state after a chunk can have."""
+    after_reset = tl.max(tl.where((gates.end > NOTHING)[:, None], x, NOTHING), 0)
+    return tl.maximum(after_reset, gates.total) > NOTHING
+
+
+@triton.jit
 def out_of_range(gates, key, P: tl.constexpr):
     """Whether numbers of a chunk, whose frame is `key`, leave their range. Then so does all that follows in the head."""
     beyond = key == LOST

@@ -38,6 +38,7 @@ from model.ops.log_attention.triton_gates import (
     between,
     forgotten,
     gates_of,
+    left_after_resets,
     out_of_range,
     store_gates,
     times,
@@ -78,6 +79,8 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
         key_before, value_before = key, value
         key = tl.maximum(key, frame_of(tl.max(k_n, 0) * LOG2E, P.OPERAND))
         value = tl.maximum(value, frame_of(tl.max(v_n, 0) * LOG2E, P.OPERAND))
+        if x.log_f is not None:
+            left_k, left_v = left_after_resets(gates, k_n), left_after_resets(gates, v_n)
         decay = power_of_two(key_before - finite(key))  # at most 1
         M *= decay[:, None] * power_of_two(value_before - finite(value))[None, :]
         z *= decay
@@ -106,10 +109,7 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
         M = times(M, gates.total) + product(tl.trans(to_end), e_v, P)
         z = times(z, gates.total) + tl.sum(to_end.to(P.ACC), 0)
         if x.log_f is not None:
-            if gates.total == NOTHING:
-                k_n = _keys(x, gates, n, at, P)
-                v_n = load_chunk(x.log_v, n, x.S, at.e, NOTHING, P.D_V, P)
-                key, value = _if_since_reset(key, k_n, gates), _if_since_reset(value, v_n, gates)
+            key, value = tl.where(left_k, key, NOTHING), tl.where(left_v, value, NOTHING)
             key_in_chunk = key
             key, hidden = after_gates(key, z, gates, P)
             decay = forgotten(gates, key_in_chunk, key, P)
@@ -368,13 +368,6 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
     start = gates.start > NOTHING
     z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
     return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (start & (before_k == 0))
-
-
-@triton.jit
-def _if_since_reset(frame, x, gates):
-    """The frame of keys or values x (C, .), NOTHING for columns that have none since the chunk's last reset."""
-    alive = (x != NOTHING) & (gates.end > NOTHING)[:, None]
-    return tl.where(tl.max(alive.to(tl.int32), 0) > 0, frame, NOTHING)
 
 
 @triton.jit
