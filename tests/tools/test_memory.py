@@ -155,7 +155,7 @@ def test_triton_kernels_keep_a_state_for_each_chunk(monkeypatch):
     config = config_of(n_layer=1, n_embd=128, position="none")
     with torch.device("meta"):
         q, k, v = torch.empty(3, 1, 4, T, 32, dtype=torch.bfloat16).unbind()
-        states = sum(x.nbytes for x in triton._empty_results(q, k, v, True, False, True)[3:])
+        states = sum(x.nbytes for x in triton._empty_results(q, k, v, None, True, False, True)[3:])
     cuda, cpu = (kept_for_backward(on_meta(config), 1, T, Numbers(name, torch.bfloat16)) for name in ("cuda", "cpu"))
     blocks = -(-8 // max(1, 2**17 // (4 * 64 * 32)))
     states_on_cpu, result = (blocks + 3) * 4 * 32 * 33 * 4, T * 128 * 4

@@ -38,12 +38,12 @@ def compiled(dtype: torch.dtype, d: int, gates: str, capability: int) -> dict[st
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         found[kernel.__name__] = launch(kernel, *arguments, grid=grid, warmup=True, **options)
 
-    *qkv, log_f = torch.zeros(16, 1024, 24, 4 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
-    log_f = {"none": None, "head": log_f[..., :1], "feature": log_f}[gates]
-    leaves = [None if x is None else x.detach().requires_grad_() for x in (*qkv, log_f)]
+    tensors = torch.zeros(16, 1024, 24, 4 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
+    q, k, log_v, of_features = (x.detach().requires_grad_() for x in tensors)
+    log_f = {"none": None, "head": of_features[..., :1], "feature": of_features}[gates]
     driver.set_active(gpu)
     with patch.object(JITFunction, "run", compile_only), torch.enable_grad():
-        log_y = triton_log_attention(*leaves)
+        log_y = triton_log_attention(q, k, log_v, log_f)
         assert isinstance(log_y, torch.Tensor)
         log_y.sum().backward()
     return found

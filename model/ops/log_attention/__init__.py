@@ -1,6 +1,7 @@
 """Log-space attention (Heinsen 2024, arXiv 2404.05843): one function, several implementations of the same numbers."""
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,7 +36,11 @@ def _triton_log_attention(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | N
     return triton_log_attention(q, k, log_v, log_f, **options)
 
 
-BACKENDS = {"naive": naive_log_attention, "chunked": chunked_log_attention, "triton": _triton_log_attention}
+BACKENDS: dict[str, Callable[..., Any]] = {
+    "naive": naive_log_attention,
+    "chunked": chunked_log_attention,
+    "triton": _triton_log_attention,
+}
 
 
 def log_attention(
@@ -159,7 +164,9 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
 def _check_gates(q: Tensor, log_f: Tensor, causal: bool) -> None:
     B, H, T, d_k = q.shape
     if log_f.shape not in ((B, H, T, d_k), (B, H, T, 1)):
-        raise ValueError(f"log_f {tuple(log_f.shape)} must be {(B, H, T, d_k)} or {(B, H, T, 1)} for q {tuple(q.shape)}")
+        raise ValueError(
+            f"log_f {tuple(log_f.shape)} must be {(B, H, T, d_k)} or {(B, H, T, 1)} for q {tuple(q.shape)}"
+        )
     if not causal:
         raise ValueError("log_f needs causal=True: without an order of tokens none is earlier than another")
     if log_f.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((log_f.detach() <= 0).all()):

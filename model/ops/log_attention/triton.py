@@ -1,6 +1,6 @@
 """Log-space attention by GPU kernels: `chunked.py` with the state on the chip, then `exact.py` for doubtful heads.
 
-The kernels are in triton_kernels.py, with gates in triton_gates.py, and in triton_exact.py; docs/kernels.md explains their design.
+The kernels are in triton_kernels.py, those of `exact.py` in triton_exact.py; docs/kernels.md explains their design.
 """
 
 import math
@@ -22,6 +22,9 @@ from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
 from model.ops.log_attention.triton_arguments import Constants, Found, Given, Gradients, Saved, Tokens
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
 from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
+
+# Powers of two by which a frame can shrink with gates of features, which it does not count, and with those of a head.
+FEW, MANY = 24, 40
 
 
 def triton_log_attention(
@@ -142,14 +145,12 @@ def _(
     return _summed(_empty_gradients(q, k, log_v, log_f, log_s), q, k, log_f)
 
 
-def _empty_gradients(
-    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor | None
-) -> Gradients:
+def _empty_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor | None) -> Gradients:
     """Allocate gradients of q, k (blocks, B, T, H, d_k), log_v (B, S, H, d_v), log_s and log_z (blocks, B, H, d_k).
 
     Each block of value columns writes its part of a sum over all values; that of log_f is (blocks, B, T, H, .).
     """
-    (B, H, T, d_k), (S, d_v) = q.shape, log_v.shape[2:]
+    (B, H, _, d_k), (S, d_v) = q.shape, log_v.shape[2:]
     blocks, acc = _value_blocks(q, k, log_v), accumulation_dtype(q)
 
     def of_sum(x: Tensor) -> Tensor:
@@ -165,7 +166,9 @@ def _empty_gradients(
     )
 
 
-def _summed(parts: Gradients, q: Tensor, k: Tensor, log_f: Tensor | None) -> tuple[Tensor, ...]:
+def _summed(
+    parts: Gradients, q: Tensor, k: Tensor, log_f: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients, in the shapes of what they belong to."""
     g_f = parts.log_f[0] if log_f is None else _whole(parts.log_f, log_f)
     g_q, g_k, g_v = _whole(parts.q, q), _whole(parts.k, k), parts.log_v.transpose(1, 2)
@@ -216,7 +219,7 @@ def _given(
     q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor | None, log_z: Tensor | None
 ) -> Given:
     of_gates = None if log_f is None else _tokens(log_f)
-    return Given(*map(_tokens, (q, k, log_v)), of_gates, log_s, log_z, *q.shape[1:3], k.shape[2])
+    return Given(_tokens(q), _tokens(k), _tokens(log_v), of_gates, log_s, log_z, q.shape[1], q.shape[2], k.shape[2])
 
 
 def _saved(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
@@ -258,6 +261,7 @@ def _constants(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, causal
     d_k, d_v, acc, operand = q.shape[3], log_v.shape[3], accumulation_dtype(q), _operand(q, k, log_v)
     BK, BV = (max(16, triton.next_power_of_2(d)) for d in (d_k, min(d_v, _value_columns(q, k, log_v))))
     C, span = chunk_size(log_f), _span(_dtype_of_M(q, k, log_v))
+    shrinks = MANY if log_f is not None and log_f.shape[3] == 1 else FEW
     narrow, wide = operand == torch.bfloat16, acc == torch.float64
     return Constants(
         CAUSAL=causal,
@@ -272,8 +276,9 @@ def _constants(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, causal
         ACC=tl.float64 if wide else tl.float32,
         PRECISION="ieee" if wide else "tf32" if operand == torch.float16 else "tf32x3",
         STAGES=2 if narrow and d_k <= 64 else 1,
-        CERTAIN=CERTAIN[acc],
+        CERTAIN=CERTAIN[acc] * 2.0 ** (shrinks - FEW),  # what a frame rounded to 0 is this much larger in the next
         REACH=REACH[acc],
+        SHRINKS=shrinks,
         SPAN=span,
         Z_SPAN=_span(acc),
         PART=math.isqrt(C * span),
@@ -281,8 +286,9 @@ def _constants(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, causal
 
 
 def _launch(P: Constants) -> dict[str, int]:
-    """Launch options: see docs/kernels.md. Without a limit, ptxas sometimes uses only 32 registers and spills the rest."""
-    return {"num_warps": 4 if P.OPERAND == tl.bfloat16 and P.D_K <= 32 else 8, "maxnreg": 255}
+    """Launch options: see docs/kernels.md. Without maxnreg, ptxas sometimes uses 32 registers and spills the rest."""
+    small = P.OPERAND == tl.bfloat16 and P.D_K <= 32
+    return {"num_warps": 4 if small else 8, "maxnreg": 255}
 
 
 def _grid(q: Tensor, P: Constants) -> tuple[int]:

@@ -32,7 +32,11 @@ class Constants(NamedTuple):
     PRECISION: str
     STAGES: int
     CERTAIN: float
+    """The least sum that is certain."""
     REACH: float
+    """The most that a feature can forget in a chunk."""
+    SHRINKS: int
+    """By how many powers of two a frame can become smaller after a chunk, besides by the gates of features."""
     SPAN: int
     """Slots of M that a float64 state takes."""
     Z_SPAN: int

@@ -4,8 +4,8 @@ So the CPU never has to wait for the GPU to learn whether a head is doubtful. As
 computes a head g and a block of value columns e. All numbers are float64.
 
 The backward pass needs the state after every token. It starts from the state that the forward pass stored before a span
-of tokens (in the memory of M, where SPAN slots hold a float64 state), steps forward to a part of it, PART tokens long, and from
-there to each of them. PART = sqrt(span) takes the fewest steps.
+of tokens (in the memory of M, where SPAN slots hold a float64 state), steps forward to a part of the span, and from
+there to each of its PART tokens. PART = sqrt(span) takes the fewest steps.
 """
 
 from typing import Any, NamedTuple
@@ -141,9 +141,7 @@ def _state_of(found, g, P: tl.constexpr):
 @triton.jit
 def _spans_of(saved, g, P: tl.constexpr):
     """Where the states before the spans of head g are."""
-    return LogState(
-        saved.M + g * saved.slots * P.D_K * P.D_V // P.SPAN, saved.z + g * saved.slots * P.D_K // P.Z_SPAN
-    )
+    return LogState(saved.M + g * saved.slots * P.D_K * P.D_V // P.SPAN, saved.z + g * saved.slots * P.D_K // P.Z_SPAN)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """`gates.py` in kernels: the logarithms of what is forgotten inside a chunk.
 
 A sum of gates is formed directly for each pair of tokens, never as a difference of two sums, so that it is right for
-gates of any size, and a reset is but a gate of -inf. Gates for each feature are added to queries and taken from keys as in
+gates of any size, and a reset is but a gate of -inf. Gates of features are added to queries and taken from keys as in
 gates.py, but for their resets, which are a head's gates of 0 or -inf.
 """
 
@@ -21,10 +21,6 @@ from model.ops.log_attention.triton_frames import (
     frame_of,
     power_of_two,
 )
-
-# By so much a frame may become smaller after a chunk, besides by its gates: else what was 0 in it might now matter.
-SHRINKS = tl.constexpr(24)
-HIDDEN = tl.constexpr(2.0**-24)
 
 
 class Gates(NamedTuple):
@@ -102,7 +98,7 @@ def left_after_resets(gates, x):
 
 @triton.jit
 def out_of_range(gates, key, P: tl.constexpr):
-    """Whether numbers of a chunk, whose frame is `key`, leave their range. Then so does all that follows in the head."""
+    """Whether a chunk in the frame `key` has numbers out of their range. What follows in the head is then doubtful."""
     beyond = key == LOST
     if gates.a is not None:
         beyond |= (tl.min(gates.a, 0) >= -P.REACH) == 0
@@ -115,8 +111,9 @@ def after_gates(key, z, gates, P: tl.constexpr):
 
     `key` is the frame in the chunk, and z the sum of keys in it.
     """
-    left = tl.where((z >= HIDDEN) & (z < 1.0), exponent_of(z), 0.0)
-    unsure = tl.max(((z > 0.0) & (z < HIDDEN)).to(tl.int32))
+    least: tl.constexpr = 2.0**-P.SHRINKS
+    left = tl.where((z >= least) & (z < 1.0), exponent_of(z), 0.0)
+    unsure = tl.max(((z > 0.0) & (z < least)).to(tl.int32))
     if gates.a is not None:
         whole, _ = _kept(gates, P)
         left += whole
@@ -131,10 +128,10 @@ def forgotten(gates, key, key_after, P: tl.constexpr):
     else:
         # A frame that starts again after a reset can be any number smaller, but then M is 0.
         if gates.a is None:
-            return power_of_two(tl.minimum(key - finite(key_after), SHRINKS + 1))
+            return power_of_two(tl.minimum(key - finite(key_after), P.SHRINKS + 1.0))
         else:
             whole, rest = _kept(gates, P)
-            return rest * power_of_two(tl.minimum(key + whole - finite(key_after), SHRINKS + 1))
+            return rest * power_of_two(tl.minimum(key + whole - finite(key_after), P.SHRINKS + 1.0))
 
 
 @triton.jit
