@@ -191,7 +191,8 @@ def _backward(
     ctx: Any, g_y: Tensor | None, g_log_s: Tensor | None, g_log_z: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
-    q, _, log_v, log_f, log_s, *_ = ctx.saved_tensors
+    saved = ctx.saved_tensors  # read once, as torch asks where they are recomputed
+    q, _, log_v, log_f, log_s, *_ = saved
     if g_y is None:
         g_y = log_v.new_zeros(1).expand(*q.shape[:3], log_v.shape[3])
     if not ctx.want_state:
@@ -201,7 +202,7 @@ def _backward(
         acc = accumulation_dtype(q)
         g_log_s = q.new_zeros(B, H, d_k, d_v, dtype=acc) if g_log_s is None else g_log_s.contiguous()
         g_log_z = q.new_zeros(B, H, d_k, dtype=acc) if g_log_z is None else g_log_z.contiguous()
-    g_q, g_k, g_v, g_f, *g_first = _attend_backward(g_y, g_log_s, g_log_z, *ctx.saved_tensors, ctx.causal)
+    g_q, g_k, g_v, g_f, *g_first = _attend_backward(g_y, g_log_s, g_log_z, *saved, ctx.causal)
     of_state = (None, None) if log_s is None else g_first
     return g_q, g_k, g_v, None if log_f is None else g_f, *of_state, None, None, None
 
