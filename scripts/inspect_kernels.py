@@ -1,7 +1,7 @@
 """Compile the GPU kernels of log attention, without a GPU, and show what they take of one.
 
 python scripts/inspect_kernels.py                  # types and head sizes side by side, for compute capability 9.0
-python scripts/inspect_kernels.py capability=80 dtype=bfloat16 head_dim=32
+python scripts/inspect_kernels.py capability=80 dtype=bfloat16 head_dim=32 gates=head,feature
 """
 
 from importlib.util import find_spec
@@ -20,6 +20,8 @@ class Options(Settings):
     """types of the inputs"""
     head_dim: Items[PositiveInt] = [32, 64, 128]
     """sizes of a head"""
+    gates: Items[Literal["none", "head", "feature"]] = ["none"]
+    """kernels without gates, with one for a head or with one for each feature"""
 
 
 def run(options: Options) -> None:
@@ -27,7 +29,7 @@ def run(options: Options) -> None:
         raise UserError("the package triton is not installed: pip install triton")
     from tools.bench.kernels import inspect  # imports torch and triton, which --help does not need
 
-    inspect(list(options.dtype), options.head_dim, options.capability)
+    inspect(list(options.dtype), options.head_dim, list(options.gates), options.capability)
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ def test_any_input(backend, seeds):
         check(seed, backend, *SMALL[backend])
 
 
-@pytest.mark.parametrize(("backend", "seeds"), [("naive", range(10)), ("chunked", range(60))])
+@pytest.mark.parametrize(("backend", "seeds"), [("naive", range(10)), ("chunked", range(60)), ("triton", range(4))])
 def test_any_gates(backend, seeds):
     for seed in seeds:
         check(seed, backend, *SMALL[backend], gates=True)
@@ -257,7 +257,8 @@ def test_many_inputs(seeds):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gates", [False, True], ids=["", "gates"])
 @pytest.mark.parametrize(("backend", "seeds"), [("naive", range(1000, 1025)), ("triton", range(1000, 1010))])
-def test_many_inputs_of_slow_backends(backend, seeds):
+def test_many_inputs_of_slow_backends(backend, seeds, gates):
     for seed in seeds:
-        check(seed, backend, *LARGE[backend])
+        check(seed, backend, *LARGE[backend], gates=gates)

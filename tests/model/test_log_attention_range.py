@@ -304,6 +304,24 @@ def test_ordinary_inputs_never_need_the_fallback(backend, causal):
     assert tiles(lambda: log_y_and_gradients(log_attention, inputs, causal, backend=backend)) == (0, 0)
 
 
+@pytest.mark.parametrize("backend", FAST_SLOW)
+@pytest.mark.parametrize(("features", "steepest"), [(1, 1e-4), (1, 8), (1, 1e4), (16, 1e-4), (16, 2.4)])
+def test_gates_and_resets_never_need_the_fallback(backend, features, steepest):
+    """Nor do values that are zero since a reset."""
+    reset, inputs = 77, [x.float() for x in normal(T=150, sd_q=3, sd_k=3, sd_v=3)]
+    log_f = -steepest * torch.rand(1, 2, 150, features, generator=torch.Generator().manual_seed(0))
+    log_f[:, 1, reset] = -torch.inf
+    inputs[2][:, 1, reset:, 0] = -torch.inf
+    results = []
+    run = lambda: results.extend(log_y_and_gradients(log_attention, [*inputs, log_f], True, backend=backend))  # noqa: E731
+    assert tiles(run) == (0, 0)
+    log_y, gradients = results
+    assert all(x.isfinite().all() for x in gradients)
+    alone, _ = log_y_and_gradients(log_attention, [x[:, 1:, reset:] for x in (*inputs, log_f)], True, backend=backend)
+    torch.testing.assert_close(log_y[:, 1:, reset:], alone)
+    assert (alone[..., 0] == -torch.inf).all()
+
+
 @pytest.mark.parametrize(
     ("backend", "T", "most"), [("chunked", 640, 4), pytest.param("triton", 256, 4, marks=pytest.mark.slow)]
 )

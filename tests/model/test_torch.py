@@ -1,5 +1,6 @@
 """The model at home in PyTorch: compiled, under autocast, with recomputed activations, as a pure function."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,14 @@ def test_operators_keep_the_promises_that_torch_asks_of_them(T):
 def test_kernels_keep_the_promises_that_torch_asks_of_them(T, causal):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, T, 5), (1, 2, T, 5), (1, 2, T, 8), (1, 2, 5, 8), (1, 2, 5)]
-    leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
-    torch.library.opcheck(_attend_triton, (*leaves, causal, True, True))
-    torch.library.opcheck(_attend_triton, (*leaves[:3], None, None, causal, False, True))
-    torch.library.opcheck(_attend_triton, (*(x.detach() for x in leaves), causal, True, False))
+    q, k, log_v, *state = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    log_f = -torch.rand(1, 2, T, 5, generator=generator, dtype=torch.float64)
+    gates = [log_f.requires_grad_(), log_f[..., :1].detach().requires_grad_()] if causal else [None]
+    for log_f in gates:
+        torch.library.opcheck(_attend_triton, (q, k, log_v, log_f, *state, causal, True, True))
+    torch.library.opcheck(_attend_triton, (q, k, log_v, None, None, None, causal, False, True))
+    without_grad = (None if x is None else x.detach() for x in (q, k, log_v, gates[0], *state))
+    torch.library.opcheck(_attend_triton, (*without_grad, causal, True, False))
 
 
 @pytest.mark.slow
@@ -175,8 +180,10 @@ def test_deterministic_algorithms_are_enough():
 @pytest.mark.slow
 def test_kernels_compile_for_gpus_that_are_not_here(run_process):
     pytest.importorskip("triton.backends.nvidia")
-    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", "dtype=bfloat16", "head_dim=32"])
+    arguments = ["dtype=bfloat16", "head_dim=32", "gates=none,head,feature"]
+    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", *arguments])
     assert result.status == 0, result.err
     rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]
-    assert [row[2] for row in rows] == ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
-    assert all(int(row[6]) <= 99 for row in rows)  # KiB of shared memory that every GPU from 8.0 on has
+    kernels = ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
+    assert [(row[2], row[3]) for row in rows] == list(itertools.product(["none", "head", "feature"], kernels))
+    assert all(int(row[7]) <= 99 for row in rows)  # KiB of shared memory that every GPU from 8.0 on has

@@ -1,5 +1,6 @@
 """What the kernels of log attention need on GPUs that need not be present."""
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -16,17 +17,16 @@ from triton.runtime import JITFunction, driver
 from model.ops.log_attention.triton import triton_log_attention
 
 
-def inspect(dtypes: list[str], head_sizes: list[int], capability: int) -> None:
+def inspect(dtypes: list[str], head_sizes: list[int], gates: list[str], capability: int) -> None:
     """Print the table, a few rows as soon as their kernels are compiled; 90 is compute capability 9.0."""
-    print("| type | features | kernel | warps | registers | stack, bytes | shared memory, KiB |")
-    print("|---|---|---|---|---|---|---|")
-    for dtype in dtypes:
-        for d in head_sizes:
-            for name, binary in compiled(getattr(torch, dtype), d, capability).items():
-                print(f"| {dtype} | {d} | {name} | {resources(binary)} |", flush=True)
+    print("| type | features | gates | kernel | warps | registers | stack, bytes | shared memory, KiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for dtype, d, kind in itertools.product(dtypes, head_sizes, gates):
+        for name, binary in compiled(getattr(torch, dtype), d, kind, capability).items():
+            print(f"| {dtype} | {d} | {kind} | {name} | {resources(binary)} |", flush=True)
 
 
-def compiled(dtype: torch.dtype, d: int, capability: int) -> dict[str, Any]:
+def compiled(dtype: torch.dtype, d: int, gates: str, capability: int) -> dict[str, Any]:
     """The kernels that a causal forward and backward pass over heads of d features launches, compiled and not run."""
     target = GPUTarget("cuda", capability, 32)
     gpu = SimpleNamespace(
@@ -38,11 +38,12 @@ def compiled(dtype: torch.dtype, d: int, capability: int) -> dict[str, Any]:
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         found[kernel.__name__] = launch(kernel, *arguments, grid=grid, warmup=True, **options)
 
-    q, k, log_v = torch.zeros(16, 1024, 24, 3 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
-    leaves = [x.requires_grad_() for x in (q.detach(), k.detach(), log_v.detach())]
+    tensors = torch.zeros(16, 1024, 24, 4 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
+    q, k, log_v, of_features = (x.detach().requires_grad_() for x in tensors)
+    log_f = {"none": None, "head": of_features[..., :1], "feature": of_features}[gates]
     driver.set_active(gpu)
     with patch.object(JITFunction, "run", compile_only), torch.enable_grad():
-        log_y = triton_log_attention(*leaves)
+        log_y = triton_log_attention(q, k, log_v, log_f)
         assert isinstance(log_y, torch.Tensor)
         log_y.sum().backward()
     return found

@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 
-def _triton_log_attention(q: Tensor, k: Tensor, log_v: Tensor, **options: Any) -> Any:
+def _triton_log_attention(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, **options: Any) -> Any:
     why_not = _why_not_triton(q.device.type, q.device.index, q.dtype, q.shape[3])
     if why_not:
         raise ValueError(f"backend='triton' {why_not}; backend='chunked' takes anything")
     from model.ops.log_attention.triton import triton_log_attention  # importing triton is slow, and it may be missing
 
-    return triton_log_attention(q, k, log_v, **options)
+    return triton_log_attention(q, k, log_v, log_f, **options)
 
 
 BACKENDS: dict[str, Callable[..., Any]] = {

@@ -242,8 +242,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _backward_of_op(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
-    g_q, g_k, g_v, g_f, g_first = _attend_backward(g_y, g_log_s, *ctx.saved_tensors, ctx.causal)
-    return g_q, g_k, g_v, None if ctx.saved_tensors[3] is None else g_f, g_first, None, None
+    saved = ctx.saved_tensors  # only once: checkpointing computes them when they are read
+    g_q, g_k, g_v, g_f, g_first = _attend_backward(g_y, g_log_s, *saved, ctx.causal)
+    return g_q, g_k, g_v, None if saved[3] is None else g_f, g_first, None, None
 
 
 _attend.register_autograd(_backward_of_op, setup_context=_save_for_backward)

@@ -12,6 +12,9 @@ from model.ops.log_attention.chunks import blocks, chunk_size, maxima, split
 from model.ops.log_attention.frames import FAR, LN2, finite, frame_above, scaled_exp
 
 
+_LARGEST_STEP = {torch.float32: 20, torch.float64: 33}  # binary digits by which the frame of a chunk may shrink
+
+
 class Inputs(NamedTuple):
     """The inputs for some elements of the batch."""
 
@@ -96,7 +99,8 @@ def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, T
     keys = torch.cat([key[:1], key])
     if not by_feature:
         steps = keys[:-1] - finite(keys[1:])
-        lost = (steps > 45) | (kept < -HEAD_REACH[kept.dtype])  # a frame that shrinks so much may have hidden a sum
+        # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below CERTAIN.
+        lost = (steps > _LARGEST_STEP[steps.dtype]) | (kept < -HEAD_REACH[kept.dtype])
         return keys, torch.exp2(steps), None, lost.any(-1).any(0)
     log2 = kept / LN2
     whole = log2.round()

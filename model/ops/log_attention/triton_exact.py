@@ -4,250 +4,195 @@ So the CPU never has to wait for the GPU to learn whether a head is doubtful. As
 computes a head g and a block of value columns e. All numbers are float64.
 
 The backward pass needs the state after every token. It starts from the state that the forward pass stored before a span
-of tokens (in the memory of M, where SPAN slots hold a float64 state), steps forward to a part of R tokens, and from
-there to each of them. R = sqrt(span) takes the fewest steps.
+of tokens (in the memory of M, where SPAN slots hold a float64 state), steps forward to a part of the span, and from
+there to each of its PART tokens. PART = sqrt(span) takes the fewest steps.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from model.ops.log_attention.triton_frames import NOTHING, any_of, finite, head_of, packed_head
+from model.ops.log_attention.triton_arguments import (
+    any_of,
+    empty,
+    gradients_of,
+    head_of,
+    heads_of,
+    packed_head,
+    place_of,
+)
+from model.ops.log_attention.triton_frames import NOTHING, finite
+
+
+class LogState(NamedTuple):
+    """Logarithms of the sums so far, or gradients of them, or where they are in memory."""
+
+    s: Any
+    """(BK, BV)."""
+    z: Any
+    """(BK,)."""
 
 
 @triton.jit
-def exact_forward(
-    q,
-    k,
-    log_v,
-    log_s,
-    log_z,
-    log_y,
-    log_s_after,
-    log_z_after,
-    s_at,
-    z_at,
-    doubtful,
-    counter,
-    q_strides,
-    k_strides,
-    v_strides,
-    H,
-    T,
-    S,
-    slots,
-    D_K: tl.constexpr,
-    D_V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    SPAN: tl.constexpr,
-    Z_SPAN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    WANT_STATE: tl.constexpr,
-    SAVE: tl.constexpr,
-):
+def exact_forward(x, found, saved, doubtful, counter, P: tl.constexpr):
     """Write log_y of doubtful tiles and, for heads with such tiles, the states before each span and at the end."""
-    blocks: tl.constexpr = (D_V + BV - 1) // BV
-    g, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    tiles = tl.cdiv(T, C)
-    doubtful += g * (tiles + 1) * blocks
-    if any_of(doubtful, (tiles + 1) * blocks) == 0:
+    at = place_of(P)
+    tiles = tl.cdiv(x.T, P.C)
+    doubtful += at.g * (tiles + 1) * P.BLOCKS
+    if any_of(doubtful, (tiles + 1) * P.BLOCKS) == 0:
         return
-    d, e = tl.arange(0, BK), block * BV + tl.arange(0, BV)
-    q, k, log_v = head_of(q, q_strides, g, H), head_of(k, k_strides, g, H), head_of(log_v, v_strides, g, H)
-    log_y = packed_head(log_y, g, T, H, D_V)
-    s_at, z_at = s_at + g * slots * D_K * D_V // SPAN, z_at + g * slots * D_K // Z_SPAN
-    s, z = _first_state(log_s, log_z, g, d, e, D_K, D_V, BK, BV, HAS_STATE)
+    x, log_y = heads_of(x, at.g, P), packed_head(found.log_y, at.g, x.T, x.H, P.D_V)
+    state = _first_state(x, at, P)
 
     repaired = 0
-    for n in range(tl.cdiv(S, C)):
-        if SAVE and CAUSAL:
-            if n % SPAN == 0:
-                _store_state(s_at, z_at, n // SPAN, s, z, block, d, e, D_K, D_V)
-        for t in range(n * C, tl.minimum(n * C + C, S)):
-            s, z = _after_tokens(s, z, k, log_v, k_strides[2], v_strides[2], t, t + 1, d, e, D_K, D_V)
-            if CAUSAL:
-                if any_of(doubtful + n * blocks, blocks):
-                    q_t = _load(q, q_strides[2], t, d, D_K)
-                    _store(log_y, H * D_V, t, e, D_V, _log_y(q_t, s, z))
-    if not CAUSAL:
-        for t in range(T):
-            if any_of(doubtful + (t // C) * blocks, blocks):
-                q_t = _load(q, q_strides[2], t, d, D_K)
-                _store(log_y, H * D_V, t, e, D_V, _log_y(q_t, s, z))
+    for n in range(tl.cdiv(x.S, P.C)):
+        if saved is not None and P.CAUSAL:
+            if n % P.SPAN == 0:
+                _store_state(_spans_of(saved, at.g, P), n // P.SPAN, state, at, P)
+        for t in range(n * P.C, tl.minimum(n * P.C + P.C, x.S)):
+            state = _after_tokens(state, x, t, t + 1, at, P)
+            if P.CAUSAL:
+                if any_of(doubtful + n * P.BLOCKS, P.BLOCKS):
+                    _store(log_y, t, at.e, P.D_V, _log_y(_load(x.q, t, at.d, P.D_K), state))
+    if not P.CAUSAL:
+        for t in range(x.T):
+            if any_of(doubtful + (t // P.C) * P.BLOCKS, P.BLOCKS):
+                _store(log_y, t, at.e, P.D_V, _log_y(_load(x.q, t, at.d, P.D_K), state))
     for n in range(tiles):
-        repaired += any_of(doubtful + n * blocks, blocks)
-    if block == 0:
+        repaired += any_of(doubtful + n * P.BLOCKS, P.BLOCKS)
+    if at.block == 0:
         tl.atomic_add(counter, repaired)
-    if WANT_STATE:
-        _store_state(log_s_after + g * D_K * D_V, log_z_after + g * D_K, 0, s, z, block, d, e, D_K, D_V)
+    if found.log_s is not None:
+        _store_state(_state_of(found, at.g, P), 0, state, at, P)
 
 
 @triton.jit
-def exact_backward(
-    g_y,
-    g_log_s_after,
-    g_log_z_after,
-    q,
-    k,
-    log_v,
-    log_s,
-    log_z,
-    s_at,
-    z_at,
-    doubtful,
-    counter,
-    g_q,
-    g_k,
-    g_v,
-    g_log_s,
-    g_log_z,
-    y_strides,
-    q_strides,
-    k_strides,
-    v_strides,
-    H,
-    T,
-    S,
-    slots,
-    D_K: tl.constexpr,
-    D_V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    SPAN: tl.constexpr,
-    Z_SPAN: tl.constexpr,
-    R: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    WANT_STATE: tl.constexpr,
-):
-    """Write all gradients of doubtful heads. The loop carries g_s, the gradient of the state's logarithm."""
-    blocks: tl.constexpr = (D_V + BV - 1) // BV
-    g, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    tiles = tl.cdiv(T, C)
-    if any_of(doubtful + g * (tiles + 1) * blocks, (tiles + 1) * blocks) == 0:
+def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
+    """Write all gradients of doubtful heads. The loop carries g, the gradient of the state's logarithm."""
+    at = place_of(P)
+    tiles = tl.cdiv(x.T, P.C)
+    if any_of(doubtful + at.g * (tiles + 1) * P.BLOCKS, (tiles + 1) * P.BLOCKS) == 0:
         return
-    d, e = tl.arange(0, BK), block * BV + tl.arange(0, BV)
-    q, k, log_v = head_of(q, q_strides, g, H), head_of(k, k_strides, g, H), head_of(log_v, v_strides, g, H)
-    g_y = head_of(g_y, y_strides, g, H)
-    part = block * (tl.num_programs(0) // blocks).to(tl.int64)  # of the sum over blocks
-    g_q, g_k = packed_head(g_q + part * T * D_K, g, T, H, D_K), packed_head(g_k + part * S * D_K, g, S, H, D_K)
-    g_v = packed_head(g_v, g, S, H, D_V)
-    s_at, z_at = s_at + g * slots * D_K * D_V // SPAN, z_at + g * slots * D_K // Z_SPAN
-    if block == 0:
-        tl.atomic_add(counter, tiles if CAUSAL else tiles + tl.cdiv(S, C))
+    g_y, to, spans = head_of(g_of.log_y, at.g, x.H), gradients_of(to, x, at, P), _spans_of(saved, at.g, P)
+    x = heads_of(x, at.g, P)
+    if at.block == 0:
+        tl.atomic_add(counter, tiles if P.CAUSAL else tiles + tl.cdiv(x.S, P.C))
 
-    g_s, g_z = tl.zeros((BK, BV), tl.float64), tl.zeros((BK,), tl.float64)
-    if WANT_STATE:
-        g_s, g_z = _load_state(g_log_s_after + g * D_K * D_V, g_log_z_after + g * D_K, 0, d, e, D_K, D_V, 0.0)
-        g_z = tl.where(block == 0, g_z, 0.0)
-    first_s, first_z = _first_state(log_s, log_z, g, d, e, D_K, D_V, BK, BV, HAS_STATE)
+    g = _empty_state(0.0, P)
+    if g_of.log_s is not None:
+        after = _load_state(_state_of(g_of, at.g, P), 0, at, 0.0, P)
+        g = LogState(after.s, tl.where(at.block == 0, after.z, 0.0))
+    first = _first_state(x, at, P)
 
-    if CAUSAL:
-        for i in range(tl.cdiv(S, R)):
-            part_start = (tl.cdiv(S, R) - 1 - i) * R
-            span = part_start // (SPAN * C)
-            s, z = _load_state(s_at, z_at, span, d, e, D_K, D_V, NOTHING)
-            start = span * SPAN * C
-            s_part, z_part = _after_tokens(
-                s, z, k, log_v, k_strides[2], v_strides[2], start, part_start, d, e, D_K, D_V
-            )
-            for j in range(tl.minimum(R, S - part_start)):
-                t = tl.minimum(part_start + R, S) - 1 - j
-                s, z = _after_tokens(
-                    s_part, z_part, k, log_v, k_strides[2], v_strides[2], part_start, t, d, e, D_K, D_V
-                )
-                k_t, v_t = _load(k, k_strides[2], t, d, D_K), _load(log_v, v_strides[2], t, e, D_V)
-                q_t, g_t = _load(q, q_strides[2], t, d, D_K), _load(g_y, y_strides[2], t, e, D_V, 0.0)
-                s_after, z_after = _logaddexp(s, k_t[:, None] + v_t[None, :]), _logaddexp(z, k_t)
-                read, read_z = _gradient_of_reading(q_t, g_t, s_after, z_after)
-                _store(g_q, H * D_K, t, d, D_K, tl.sum(read, 1) + read_z)
-                g_s, g_z = g_s + read, g_z + read_z
-                written, written_z = g_s * _token_share(k_t, v_t, s_after), g_z * _share(k_t, z_after)
-                _store(g_k, H * D_K, t, d, D_K, tl.sum(written, 1) + written_z)
-                _store(g_v, H * D_V, t, e, D_V, tl.sum(written, 0))
-                g_s, g_z = g_s * _share(s, s_after), g_z * _share(z, z_after)
+    if P.CAUSAL:
+        for i in range(tl.cdiv(x.S, P.PART)):
+            start = (tl.cdiv(x.S, P.PART) - 1 - i) * P.PART
+            span = start // (P.SPAN * P.C)
+            at_start = _load_state(spans, span, at, NOTHING, P)
+            at_start = _after_tokens(at_start, x, span * P.SPAN * P.C, start, at, P)
+            for j in range(tl.minimum(P.PART, x.S - start)):
+                t = tl.minimum(start + P.PART, x.S) - 1 - j
+                before = _after_tokens(at_start, x, start, t, at, P)
+                after = _after_tokens(before, x, t, t + 1, at, P)
+                g = _store_read(g, g_y, x, t, after, to, at, P)
+                _store_written(g, x, t, after, to, at, P)
+                left = before if x.log_f is None else _left(before, x, t, at, P)
+                g = LogState(g.s * _share(left.s, after.s), g.z * _share(left.z, after.z))
+                if x.log_f is not None:
+                    g_f = tl.sum(g.s, 1) + g.z
+                    _store(to.log_f, t, at.d, P.D_F, tl.sum(g_f, 0) if P.D_F == 1 else g_f)
     else:
-        s, z = _after_tokens(first_s, first_z, k, log_v, k_strides[2], v_strides[2], 0, S, d, e, D_K, D_V)
-        for t in range(T):
-            q_t, g_t = _load(q, q_strides[2], t, d, D_K), _load(g_y, y_strides[2], t, e, D_V, 0.0)
-            read, read_z = _gradient_of_reading(q_t, g_t, s, z)
-            _store(g_q, H * D_K, t, d, D_K, tl.sum(read, 1) + read_z)
-            g_s, g_z = g_s + read, g_z + read_z
-        for t in range(S):
-            k_t, v_t = _load(k, k_strides[2], t, d, D_K), _load(log_v, v_strides[2], t, e, D_V)
-            written, written_z = g_s * _token_share(k_t, v_t, s), g_z * _share(k_t, z)
-            _store(g_k, H * D_K, t, d, D_K, tl.sum(written, 1) + written_z)
-            _store(g_v, H * D_V, t, e, D_V, tl.sum(written, 0))
-        g_s, g_z = g_s * _share(first_s, s), g_z * _share(first_z, z)
+        after = _after_tokens(first, x, 0, x.S, at, P)
+        for t in range(x.T):
+            g = _store_read(g, g_y, x, t, after, to, at, P)
+        for t in range(x.S):
+            _store_written(g, x, t, after, to, at, P)
+        g = LogState(g.s * _share(first.s, after.s), g.z * _share(first.z, after.z))
 
-    if HAS_STATE:
-        _store_state(g_log_s + g * D_K * D_V, g_log_z + (part + g) * D_K, 0, g_s, g_z, 0, d, e, D_K, D_V)
+    if x.log_s is not None:
+        here = (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
+        tl.store(to.log_s + at.d[:, None] * P.D_V + at.e[None, :], g.s.to(to.log_s.dtype.element_ty), mask=here)
+        tl.store(to.log_z + at.d, g.z.to(to.log_z.dtype.element_ty), mask=at.d < P.D_K)
 
 
 @triton.jit
-def _load(head, stride, t, column, D: tl.constexpr, fill=NOTHING):
+def _load(head, t, column, D: tl.constexpr, fill=NOTHING):
     """Load columns of token t of a head; `fill` beyond its D columns."""
-    token = head + t * tl.cast(stride, tl.int64)
+    token = head.at + t * tl.cast(head.stride, tl.int64)
     return tl.load(token + column, mask=column < D, other=fill).to(tl.float64)
 
 
 @triton.jit
-def _store(head, stride, t, column, D: tl.constexpr, x):
+def _store(head, t, column, D: tl.constexpr, x):
     """Undo `_load`."""
-    if head.dtype.element_ty != tl.float64:
+    if head.at.dtype.element_ty != tl.float64:
         x = x.to(tl.float32)  # only float32 converts to bfloat16
-    token = head + t * tl.cast(stride, tl.int64)
-    tl.store(token + column, x.to(head.dtype.element_ty), mask=column < D)
+    token = head.at + t * tl.cast(head.stride, tl.int64)
+    tl.store(token + column, x.to(head.at.dtype.element_ty), mask=column < D)
 
 
 @triton.jit
-def _load_state(s_at, z_at, n, d, e, D_K: tl.constexpr, D_V: tl.constexpr, fill):
+def _state_of(found, g, P: tl.constexpr):
+    """Where the last state of head g is, or its gradient."""
+    return LogState(found.log_s + g * P.D_K * P.D_V, found.log_z + g * P.D_K)
+
+
+@triton.jit
+def _spans_of(saved, g, P: tl.constexpr):
+    """Where the states before the spans of head g are."""
+    return LogState(saved.M + g * saved.slots * P.D_K * P.D_V // P.SPAN, saved.z + g * saved.slots * P.D_K // P.Z_SPAN)
+
+
+@triton.jit
+def _load_state(of_head, n, at, fill, P: tl.constexpr):
     """Load slot n of the states of a head: (BK, BV) and (BK,)."""
-    here = (d < D_K)[:, None] & (e < D_V)[None, :]
-    at = s_at + n * tl.cast(D_K * D_V, tl.int64) + d[:, None] * D_V + e[None, :]
-    z = tl.load(z_at + n * D_K + d, mask=d < D_K, other=fill)
-    return tl.load(at, mask=here, other=fill).to(tl.float64), z.to(tl.float64)
+    here = (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
+    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + at.d[:, None] * P.D_V + at.e[None, :]
+    z = tl.load(of_head.z + n * P.D_K + at.d, mask=at.d < P.D_K, other=fill)
+    return LogState(tl.load(of_slot, mask=here, other=fill).to(tl.float64), z.to(tl.float64))
 
 
 @triton.jit
-def _store_state(s_at, z_at, n, s, z, block, d, e, D_K: tl.constexpr, D_V: tl.constexpr):
-    here = (d < D_K)[:, None] & (e < D_V)[None, :]
-    at = s_at + n * tl.cast(D_K * D_V, tl.int64) + d[:, None] * D_V + e[None, :]
-    tl.store(at, s.to(s_at.dtype.element_ty), mask=here)
-    tl.store(z_at + n * D_K + d, z.to(z_at.dtype.element_ty), mask=(d < D_K) & (block == 0))
+def _store_state(of_head, n, state, at, P: tl.constexpr):
+    here = (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
+    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + at.d[:, None] * P.D_V + at.e[None, :]
+    tl.store(of_slot, state.s.to(of_head.s.dtype.element_ty), mask=here)
+    z = state.z.to(of_head.z.dtype.element_ty)
+    tl.store(of_head.z + n * P.D_K + at.d, z, mask=(at.d < P.D_K) & (at.block == 0))
 
 
 @triton.jit
-def _first_state(
-    log_s,
-    log_z,
-    g,
-    d,
-    e,
-    D_K: tl.constexpr,
-    D_V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-):
+def _first_state(x, at, P: tl.constexpr):
     """The state before the first token."""
-    if HAS_STATE:
-        s, z = _load_state(log_s + g * D_K * D_V, log_z + g * D_K, 0, d, e, D_K, D_V, NOTHING)
+    if x.log_s is None:
+        return _empty_state(NOTHING, P)
     else:
-        s, z = tl.full((BK, BV), NOTHING, tl.float64), tl.full((BK,), NOTHING, tl.float64)
-    return s, z
+        return _load_state(LogState(x.log_s, x.log_z), 0, at, NOTHING, P)
 
 
 @triton.jit
-def _after_tokens(s, z, k, log_v, k_stride, v_stride, start, stop, d, e, D_K: tl.constexpr, D_V: tl.constexpr):
+def _empty_state(fill, P: tl.constexpr):
+    s, z = empty(fill, tl.float64, P)
+    return LogState(s, z)
+
+
+@triton.jit
+def _after_tokens(state, x, start, stop, at, P: tl.constexpr):
     """Return the state after tokens `start` to `stop` of a head, given the state before them."""
     for t in range(start, stop):
-        k_t, v_t = _load(k, k_stride, t, d, D_K), _load(log_v, v_stride, t, e, D_V)
-        s, z = _logaddexp(s, k_t[:, None] + v_t[None, :]), _logaddexp(z, k_t)
-    return s, z
+        if x.log_f is not None:
+            state = _left(state, x, t, at, P)
+        k_t, v_t = _load(x.k, t, at.d, P.D_K), _load(x.log_v, t, at.e, P.D_V)
+        state = LogState(_logaddexp(state.s, k_t[:, None] + v_t[None, :]), _logaddexp(state.z, k_t))
+    return state
+
+
+@triton.jit
+def _left(state, x, t, at, P: tl.constexpr):
+    """What the gates of token t leave of the state."""
+    f_t = _load(x.log_f, t, at.d if P.D_F > 1 else at.d * 0, P.D_F)
+    return LogState(state.s + f_t[:, None], state.z + f_t)
 
 
 @triton.jit
@@ -265,8 +210,8 @@ def _logsumexp(x):
 
 
 @triton.jit
-def _log_y(q, s, z):
-    return _logsumexp(q[:, None] + s) - _logsumexp(q + z)
+def _log_y(q, state):
+    return _logsumexp(q[:, None] + state.s) - _logsumexp(q + state.z)
 
 
 @triton.jit
@@ -276,12 +221,20 @@ def _share(part, whole):
 
 
 @triton.jit
-def _token_share(k, v, s):
-    return _share(k[:, None] + v[None, :], s)
+def _store_read(g, g_y, x, t, state, to, at, P: tl.constexpr):
+    """Store the gradient of query t, and add that of the state that it reads to g."""
+    q_t, g_t = _load(x.q, t, at.d, P.D_K), _load(g_y, t, at.e, P.D_V, 0.0)
+    log_S, log_Z = _logsumexp(q_t[:, None] + state.s), _logsumexp(q_t + state.z)
+    read = g_t[None, :] * _share(q_t[:, None] + state.s, log_S[None, :])
+    read_z = -tl.sum(g_t, 0) * _share(q_t + state.z, log_Z)
+    _store(to.q, t, at.d, P.D_K, tl.sum(read, 1) + read_z)
+    return LogState(g.s + read, g.z + read_z)
 
 
 @triton.jit
-def _gradient_of_reading(q, g_y, s, z):
-    """Return gradients of s and z from that of log_y; their sums over values are the gradient of q."""
-    log_S, log_Z = _logsumexp(q[:, None] + s), _logsumexp(q + z)
-    return g_y[None, :] * _share(q[:, None] + s, log_S[None, :]), -tl.sum(g_y, 0) * _share(q + z, log_Z)
+def _store_written(g, x, t, state, to, at, P: tl.constexpr):
+    """Store the gradients of key and value t, given that of the state with them."""
+    k_t, v_t = _load(x.k, t, at.d, P.D_K), _load(x.log_v, t, at.e, P.D_V)
+    written, written_z = g.s * _share(k_t[:, None] + v_t[None, :], state.s), g.z * _share(k_t, state.z)
+    _store(to.k, t, at.d, P.D_K, tl.sum(written, 1) + written_z)
+    _store(to.log_v, t, at.e, P.D_V, tl.sum(written, 0))

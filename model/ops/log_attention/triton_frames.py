@@ -1,4 +1,4 @@
-"""Functions that the kernels share: exponentials scaled by powers of two, as in frames.py, and memory access."""
+"""Functions that the kernels share: exponentials scaled by powers of two, as in frames.py, and their products."""
 
 import math
 
@@ -31,6 +31,15 @@ def frame_of(log2, OPERAND: tl.constexpr):
     frame = tl.ceil(log2)
     frame = tl.where((frame < -limit) & (frame > NOTHING), -limit, frame)
     return tl.where(frame > limit, LOST, frame)
+
+
+@triton.jit
+def exponent_of(x):
+    """The exponent of a number that is normal and at least 0; 0 has the smallest."""
+    if x.dtype == tl.float64:
+        return ((x.to(tl.int64, bitcast=True) >> 52) - 1023).to(tl.float64)
+    else:
+        return ((x.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
 
 
 @triton.jit
@@ -95,49 +104,9 @@ def _log2_of_mantissa(x):
 
 
 @triton.jit
-def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+def product(a, b, P: tl.constexpr):
     """a @ b with operands of type OPERAND and sums in ACC."""
-    a, b = a.to(OPERAND), b.to(OPERAND)
+    a, b = a.to(P.OPERAND), b.to(P.OPERAND)
     if INTERPRETED:  # its dot treats bfloat16 as integers
-        a, b = a.to(ACC), b.to(ACC)
-    return tl.dot(a, b, input_precision=PRECISION, out_dtype=ACC)
-
-
-@triton.jit
-def head_of(x, strides, g, H):
-    """Pointer to head g of x (B, H, T, D), where g counts through (B, H)."""
-    return x + (g // H) * strides[0] + (g % H) * strides[1]
-
-
-@triton.jit
-def packed_head(x, g, T, H, D: tl.constexpr):
-    """The same of a tensor that lies in memory as (B, T, H, D)."""
-    return x + ((g // H) * T * H + g % H) * D
-
-
-@triton.jit
-def load_chunk(head, stride, start, length, column, D: tl.constexpr, fill, C: tl.constexpr, ACC: tl.constexpr):
-    """Tokens `start` to `start` + C of a head, some of its D columns: (C, columns); `fill` where there is none."""
-    rows = tl.arange(0, C)
-    token = head + start * tl.cast(stride, tl.int64)
-    here = (start + rows < length)[:, None] & (column < D)[None, :]
-    return tl.load(token + rows[:, None] * stride + column[None, :], mask=here, other=fill).to(ACC)
-
-
-@triton.jit
-def store_chunk(x, head, stride, start, length, column, D: tl.constexpr, C: tl.constexpr):
-    """Undo `load_chunk`."""
-    rows = tl.arange(0, C)
-    token = head + start * tl.cast(stride, tl.int64)
-    here = (start + rows < length)[:, None] & (column < D)[None, :]
-    tl.store(token + rows[:, None] * stride + column[None, :], x.to(head.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def any_of(flags, count):
-    """Whether one of `count` flags in memory is set."""
-    found = 0
-    for start in range(0, count, 1024):
-        at = start + tl.arange(0, 1024)
-        found |= tl.max(tl.load(flags + at, mask=at < count, other=0).to(tl.int32), 0)
-    return found
+        a, b = a.to(P.ACC), b.to(P.ACC)
+    return tl.dot(a, b, input_precision=P.PRECISION, out_dtype=P.ACC)

@@ -4,362 +4,384 @@ A program computes one head g and one block of value columns e. It reads and wri
 results, and for the backward pass the state every C tokens. Names are those of chunked.py.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from model.ops.log_attention.triton_arguments import (
+    Saved,
+    any_of,
+    empty,
+    gradients_of,
+    head_of,
+    heads_of,
+    load_chunk,
+    packed_head,
+    place_of,
+    store_chunk,
+)
 from model.ops.log_attention.triton_frames import (
     LOG2E,
     LOST,
     NOTHING,
-    any_of,
     exp_measured,
     finite,
     frame_of,
-    head_of,
     is_doubtful,
-    load_chunk,
     log_of_scaled,
-    packed_head,
     power_of_two,
     product,
-    store_chunk,
+)
+from model.ops.log_attention.triton_gates import (
+    after_gates,
+    between,
+    forgotten,
+    gates_of,
+    left_after_resets,
+    out_of_range,
+    store_gates,
+    times,
+    weigh,
 )
 
 
+class State(NamedTuple):
+    """The sums so far, and the frames in which they are."""
+
+    M: Any
+    """(BK, BV)."""
+    z: Any
+    """(BK,)."""
+    key: Any
+    """(BK,)."""
+    value: Any
+    """(BV,)."""
+
+
 @triton.jit
-def forward_sweep(
-    q,  # (B, H, T, D_K), and so on: see triton.py
-    k,
-    log_v,
-    log_s,
-    log_z,
-    log_y,
-    log_s_after,
-    log_z_after,
-    M_at,
-    z_at,
-    key_at,
-    value_at,
-    doubtful,
-    q_strides,
-    k_strides,
-    v_strides,
-    H,
-    T,
-    S,
-    slots,
-    D_K: tl.constexpr,
-    D_V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    WANT_STATE: tl.constexpr,
-    SAVE: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CERTAIN: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Write log_y, the state after, which tiles are doubtful, and if SAVE the state before each chunk."""
-    blocks: tl.constexpr = (D_V + BV - 1) // BV
-    g, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    d, e = tl.arange(0, BK), block * BV + tl.arange(0, BV)
-    N, tiles = tl.cdiv(S, C), tl.cdiv(T, C)
-    last = N if CAUSAL else 0  # slot of the state after all keys
-    q, k, log_v = head_of(q, q_strides, g, H), head_of(k, k_strides, g, H), head_of(log_v, v_strides, g, H)
-    log_y, doubtful = packed_head(log_y, g, T, H, D_V), doubtful + g * (tiles + 1) * blocks + block
-    M_at, z_at, key_at = M_at + g * slots * D_K * D_V, z_at + g * slots * D_K, key_at + g * slots * D_K
-    value_at = value_at + g * slots * D_V
+def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
+    """Write log_y, the state after, which tiles are doubtful, and if there is `saved` the state before each chunk."""
+    at = place_of(P)
+    N, tiles = tl.cdiv(x.S, P.C), tl.cdiv(x.T, P.C)
+    last = N if P.CAUSAL else 0  # slot of the state after all keys
+    x, log_y = heads_of(x, at.g, P), packed_head(found.log_y, at.g, x.T, x.H, P.D_V)
+    doubtful += at.g * (tiles + 1) * P.BLOCKS + at.block
+    if saved is not None:
+        saved = _slots_of(saved, at.g, P)
 
-    key, value = tl.full((BK,), NOTHING, ACC), tl.full((BV,), NOTHING, ACC)
-    M, z = tl.zeros((BK, BV), ACC), tl.zeros((BK,), ACC)
-    if HAS_STATE:
-        key, value, M, z = _first_state(log_s + g * D_K * D_V, log_z + g * D_K, d, e, D_K, D_V, OPERAND, ACC)
-
-    for n in tl.range(N, num_stages=STAGES):
-        k_n = load_chunk(k, k_strides[2], n * C, S, d, D_K, NOTHING, C, ACC)  # (C, BK)
-        v_n = load_chunk(log_v, v_strides[2], n * C, S, e, D_V, NOTHING, C, ACC)  # (C, BV)
+    M, z, key, value = _first_state(x, at, P)
+    lost = 0
+    for n in tl.range(N, num_stages=P.STAGES):
+        gates = gates_of(x.log_f, n, x.S, at.d, P)
+        k_n = _keys(x, gates, n, at, P)  # (C, BK)
+        v_n = load_chunk(x.log_v, n, x.S, at.e, NOTHING, P.D_V, P)  # (C, BV)
         key_before, value_before = key, value
-        key = tl.maximum(key, frame_of(tl.max(k_n, 0) * LOG2E, OPERAND))
-        value = tl.maximum(value, frame_of(tl.max(v_n, 0) * LOG2E, OPERAND))
+        key = tl.maximum(key, frame_of(tl.max(k_n, 0) * LOG2E, P.OPERAND))
+        value = tl.maximum(value, frame_of(tl.max(v_n, 0) * LOG2E, P.OPERAND))
+        if x.log_f is not None:
+            left_k, left_v = left_after_resets(gates, k_n), left_after_resets(gates, v_n)
         decay = power_of_two(key_before - finite(key))  # at most 1
         M *= decay[:, None] * power_of_two(value_before - finite(value))[None, :]
         z *= decay
-        e_k = exp_measured(k_n, finite(key)[None, :], OPERAND).to(OPERAND)
-        e_v = exp_measured(v_n, finite(value)[None, :], OPERAND).to(OPERAND)
-        if CAUSAL:
-            if SAVE:
-                _save(M_at, z_at, key_at, value_at, n, M, z, key, value, block, d, e, D_K, D_V)
-            q_n = load_chunk(q, q_strides[2], n * C, T, d, D_K, 0.0, C, ACC)  # (C, BK)
-            e_q = exp_of_queries(q_n, key, OPERAND)
-            _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, OPERAND, PRECISION, ACC)  # (C, BV), (C,)
-            _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V, C)
-            unsure = 0
-            if _some_doubtful(sums, z_sums, n, T, e, D_V, BV, C, CERTAIN):
-                k_n = load_chunk(k, k_strides[2], n * C, S, d, D_K, NOTHING, C, ACC)  # loaded again to save registers
-                v_n = load_chunk(log_v, v_strides[2], n * C, S, e, D_V, NOTHING, C, ACC)
-                first_k, first_v = _first_of_chunk(k_n, v_n, key_before, value_before, C)
-                unsure = _lacks_something(sums, z_sums, first_k, first_v, n, T, e, D_V, C, CERTAIN)
-            tl.store(doubtful + n * blocks, unsure)
-        M += product(tl.trans(e_k), e_v, OPERAND, PRECISION, ACC)
-        z += tl.sum(e_k.to(ACC), 0)
+        e_k = exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND)
+        e_v = exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND)
+        if P.CAUSAL:
+            if saved is not None:
+                _save(saved, n, State(M, z, key, value), at, P)
+            e_q = exp_of_queries(_queries(x, gates, n, at, P), key, P)
+            _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, between(gates), P)  # (C, BV), (C,)
+            _store_log_y(log_y, sums, z_sums, value, n, x, at, P)
+            if x.log_f is not None:
+                lost |= out_of_range(gates, key, P)
+            unsure = lost
+            if _some_doubtful(sums, z_sums, n, x, at, P):
+                k_n = _keys(x, gates, n, at, P)  # loaded again to save registers
+                v_n = load_chunk(x.log_v, n, x.S, at.e, NOTHING, P.D_V, P)
+                if x.log_f is None:
+                    first_k, first_v = _first_of_chunk(k_n, v_n, key_before, value_before, P)
+                    terms, z_terms = _from_first(first_k, first_v, P)
+                else:
+                    terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
+                unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P)
+            tl.store(doubtful + n * P.BLOCKS, unsure)
+        to_end = times(e_k, gates.end)
+        M = times(M, gates.total) + product(tl.trans(to_end), e_v, P)
+        z = times(z, gates.total) + tl.sum(to_end.to(P.ACC), 0)
+        if x.log_f is not None:
+            key, value = tl.where(left_k, key, NOTHING), tl.where(left_v, value, NOTHING)
+            key_in_chunk = key
+            key, hidden = after_gates(key, z, gates, P)
+            decay = forgotten(gates, key_in_chunk, key, P)
+            M, z, lost = M * decay[:, None], z * decay, lost | hidden
 
-    if SAVE:
-        _save(M_at, z_at, key_at, value_at, last, M, z, key, value, block, d, e, D_K, D_V)
-    if not CAUSAL:
-        for n in tl.range(tiles, num_stages=STAGES):
-            q_n = load_chunk(q, q_strides[2], n * C, T, d, D_K, 0.0, C, ACC)  # (C, BK)
-            e_q = exp_of_queries(q_n, key, OPERAND)
-            sums = product(e_q, M, OPERAND, PRECISION, ACC)  # (C, BV)
-            z_sums = tl.sum(e_q.to(ACC) * z[None, :], 1)  # (C,)
-            _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V, C)
+    if saved is not None:
+        _save(saved, last, State(M, z, key, value), at, P)
+    if not P.CAUSAL:
+        for n in tl.range(tiles, num_stages=P.STAGES):
+            e_q = exp_of_queries(load_chunk(x.q, n, x.T, at.d, 0.0, P.D_K, P), key, P)  # (C, BK)
+            sums = product(e_q, M, P)  # (C, BV)
+            z_sums = tl.sum(e_q.to(P.ACC) * z[None, :], 1)  # (C,)
+            _store_log_y(log_y, sums, z_sums, value, n, x, at, P)
             unsure = 0
-            if _some_doubtful(sums, z_sums, n, T, e, D_V, BV, C, CERTAIN):
-                first_k, first_v = _first_if_seen(key, value, C)
-                unsure = _lacks_something(sums, z_sums, first_k, first_v, n, T, e, D_V, C, CERTAIN)
-            tl.store(doubtful + n * blocks, unsure)
+            if _some_doubtful(sums, z_sums, n, x, at, P):
+                first_k, first_v = _first_if_seen(key, value, P)
+                terms, z_terms = _from_first(first_k, first_v, P)
+                unsure = _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P)
+            tl.store(doubtful + n * P.BLOCKS, unsure)
 
-    lost = 0
-    if WANT_STATE:
+    if found.log_s is not None:
         seen = (key > NOTHING)[:, None] & (value > NOTHING)[None, :]
-        lost = tl.max((seen & is_doubtful(M, CERTAIN)).to(tl.int32))
-        lost |= tl.max(((key > NOTHING) & is_doubtful(z, CERTAIN)).to(tl.int32))
-        here = (d < D_K)[:, None] & (e < D_V)[None, :]
+        lost |= tl.max((seen & is_doubtful(M, P.CERTAIN)).to(tl.int32))
+        lost |= tl.max(((key > NOTHING) & is_doubtful(z, P.CERTAIN)).to(tl.int32))
+        of_state, here = _of_state(at, P)
         log_M = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
-        tl.store(log_s_after + g * D_K * D_V + d[:, None] * D_V + e[None, :], log_M, mask=here)
-        tl.store(log_z_after + g * D_K + d, log_of_scaled(z, finite(key)), mask=(d < D_K) & (block == 0))
-    tl.store(doubtful + tiles * blocks, lost)
+        tl.store(found.log_s + at.g * P.D_K * P.D_V + of_state, log_M, mask=here)
+        log_z = log_of_scaled(z, finite(key))
+        tl.store(found.log_z + at.g * P.D_K + at.d, log_z, mask=(at.d < P.D_K) & (at.block == 0))
+    tl.store(doubtful + tiles * P.BLOCKS, lost)
 
 
 @triton.jit
-def backward_sweep(
-    g_y,
-    g_log_s_after,
-    g_log_z_after,
-    q,
-    k,
-    log_v,
-    log_s,
-    log_z,
-    M_at,
-    z_at,
-    key_at,
-    value_at,
-    doubtful,
-    g_q,
-    g_k,
-    g_v,
-    g_log_s,
-    g_log_z,
-    y_strides,
-    q_strides,
-    k_strides,
-    v_strides,
-    H,
-    T,
-    S,
-    slots,
-    D_K: tl.constexpr,
-    D_V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    WANT_STATE: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Write gradients, from the last chunk to the first: g_M is for the state after a chunk."""
-    blocks: tl.constexpr = (D_V + BV - 1) // BV
-    g, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    d, e = tl.arange(0, BK), block * BV + tl.arange(0, BV)
-    N, tiles = tl.cdiv(S, C), tl.cdiv(T, C)
-    last = N if CAUSAL else 0  # slot of the state after all keys
-    if any_of(doubtful + g * (tiles + 1) * blocks, (tiles + 1) * blocks):
+def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
+    """Write gradients `to`, from the last chunk to the first: g_M is for the state after a chunk."""
+    at = place_of(P)
+    N, tiles = tl.cdiv(x.S, P.C), tl.cdiv(x.T, P.C)
+    last = N if P.CAUSAL else 0  # slot of the state after all keys
+    if any_of(doubtful + at.g * (tiles + 1) * P.BLOCKS, (tiles + 1) * P.BLOCKS):
         return  # exact_backward computes this head
-    q, k, log_v = head_of(q, q_strides, g, H), head_of(k, k_strides, g, H), head_of(log_v, v_strides, g, H)
-    g_y = head_of(g_y, y_strides, g, H)
-    part = block * (tl.num_programs(0) // blocks).to(tl.int64)  # of the sum over blocks
-    g_q, g_k = packed_head(g_q + part * T * D_K, g, T, H, D_K), packed_head(g_k + part * S * D_K, g, S, H, D_K)
-    g_v = packed_head(g_v, g, S, H, D_V)
-    M_at, z_at, key_at = M_at + g * slots * D_K * D_V, z_at + g * slots * D_K, key_at + g * slots * D_K
-    value_at = value_at + g * slots * D_V
-    of_state, state_mask = d[:, None] * D_V + e[None, :], (d < D_K)[:, None] & (e < D_V)[None, :]
+    g_y, to, saved = head_of(g_of.log_y, at.g, x.H), gradients_of(to, x, at, P), _slots_of(saved, at.g, P)
+    x = heads_of(x, at.g, P)
+    of_state, state_mask = _of_state(at, P)
 
-    M, z, key, value = _saved(M_at, z_at, key_at, value_at, last, d, e, D_K, D_V)
-    g_M, g_z = tl.zeros((BK, BV), ACC), tl.zeros((BK,), ACC)
-    if WANT_STATE:
-        g_s = tl.load(g_log_s_after + g * D_K * D_V + of_state, mask=state_mask, other=0.0)
-        M_after = M.to(ACC)
+    M, z, key, value = _saved(saved, last, at, P)
+    g_M, g_z = empty(0.0, P.ACC, P)
+    if g_of.log_s is not None:
+        g_s = tl.load(g_of.log_s + at.g * P.D_K * P.D_V + of_state, mask=state_mask, other=0.0)
+        M_after = M.to(P.ACC)
         g_M = tl.where(M_after == 0.0, 0.0, g_s / tl.where(M_after == 0.0, 1.0, M_after))
-        if block == 0:
-            g_n = tl.load(g_log_z_after + g * D_K + d, mask=d < D_K, other=0.0)
+        if at.block == 0:
+            g_n = tl.load(g_of.log_z + at.g * P.D_K + at.d, mask=at.d < P.D_K, other=0.0)
             g_z = tl.where(z == 0.0, 0.0, g_n / tl.where(z == 0.0, 1.0, z))
 
-    if not CAUSAL:
-        for n in tl.range(tiles, num_stages=STAGES):
-            q_n = load_chunk(q, q_strides[2], n * C, T, d, D_K, 0.0, C, ACC)  # (C, BK)
-            g_n = load_chunk(g_y, y_strides[2], n * C, T, e, D_V, 0.0, C, ACC)  # (C, BV)
-            e_q = exp_of_queries(q_n, key, OPERAND)
-            sums, z_sums = product(e_q, M, OPERAND, PRECISION, ACC), tl.sum(e_q.to(ACC) * z[None, :], 1)
-            g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, OPERAND)
-            to_q = product(g_sums, tl.trans(M), OPERAND, PRECISION, ACC) + g_z_sums[:, None] * z[None, :]
-            store_chunk(to_q * e_q.to(ACC), g_q, H * D_K, n * C, T, d, D_K, C)
-            g_M += product(tl.trans(e_q), g_sums, OPERAND, PRECISION, ACC)
-            g_z += tl.sum(e_q.to(ACC) * g_z_sums[:, None], 0)
+    if not P.CAUSAL:
+        for n in tl.range(tiles, num_stages=P.STAGES):
+            q_n = load_chunk(x.q, n, x.T, at.d, 0.0, P.D_K, P)  # (C, BK)
+            g_n = load_chunk(g_y, n, x.T, at.e, 0.0, P.D_V, P)  # (C, BV)
+            e_q = exp_of_queries(q_n, key, P)
+            sums, z_sums = product(e_q, M, P), tl.sum(e_q.to(P.ACC) * z[None, :], 1)
+            g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, P)
+            to_q = product(g_sums, tl.trans(M), P) + g_z_sums[:, None] * z[None, :]
+            store_chunk(to_q * e_q.to(P.ACC), to.q, n, x.T, at.d, P.D_K, P)
+            g_M += product(tl.trans(e_q), g_sums, P)
+            g_z += tl.sum(e_q.to(P.ACC) * g_z_sums[:, None], 0)
 
-    for i in tl.range(N, num_stages=STAGES):
+    for i in tl.range(N, num_stages=P.STAGES):
         n = N - 1 - i
-        k_n = load_chunk(k, k_strides[2], n * C, S, d, D_K, NOTHING, C, ACC)  # (C, BK)
-        v_n = load_chunk(log_v, v_strides[2], n * C, S, e, D_V, NOTHING, C, ACC)  # (C, BV)
-        if CAUSAL:
-            M, z, key_n, value_n = _saved(M_at, z_at, key_at, value_at, n, d, e, D_K, D_V)
-            decay = power_of_two(key_n - finite(key))  # at most 1
-            g_M *= decay[:, None] * power_of_two(value_n - finite(value))[None, :]
+        gates = gates_of(x.log_f, n, x.S, at.d, P)
+        if x.log_f is not None:
+            g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
+        k_n = _keys(x, gates, n, at, P)  # (C, BK)
+        v_n = load_chunk(x.log_v, n, x.S, at.e, NOTHING, P.D_V, P)  # (C, BV)
+        if P.CAUSAL:
+            M, z, key_n, value_n = _saved(saved, n, at, P)
+            decay = forgotten(gates, key_n, key, P)
+            if x.log_f is None:
+                value_decay = power_of_two(value_n - finite(value))  # at most 1
+            else:
+                value_decay = power_of_two(tl.minimum(value_n - finite(value), 0.0))  # less after a reset, of nothing
+            g_M *= decay[:, None] * value_decay[None, :]
             g_z *= decay
             key, value = key_n, value_n
-        e_k = exp_measured(k_n, finite(key)[None, :], OPERAND).to(OPERAND)
-        e_v = exp_measured(v_n, finite(value)[None, :], OPERAND).to(OPERAND)
-        if CAUSAL:
-            q_n = load_chunk(q, q_strides[2], n * C, T, d, D_K, 0.0, C, ACC)  # (C, BK)
-            g_n = load_chunk(g_y, y_strides[2], n * C, T, e, D_V, 0.0, C, ACC)  # (C, BV)
-            e_q = exp_of_queries(q_n, key, OPERAND)
-            A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, OPERAND, PRECISION, ACC)
-            g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, OPERAND)
-            g_A = product(g_sums, tl.trans(e_v), OPERAND, PRECISION, ACC) + g_z_sums[:, None]
-            g_A = _lower(g_A).to(OPERAND)  # (C, C)
-            to_q = product(g_sums, tl.trans(M), OPERAND, PRECISION, ACC) + g_z_sums[:, None] * z[None, :]
-            to_q += product(g_A, e_k, OPERAND, PRECISION, ACC)
-            store_chunk(to_q * e_q.to(ACC), g_q, H * D_K, n * C, T, d, D_K, C)
-        to_v = product(e_k, g_M, OPERAND, PRECISION, ACC)  # through later queries, and then the chunk's own
-        if CAUSAL:
-            to_v += product(tl.trans(A), g_sums, OPERAND, PRECISION, ACC)
-        store_chunk(to_v * e_v.to(ACC), g_v, H * D_V, n * C, S, e, D_V, C)
-        to_k = product(e_v, tl.trans(g_M), OPERAND, PRECISION, ACC) + g_z[None, :]
-        if CAUSAL:
-            to_k += product(tl.trans(g_A), e_q, OPERAND, PRECISION, ACC)
-        store_chunk(to_k * e_k.to(ACC), g_k, H * D_K, n * C, S, d, D_K, C)
-        if CAUSAL:
-            g_M += product(tl.trans(e_q), g_sums, OPERAND, PRECISION, ACC)
-            g_z += tl.sum(e_q.to(ACC) * g_z_sums[:, None], 0)
+        e_k = exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND)
+        e_v = exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND)
+        to_end = times(e_k, gates.end)
+        if P.CAUSAL:
+            q_n = _queries(x, gates, n, at, P)  # (C, BK)
+            g_n = load_chunk(g_y, n, x.T, at.e, 0.0, P.D_V, P)  # (C, BV)
+            e_q = exp_of_queries(q_n, key, P)
+            within = between(gates)
+            A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, within, P)
+            g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, P)
+            g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
+            g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
+            g_read, g_z_read = times(g_sums, gates.start), times(g_z_sums, gates.start)  # from the state
+            to_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
+            to_q += product(g_A, e_k, P)
+            g_q = to_q * e_q.to(P.ACC)
+            store_chunk(g_q, to.q, n, x.T, at.d, P.D_K, P)
+        to_v = product(to_end, g_M, P)  # through later queries, and then the chunk's own
+        if P.CAUSAL:
+            to_v += product(tl.trans(A), g_sums, P)
+        store_chunk(to_v * e_v.to(P.ACC), to.log_v, n, x.S, at.e, P.D_V, P)
+        to_k = times(product(e_v, tl.trans(g_M), P) + g_z[None, :], gates.end)
+        if P.CAUSAL:
+            to_k += product(tl.trans(g_A), e_q, P)
+        g_k = to_k * e_k.to(P.ACC)
+        store_chunk(g_k, to.k, n, x.S, at.d, P.D_K, P)
+        if x.log_f is not None:
+            store_gates(g_q - g_k, g_after, to.log_f, x.log_f, n, x.S, at.d, P)
+        if P.CAUSAL:
+            g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
+            g_z = times(g_z, gates.total) + tl.sum(e_q.to(P.ACC) * g_z_read[:, None], 0)
 
-    if HAS_STATE:
-        s = tl.load(log_s + g * D_K * D_V + of_state, mask=state_mask, other=NOTHING)
-        z_first = tl.load(log_z + g * D_K + d, mask=d < D_K, other=NOTHING)
-        g_s = g_M * exp_measured(s, finite(key)[:, None] + finite(value)[None, :], ACC)
-        tl.store(g_log_s + g * D_K * D_V + of_state, g_s, mask=state_mask)
-        tl.store(g_log_z + (part + g) * D_K + d, g_z * exp_measured(z_first, finite(key), ACC), mask=d < D_K)
+    if x.log_s is not None:
+        s = tl.load(x.log_s + of_state, mask=state_mask, other=NOTHING)
+        z_first = tl.load(x.log_z + at.d, mask=at.d < P.D_K, other=NOTHING)
+        g_s = g_M * exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
+        tl.store(to.log_s + of_state, g_s, mask=state_mask)
+        tl.store(to.log_z + at.d, g_z * exp_measured(z_first, finite(key), P.ACC), mask=at.d < P.D_K)
 
 
 @triton.jit
-def exp_of_queries(q, key, OPERAND: tl.constexpr):
+def exp_of_queries(q, key, P: tl.constexpr):
     """Return e_q for q (C, BK): scaled by a power of two for each row, including the frame of the keys."""
-    row = frame_of(tl.max(q * LOG2E + key[None, :], 1), OPERAND)
+    row = frame_of(tl.max(q * LOG2E + key[None, :], 1), P.OPERAND)
     row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)  # e_q is then 0 beside a lost key, too
-    return exp_measured(q, finite(row)[:, None] - key[None, :], OPERAND).to(OPERAND)
+    return exp_measured(q, finite(row)[:, None] - key[None, :], P.OPERAND).to(P.OPERAND)
 
 
 @triton.jit
-def _causal_sums(e_q, e_k, e_v, M, z, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+def _keys(x, gates, n, at, P: tl.constexpr):
+    """Keys of a chunk (C, BK), as seen from its start."""
+    k = load_chunk(x.k, n, x.S, at.d, NOTHING, P.D_K, P)
+    return k if gates.a is None else k - gates.a
+
+
+@triton.jit
+def _queries(x, gates, n, at, P: tl.constexpr):
+    """Queries of a chunk (C, BK), for keys as `_keys` returns them."""
+    q = load_chunk(x.q, n, x.T, at.d, 0.0, P.D_K, P)
+    return q if gates.a is None else q + gates.a
+
+
+@triton.jit
+def _causal_sums(e_q, e_k, e_v, M, z, gates, within, P: tl.constexpr):
     """Return A = tril(e_q e_k^T) (C, C), the sums (C, BV) and those of the normalizer (C,)."""
-    A = _lower(product(e_q, tl.trans(e_k), OPERAND, PRECISION, ACC))
-    z_sums = tl.sum(e_q.to(ACC) * z[None, :], 1) + tl.sum(A, 1)
-    A = A.to(OPERAND)
-    return A, product(e_q, M, OPERAND, PRECISION, ACC) + product(A, e_v, OPERAND, PRECISION, ACC), z_sums
+    A = weigh(product(e_q, tl.trans(e_k), P), within)
+    z_sums = times(tl.sum(e_q.to(P.ACC) * z[None, :], 1), gates.start) + tl.sum(A, 1)
+    A = A.to(P.OPERAND)
+    return A, times(product(e_q, M, P), gates.start) + product(A, e_v, P), z_sums
 
 
 @triton.jit
-def _lower(A):
-    rows = tl.arange(0, A.shape[0])
-    return tl.where(rows[:, None] >= rows[None, :], A, 0.0)
+def _of_state(at, P: tl.constexpr):
+    """Positions in a head's log_s (BK, BV), and which of them exist."""
+    return at.d[:, None] * P.D_V + at.e[None, :], (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
 
 
 @triton.jit
-def _first_state(log_s, log_z, d, e, D_K: tl.constexpr, D_V: tl.constexpr, OPERAND: tl.constexpr, ACC: tl.constexpr):
-    """Return the frames, M and z of the state before the first token."""
-    here = (d < D_K)[:, None] & (e < D_V)[None, :]
-    s = tl.load(log_s + d[:, None] * D_V + e[None, :], mask=here, other=NOTHING)  # (BK, BV)
-    z = tl.load(log_z + d, mask=d < D_K, other=NOTHING)  # (BK,)
-    key, value = frame_of(z * LOG2E, OPERAND), frame_of(tl.max(s - finite(z)[:, None], 0) * LOG2E, OPERAND)
-    M = exp_measured(s, finite(key)[:, None] + finite(value)[None, :], ACC)
-    return key, value, M, exp_measured(z, finite(key), ACC)
+def _first_state(x, at, P: tl.constexpr):
+    """Return the state before the first token."""
+    if x.log_s is None:
+        M, z = empty(0.0, P.ACC, P)
+        key, value = tl.full(at.d.shape, NOTHING, P.ACC), tl.full(at.e.shape, NOTHING, P.ACC)
+    else:
+        of_state, here = _of_state(at, P)
+        s = tl.load(x.log_s + of_state, mask=here, other=NOTHING)  # (BK, BV)
+        z = tl.load(x.log_z + at.d, mask=at.d < P.D_K, other=NOTHING)  # (BK,)
+        key, value = frame_of(z * LOG2E, P.OPERAND), frame_of(tl.max(s - finite(z)[:, None], 0) * LOG2E, P.OPERAND)
+        M = exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
+        z = exp_measured(z, finite(key), P.ACC)
+    return State(M, z, key, value)
 
 
 @triton.jit
-def _save(M_at, z_at, key_at, value_at, n, M, z, key, value, block, d, e, D_K: tl.constexpr, D_V: tl.constexpr):
-    """Store slot n of the tensors for the backward pass."""
-    here = (d < D_K)[:, None] & (e < D_V)[None, :]
-    M = M.to(M_at.dtype.element_ty)
-    tl.store(M_at + n * tl.cast(D_K * D_V, tl.int64) + d[:, None] * D_V + e[None, :], M, mask=here)
-    tl.store(z_at + n * D_K + d, z, mask=(d < D_K) & (block == 0))
-    tl.store(key_at + n * D_K + d, key, mask=(d < D_K) & (block == 0))
-    tl.store(value_at + n * D_V + e, value, mask=e < D_V)
+def _slots_of(saved, g, P: tl.constexpr):
+    """What is saved of head g."""
+    of_keys = g * saved.slots * P.D_K
+    M, z, key = saved.M + g * saved.slots * P.D_K * P.D_V, saved.z + of_keys, saved.key + of_keys
+    return Saved(M, z, key, saved.value + g * saved.slots * P.D_V, saved.slots)
 
 
 @triton.jit
-def _saved(M_at, z_at, key_at, value_at, n, d, e, D_K: tl.constexpr, D_V: tl.constexpr):
+def _save(saved, n, state, at, P: tl.constexpr):
+    """Store a state in slot n."""
+    of_state, here = _of_state(at, P)
+    M = state.M.to(saved.M.dtype.element_ty)
+    tl.store(saved.M + n * tl.cast(P.D_K * P.D_V, tl.int64) + of_state, M, mask=here)
+    tl.store(saved.z + n * P.D_K + at.d, state.z, mask=(at.d < P.D_K) & (at.block == 0))
+    tl.store(saved.key + n * P.D_K + at.d, state.key, mask=(at.d < P.D_K) & (at.block == 0))
+    tl.store(saved.value + n * P.D_V + at.e, state.value, mask=at.e < P.D_V)
+
+
+@triton.jit
+def _saved(saved, n, at, P: tl.constexpr):
     """Undo `_save`."""
-    here = (d < D_K)[:, None] & (e < D_V)[None, :]
-    M = tl.load(M_at + n * tl.cast(D_K * D_V, tl.int64) + d[:, None] * D_V + e[None, :], mask=here, other=0.0)
-    z = tl.load(z_at + n * D_K + d, mask=d < D_K, other=0.0)
-    key = tl.load(key_at + n * D_K + d, mask=d < D_K, other=NOTHING)
-    return M, z, key, tl.load(value_at + n * D_V + e, mask=e < D_V, other=NOTHING)
+    of_state, here = _of_state(at, P)
+    M = tl.load(saved.M + n * tl.cast(P.D_K * P.D_V, tl.int64) + of_state, mask=here, other=0.0)
+    z = tl.load(saved.z + n * P.D_K + at.d, mask=at.d < P.D_K, other=0.0)
+    key = tl.load(saved.key + n * P.D_K + at.d, mask=at.d < P.D_K, other=NOTHING)
+    return State(M, z, key, tl.load(saved.value + n * P.D_V + at.e, mask=at.e < P.D_V, other=NOTHING))
 
 
 @triton.jit
-def _store_log_y(log_y, sums, z_sums, value, n, T, H, e, D_V: tl.constexpr, C: tl.constexpr):
+def _store_log_y(log_y, sums, z_sums, value, n, x, at, P: tl.constexpr):
     y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
-    store_chunk(y, log_y, H * D_V, n * C, T, e, D_V, C)
+    store_chunk(y, log_y, n, x.T, at.e, P.D_V, P)
 
 
 @triton.jit
-def _some_doubtful(sums, z_sums, n, T, e, D_V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CERTAIN: tl.constexpr):
+def _some_doubtful(sums, z_sums, n, x, at, P: tl.constexpr):
     """Whether any sum of the tile is doubtful, including empty sums."""
-    small = is_doubtful(sums, CERTAIN)
-    if D_V % BV != 0:
-        small &= (e < D_V)[None, :]
-    small = tl.max(small.to(tl.int32), 1) | is_doubtful(z_sums, CERTAIN).to(tl.int32)  # (C,)
-    return tl.max(tl.where(n * C + tl.arange(0, C) < T, small, 0), 0) > 0
+    small = is_doubtful(sums, P.CERTAIN)
+    if P.D_V % P.BV != 0:
+        small &= (at.e < P.D_V)[None, :]
+    small = tl.max(small.to(tl.int32), 1) | is_doubtful(z_sums, P.CERTAIN).to(tl.int32)  # (C,)
+    return tl.max(tl.where(n * P.C + tl.arange(0, P.C) < x.T, small, 0), 0) > 0
 
 
 @triton.jit
-def _first_of_chunk(k, v, key_before, value_before, C: tl.constexpr):
+def _first_of_chunk(k, v, key_before, value_before, P: tl.constexpr):
     """Return the chunk's first token with a key, and for each column the first with a nonzero value; C if none."""
-    rows = tl.arange(0, C)
+    rows = tl.arange(0, P.C)
     alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
-    first_k = tl.min(tl.where(alive, rows, C), 0)
-    first_v = tl.min(tl.where(alive[:, None] & (v != NOTHING), rows[:, None], C), 0)  # (BV,)
-    before_k, before_v = _first_if_seen(key_before, value_before, C)
+    first_k = tl.min(tl.where(alive, rows, P.C), 0)
+    first_v = tl.min(tl.where(alive[:, None] & (v != NOTHING), rows[:, None], P.C), 0)  # (BV,)
+    before_k, before_v = _first_if_seen(key_before, value_before, P)
     return tl.minimum(first_k, before_k), tl.minimum(first_v, before_v)
 
 
 @triton.jit
-def _first_if_seen(key, value, C: tl.constexpr):
+def _first_if_seen(key, value, P: tl.constexpr):
     """The same for earlier tokens: 0, or C if there are none."""
-    first_k = tl.where(tl.max(key, 0) > NOTHING, 0, C)
-    return first_k, tl.where(value > NOTHING, first_k, C)
+    first_k = tl.where(tl.max(key, 0) > NOTHING, 0, P.C)
+    return first_k, tl.where(value > NOTHING, first_k, P.C)
 
 
 @triton.jit
-def _lacks_something(
-    sums, z_sums, first_k, first_v, n, T, e, D_V: tl.constexpr, C: tl.constexpr, CERTAIN: tl.constexpr
-):
+def _from_first(first_k, first_v, P: tl.constexpr):
+    """Whether the sums (C, BV) and those of the normalizer (C,) have terms, which later tokens keep."""
+    rows = tl.arange(0, P.C)
+    return rows[:, None] >= first_v[None, :], rows >= first_k
+
+
+@triton.jit
+def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
+    """The same where gates may be resets, which hide what is before them."""
+    rows = tl.arange(0, P.C)
+    visible = (between(gates) > NOTHING) & (rows[:, None] >= rows[None, :])  # (C, C)
+    alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
+    values = alive[:, None] & (v != NOTHING)
+    tokens = product(visible.to(P.ACC), values.to(P.ACC), P) > 0.0
+    before_k, before_v = _first_if_seen(key_before, value_before, P)
+    start = gates.start > NOTHING
+    z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
+    return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (start & (before_k == 0))
+
+
+@triton.jit
+def _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P: tl.constexpr):
     """Whether a sum with terms is doubtful. An empty sum is 0, and certain."""
-    rows = tl.arange(0, C)
-    real = (n * C + rows < T)[:, None] & (e < D_V)[None, :]
-    small = is_doubtful(sums, CERTAIN) & (rows[:, None] >= first_v[None, :])
-    small |= (is_doubtful(z_sums, CERTAIN) & (rows >= first_k))[:, None]
+    real = (n * P.C + tl.arange(0, P.C) < x.T)[:, None] & (at.e < P.D_V)[None, :]
+    small = is_doubtful(sums, P.CERTAIN) & terms
+    small |= (is_doubtful(z_sums, P.CERTAIN) & z_terms)[:, None]
     return tl.max((small & real).to(tl.int32))
 
 
 @triton.jit
-def _gradient_of_sums(g_y, sums, z_sums, OPERAND: tl.constexpr):
+def _gradient_of_sums(g_y, sums, z_sums, P: tl.constexpr):
     """Return gradients of sums and z_sums from that of log_y = log(sums / z_sums); 0 for empty sums."""
     g_sums = tl.where(sums == 0.0, 0.0, g_y / tl.where(sums == 0.0, 1.0, sums))
-    return g_sums.to(OPERAND), tl.where(z_sums == 0.0, 0.0, -tl.sum(g_y, 1) / tl.where(z_sums == 0.0, 1.0, z_sums))
+    g_z_sums = tl.where(z_sums == 0.0, 0.0, -tl.sum(g_y, 1) / tl.where(z_sums == 0.0, 1.0, z_sums))
+    return g_sums.to(P.OPERAND), g_z_sums

@@ -1,0 +1,201 @@
+"""What the kernels take, in bundles, and how they read and write tokens.
+
+A member that is None is so at compile time: a kernel without gates, say, has no code for them.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for. Dimensions of products are powers of two, and at least 16."""
+
+    CAUSAL: bool
+    D_K: int
+    D_V: int
+    D_F: int
+    """Gates of a token: D_K, 1, or 0 without gates."""
+    BK: int
+    """Features of a key, as a dimension of products."""
+    BV: int
+    """Value columns of a program."""
+    BLOCKS: int
+    """Programs of a head."""
+    C: int
+    """Tokens of a chunk."""
+    OPERAND: Any
+    """The type of operands of products."""
+    ACC: Any
+    """The type of sums."""
+    PRECISION: str
+    STAGES: int
+    CERTAIN: float
+    """The least sum that is certain."""
+    REACH: float
+    """The most that a feature can forget in a chunk."""
+    SHRINKS: int
+    """By how many powers of two a frame can become smaller after a chunk, besides by the gates of features."""
+    SPAN: int
+    """Slots of M that a float64 state takes."""
+    Z_SPAN: int
+    """The same of z."""
+    PART: int
+    """Tokens that the exact backward pass steps through from one state."""
+
+
+class Tokens(NamedTuple):
+    """A tensor (B, H, T, D)."""
+
+    at: Any
+    strides: tuple[int, ...]
+    """Of B, H and T; that of D is 1."""
+
+
+class Rows(NamedTuple):
+    """A head of a tensor (B, H, T, D)."""
+
+    at: Any
+    stride: Any
+    """From a token to the next."""
+
+
+class Given(NamedTuple):
+    """The arguments of the operator."""
+
+    q: Any
+    k: Any
+    log_v: Any
+    log_f: Any
+    log_s: Any
+    log_z: Any
+    H: int
+    T: int
+    S: int
+
+
+class Found(NamedTuple):
+    """Its results, or their gradients."""
+
+    log_y: Any
+    log_s: Any
+    log_z: Any
+
+
+class Saved(NamedTuple):
+    """For the backward pass: the state before each chunk and its frames."""
+
+    M: Any
+    z: Any
+    key: Any
+    value: Any
+    slots: Any
+
+
+class Gradients(NamedTuple):
+    """Gradients of `Given`."""
+
+    q: Any
+    k: Any
+    log_v: Any
+    log_f: Any
+    log_s: Any
+    log_z: Any
+
+
+class Place(NamedTuple):
+    """What a program computes."""
+
+    g: Any
+    """A head, counted through (B, H)."""
+    block: Any
+    """A block of value columns, counted."""
+    d: Any
+    """(BK,): features."""
+    e: Any
+    """(BV,): the value columns."""
+    part: Any
+    """The first head in the block's part of a sum over blocks."""
+
+
+@triton.jit
+def place_of(P: tl.constexpr):
+    """Return the program's `Place`."""
+    g, block = (tl.program_id(0) // P.BLOCKS).to(tl.int64), tl.program_id(0) % P.BLOCKS
+    part = block * (tl.num_programs(0) // P.BLOCKS).to(tl.int64)
+    return Place(g, block, tl.arange(0, P.BK), block * P.BV + tl.arange(0, P.BV), part)
+
+
+@triton.jit
+def head_of(x, g, H):
+    """Head g of the tensor x, None of None."""
+    if x is None:
+        return None
+    else:
+        return Rows(x.at + (g // H) * x.strides[0] + (g % H) * x.strides[1], x.strides[2])
+
+
+@triton.jit
+def packed_head(x, g, T, H, D: tl.constexpr):
+    """The same of a tensor that lies in memory as (B, T, H, D)."""
+    return Rows(x + ((g // H) * T * H + g % H) * D, H * D)
+
+
+@triton.jit
+def heads_of(x, g, P: tl.constexpr):
+    """Head g of all arguments."""
+    q, k, log_v, log_f = head_of(x.q, g, x.H), head_of(x.k, g, x.H), head_of(x.log_v, g, x.H), head_of(x.log_f, g, x.H)
+    log_s, log_z = x.log_s, x.log_z
+    if x.log_s is not None:
+        log_s, log_z = log_s + g * P.D_K * P.D_V, log_z + g * P.D_K
+    return Given(q, k, log_v, log_f, log_s, log_z, x.H, x.T, x.S)
+
+
+@triton.jit
+def gradients_of(to, x, at, P: tl.constexpr):
+    """Head g of all gradients, and the program's part of those that are sums over all values."""
+    q = packed_head(to.q + at.part * x.T * P.D_K, at.g, x.T, x.H, P.D_K)
+    k = packed_head(to.k + at.part * x.S * P.D_K, at.g, x.S, x.H, P.D_K)
+    log_v, log_f, log_s, log_z = packed_head(to.log_v, at.g, x.S, x.H, P.D_V), None, to.log_s, to.log_z
+    if to.log_f is not None:
+        log_f = packed_head(to.log_f + at.part * x.S * P.D_F, at.g, x.S, x.H, P.D_F)
+    if x.log_s is not None:
+        log_s, log_z = log_s + at.g * P.D_K * P.D_V, log_z + (at.part + at.g) * P.D_K
+    return Gradients(q, k, log_v, log_f, log_s, log_z)
+
+
+@triton.jit
+def load_chunk(head, n, length, column, fill, D: tl.constexpr, P: tl.constexpr):
+    """Tokens of chunk n of a head, some of its D columns: (C, columns); `fill` where there is none."""
+    rows = tl.arange(0, P.C)
+    token = head.at + n * P.C * tl.cast(head.stride, tl.int64)
+    here = (n * P.C + rows < length)[:, None] & (column < D)[None, :]
+    return tl.load(token + rows[:, None] * head.stride + column[None, :], mask=here, other=fill).to(P.ACC)
+
+
+@triton.jit
+def store_chunk(x, head, n, length, column, D: tl.constexpr, P: tl.constexpr):
+    """Undo `load_chunk`."""
+    rows = tl.arange(0, P.C)
+    token = head.at + n * P.C * tl.cast(head.stride, tl.int64)
+    here = (n * P.C + rows < length)[:, None] & (column < D)[None, :]
+    tl.store(token + rows[:, None] * head.stride + column[None, :], x.to(head.at.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def empty(fill, dtype: tl.constexpr, P: tl.constexpr):
+    """A state (BK, BV) and its normalizer's column (BK,), everywhere `fill`."""
+    BK: tl.constexpr = P.BK
+    BV: tl.constexpr = P.BV
+    return tl.full((BK, BV), fill, dtype), tl.full((BK,), fill, dtype)
+
+
+@triton.jit
+def any_of(flags, count):
+    """Whether one of `count` flags in memory is set."""
+    found = 0
+    for start in range(0, count, 1024):
+        at = start + tl.arange(0, 1024)
+        found |= tl.max(tl.load(flags + at, mask=at < count, other=0).to(tl.int32), 0)
+    return found
