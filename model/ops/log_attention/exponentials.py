@@ -11,7 +11,6 @@ from model.ops.gates import HEAD_REACH, NO_GATES, REACH, Gates, gates_of, sums_o
 from model.ops.log_attention.chunks import blocks, chunk_size, maxima, split
 from model.ops.log_attention.frames import FAR, LN2, finite, frame_above, scaled_exp
 
-
 _LARGEST_STEP = {torch.float32: 20, torch.float64: 33}  # binary digits by which the frame of a chunk may shrink
 
 

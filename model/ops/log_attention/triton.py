@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.derivatives import refuse_second_order, refuse_transforms
+from model.ops.gates import REACH
 from model.ops.log_attention.chunked import NAMES
 from model.ops.log_attention.chunks import chunk_size
 from model.ops.log_attention.frames import CERTAIN
-from model.ops.gates import REACH
 from model.ops.log_attention.repair import Fallback
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
 from model.ops.log_attention.triton_arguments import Constants, Found, Given, Gradients, Saved, Tokens
