@@ -87,8 +87,8 @@ def test_fakes_have_the_strides_of_results(T):
     q, k, log_v = (part.transpose(1, 2) for part in x.split(5, dim=-1))
     results = _attend(q, k, log_v, None, narrow, True, True)
     calls = [
-        (_attend, (q, k, log_v, narrow, True, True)),
-        (_attend_backward, (log_v, narrow, q, k, log_v, narrow, *results, True)),
+        (_attend, (q, k, log_v, None, narrow, True, True)),
+        (_attend_backward, (log_v, narrow, q, k, log_v, None, narrow, *results, True)),
         (_recur, (s, s, s[:, 0].clone())),
         (_recur_backward, (s, s, s, s[:, 0].clone(), s)),
         (_summed_loss, (torch.randn(7, 3), torch.randn(4, 3), torch.zeros(7, dtype=torch.int64), True)),
