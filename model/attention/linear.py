@@ -8,7 +8,7 @@ from model.attention.base import AttentionSettings, MultiHeadAttention, chunked_
 from model.ops.linear_attention import CHUNK, LinearAttentionState, linear_attention, naive_linear_attention
 
 
-class LinearConfig(AttentionSettings):
+class LinearConfig(AttentionSettings, defaults="model/attention/linear"):
     """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in time linear in the sequence length."""
 
     name: Literal["linear"]
@@ -26,6 +26,8 @@ class LinearAttention(MultiHeadAttention):
     Queries and keys are rotated before phi, so that weights stay positive and add up to 1. They do not if phi's result
     is rotated (Su et al. 2021, eq. 19).
     """
+
+    resets = True
 
     def attend(
         self,
