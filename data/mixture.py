@@ -32,13 +32,19 @@ Weights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
 
 class DataConfig(Settings, defaults="train:data"):
-    """How much of each set of the dataset is read."""
+    """What is read of the dataset, and how."""
 
     mixture: Weights | None
     """Weights of the dataset's sets, such as {Pile-CC: 2, Github: 0.5}. A set's share of the sequences is its weight
     times its windows, divided by the sum of that over all sets. Sets that are not named have weight 1; 0 leaves a set
     out. A window of seq_len tokens belongs to the set that most of its tokens are from. null: the corpus as it is,
     every window once an epoch."""
+    document_reset: bool
+    """Whether the documents of a window don't see each other: the <|endoftext|> that ends one begins the next."""
+
+    def reset_at(self, eot_id: int) -> int | None:
+        """The token at which documents begin that do not see those before, if there is one."""
+        return eot_id if self.document_reset else None
 
 
 class Mixture:

@@ -74,7 +74,7 @@ def context_losses(
 def _read(stream: TokenStream, windows: list[Window]) -> tuple[Tensor, Tensor]:
     """Token ids and targets of windows side by side, int64 (B, T); shorter ones are padded."""
     longest = max(length for _, length in windows)
-    token_ids = torch.full((len(windows), longest), stream.eot_id)
+    token_ids = torch.zeros(len(windows), longest, dtype=torch.int64)
     targets = torch.full((len(windows), longest), IGNORED)
     for row, (begin, n) in enumerate(windows):
         tokens = torch.from_numpy(stream.read(begin, begin + n + 1))

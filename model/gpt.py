@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
@@ -18,7 +19,8 @@ from model.attention import AttentionConfig
 from model.attention.base import Attention
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
-from model.position import PositionConfig, Rotation
+from model.position import Order, PositionConfig
+from model.state import cat_states, select_rows
 
 _LARGEST_SIZE = 2**24
 _NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": partial(nn.RMSNorm, eps=1e-6)}
@@ -46,11 +48,9 @@ class GLUBlock(nn.Module):
         self.gate = nn.Linear(attention.n_out, 2 * n_embd)
         self.proj = nn.Linear(n_embd, n_embd, bias=False)
 
-    def forward(
-        self, x: Tensor, rotation: Rotation | None, state: Any = None, return_state: bool = False
-    ) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_embd), and the attention's state."""
-        a, state = self.attention(self.norm(x), rotation, state, return_state)
+        a, state = self.attention(self.norm(x), order, state, return_state)
         return x + gated_linear(self.gate(a), self.proj.weight), state
 
 
@@ -82,11 +82,9 @@ class MLPBlock(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def forward(
-        self, x: Tensor, rotation: Rotation | None, state: Any = None, return_state: bool = False
-    ) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_embd), and the attention's state."""
-        a, state = self.attention(self.norm_attention(x), rotation, state, return_state)
+        a, state = self.attention(self.norm_attention(x), order, state, return_state)
         x = x + self.proj(a)
         return x + self.down(self.activation(self.up(self.norm_mlp(x)))), state
 
@@ -170,7 +168,7 @@ class GPTConfig(Settings):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "GPTConfig":
-        pattern = {f"attention_pattern.{i}": item for i, item in enumerate(self.attention_pattern or [])}
+        pattern = self._pattern
         parts = {"attention": self.attention, **pattern, "block": self.block, "position": self.position}
         for part, settings in parts.items():
             for name, value in settings:
@@ -190,12 +188,23 @@ class GPTConfig(Settings):
             raise ValueError(
                 f"attention_pattern has {len(pattern)} items for n_layer={self.n_layer}: use at most one for each layer"
             )
-        for part, layer in (pattern or {"attention": self.attention}).items():
+        self._check_layers(self._check_attention)
+        return self
+
+    def check_documents(self) -> None:
+        """Raise ValueError if the attention of a layer cannot keep documents apart."""
+        self._check_layers(lambda layer: layer.check_documents())
+
+    def _check_layers(self, check: Callable[[AttentionConfig], None]) -> None:
+        for part, layer in (self._pattern or {"attention": self.attention}).items():
             try:
-                self._check_attention(layer)
+                check(layer)
             except ValueError as error:
                 raise ValueError(f"{part}: {error}") from None
-        return self
+
+    @property
+    def _pattern(self) -> dict[str, AttentionConfig]:
+        return {f"attention_pattern.{i}": item for i, item in enumerate(self.attention_pattern or [])}
 
     def _check_attention(self, layer: AttentionConfig) -> None:
         """Raise ValueError if a layer's mechanism does not fit the other settings."""
@@ -255,9 +264,19 @@ class GPTState(NamedTuple):
 class GPT(nn.Module):
     """A GPT language model. `state_dict()` holds only parameters; state is passed and returned."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, eot_id: int | None = None) -> None:
+        """Create the model.
+
+        Args:
+            eot_id: the token at which a document begins that does not see those before; None: there is none.
+
+        Raises:
+            ValueError: attention cannot keep documents apart.
+        """
         super().__init__()
-        self.config = config
+        if eot_id is not None:
+            config.check_documents()
+        self.config, self.eot_id = config, eot_id
         self.embed = nn.Embedding(config.n_vocab_padded, config.n_embd)
         bound = config.n_embd**-0.5
         nn.init.uniform_(self.embed.weight, -bound, bound)
@@ -309,13 +328,43 @@ class GPT(nn.Module):
         """
         if token_ids.shape[1] == 0:
             raise ValueError(f"token_ids of shape {tuple(token_ids.shape)} contain no tokens: pass at least one")
+        starts = None
+        if self.eot_id is not None:
+            starts = token_ids == self.eot_id
+            if state is not None or return_state:
+                return self._by_documents(token_ids, starts, state)
+        return self._features(token_ids, starts, state, return_state)
+
+    def _features(
+        self, token_ids: Tensor, starts: Tensor | None, state: GPTState | None, return_state: bool
+    ) -> tuple[Tensor, GPTState]:
         position, layers = state or (None, (None,) * len(self.blocks))
-        x, rotation, position = self.position(self.embed(token_ids), position)  # (B, T, n_embd)
-        after = []
+        x, rotation, position = self.position(self.embed(token_ids), position, starts)  # (B, T, n_embd)
+        after, order = [], Order(rotation, starts)
         for block, layer in zip(self.blocks, layers, strict=True):
-            x, layer = block(x, rotation, layer, return_state)
+            x, layer = block(x, order, layer, return_state)
             after.append(layer)
         return self.norm(x), GPTState(position, tuple(after))
+
+    def _by_documents(self, token_ids: Tensor, starts: Tensor, state: GPTState | None) -> tuple[Tensor, GPTState]:
+        """Compute `features` with a state, piece by piece: no document starts within a piece."""
+        borders = sorted({0, *starts.any(0).nonzero().flatten().tolist()})
+        outputs = []
+        for ids, start in zip(*(x.tensor_split(borders[1:], dim=1) for x in (token_ids, starts)), strict=True):
+            x, state = self._piece(ids, start[:, 0].tolist(), state)
+            outputs.append(x)
+        assert state is not None
+        return torch.cat(outputs, dim=1), state
+
+    def _piece(self, token_ids: Tensor, fresh: list[bool], state: GPTState | None) -> tuple[Tensor, GPTState]:
+        """Compute `features` with a state that `fresh` rows do not continue."""
+        if state is None or all(fresh) or not any(fresh):
+            return self._features(token_ids, None, None if any(fresh) else state, True)
+        going_on, new = ([row for row, is_new in enumerate(fresh) if is_new == kind] for kind in (False, True))
+        old_x, old = self._features(token_ids[going_on], None, select_rows(state, going_on), True)
+        new_x, young = self._features(token_ids[new], None, None, True)
+        order = sorted(range(len(fresh)), key=(going_on + new).__getitem__)
+        return torch.cat([old_x, new_x])[order], select_rows(cat_states([old, young]), order)
 
     def token_losses(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 for negative targets."""

@@ -2,10 +2,11 @@
 
 A position is a module with
 
-    forward(x (B, T, n_embd), state=None) -> (x, rotation or None, state)
+    forward(x (B, T, n_embd), state=None, starts=None) -> (x, rotation or None, state)
 
 Attention rotates its queries and keys by `rotation`. The state is what the module needs to know about earlier tokens: a
-value with an entry for each row of a batch, since rows may be at different positions.
+value with an entry for each row of a batch, since rows may be at different positions. `starts` are those of `Order`;
+the state that is returned with them is of no use.
 """
 
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from common.settings import Settings
+from model.ops.documents import document_positions
 from model.ops.log_recurrence import log_recurrence
 
 
@@ -26,6 +28,18 @@ class Rotation(NamedTuple):
     """(T, head_dim / 2), or (B or 1, T, head_dim / 2); float32 or float64."""
     sin: Tensor
     """The same."""
+
+
+class Order(NamedTuple):
+    """What attention is told about the order of the tokens."""
+
+    rotation: Rotation | None = None
+    starts: Tensor | None = None
+    """(B, T), bool: the first tokens of documents that do not see those before. Only without state. None: there are
+    none."""
+
+
+NO_ORDER = Order()
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -97,9 +111,15 @@ class LogRecurrencePosition(nn.Module):
         super().__init__()
         self.dense = nn.Linear(n_embd, 2 * n_embd)
 
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, None, Tensor]:
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, None, Tensor]:
         p, h = self.dense(x).chunk(2, dim=-1)
-        s, state = log_recurrence(logsigmoid(p), h, state=state, return_state=True)
+        log_p = logsigmoid(p)
+        if starts is not None:  # a document's first step is from s = 0
+            first = starts.unsqueeze(-1)
+            h, log_p = torch.logaddexp(log_p, h).where(first, h), log_p.masked_fill(first, -torch.inf)
+        s, state = log_recurrence(log_p, h, state=state, return_state=True)
         return x + s, None, state
 
 
@@ -111,7 +131,9 @@ class LearnedPosition(nn.Module):
         self.embed = nn.Embedding(max_len, n_embd)
         nn.init.normal_(self.embed.weight, std=0.02)
 
-    def forward(self, x: Tensor, state: tuple[int, ...] | None = None) -> tuple[Tensor, None, tuple[int, ...]]:
+    def forward(
+        self, x: Tensor, state: tuple[int, ...] | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, None, tuple[int, ...]]:
         """Raises ValueError if a sequence, including earlier tokens, has more tokens than positions."""
         T, limit = x.shape[1], self.embed.num_embeddings
         lengths = _lengths_after(x, state)
@@ -119,6 +141,8 @@ class LearnedPosition(nn.Module):
             raise ValueError(
                 f"{max(lengths)} tokens are more than the model's {limit} learned positions: use a shorter sequence"
             )
+        if starts is not None:
+            return x + self.embed(document_positions(starts)), None, lengths
         # A slice has a faster backward pass than an index.
         rows = positions(lengths, T, x.device) if len(set(lengths)) > 1 else slice(lengths[0] - T, lengths[0])
         return x + self.embed.weight[rows], None, lengths
@@ -131,19 +155,21 @@ class RotaryPosition(nn.Module):
         super().__init__()
         self.query_dim, self.base = query_dim, base
 
-    def forward(self, x: Tensor, state: tuple[int, ...] | None = None) -> tuple[Tensor, Rotation, tuple[int, ...]]:
+    def forward(
+        self, x: Tensor, state: tuple[int, ...] | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, Rotation, tuple[int, ...]]:
         dtype = torch.promote_types(x.dtype, torch.float32)
         pair = torch.arange(0, self.query_dim, 2, dtype=dtype, device=x.device)
         lengths = _lengths_after(x, state)
-        position = positions(lengths, x.shape[1], x.device).to(dtype)
-        angle = position.unsqueeze(-1) * self.base ** (-pair / self.query_dim)  # (B or 1, T, query_dim / 2)
+        position = positions(lengths, x.shape[1], x.device) if starts is None else document_positions(starts)
+        angle = position.to(dtype).unsqueeze(-1) * self.base ** (-pair / self.query_dim)  # (B or 1, T, query_dim / 2)
         return x, Rotation(angle.cos(), angle.sin()), lengths
 
 
 class NoPosition(nn.Module):
     """Does not change x."""
 
-    def forward(self, x: Tensor, state: None = None) -> tuple[Tensor, None, None]:
+    def forward(self, x: Tensor, state: None = None, starts: Tensor | None = None) -> tuple[Tensor, None, None]:
         return x, None, None
 
 

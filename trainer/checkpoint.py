@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -89,9 +89,15 @@ class TrainState(Settings):
     seed: int = Field(ge=0, lt=2**63)
     seq_len: int = Field(ge=1, le=2**24)
     batch_tokens: int = Field(ge=1, le=2**48)
-    data: DataConfig = DataConfig(mixture=None)
+    data: DataConfig = DataConfig(mixture=None, document_reset=False)
     dataset_dir: Path
     dataset_fingerprint: str
+
+    @model_validator(mode="after")
+    def _documents_fit(self) -> "TrainState":
+        if self.data.document_reset:
+            self.model.check_documents()
+        return self
 
 
 @dataclass(frozen=True)
@@ -221,11 +227,11 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
         UserError: there is no checkpoint, a file is damaged, or the tokenizer has more ids than the model.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_model(path)
+    state, tokenizer = checkpoint.state, load_tokenizer(checkpoint.path / "tokenizer.json")
     with torch.device("meta"):
-        gpt = GPT(checkpoint.state.model)
+        gpt = GPT(state.model, state.data.reset_at(tokenizer.eot_id))
     expected: Expected = {name: (value.shape, _FLOATS) for name, value in gpt.state_dict().items()}
     gpt.load_state_dict(checkpoint.tensors("model", expected), assign=True)
-    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     if tokenizer.n_vocab > gpt.config.n_vocab:
         raise UserError(
             f"{checkpoint.path} has a tokenizer of {tokenizer.n_vocab} ids for a model of {gpt.config.n_vocab}: "

@@ -91,6 +91,8 @@ class TrainConfig(Settings, defaults="train"):
         n_global = max(getattr(layer, "n_global", 0) for layer in self.model.layers)
         if n_global > self.seq_len:
             raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")
+        if self.data.document_reset:
+            self.model.check_documents()
         if self.schedule.warmup_steps > self.max_steps:
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than max_steps={self.max_steps}: lower it"

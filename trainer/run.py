@@ -79,7 +79,8 @@ class Run:
                 f"run_dir={config.run_dir} holds a run, and resume=never: choose another run_dir, or resume=auto"
             )
         torch.manual_seed(config.seed)
-        self.gpt = GPT(config.model).to(self.runtime.param_dtype)
+        eot_id = config.data.reset_at(self.tokenizer.eot_id)
+        self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
         seed_process(f"{config.seed} 0 {world.rank}")
         summed_loss = SummedLoss(self.gpt)
         whole: list[nn.Module] = [summed_loss]

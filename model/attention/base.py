@@ -11,7 +11,7 @@ from torch.nn.functional import rms_norm, sigmoid, silu
 from common.settings import Settings
 from model.attention.decay import Decay
 from model.ops.causal_conv import causal_conv
-from model.position import Rotation, rotate
+from model.position import NO_ORDER, Order, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
 _GATES = {"silu": silu, "sigmoid": sigmoid}
@@ -41,6 +41,9 @@ class AttentionSettings(Settings, defaults="attention_parts"):
 
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
         """Raise a ValueError of one line if the mechanism does not fit a model of these sizes."""
+
+    def check_documents(self) -> None:
+        """Raise a ValueError of one line if the mechanism cannot keep documents apart."""
 
     def query_dim(self, head_dim: int) -> int:
         """Return the number of features in a head's queries, which rotary positions rotate in pairs."""
@@ -72,9 +75,11 @@ class Attention(nn.Module):
 
     attend: Callable[..., tuple[Tensor, Any]]
     """(q, k, v, state, return_state) -> results (B, n_head, T, features) and, if `return_state`, the state. Mechanisms
-    with gates have one more argument, log_f."""
+    with gates have one more argument, log_f, and those without `resets` have `starts`, that of Order."""
     naive_attend: Callable[..., Tensor]
     """(q, k, v) or (q, k, v, log_f) -> the same results, from the equation in the source."""
+    resets = False
+    """Whether log_f = -inf makes a token the first of a document."""
 
     def __init__(self, n_embd: int, n_head: int, n_out: int, n_qkv: int) -> None:
         """Args: `n_out`, features returned for all heads; `n_qkv`, features of all queries, keys and values."""
@@ -104,16 +109,21 @@ class Attention(nn.Module):
             self.decay = Decay(settings.decay, n_embd, self.n_head, query_dim)  # type: ignore[attr-defined]
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None = None, state: Any = None, return_state: bool = False
+        self, x: Tensor, order: Order = NO_ORDER, state: Any = None, return_state: bool = False
     ) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_out), and with `return_state` the state for the tokens that follow, else None.
 
-        `rotation` rotates queries and keys. `state` is what an earlier call returned for the tokens before these. A
-        state is a value: the call does not change it, and model/state.py batches the rows of several states.
+        `state` is what an earlier call returned for the tokens before these. A state is a value: the call does not
+        change it, and model/state.py batches the rows of several states.
+
+        Raises:
+            ValueError: documents start, and there is a state, or one is wanted.
         """
+        if order.starts is not None and (return_state or state is not None):
+            raise ValueError("order.starts cannot be used with a state: pass each document by itself")
         seen, state = state if self.conv is not None and state is not None else (None, state)
-        features, seen = self.features(x, seen)
-        y, state = self.mix(x, features, rotation, state, return_state)
+        features, seen = self.features(x, seen, order.starts)
+        y, state = self.mix(x, features, order, state, return_state)
         y = self._finish(x, y)
         if not return_state:
             return y, None
@@ -123,25 +133,30 @@ class Attention(nn.Module):
         """Compute `forward` from the equation in the source, for a text from its beginning."""
         return self._finish(x, self.naive_mix(x, self.features(x)[0], rotation))
 
-    def features(self, x: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def features(
+        self, x: Tensor, seen: Tensor | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs for later tokens."""
         features = self.qkv(x)
-        return (features, None) if self.conv is None else causal_conv(features, self.conv, seen)
+        return (features, None) if self.conv is None else causal_conv(features, self.conv, seen, starts)
 
-    def mix(
-        self, x: Tensor, features: Tensor, rotation: Rotation | None, state: Any, return_state: bool
-    ) -> tuple[Tensor, Any]:
+    def mix(self, x: Tensor, features: Tensor, order: Order, state: Any, return_state: bool) -> tuple[Tensor, Any]:
         """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""
-        y, state = self.attend(*self.project(features, rotation), state, return_state, **self.gates(x))
-        return self.join(y, rotation), state
+        qkv = self.project(features, order.rotation)
+        y, state = self.attend(*qkv, state, return_state, **self.gates(x, order.starts))
+        return self.join(y, order.rotation), state
 
     def naive_mix(self, x: Tensor, features: Tensor, rotation: Rotation | None) -> Tensor:
         """Compute `mix` from the equation in the source."""
         return self.join(self.naive_attend(*self.project(features, rotation), **self.gates(x)), rotation)
 
-    def gates(self, x: Tensor) -> dict[str, Tensor]:
-        """The argument log_f of `attend`, if the mechanism forgets."""
-        return {} if self.decay is None else {"log_f": self.decay(x)}
+    def gates(self, x: Tensor, starts: Tensor | None = None) -> dict[str, Tensor]:
+        """The arguments log_f and starts of `attend`: what is forgotten of earlier tokens, if anything is."""
+        log_f = None if self.decay is None else self.decay(x)
+        if starts is not None and self.resets:
+            log_f = x.new_zeros(len(x), self.n_head, x.shape[1], 1) if log_f is None else log_f
+            log_f, starts = log_f.masked_fill(starts[:, None, :, None], -torch.inf), None
+        return {name: value for name, value in (("log_f", log_f), ("starts", starts)) if value is not None}
 
     def _finish(self, x: Tensor, y: Tensor) -> Tensor:
         """Apply norm and gate to the result (B, T, n_out)."""

@@ -27,6 +27,8 @@ class LinearAttention(MultiHeadAttention):
     is rotated (Su et al. 2021, eq. 19).
     """
 
+    resets = True
+
     def attend(
         self,
         q: Tensor,

@@ -49,6 +49,8 @@ class LogSpaceSignedConfig(_Sizes, defaults="model/attention/log_space_signed"):
 class LogSpaceAttention(Attention):
     """Causal log-space attention. Its result is log_y: it stays in log space."""
 
+    resets = True
+
     def __init__(self, n_embd: int, n_head: int, d_key: int, d_val: int) -> None:
         super().__init__(n_embd, n_head, n_head * d_val, n_head * (2 * d_key + d_val))
         self.d_key, self.d_val = d_key, d_val

@@ -11,7 +11,7 @@ from model.attention.base import GroupedSettings
 from model.attention.cache import SparseCache
 from model.attention.sparse import LARGEST, SparseAttention
 from model.ops.sparse_attention import longformer
-from model.position import Rotation, positions
+from model.position import Order, Rotation, positions
 
 
 class LongformerConfig(GroupedSettings, defaults="model/attention/longformer"):
@@ -22,6 +22,12 @@ class LongformerConfig(GroupedSettings, defaults="model/attention/longformer"):
     """Keys that a query attends to, including its own."""
     n_global: int = Field(ge=1, le=LARGEST)
     """Tokens at the beginning that all later tokens attend to as well."""
+
+    def check_documents(self) -> None:
+        raise ValueError(
+            "longformer's global tokens are the first of a window, not of a document: "
+            "use another attention with data.document_reset=true"
+        )
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LongformerAttention":
         return LongformerAttention(n_embd, n_head, head_dim, self.n_kv_head, self.window, self.n_global)
@@ -54,10 +60,8 @@ class LongformerAttention(SparseAttention):
         self.qkv_global = nn.Linear(self.qkv.in_features, self.qkv.out_features)
         self.qkv_global.load_state_dict(self.qkv.state_dict())
 
-    def mix(
-        self, x: Tensor, features: Tensor, rotation: Rotation | None, state: Any, return_state: bool
-    ) -> tuple[Tensor, Any]:
-        T = x.shape[1]
+    def mix(self, x: Tensor, features: Tensor, order: Order, state: Any, return_state: bool) -> tuple[Tensor, Any]:
+        T, rotation = x.shape[1], order.rotation
         earlier: Any = state or (None, None, None)
         local, k_g, v_g = earlier
         y, after = self.attend(*self.project(features, rotation), local, return_state)

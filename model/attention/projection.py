@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import KVCache
+from model.ops.documents import document_mask
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.position import Rotation, rotate
 
@@ -63,11 +64,17 @@ class ProjectionAttention(MultiHeadAttention):
         return torch.full((self.n_head,), self.first_sigma, dtype=dtype, device=weight.device)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: KVCache | None,
+        return_state: bool,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, KVCache | None]:
         q, k = inner_queries(q, self.sigma), inner_keys(k)  # (B, H, T, D'), (B, H_kv, T, D')
         v = padded_values(v) if self.own_values else k[..., :0]  # keys are cached once
-        mask, after = None, None
+        mask, after = None if starts is None else document_mask(starts), None
         if state is not None:
             after, k, v, mask = state.append(k, v)
         elif return_state:
@@ -77,7 +84,7 @@ class ProjectionAttention(MultiHeadAttention):
             k,
             v if self.own_values else k,
             attn_mask=mask,
-            is_causal=state is None,
+            is_causal=state is None and starts is None,
             scale=1.0,
             enable_gqa=self.grouped,
         )

@@ -14,6 +14,7 @@ from common.console import say_once
 from common.settings import UserError
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import KVCache
+from model.ops.documents import document_mask
 from model.ops.gates import forgotten
 from model.ops.sparse_attention import masked_attention
 
@@ -38,12 +39,19 @@ class SoftmaxConfig(GroupedSettings, defaults="model/attention/softmax"):
     kernel: Literal["auto", "flash", "efficient", "cudnn", "math"]
     """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding always uses auto."""
 
+    def check_documents(self) -> None:
+        if self.kernel != "auto":
+            raise ValueError(f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask: use auto")
+
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":
         return SoftmaxAttention(n_embd, n_head, head_dim, self.n_kv_head, self.kernel)
 
 
 class SoftmaxAttention(MultiHeadAttention):
-    """Causal softmax attention; its state is a cache of keys and values."""
+    """Causal softmax attention; its state is a cache of keys and values.
+
+    Several documents in a window take a mask (B, 1, T, T), on GPUs too: masked keys cost as much as others.
+    """
 
     def __init__(
         self, n_embd: int, n_head: int, head_dim: int, n_kv_head: int | None = None, kernel: str = "auto"
@@ -52,10 +60,20 @@ class SoftmaxAttention(MultiHeadAttention):
         self.kernel = kernel
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, log_f: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Any,
+        return_state: bool,
+        log_f: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
+        mask = None if starts is None else document_mask(starts)
         if log_f is not None:
-            return self._attend_and_forget(q, k, v, state, return_state, log_f)
+            return self._attend_and_forget(q, k, v, state, return_state, log_f, mask)
+        if mask is not None:
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped), None
         if state is not None:
             after, k, v, mask = state.append(k, v)
             return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped), after
@@ -65,7 +83,7 @@ class SoftmaxAttention(MultiHeadAttention):
         return y, KVCache.of(k, v) if return_state else None
 
     def _attend_and_forget(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, log_f: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, log_f: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Any]:
         """Add a_t - a_j to the scores, a being the sum of log_f over the text so far, by features of q and k.
 
@@ -82,12 +100,12 @@ class SoftmaxAttention(MultiHeadAttention):
         own, ones = torch.cat(parts, -1), torch.ones_like(q[..., :_PARTS])
         unused = -(q.shape[-1] + 2 * _PARTS) % _ALIGNED
         q, k = pad(torch.cat([q, own, ones], -1), (0, unused)), pad(torch.cat([k, ones, -own], -1), (0, unused))
-        v, mask = pad(v, (0, q.shape[-1] - v.shape[-1])), None
+        v, causal = pad(v, (0, q.shape[-1] - v.shape[-1])), cache is None and mask is None
         if cache is not None:
             after, k, v, mask = cache.append(k, v)
         else:
             after = KVCache.of(k, v) if return_state else None
-        y = scaled_dot_product_attention(q, k, v, mask, is_causal=cache is None, scale=self.head_dim**-0.5)
+        y = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.head_dim**-0.5)
         return y[..., : self.head_dim], (after, a[:, :, -1:])
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:

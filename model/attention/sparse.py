@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
+from model.ops.documents import document_mask, document_positions
 from model.ops.sparse_attention import Pattern, fixed, masked_attention, pattern_mask, sparse_attention, strided
 from model.position import positions
 
@@ -104,10 +105,21 @@ class SparseAttention(MultiHeadAttention):
             self.groups.append(HeadGroup([self.patterns[h] for h in heads], heads, kv_heads))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: tuple[SparseCache, ...] | None, return_state: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: tuple[SparseCache, ...] | None,
+        return_state: bool,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, tuple[SparseCache, ...] | None]:
+        """Several documents in a window take dense attention with a mask, whatever the pattern."""
         if state is not None:
             return self._continue(q, k, v, state)
+        if starts is not None:
+            t = document_positions(starts)
+            mask = pattern_mask(self.patterns, t, t) & document_mask(starts)  # (B, 1 or H, T, T)
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped), None
         y = sparse_attention(q, k, v, self.patterns)
         if not return_state:
             return y, None

@@ -1,5 +1,6 @@
 """eval.py's tables against a direct computation, token by token in float64; its picture; and what it refuses."""
 
+import itertools
 import json
 import math
 import random
@@ -15,6 +16,7 @@ from data.shards import TokenStream, read_manifest
 from inference.eval_report import draw_evaluation
 from inference.evaluate import EvaluateConfig, measure, open_evaluation, run_evaluation
 from inference.long_context import position_bins
+from model.gpt import GPT
 from trainer.checkpoint import load_model
 from trainer.distributed import World
 from trainer.loop import fit
@@ -91,6 +93,28 @@ def in_windows(gpt, tokens, length):
     for begin in range(0, len(tokens) - 1, length):
         found += enumerate(nats_of(gpt, tokens[begin : begin + length + 1]))
     return found
+
+
+@pytest.mark.parametrize("attention", [{"name": "log_space", "decay": "feature", "conv": 4}, {"name": "softmax"}])
+def test_documents_that_do_not_see_each_other(trained, sets_dir, attention):
+    """With the state carried through a text of many documents, and in windows: as each document alone."""
+    run_dir = trained({"data.document_reset": True, "model.attention": attention})
+    result = evaluated(run_dir, contexts=[40], context_windows=None, seq_len=40)
+    gpt, tokenizer = load_model(run_dir)
+    assert gpt.eot_id == tokenizer.eot_id
+    alone, tokens, found = GPT(gpt.config).double(), all_tokens(sets_dir), []
+    alone.load_state_dict(gpt.state_dict())
+    for begin in range(0, len(tokens) - 1, 40):
+        window = tokens[begin : begin + 41]
+        borders = sorted({0, *(window[:-1] == tokenizer.eot_id).nonzero().flatten().tolist(), len(window) - 1})
+        for first, last in itertools.pairwise(borders):
+            found += nats_of(alone, window[first : last + 1])
+    assert result["tokens"] == len(found) == len(tokens) - 1
+    assert (tokens == tokenizer.eot_id).sum() > len(tokens) / 40, "or documents rarely meet"
+    for losses in (result, result["contexts"][0]):
+        assert losses["loss"] == pytest.approx(sum(found) / len(found), rel=1e-11)
+    together = [nats for _, nats in in_windows(alone, tokens, 40)]
+    assert sum(together) != pytest.approx(sum(found), rel=1e-6)
 
 
 def assert_positions(bins, found):

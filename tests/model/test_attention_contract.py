@@ -18,7 +18,7 @@ from inference.generate import SamplingConfig, generate
 from model.attention import ATTENTION, AttentionConfig
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
-from model.position import RotaryPosition
+from model.position import Order, RotaryPosition
 from model.state import cat_states, select_rows
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
@@ -146,13 +146,17 @@ def rotation_of(case, x, rotary, before=None):
     return RotaryPosition(query_dim, 100.0)(x, before)[1]
 
 
+def order_of(case, x, rotary, before=None):
+    return Order(rotation_of(case, x, rotary, before))
+
+
 def read(module, case, x, pieces, rotary, state=None, before=0):
     """Outputs and state of a text that comes in pieces."""
     outputs = []
     for piece in x.split(pieces, dim=1):
         B, T, _ = piece.shape
         before = (before,) * B if isinstance(before, int) else before
-        y, state = module(piece, rotation_of(case, piece, rotary, before), state, return_state=True)
+        y, state = module(piece, order_of(case, piece, rotary, before), state, return_state=True)
         outputs.append(y)
         before = tuple(n + T for n in before)
     return torch.cat(outputs, dim=1), state
@@ -168,7 +172,7 @@ def test_outputs_and_gradients_are_the_definitions(case, T, rotary):
     module = build(case)
     x = text(T).requires_grad_()
     leaves = [x, *module.parameters()]
-    y = module(x, rotation_of(case, x, rotary))[0]
+    y = module(x, order_of(case, x, rotary))[0]
     wanted = module.naive(x, rotation_of(case, x, rotary))
     assert y.shape == (2, T, module.n_out)
     close(y, wanted)
@@ -216,7 +220,7 @@ def test_a_compiled_module_is_the_same(case):
 def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
     module, x, changed = build(case), text(70), text(70)
     changed[:, 40:] += 1
-    before, after = (module(x, rotation_of(case, x, rotary))[0] for x in (x, changed))
+    before, after = (module(x, order_of(case, x, rotary))[0] for x in (x, changed))
     close(before[:, :40], after[:, :40], atol=1e-13, rtol=0)
     assert not torch.allclose(before[:, 40], after[:, 40])
 
@@ -225,13 +229,13 @@ def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
 def test_a_text_in_pieces_is_the_whole(case, pieces, rotary, mode):
     module, x = build(case), text(70)
     with mode():
-        close(read(module, case, x, pieces, rotary)[0], module(x, rotation_of(case, x, rotary))[0])
+        close(read(module, case, x, pieces, rotary)[0], module(x, order_of(case, x, rotary))[0])
 
 
 @on_pairs(rotary=ROTARY)
 def test_gradients_through_a_state_are_those_of_the_whole(case, rotary):
     module, x = build(case), text(30).requires_grad_()
-    whole = module(x, rotation_of(case, x, rotary))[0]
+    whole = module(x, order_of(case, x, rotary))[0]
     found, expected = (
         torch.autograd.grad(y.square().sum(), [x, *module.parameters()], materialize_grads=True, allow_unused=True)
         for y in (read(module, case, x, [9, 1, 1, 12, 7], rotary)[0], whole)
@@ -245,7 +249,7 @@ def test_texts_of_different_lengths_in_a_batch_are_as_each_alone(case, rotary, m
     module, lengths = build(case), (3, 40, 1, 12)
     texts = [text(n + 20, B=1, seed=n) for n in lengths]
     with mode():
-        alone = [module(x, rotation_of(case, x, rotary))[0] for x in texts]
+        alone = [module(x, order_of(case, x, rotary))[0] for x in texts]
         states = [read(module, case, x[:, :-20], n, rotary)[1] for x, n in zip(texts, lengths, strict=True)]
         new = torch.cat([x[:, -20:] for x in texts])
         state, before = cat_states(states), lengths
@@ -351,6 +355,115 @@ def test_prompts_of_different_lengths_are_continued_as_each_alone(case, position
         for row, prompt in enumerate(prompts):
             whole = gpt(torch.cat([prompt, together[row]]).unsqueeze(0))
             close(logits[row], whole[0, -steps:])
+
+
+EOT = 10
+POSITIONS = [{"name": name} for name in ("log_recurrence", "learned", "rotary", "none")]
+RAGGED = [[5, 1, 2, 33, 17, 1, 30, 11], [64, 16, 20], [1, 99], [100]]
+"""Lengths of documents in a row of 100 tokens; the first is the end of a longer one."""
+
+
+def with_documents(case, position, eot_id=EOT):
+    """Return a model in which no part is still the identity; the weights do not depend on eot_id."""
+    gpt = GPT(gpt_config(attention=case, position=position, n_layer=2), eot_id).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.copy_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return gpt
+
+
+def packed(lengths, seed=0):
+    """Token ids (1, T + 1): every document but the first begins with EOT, and so does the one after the last."""
+    row = torch.randint(EOT, (sum(lengths) + 1,), generator=torch.Generator().manual_seed(seed))
+    row[list(itertools.accumulate(lengths))] = EOT
+    return row.unsqueeze(0)
+
+
+def keeps_documents_apart(case):
+    return case["name"] != "longformer" and case.get("kernel", "auto") == "auto"
+
+
+on_documents = [row for row in pairs(POSITIONS) if keeps_documents_apart(row[0])]
+on_documents = pytest.mark.parametrize(
+    ("case", "position"), on_documents, ids=[f"{id_of(case)}-{position['name']}" for case, position in on_documents]
+)
+
+
+@on_documents
+def test_a_document_has_the_losses_and_gradients_that_it_has_alone(case, position):
+    gpt, alone = with_documents(case, position), with_documents(case, position, eot_id=None)
+    ids = torch.cat([packed(lengths, seed) for seed, lengths in enumerate(RAGGED)])
+    found = gpt.token_losses(ids[:, :-1], ids[:, 1:])
+    wanted = torch.stack(
+        [
+            torch.cat(
+                [
+                    alone.token_losses(ids[row : row + 1, t - n : t], ids[row : row + 1, t - n + 1 : t + 1])[0]
+                    for n, t in zip(lengths, itertools.accumulate(lengths), strict=True)
+                ]
+            )
+            for row, lengths in enumerate(RAGGED)
+        ]
+    )
+    close(found, wanted)
+    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    gradients = [
+        torch.autograd.grad(losses, model.parameters(), g) for losses, model in ((found, gpt), (wanted, alone))
+    ]
+    for ours, theirs in zip(*gradients, strict=True):
+        close(ours, theirs)
+
+
+@on_documents
+def test_a_document_does_not_change_another(case, position):
+    lengths = RAGGED[0]
+    changed = slice(3 + sum(lengths[:3]), sum(lengths[:4]))
+    ids = packed(lengths)
+    other = ids.clone()
+    other[:, changed] = (other[:, changed] + 1) % EOT
+    same = torch.ones(sum(lengths), dtype=torch.bool)
+    same[changed.start - 1 : changed.stop] = False  # their losses, as targets and as inputs
+
+    def changes(eot_id):
+        gpt = with_documents(case, position, eot_id)
+        before, after = (gpt.token_losses(x[:, :-1], x[:, 1:])[0] for x in (ids, other))
+        return (before - after)[same].abs().max()
+
+    assert changes(EOT) <= 1e-13
+    if case.get("window") != 1:  # whose queries see no other token
+        assert changes(None) > 1e-13
+
+
+@on_documents
+def test_a_packed_text_in_pieces_is_the_whole(case, position):
+    gpt = with_documents(case, position)
+    ids = torch.cat([packed(lengths, seed) for seed, lengths in enumerate(RAGGED)])[:, :-1]
+    wanted = gpt.features(ids)[0]
+    for pieces in ([40, 1, 1, 22, 36], [100]):
+        state, outputs = None, []
+        for piece in ids.split(pieces, dim=1):
+            x, state = gpt.features(piece, state, return_state=True)
+            outputs.append(x)
+        close(torch.cat(outputs, dim=1), wanted)
+
+
+@each_variant
+def test_documents_are_refused_in_one_line_where_they_have_no_meaning(case):
+    if not keeps_documents_apart(case):
+        with pytest.raises(ValueError, match=r"^attention: (longformer's global|kernel=).*: use ") as error:
+            with_documents(case, {"name": "none"})
+        assert "\n" not in str(error.value)
+        return
+    x, starts = text(5), torch.ones(2, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match="starts cannot be used with a state"):
+        build(case)(x, Order(starts=starts), return_state=True)
+
+
+def test_a_compiled_model_keeps_documents_apart():
+    gpt, ids = with_documents({"name": "log_space", "conv": 4}, {"name": "rotary"}), packed(RAGGED[0])
+    compiled = torch.compile(gpt.token_losses, backend="eager", fullgraph=True)
+    close(compiled(ids[:, :-1], ids[:, 1:]), gpt.token_losses(ids[:, :-1], ids[:, 1:]))
 
 
 def pattern_of_all():

@@ -31,6 +31,21 @@ def test_equals_the_definition_with_state_and_all_gradients(T):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("T", [1, 2, 33, 500])
+def test_a_token_that_keeps_nothing_forgets_all_before(T):
+    """log_p = -inf, at borders of chunks too: as the definition, and as if the text began there with s = -inf."""
+    leaves = inputs(T)
+    with torch.no_grad():
+        leaves[0][:, [0, T // 2, 32 * (T // 33), T - 1]] = -torch.inf
+    got, wanted = (results_and_gradients(f, leaves) for f in (log_recurrence, naive_log_recurrence))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    log_p, h, _ = leaves
+    half = T // 2
+    fresh = log_recurrence(log_p[:, half:], h[:, half:], state=torch.full((2, 3), -torch.inf, dtype=torch.float64))
+    torch.testing.assert_close(got[0][:, half:], fresh, rtol=0, atol=1e-13)
+
+
 def test_numerical_gradients():
     leaves = inputs(5)
     assert torch.autograd.gradcheck(lambda p, h, s: log_recurrence(p, h, state=s, return_state=True), leaves)

@@ -6,6 +6,7 @@ import torch
 from common.settings import decode
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
+from model.position import Order
 from tools.report.attention_masks import PANELS, of_mechanisms, weights_and_masks, weights_of
 from trainer.loop import fit
 
@@ -25,8 +26,7 @@ def test_weights_times_values_are_the_result(title, position):
     gpt = gpt_of(PANELS[title][0], position)
     layer, x = gpt.blocks[0].attention, torch.randn(1, T, 32, dtype=torch.float64)
     _, rotation, _ = gpt.position(x)
-    project = layer.project
-    *_, v = project(x, rotation)  # (1, H, T, D)
+    *_, v = layer.project(layer.features(x)[0], rotation)  # (1, H, T, D)
     is_log = layer.__class__.__name__ == "LogSpaceAttention"
     y = weights_of(layer, x, rotation) @ (v.exp() if is_log else v)[0]
     if hasattr(layer, "n_global"):  # their values are their own
@@ -34,7 +34,7 @@ def test_weights_times_values_are_the_result(title, position):
         n = layer.n_global
         y[:, :n] = (weights_of(layer, x, rotation) @ v_global[0])[:, :n]
     y = (y.log() if is_log else y).transpose(0, 1).flatten(1)  # (T, H D)
-    torch.testing.assert_close(y, layer(x, rotation)[0][0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(y, layer(x, Order(rotation))[0][0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("title", PANELS)

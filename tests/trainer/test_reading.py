@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ import torch
 from common.settings import UserError, decode
 from data.loader import TrainBatches
 from data.prepare.dataset import PrepareConfig, prepare
-from trainer.checkpoint import newest, open_checkpoint
+from model.gpt import GPT
+from trainer.checkpoint import TrainState, newest, open_checkpoint
 from trainer.distributed import World
 from trainer.loop import fit
+from trainer.resume import new_state
 from trainer.run import Run
 from trainer.runtime import open_runtime
 
@@ -98,6 +101,62 @@ def test_the_mixture_on_the_command_line(command, tiny_args, sets_dir, tmp_path)
     assert result.status == 1
     assert result.err.count("\n") == 1
     assert "'Pile-CC', which is no set" in result.err
+
+
+SHORT = {"data.document_reset": True, "runtime.dtype": "float64", "batch_tokens": 4 * 250, "seq_len": 250}
+
+
+def test_a_step_learns_from_each_document_alone(tiny, sets_dir):
+    config = tiny({**SHORT, "dataset_dir": str(sets_dir)})
+    runtime = open_runtime(config.runtime)
+    run = Run(config, runtime, World(runtime.device))
+    torch.manual_seed(config.seed)
+    gpt, eot, nats = GPT(config.model).double(), run.tokenizer.eot_id, []
+    for token_ids, targets in run.share(0):
+        for ids, wanted in zip(token_ids, targets, strict=True):
+            borders = (ids == eot).nonzero().flatten().tolist()
+            pieces = zip(ids.tensor_split(borders), wanted.tensor_split(borders), strict=True)
+            nats += [gpt.summed_loss(x[None], y[None]) for x, y in pieces if len(x)]
+    loss = torch.stack(nats).sum() / (4 * 250)
+    assert len(nats) > 8
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in gpt.parameters()])
+    line = run.train_step()
+    assert (line["loss"], line["grad_norm"]) == (pytest.approx(loss.item(), rel=1e-11), pytest.approx(norm.item()))
+
+
+def test_a_run_keeps_documents_apart_or_not(command, tiny_args, tmp_path):
+    assert command("train", *tiny_args, "data.document_reset=true", "stop_at=2").status == 0
+    state = open_checkpoint(tmp_path / "run").state
+    assert state.data.document_reset
+    older = state.model_dump(mode="json") | {"data": {"mixture": None}}
+    assert not decode(TrainState, older).data.document_reset, "checkpoints from before the option have none"
+    result = command("train", *tiny_args, "stop_at=2")
+    assert "another run: data.document_reset=False (checkpoint: True)" in result.err
+    assert command("train", *tiny_args, "data.document_reset=true").status == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model.attention": {"name": "longformer"}},
+            "attention: longformer's global tokens are .*: use another attention",
+        ),
+        ({"model.attention_pattern": ["longformer"]}, "attention_pattern.0: longformer's global tokens"),
+        (
+            {"model.attention": {"name": "softmax", "kernel": "math"}},
+            "attention: kernel=math cannot .* a mask: use auto",
+        ),
+    ],
+)
+def test_attention_that_cannot_keep_documents_apart_is_refused(tiny, changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        tiny({"data.document_reset": True, **changes})
+    assert "\n" not in str(error.value)
+    state = new_state(tiny(changes), SimpleNamespace(fingerprint="")).model_dump(mode="json")
+    with pytest.raises(UserError, match=message):
+        decode(TrainState, state | {"data": {"document_reset": True, "mixture": None}})
 
 
 def test_a_damaged_shard_stops_the_run_with_its_name(tiny, sets_dir, monkeypatch):

@@ -16,7 +16,7 @@ from model.attention.base import Attention
 from model.attention.log_space import LogSpaceAttention
 from model.attention.longformer import LongformerAttention
 from model.gpt import GPT, GPTConfig
-from model.position import Rotation
+from model.position import Order, Rotation
 from trainer.checkpoint import load_model
 
 PANELS: dict[str, tuple[Any, int]] = {
@@ -92,8 +92,9 @@ def weights_and_masks(gpt: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Run ids (1, T) and return the weights (H, T, T) and mask (1 or H, T, T) of every layer's attention."""
     found: list[tuple[Tensor, Tensor]] = []
 
-    def look(layer: Any, inputs: tuple[Tensor, Rotation | None]) -> None:
-        found.append((weights_of(layer, *inputs[:2]), layer.mask(inputs[0].shape[1])))
+    def look(layer: Any, inputs: tuple[Tensor, Order]) -> None:
+        x, order, *_ = inputs
+        found.append((weights_of(layer, x, order.rotation), layer.mask(x.shape[1])))
 
     hooks = [m.register_forward_pre_hook(look) for m in gpt.modules() if isinstance(m, Attention)]
     gpt(ids)

@@ -14,7 +14,7 @@ def log_recurrence(
     """s_t = log(p_t exp(s_{t-1}) + exp(h_t)), elementwise, from s_0 = 0 (Heinsen 2024's model, section 3).
 
     Args:
-        log_p: (B, T, D), logarithm of the share that is kept, at most 0.
+        log_p: (B, T, D), logarithm of the share that is kept, at most 0; -inf keeps nothing, and s_t = h_t.
         h: (B, T, D), logarithm of what is added.
         state: (B, D), s before the first token; None is zeros.
         return_state: also return s after the last token.
