@@ -91,7 +91,7 @@ def test_fakes_have_the_strides_of_results(T):
         (_attend_backward, (log_v, narrow, q, k, log_v, None, narrow, *results, True)),
         (_recur, (s, s, s[:, 0].clone())),
         (_recur_backward, (s, s, s, s[:, 0].clone(), s)),
-        (_summed_loss, (torch.randn(7, 3), torch.randn(4, 3), torch.zeros(7, dtype=torch.int64), True)),
+        (_summed_loss, (torch.randn(7, 3), torch.randn(4, 3), torch.zeros(7, dtype=torch.int64), True, None)),
     ]
     for operator, arguments in calls:
         with FakeTensorMode() as mode:
