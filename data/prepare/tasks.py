@@ -1,7 +1,7 @@
 """Recall tasks as sources: documents that a seed generates, which end by asking for what stands earlier in them.
 
 All documents of a task have the same length, and their answers the same places: a training sequence of one document
-and its <|endoftext|> is always a whole document. Texts are of ASCII, so that with tokenizer=bytes a character is a token.
+and its <|endoftext|> is always a whole document. Texts are ASCII, so that with tokenizer=bytes a character is a token.
 """
 
 import string
