@@ -4,10 +4,10 @@
     python scripts/recall.py task=mqar difficulties=64,256 settings=key_letters=2 arms='log_space_forgets mlp none'
     python scripts/recall.py task=induction difficulties=64,256,1024 out=runs/induction
 
-Every model has 4 layers of 64 features a token and 2 heads; head_dim sets the size of its state. As in Arora et al. 2023
-and Gu and Dao 2023, the training loss counts the answers alone, and the best learning rate counts. A step has 32 new
-documents. A run ends early once it has 99 % of the answers right. Accuracy is the share of answer tokens of held-out
-documents that are the most likely token, given all tokens before them.
+Every model has 4 layers of 64 features a token and 2 heads; head_dim sets the size of its state. As in Arora et al.
+2023 and Gu and Dao 2023, the training loss counts answers only; as in the former, an arm is shown at its best learning
+rate. A step has 32 new documents. A run ends early once it has 99 % of the answers right. Accuracy is the share of
+answer tokens of held-out documents that are the most likely token, given all tokens before them.
 
 Results are files under `out`: after any interruption, the same command goes on after the runs that are finished.
 """

@@ -7,7 +7,7 @@ import torch
 
 import tools.compare.recall as recall
 from data.prepare.dataset import prepare
-from data.shards import TokenStream, read_manifest
+from data.shards import TokenStream
 
 ARMS = ["softmax_parts mlp rotary", "hybrid_softmax mlp none"]
 
@@ -30,7 +30,7 @@ def case(**changes):
 
 def test_hybrids_have_one_layer_in_four_of_the_other_mechanism():
     for name, last in (("hybrid_softmax", "softmax"), ("hybrid_window", "sliding_window")):
-        _, model = case(arm=f"{name} mlp none", head_dim=8).model(257, 10)
+        _, model = case(arm=f"{name} mlp none", head_dim=8).model()
         assert [layer.name for layer in model.layers] == ["log_space"] * 3 + [last]
         assert [layer.decay for layer in model.layers[:3]] == ["feature"] * 3
 
@@ -61,7 +61,7 @@ def test_a_bigger_head_keeps_more_and_log_space_the_same_of_any_length(tmp_path)
     def kept(arm, head_dim, difficulty):
         config = case(difficulty=difficulty).dataset(tmp_path)
         tested = recall.EvalBatches(TokenStream(config.out_dir, prepare(config), "val"), 4 * difficulty + 1)
-        _, model = case(arm=arm, head_dim=head_dim).model(257, 100)
+        _, model = case(arm=arm, head_dim=head_dim).model()
         return recall.state_size(recall.GPT(model), tested)
 
     fixed = "log_space_forgets mlp none"
@@ -74,6 +74,7 @@ def test_only_answers_are_trained_on(tmp_path, monkeypatch, restored_torch):
     monkeypatch.setattr(recall.Training, "step", lambda self: seen.append(self.batch))
     config = case().dataset(tmp_path)
     prepare(config)
+    (tmp_path / "runs").mkdir()
     recall.train(case(), tmp_path)
     (((ids, targets),),) = seen
     assert ids.shape == (32, 9)

@@ -29,6 +29,7 @@ from trainer.optim import set_lr
 
 DIFFICULTY = {"mqar": "n_pairs", "selective_copy": "n_letters", "induction": "length", "passkey": "length"}
 """The setting of each task that is varied."""
+_N_VOCAB = 257  # of tokenizer=bytes
 _BATCH = 32  # documents of a step
 _TESTED = 512  # about as many documents are held out
 _EVALUATIONS = 10  # of a run
@@ -65,16 +66,24 @@ class Case:
         raw = {"data": {"name": self.task, **given, **own}, "tokenizer": {"name": "bytes"}}
         return decode(PrepareConfig, raw | {"val_fraction": _TESTED / n_documents, "out_dir": out / "data" / folder})
 
-    def model(self, n_vocab: int, seq_len: int) -> tuple[Size, GPTConfig]:
-        """Its model.
+    @property
+    def places(self) -> list[int]:
+        """Which targets of a document are answers; targets are one token ahead."""
+        task = self.dataset(Path()).data
+        assert isinstance(task, TaskSource)
+        return [place - 1 for place in task.answers]
+
+    def model(self) -> tuple[Size, GPTConfig]:
+        """Its model, and its sizes: a sequence is a document and its <|endoftext|>.
 
         Raises:
             UserError: there is no such arm, or it does not fit head_dim.
         """
         if self.arm not in (every := arms()):
             raise UserError(f"there is no arm {self.arm!r}: {nearest(self.arm, every)}")
+        seq_len = self.places[-1] + 3
         size = Size(4, 2, self.head_dim, 64, seq_len, _BATCH * seq_len)
-        return size, compare.model_of(every[self.arm], n_vocab, size.n_embd, size)
+        return size, compare.model_of(every[self.arm], _N_VOCAB, size.n_embd, size)
 
     def result(self, out: Path) -> Path:
         """Where its result is written."""
@@ -104,10 +113,11 @@ def run(
 ) -> None:
     """Finish every run, and report what there is."""
     torch.set_num_threads(1)  # the products are small
-    cases = cases_of(task, settings, difficulties, arms, head_dim, learning_rates, steps, seed)
-    for case in cases:  # refuses mistakes before anything is trained
-        case.model(n_vocab=257, seq_len=case.dataset(out).data.answers[-1] + 2)
-    make_directory(out, "out")
+    varied = itertools.product(sorted(difficulties), head_dim, arms, learning_rates)
+    cases = [Case(task, " ".join(settings), n, arm, d, lr, steps, seed) for n, d, arm, lr in varied]
+    for case in cases:  # refuses mistakes before anything is made
+        case.model()
+    make_directory(out / "runs", "out")
     for config in {case.difficulty: case.dataset(out) for case in cases}.values():
         prepare(config)
     try:
@@ -116,33 +126,14 @@ def run(
         report(cases, out)
 
 
-def cases_of(
-    task: str,
-    settings: list[str],
-    difficulties: list[int],
-    arms: list[str],
-    head_dim: list[int],
-    learning_rates: list[float],
-    steps: int,
-    seed: int,
-) -> list[Case]:
-    """All runs, the easiest first."""
-    varied = itertools.product(sorted(difficulties), head_dim, arms, learning_rates)
-    return [Case(task, " ".join(settings), n, arm, d, lr, steps, seed) for n, d, arm, lr in varied]
-
-
 def train(case: Case, out: Path) -> str:
     """Train a model on the answers of a task, as in Arora et al. 2023; writes its accuracy, and returns it in words."""
-    prepared = case.dataset(out)
-    assert isinstance(prepared.data, TaskSource)
-    places = [place - 1 for place in prepared.data.answers]  # of targets, which are one token ahead
-    folder, seq_len = prepared.out_dir, prepared.data.answers[-1] + 2  # <|endoftext|> ends a document
+    folder, places, (size, model) = case.dataset(out).out_dir, case.places, case.model()
     manifest = read_manifest(folder)
-    size, model = case.model(manifest.tokenizer.n_vocab, seq_len)
     config = compare.config_of(out, folder, size, model, case.lr, case.seed, case.steps)
     training = Training(config, sequences=1)
-    batches = TrainBatches(TokenStream(folder, manifest, "train"), seq_len, _BATCH, case.seed)
-    tested = EvalBatches(TokenStream(folder, manifest, "val"), seq_len)
+    batches = TrainBatches(TokenStream(folder, manifest, "train"), size.seq_len, _BATCH, case.seed)
+    tested = EvalBatches(TokenStream(folder, manifest, "val"), size.seq_len)
     evaluations = {case.steps * i // _EVALUATIONS for i in range(1, _EVALUATIONS + 1)}
     for step in range(case.steps):
         ids, targets = batches.batch(step)
@@ -154,10 +145,7 @@ def train(case: Case, out: Path) -> str:
         if step + 1 in evaluations and (right := accuracy(training.summed_loss.gpt, tested, places)) >= _LEARNED:
             break
     found = {"accuracy": right, "steps": step + 1, "state": state_size(training.summed_loss.gpt, tested)}
-    write_json(
-        make_directory(case.result(out).parent, "out") / case.result(out).name,
-        asdict(case) | found | {"parameters": compare.count(model)},
-    )
+    write_json(case.result(out), asdict(case) | found | {"parameters": compare.count(model)})
     return f"{case.difficulty}, {case.arm}, head_dim {case.head_dim}, learning rate {case.lr:g}: {right:.3f}"
 
 
