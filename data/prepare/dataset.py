@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -17,9 +17,12 @@ from data.prepare.encode import Batch, Encoded, OnError, encode_all
 from data.prepare.items import Position
 from data.prepare.join import EmptySplit, existing, join, partial_dir
 from data.prepare.parts import FINISHED, Plan, read_parts, remove, start, write_part, writing
-from data.prepare.sources import FileSource, Source, SourceConfig
+from data.prepare.sources import FileSource, JsonlSource, PileSource, Source, StdlibSource, TextSource
+from data.prepare.tasks import Task
 from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId
 from data.tokenizer import TokenizerConfig, build_tokenizer
+
+SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | PileSource | Task, Field(discriminator="name")]
 
 
 class PrepareConfig(Settings, defaults="prepare"):
@@ -32,7 +35,7 @@ class PrepareConfig(Settings, defaults="prepare"):
     out_dir: Path
     """The dataset directory to make; with num_tasks, the folder of all parts."""
     val_fraction: float | None = Field(gt=0, lt=1)
-    """The share of documents for the validation split. null: 0.05 for stdlib and text, 0.005 for jsonl and pile."""
+    """The share of documents for the validation split. null: 0.005 for jsonl and pile, else 0.05."""
     shard_tokens: PositiveInt
     """A shard is full with the document that reaches this number of tokens."""
     dedup: Literal["none", "exact"]

@@ -1,7 +1,7 @@
 """Where documents come from: a source is its settings, and `documents()` yields raw items in a fixed order.
 
 The source's `parse` turns a raw item into a document; it runs in a worker process.
-To add a source: a class here with its `name`, its place in `SourceConfig`, and a YAML in configs/data.
+To add a source: a class here with its `name`, its place in `SourceConfig` (dataset.py), and a YAML in configs/data.
 """
 
 import codecs
@@ -13,10 +13,9 @@ import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import orjson
-from pydantic import Field
 
 from common.console import warn
 from common.settings import Settings, UserError
@@ -278,8 +277,6 @@ def _is_of_the_network(error: Exception) -> bool:
     """Return whether retrying may help. HTTP clients have errors of their own that are no OSError."""
     return isinstance(error, OSError) or type(error).__module__.split(".")[0] in _HTTP_CLIENTS
 
-
-SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | PileSource, Field(discriminator="name")]
 
 _ADVICE = "copy its .jsonl.zst files to this machine and use data=jsonl data.path='files/*.jsonl.zst'"
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}

@@ -47,6 +47,7 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/merge_dataset": "data.prepare.merge.merge",
     "scripts/plan": "tools.plan.report.run_plan",
     "scripts/prepare_data": "data.prepare.dataset.prepare",
+    "scripts/recall": "tools.compare.recall.Case",
     "scripts/report": "tools.report.write.write_report",
     "scripts/serve": "inference.server.serve.serve",
     "scripts/verify_dataset": "data.prepare.verify.verify",

@@ -62,11 +62,11 @@ def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: in
 
 
 class Training:
-    """Takes training steps of a run, always on the same `sequences` sequences of random tokens."""
+    """Takes training steps of a run on `batch`, which begins as `sequences` sequences of random tokens."""
 
     def __init__(self, config: TrainConfig, sequences: int) -> None:
         self.runtime, self.grad_clip = open_runtime(config.runtime), config.optim.grad_clip
-        torch.manual_seed(0)
+        torch.manual_seed(config.seed)
         gpt = GPT(config.model).to(self.runtime.device, self.runtime.param_dtype)
         self.optimizer, self.summed_loss = config.optim.build(gpt), SummedLoss(gpt)
         maybe_compile([self.summed_loss], config.runtime, self.runtime.device)

@@ -1,1 +1,1 @@
-"""The comparison of attention mechanisms: scripts/compare_attention.py."""
+"""Comparisons of attention mechanisms: scripts/compare_attention.py on text, scripts/recall.py on recall tasks."""

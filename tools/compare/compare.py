@@ -159,7 +159,7 @@ def models_of(dataset: Path, size: Size, names: list[str] | None = None) -> Mode
         if name not in every:
             raise UserError(f"there is no arm {name!r}: {nearest(name, every)}")
     chosen = [name for name in every if name == CONTROL or name in (names or every)]
-    wanted = count(_model(every[CONTROL], n_vocab, size.n_embd, size))
+    wanted = count(model_of(every[CONTROL], n_vocab, size.n_embd, size))
     return {name: equal_model(name, every[name], n_vocab, wanted, size) for name in chosen}
 
 
@@ -169,16 +169,16 @@ def equal_model(name: str, arm: Raw, n_vocab: int, wanted: int, size: Size) -> G
     Raises:
         UserError: it is not within 1 %.
     """
-    parameters = functools.cache(lambda n_embd: count(_model(arm, n_vocab, n_embd, size)))
+    parameters = functools.cache(lambda n_embd: count(model_of(arm, n_vocab, n_embd, size)))
     above = bisect.bisect(range(1024), wanted, lo=1, key=parameters)
     best = min(above - 1, above, key=lambda n_embd: abs(parameters(n_embd) - wanted))
     if abs(parameters(best) / wanted - 1) > 0.01:
         raise UserError(f"{name}: {parameters(best):,} parameters are not within 1 % of the control's {wanted:,}")
-    return _model(arm, n_vocab, best, size)
+    return model_of(arm, n_vocab, best, size)
 
 
-def _model(arm: Raw, n_vocab: int, n_embd: int, size: Size) -> GPTConfig:
-    """Layers of GPT-2's block, or twice as many of the published one, which has no MLP."""
+def model_of(arm: Raw, n_vocab: int, n_embd: int, size: Size) -> GPTConfig:
+    """The arm's model. Layers of GPT-2's block, or twice as many of the published one, which has no MLP."""
     glu, learned = arm["block"]["name"] == "glu", arm["position"]["name"] == "learned"
     position = arm["position"] | ({"max_len": size.seq_len} if learned else {})
     sizes = {"n_vocab": n_vocab, "n_head": size.n_head, "head_dim": size.head_dim, "n_embd": n_embd}
@@ -198,11 +198,16 @@ def train_all(models: Models, terms: Terms, jobs: int) -> None:
     Raises:
         KeyboardInterrupt: the user stopped it; unfinished runs are saved.
     """
+    in_processes([functools.partial(train_arm, terms, name, model) for name, model in models.items()], jobs)
+
+
+def in_processes(work: list[Callable[[], str]], jobs: int) -> None:
+    """Do all work in `jobs` processes of one thread, or for one job in this process, and print what comes of it."""
     if jobs == 1:
-        return _say_all(train_arm(terms, name, model) for name, model in models.items())
+        return _say_all(do() for do in work)
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
     try:
-        futures = [pool.submit(train_arm, terms, name, model) for name, model in models.items()]
+        futures = [pool.submit(do) for do in work]
         _say_all(future.result() for future in as_completed(futures))
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -216,7 +221,7 @@ def train_all(models: Models, terms: Terms, jobs: int) -> None:
 
 def _say_all(messages: Iterable[str]) -> None:
     for n, message in enumerate(messages, start=1):
-        say(f"{time.strftime('%H:%M:%S')} arm {n}: {message}")
+        say(f"{time.strftime('%H:%M:%S')} {n}: {message}")
 
 
 def train_arm(terms: Terms, name: str, model: GPTConfig) -> str:

@@ -1,0 +1,199 @@
+"""Accuracy of small models on recall tasks, over the difficulty of the task and the size of the state."""
+
+import itertools
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from common.console import say
+from common.figures import png
+from common.files import make_directory, read_json, write_atomic, write_json
+from common.settings import UserError, decode, nearest
+from data.loader import IGNORED, EvalBatches, TrainBatches
+from data.prepare.dataset import PrepareConfig, prepare
+from data.prepare.tasks import TaskSource
+from data.shards import TokenStream, read_manifest
+from model.gpt import GPT, GPTConfig
+from tools.bench.harness import command_line, machine
+from tools.bench.train import Training
+from tools.compare import compare
+from tools.compare.compare import Raw, Size
+from trainer.optim import set_lr
+
+DIFFICULTY = {"mqar": "n_pairs", "selective_copy": "n_letters", "induction": "length", "passkey": "length"}
+"""The setting of each task that is varied."""
+_N_VOCAB = 257  # of tokenizer=bytes
+_BATCH = 32  # documents of a step
+_TESTED = 512  # about as many documents are held out
+_EVALUATIONS = 10  # of a run
+_LEARNED = 0.99  # this accuracy ends a run
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    task: str
+    settings: str
+    difficulty: int
+    arm: str
+    head_dim: int
+    lr: float
+    steps: int
+    seed: int
+
+    def dataset(self, out: Path) -> PrepareConfig:
+        """Its dataset: enough documents for each to be seen once.
+
+        Raises:
+            UserError: the task cannot be this difficult, or does not have these settings.
+        """
+        given = dict(setting.split("=") for setting in self.settings.split())
+        n_documents = self.steps * _BATCH + _TESTED
+        own = {DIFFICULTY[self.task]: self.difficulty, "n_documents": n_documents, "seed": self.seed}
+        if both := given.keys() & own.keys():
+            raise UserError(
+                f"settings={self.settings}: {min(both)} is set by this command's other options: leave it out"
+            )
+        folder = "-".join([self.task, *(f"{key}={value}" for key, value in (given | own).items())])
+        raw = {"data": {"name": self.task, **given, **own}, "tokenizer": {"name": "bytes"}}
+        return decode(PrepareConfig, raw | {"val_fraction": _TESTED / n_documents, "out_dir": out / "data" / folder})
+
+    @property
+    def places(self) -> list[int]:
+        """Which targets of a document are answers; targets are one token ahead."""
+        task = self.dataset(Path()).data
+        assert isinstance(task, TaskSource)
+        return [place - 1 for place in task.answers]
+
+    def model(self) -> tuple[Size, GPTConfig]:
+        """Its model, and its sizes: a sequence is a document and its <|endoftext|>.
+
+        Raises:
+            UserError: there is no such arm, or it does not fit head_dim.
+        """
+        if self.arm not in (every := arms()):
+            raise UserError(f"there is no arm {self.arm!r}: {nearest(self.arm, every)}")
+        seq_len = self.places[-1] + 3
+        size = Size(4, 2, self.head_dim, 64, seq_len, _BATCH * seq_len)
+        return size, compare.model_of(every[self.arm], _N_VOCAB, size.n_embd, size)
+
+    def result(self, out: Path) -> Path:
+        """Where its result is written."""
+        return out / "runs" / f"{'-'.join(filter(None, map(str, asdict(self).values()))).replace(' ', '-')}.json"
+
+
+def arms() -> dict[str, Raw]:
+    """The arms of the comparison on text, and hybrids of four layers."""
+    every = compare.arms()
+    forgets = every["log_space_forgets mlp none"]
+    last = {"hybrid_softmax": every["softmax_parts mlp rotary"], "hybrid_window": every["sliding_window mlp rotary"]}
+    patterns = {name: [*[forgets["attention"]] * 3, arm["attention"]] for name, arm in last.items()}
+    return every | {f"{name} mlp none": forgets | {"attention_pattern": pattern} for name, pattern in patterns.items()}
+
+
+def run(
+    task: str,
+    difficulties: list[int],
+    settings: list[str],
+    arms: list[str],
+    head_dim: list[int],
+    out: Path,
+    steps: int,
+    learning_rates: list[float],
+    seed: int,
+    jobs: int,
+) -> None:
+    """Finish every run, and report what there is."""
+    torch.set_num_threads(1)  # the products are small
+    varied = itertools.product(sorted(difficulties), head_dim, arms, learning_rates)
+    cases = [Case(task, " ".join(settings), n, arm, d, lr, steps, seed) for n, d, arm, lr in varied]
+    for case in cases:  # refuses mistakes before anything is made
+        case.model()
+    make_directory(out / "runs", "out")
+    for config in {case.difficulty: case.dataset(out) for case in cases}.values():
+        prepare(config)
+    try:
+        compare.in_processes([partial(train, case, out) for case in cases if not case.result(out).exists()], jobs)
+    finally:
+        report(cases, out)
+
+
+def train(case: Case, out: Path) -> str:
+    """Train a model on the answers of a task, as in Arora et al. 2023; writes its accuracy, and returns it in words."""
+    folder, places, (size, model) = case.dataset(out).out_dir, case.places, case.model()
+    manifest = read_manifest(folder)
+    config = compare.config_of(out, folder, size, model, case.lr, case.seed, case.steps)
+    training = Training(config, sequences=1)
+    batches = TrainBatches(TokenStream(folder, manifest, "train"), size.seq_len, _BATCH, case.seed)
+    tested = EvalBatches(TokenStream(folder, manifest, "val"), size.seq_len)
+    evaluations = {case.steps * i // _EVALUATIONS for i in range(1, _EVALUATIONS + 1)}
+    for step in range(case.steps):
+        ids, targets = batches.batch(step)
+        answers = np.full_like(targets, IGNORED)
+        answers[:, places] = targets[:, places]
+        training.batch = [(torch.from_numpy(ids), torch.from_numpy(answers))]
+        set_lr(training.optimizer, case.lr * config.schedule.factor(step, case.steps))
+        training.step()
+        if step + 1 in evaluations and (right := accuracy(training.summed_loss.gpt, tested, places)) >= _LEARNED:
+            break
+    found = {"accuracy": right, "steps": step + 1, "state": state_size(training.summed_loss.gpt, tested)}
+    write_json(case.result(out), asdict(case) | found | {"parameters": compare.count(model)})
+    return f"{case.difficulty}, {case.arm}, head_dim {case.head_dim}, learning rate {case.lr:g}: {right:.3f}"
+
+
+@torch.no_grad()
+def accuracy(gpt: GPT, tested: EvalBatches, places: list[int]) -> float:
+    """The share of the targets in these places that are the most likely token, given all tokens before them."""
+    right = 0
+    for start in range(0, len(tested), _BATCH):
+        ids, targets = map(torch.from_numpy, tested.rows(start, min(start + _BATCH, len(tested))))
+        guesses = gpt.logits(gpt.features(ids)[0][:, places]).argmax(-1)
+        right += int((guesses == targets[:, places]).sum())
+    return right / (len(tested) * len(places))
+
+
+@torch.no_grad()
+def state_size(gpt: GPT, tested: EvalBatches) -> int:
+    """How many numbers the model keeps of a document."""
+    _, state = gpt.features(torch.from_numpy(tested.rows(0, 1)[0]), return_state=True)
+    return sum(leaf.numel() for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def report(cases: list[Case], out: Path) -> None:
+    """Write recall.json and recall.png of the runs that are finished."""
+    results = [read_json(path) for case in cases if (path := case.result(out)).exists()]
+    best: dict[tuple[int, str, int], Raw] = {}
+    for found in results:  # of the learning rates
+        key = found["head_dim"], found["arm"], found["difficulty"]
+        best[key] = max(best.get(key, found), found, key=lambda row: row["accuracy"])
+    if best:
+        about = {"command": command_line(), "machine": machine()}
+        write_json(out / "recall.json", about | {"best": list(best.values()), "runs": results})
+        write_atomic(out / "recall.png", picture_of(list(best.values())))
+        say(f"{len(results)} of {len(cases)} runs are in {out / 'recall.json'} and drawn in {out / 'recall.png'}")
+
+
+def picture_of(rows: list[Raw]) -> bytes:
+    """A PNG: accuracy over difficulty, a line for each arm, a panel for each head_dim."""
+    sizes, task = sorted({row["head_dim"] for row in rows}), rows[0]["task"]
+    figure = Figure(figsize=(1 + 5 * len(sizes), 4.5), layout="constrained")
+    for axes, head_dim in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes, strict=True):
+        for arm in dict.fromkeys(row["arm"] for row in rows):
+            line = [row for row in rows if (row["arm"], row["head_dim"]) == (arm, head_dim)]
+            kept = f"{line[-1]['state']:,}" if line else ""
+            axes.plot([r["difficulty"] for r in line], [r["accuracy"] for r in line], "o-", label=f"{arm}: {kept}")
+        axes.set(xscale="log", xlabel=f"{task}: {DIFFICULTY[task]}", title=f"head_dim {head_dim}", ylim=(-0.02, 1.02))
+        axes.xaxis.set(major_locator=FixedLocator(sorted({row["difficulty"] for row in rows})))
+        axes.xaxis.set(major_formatter=ScalarFormatter(), minor_locator=NullLocator())
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small", title="numbers kept of the longest document")
+    figure.axes[0].set_ylabel("share of answers that are right")
+    return png(figure)
