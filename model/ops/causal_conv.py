@@ -9,7 +9,7 @@ def causal_conv(x: Tensor, weight: Tensor, seen: Tensor | None = None) -> tuple[
 
     Args:
         x: (B, T, D).
-        weight: (W, D); the last row is that of the token itself.
+        weight: (W, D); the last row applies to the token itself.
         seen: (B, W - 1, D), the inputs before x; None is zeros.
 
     Returns:

@@ -113,7 +113,7 @@ def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypa
     assert result.status == 0, result.err
     result = compared(steps="3")
     assert result.status == 1
-    assert "terms.json says that this folder has runs of other options" in result.err
+    assert "terms.json shows that this folder has runs with other options" in result.err
 
 
 @pytest.mark.parametrize(

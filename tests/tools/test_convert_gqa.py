@@ -101,7 +101,7 @@ def test_every_layer_of_a_pattern_that_can_share_does():
         (NAMES[0], 4, rf"n_kv_head=4 does not divide the 6 key and value heads of {NAMES[0]}: use one of 1, 2, 3, 6"),
         (NAMES[0], 0, r"n_kv_head=0 does not divide"),
         (NAMES[0], 12, r"n_kv_head=12 does not divide"),
-        (NAMES[0], 6, r"n_kv_head=6 is what the model already has"),
+        (NAMES[0], 6, r"the model already has n_kv_head=6"),
         ("log_space", 2, r"attention log_space does not share heads"),
     ],
 )
