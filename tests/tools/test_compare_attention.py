@@ -1,4 +1,4 @@
-"""The comparison of mechanisms: equal terms, nothing left out, and whatever stops it, it goes on where it was."""
+"""The comparison of mechanisms: equal terms, complete results, and it resumes after any interruption."""
 
 import json
 import math
@@ -19,7 +19,7 @@ SMALL = compare.Size(3, 4, 24, 96, seq_len=32, batch_tokens=32)
 
 @pytest.fixture
 def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
-    """Runs the script on two arms, or as it is told, with short sequences; returns what it left behind."""
+    """Runs the script on two arms by default, with short sequences; returns its status and output."""
     monkeypatch.setitem(compare.SIZES, "small", SMALL)
     monkeypatch.setattr(compare_report, "_ROUNDS", 2)
     monkeypatch.setattr(compare, "_EVAL_WINDOWS", 4)

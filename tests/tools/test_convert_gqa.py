@@ -112,7 +112,7 @@ def test_what_cannot_be_shared_is_refused(attention, heads, message):
 
 
 def test_only_layers_that_there_are_count():
-    """With a pattern, `attention` is of no layer."""
+    """With a pattern, no layer uses `attention`."""
     raw = gpt_of(NAMES[0]).config.model_dump()
     one = {"attention": {"name": "softmax", "n_kv_head": 1}, "attention_pattern": [{"name": "softmax", "n_kv_head": 6}]}
     assert with_n_kv_head(decode(GPTConfig, raw | one), 2).layers[0].n_kv_head == 2

@@ -47,7 +47,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def folder(original, tmp_path):
-    """A copy of the export, to do anything to."""
+    """A copy of the export that a test may modify."""
     return shutil.copytree(original / "folder", tmp_path / "folder")
 
 
