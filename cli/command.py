@@ -96,7 +96,7 @@ def _bare_keys(option: str) -> str:
 
 
 def _refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
-    """Refuse options that are written in another way here."""
+    """Raise UserError for options that have another form here."""
     refuse_flag(option)
     key, _, value = option.partition("=")
     if re.match(r"[+~]*hydra[./]", key) and not in_sweep:

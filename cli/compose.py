@@ -1,6 +1,6 @@
 """Composes configurations from YAML files and options, and explains in one line what is wrong with them.
 
-Files are data: nothing that they say about Hydra itself takes effect, and they cannot read the environment.
+Files are data: they can neither configure Hydra itself nor read the environment.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     """Compose configs/<config_name>.yaml with these options. `config_dir`: a folder with further members of groups.
 
     Raises:
-        UserError: an option or a file does not exist, or a file sets something of Hydra's.
+        UserError: an option or a file does not exist, or a file sets an option of Hydra itself.
     """
     folder = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     GlobalHydra.instance().clear()
@@ -68,7 +68,7 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
 
 
 def explain(error: BaseException) -> str:
-    """Return one line about what Hydra refused, with the nearest valid name."""
+    """Return one line that explains Hydra's error, with the nearest valid name."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MissingConfigException) and cause.options:
@@ -92,7 +92,7 @@ def explain(error: BaseException) -> str:
 
 
 def _keys(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key, those of sections included."""
+    """Yield every dotted key, including the keys of sections."""
     for key, value in tree.items():
         yield f"{prefix}{key}"
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Sweeps: Hydra's sweepers choose the values, its launchers run the jobs, and each job composes its own configuration.
 
-Hydra sees the options that have several values, and those for Hydra itself, but no configuration file. So files choose
-neither what it calls nor what it writes.
+Hydra sees the options that have several values, and those for Hydra itself, but no configuration file. So a file
+controls neither what Hydra calls nor what it writes.
 """
 
 import hashlib
@@ -93,7 +93,7 @@ def run_sweep(
 
 
 def _store_config(config_name: str, folder: str, keys: list[str]) -> None:
-    """Give Hydra the configuration of a sweep: its own settings, and an empty place for every key with values."""
+    """Give Hydra the configuration of a sweep: its own settings, and an empty entry for every key with values."""
     logging = [{f"override hydra/{name}": "disabled"} for name in ("job_logging", "hydra_logging")]
     config = OmegaConf.create(
         {

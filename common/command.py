@@ -133,7 +133,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def drop_output() -> None:
-    """Discard what is still to be printed: nobody reads standard output any more."""
+    """Discard the remaining output, because the reader has closed standard output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -141,7 +141,7 @@ _NO_TEXTS = ("null", "true", "false", "nan", "inf")
 
 
 def overrides(settings: Mapping[str, Any]) -> str:
-    """Write settings as a shell's command line takes them, in Hydra's grammar."""
+    """Return settings as command-line arguments in Hydra's grammar, quoted for a shell."""
     return " ".join(shlex.quote(f"{key}={_in_hydras_grammar(value)}") for key, value in settings.items())
 
 

@@ -25,8 +25,8 @@ def say(message: str) -> None:
 def show(text: str) -> None:
     """Write a model's or a user's text to standard output at once, without wrapping or markup.
 
-    On a terminal, control characters are shown as \\x1b and the like: text must not control a terminal. A pipe or a
-    file gets the text unchanged. Characters that the output's encoding lacks are shown in the same way.
+    On a terminal, control characters are escaped (\\x1b), because text must not control a terminal. A pipe or a file
+    gets the text unchanged. Characters that the output's encoding lacks are escaped too.
     """
     file = sys.stdout
     if file.isatty():

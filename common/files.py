@@ -33,7 +33,7 @@ def open_file(path: Path) -> io.BufferedReader:
             raise _not_regular(path) from None
         raise
     except ValueError:  # it contains a zero byte
-        raise UserError(f"{str(path)!r} cannot be the path of a file") from None
+        raise UserError(f"{str(path)!r} is not a valid path") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise _not_regular(path)
@@ -104,7 +104,7 @@ def read_json(path: Path, limit: int = _LARGEST_JSON) -> Any:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if content is None or len(content) > limit:
-        raise UserError(f"{path} is larger than {limit:,} bytes: it is damaged, or not what its name says")
+        raise UserError(f"{path} is larger than {limit:,} bytes: it is damaged, or not the expected file")
     try:
         return parse_json(content)
     except ValueError as error:

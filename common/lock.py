@@ -12,7 +12,7 @@ from common.settings import UserError
 
 @contextlib.contextmanager
 def owned(path: Path, taken: Callable[[], str]) -> Iterator[None]:
-    """Hold the lock on `path`, a folder, or an empty file, which is created if missing.
+    """Hold the lock on `path`: a folder, or an empty file, which is created if missing.
 
     Raises:
         UserError: another process holds it; `taken` returns the message.
@@ -25,7 +25,7 @@ def owned(path: Path, taken: Callable[[], str]) -> Iterator[None]:
         os.close(handle)
         raise UserError(taken()) from None
     except OSError as error:  # a file system without locks
-        warn(f"{path} cannot be locked ({error.strerror}): see to it that nobody else writes there")
+        warn(f"{path} cannot be locked ({error.strerror}): make sure that no other process writes there")
     try:
         yield
     finally:

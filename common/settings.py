@@ -62,7 +62,7 @@ class Settings(BaseModel):
 
 @functools.cache
 def _defaults(name: str) -> dict[str, Any]:
-    """Return what a file of configs/, or a section of it, gives, without what a user must give."""
+    """Return the values in a file of configs/, or in a section of it, without those that a user must give."""
     file, _, section = name.partition(":")
     values = yaml.safe_load((CONFIGS / f"{file}.yaml").read_text(encoding="utf-8"))
     return {key: value for key, value in (values[section] if section else values).items() if value != "???"}
@@ -94,7 +94,7 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. None stands for a missing one."""
+    """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. A missing value is None."""
     old, new = _flat(before), _flat(now)
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 

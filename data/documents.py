@@ -1,4 +1,4 @@
-"""Finding documents in the shards of a dataset: what stands where in a split, and where it came from."""
+"""Finds documents in the shards of a dataset: where each is in its split, and which input it came from."""
 
 import bisect
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _FIELDS = ("end", "input", "number", "set")
 
 
 class Place(NamedTuple):
-    """Where a document stands in its split, and where it came from."""
+    """A document's position in its split, and its origin."""
 
     start: int
     stop: int

@@ -65,7 +65,7 @@ class Mixture:
         for name, weight in weights.items():
             if weight and not sizes[name]:
                 raise UserError(
-                    f"data.mixture gives {name!r} the weight {weight:g}, but it makes up most of no window: "
+                    f"data.mixture gives {name!r} the weight {weight:g}, but no window consists mostly of it: "
                     "lower seq_len, or leave it out"
                 )
         amounts = [Fraction(str(float(weights.get(name, 1)))) * size for name, size in sizes.items()]
@@ -105,7 +105,7 @@ def open_mixture(dataset_dir: Path, manifest: Manifest, weights: Weights, seq_le
     split = manifest.splits["train"]
     if unknown := sorted(weights.keys() - split.sets.keys()):
         raise UserError(
-            f"data.mixture gives a weight to {unknown[0]!r}, which is no set of dataset_dir={dataset_dir}: "
+            f"data.mixture gives a weight to {unknown[0]!r}, which is not a set of dataset_dir={dataset_dir}: "
             f"its sets are {', '.join(sorted(split.sets))}"
         )
     n_windows = (split.total.tokens - 1) // seq_len
@@ -128,7 +128,7 @@ def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarr
 def owners_of_windows(
     documents: Iterable[tuple[np.ndarray, np.ndarray]], n_sets: int, n_windows: int, seq_len: int
 ) -> np.ndarray:
-    """Return the set that most tokens of each window are from, (n_windows,); of equals, the highest number.
+    """Return the set that most tokens of each window are from, (n_windows,); ties go to the highest number.
 
     Args:
         documents: ends (n,), in tokens from the first, and sets (n,) of documents in order, int64, many at a time.
@@ -153,7 +153,7 @@ def owners_of_windows(
 
 
 def whole_parts(amounts: list[Fraction]) -> list[int]:
-    """Whole numbers in the ratio of `amounts`, their sum no more than about PERIOD, and none 0 whose amount is not."""
+    """Integers in the ratio of `amounts`, with a sum of at most about PERIOD; an amount above 0 gives at least 1."""
     denominator = math.lcm(*(amount.denominator for amount in amounts))
     whole = [int(amount * denominator) for amount in amounts]
     divisor = math.gcd(*whole)

@@ -94,7 +94,7 @@ class Split(Strict):
 
     @property
     def total(self) -> Counts:
-        """The sum over all sets."""
+        """Total over all sets."""
         sets = self.sets.values()
         sums = {name: sum(getattr(counts, name) for counts in sets) for name in Counts.model_fields}
         return Counts.model_construct(**sums)  # unchecked: the sums are compared with the shards later

@@ -61,7 +61,7 @@ TokenizerConfig = Annotated[BytesConfig | GPT2Config, Field(discriminator="name"
 
 
 class Tokenizer:
-    """A tiktoken encoding: token i stands for the bytes `ranks[i]`, and the last id for <|endoftext|>."""
+    """A tiktoken encoding: token i is the bytes `ranks[i]`, and the last id is <|endoftext|>."""
 
     def __init__(self, name: str, ranks: Sequence[bytes]) -> None:
         """Build it.
@@ -186,7 +186,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except ValueError as error:  # a UserError, or not base64
         raise UserError(f"{path} is not a tokenizer: {error}") from None
     if tokenizer.sha256 != saved.sha256:
-        raise UserError(f"{path} is damaged: its ranks have sha256 {tokenizer.sha256}, it says {saved.sha256[:64]!r}")
+        raise UserError(f"{path} is damaged: its ranks have sha256 {tokenizer.sha256}, not {saved.sha256[:64]!r}")
     return tokenizer
 
 

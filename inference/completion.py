@@ -1,4 +1,4 @@
-"""A text that the engine continues up to an end: its text, why it ended, and what a reader learns of it as it grows."""
+"""A text that the engine continues until it ends: the text, why it ended, and what is reported while it grows."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ class Completion(Generation):
         return self._stream.whole
 
     def accept_prompt(self, logits: Tensor) -> None:
-        """Record the log-probabilities of the prompt's tokens if they are wanted."""
+        """Record the log-probabilities of the prompt's tokens if requested."""
         if self._log is None or not self.request.echo:
             return
         if self.n_read == self.request.prompt_start == 0:
@@ -102,7 +102,7 @@ class Completion(Generation):
         self._log.add(self.ids[self.n_read + 1 : self.n_read + 1 + len(logits)], logits)
 
     def end_prompt(self) -> None:
-        """Report the prompt if that is wanted. It may be all there is."""
+        """Report the prompt if requested. There may be nothing else to report."""
         prompt = self._tokenizer.decode_bytes(self.ids[self.request.prompt_start :]) if self.request.echo else b""
         self._add(prompt.decode(errors="replace"), "length" if self.request.max_tokens == 0 else None)
 
@@ -137,7 +137,7 @@ class Completion(Generation):
 
 
 def stream(engine: Engine, completion: Completion) -> Iterator[str]:
-    """Turn the engine until this text ends, and yield what each turn adds; the engine's other texts grow with it.
+    """Run the engine until this text ends, and yield what each turn adds; the engine's other texts grow too.
 
     Raises:
         UserError: the model's logits are not finite.

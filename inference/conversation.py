@@ -108,8 +108,8 @@ def converse(conversation: Conversation, max_new_tokens: int) -> None:
     with contextlib.suppress(ImportError):  # it gives `input` line editing and a history
         import readline  # noqa: F401
     say(
-        "Type, and the model continues your text. Enter alone: it goes on. A \\ at the end of a line: one more line. "
-        "Ctrl-C stops an answer, Ctrl-D ends the conversation."
+        "Type a text, and the model continues it. Press Enter alone to let it continue. End a line with \\ to add "
+        "another line. Ctrl-C stops an answer, Ctrl-D ends the conversation."
     )
     if conversation.text:
         show(conversation.text + "\n")

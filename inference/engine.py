@@ -78,7 +78,7 @@ class Generation:
         """Set this to make the text leave with the engine's next turn."""
         self.finished = False
         self.error: Exception | None = None
-        """What went wrong, if that ended the text."""
+        """The error that ended the text, if any."""
 
     def accept_prompt(self, logits: Tensor) -> None:
         """Receive the logits (T, n_vocab) after each of the next T of `ids`."""
@@ -97,7 +97,7 @@ class Generation:
 
 @contextlib.contextmanager
 def _failing(generations: Sequence[Generation]) -> Iterator[None]:
-    """If something goes wrong, end these texts with the error, and go on."""
+    """If an exception is raised, end these texts with the error, and continue."""
     try:
         yield
     except Exception as error:
@@ -188,7 +188,7 @@ class Engine:
         self._keep_unfinished()
 
     def _keep_unfinished(self) -> None:
-        """Remove the rows of texts that have ended, or that nobody wants any more."""
+        """Remove the rows of texts that have ended or are cancelled."""
         rows = [row for row, text in enumerate(self._writing) if not (text.finished or text.cancelled)]
         if len(rows) < len(self._writing):
             self._writing = [self._writing[row] for row in rows]

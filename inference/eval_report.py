@@ -91,8 +91,8 @@ def _draw_contexts(axes: Axes, contexts: list[dict[str, Any]], trained_on: int) 
 
 
 def _best_known(contexts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The loss at each position, from the shortest windows that reach it, because there are the most of them. The first
-    tokens of a window, whose loss is high, are in the plot of windows.
+    """The loss at each position, from the shortest windows that reach it, because these are the most numerous. The
+    first tokens of a window, whose loss is high, are in the plot of windows.
     """
     known, bins = _FIRST_POSITION, []
     for row in contexts:

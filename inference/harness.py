@@ -70,7 +70,7 @@ def run_harness(config: HarnessConfig) -> None:
         )
     except ValueError as error:  # for example num_fewshot above a task's examples
         given = f"tasks={config.tasks} num_fewshot={config.num_fewshot}"
-        raise UserError(f"{given}: the harness refuses this ({error}): --debug shows where") from error
+        raise UserError(f"{given}: the harness failed ({error}): --debug shows where") from error
     show(make_table(found) + "\n")
     kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
     result = {

@@ -29,7 +29,7 @@ class Score(NamedTuple):
     log_likelihood: float
     """The sum over the scored tokens, in nats, each given all tokens before it."""
     is_greedy: bool
-    """Whether each of them is the most likely token in its place."""
+    """Whether every scored token is the most likely one at its position."""
 
 
 def features_in_pieces(gpt: GPT, token_ids: Tensor, targets: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

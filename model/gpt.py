@@ -150,7 +150,7 @@ class GPTConfig(Settings):
     norm: Literal["layer", "rms"] = "layer"
     """Norms of blocks and of the output layer's input: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
     tied: bool = True
-    """Whether the output layer's weights are those of the embedding."""
+    """Whether the output layer shares the embedding's weights."""
     logit_cap: float | None = Field(None, gt=0)
     """Logits x become cap tanh(x / cap); null: no cap."""
 
@@ -255,7 +255,7 @@ class GPTConfig(Settings):
 
 
 class GPTState(NamedTuple):
-    """What a model keeps of the tokens it has seen: pass it with the tokens that follow."""
+    """What a model remembers of the tokens so far: pass it together with the next tokens."""
 
     position: Any
     layers: tuple[Any, ...]
@@ -391,8 +391,8 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of one token's forward and backward pass.
 
-        These are 2 + 4 for every weight in a matrix product, and three times those of the attention's forward pass.
-        Looking up an embedding costs none.
+        2 + 4 for every weight in a matrix product, and three times the operations of the attention's forward pass.
+        An embedding lookup counts as none.
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         weights += self.embed.weight.numel() if self.config.tied else 0

@@ -1,7 +1,7 @@
 """Batches of states: combine the rows of several states, or select rows of one.
 
 A state is None, or a tuple (named or not) of states, of tensors whose first dimension is the batch, and of tuples with
-an int for each row. A mechanism whose state has this form needs no code of its own for batches.
+an int for each row. A mechanism whose state has this form needs no batching code.
 """
 
 from collections.abc import Sequence

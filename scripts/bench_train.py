@@ -3,9 +3,10 @@
     python scripts/bench_train.py                     # log_gpt_125m and log_gpt_mlp_124m against gpt2_124m, T=1024
     python scripts/bench_train.py seq_len=8192 rounds=1
 
-Every measurement is a process of its own, and the models take turns, round after round: one model's leftovers
-(allocator, caches) do not slow the next, and a noisy machine slows all of them. On Linux these processes give every
-tensor of a MB or more its own pages, so that their peak memory is what the tensors take, without the allocator's waste.
+Every measurement runs in its own process, and the models take turns in every round: one model's leftovers
+(allocator, caches) do not slow the next, and other load on the machine slows all of them. On Linux these processes give
+every tensor of a MB or more its own pages, so that their peak memory is what the tensors take, without the allocator's
+waste.
 """
 
 from pathlib import Path

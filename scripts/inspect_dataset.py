@@ -33,7 +33,7 @@ class Options(Settings):
     random: NonNegativeInt = 0
     """shows text from this many random places"""
     tokens: PositiveInt = 128
-    """length of the text shown"""
+    """length of each text shown, in tokens"""
     step: PositiveInt | None = None
     """shows the documents behind this training step; the first is 1"""
     run_dir: Path | None = None
@@ -41,9 +41,9 @@ class Options(Settings):
     seed: int | None = None
     """seed of that run"""
     seq_len: PositiveInt | None = None
-    """tokens of its sequences"""
+    """tokens of a sequence in that run"""
     batch_tokens: PositiveInt | None = None
-    """tokens of its steps"""
+    """tokens of a step in that run"""
 
 
 def batches_of(options: Options, manifest: Manifest) -> TrainBatches:
@@ -60,7 +60,7 @@ def batches_of(options: Options, manifest: Manifest) -> TrainBatches:
             )
         seed, seq_len, batch_tokens, mixture = state.seed, state.seq_len, state.batch_tokens, state.data.mixture
     elif seed is None or seq_len is None or batch_tokens is None:
-        raise UserError("step is a step of which run? Give run_dir, or seed, seq_len and batch_tokens")
+        raise UserError("step needs a run: give run_dir, or seed, seq_len and batch_tokens")
     if batch_tokens % seq_len:
         raise UserError(f"batch_tokens={batch_tokens} is not a multiple of seq_len={seq_len}: no run has these")
     stream = TokenStream(options.dataset_dir, manifest, "train")

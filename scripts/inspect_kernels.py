@@ -1,4 +1,4 @@
-"""Compile the GPU kernels of log attention, without a GPU, and show what they take of one.
+"""Compile the GPU kernels of log attention, without a GPU, and show how many GPU resources they use.
 
 python scripts/inspect_kernels.py                  # types and head sizes side by side, for compute capability 9.0
 python scripts/inspect_kernels.py capability=80 dtype=bfloat16 head_dim=32 gates=head,feature

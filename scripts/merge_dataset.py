@@ -2,8 +2,8 @@
 
     python scripts/merge_dataset.py parts_dir=datasets/pile-parts out_dir=datasets/pile
 
-scripts/prepare_data.py with num_tasks left the parts in its out_dir. The result is, to the byte, the dataset that one
-machine makes without num_tasks. The parts stay; delete them when you have verified it.
+scripts/prepare_data.py with num_tasks left the parts in its out_dir. The result is byte for byte the dataset that one
+machine makes without num_tasks. The parts are kept; delete them when you have verified it.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Count and sum everything in a dataset again.
+"""Recompute and check all counts and checksums of a dataset.
 
     python scripts/verify_dataset.py dataset_dir=datasets/pile
 

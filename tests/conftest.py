@@ -32,7 +32,7 @@ def pytest_runtest_setup(item):
 
 
 class Result(NamedTuple):
-    """What a command left behind."""
+    """A command's exit status and output."""
 
     status: int
     out: str
@@ -141,7 +141,7 @@ def tiny_args(dataset_dir, tmp_path):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Runs an entry point ("train", "sample", ...) in this process, as if typed, and returns what it left behind."""
+    """Runs an entry point ("train", "sample", ...) in this process, as if typed, and returns its status and output."""
     from hydra.core.global_hydra import GlobalHydra
 
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; the environment is put back after the test
@@ -163,7 +163,7 @@ def command(monkeypatch, capsys):
 
 @pytest.fixture
 def restored_torch():
-    """Puts back what open_runtime sets for the whole process."""
+    """Restores the process-wide settings that open_runtime changes."""
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     yield
     torch.use_deterministic_algorithms(before[0])
@@ -173,7 +173,7 @@ def restored_torch():
 
 @pytest.fixture
 def run_process():
-    """Starts commands in processes of their own, one thread each, and waits for all of them."""
+    """Starts each command in its own process, with one thread, and waits for all of them."""
     import subprocess
 
     running = []

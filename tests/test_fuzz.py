@@ -1,4 +1,4 @@
-"""Files and settings changed at random, always in the same ways: what is read is right or a UserError, and soon."""
+"""Files and settings with random but reproducible changes: reading them soon gives a valid result or a UserError."""
 
 import contextlib
 import copy
@@ -41,7 +41,7 @@ def fuzz(examples):
 
 @contextlib.contextmanager
 def nothing_but_user_errors():
-    """Whatever else is raised fails the test, and so does a message that is not a short line."""
+    """Fails on any other exception, and on a message that is not one short line."""
     started, message = time.monotonic(), ""
     try:
         yield
@@ -123,7 +123,7 @@ def inside(value):
 
 
 def json_bytes(value):
-    """As a stranger writes it: NaN and half characters too."""
+    """JSON as untrusted files may contain it, with NaN and half surrogate pairs."""
     return json.dumps(value).encode()
 
 
@@ -174,7 +174,7 @@ def replaced(path, content):
 
 
 def use_dataset(folder):
-    """What training and looking do with a dataset."""
+    """What training and scripts/inspect_dataset.py do with a dataset."""
     parse_manifest(folder)
     manifest = read_manifest(folder)
     assert len(manifest.fingerprint) == 64
@@ -205,7 +205,7 @@ def test_any_values_in_a_manifest(dataset, data):
 @fuzz(100)
 @given(data=st.data())
 def test_any_bytes_of_an_index(dataset, data):
-    """Of the right length, since another is seen at once; its sum is compared at its end only."""
+    """Content of the right length, because a wrong length is detected immediately; the sum is checked at the end."""
     path = dataset / "train-00000.idx"
     before = path.read_bytes()
     content = data.draw(damaged(before)).ljust(len(before), b"\xff")[: len(before)]
@@ -258,7 +258,7 @@ def use_checkpoint(path):
 
 
 def signed(path, name, content):
-    """The manifest of a checkpoint in which one file has this content, as a stranger would write it."""
+    """The manifest of a checkpoint in which one file has this content, as an attacker would write it."""
     manifest = json.loads((path / "manifest.json").read_bytes())
     with replaced(path / name, content):
         manifest["sha256"][name] = sha256_file(path / name)

@@ -1,4 +1,4 @@
-"""Checkpoints, datasets and settings of a stranger: what is not as it must be costs one line, and runs nothing."""
+"""Untrusted checkpoints, datasets and settings: anything invalid gives a one-line error and never runs code."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ CPU = {"device": "cpu", "dtype": "float32"}
 
 @pytest.fixture
 def in_time():
-    """No file makes anybody wait: neither a pipe nor an endless device."""
+    """No test waits forever, for example on a pipe or an endless device."""
 
     def too_late(*_):
         pytest.fail("still waiting, or working, after five minutes")
@@ -163,7 +163,7 @@ def test_a_folder_may_be_reached_by_a_link(tmp_path):
 
 
 def test_a_path_with_a_zero_byte(tmp_path):
-    with refused("cannot be the path of a file"):
+    with refused("is not a valid path"):
         read_json(Path(f"{tmp_path}/\0"))
 
 
@@ -293,7 +293,7 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_a_header_of_terabytes_takes_no_memory(tmp_path, run_process):
-    """Headers that are long, or tell of tensors that are large, in files that seem to have all of it."""
+    """Long headers, and headers that describe large tensors, in sparse files of the full size."""
     huge = changed("a", shape=[2**38], data_offsets=[0, 2**40])
     paths = [
         tensor_file(tmp_path / "long", GOOD, length=2**40),
@@ -619,7 +619,7 @@ def checkpoint(config, pristine):
 
 
 def sign(path):
-    """Make the manifest's sums those of the files, as a stranger would."""
+    """Update the manifest's sums to match the files, as an attacker would."""
 
     def set_sums(manifest):
         for name in manifest["sha256"]:
@@ -630,7 +630,7 @@ def sign(path):
 
 @pytest.fixture
 def uses(config, checkpoint):
-    """What people do with a checkpoint: each ends well, or is refused."""
+    """The ways to use a checkpoint: each succeeds or is refused."""
     raw = {"checkpoint": str(checkpoint), "runtime": CPU}
     return {
         "sample": lambda: run_sampling(decode(SampleConfig, raw | {"max_new_tokens": 2, "prompt": "def"})),
@@ -714,7 +714,7 @@ def test_what_is_no_file_in_a_checkpoint(checkpoint, uses, name, replace):
 )
 @pytest.mark.slow
 def test_what_is_no_file_elsewhere_in_a_run(config, checkpoint, name, replace):
-    """Training goes on beside it, or says what is in the way; what a link leads to is never written to."""
+    """Training continues beside it, or names the obstacle; the target of a link is never written to."""
     path = config.run_dir / name
     path.touch()
     before = path.read_bytes()
@@ -874,7 +874,7 @@ def test_a_generators_state_that_is_none(checkpoint, uses):
 
 @pytest.mark.parametrize("n_vocab", [10, 256, 300])
 def test_a_model_of_other_tokens_than_its_tokenizer(checkpoint, uses, n_vocab):
-    """Ids of the tokenizer that the model does not have; the other way round it is only odd."""
+    """The tokenizer has ids that the model lacks; the reverse is harmless."""
     edit(checkpoint / "state.json", lambda s: s["model"].update(n_vocab=n_vocab))
 
     def resize(tensors):
@@ -887,7 +887,7 @@ def test_a_model_of_other_tokens_than_its_tokenizer(checkpoint, uses, n_vocab):
 
 
 def test_a_tokenizer_of_another_model(checkpoint, uses, rank_file):
-    """Its ids are more than the model has."""
+    """It has more ids than the model."""
     from data.tokenizer import save_tokenizer
 
     save_tokenizer(build_tokenizer(GPT2Config(name="gpt2", path=rank_file)), checkpoint / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""Who may import whom, and what may be nowhere: walked in the source, so it holds for code that no test runs."""
+"""Allowed imports and forbidden calls, checked in the source, so that code that no test runs is checked too."""
 
 import ast
 import os
@@ -173,7 +173,7 @@ def test_without_a_gpu_its_tests_are_refused_in_one_line():
 
 
 def test_the_walk_sees_imports():
-    """The tests above could pass by seeing nothing."""
+    """Without this, the tests above could pass because they find nothing at all."""
     assert imports(Path("trainer/distributed.py"), "torch.distributed")
     assert imports(Path("trainer/metrics.py"), "wandb")
     assert imports(Path("cli/command.py"), "hydra")

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def room_of(name: str) -> str | None:
-    """The room of a module ("data.prepare.merge") or of a file (data/loader.py), None if it is in none."""
+    """The room of a module ("data.prepare.merge") or a file (data/loader.py), or None."""
     module = name.removesuffix(".py").replace("/", ".")
     if module.partition(".")[0] in COMMANDS:
         return "commands"
@@ -79,7 +79,7 @@ def lines_by_room() -> dict[str, int]:
 
 
 def imports_by_room() -> set[tuple[str, str]]:
-    """Pairs of rooms of which the first imports the second, by a statement or by a name as "module:function"."""
+    """Pairs (a, b) where room a imports room b, by an import statement or by a name such as "module:function"."""
     arrows = set()
     for path, room in files().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -104,7 +104,7 @@ def table(lines: dict[str, int]) -> str:
 
 
 def shown(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Arrows without those into common, which everything may import, and without those that follow from others."""
+    """Drop arrows into common, which everything may import, and arrows that follow from others."""
     arrows = {(start, end) for start, end in arrows if end != "common"}
 
     def leads(start: str, end: str) -> bool:

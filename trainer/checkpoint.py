@@ -9,7 +9,7 @@ A checkpoint is a folder `step-00001000` with
     manifest.json                              sha256 of each of the others, written last
 
 It is written under another name, synced, and renamed: a crash leaves nothing half-written under a checkpoint's name.
-Later damage is found by the sums, and the checkpoint before it is used. `latest` and `best` beside the checkpoints are
+The sums detect later damage, and the previous checkpoint is used. `latest` and `best` beside the checkpoints are
 text files that hold a checkpoint's name, for people; a run is resumed from the newest checkpoint that is whole.
 """
 
@@ -50,7 +50,7 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 class Damaged(UserError):
-    """A checkpoint whose files differ from what was written. Another one may still be whole."""
+    """A checkpoint's files differ from what was written. Another checkpoint may still be intact."""
 
 
 class Sums(Settings):
@@ -72,7 +72,7 @@ class TrainState(Settings):
     best_step: Annotated[int, Field(ge=0)] | None = None
     """The step with the lowest loss, whose checkpoint is kept."""
     passed_over: dict[Annotated[int, Field(ge=1)], str] = Field(default_factory=dict)
-    """Recent or coming steps, counted from 1, that are skipped, and why."""
+    """Recent or future steps, counted from 1, that are skipped, with the reason."""
     statistics: LossStatistics = LossStatistics()
     """Statistics of the losses so far, to detect spikes."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
@@ -122,7 +122,7 @@ class Checkpoint:
         return read_tensors(self.path / f"{name}.safetensors", expected)
 
     def leave(self, name: str, content: bytes | str) -> None:
-        """Write a file into the run directory and print its path. If it is read-only, only warn."""
+        """Write a file into the run directory and print its path. Only warns if the directory is read-only."""
         path = self.run_dir / name
         try:
             write_atomic(path, content)
@@ -196,12 +196,12 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES) -> Checkp
     if path.is_file():
         name = _first_line(path)
         if not _NAME.fullmatch(name):
-            raise UserError(f"checkpoint={path} does not name a checkpoint: give a run directory or a folder step-...")
+            raise UserError(f"checkpoint={path} does not name a checkpoint: give a run directory or a step-... folder")
         path = path.parent / name
     elif not ((path / "manifest.json").is_file() or _NAME.fullmatch(path.name)):
         found = newest_whole(path, files)
         if found is None:
-            raise UserError(f"checkpoint={path} holds no checkpoint: give a run directory or a folder step-...")
+            raise UserError(f"checkpoint={path} holds no checkpoint: give a run directory or a step-... folder")
         return _opened(found)
     _verify(path, files)
     return _opened(path)
@@ -234,8 +234,8 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
     gpt.load_state_dict(checkpoint.tensors("model", expected), assign=True)
     if tokenizer.n_vocab > gpt.config.n_vocab:
         raise UserError(
-            f"{checkpoint.path} has a tokenizer of {tokenizer.n_vocab} ids for a model of {gpt.config.n_vocab}: "
-            "they do not belong together; use another checkpoint"
+            f"{checkpoint.path} has a tokenizer with {tokenizer.n_vocab} ids, but the model has only "
+            f"{gpt.config.n_vocab}: use another checkpoint"
         )
     return gpt.requires_grad_(), tokenizer
 
@@ -297,7 +297,7 @@ def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | N
     than `state`, which are damaged, and what crashed saves left behind.
 
     Args:
-        state: of the newest whole checkpoint. At the start of a run, a kill may have left this function undone.
+        state: of the newest whole checkpoint. A run also calls this at its start, in case it was killed before.
     """
     folder, paths = checkpoints_dir(run_dir), _all(run_dir)
     upto = [path for path in paths if step_of(path) <= state.step]
@@ -322,7 +322,7 @@ def _point(pointer: Path, path: Path) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Delete a folder, or anything else in its place: on a pipe, shutil.rmtree would wait forever."""
+    """Delete a folder, or any other file: on a pipe, shutil.rmtree would wait forever."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

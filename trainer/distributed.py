@@ -69,12 +69,12 @@ class World:
             dist.barrier()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Let the others go on without this process, which may take as long as it needs for its last work.
+        """Let the others continue without this process, which may take any time for its last work.
 
         No collective operation may follow.
 
         Args:
-            error: what ends this process. If the error is its own, the others are notified now.
+            error: the error that ends this process. If the process itself failed, the others are notified now.
         """
         if self.watchdog is not None:
             if error is not None and _is_own(error):
@@ -253,7 +253,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether this process itself has failed, so that a person must act. Stopping on request is not a failure."""
+    """Whether this process itself has failed and a person must act. Stopping on request is not a failure."""
     asked = isinstance(error, SystemExit) and error.code in (None, 0, AGAIN)
     return not asked and not _is_lost_peer(error)
 

@@ -15,7 +15,7 @@ from data.loader import TrainBatches, step_windows
 from data.shards import Manifest
 
 _MEMORY = 100
-"""About how many losses the mean and the variance cover."""
+"""Approximate number of recent losses that the mean and the variance cover."""
 
 
 class LossStatistics(Settings):
@@ -60,7 +60,7 @@ def evidence_path(run_dir: Path, step: int) -> Path:
 def keep_evidence(
     path: Path, dataset_dir: Path, manifest: Manifest, batches: TrainBatches, step: int, found: dict[str, Any]
 ) -> None:
-    """Write what was `found` about a bad step (counted from 1), and every document in its batch."""
+    """Write the findings about a bad step (counted from 1), and every document in its batch."""
     sequences = [
         {
             "sequence": row,

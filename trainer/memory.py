@@ -24,7 +24,7 @@ class Memory(NamedTuple):
 
     weights: int
     gradients: int
-    """Exist before the second micro-batch, and so are counted as if they always did."""
+    """Counted as if they always existed, because they exist from the second micro-batch on."""
     optimizer: int
     activations: int
     """Kept by a micro-batch for its backward pass, including copies of weights in the dtype of products."""
@@ -93,7 +93,7 @@ def kept_per_token(config: GPTConfig, seq_len: int, dtype: torch.dtype) -> float
 
 
 def _without_kernel(layer: AttentionConfig) -> AttentionConfig:
-    """The layer with a kernel that this machine has; all but torch's math kernel keep the same."""
+    """The layer with a kernel that this machine has; all kernels except torch's math kernel keep the same tensors."""
     fused = getattr(layer, "kernel", "math") != "math"
     return layer.model_copy(update={"kernel": "auto"}) if fused else layer
 

@@ -60,7 +60,7 @@ TrackerConfig = Annotated[LocalTrackerConfig | WandbTrackerConfig, Field(discrim
 
 
 class Tracker:
-    """Gets the lines of metrics.jsonl. This one ignores them."""
+    """Receives the lines of metrics.jsonl. The base class ignores them."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Take a line. Never blocks, never raises."""
@@ -70,7 +70,7 @@ class Tracker:
 
 
 class WandbTracker(Tracker):
-    """Runs wandb in a process of its own: if wandb hangs, fails or crashes, training goes on with a warning.
+    """Runs wandb in a separate process: if wandb hangs, fails or crashes, training continues with a warning.
 
     In this process, wandb would wrap stdout and stderr, and wait for its service process at exit without a limit. A
     process, with all that it started, can be killed.
@@ -215,8 +215,8 @@ class MetricsLog:
 
     Training lines have "loss", evaluation lines "val_loss", and other lines "event".
 
-    A full disk loses no line and stops nothing: lines wait in memory until there is room. Only `sync`, which a
-    checkpoint relies on, and `close` raise. `sync` may run in another thread, but not during `truncate` or `close`:
+    On a full disk no line is lost and training continues: lines wait in memory until there is room. Only `sync`, which
+    a checkpoint relies on, and `close` raise. `sync` may run in another thread, but not during `truncate` or `close`:
     `write` does not wait for the disk.
     """
 
@@ -273,7 +273,7 @@ class MetricsLog:
         """Drop the lines later than `step`, because the run goes back to its checkpoint, which `sync` came before.
 
         Raises:
-            OSError: the file cannot be cut, for another reason than a full disk.
+            OSError: the file cannot be truncated, and the disk is not full.
         """
         os.close(self._file)
         self._recent, self._written = [], 0

@@ -23,8 +23,8 @@ def choose_micro_batch(
 ) -> int:
     """The largest micro-batch that fits in every process, the same in all. Prints its choice.
 
-    A GPU reports that memory is out, so every size may be tried. On a CPU, the kernel kills the process: only sizes
-    that are predicted to take at most half of the memory are tried.
+    A GPU reports when memory runs out, so every size may be tried. On a CPU, the kernel kills the process instead: only
+    sizes that are predicted to take at most half of the memory are tried.
 
     Args:
         loss_module: (m, seq_len) ids and targets -> loss, ready for training: wrapped, compiled, on its device. Its

@@ -43,5 +43,5 @@ def random_tensors(processes: int, device: str) -> Expected:
 
 
 def seed_process(key: str) -> None:
-    """Seed torch's generators from a text."""
+    """Seed torch's generators from a string."""
     torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1)

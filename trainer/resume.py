@@ -133,7 +133,7 @@ def write_config(path: Path, config: dict[str, Any], world: World, found: dict[s
 
 
 def _environment(world: World) -> dict[str, Any]:
-    """What a run's numbers depend on besides the configuration."""
+    """The versions, devices and environment that a run's numbers depend on besides the configuration."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -36,14 +36,15 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     strategy: Literal["ddp", "fsdp"]
     """ddp: every process holds the whole model; fsdp: each holds a part, for models too large for one GPU."""
     on_nonfinite: Literal["halt", "skip", "rollback"]
-    """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: skip the batch; rollback: go back to
-    the last checkpoint, and skip the batch when it comes again."""
+    """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: skip the batch; rollback: return to
+    the last checkpoint, and skip the batch when it is reached again."""
     max_bad_steps: int = Field(ge=0)
     """Most steps in a row that are skipped; one more stops the run."""
     spike_sigmas: float | None = Field(gt=0, allow_inf_nan=False)
     """A loss this many standard deviations above the mean of about the last 100 counts as bad; null: never."""
     hang_seconds: float | None = Field(gt=0, allow_inf_nan=False)
-    """If one of several processes makes no progress for this long, all stop and name it; null: they wait forever."""
+    """If one of several processes makes no progress for this long, all processes stop with an error that names it;
+    null: they wait forever."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Runtime:
         return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context for a forward pass."""
+        """A context manager for forward passes: autocast if the dtype is bfloat16, else no-op."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
 
@@ -88,7 +89,7 @@ def open_runtime(config: DeviceConfig) -> Runtime:
 
 
 def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, device: torch.device) -> None:
-    """Compile the modules in place, if the configuration or the device asks for it."""
+    """Compile the modules in place, if the configuration or the device requires it."""
     wanted = device.type == "cuda" if config.compile == "auto" else config.compile
     if not wanted:
         why = "compiling takes longer than it saves on a CPU" if config.compile == "auto" else "runtime.compile=false"

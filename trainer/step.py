@@ -27,7 +27,7 @@ class SummedLoss(nn.Module):
 
 
 class StepResult(NamedTuple):
-    """What a step did. The same in all processes, except own_loss."""
+    """The result of a step. The same in all processes, except own_loss."""
 
     loss: float
     """Mean over all valid tokens of the global batch, in nats."""
@@ -65,7 +65,7 @@ def train_step(
         grad_clip: largest norm of the whole gradient; None: not clipped.
         refuse: gets loss and gradient norm before the update; returns why it must not happen, or None.
         asked_to_stop: travels with the loss, so that all processes stop after the same step.
-        name: of the step, for the watchdog.
+        name: the step's name, for the watchdog's messages.
     """
     world = world or World(runtime.device)
     n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
@@ -98,7 +98,7 @@ def accumulate_gradients(
 ) -> Tensor:
     """Add the gradient of scale x loss of each micro-batch; returns the sum of the losses, float64.
 
-    DDP averages gradients over processes, so `scale` has their number as a factor.
+    DDP averages gradients over processes, so `scale` includes the number of processes as a factor.
 
     Args:
         sync: average the gradients over the processes in the last backward pass.

@@ -59,7 +59,7 @@ def tensor_names(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(path: Path, longest_header: int) -> Iterator[safe_open]:
-    """Open a safetensors file, and raise everything that is wrong with it as a UserError."""
+    """Open a safetensors file, and turn every error about it into a UserError."""
     try:
         with open_file(path) as file:
             length = int.from_bytes(file.read(8), "little")

@@ -39,7 +39,7 @@ class Beat(NamedTuple):
 
     @property
     def who(self) -> str:
-        """The process, as people can find it."""
+        """The process by rank, host and process id."""
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
     @property
@@ -49,7 +49,7 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why all processes end: the first one that is published counts."""
+    """Why all processes end. Only the first verdict published is used."""
 
     ranks: list[int]
     """The processes that the others wait for, empty if they cannot be told apart; or the one that failed."""
@@ -155,7 +155,7 @@ class Watchdog:
         self._thread.join(_READINGS * self._interval)
 
     def keep_store(self) -> None:
-        """If this process hosts the store, and one has failed, give the others time to read which."""
+        """If this process hosts the store and a process has failed, give the others time to read the verdict."""
         if self._hosts_store and self.failure is not None:
             time.sleep(_KEEP_STORE_SECONDS)
 
@@ -197,7 +197,7 @@ class Watchdog:
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _look_around(self) -> None:
-        """Read all beats, and publish a verdict after enough readings."""
+        """Read all processes' beats and, if some process keeps the others waiting, publish a verdict."""
         keys = [f"beat/{rank}" for rank in range(self._size)]
         if not self._store.check(keys):
             return  # some processes never started: the process group's own timeout is for them
@@ -240,5 +240,5 @@ class Watchdog:
 
 
 def _print(line: str) -> None:
-    """Write to standard error, whatever locks the main thread holds."""
+    """Write to standard error without Python's locks, which the main thread may hold."""
     os.write(2, f"{line}\n".encode())

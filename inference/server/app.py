@@ -91,7 +91,7 @@ class Guard:
 
 
 def check_host(request: Request, hosts: frozenset[str]) -> None:
-    """Refuse what another site's page makes a browser send, across sites or by a host name that resolves to us.
+    """Refuse requests that another site's page makes a browser send, also through a host name that resolves to us.
 
     Raises:
         ApiError: the request names another host, or comes from another site.

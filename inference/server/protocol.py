@@ -64,9 +64,9 @@ class CompletionRequest(SamplingConfig):
         given = {key: value for key, value in raw.items() if value is not None and key != "user"}
         for key, instead in _NOT_OFFERED.items():
             if given.pop(key, None):  # 0, "" and {} have no effect
-                raise ValueError(f"{key} is not offered: {instead}")
+                raise ValueError(f"{key} is not supported: {instead}")
         if given.pop("best_of", n := given.get("n", 1)) != n:
-            raise ValueError("best_of is not offered: give n alone")
+            raise ValueError("best_of is not supported: use n only")
         return given
 
     @field_validator("prompt", mode="before")
@@ -75,7 +75,7 @@ class CompletionRequest(SamplingConfig):
         several = prompt if isinstance(prompt, list) and prompt else [None]
         texts = all(isinstance(one, str) for one in several)
         if not (isinstance(prompt, str) or _are_ids(prompt) or texts or all(map(_are_ids, several))):
-            raise ValueError("give a text, a list of token ids, a list of texts or a list of such lists")
+            raise ValueError("give a text, a list of token ids, a list of texts or a list of lists of token ids")
         return prompt
 
     @field_validator("stop")

@@ -81,11 +81,11 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # Python adds the address in brackets
         raise UserError(
-            f"host={host} port={port} cannot be used ({reason}): use another port, or "
-            f"port=0 for any, and an address of this machine"
+            f"host={host} port={port} cannot be used ({reason}): host must be an address of this machine; "
+            f"use another port, or port=0 for any free one"
         ) from None
     if _names(host) is None:
-        warn(f"host={host}: everyone who reaches this machine can use the model; nothing asks for a password")
+        warn(f"host={host}: everyone who can reach this machine can use the model, without a password")
     return listener
 
 

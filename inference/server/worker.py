@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, with a queue that many requests share."""
+"""Runs the engine in its own thread, with a queue that many requests share."""
 
 import threading
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Stopped(UserError):
 
 
 class Worker:
-    """Turns an engine while it has texts. Call `start`, and `stop` and `join` at the end."""
+    """Runs an engine's turns while it has texts. Call `start` first, and `stop` and `join` at the end."""
 
     def __init__(self, engine: Engine, max_queue: int) -> None:
         """`max_queue`: most texts that wait for a place in the engine."""
@@ -67,7 +67,7 @@ class Worker:
         return n_admitted, n_waiting + len(self._new)
 
     def turn(self) -> None:
-        """Hand new texts to the engine, and turn it once."""
+        """Hand new texts to the engine, and run one turn."""
         with self._changed:
             self.engine.submit(self._new)
             self._load, self._new = self.load, []

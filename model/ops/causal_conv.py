@@ -12,7 +12,7 @@ def causal_conv(
 
     Args:
         x: (B, T, D).
-        weight: (W, D); the last row is that of the token itself.
+        weight: (W, D); the last row applies to the token itself.
         seen: (B, W - 1, D), the inputs before x; None is zeros.
         starts: (B, T), bool: these tokens and later ones read zeros in place of the inputs before them.
 

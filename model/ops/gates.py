@@ -68,20 +68,20 @@ def gates_of(log_f: Tensor) -> Gates:
 
 
 def sums_of(log_f: Tensor, reset: Tensor) -> Tensor:
-    """Sums of log_f (n, B, H, C, d_k) up to each token of a chunk, without its resets (n, B, H, C, 1)."""
+    """Cumulative sums of log_f (n, B, H, C, d_k) in each chunk; tokens at a reset (n, B, H, C, 1) count as 0."""
     return log_f.masked_fill(reset, 0).cumsum(-2).clamp_(min=-4 * REACH[log_f.dtype])
 
 
 def times(x: Tensor, factor: Tensor | None) -> Tensor:
-    """x times a factor, where None is 1."""
+    """x times a factor; None means 1."""
     return x if factor is None else x * factor
 
 
 def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> Tensor:
-    """Return the gradient of log_f (n, B, H, C, .) from those of q and k (n, B, H, C, d_k).
+    """Return the gradient of log_f (n, B, H, C, .), given the gradients of q and k (n, B, H, C, d_k).
 
-    A gate multiplies what later queries get from earlier keys. That is what these queries get in all, less what they
-    get from keys not before the gate, plus what the state after the chunk gets from the chunk's and earlier keys.
+    A gate multiplies what later queries get from earlier keys: everything that these queries get, minus what they get
+    from keys not before the gate, plus what the state after the chunk gets from the chunk's and earlier keys.
 
     Args:
         g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times its gradient.

@@ -113,7 +113,7 @@ _summed_loss.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, whose type may have fewer bits."""
+    """total += a @ b, where a and b may have a lower precision than total."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

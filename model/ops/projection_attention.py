@@ -35,8 +35,8 @@ def n_features(head_dim: int) -> int:
 def inner_queries(q: Tensor, sigma: Tensor) -> Tensor:
     """Extend q (B, H, T, D) by the features for `inner_keys`: (B, H, T, D'); sigma is (H,).
 
-    1 / sigma^2 is rounded to q's type first, so that both terms use the same number: the exponents are still those of a
-    distance, although for a sigma that in bfloat16 differs by up to 0.2 %.
+    1 / sigma^2 is rounded to q's type first, so that both terms use the same number: every exponent is still a
+    distance, only with a slightly different sigma (by up to 0.2 % in bfloat16).
     """
     sharpness = (sigma**-2).to(q.dtype).view(-1, 1, 1).expand(*q.shape[:-1], 1)  # (B, H, T, 1)
     return _padded(torch.cat([q * sharpness, sharpness, sharpness], dim=-1), q.shape[-1])

@@ -1,4 +1,4 @@
-"""Commands as users type them: mistakes cost one clear line, and a sweep trains every job."""
+"""Commands as users type them: a mistake gives one clear line, and a sweep trains every job."""
 
 import io
 import json
@@ -18,7 +18,7 @@ def snapshot(folder):
 
 
 def assert_one_line(result, *fragments):
-    """A mistake's answer: one line that starts with error and has all `fragments`, and a status that is not 0."""
+    """Check the output of a mistake: one line that starts with error and has all `fragments`, and a nonzero status."""
     assert result.status not in (0, None)
     assert result.err.startswith("error: ")
     assert result.err.count("\n") == 1
@@ -140,7 +140,7 @@ def test_debug_shows_the_traceback(command, tiny_args):
 
 
 def test_under_torchrun_one_process_of_a_machine_reports(command, tiny_args, monkeypatch):
-    """What all meet is said by the first; the others wait to be ended by torchrun, and speak up if they are not."""
+    """A machine's first process prints an error; the others wait for torchrun to end them, else print it too."""
     waited = []
     monkeypatch.setattr("time.sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -160,7 +160,7 @@ def test_groups_of_another_command_are_explained(command, tiny_args):
 
 
 def test_progress_bars_nest_on_a_terminal(monkeypatch):
-    """Evaluation has its bar inside the one of training."""
+    """The evaluation's progress bar appears inside the training's."""
     terminal = Console(force_terminal=True, file=io.StringIO())
     monkeypatch.setattr("common.console.console", terminal)
     with Track("training", 10) as outer:

@@ -48,7 +48,7 @@ def helps():
 
 
 def test_help_waits_for_no_slow_library(helps):
-    """They are asked one after the other in one process: the first that imports something is to blame."""
+    """All commands run in one process in turn, so an import is listed at the first command that needs it."""
     assert {script: loaded for script, (_, loaded) in helps.items() if loaded} == {}
 
 
@@ -183,7 +183,7 @@ def test_a_wrong_option_is_refused(command, script):
 @pytest.mark.parametrize("line", ["scripts/plan.py experiment=quickstart device=t4 output=json", "train.py --help"])
 @pytest.mark.slow
 def test_output_that_nobody_reads_to_its_end_is_no_error(line):
-    """`true` reads nothing, and is gone before there is anything to read."""
+    """The command `true` reads nothing, and ends before there is anything to read."""
     source = f"set -o pipefail; {sys.executable} {line} | true"
     found = subprocess.run(["bash", "-c", source], cwd=ROOT, capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (0, "")
@@ -195,7 +195,7 @@ def test_output_that_nobody_reads_to_its_end_is_no_error(line):
     ids=["terminal", "NO_COLOR", "pipe"],
 )
 def test_colours_are_for_terminals_that_want_them(variables, terminal, coloured):
-    """On a pseudo-terminal, as a person has one, and on a pipe."""
+    """On a pseudo-terminal and on a pipe."""
     import pty
 
     env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color"}

@@ -1,7 +1,7 @@
 """Every command that a program prints for its user to type does what it should, as it is printed.
 
-Those of --help, of docstrings, of `make train` and of the pages of docs/ are run here up to the work itself. Those that
-depend on what a program has found stand in `PLACES`, with the tests that run them to their end.
+Commands in --help, docstrings, `make train` and the pages of docs/ run here until the actual work would begin.
+Commands that depend on a program's results are listed in `PLACES`, with the tests that run them to their end.
 """
 
 import ast
@@ -73,12 +73,12 @@ PLACES = {  # where a text says what to type, and the test that types it
 
 
 class AtWork(BaseException):
-    """The command has come to its work."""
+    """The command has reached its actual work."""
 
 
 @pytest.fixture
 def goes_to_work(command, monkeypatch, tmp_path):
-    """Runs a printed command in this process, in an empty folder, up to the work; in a sweep, all jobs come to it."""
+    """Runs a printed command in this process, in an empty folder, up to the work; in a sweep, all jobs reach it."""
     monkeypatch.chdir(tmp_path)
 
     def work(*_, **__):
@@ -153,7 +153,7 @@ def test_the_commands_of_a_page(goes_to_work, tmp_path, page):
 
 
 def constants(path):
-    """A module's texts, its docstrings left out."""
+    """A module's strings, without its docstrings."""
     tree = ast.parse(path.read_text())
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Sweeps with every launcher: killed, they go on; they share GPUs; and no file chooses what Hydra calls."""
+"""Sweeps with every launcher: they resume after a kill, share GPUs, and no file chooses what Hydra calls."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def until(condition, seconds=120):
 
 @pytest.fixture
 def start(tiny_args):
-    """Starts train.py in a process of its own, in a group of its own."""
+    """Starts train.py in a new process and process group."""
     started = []
 
     def begin(*arguments):
@@ -79,7 +79,7 @@ def test_training_gives_its_lowest_validation_loss(tiny):
 
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monkeypatch):
-    """Its first job is not touched again, the second resumes; what comes out is what no kill would have given."""
+    """The first job's files do not change, the second job resumes, and the results equal those without a kill."""
     sweep = ["train", "-m", *tiny_args, "seed=1,2,3"]
     step = Run.train_step
 
@@ -113,7 +113,7 @@ OPTUNA = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "seed=choice(1, 
 @pytest.mark.parametrize(("how", "sweep"), [(signal.SIGKILL, ["seed=1,2"]), (signal.SIGINT, OPTUNA)])
 @pytest.mark.slow
 def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp_path, monkeypatch, how, sweep):
-    """Whether it is killed, or stopped by Ctrl-C. Another launcher finds them, too."""
+    """After a kill and after Ctrl-C. Another launcher finds the jobs, too."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     options = ["max_steps=100000", "checkpoint.every=100000", "eval.every=100000"]
@@ -130,7 +130,7 @@ def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp
 
 @pytest.mark.slow
 def test_one_job_at_a_time_is_saved_as_without_joblib(start, tmp_path):
-    """joblib then has no worker, and the job must not take its sweep away from the terminal."""
+    """joblib then has no worker process, and the job must not detach its sweep from the terminal."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     options = ["max_steps=100000", "checkpoint.every=100000", "eval.every=100000"]
     process = start(*options, "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
@@ -204,7 +204,7 @@ def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, options, message
 
 @pytest.mark.slow
 def test_submitit_requeues_a_job_whose_step_is_saved(start, tmp_path):
-    """SIGUSR2 is what it sends before a job's time is up: here its local executor plays SLURM."""
+    """submitit sends SIGUSR2 before a job's time is up: here its local executor replaces SLURM."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     process = start("hydra/launcher=submitit_local", "max_steps=100000", "checkpoint.every=100000", "eval.every=100000")
     (run,) = until(lambda: begun(tmp_path))
@@ -215,7 +215,7 @@ def test_submitit_requeues_a_job_whose_step_is_saved(start, tmp_path):
 
 
 class Worker:
-    """A process of its own that takes a GPU, and keeps it until it is ended."""
+    """A separate process that takes a GPU, and keeps it until it is ended."""
 
     def __init__(self):
         (says, said), (waits, self._ends) = os.pipe(), os.pipe()
@@ -236,7 +236,7 @@ class Worker:
 
 @pytest.mark.slow
 def test_workers_share_gpus_evenly(tmp_path, monkeypatch):
-    """Three workers on two GPUs: two on one; when the one that has its own ends, the next gets it."""
+    """Three workers on two GPUs: two share one; when the worker alone on a GPU ends, the next worker gets that GPU."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-a/b")
     workers = []
@@ -306,7 +306,7 @@ PRETENDED = COPY.replace("{", "hydra.sweeper.direction={")
     ],
 )
 def test_a_strangers_file_sets_nothing_of_hydras(command, tiny_args, tmp_path, settings, options):
-    """Nor does it pretend that something was typed."""
+    """A file cannot pretend either that the user typed an option."""
     strange_file(tmp_path, "experiment/strange.yaml", f"# @package _global_\nhydra: {{{settings}}}\n")
     options = ["--config-dir", str(tmp_path / "conf"), *options, *tiny_args, "experiment=strange"]
     result = command("train", *options)

@@ -102,7 +102,7 @@ def test_ranks_share_the_global_batch(parts):
 
 
 def inverse(values, n, key):
-    """The places that `permute` puts at `values`: its rounds backwards, and walking back into the range."""
+    """The inverse of `permute`: its rounds backwards, repeated until the result is inside the range."""
     half_bits = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     round_keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=64).digest(), "<u8")
@@ -118,7 +118,7 @@ def inverse(values, n, key):
 
 @pytest.mark.parametrize("n", [1, 2, 5, 64, 65, 1000, 976_562_499, 2**40 + 1, 2**62])
 def test_every_member_of_a_permutation_has_one_place(n):
-    """Which proves at any size what the test above proves at small ones: what has a way back is a bijection."""
+    """An inverse shows at any size what the test above shows at small ones: the permutation is a bijection."""
     places = np.unique(np.random.default_rng(0).integers(0, n, 5000))
     assert np.array_equal(inverse(permute(places, n, "1/2"), n, "1/2"), places)
     assert np.array_equal(permute(inverse(places, n, "1/2"), n, "1/2"), places)

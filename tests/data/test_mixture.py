@@ -191,9 +191,9 @@ def test_a_mixture_of_a_dataset(dataset, shard_tokens):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"A": 2, "Pile-C": 1}, "a weight to 'Pile-C', which is no set of dataset_dir=.*: its sets are A, B, tiny$"),
-        ({"val only": 1}, "a weight to 'val only', which is no set"),
-        ({"tiny": 2}, "'tiny' the weight 2, but it makes up most of no window"),
+        ({"A": 2, "Pile-C": 1}, "a weight to 'Pile-C', which is not a set of dataset_dir=.*: its sets are A, B, tiny$"),
+        ({"val only": 1}, "a weight to 'val only', which is not a set"),
+        ({"tiny": 2}, "'tiny' the weight 2, but no window consists mostly of it"),
         ({"A": 0, "B": 0}, "leaves nothing to train on"),
     ],
 )

@@ -199,7 +199,7 @@ def piece_sizes(monkeypatch):
 
 
 def pairs_of(tmp_path_factory):
-    """Every byte and some pairs: what is cut wrongly gives other ids."""
+    """Every byte and some pairs: a wrong cut gives other ids."""
     path = tmp_path_factory.getbasetemp() / "nasty.tiktoken"
     if path.exists():
         return from_ranks(path)

@@ -50,7 +50,7 @@ def sets_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Where models are trained, and those that were, by their settings."""
+    """The folder for trained models, and the models trained so far, by their settings."""
     return tmp_path_factory.mktemp("runs"), {}
 
 
@@ -206,7 +206,7 @@ def test_all_contexts_are_measured_on_the_same_text(trained, sets_dir):
 
 
 def same_figures(a, b):
-    """Equal but for the order of sums."""
+    """Equal up to the order of summation."""
     if isinstance(b, dict):
         return a.keys() == b.keys() and all(same_figures(a[key], b[key]) for key in b)
     if isinstance(b, list):
@@ -231,7 +231,7 @@ def test_any_number_of_processes_covers_everything_once(trained, size):
     asked: dict[int, list[torch.Tensor]] = {}
 
     class Recorded(World):
-        """One process, or one of several, that goes on with the sums of one."""
+        """One process, or one of several, which continues with the sums of one process."""
 
         def sum(self, value):
             asked.setdefault(self.size * 1000 + self.rank, []).append(value)

@@ -126,7 +126,7 @@ def rows_to_sample(draw_from):
 
 
 def exact(logits, sampling, looser):
-    """Probabilities by the definitions in decimals of 28 digits, descending; top_p and min_p by a factor looser."""
+    """Probabilities by the definitions with 28 decimal digits, descending; top_p and min_p are loosened by a factor."""
     weights = sorted(((x - max(logits)) / Decimal(sampling.temperature) for x in logits), reverse=True)
     weights = [x.exp() for x in weights[: sampling.top_k]]
     if sampling.top_p not in (None, 1):
@@ -245,7 +245,7 @@ def test_greedy_decoding_is_greedy_on_the_whole_text(attention, block, position)
 
 
 def size(state):
-    """Numbers in a state, however nested."""
+    """The number of elements in a state, at any nesting."""
     if isinstance(state, torch.Tensor):
         return state.numel()
     return sum(map(size, state)) if isinstance(state, tuple) else 0

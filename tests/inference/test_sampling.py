@@ -75,7 +75,7 @@ def test_what_could_begin_a_stop_string_waits():
 
 
 def first_stop(text, stops):
-    """The text before the stop string that is complete first; of several, before the longest."""
+    """The text before the stop string that is complete first; if several end there, before the longest."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -223,7 +223,7 @@ def test_a_conversation_fills_learned_positions_and_no_more(tiny, monkeypatch):
 
 
 def text_of(command, run_dir, *args):
-    """What sample.py printed and stored, its status being 0."""
+    """Check that sample.py ended with status 0; return what it printed and stored."""
     options = ["runtime.device=cpu", "max_new_tokens=12", "temperature=5"]
     result = command("sample", f"checkpoint={run_dir}", *options, *args)
     assert result.status == 0, result.err
@@ -244,7 +244,7 @@ def test_prompt_from_argument_file_and_standard_input(command, run_dir, tmp_path
 
 
 def test_nothing_is_said_amid_a_text(tiny, monkeypatch):
-    """Softmax attention says once, in its first forward pass, by which kernel."""
+    """Softmax attention prints once, in its first forward pass, which kernel it uses."""
     say_once.cache_clear()
     fit(tiny({"max_steps": 2, "model.attention": {"name": "softmax"}}))
     say_once.cache_clear()
@@ -393,7 +393,7 @@ def test_a_character_that_the_output_cannot_show(monkeypatch):
 
 
 class Terminal:
-    """A function that runs in a process of its own, on a terminal of its own."""
+    """A function that runs in a separate process on its own terminal."""
 
     def __init__(self, run):
         self.pid, self.handle = pty.fork()
@@ -411,7 +411,7 @@ class Terminal:
         self.seen = ""
 
     def until(self, pattern):
-        """Read up to what matches."""
+        """Read until the output matches."""
         while not (found := re.search(pattern, self.seen)):
             try:
                 self.seen += os.read(self.handle, 1000).decode()

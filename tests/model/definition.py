@@ -1,4 +1,4 @@
-"""Log-space attention token by token in float64, from its definition alone, with what rounding may do to each number.
+"""Log-space attention token by token in float64, from its definition alone, with a bound on each rounding error.
 
 A result is a nest of weighted sums, so a first-order change of its terms changes it by their weighted mean. The size of
 a sum is that mean of |q| + |k| + |log_v| over its terms: rounding of these numbers, and of sums of them, changes the
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class Sizes(NamedTuple):
-    """log_y, the state after, or gradients; and for each number, by how much 1 unit of rounding may change it."""
+    """log_y, the state after, or gradients; and by how much one unit of rounding may change each number."""
 
     values: list[Tensor]
     units: list[Tensor]
 
 
 def _share(part, whole):
-    """exp(part - whole), and 0 of an empty sum."""
+    """exp(part - whole); 0 for an empty sum."""
     return torch.where(whole == -torch.inf, -torch.inf, part - whole.masked_fill(whole == -torch.inf, 0)).exp()
 
 
@@ -48,7 +48,7 @@ class Definition:
             self.states.append(after)
 
     def _before(self, j):
-        """What is left at token j of the state before it."""
+        """The factor that remains of the earlier state at token j."""
         return self.states[j] + self.f[:, :, j].unsqueeze(-1)
 
     def _term(self, j):

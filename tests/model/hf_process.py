@@ -1,4 +1,4 @@
-"""What transformers makes of exported folders, in a process that can import none of our modules.
+"""Loads exported folders in transformers, in a process that cannot import our modules.
 
 hf_process.py WORK reads WORK/input.safetensors, WORK/prompts/*.safetensors and WORK/exports/*/model, and writes
 WORK/results/*.safetensors, WORK/said.json and WORK/gpt2, a GPT-2 of transformers' own.
@@ -55,7 +55,7 @@ def results_of(model, token_ids, prompts):
 
 
 def write_gpt2(path, token_ids):
-    """A GPT-2 of transformers' own, its tensors far from 0, and its logits."""
+    """A GPT2LMHeadModel built by transformers, with tensors far from 0, and its logits."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=257, n_positions=64, n_embd=24, n_layer=2, n_head=3, n_inner=48)
     model = GPT2LMHeadModel(config).double().eval()

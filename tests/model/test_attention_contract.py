@@ -1,4 +1,4 @@
-"""What holds for every attention mechanism of the registry: a new one is covered as soon as it is registered.
+"""Properties of every attention mechanism in the registry: a new one is covered as soon as it is registered.
 
 Each test runs on pairs, not on the full product of its settings: every pair of two settings' values is tried, and every
 value with every mechanism.
@@ -49,7 +49,7 @@ SMALL = {  # settings with which short texts meet what sets a mechanism apart; a
     "fixed": [{"size": 6, "width": 2, "merge": merge} for merge in (False, True)],
 }
 CONSTANT = {"linear", "log_space", "log_space_signed", "longformer", "sliding_window"}
-"""A state of these has the same size after any number of tokens."""
+"""Mechanisms whose state has the same size after any number of tokens."""
 
 
 def variants():
@@ -184,7 +184,7 @@ def test_outputs_and_gradients_are_the_definitions(case, T, rotary):
 
 @each_variant
 def test_zeros_are_numbers_like_others(case):
-    """Of a token of zeros, without biases, queries, keys and values are 0 exactly: their logarithms are not finite."""
+    """Without biases, a token of zeros has queries, keys and values of exactly 0, with infinite logarithms."""
     module = build(case)
     x = text(20)
     x[:, [0, 7, 8]] = 0
@@ -284,7 +284,7 @@ def n_bytes(state):
 
 @each_case
 def test_a_state_is_as_small_as_it_is_said_to_be(case):
-    """Constant, or linear in the tokens; of a text in pieces, up to 64 tokens may wait to be dropped."""
+    """Constant, or linear in the tokens; if a text comes in pieces, up to 64 tokens may not be dropped yet."""
     module = build(case)
     with torch.inference_mode():
         sizes = {n: n_bytes(read(module, case, text(n), n, False)[1]) for n in (1, 2, 100, 400)}
@@ -299,11 +299,11 @@ def test_a_state_is_as_small_as_it_is_said_to_be(case):
 
 @each_variant
 def test_bfloat16_errs_no_more_than_its_inputs_warrant(case):
-    """Autocast rounds x, the weights, and what they give: each to 2^-9 of its size.
+    """Autocast rounds x, the weights, and their products: each to 2^-9 of its size.
 
-    How much that matters to a mechanism, its own definition tells: the change of its outputs when x and the weights are
-    rounded so, in float64. Rounded are also q, k, v and the weights of attention, with like effect: four times the
-    change, and of the outputs themselves 2^-8 of the largest.
+    The mechanism's own definition gives the effect: the change of its outputs in float64 when x and the weights are
+    rounded like this. q, k, v and the attention weights are rounded too, with a similar effect. So the tolerance is
+    four times the change, plus 2^-8 of the largest output.
     """
     module, x = build(case), text(100)
     with torch.no_grad():

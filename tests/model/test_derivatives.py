@@ -1,4 +1,4 @@
-"""Derivatives of every operator: those of the definition, or one line that refuses; never zero without a word."""
+"""Derivatives of every operator equal the definition's or raise an error of one line; they are never silently zero."""
 
 import re
 
@@ -133,7 +133,7 @@ def by_forward_mode_of_grad(f, inputs, tangents):
 
 
 def twice(f, inputs, tangents, weigh=lambda y: y.sin()):
-    """Gradients of a loss that has gradients in it: silently wrong where these have no graph."""
+    """Gradients of a loss that contains gradients: silently wrong if these have no graph."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     loss = weigh(f(*leaves)).sum()
     penalty = sum(g.square().sum() for g in torch.autograd.grad(loss, leaves, create_graph=True))

@@ -14,7 +14,7 @@ NAMES = [name if name != "triton" else pytest.param(name, marks=pytest.mark.slow
 
 
 def inputs(T, D, dtype=torch.float64, d_k=5, d_v=7, H=3):
-    """q, k, log_v and gates log_f (2, H, T, D), leaves that want gradients."""
+    """q, k, log_v and gates log_f (2, H, T, D), leaves that require gradients."""
     generator = torch.Generator().manual_seed(T)
     q, k, log_v, z = (torch.randn(2, H, T, d, generator=generator, dtype=dtype) for d in (d_k, d_k, d_v, D))
     return [x.requires_grad_() for x in (q, k, log_v, torch.nn.functional.logsigmoid(z + 1))]
@@ -92,7 +92,7 @@ def test_states_merge_associatively(D):
 
 @pytest.mark.parametrize("D", [1, 4])
 def test_the_gradient_of_gates_does_not_lose_digits_in_a_long_text(D):
-    """float32 against float64: an error that grew with the text would be thousands of units at its beginning."""
+    """float32 against float64: if the error grew with the text, the first gradients would be thousands of units off."""
     leaves = inputs(65_536, D, torch.float32, d_k=4, d_v=4, H=1)
     g = torch.randn(2, 1, 65_536, 4, generator=torch.Generator().manual_seed(1))
     (found,) = torch.autograd.grad(log_attention(*leaves), leaves[3], g)

@@ -112,7 +112,7 @@ def test_a_seed_gives_the_same_weights():
 
 
 def test_flops_count_the_weights_that_products_use():
-    """6 operations a weight; the recurrence and every linear layer are weights, a table of positions is not."""
+    """6 operations per weight of the recurrence and of every linear layer; a table of positions does not count."""
     config = tiny({"attention": "softmax", "block": "mlp", "position": "learned"})
     linear = 11 * 12 + 2 * (12 * 36 + 12 * 12 + 2 * 12 * 48)  # embedding, and per layer qkv, proj, up and down
     assert build(config).flops_per_token(50) == 6 * linear + 3 * 2 * (2 * 3 * 50 * 4)

@@ -48,7 +48,7 @@ def config_of(**changes):
 
 
 def configs():
-    """One for every mechanism, among all blocks and positions; GPT-2s; and a pattern, with room in the embedding."""
+    """Each mechanism, each block, each position; GPT-2s; and a pattern of layers with a padded embedding."""
     for i, cls in enumerate(ATTENTION):
         name = variant_names(cls)[0]
         heads = {"n_kv_head": 2} if "n_kv_head" in cls.model_fields else {}
@@ -91,7 +91,7 @@ def padded(token_ids, share):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """What transformers made of the exports of all CONFIGS."""
+    """The results of transformers for the exports of all CONFIGS."""
     work = tmp_path_factory.mktemp("hf")
     (work / "results").mkdir()
     token_ids = torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(2))
@@ -216,7 +216,7 @@ def test_transformers_weights_give_transformers_logits_here(work, gpt2, dtype):
 @needs_transformers
 @pytest.mark.slow
 def test_files_of_old_versions(gpt2, tmp_path):
-    """Names without their prefix, causal masks among the weights, and the output layer for itself."""
+    """Names without their prefix, causal masks among the weights, and a separate output layer."""
     weights = {key.removeprefix("transformer."): value for key, value in load_file(gpt2 / "model.safetensors").items()}
     for layer in range(2):
         weights[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
@@ -248,7 +248,7 @@ def test_what_is_a_gpt2(changes, is_one):
 
 
 def test_what_an_exports_code_imports():
-    """Each other, or what comes with transformers; triton only if it is there."""
+    """Files import each other, or packages that come with transformers; triton only if it is installed."""
     files = modeling_files()
     needed = {"torch", "transformers", "pydantic", "pydantic_core", "yaml"}  # transformers needs yaml, too
     for name, text in files.items():

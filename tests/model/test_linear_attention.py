@@ -83,7 +83,7 @@ def test_a_state_is_a_value_of_constant_size():
 
 
 def test_memory_is_linear_in_the_length():
-    """What autograd keeps of twice the tokens is twice as much: there are no T x T scores."""
+    """Autograd keeps twice as much for twice the tokens: there are no T x T scores."""
 
     def kept(T):
         storages = {}

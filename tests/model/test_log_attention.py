@@ -33,14 +33,14 @@ def golden():
 
 
 def inputs(T, S=None, d_k=5, d_v=7, dtype=torch.float64, seed=0):
-    """q, k, log_v and the state of earlier tokens, all of them leaves that want gradients."""
+    """q, k, log_v and the state of earlier tokens, all of them leaves that require gradients."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(2, 3, T, d_k), (2, 3, S or T, d_k), (2, 3, S or T, d_v), (2, 3, d_k, d_v), (2, 3, d_k)]
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
 def results_and_gradients(attend, leaves, **options):
-    """log_y, the state after, and the gradients of a random functional of all three for every leaf."""
+    """log_y, the state after, and every leaf's gradient of a random weighted sum of all three."""
     q, k, log_v, log_s, log_z = leaves
     log_y, state = attend(q, k, log_v, state=LogAttentionState(log_s, log_z), return_state=True, **options)
     outputs = [log_y, *state]
@@ -300,7 +300,7 @@ def test_a_state_that_does_not_fit_is_refused(T, backend, log_s, log_z):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU that is not there, whose facts may be set."""
+    """A fake GPU with adjustable properties."""
     facts = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
     monkeypatch.setenv("TRITON_INTERPRET", "0")

@@ -1,4 +1,4 @@
-"""log_attention on inputs that nobody would think of: every backend, type and layout against the definition."""
+"""log_attention on unusual random inputs: every backend, type and layout against the definition."""
 
 import random
 
@@ -129,7 +129,7 @@ STRUCTURES = {
 
 
 def _as_one_projection(tensors):
-    """As the model has them: parts of (B, T, H, all features); queries apart where there are other numbers of them."""
+    """In the model's layout: slices of (B, T, H, all features); queries are separate if their number differs."""
     q, k, log_v = tensors
     together = [q, k, log_v] if q.shape[2] == k.shape[2] else [k, log_v]
     parts = torch.cat(together, -1).transpose(1, 2).contiguous().split([x.shape[3] for x in together], -1)
@@ -147,7 +147,7 @@ LAYOUTS = {
 
 
 def assert_within(name, got, truth, unit, dtype, operand_eps, case, lost=0.0):
-    """The error is that of rounding: of sums and of operands in units, of the result; besides what may be lost."""
+    """Errors are at most those of rounding the operands, the sums and the result, plus what may underflow."""
     acc = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     assert torch.equal(got.isnan(), truth.isnan()), f"{name} of {case}: NaN"
     checked = truth.isfinite() & (unit * acc * ROUNDINGS < 1)  # beyond, float32 does not know the result

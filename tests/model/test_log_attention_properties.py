@@ -1,4 +1,4 @@
-"""What must hold of log_attention for any input, tried on many."""
+"""Properties that log_attention must have for any input, tested on many."""
 
 import pytest
 import torch

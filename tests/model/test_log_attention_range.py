@@ -50,7 +50,7 @@ def largest(x):
 
 
 def tolerance(q, k, log_v):
-    """How far from the truth float32 may leave a logarithm, on any machine.
+    """The largest error that a logarithm may have in float32, on any machine.
 
     An exponent q + k + log_v is rounded by eps / 2 of its size, once among the values and once in the normalizer; the
     result, no larger than log_v, is rounded by eps / 2 of its size when its frame is added and when it is stored. Each
@@ -63,8 +63,8 @@ def tolerance(q, k, log_v):
 def assert_exact(inputs, causal, backend, truth_inputs=None):
     """float32 against float64: the errors are within `tolerance`, and nothing is lost.
 
-    A gradient is a sum of shares, which are exponentials of logarithms, times numbers of either sign: errors of the
-    shares average out as the shares do, so what a logarithm errs by is what gradients err by relative to the largest.
+    A gradient is a sum of shares, which are exponentials of logarithms, times numbers of either sign. Errors of the
+    shares average out like the shares, so the gradients' error relative to the largest equals a logarithm's error.
     """
     exact = truth_inputs or inputs
     truth, true_gradients = log_y_and_gradients(naive_log_attention, exact, causal)
@@ -132,7 +132,7 @@ def test_every_seed(causal, T, sd):
 @pytest.mark.parametrize("which", [1, 2])
 @pytest.mark.parametrize("mask", [-1e10, -1e30, torch.finfo(torch.bfloat16).min])
 def test_a_mask_may_be_a_large_finite_number(backend, causal, which, mask):
-    """In k it masks a key, in log_v it is a value of zero: where other tokens count, and where there is no other."""
+    """In k it masks a key, in log_v it is a value of zero: among other values, and if all values are masked."""
     inputs, truth = (normal(T=length(backend)) for _ in range(2))
     inputs[which][:, :, 3:9] = mask
     truth[which][:, :, 3:9] = NOTHING
@@ -146,7 +146,7 @@ def test_a_mask_may_be_a_large_finite_number(backend, causal, which, mask):
 
 @pytest.mark.parametrize("backend", FAST_SLOW)
 def test_tokens_before_which_nothing_is_seen_spoil_no_other(backend):
-    """Padding at the left, and values of zero beside it: the padding's own results are NaN, all gradients finite."""
+    """Padding at the left, next to values of zero: the padding's results are NaN, and all gradients are finite."""
     q, k, log_v = (x.float() for x in normal(T=65))
     k[:, :, :3] = -torch.inf
     log_v[..., ::2] = -torch.inf
@@ -172,7 +172,7 @@ def test_a_state_may_be_lost_where_no_result_is(backend):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("which", [1, 2])
 def test_masked_among_numbers_whose_own_exponentials_are_zero(backend, causal, which):
-    """A frame far below 1 makes a factor far above it, and nothing times that is still nothing."""
+    """A frame far below 1 gives a factor far above 1, and 0 times that factor must still be 0."""
     inputs, truth = normal(), normal()
     inputs[which] = (inputs[which] - 300).float().double()
     truth[which] = inputs[which].clone()
@@ -222,7 +222,7 @@ def test_a_feature_that_is_masked_throughout_is_no_reason_to_fall_back(which, ma
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("causal", [True, False])
 def test_keys_and_states_beyond_what_bfloat16_is_made_for(backend, causal):
-    """Where a key's frame and a row's are both lost, nothing is left to measure against: a doubt, and no NaN."""
+    """If a key's and a row's frame are both out of range, the sum is doubtful, but not NaN."""
     k = torch.full((1, 1, 2, 1), 700, dtype=torch.bfloat16)
     q, log_v = torch.full_like(k, 100), torch.zeros_like(k)
     assert log_attention(q, k, log_v, causal=causal, backend=backend).flatten().tolist() == [0, 0]
@@ -266,7 +266,7 @@ def test_heads_are_repaired_whatever_their_layout(causal, B, H):
 
 @pytest.mark.parametrize("T", [100, 128])
 def test_values_of_zero_in_every_token_are_no_reason_to_fall_back(T):
-    """Nor do queries that the last chunk lacks count as having something to sum."""
+    """Padding queries in the last chunk do not count as having terms either."""
     inputs = [x.float() for x in normal(T=T)]
     inputs[2][..., 3] = -torch.inf
     assert tiles(lambda: log_y_and_gradients(log_attention, inputs, True, backend="chunked")) == (0, 0)

@@ -69,7 +69,7 @@ def test_narrow_and_wide(sigma):
 
 
 def test_weights_depend_on_distances_alone():
-    """Queries and keys that are moved together see each other as before, which is not so of inner products."""
+    """Shifting queries and keys by the same vector changes nothing, unlike with inner products."""
     q, k, v, sigma = *(randn(1, 2, 40, 6, seed=i) for i in range(3)), torch.tensor([0.7, 1.3]).double()
     moved = attend(q + 3, k + 3, v, sigma)
     torch.testing.assert_close(moved, attend(q, k, v, sigma), rtol=0, atol=1e-11)  # exponents 50 times as large
@@ -113,7 +113,7 @@ def test_with_a_rotary_position_the_text_may_begin_anywhere(values):
 @pytest.mark.parametrize("values", ["own", "keys"])
 @pytest.mark.parametrize("head_dim", [6, 64])
 def test_the_fused_kernel_takes_it(values, n_kv_head, head_dim):
-    """Not the form that holds T x T weights: with that one forbidden, it runs."""
+    """It runs when the form with T x T weights is forbidden."""
     attention, x = (
         build(torch.float32, head_dim=head_dim, values=values, n_kv_head=n_kv_head),
         tokens(50, torch.float32),
@@ -128,8 +128,8 @@ U = 2.0**-8  # bfloat16 rounds by this much of a number at most
 
 @pytest.mark.parametrize("sigma", [0.5, 1.7])
 def test_bfloat16_within_its_error(sigma):
-    """Of q, k, v as they are: q / sigma^2 is rounded, which moves an exponent by E = U sum |q k| / sigma^2 at most, and
-    a weight by a factor of exp(2 E); weights, their product with the values, and the result are rounded again.
+    """For given q, k, v: rounding q / sigma^2 changes an exponent by at most E = U sum |q k| / sigma^2, and a weight
+    by a factor of at most exp(2 E); weights, their product with the values, and the result are rounded again.
     """
     q, k, v = (randn(2, 3, 100, 6, seed=i).bfloat16() for i in range(3))
     y = attend(q, k, v, torch.full((3,), sigma))
@@ -141,7 +141,7 @@ def test_bfloat16_within_its_error(sigma):
 
 
 def test_bfloat16_does_not_round_the_norms_of_keys():
-    """Exponents near -200, which bfloat16 has every whole number of: weights would be wrong by a factor of exp(1/2)."""
+    """Exponents near -200, where bfloat16 has integers only: weights would be wrong by a factor of exp(1/2)."""
     k, v = randn(1, 1, 100, 8).mul(0.06).add(10).bfloat16(), randn(1, 1, 100, 8, seed=1).bfloat16()
     q, sigma = torch.zeros_like(k), torch.full((1,), 2.0).sqrt()
     wanted = naive_projection_attention(q.double(), k.double(), v.double(), sigma.double(), causal(100))

@@ -77,7 +77,7 @@ def test_exact_cancellation_is_a_zero_with_a_finite_gradient():
 
 
 def test_sums_of_nothing_are_certain():
-    """Half of the sums of a first token are empty, its value being of one sign: that is no reason to fall back."""
+    """The first token's value has one sign, so half of its sums are empty; this must not trigger the fallback."""
     before = fallback.forward_tiles, fallback.backward_tiles
     q, k, v = (x.float().requires_grad_() for x in inputs(130))
     attend(q, k, v)[0].sum().backward()

@@ -79,7 +79,7 @@ def inputs(T, B=2, H=4, G=4, D=6, dtype=torch.float64):
 
 @pytest.fixture(params=["tiles", "masks"])
 def form(request, monkeypatch):
-    """Either form at any length; which is the faster is a test of its own."""
+    """Both forms at any length; another test covers which form is faster."""
     monkeypatch.setattr(attend, "_tiles_pay", lambda pattern, T: request.param == "tiles")
 
 
@@ -106,9 +106,9 @@ def test_the_mask_is_the_definition(name):
 
 @pytest.mark.parametrize("name", ["dilated", "global", "strided, merged", "fixed", "fixed, merged"])
 def test_bfloat16_and_autocast_round_like_their_number_format(name, form):
-    """Rounded are v, the weights and the result, once each, and the results of up to two parts: 4 x 2^-9 of |v|; and
-    the scores' inputs, rounded before, are the same for both. The mean of |v| of what is seen bounds it; its maximum
-    is taken."""
+    """v, the weights and the result are rounded once each, and so are the results of up to two parts: 4 x 2^-9 of |v|.
+    The scores' inputs are rounded before, equally for both. The mean |v| of the visible keys bounds the error; the
+    maximum is used."""
     patterns, sees = PATTERNS[name]
     q, k, v, _ = inputs(100, dtype=torch.bfloat16)
     wanted = definition(*(x.double() for x in (q, k, v)), sees)
@@ -173,7 +173,7 @@ def test_patterns_that_are_plainly_causal_are_known(pattern, T, causal):
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.slow
 def test_flex_attention_has_the_same_masks(name, T, monkeypatch):
-    """As it runs without a GPU: not compiled, and forward only. Its blocks are those that torch finds."""
+    """As far as it runs without a GPU: uncompiled, forward only. Its block mask equals torch's."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.BlockMask))
     q, k, v = (x.detach() for x in inputs(T, B=1, D=16, dtype=torch.float32)[:3])
@@ -189,7 +189,7 @@ def test_flex_attention_has_the_same_masks(name, T, monkeypatch):
 
 
 def test_huge_scores_stay_finite():
-    """Of about 10^6: where rounding is far below 1, so that weights computed again can be no larger than e."""
+    """Scores of about 10^6, where rounding is far below 1, so that recomputed weights are at most e."""
     q, k, v, g = inputs(100, dtype=torch.float32)
     y = sparse_attention(q * 1e3, k * 1e3, v, [strided(6)])
     y.backward(g)

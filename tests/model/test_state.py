@@ -1,4 +1,4 @@
-"""Caches are values although they are written in place, and states of any kind are put together and taken apart."""
+"""Caches behave as values although they are written in place; states of any kind can be combined and split."""
 
 import itertools
 from typing import NamedTuple
@@ -32,7 +32,7 @@ def kv(T, B=2, seed=0, **options):
 
 @pytest.fixture(params=["grad", "no_grad", "inference"])
 def mode(request):
-    """What autograd does: a cache is written in place only where it does nothing."""
+    """With and without autograd: a cache is written in place only if autograd is off."""
     context = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[request.param]
     with context():
         yield request.param
@@ -87,7 +87,7 @@ def test_of_a_text_in_pieces_all_that_later_tokens_see_is_kept_and_little_else(m
 
 @pytest.mark.parametrize("patterns", [None, *PATTERNS.values()], ids=["all", *PATTERNS])
 def test_an_earlier_cache_stays_what_it_was(mode, patterns):
-    """It is continued twice, in two ways, and so is what came of it."""
+    """A state is continued twice, in two ways, and so are the states that result."""
     rest = () if patterns is None else (patterns,)
     branches = {(): in_pieces(*kv(3), [3], *rest)}
     for depth in range(4):
@@ -159,7 +159,7 @@ def test_a_mask_is_its_definition_in_rows_of_any_length(mode, T):
 @each_pattern
 @pytest.mark.parametrize("T", [1, 2, 9, 70])
 def test_columns_are_where_they_say_in_rows_of_any_length(mode, patterns, T):
-    """And whatever the T new tokens may see is among them."""
+    """They include every key that the T new tokens may see."""
     lengths = (2, 31, 5)
     texts = [kv(n + T, B=1, seed=n) for n in lengths]
     caches = [SparseCache.of(k[:, :, :n], v[:, :, :n], patterns) for (k, v), n in zip(texts, lengths, strict=True)]

@@ -1,4 +1,4 @@
-"""The model at home in PyTorch: compiled, under autocast, with recomputed activations, as a pure function."""
+"""The model with PyTorch's features: compiled, under autocast, with recomputed activations, as a pure function."""
 
 import itertools
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_kernels_compile_without_a_graph_break_and_are_recomputed_to_the_same_bi
 
 @pytest.mark.parametrize("T", [1, 64, 70])
 def test_fakes_have_the_strides_of_results(T):
-    """What compiled code relies on; opcheck does not look."""
+    """Compiled code relies on this, and opcheck does not check it."""
     x, narrow, s = torch.randn(2, T, 3, 15), torch.randn(2, 3, 5, 6), torch.zeros(2, T, 4)
     q, k, log_v = (part.transpose(1, 2) for part in x.split(5, dim=-1))
     results = _attend(q, k, log_v, None, narrow, True, True)

@@ -1,4 +1,4 @@
-"""The benchmarks run, write what they say, and time nothing that is wrong."""
+"""The benchmarks run, write the results that they print, and do not time a wrong implementation."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The comparison of mechanisms: equal terms, nothing left out, and whatever stops it, it goes on where it was."""
+"""The comparison of mechanisms: equal terms, complete results, and it resumes after any interruption."""
 
 import json
 import math
@@ -19,7 +19,7 @@ SMALL = compare.Size(3, 4, 24, 96, seq_len=32, batch_tokens=32)
 
 @pytest.fixture
 def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
-    """Runs the script on two arms, or as it is told, with short sequences; returns what it left behind."""
+    """Runs the script on two arms by default, with short sequences; returns its status and output."""
     monkeypatch.setitem(compare.SIZES, "small", SMALL)
     monkeypatch.setattr(compare_report, "_ROUNDS", 2)
     monkeypatch.setattr(compare, "_EVAL_WINDOWS", 4)
@@ -113,7 +113,7 @@ def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypa
     assert result.status == 0, result.err
     result = compared(steps="3")
     assert result.status == 1
-    assert "terms.json says that this folder has runs of other options" in result.err
+    assert "terms.json shows that this folder has runs with other options" in result.err
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_every_layer_of_a_pattern_that_can_share_does():
         (NAMES[0], 4, rf"n_kv_head=4 does not divide the 6 key and value heads of {NAMES[0]}: use one of 1, 2, 3, 6"),
         (NAMES[0], 0, r"n_kv_head=0 does not divide"),
         (NAMES[0], 12, r"n_kv_head=12 does not divide"),
-        (NAMES[0], 6, r"n_kv_head=6 is what the model already has"),
+        (NAMES[0], 6, r"the model already has n_kv_head=6"),
         ("log_space", 2, r"attention log_space does not share heads"),
     ],
 )
@@ -112,7 +112,7 @@ def test_what_cannot_be_shared_is_refused(attention, heads, message):
 
 
 def test_only_layers_that_there_are_count():
-    """With a pattern, `attention` is of no layer."""
+    """With a pattern, no layer uses `attention`."""
     raw = gpt_of(NAMES[0]).config.model_dump()
     one = {"attention": {"name": "softmax", "n_kv_head": 1}, "attention_pattern": [{"name": "softmax", "n_kv_head": 6}]}
     assert with_n_kv_head(decode(GPTConfig, raw | one), 2).layers[0].n_kv_head == 2

@@ -132,10 +132,10 @@ def set_(*path, to):
     ("change", "message"),
     [
         (without_end, r"it has no token <\|endoftext\|>"),
-        (with_a_gap, r"<\|endoftext\|> is token 1000000000000000000, and must be the one after all others"),
-        (negative, "must be the one after all others"),
-        (twice, "must be the one after all others"),
-        (no_byte, "'日' stands for no byte"),
+        (with_a_gap, r"<\|endoftext\|> is token 1000000000000000000, but must be the last token"),
+        (negative, "must be the last token"),
+        (twice, "must be the last token"),
+        (no_byte, "'日' represents no byte"),
         (another_order, "is not in the order of the ids"),
         (unknown_merge, r"the merge of \['q', 'q'\] is not in the order of the ids"),
         (set_("model", "type", to="Unigram"), r"model.type='Unigram': Input should be 'BPE'"),
@@ -172,4 +172,4 @@ def test_more_added_tokens_are_warned_of(tmp_path, capsys):
     raw["added_tokens"] = [*raw["added_tokens"], {"id": SMALL.eot_id + 1, "content": "[PAD]"}]
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     assert read_tokenizer_json(tmp_path / "tokenizer.json").sha256 == SMALL.sha256
-    assert "'[PAD]' will be text like any other" in capsys.readouterr().err
+    assert "'[PAD]' will be treated as ordinary text" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def folder(original, tmp_path):
-    """A copy of the export, to do anything to."""
+    """A copy of the export that a test may modify."""
     return shutil.copytree(original / "folder", tmp_path / "folder")
 
 
@@ -185,7 +185,7 @@ def with_a_smaller_model(folder):
         (in_a_pickle, "has no model.safetensors: pytorch_model.bin cannot be read; load the model with transformers"),
         (in_shards, "has no model.safetensors: model.safetensors.index.json cannot be read"),
         (as_a_pipe, "is a link, a folder, a pipe or a device"),
-        (with_a_smaller_model, "has a tokenizer of 257 ids for a model of 200"),
+        (with_a_smaller_model, "has a tokenizer with 257 ids, but the model has only 200"),
         (lambda folder: (folder / "config.json").write_text("[]"), "GPT2LMHeadModel like GPT-2"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot read"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 99), "not a whole safetensors file"),

@@ -1,4 +1,4 @@
-"""scripts/plan.py: its figures are those of runs; what is not known is called unknown."""
+"""scripts/plan.py: its figures match those of runs; unknown figures are shown as unknown."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The report says what metrics.jsonl says, whatever stands there; its page runs nothing of a stranger's."""
+"""The report shows what metrics.jsonl contains, whatever that is; its page never runs untrusted code."""
 
 import html.parser
 import json
@@ -247,7 +247,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 def dom_of(path, tmp_path):
-    """The page as a browser leaves it, its scripts run."""
+    """The page in a browser, after its scripts have run."""
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     flags += (
         f"--disable-component-update --disable-sync --virtual-time-budget=2000 --user-data-dir={tmp_path / 'profile'}"

@@ -1,4 +1,4 @@
-"""What tests of runs that are killed share."""
+"""Fixtures for tests of runs that are killed."""
 
 import os
 import tempfile
@@ -21,7 +21,7 @@ def server():
 
 @pytest.fixture
 def memory(tmp_path):
-    """A folder where fsync costs nothing, as far as there is one: a killed process leaves the same files anywhere."""
+    """A folder where fsync is free, if there is one: a killed process leaves the same files in any folder."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as folder:
         yield Path(folder)
 

@@ -1,4 +1,4 @@
-"""Training in processes that are killed where a test wants it.
+"""Training in processes that are killed at chosen operations.
 
 A fork server imports torch once and forks a process for every life of a run, so that a start costs a tenth of a second.
 A life trains by `trainer.loop.fit` and ends on its own, after some time by SIGKILL, or by SIGKILL of itself at its n-th
@@ -102,8 +102,8 @@ class ForkServer:
         """Train by `config` until it ends, or until it is killed.
 
         Args:
-            kill: what kills rank 0 from within.
-            seconds: after which `victims` (ranks; None: all) are killed from without.
+            kill: the operation at which rank 0 kills itself.
+            seconds: after this time, `victims` (ranks; None: all) are killed from outside.
         """
         job = {
             "config": config.model_dump(mode="json"),
@@ -134,7 +134,7 @@ class ForkServer:
 
 
 def kills(operations, how="before", power=False):
-    """A kill at every operation, of the main thread and of the others; in the middle only of those that write."""
+    """A kill at every operation of the main thread and of the others; only writes can be killed halfway."""
     for thread in ("main", "other"):
         own = [done for done in operations if done.thread == thread]
         for number, done in enumerate(own, start=1):
@@ -143,7 +143,7 @@ def kills(operations, how="before", power=False):
 
 
 def names_given(own):
-    """Where among the operations of one thread a checkpoint gets its name, and the step of that checkpoint."""
+    """The operations of one thread that give a checkpoint its name: their indices, and the checkpoints' steps."""
     ends = [(i, done.path.rpartition("/step-")[2]) for i, done in enumerate(own) if done.name in ("rename", "replace")]
     return [(i, int(step)) for i, step in ends if step.isdigit()]
 
@@ -168,7 +168,7 @@ def checkpoint_of(run_dir, step):
 
 
 def is_whole(run_dir, step):
-    """Whether a checkpoint has the files, and the files the sums, that its manifest says."""
+    """Whether a checkpoint's files and their sums match its manifest."""
     folder = checkpoint_of(run_dir, step)
     try:
         sums = json.loads((folder / "manifest.json").read_text())["sha256"]
@@ -185,13 +185,13 @@ def content(folder):
 
 
 def metrics(run_dir):
-    """The lines of metrics.jsonl but for timings."""
+    """The lines of metrics.jsonl without timings."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{key: v for key, v in line.items() if key not in ("tokens_per_second", "mfu")} for line in lines]
 
 
 def result(run_dir):
-    """All that must be the same of two runs, by name: every file in checkpoints/, the metrics."""
+    """Everything that must be equal in two equal runs, by name: every file in checkpoints/, and the metrics."""
     return content(run_dir / "checkpoints") | {"metrics.jsonl": metrics(run_dir)}
 
 
@@ -234,7 +234,7 @@ class Disk:
         safetensors.torch.serialize_file = self._saving(safetensors.torch.serialize_file)
 
     def begin(self, name, path, half=None):
-        """An operation begins, which is the last if it is the one to be killed at; `half` does its first half."""
+        """Record the start of an operation; kill the process if it is the chosen one. `half` does its first half."""
         with self.lock:  # while the process is being killed nothing else begins
             thread = "main" if threading.current_thread() is threading.main_thread() else "other"
             self._count[thread] += 1
@@ -250,7 +250,7 @@ class Disk:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def changes(self, handle, synced=None):
-        """The file of this handle changes; of it only the first `synced` bytes (None: all of now) are on the disk."""
+        """Record that this handle's file changes; only its first `synced` bytes (None: all so far) are on the disk."""
         status = os.fstat(handle)
         file, size = (status.st_dev, status.st_ino), status.st_size if synced is None else synced
         with self.lock:

@@ -1,7 +1,7 @@
 """The processes of one run, started as srun starts them: each with RANK in its environment, none with a launcher.
 
-They are forks of one process that has imported everything, so that a start does not take seconds; what they run, and
-their threads, pipes and signals, are their own.
+They are forks of one process that has imported everything, so that a start does not take seconds. Each has its own
+program, threads, pipes and signals.
 """
 
 import atexit
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class Result(NamedTuple):
-    """What a process left behind."""
+    """The exit status and output of a process."""
 
     status: int
     out: str
@@ -32,7 +32,7 @@ class Result(NamedTuple):
 
 
 class Process:
-    """A fork: what of subprocess.Popen is needed here."""
+    """A forked process with the needed part of subprocess.Popen's interface."""
 
     def __init__(self, arguments, environment):
         self._files = [tempfile.TemporaryFile(mode="w+") for _ in range(2)]  # noqa: SIM115 (open as long as the process)
@@ -94,7 +94,7 @@ def started(size, *arguments, **more_environment):
 
 
 def finish(*processes, seconds=240):
-    """Waits for processes; returns what they left behind."""
+    """Waits for processes; returns their exit statuses and output."""
     return [Result(*process.wait(seconds)) for process in processes]
 
 
@@ -155,7 +155,7 @@ def _serve():
 
 
 def _become(request):
-    """Be the process that was asked for."""
+    """Become the requested process."""
     os.setsid()
     files = [os.open(os.devnull, os.O_RDONLY), *(os.open(path, os.O_RDWR) for path in request["files"])]
     for number, file in enumerate(files):

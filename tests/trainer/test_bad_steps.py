@@ -81,7 +81,7 @@ def test_a_halted_run_goes_on_when_the_fault_is_gone(tiny, tmp_path, factor_at):
 
 
 def reference_without(config, bad):
-    """The weights after plain steps on all batches but those of the `bad` steps."""
+    """The weights after plain steps on all batches except those of the `bad` steps."""
     run = Run(config, *_alone(config))
     gpt = GPT(config.model).double()
     gpt.load_state_dict(run.gpt.state_dict())
@@ -143,7 +143,7 @@ def test_too_many_in_a_row_halt_even_across_a_restart(tiny, factor_at):
 
 @pytest.mark.parametrize("bad", [1, 5])
 def test_rollback_heals_weights_that_went_bad(tiny, tmp_path, monkeypatch, factor_at, bad, capsys):
-    """Not the batch but the memory is at fault, once: skipping would go on with broken weights."""
+    """The memory is at fault once, not the batch: skipping the step would continue with broken weights."""
     changes = {"runtime.on_nonfinite": "rollback"}
     factor_at({bad: float("nan")})
     fit(tiny({"runtime.on_nonfinite": "skip", "run_dir": tmp_path / "skipped"}))
@@ -173,7 +173,7 @@ def _break(run, name, bad, broken, accumulate):
 
 
 def test_rollbacks_end(tiny, factor_at):
-    """From one checkpoint to the next every batch is bad: some are passed over, then the run stops."""
+    """Every batch after a checkpoint is bad: some are skipped, then the run stops."""
     factor_at(dict.fromkeys(range(3, 100), float("nan")))
     changes = {"runtime.on_nonfinite": "rollback", "runtime.max_bad_steps": 3, "max_steps": 20}
     with pytest.raises(UserError, match=r"step 6: .*after 3 bad steps in a row"):

@@ -1,4 +1,4 @@
-"""What rots on the disk is found and named; the run goes on from what is whole, and is the run without damage."""
+"""Damage on the disk is found and named; the run resumes from an undamaged checkpoint with the same results."""
 
 import os
 import random
@@ -46,7 +46,7 @@ def begin(config):
 
 
 def flip(path, rng):
-    """One bit of it."""
+    """Flip a random bit of a file."""
     content = bytearray(path.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
@@ -150,7 +150,7 @@ def test_none_whole_is_an_error_and_nothing_is_touched(server, config, rng):
 
 @pytest.mark.slow
 def test_killed_while_it_goes_on_a_whole_one_is_left(server, config, expected, rng):
-    """Whatever is kept (the newest alone, here) it is not the damaged one alone."""
+    """Even if only the newest checkpoint is kept, a whole one is always left."""
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 1, "keep_last": 1})})
 
     def damaged():
@@ -172,7 +172,7 @@ def test_killed_while_it_goes_on_a_whole_one_is_left(server, config, expected, r
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
 def test_no_bit_of_what_is_text_can_flip(server, config, expected, rng, name):
-    """What still opens says what it said."""
+    """A flipped bit in any byte is detected; with the bytes restored, the state is the same."""
     newest = begin(config)
     before, state = (newest / name).read_bytes(), open_checkpoint(newest).state
     for i in range(len(before)):

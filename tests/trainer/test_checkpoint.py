@@ -155,7 +155,7 @@ class Crash(Exception):
 
 
 def crash_at(monkeypatch, number, how):
-    """Stop at the `number`-th thing that saving does to the disk: before it, in the middle of it, or right after it."""
+    """Stop at the `number`-th disk operation of a save: before it, in the middle of it, or right after it."""
     counter = itertools.count(1)
 
     def crashing(name, function):
@@ -191,7 +191,7 @@ def crash_at(monkeypatch, number, how):
 @pytest.mark.parametrize("how", ["before", "during", "after"])
 @pytest.mark.slow
 def test_a_crash_anywhere_in_saving_leaves_whole_checkpoints_and_right_pointers(tiny, tmp_path, monkeypatch, how):
-    """The run is stopped at every single write of its save after step 4, its best, and then goes on to the end."""
+    """The run is stopped at every single write of its save after step 4, its best, and is then resumed to the end."""
     monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)  # slow, and not a checkpoint
 
     def run(run_dir, stop_at, *losses):

@@ -1,4 +1,4 @@
-"""A run that is killed at any operation on the disk goes on when it is started again, and is the run that was not."""
+"""A run killed at any disk operation resumes when it is started again, with the results of an uninterrupted run."""
 
 import random
 import shutil
@@ -10,7 +10,7 @@ from trainer.checkpoint import open_checkpoint
 
 
 def undisturbed(server, config, processes=1):
-    """The results of a run that nothing happens to, and its operations."""
+    """The results of an undisturbed run, and its operations."""
     life = server.finish(config, processes)
     assert steps_of(config.run_dir) == [2, 3], "the best and the newest"
     expected = result(config.run_dir)
@@ -19,7 +19,7 @@ def undisturbed(server, config, processes=1):
 
 
 def assert_all_whole(run_dir, why):
-    """Whatever has a checkpoint's name is whole, and what points to one finds it."""
+    """Every folder with a checkpoint's name is whole, and `latest` and `best` name existing checkpoints."""
     for step in steps_of(run_dir):
         assert is_whole(run_dir, step), f"{why}: step {step}"
     for name in ("latest", "best"):
@@ -50,7 +50,7 @@ def test_killed_at_every_operation(server, quick, how, power):
 
 
 def test_what_is_counted_on_is_synced(server, quick):
-    """A checkpoint's files before it gets its name, and its name before anything else is done in its folder."""
+    """A checkpoint's files are synced before its rename, and the rename before anything else in its folder."""
     _, operations = undisturbed(server, quick())
     named = 0
     for thread in ("main", "other"):
@@ -74,7 +74,7 @@ def test_what_is_counted_on_is_synced(server, quick):
 
 @pytest.mark.slow
 def test_killed_again_and_again(server, quick):
-    """Each life gets some operations further, however short it is."""
+    """Each life makes some progress, however short it is."""
     expected, operations = undisturbed(server, quick())
     rng, killed = random.Random(0), 0
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""A run may change its number of processes, and lose some: it is the same run."""
+"""A run has the same results if its number of processes changes or some processes are lost."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ def rank_of(pid):
 @pytest.mark.parametrize("lost_rank", [0, 1])
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_that_lost_a_process(train, tiny_args, tmp_path, lost_rank):
-    """It recovers by itself; what it writes is, to the last bit, what an undisturbed run writes."""
+    """It recovers automatically and writes bit for bit what an undisturbed run writes."""
     options = ["max_steps=200", "checkpoint.every=20", "eval.every=100", "runtime.hang_seconds=30"]
     undisturbed = train("undisturbed", 2, *options)
     log = tmp_path / "run" / "metrics.jsonl"

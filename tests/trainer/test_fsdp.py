@@ -1,4 +1,4 @@
-"""A model that is shared among processes is trained, saved and evaluated as one that every process has whole."""
+"""Training, saving and evaluation with fsdp give the results of ddp, where every process has the whole model."""
 
 import re
 
@@ -85,7 +85,7 @@ def test_an_evaluation_that_cannot_be_shared_evenly_ends(train):
 
 @pytest.mark.slow
 def test_a_batch_that_cannot_be_shared_evenly_is_refused(tiny_args):
-    """Processes with unequal numbers of micro-batches would wait for each other for ever."""
+    """Processes with unequal numbers of micro-batches would wait for each other forever."""
     for result in ranks.run(2, "train.py", *tiny_args, "batch_tokens=48", "runtime.strategy=fsdp"):
         assert result.status == 1
         assert "batch_tokens=48 is 3 sequences, not divisible among 2 processes" in result.err

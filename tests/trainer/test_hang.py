@@ -1,4 +1,4 @@
-"""A process that hangs or is lost: the others say which, and end with the status that means "start again"."""
+"""If a process hangs or is lost, the others name it, and end with the status that means "start again"."""
 
 import os
 import re
@@ -95,7 +95,7 @@ def test_when_the_process_that_hosts_the_store_is_stopped_the_others_end_by_the_
 
 @pytest.mark.slow
 def test_with_torchrun_a_stopped_first_process_is_named_as_any_other(worker, tmp_path):
-    """Its store answers: torchrun keeps it, of whom only that is here."""
+    """The store still answers, because torchrun hosts it; the test replaces torchrun by its store alone."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     launcher = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with started(2, *worker(), **launcher) as processes:
@@ -175,7 +175,7 @@ def test_training_says_where_it_hangs_and_goes_on_when_it_is_started_again(tiny_
 
 @pytest.mark.slow
 def test_slow_is_not_hung(worker):
-    """One process is slower than hang_seconds all in all, and the others wait for it, but it gets on."""
+    """One process takes longer than hang_seconds in total while the others wait, but it makes progress."""
     slow = "for i in range(6 * (step == 25 and world.rank == 1)): time.sleep(1); world.at(f'evaluate {i}')"
     results = run(3, *worker(slow, steps=40))
     assert [result.status for result in results] == [0] * 3, results[0].err
@@ -184,7 +184,7 @@ def test_slow_is_not_hung(worker):
 
 @pytest.mark.slow
 def test_a_process_that_is_done_is_not_missed(worker):
-    """Rank 0 has more to do at the end (a last upload, say): the other is not blamed for being gone."""
+    """Rank 0 has more work at the end (such as a last upload): it does not blame the other, which has left."""
     last_words = "if step == 30 and world.rank == 1: break\n        if step == 30: time.sleep(3); break"
     results = run(2, *worker(last_words))
     assert results[1].status == 0, results[1].err
@@ -194,7 +194,7 @@ def test_a_process_that_is_done_is_not_missed(worker):
 @pytest.mark.parametrize("last", [0, 1])
 @pytest.mark.slow
 def test_a_process_that_has_left_has_as_much_time_as_it_needs(worker, last):
-    """Its last save, say: it is not ended in the middle of it, and the others are not told to start again."""
+    """For example for its last save: it is not interrupted, and the others do not ask for a restart."""
     last_words = f"if step == 30: world.rank != {last} or (world.leave(), time.sleep(8)); break"
     results = run(3, *worker(last_words, hang_seconds=2))
     assert [(result.status, result.err) for result in results] == [(0, "")] * 3
@@ -271,7 +271,7 @@ def test_a_killed_process_of_a_training_is_no_error_of_its_own(tiny_args, killed
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.slow
 def test_where_nothing_closes_connections_the_others_end_all_the_same(worker, failing):
-    """A main thread that waits on a GPU sees nothing: here it sleeps."""
+    """A main thread that waits on a GPU cannot notice the failure; here it sleeps instead."""
     fault = f"if step == 25: world.rank != {failing} or sys.exit('mend it'); time.sleep(10**6)"
     results = run(3, *worker(fault, hang_seconds=16))
     assert [result.status for result in results] == [1] * 3, [result.err for result in results]
@@ -282,7 +282,7 @@ def test_where_nothing_closes_connections_the_others_end_all_the_same(worker, fa
 
 @pytest.mark.slow
 def test_an_error_is_told_before_what_one_process_still_has_to_do(worker):
-    """The others neither wait for that, nor take it for a hang; and it is not cut off."""
+    """The others neither wait for that work nor report a hang, and it is not interrupted."""
     fault = """if step == 25 and world.rank == 0:
             try:
                 raise ValueError("mend it")

@@ -119,7 +119,7 @@ def test_a_damaged_line_in_the_middle_is_named(path, damage):
 
 
 class Disk:
-    """A file that may not grow beyond `room` bytes, none or some of which are left."""
+    """A file that may grow by at most `room` bytes, which may be 0."""
 
     def __init__(self, path):
         self.before, self.path = resource.getrlimit(resource.RLIMIT_FSIZE), path
@@ -133,7 +133,7 @@ class Disk:
 
 
 class SmallDisk:
-    """A small disk, filled by another file up to some bytes: blocks are what is left or not."""
+    """A small disk that another file fills completely; free space comes in whole blocks."""
 
     def __init__(self, folder):
         self.filler = folder / "filler"
@@ -149,7 +149,7 @@ class SmallDisk:
 
 @pytest.fixture(params=["limit", "tmpfs"])
 def disk(request, path):
-    """Two ways to be full; where a disk may not be mounted, one."""
+    """Two kinds of a full disk; only one if the user may not mount a disk."""
     if request.param == "limit":
         disk = Disk(path)
         yield disk
@@ -165,7 +165,7 @@ def disk(request, path):
 
 
 def written_until_full(log, path, first=1):
-    """Writes lines until one is not there; returns its step."""
+    """Writes lines until one does not reach the file; returns its step."""
     for step in range(first, first + 1000):
         log.write(train(step))
         if steps(path)[-1:] != [step]:
@@ -227,7 +227,7 @@ def test_a_full_disk_at_the_end_is_an_error(disk, path):
 
 
 def test_a_full_disk_does_not_keep_a_run_from_going_back(disk, path):
-    """Neither on a restart nor inside a run: the file is cut, not copied."""
+    """On a restart and during a run: the file is truncated, not copied."""
     log = MetricsLog(path, resumed_at=0)
     log.write(train(1))
     disk.leave(500)
@@ -246,7 +246,7 @@ def test_a_full_disk_does_not_keep_a_run_from_going_back(disk, path):
 
 
 def test_a_disk_that_loses_lines_when_it_is_synced_gets_them_again(path, opened, monkeypatch):
-    """Quotas and network disks may take a line, and tell only later that they could not keep it."""
+    """Disks with quotas and network disks may accept a line, and report only later that they could not store it."""
     log = opened()
     log.write(train(1))
     log.sync()

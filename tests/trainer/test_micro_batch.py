@@ -1,4 +1,4 @@
-"""runtime.micro_batch=auto: the largest that fits, whatever it is that does not."""
+"""runtime.micro_batch=auto finds the largest size that fits, whatever limits the memory."""
 
 import json
 import math
@@ -191,7 +191,7 @@ def test_memory_for_less_than_one_sequence_is_found_without_a_trial(monkeypatch)
 
 @pytest.mark.slow
 def test_half_of_the_memory_is_margin_enough(run_process):
-    """A pass must not take twice of what is predicted, or the kernel kills."""
+    """A pass must take less than twice the predicted memory, otherwise the kernel kills the process."""
     script = f"""{CHILD}
 from tests.trainer.test_micro_batch import ALONE, CPU, tiny_gpt
 from trainer.memory import step_memory
@@ -355,7 +355,7 @@ def assert_same_losses(a, b):
 
 @pytest.fixture
 def room_for(monkeypatch):
-    """Makes a machine of which half is enough for so many sequences."""
+    """Simulates a machine on which half of the memory is enough for so many sequences."""
 
     def room_for(sequences):
         monkeypatch.setattr("trainer.run.step_memory", lambda gpt, size, *rest: Memory(0, 0, 0, size, 0))

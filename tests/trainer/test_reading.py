@@ -81,7 +81,7 @@ def test_a_run_with_a_mixture_goes_on_as_if_nothing_had_happened(tiny, sets_dir,
     [
         (None, r"data.mixture.few=None \(checkpoint: 5.0\)"),
         ({"few": 4, "none": 0}, r"another run: data.mixture.few=4.0 \(checkpoint: 5.0\); use the"),
-        ({"feww": 5}, "a weight to 'feww', which is no set of dataset_dir=.*: its sets are few, many, none"),
+        ({"feww": 5}, "a weight to 'feww', which is not a set of dataset_dir=.*: its sets are few, many, none"),
     ],
 )
 def test_another_mixture_is_refused(tiny, sets_dir, mixture, message):
@@ -100,7 +100,7 @@ def test_the_mixture_on_the_command_line(command, tiny_args, sets_dir, tmp_path)
     result = command("train", *tiny_args, f"dataset_dir={sets_dir}", 'data.mixture={"Pile-CC": 2, "x (y)": 1}')
     assert result.status == 1
     assert result.err.count("\n") == 1
-    assert "'Pile-CC', which is no set" in result.err
+    assert "'Pile-CC', which is not a set" in result.err
 
 
 SHORT = {"data.document_reset": True, "runtime.dtype": "float64", "batch_tokens": 4 * 250, "seq_len": 250}

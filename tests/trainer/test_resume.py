@@ -1,4 +1,4 @@
-"""A run that was interrupted is the run that was not."""
+"""An interrupted and resumed run has the same results as an uninterrupted one."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ LONG = {"max_steps": 60, "checkpoint.every": 20, "eval.every": 15}
 
 
 def metrics(run_dir):
-    """The lines of metrics.jsonl but for timings, as written."""
+    """The lines of metrics.jsonl without timings, as written."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{key: v for key, v in line.items() if key not in ("tokens_per_second", "mfu")} for line in lines]
 

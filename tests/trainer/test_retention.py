@@ -30,7 +30,7 @@ def plain(monkeypatch):
 
 @pytest.fixture
 def before_step(monkeypatch):
-    """Has something done before the n-th step ends, when all earlier saves have ended: before_step(n, what)."""
+    """Calls a function before the n-th step ends, when all earlier saves have ended: before_step(n, what)."""
     calls = {}
 
     def log(tracker, line):
@@ -95,7 +95,7 @@ def long(quick):
 
 @pytest.fixture
 def expected(long):
-    """The results of a run that has all the room it needs."""
+    """The results of a run with enough disk space."""
     config = long()
     fit(config)
     expected = result(config.run_dir)
@@ -134,7 +134,7 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(long, expected, 
 
 
 def test_a_full_disk_is_trained_on_until_there_is_room(long, small_disk, before_step, capsys):
-    """Somebody else fills it up in step 3 and makes room in step 5; no line of metrics.jsonl is lost."""
+    """Another program fills the disk in step 3 and frees it in step 5; no line of metrics.jsonl is lost."""
     config = long(on_error="continue", keep_last=2)
     fit(config)
     expected = result(config.run_dir)
@@ -160,7 +160,7 @@ def test_a_full_disk_is_trained_on_until_there_is_room(long, small_disk, before_
 
 @contextlib.contextmanager
 def files_no_larger_than(limit):
-    """What a process may write to a file, as a disk that is full for large files alone."""
+    """Limit the size of files, like a disk that is full for large files only."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -171,7 +171,7 @@ def files_no_larger_than(limit):
 
 @pytest.mark.parametrize("limit", [20_000, 50_000])
 def test_files_that_may_not_grow_stop_the_run_too(long, expected, limit):
-    """The model's file fails, or the optimizer's."""
+    """Writing the model's or the optimizer's file fails."""
     fit(long().model_copy(update={"stop_at": 2}))
     config = long()
     message = rf"step 3 failed \(.*{os.strerror(errno.EFBIG)}"
@@ -200,7 +200,7 @@ def test_files_that_may_not_grow_are_trained_on_until_they_may(long, before_step
 
 
 def test_if_the_last_save_fails_the_run_has_not_ended_well(long, expected):
-    """Whatever checkpoint.on_error says: there is no next one."""
+    """checkpoint.on_error=continue does not apply, because there is no next save."""
     config = long(on_error="continue")
     fit(config.model_copy(update={"stop_at": 4}))
     with files_no_larger_than(50_000), pytest.raises(UserError, match="the save after step 6 failed"):

@@ -1,4 +1,4 @@
-"""Saving in the background: what is written is what was there when saving began, and nothing that fails is hidden."""
+"""Saving in the background writes the values from when the save began, and hides no error."""
 
 import errno
 import threading
@@ -98,7 +98,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_stop_is_prompt(tiny, monkeypatch):
-    """Not at the next save, which may be hours away."""
+    """The run stops right after the failed save, not at the next one, which may be hours away."""
     failing(monkeypatch, FULL, times=1)
     steps = []
     from trainer.run import Run
@@ -133,7 +133,7 @@ def test_what_is_no_matter_of_the_disk_is_raised(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_has_one_owner(tiny, tiny_args, tmp_path):
-    """The second is told who; what a killed owner leaves behind is no obstacle."""
+    """A second run gets an error that names the owner; a killed owner's lock does not block."""
     args = [*tiny_args, "max_steps=100000", "checkpoint.every=5"]
     log = tmp_path / "run" / "metrics.jsonl"
     with ranks.started(1, "train.py", *args) as (first,):

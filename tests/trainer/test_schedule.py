@@ -1,4 +1,4 @@
-"""Schedules against torch's own, and what every one of them promises."""
+"""Schedules against torch's own, and properties of every schedule."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves and says so, and can be started again; asked twice, it is gone at once."""
+"""A run saves and reports it after a first stop signal, and can be resumed; a second signal ends it immediately."""
 
 import os
 import signal

@@ -122,7 +122,7 @@ def test_an_error_that_a_person_must_mend_is_not_requeued(job):
 
 @pytest.mark.slow
 def test_an_error_of_one_process_is_not_requeued_for_the_others(job, tmp_path):
-    """Only the first process looks after the run's directory; the other sees that it is gone, no more."""
+    """Only the first process checks the run's directory; the other only sees that the first is gone."""
     (tmp_path / "run").mkdir()
     with own_run(tmp_path / "run"):
         process = job()

@@ -1,4 +1,4 @@
-"""A long run that is killed again and again at random moments is the run that was not."""
+"""A long run that is killed repeatedly at random moments has the same results as an uninterrupted one."""
 
 import random
 import shutil
@@ -13,7 +13,7 @@ KILLS = 25
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.slow
 def test_1500_steps_with_25_kills(server, quick, processes):
-    """Of two processes one is killed, or the other, or both at once."""
+    """Either of two processes is killed, or both at once."""
     config = quick(
         {
             "max_steps": 1500,

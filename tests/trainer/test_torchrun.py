@@ -49,7 +49,7 @@ def test_two_processes_take_the_steps_of_one(command, run_process, args, tmp_pat
 
 
 def assert_same_values(a, b):
-    """The same JSON, but for sums in another order."""
+    """The same JSON, up to the order of summation."""
     if isinstance(b, dict | list):
         assert list(a) == list(b) if isinstance(b, dict) else len(a) == len(b)
         for key in b if isinstance(b, dict) else range(len(b)):
@@ -81,7 +81,7 @@ runpy.run_path("train.py", run_name="__main__")
 )
 @pytest.mark.slow
 def test_the_model_is_gone_before_the_group(args, option, status):
-    """A reducer that holds the group last joins gloo's threads with the interpreter's lock: some runs would hang."""
+    """If the reducer is the group's last owner, it joins gloo's threads while holding the GIL, and some runs hang."""
     for result in ranks.run(2, "-c", LAST_HOLDER, *args, option):
         assert result.status == status, result.err
         assert "0 alive" in result.out.splitlines()

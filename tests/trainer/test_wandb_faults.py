@@ -1,4 +1,4 @@
-"""The real wandb, failing for real: unreachable, silent, killed, stopped. Training ends as if nothing had been."""
+"""Real failures of the real wandb: unreachable, silent, killed, stopped. Training ends as if nothing had happened."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ PATIENCE = 60.0
 
 
 def wait_for(condition):
-    """What `condition` returns, once it is something."""
+    """Wait until `condition` returns a true value, and return it."""
     deadline = time.monotonic() + PATIENCE
     while not (found := condition()):
         assert time.monotonic() < deadline, "it never came"
@@ -52,7 +52,7 @@ def descendants(pid):
 
 
 class Training:
-    """A train.py process in mid-run, stopped as long as a fault is made, and wandb's processes."""
+    """A train.py process in mid-run, paused while the test causes a fault, and wandb's processes."""
 
     def __init__(self, process, run_dir):
         self.process, self.run_dir = process, run_dir
@@ -81,7 +81,7 @@ class Training:
 
 @pytest.fixture
 def train(tiny_args, tmp_path):
-    """Starts train.py with wandb, and leaves nothing of it behind."""
+    """Starts train.py with wandb, and kills all of its processes at the end."""
     started = []
 
     def start(*arguments, mode="offline", finish_seconds=60.0, steps=STEPS, env=None):

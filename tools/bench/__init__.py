@@ -1,1 +1,1 @@
-"""What is measured and drawn of operators and decoding: scripts/bench_*.py, draw_attention.py, inspect_kernels.py."""
+"""The measurements behind scripts/bench_*.py and scripts/inspect_kernels.py."""

@@ -120,10 +120,10 @@ def error_rows(device: torch.device, head_sizes: list[int]) -> list[Row]:
 
 
 def refuse_wrong(rows: list[Row]) -> None:
-    """Time nothing if an implementation is wrong.
+    """Raise an error if an implementation is wrong, before anything is timed.
 
     Raises:
-        UserError: an error is more than twice the published form's plus 1e-6, and what 16-bit products add.
+        UserError: an error is above twice the published form's, plus 1e-6, plus the rounding of 16-bit products.
     """
     for row, key in itertools.product(rows, ERRORS):
         if not row[key] <= row[f"{key}_allowed"]:  # NaN is wrong too
@@ -146,7 +146,7 @@ def show_errors(rows: list[Row], device: str) -> None:
 
 
 def measure(shape: Shape, device: torch.device, seconds: float, memory: bool) -> list[Row]:
-    """One row for each contender that fits; says which do not."""
+    """One row for each contender that fits into memory; prints which do not."""
     leaves, weights = attention_inputs(shape, device.type, DTYPES[device.type])
     able: dict[str, Operator] = {}
     for name, attend in contenders(device).items():
@@ -202,7 +202,7 @@ def copy_rate(device: torch.device) -> float | None:
 
 
 def ratios(row: Row, rows: list[Row], rate: float | None) -> Row:
-    """Speed relative to the published form and to the fastest SDPA of these rows, and to reading and writing memory."""
+    """Speed relative to the published form, to the fastest SDPA of these rows, and to the rate of a memory copy."""
     found: Row = {}
     for key, beside in itertools.product(("forward", "both"), ("published", "SDPA")):
         best = min((x[f"{key}_ms"] for x in rows if x["contender"].startswith(beside)), default=None)

@@ -61,7 +61,7 @@ def bench(options: Any) -> Row:
 
 
 def of_model(model: str, overrides: list[str], attention: str | None = None) -> Row:
-    """The configuration of a run with this model, and with this attention instead of its own."""
+    """The configuration of a run with this model, with this attention in place of the model's."""
     return composed([f"model={model}", *([f"model/attention={attention}"] if attention else []), *overrides])
 
 
@@ -128,7 +128,7 @@ class Ours:
 
 
 def hugging_face(gpt2: Any, position: int) -> Decode:
-    """The same for theirs, with a DynamicCache that is stretched to this position."""
+    """The same for Hugging Face's model, with a DynamicCache that is stretched to this position."""
     cache = gpt2(torch.zeros(1, READ, dtype=torch.long, device=gpt2.device), use_cache=True).past_key_values
     for layer in cache.layers:
         layer.keys, layer.values = _columns(layer.keys, position), _columns(layer.values, position)
@@ -136,7 +136,7 @@ def hugging_face(gpt2: Any, position: int) -> Decode:
 
 
 def stretched(gpt: GPT, state: GPTState, n: int) -> GPTState:
-    """A state as after n tokens read at once. Keys and values take no memory of their own until a token is appended."""
+    """A state as after n tokens read at once. Keys and values share memory until a token is appended."""
     mechanisms = [module for module in gpt.modules() if isinstance(module, Attention)]
     layers = (
         _stretched(layer, n, (group.patterns for group in getattr(mechanism, "groups", [])))
@@ -168,7 +168,7 @@ def _columns(x: Tensor, n: int) -> Tensor:
 
 
 def state_bytes(state: Any) -> int:
-    """Bytes of all tensors of a state, without counts of tokens and a cache's room for more."""
+    """Bytes of all tensors of a state, excluding token counts and a cache's spare capacity."""
     if isinstance(state, Tensor):
         return state.nbytes
     return sum(map(state_bytes, state)) if isinstance(state, tuple) else 0

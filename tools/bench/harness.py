@@ -86,7 +86,7 @@ def speedup(times: Iterable[float], reference: Iterable[float]) -> tuple[float, 
 
 
 def machine() -> Row:
-    """What the figures depend on besides the command."""
+    """The machine and the versions that the figures depend on."""
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
     return {

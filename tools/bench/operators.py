@@ -25,7 +25,7 @@ def attention_inputs(
 
 
 def outputs(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-    """The result, and the gradient of every leaf where that of the result is `weights`."""
+    """The result, and the gradient of every leaf, given `weights` as the gradient of the result."""
     y = operator(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, weights)]
 
@@ -33,9 +33,9 @@ def outputs(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> li
 def errors_of(
     operators: Mapping[str, Operator], definition: Operator, leaves: Sequence[Tensor], weights: Tensor
 ) -> dict[str, tuple[float, float]]:
-    """Largest errors against the definition in float64: of the result, and of gradients, relative to the largest one.
+    """Largest errors of the result, and of gradients relative to the largest one, against the definition in float64.
 
-    They are NaN where a number is.
+    An error is NaN if a result or a gradient contains NaN.
     """
     exact = outputs(definition, [x.detach().double().requires_grad_() for x in leaves], weights.double())
     largest_gradient = max(x.abs().max() for x in exact[1:])
@@ -52,8 +52,8 @@ def time_passes(
 ) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of each operator's passes in every round: "forward", which keeps nothing, and "both" passes.
 
-    Each turn begins with a pass that is not timed and then lasts `seconds` or one pass, whichever is longer: what the
-    other operators leave in caches and in the allocator is not charged to this one.
+    Each turn begins with an untimed pass and then lasts `seconds` or one pass, whichever is longer: what the other
+    operators leave in caches and in the allocator does not count for this one.
     """
     turns = {}
     for name, operator in operators.items():

@@ -32,7 +32,7 @@ def bench(options: Any) -> Row:
 
 
 def published(log_p: Tensor, h: Tensor, state: Tensor) -> Tensor:
-    """The published code's form, from a state (B, D): sums over the whole sequence, whose rounding grows with it."""
+    """The published form, from a state (B, D): it sums over the whole sequence, so its rounding error grows with T."""
     A = log_p.cumsum(1)
     return A + torch.cat([state.unsqueeze(1), h - A], 1).logcumsumexp(1)[:, 1:]
 

@@ -79,7 +79,7 @@ class Training:
         train_step(self.summed_loss, self.optimizer, self.batch, self.runtime, grad_clip=self.grad_clip)
 
     def one_more(self) -> None:
-        """Take what another micro-batch adds to a step: a forward and a backward pass."""
+        """Take one more micro-batch of a step: a forward and a backward pass."""
         world, scale = World(self.runtime.device), 1 / self.batch[0][1].numel()
         accumulate_gradients(self.summed_loss, self.batch, self.runtime, world, scale=scale).item()
 

@@ -30,7 +30,7 @@ Models = dict[str, GPTConfig]
 
 POSITIONS = ("rotary", "log_recurrence", "none", "learned")
 ON_EQUAL_TERMS = ("softmax", "log_space", "log_space_signed")
-"""These are tried in every block with every position."""
+"""Mechanisms to compare in every block with every position."""
 _WINDOW = {"name": "sliding_window", "window": 64}
 _PARTS = {"conv": 4, "gate": "silu"}
 _FORGETTING = {"name": "log_space", "decay": "feature", **_PARTS}
@@ -49,8 +49,8 @@ OTHERS: dict[str, Any] = {
     "mqa": {"name": "softmax", "n_kv_head": 1},
     "mixed": [{"name": "log_space"}, {"name": "log_space"}, _WINDOW],
 }
-"""These replace the control's attention, as does any mechanism that is not listed, with its defaults; a list is a
-pattern of layers. What they see is scaled to the small size's texts."""
+"""Settings that replace the control's attention; a list is a pattern of layers. Other mechanisms replace it with their
+defaults. Windows and strides are scaled to the texts of size small."""
 FORGETTING: dict[str, tuple[Raw, str]] = {
     "log_space_forgets": (_FORGETTING, "none"),
     "log_space_forgets_by_head": (_FORGETTING | {"decay": "head"}, "none"),
@@ -107,7 +107,7 @@ class Terms:
         """Make the folder.
 
         Raises:
-            UserError: these terms are invalid, or the folder has runs on other terms.
+            UserError: these settings are invalid, or the folder has runs with other settings.
         """
         if self.steps < 1 or len(set(self.grid)) < 3 or not 0 < min(self.grid) <= max(self.grid) < math.inf:
             raise UserError("give steps=1 or more, and three learning_rates or more, all above 0")
@@ -116,7 +116,7 @@ class Terms:
         if not path.exists():
             write_json(path, terms)
         elif read_json(path) != terms:
-            raise UserError(f"{path} says that this folder has runs of other options: give these, or another out")
+            raise UserError(f"{path} shows that this folder has runs with other options: use those, or another out")
 
     @property
     def tokens(self) -> int:
@@ -129,7 +129,7 @@ class Terms:
 
 
 def arms() -> dict[str, Raw]:
-    """What is special in each arm's model, by "attention block position"; the most informative arms come first."""
+    """The settings of each arm's model, by "attention block position"; the most informative arms come first."""
 
     def arm(attention: Any, block: str = "mlp", position: str = "rotary") -> Raw:
         layers = {"attention_pattern": attention} if isinstance(attention, list) else {}
@@ -152,7 +152,7 @@ def models_of(dataset: Path, size: Size, names: list[str] | None = None) -> Mode
     """The models of these arms, or of all, the control's first; n_vocab is the dataset's.
 
     Raises:
-        UserError: there is no such arm; or its parameters cannot be made equal to the control's.
+        UserError: an arm does not exist, or cannot have as many parameters as the control.
     """
     n_vocab, every = read_manifest(dataset).tokenizer.n_vocab, arms()
     for name in names or []:
@@ -225,7 +225,7 @@ def _say_all(messages: Iterable[str]) -> None:
 
 
 def train_arm(terms: Terms, name: str, model: GPTConfig) -> str:
-    """Finish the runs of an arm; returns what came of it, for people."""
+    """Finish the runs of an arm; returns a message about the outcome."""
     row = follow(functools.partial(train, terms, name, model), terms.grid)
     losses = f"{', '.join(f'{loss:.4f}' for loss in row['losses'])} at {row['lr']:g}" if row else _DIVERGES
     return f"{name}: {losses}"

@@ -1,4 +1,4 @@
-"""What a comparison of attention mechanisms has found, as JSON, as tables and as a picture."""
+"""The results of a comparison of attention mechanisms, as JSON, tables and a picture."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ _COLORS = {"softmax": "dimgray", "log_space": "tab:orange", "log_space_signed": 
 def run(
     dataset_dir: Path, out: Path, arms: list[str], size: str, steps: int, learning_rates: list[float], jobs: int
 ) -> None:
-    """Measure speed, train what is not trained yet, report what there is."""
+    """Measure speed, train the unfinished arms, and report the finished ones."""
     torch.set_num_threads(1)  # the products are small, and the bits of a result depend on the number of threads
     terms = Terms(dataset_dir, out, compare.SIZES[size], steps, learning_rates)
     models = compare.models_of(dataset_dir, terms.size, arms or None)
@@ -77,7 +77,7 @@ def report(models: Models, speed: dict[str, list[float]], terms: Terms) -> None:
 
 
 def row_of(name: str, model: GPTConfig, speed: list[float], terms: Terms) -> Raw | None:
-    """What is known of an arm once all of its runs are finished, unless it diverges at every learning rate."""
+    """The results of an arm; None unless all its runs are finished and it converges at some learning rate."""
 
     def finished(lr: float, seed: int) -> float:
         if (loss := compare.loss_in(terms.run_dir(name, lr, seed))) is None:

@@ -75,7 +75,7 @@ def with_n_kv_head(config: GPTConfig, n_kv_head: int) -> GPTConfig:
         raise UserError(f"attention {names} does not share heads of keys and values: there is nothing to convert")
     before = [layer["n_kv_head"] or config.n_head for layer in layers]
     if set(before) == {n_kv_head}:
-        raise UserError(f"n_kv_head={n_kv_head} is what the model already has: there is nothing to convert")
+        raise UserError(f"the model already has n_kv_head={n_kv_head}: there is nothing to convert")
     for layer, heads in zip(layers, before, strict=True):
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         if n_kv_head not in divisors:

@@ -30,8 +30,8 @@ def _text(token: bytes) -> str:
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> dict[str, Any]:
-    """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, but for texts that have the characters
-    <|endoftext|>, which Hugging Face takes for that token. A word that is a token is that token (ignore_merges), as for
+    """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, except in texts with the characters
+    <|endoftext|>, which Hugging Face reads as that token. A word that is a token is never split (ignore_merges), as in
     tiktoken; padding is on the left, so that prompts of several lengths can be continued together.
 
     Args:
@@ -48,7 +48,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> dict[str, Any]
 
 
 def _merges(tokenizer: Tokenizer) -> list[str]:
-    """Every pair of tokens that is a token, by its rank: what tiktoken joins wherever it finds them side by side."""
+    """Every pair of tokens whose concatenation is a token, in the order of its rank: the pairs that tiktoken merges."""
     known = set(tokenizer.ranks)
     return [
         f"{_text(token[:cut])} {_text(token[cut:])}"
@@ -80,7 +80,7 @@ class _AddedToken(_Lenient):
 
 
 class _TokenizerJson(_Lenient):
-    """What decides on the ids of a text."""
+    """The parts of tokenizer.json that determine the ids of a text."""
 
     added_tokens: list[_AddedToken]
     normalizer: None = None
@@ -89,10 +89,10 @@ class _TokenizerJson(_Lenient):
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json: of a GPT-2, or what `tokenizer_files` made.
+    """Read a GPT-2's tokenizer.json, or one that `tokenizer_files` made.
 
     Raises:
-        UserError: it is missing, damaged, or of another kind, whose ids we cannot give.
+        UserError: it is missing, damaged, or of another kind, whose ids we cannot reproduce.
     """
     raw = read_json(path, _LARGEST_FILE)
     try:
@@ -107,7 +107,7 @@ def _tokenizer(file: _TokenizerJson, path: Path) -> Tokenizer:
     if eot_id is None:
         raise UserError(f"it has no token {END_OF_TEXT}")
     if others := [content for content, id_ in added.items() if id_ > eot_id]:
-        warn(f"{path}: {', '.join(map(repr, others))} will be text like any other")
+        warn(f"{path}: {', '.join(map(repr, others))} will be treated as ordinary text")
     ranks = _ranks(file.model.vocab, eot_id)
     _check_merges(file.model)
     if file.pre_tokenizer.use_regex:
@@ -118,16 +118,16 @@ def _tokenizer(file: _TokenizerJson, path: Path) -> Tokenizer:
 def _ranks(vocab: dict[str, int], eot_id: int) -> list[bytes]:
     texts = {id_: text for text, id_ in vocab.items() if id_ < eot_id}
     if len(texts) != eot_id or min(texts, default=0) < 0:
-        raise UserError(f"{END_OF_TEXT} is token {eot_id}, and must be the one after all others")
+        raise UserError(f"{END_OF_TEXT} is token {eot_id}, but must be the last token")
     byte = {character: byte for byte, character in _characters().items()}
     try:
         return [bytes(byte[character] for character in texts[id_]) for id_ in range(eot_id)]
     except KeyError as error:
-        raise UserError(f"{error} stands for no byte: its tokens are not those of byte-level BPE") from None
+        raise UserError(f"{error} represents no byte: the tokens are not byte-level BPE") from None
 
 
 def _check_merges(model: _Model) -> None:
-    """Raise UserError where pairs are joined in another order than that of the ids, which is tiktoken's."""
+    """Raise UserError unless pairs are merged in the order of their ids, as in tiktoken."""
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.merges]
     ids = [model.vocab.get("".join(pair), -1) for pair in pairs]
     wrong = next((pair for pair, id_, before in zip(pairs, ids, [0, *ids], strict=False) if id_ < before), None)

@@ -114,7 +114,9 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
         raise UserError(f"{folder / 'config.json'} does not describe a GPT2LMHeadModel like GPT-2: {error}") from None
     tokenizer = read_tokenizer_json(paths["tokenizer.json"])
     if tokenizer.n_vocab > config.n_vocab:
-        raise UserError(f"{folder} has a tokenizer of {tokenizer.n_vocab} ids for a model of {config.n_vocab}")
+        raise UserError(
+            f"{folder} has a tokenizer with {tokenizer.n_vocab} ids, but the model has only {config.n_vocab}"
+        )
     with torch.device("meta"):
         gpt = GPT(config)
     gpt.load_state_dict(_weights(paths[_WEIGHTS], gpt), assign=True)

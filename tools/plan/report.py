@@ -1,4 +1,4 @@
-"""Prints a plan."""
+"""Prints a plan as a table or as JSON."""
 
 import json
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """The pictures of a report, as PNGs, and the colours that pictures and page share.
 
-Names and settings are drawn as they are: no dollar sign begins a formula.
+Names and settings are drawn literally: a dollar sign does not begin a formula.
 """
 
 import math
@@ -31,7 +31,7 @@ _GREY, _DARK = "#8a8f98", "#444a52"
 _HALO = [withStroke(linewidth=3, foreground="white")]
 
 Values = dict[str, list[Any]]
-"""The values of each setting, in order."""
+"""Maps each setting to its values, sorted."""
 
 
 def shades(records: Sequence[Record]) -> list[str]:
@@ -84,7 +84,7 @@ def draw_curves(records: Sequence[Record], title: str) -> bytes:
 
 
 def _unit(records: Sequence[Record]) -> str:
-    """Return the largest unit of time of which some run took two."""
+    """Return the largest unit of time such that the longest run took at least two of it."""
     most = max(record.figures["seconds"] or 0.0 for record in records)
     return next((name for name, seconds in reversed(_UNITS.items()) if most >= 2 * seconds), "seconds")
 

@@ -1,6 +1,6 @@
 """Runs as a report sees them: it reads metrics.jsonl and config.json, and opens nothing else.
 
-Neither file is trusted: a value that is not a number is not a loss, and a damaged file costs a warning.
+Neither file is trusted: a value that is not a number is ignored, and a damaged file causes a warning.
 """
 
 import itertools
@@ -153,7 +153,7 @@ def _mean(points: list[Point]) -> float:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number as a float, and None for anything else: true, a text, an integer beyond all floats."""
+    """Return a finite number as a float, and None for anything else: true, a string, too large an integer."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -190,5 +190,5 @@ def brief(value: Any) -> str:
 
 
 def printable(value: str) -> str:
-    """Return a text that can be encoded and stays on its line, whatever a file system or a file held."""
+    """Return a text that can be encoded and is a single line, whatever the file or its name contains."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in value)[:300]

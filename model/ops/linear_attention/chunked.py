@@ -102,7 +102,7 @@ def _chunks(
 
 
 def _decayed_sums(S: Tensor, z: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
-    """The state before each chunk and after the last, from the first state and what each chunk adds, and its gates."""
+    """The state before each chunk and after the last, given the first state, each chunk's update and its gates."""
     Ss, zs = [S[:, :, 0]], [z[:, :, 0]]
     for n in range(S.shape[2] - 1):
         S_n, z_n = Ss[-1], zs[-1]

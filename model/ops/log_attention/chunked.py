@@ -90,7 +90,7 @@ class _Results(NamedTuple):
     doubtful: Tensor
 
     def of(self, batch: slice) -> "_Results":
-        """Those of fewer elements."""
+        """Select elements of the batch."""
         return _Results(self.log_y[batch], self.log_s[batch], self.M[:, batch], self.doubtful[:, batch])
 
 
@@ -101,7 +101,7 @@ class _Given(NamedTuple):
     log_s: Tensor
 
     def of(self, batch: slice) -> "_Given":
-        """Those of fewer elements."""
+        """Select elements of the batch."""
         return _Given(self.log_y[batch], self.log_s[batch])
 
 
@@ -324,7 +324,7 @@ def _of_last_M(inputs: Inputs, M: Tensor, given: _Given) -> tuple[Tensor, Tensor
 
 
 def _of_sums(sums: Tensor, results: _Results, given: _Given, tokens: slice, frames: Frames) -> Tensor:
-    """Return the gradient of the sums (n, B, H, C, E), from that of log_y: 0 for doubtful and empty sums."""
+    """Return the gradient of the sums (n, B, H, C, E), given log_y's gradient: 0 for doubtful and empty sums."""
     g_y = frames.split(given.log_y[:, :, tokens], 0.0)
     g_sums = torch.cat([g_y, g_y.sum(-1, keepdim=True).neg_()], dim=-1).div_(sums)
     if not sums.amin() >= CERTAIN[sums.dtype]:  # NaN is not either
@@ -353,7 +353,7 @@ def _backward_again(inputs: Inputs, causal: bool, given: _Given, heads: Tensor, 
 def _carry(M: Tensor, updates: Tensor, kept: Tensor | None, factor: Tensor, chunks: slice) -> Tensor:
     """Return M before each of these chunks and after the last, (n + 1, B, H, d_k, E), each in its chunk's frame.
 
-    `M` is that before the first chunk, `updates` the chunks' e_k^T e_v (n, B, H, d_k, E), and `kept` that of Gates.
+    `M` precedes the first chunk, `updates` are the chunks' e_k^T e_v (n, B, H, d_k, E), and `kept` is Gates.kept.
     """
     Ms = M.new_empty(len(updates) + 1, *M.shape)
     Ms[0] = M

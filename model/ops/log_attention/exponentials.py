@@ -53,9 +53,9 @@ class Frames(NamedTuple):
     chunks: slice
     """The indices of these chunks."""
     after: Tensor | None = None
-    """(B, H, d_k, 1): with gates for each feature, log_s after the last chunk has this added."""
+    """(B, H, d_k, 1): with gates for each feature, this is added to log_s after the last chunk."""
     lost: Tensor | None = None
-    """(B, H): with gates, whether a head forgets so much in a chunk that numbers leave their range."""
+    """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or underflow."""
 
     def of(self, chunks: slice) -> "Frames":
         """Select chunks."""

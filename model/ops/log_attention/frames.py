@@ -1,8 +1,8 @@
 """Exponentials that do not overflow, and whose mantissa does not depend on their scale.
 
 exp(x) is mantissa x 2^exponent, the exponent a multiple of 64 that is 0 for |x| < 22. A frame is a power of two, so
-measuring against it changes no bit of the mantissa: a later token can move the frame of its chunk, and no result
-before it changes, as long as nothing underflows.
+scaling by it changes no bit of the mantissa: a later token can change the frame of its chunk without changing the
+results of earlier tokens, as long as nothing underflows.
 """
 
 import functools
@@ -53,14 +53,14 @@ def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
 
 
 def frame_above(log2: Tensor) -> Tensor:
-    """The smallest whole number that is not below log2, up to rounding, and as FAR says. -inf stays -inf."""
+    """log2 rounded up to an integer, at least -FAR; 8 FAR if log2 is above FAR. -inf stays -inf."""
     far = FAR[log2.dtype]
     frame = log2.ceil().masked_fill_(log2 > far, 8 * far)
     return frame.clamp(min=-far).masked_fill_(log2 == -torch.inf, -torch.inf)
 
 
 def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
-    """log(x 2^frame) of an x that is 0 or in CERTAIN's range: a function of that number, whatever frame it is in."""
+    """log(x 2^frame) for x = 0 or x in CERTAIN's range. The result depends only on x 2^frame, not on the frame."""
     if _is_small(frame):
         return (x * torch.exp2(frame)).log_()
     mantissa, exponent = torch.frexp(x)
@@ -72,7 +72,7 @@ def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> Tensor:
-    """`x` with 0 for -inf, so that a difference from it is never -inf - -inf."""
+    """`x` with -inf replaced by 0, to avoid -inf - -inf in differences."""
     return torch.where(x == -torch.inf, 0, x)
 
 

@@ -82,7 +82,7 @@ def call_of(inputs: Inputs, causal: bool) -> Call:
 
 
 class Certificate:
-    """Tells which sums are doubtful: too small or not finite. A sum without terms is 0, and certain."""
+    """Finds doubtful sums, which are too small or not finite. A sum without terms is 0 and not doubtful."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
@@ -155,7 +155,7 @@ class Certificate:
 
 
 def _doubtful(sums: Tensor) -> Tensor | None:
-    """Which of the sums are not between CERTAIN and infinity, NaN among them; None if all are."""
+    """Which sums are below CERTAIN, infinite or NaN; None if no sum is."""
     certain = CERTAIN[sums.dtype]
     if sums.amin() >= certain and sums.amax() < torch.inf:
         return None
@@ -195,12 +195,12 @@ def backward(call: Call, g_log_S: Tensor, g_log_s: Tensor) -> tuple[Tensor, ...]
 
 
 def _normalized(log_S: Tensor) -> Tensor:
-    """log_y of the log-sums, whose last column is the normalizer's."""
+    """log_y from the log-sums: their last column, the normalizer, is subtracted from the others."""
     return log_S[..., :-1] - log_S[..., -1:]
 
 
 def _causal_backward(tiles: tuple[Tensor, ...], g_log_S: Tensor, states: Tensor, g: Tensor) -> exact.Gradients:
-    """Gradients in chunks (F, N, C, .), and of the first state, given that of the last, g (F, d_k, E)."""
+    """Gradients of chunks (F, N, C, .) and of the first state; g (F, d_k, E) is the gradient of the last state."""
     q, k, log_v, _ = tiles
     parts = g_q, g_k, g_v, g_f = tuple(torch.empty_like(x) for x in (q, k, log_v, k))
     for n in reversed(range(q.shape[1])):

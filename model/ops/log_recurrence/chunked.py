@@ -59,7 +59,7 @@ def _(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
 
 @torch.library.custom_op("log_gpt::log_recurrence_backward", mutates_args=())
 def _recur_backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of log_p, h and start from that of s."""
+    """Gradients of log_p, h and start, given the gradient of s."""
     previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
     a = (log_p + previous - s).exp_()  # (B, T, D): share of s_{t-1} in s_t
     first, kept = s[:, :: min(CHUNK, s.shape[1])].double(), _chunk(log_p.roll(-1, 1), 0.0).double().sum(2)  # (B, N, D)
@@ -91,7 +91,7 @@ _recur.register_autograd(_backward, setup_context=_save_for_backward)
 def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:
     """r_t = g_t + a_t r_{t+1}, from the last token to the first; (B, T, D) all.
 
-    across (B, N - 1, D) are the products of a from each chunk's first token to the next one's, in float64.
+    across (B, N - 1, D): the product of a from each chunk's first token to the next chunk's first token, in float64.
     """
     T = g.shape[1]
     a, r = _chunk(a, 0.0), _chunk(g, 0.0).clone()  # (B, N, C, D)

@@ -50,7 +50,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     H, G = q.shape[1], k.shape[1]
     if k.shape != v.shape or H % G or k.shape != (q.shape[0], G, *q.shape[2:]) or len(patterns) not in (1, H):
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        raise ValueError(f"{shapes} and {len(patterns)} patterns do not fit (B, H, T, D), (B, G, T, D) twice, 1 or H")
+        raise ValueError(f"{shapes} and {len(patterns)} patterns: need (B, H, T, D), (B, G, T, D) twice, and 1 or H")
     q, k, v = as_autocast(q, k, v)
     if q.numel() == 0:  # the kernels would divide by 0
         return q.clone()

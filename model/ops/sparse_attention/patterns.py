@@ -1,6 +1,6 @@
 """Patterns: which keys a query attends to.
 
-A pattern is a union of disjoint parts. Each part is so regular that its keys can be reached by reshaping: bands in one
+A pattern is a union of disjoint parts. Each part is regular enough that reshaping selects its keys: bands in one
 residue class, blocks, and columns.
 """
 

@@ -28,7 +28,7 @@ class Blocks:
     step: int
     C: int
     before: int
-    """Keys before a block that it sees too."""
+    """Number of keys before a block that its queries also see."""
     after: int
     causal: bool
     """Whether query c of a tile attends to exactly the keys 0 to c, so that no mask is needed."""
@@ -138,7 +138,7 @@ def _tiles(part: Part, T: int) -> list[Tiles]:
 
 
 def _band(part: Band, T: int) -> Blocks:
-    """Blocks of a quarter of the keys that a query attends to: four in five of the scores are then used."""
+    """Block size: a quarter of the keys that a query attends to, so that 4 of 5 computed scores are used."""
     step = min(part.step, T)  # a larger step would still leave every token alone
     M = -(-T // step)
     before, after = M - 1 if part.last is None else min(part.last, M - 1), min(max(-part.first, 0), M - 1)

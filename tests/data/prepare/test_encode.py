@@ -110,7 +110,7 @@ def test_items_are_in_order_and_know_where_they_are_from(tmp_path, encode):
 
 @pytest.fixture
 def mixed_files(tmp_path):
-    """Good and bad lines, damaged archives, files that hold nothing: all that a jsonl source can meet."""
+    """Good and bad lines, damaged archives and empty files: every kind of input of a jsonl source."""
     good = [json.dumps({"text": text}, ensure_ascii=False).encode() for text in GOOD_TEXTS]
     lines = [line for pair in zip([*good, *good], BAD_LINES, strict=False) for line in pair]
     (tmp_path / "1.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n\r\n".join(lines) + b"\r\n")

@@ -111,7 +111,7 @@ def test_a_run_on_another_dataset_is_refused(tiny, command, dataset):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["step=1"], "step is a step of which run? Give run_dir, or seed, seq_len and batch_tokens"),
+        (["step=1"], "step needs a run: give run_dir, or seed, seq_len and batch_tokens"),
         (["step=1", "run_dir=nowhere"], "checkpoint=nowhere holds no checkpoint"),
         (["step=1", "seed=1", "seq_len=3", "batch_tokens=8"], "is not a multiple of seq_len=3"),
         (["step=1", "seed=1", "seq_len=9999", "batch_tokens=9999"], "needs 10000 tokens"),

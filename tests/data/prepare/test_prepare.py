@@ -96,7 +96,7 @@ def test_what_is_skipped_is_counted_and_reported(config, corpus, capsys):
 
 
 def test_every_document_of_the_input_is_accounted_for(config, corpus, tmp_path, capsys):
-    """What is neither written nor skipped, by a reason that is counted, cannot be."""
+    """Every document is either written or counted as skipped, with a reason."""
     good = corpus.read_bytes().splitlines()
     bad = {
         "malformed JSON": [b"{", b'"\xff"'[:1], b"[" * 100_000],

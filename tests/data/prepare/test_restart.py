@@ -1,4 +1,4 @@
-"""A run that is killed goes on when it is started again, and makes the same bytes as one that was not."""
+"""A killed run resumes when it is started again, and makes the same bytes as an uninterrupted one."""
 
 import contextlib
 import errno
@@ -45,7 +45,7 @@ def contents(folder):
 
 @pytest.fixture
 def memory(tmp_path):
-    """A folder where fsync costs nothing, as far as there is one: a killed process leaves the same files anywhere."""
+    """A folder where fsync is free, if there is one: a killed process leaves the same files in any folder."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as folder:
         yield Path(folder)
 
@@ -132,13 +132,13 @@ def saves_often(monkeypatch):
 
 @pytest.fixture
 def expected(config, tmp_path):
-    """What a run makes that nothing happens to."""
+    """The result of an uninterrupted run."""
     prepare(config(out_dir=str(tmp_path / "undisturbed"), dedup="exact", shard_tokens=1000))
     return contents(tmp_path / "undisturbed")
 
 
 def run_until_call(config, n):
-    """Prepare in a process that is killed at its n-th call that changes the disk; False if it got through."""
+    """Prepare in a process that is killed at its n-th call that changes the disk; False if it finished before."""
     child = os.fork()
     if child == 0:
         calls = iter(range(n))
@@ -192,7 +192,7 @@ BROKEN = OSError(errno.EIO, "broken")
 
 
 def stop_in_the_middle(config, monkeypatch, error=BROKEN):
-    """A run that breaks off after some parts."""
+    """A run that is interrupted after some parts."""
     write, calls = data.prepare.dataset.write_part, iter(range(3))
 
     def writing(*args):
@@ -219,7 +219,7 @@ def test_whatever_stops_it_what_is_written_is_kept(config, expected, tmp_path, m
 
 @pytest.fixture
 def sources(tmp_path):
-    """Every kind of source that restarts can meet, with what cannot be read."""
+    """Every kind of source, including unreadable input, to restart from."""
     (tmp_path / "notes").mkdir()
     for i in range(30):
         (tmp_path / "notes" / f"{i:02}.txt").write_bytes(b"\xff" if i % 7 == 3 else b"Text %d.\n\n" % i * 40)

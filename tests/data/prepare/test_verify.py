@@ -1,4 +1,4 @@
-"""Whatever is wrong with a dataset is found, and the file it is in is named."""
+"""Verification finds every kind of damage in a dataset, and names the damaged file."""
 
 import errno
 import hashlib

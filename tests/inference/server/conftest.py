@@ -1,4 +1,4 @@
-"""What the tests of the server share: tiny models, and the server itself in a process of its own."""
+"""What the tests of the server share: tiny models, and the server itself in a separate process."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def make_gpt():
 
 @pytest.fixture(scope="session")
 def run_dir(make_gpt, tokenizer, tmp_path_factory):
-    """A run named "tiny" whose checkpoint holds such a model, and one whose texts do not end by themselves."""
+    """A run named "tiny" with such a model, whose texts do not end by themselves."""
     from trainer.checkpoint import TrainState, save_checkpoint
 
     gpt, path = make_gpt(endless=True), tmp_path_factory.mktemp("runs") / "tiny"
@@ -114,7 +114,7 @@ def serve(run_dir):
 
 @pytest.fixture(scope="session")
 def served(serve):
-    """The server of most tests, with limits that are easily reached; at last SIGTERM stops it."""
+    """The server of most tests, with low limits; SIGTERM stops it at the end."""
     server = serve("max_queue=4", "max_prompt_tokens=2000", "max_tokens=100000")
     yield server
     status, out, err = server.end(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The engine, turn by turn: a text is what the model alone would write."""
+"""The engine, turn by turn: a text in a batch is the same as the model would write for it alone."""
 
 import itertools
 import time
@@ -172,7 +172,7 @@ def test_the_queue_has_an_end(make_engine):
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_who_leaves_frees_the_place(make_engine, turns):
-    """While it waits, while its prompt is read, while it is written."""
+    """Cancelled while it waits, while its prompt is read, and while it is written."""
     engine = make_engine(max_streams=1)
     leaves = submit(engine, b"y" * (2 * PIECE), max_tokens=500)
     for _ in range(turns):
@@ -186,7 +186,7 @@ def test_who_leaves_frees_the_place(make_engine, turns):
 
 
 def test_columns_of_longer_texts_that_left_are_given_back(make_engine, make_gpt):
-    """Else a cache would grow for ever while there is always someone."""
+    """Otherwise a cache would grow forever as long as the server is never idle."""
     engine = make_engine(gpt=make_gpt("softmax", "rotary"))
     submit(engine, b"long" * 100, max_tokens=3)
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""scripts/serve.py in a process of its own, asked by a real HTTP client."""
+"""scripts/serve.py in a separate process, with a real HTTP client."""
 
 import json
 import shlex
@@ -179,8 +179,8 @@ BAD = [
     ({"stop": "x" * 257}, "1 to 256 characters"),
     ({"logprobs": 21}, "logprobs=21"),
     ({"max_token": 3}, "unknown key 'max_token': did you mean 'max_tokens'?"),
-    ({"presence_penalty": 0.5}, "presence_penalty is not offered: use repetition_penalty"),
-    ({"best_of": 2}, "best_of is not offered"),
+    ({"presence_penalty": 0.5}, "presence_penalty is not supported: use repetition_penalty"),
+    ({"best_of": 2}, "best_of is not supported"),
     ([], "not a JSON object"),
     (b"{", "not JSON"),
     (b'{"temperature": NaN}', "NaN, which is not finite"),
@@ -250,7 +250,7 @@ def test_the_page_needs_nothing_from_elsewhere(client):
 
 
 def open_stream(client, **body):
-    """A stream under way: the response, and an iterator over what follows its first line."""
+    """A started stream: the response, and an iterator over the lines after the first."""
     request = client.build_request("POST", "/v1/completions", json=FOREVER | body | {"stream": True})
     response = client.send(request, stream=True)
     assert response.status_code == 200, response.read()
@@ -260,7 +260,7 @@ def open_stream(client, **body):
 
 
 def ask_and_listen_not(url, **body):
-    """A client, not of a stream, that has sent its request and may go away: the connection."""
+    """The connection of a client that has sent a request without streaming and may disconnect."""
     address, content = httpx.URL(url), json.dumps(FOREVER | body).encode()
     connection = socket.create_connection((address.host, address.port))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
@@ -276,7 +276,7 @@ def wait_for_load(client, writing, waiting, seconds=60):
 
 
 def test_places_queue_and_who_leaves(client, served):
-    """16 are written, 4 wait, the next is refused; each that goes away makes room, written or waiting."""
+    """16 texts are written, 4 wait, the next is refused; every client that disconnects makes room for another text."""
     streams = [open_stream(client, prompt="s") for _ in range(15)]
     connections = [ask_and_listen_not(served.url) for _ in range(4)]
     wait_for_load(client, 16, 3)
@@ -319,7 +319,7 @@ def test_sixteen_streams_at_once_and_none_starves(served):
 
 @pytest.mark.slow
 def test_it_stops_in_the_middle_of_streams_and_tells_everyone(serve):
-    """Where it listens to others, they call it what they like, and there is a warning."""
+    """A server that other machines can reach accepts any host name, and warns."""
     server = serve("max_streams=2", "host=0.0.0.0")
     url = server.url.replace("0.0.0.0", "127.0.0.1")
     with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(1) as pool:
