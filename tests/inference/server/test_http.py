@@ -329,7 +329,7 @@ def test_it_stops_in_the_middle_of_streams_and_tells_everyone(serve):
         wait_for_load(client, 2, 1)
         status, out, err = server.end(signal.SIGINT)
         assert (status, out.splitlines()[-1]) == (0, "stopped")
-        assert err.startswith("warning: host=0.0.0.0: everyone who reaches this machine can use the model")
+        assert err.startswith("warning: host=0.0.0.0: everyone who can reach this machine can use the model")
         assert err.count("\n") == 1
         for _, lines in streams:
             last = [line for line in lines if line][-1]
