@@ -97,8 +97,8 @@ class Attention(nn.Module):
         """Create the parameters of the optional parts."""
         n_embd, n_qkv = self.qkv.in_features, self.qkv.out_features
         if settings.conv:
-            self.conv = nn.Parameter(torch.zeros(settings.conv, n_qkv))
-            nn.init.ones_(self.conv[-1])
+            identity = torch.arange(settings.conv * n_qkv) >= (settings.conv - 1) * n_qkv
+            self.conv = nn.Parameter(identity.float())  # a vector: weight decay is for matrices
         if settings.qk_norm:
             self.q_scale, self.k_scale = (nn.Parameter(torch.ones(query_dim)) for _ in range(2))
         if settings.norm:
@@ -138,7 +138,11 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs for later tokens."""
         features = self.qkv(x)
-        return (features, None) if self.conv is None else causal_conv(features, self.conv, seen, starts)
+        return (
+            (features, None)
+            if self.conv is None
+            else causal_conv(features, self.conv.view(-1, features.shape[2]), seen, starts)
+        )
 
     def mix(self, x: Tensor, features: Tensor, order: Order, state: Any, return_state: bool) -> tuple[Tensor, Any]:
         """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""

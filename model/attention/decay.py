@@ -29,7 +29,7 @@ class Decay(nn.Module):
             self.to_gates = nn.Linear(n_embd, n_head, bias=False)
             self.bias = nn.Parameter(torch.logit((-1 / spans).exp()))
         else:
-            self.bias = nn.Parameter(torch.logit(1 / (STEEPEST * spans)).expand(n_head, -1).clone())
+            self.bias = nn.Parameter(torch.logit(1 / (STEEPEST * spans)).repeat(n_head))
         if kind == "feature":
             self.down = nn.Linear(n_embd, _RANK, bias=False)
             self.up = nn.Linear(_RANK, n_head * query_dim, bias=False)
@@ -39,6 +39,6 @@ class Decay(nn.Module):
         if self.kind == "head":
             return logsigmoid(self.bias + self.to_gates(x)).mT.unsqueeze(-1)
         if self.kind == "fixed":
-            return (-STEEPEST * self.bias.sigmoid()).unsqueeze(1).expand(B, -1, T, -1)
-        logits = self.up(self.down(x)).unflatten(2, (self.n_head, -1)) + self.bias  # (B, T, n_head, query_dim)
-        return (-STEEPEST * logits.sigmoid()).transpose(1, 2)
+            return (-STEEPEST * self.bias.sigmoid()).view(self.n_head, 1, -1).expand(B, -1, T, -1)
+        logits = self.bias + self.up(self.down(x))  # (B, T, n_head query_dim)
+        return (-STEEPEST * logits.sigmoid()).unflatten(2, (self.n_head, -1)).transpose(1, 2)
