@@ -12,7 +12,7 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from model.attention.projection import ProjectionConfig
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
-from model.position import RotaryPosition
+from model.position import Order, RotaryPosition
 
 # Exponents of size up to 30, to some ten roundings of 1.1e-16 each, move weights by 1e-13 of themselves at most, and
 # gradients, sums over at most 100 tokens of either sign, by some ten times that.
@@ -95,7 +95,7 @@ def test_a_learned_sigma_begins_where_a_fixed_one_stays():
 
 def test_keys_that_are_values_are_cached_once():
     def cached(values):
-        _, state = build(values=values)(tokens(64), None, None, return_state=True)
+        _, state = build(values=values)(tokens(64), return_state=True)
         return sum(x.numel() for x in state if isinstance(x, torch.Tensor))
 
     assert cached("own") == 2 * cached("keys")
@@ -106,7 +106,9 @@ def test_with_a_rotary_position_the_text_may_begin_anywhere(values):
     attention, x, position = build(values=values), tokens(30), RotaryPosition(6, 100.0)
     later = position(torch.cat([x, x], 1))[1]
     shifted = type(later)(later.cos[..., 30:, :], later.sin[..., 30:, :])
-    torch.testing.assert_close(attention(x, shifted)[0], attention(x, position(x)[1])[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        attention(x, Order(shifted, None))[0], attention(x, Order(position(x)[1], None))[0], rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("n_kv_head", [None, 2])

@@ -53,10 +53,10 @@ def wrong_gradient(*args, **options):
     return y.detach() + 1.01 * (y - y.detach())
 
 
-def one_gradient_not_a_number(q, k, log_v, **options):
+def one_gradient_not_a_number(q, k, log_v, log_f=None, **options):
     log_v = log_v.clone()
     log_v.register_hook(lambda gradient: gradient * float("nan"))
-    return naive_log_attention(q, k, log_v, **options)
+    return naive_log_attention(q, k, log_v, log_f, **options)
 
 
 @pytest.mark.parametrize(

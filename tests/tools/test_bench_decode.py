@@ -70,8 +70,8 @@ def test_beside_hugging_face(command, restored_torch, tmp_path):
     ("arguments", "message"),
     [
         (["hf=gpt2_124m"], "hf needs the package transformers, which is not installed: pip install -e '.[hf]'"),
-        (["hf=gpt3"], "model=gpt3 does not exist: allowed: gpt2_124m,"),
-        (["models=gpt2_125m"], "model=gpt2_125m does not exist: did you mean 'gpt2_124m'?"),
+        (["hf=gpt9"], "model=gpt9 does not exist: "),
+        (["models=gpt2_123m"], "model=gpt2_123m does not exist: did you mean 'gpt2_124m'?"),
         (["attention=sliding"], "model/attention=sliding does not exist: did you mean 'sliding_window'?"),
     ],
     ids=["transformers", "hf", "models", "attention"],

@@ -183,8 +183,8 @@ def test_rollbacks_end(tiny, factor_at):
 def test_a_gradient_that_is_not_finite_is_named(tiny, monkeypatch):
     build = GPT.__init__
 
-    def building(self, config):
-        build(self, config)
+    def building(self, config, *eot_id):
+        build(self, config, *eot_id)
         self.norm.bias.register_hook(lambda grad: grad * float("inf"))
 
     monkeypatch.setattr(GPT, "__init__", building)
