@@ -58,6 +58,7 @@ def step_memory(
         own, whole = -(-weights // n_device), 2 * (weights - sum(blocks) + 2 * max(blocks))
 
     linear = [module for module in gpt.modules() if isinstance(module, nn.Linear)]
+    linear = linear if gpt.config.tied else linear[:-1]  # without the output layer, whose logits come in parts
     V, D = gpt.embed.weight.shape
     tokens = micro_batch * seq_len
     of_weights = V * D * wide  # the loss computes the gradient of the output layer

@@ -165,17 +165,14 @@ class Attention(nn.Module):
     def _finish(self, x: Tensor, y: Tensor) -> Tensor:
         """Apply norm and gate to the result (B, T, n_out)."""
         if self.y_scale is not None:
-            y = (
-                rms_norm(y.unflatten(2, (self.n_head, -1)), (self.n_out // self.n_head,), eps=_EPS).flatten(2)
-                * self.y_scale
-            )
+            y = _rms_norm(y.unflatten(2, (self.n_head, -1)), self.y_scale.view(self.n_head, -1)).flatten(2)
         return y if self.gate is None else y * self.gate_function(self.gate(x))
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k normalised and rotated."""
         q, k, v = self.split(features)
         if self.q_scale is not None and self.k_scale is not None:
-            q, k = (rms_norm(x, x.shape[-1:], eps=_EPS) * scale for x, scale in ((q, self.q_scale), (k, self.k_scale)))
+            q, k = (_rms_norm(x, scale) for x, scale in ((q, self.q_scale), (k, self.k_scale)))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return q, k, v
@@ -236,3 +233,8 @@ class MultiHeadAttention(Attention):
 def chunked_flops(n_head: int, C: int, d_key: int, d_val: int) -> int:
     """Per token of a chunk of C: C x C scores, their product with the values, the state read and written."""
     return 2 * n_head * (C * d_key + C * d_val + 2 * d_key * d_val)
+
+
+def _rms_norm(x: Tensor, scale: Tensor) -> Tensor:
+    """x (..., D) divided by its root mean square and multiplied by `scale`, in the type of x also under autocast."""
+    return (rms_norm(x, x.shape[-1:], eps=_EPS) * scale).to(x.dtype)

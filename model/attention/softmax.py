@@ -26,7 +26,7 @@ _KERNELS = {
 }
 
 
-_PARTS = 3  # numbers of 8 bits, of bfloat16, that together have those of float32
+_PARTS = 2  # numbers whose sum has more digits than the scores
 _ALIGNED = 8  # fused kernels need a multiple of this many features, and as many for values as for keys
 
 
@@ -70,8 +70,12 @@ class SoftmaxAttention(MultiHeadAttention):
         starts: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         mask = None if starts is None else document_mask(starts)
-        if log_f is not None:
-            return self._attend_and_forget(q, k, v, state, return_state, log_f, mask)
+        if log_f is not None:  # in float32 or float64: rounded scores would leave nothing of the gates' gradients
+            wide = torch.promote_types(q.dtype, torch.float32)
+            with torch.autocast(q.device.type, enabled=False):
+                q_k_v = q.to(wide), k.to(wide), v.to(wide)
+                y, after = self._attend_and_forget(*q_k_v, state, return_state, log_f, mask)
+            return y.to(q.dtype), after
         if mask is not None:
             return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped), None
         if state is not None:
@@ -87,7 +91,8 @@ class SoftmaxAttention(MultiHeadAttention):
     ) -> tuple[Tensor, Any]:
         """Add a_t - a_j to the scores, a being the sum of log_f over the text so far, by features of q and k.
 
-        So torch's fused kernels can be used. Each a is a sum of numbers of q's type, and a feature of 1 reads each.
+        So torch's fused kernels can be used. Each a is a sum of two numbers, and a feature of 1 reads each. Rounding
+        grows with the text: scores err by about 1e-7 a, and a is all that was forgotten since the text began.
         State: the cache, and a after the last token.
         """
         k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))  # a is that of a query head

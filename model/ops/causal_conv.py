@@ -19,7 +19,7 @@ def causal_conv(
     Returns:
         y (B, T, D), and the last W - 1 inputs.
     """
-    W, T = len(weight), x.shape[1]
+    W, T, weight = len(weight), x.shape[1], weight.to(x.dtype)
     before = x.new_zeros(len(x), W - 1, x.shape[2]) if seen is None else seen.to(x.dtype)
     padded = torch.cat([before, x], dim=1)  # (B, W - 1 + T, D)
     document = None if starts is None else pad(starts.cumsum(1), (W - 1, 0)).unsqueeze(-1)  # (B, W - 1 + T, 1)
@@ -28,5 +28,5 @@ def causal_conv(
         earlier = padded[:, i : i + T]
         if document is not None:
             earlier = earlier.masked_fill(document[:, i : i + T] != document[:, W - 1 :], 0)
-        y = torch.addcmul(y, earlier, weight[i].to(y.dtype))
+        y = torch.addcmul(y, earlier, weight[i])
     return y, padded[:, T:].clone()  # a view would keep all inputs in memory

@@ -41,6 +41,15 @@ class Gates(NamedTuple):
 NO_GATES = Gates(None, None, None, None, None)
 
 
+def check_gates(log_f: Tensor, shape: torch.Size) -> None:
+    """Raise ValueError if gates do not fit queries of this shape (B, H, T, d), or, on a CPU, are above 0 or NaN."""
+    B, H, T, d = shape
+    if log_f.shape not in ((B, H, T, d), (B, H, T, 1)):
+        raise ValueError(f"log_f {tuple(log_f.shape)} must be {(B, H, T, d)} or {(B, H, T, 1)}")
+    if log_f.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((log_f <= 0).all()):
+        raise ValueError(f"log_f has a maximum of {float(log_f.detach().max())}: gates must be between -inf and 0")
+
+
 def gates_of(log_f: Tensor) -> Gates:
     """Return the factors of gates log_f (n, B, H, C, d_k or 1), in the accumulation type."""
     reset = (log_f == -torch.inf).all(-1, keepdim=True)
@@ -57,7 +66,7 @@ def gates_of(log_f: Tensor) -> Gates:
         if last.amin() > -REACH[log_f.dtype]:  # a product is faster than a difference and its exponential
             within = start * (-a).exp().to(log_f.dtype).mT
         else:
-            within = (a - a.mT).to(log_f.dtype).exp_()
+            within = (a - a.mT).clamp(max=0).to(log_f.dtype).exp_()  # above the diagonal it would be infinite
         gates = NO_GATES
     if has_resets:
         segment = reset.cumsum(-2)

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from model.attention.decay import Decay
+from model.attention.softmax import SoftmaxConfig
 from model.ops.gates import forgotten
+from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.log_attention import BACKENDS, fallback, log_attention, merge_states
 
 NAMES = [name if name != "triton" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
@@ -129,3 +131,45 @@ def test_gates_that_do_not_fit_are_refused_in_one_line(log_f, causal, message, b
     with pytest.raises(ValueError, match=message) as error:
         log_attention(q, k, log_v, log_f.double(), causal=causal, backend=backend)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("gate", [-1e-3, -3.0, -30.0])
+def test_linear_attention_has_finite_gradients_for_any_gate_of_a_head(gate):
+    q, k, v, _ = inputs(130, 1)
+    log_f = torch.full((2, 3, 130, 1), gate, dtype=torch.float64, requires_grad=True)
+    leaves = [q, k, v, log_f]
+    outputs = linear_attention(q, k, v, log_f=log_f)[0], naive_linear_attention(q, k, v, log_f)
+    torch.testing.assert_close(*outputs, rtol=1e-11, atol=1e-11)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), leaves) for y in outputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("log_f", "message"),
+    [
+        (torch.full((2, 3, 40, 5), -3.0), "a feature's log_f has a sum of -96 or less over 32 tokens"),
+        (torch.full((2, 3, 40, 1), 0.5), "log_f has a maximum of 0.5"),
+        (torch.zeros(2, 3, 40, 2), r"log_f \(2, 3, 40, 2\) must be"),
+    ],
+)
+def test_linear_attention_refuses_gates_that_it_cannot_have(log_f, message):
+    q, k, v, _ = (x.float() for x in inputs(40, 1))
+    with pytest.raises(ValueError, match=message):
+        linear_attention(q, k, v, log_f=log_f)
+
+
+@pytest.mark.parametrize("parts", [{}, {"conv": 4, "qk_norm": True}])
+def test_softmax_attention_that_forgets_keeps_its_digits_under_autocast(parts):
+    torch.manual_seed(0)
+    exact = SoftmaxConfig(name="softmax", decay="head", **parts).build(32, 4, 8).double()
+    rounded = SoftmaxConfig(name="softmax", decay="head", **parts).build(32, 4, 8)
+    rounded.load_state_dict(exact.state_dict())
+    x = torch.randn(1, 1024, 32)
+    wanted = exact(x.double())[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rounded(x)[0]
+    assert (found - wanted).norm() < 0.02 * wanted.norm()  # some roundings of 2^-9
+    bias = [module.decay.bias for module in (exact, rounded)]
+    g = torch.randn(wanted.shape)
+    (a,), (b,) = (torch.autograd.grad((y.double() * g).sum(), p) for y, p in zip((wanted, found), bias, strict=True))
+    assert (a - b).norm() < 0.1 * a.norm()

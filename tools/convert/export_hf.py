@@ -90,7 +90,7 @@ def _own_config(config: GPTConfig) -> dict[str, Any]:
         "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head,
         **limit,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": config.tied,
         "architecture": config.model_dump(mode="json"),
     }
 
@@ -98,7 +98,7 @@ def _own_config(config: GPTConfig) -> dict[str, Any]:
 def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool) -> str:
     """Return README.md: what the model is, as far as its run knows."""
     config = gpt.config
-    padding = (config.n_vocab_padded - tokenizer.n_vocab) * config.n_embd  # not exported
+    padding = (config.n_vocab_padded - tokenizer.n_vocab) * config.n_embd * (1 if config.tied else 2)  # not exported
     return (
         (_HERE / "model_card.md")
         .read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.gates import NO_GATES, Gates, gates_of, times
+from model.ops.gates import NO_GATES, REACH, Gates, check_gates, gates_of, times
 from model.ops.log_attention.chunks import chunk_size
 
 CHUNK = 64  # tokens, about as many as a head has features: scores and products with the state then cost the same
@@ -38,13 +38,15 @@ def linear_attention(
         v: (B, H, T, d_v).
         state: the state after earlier tokens, which is not changed; None before the first.
         log_f: (B, H, T, d) or (B, H, T, 1), logarithms of what is kept of earlier tokens: see `log_attention`. The sum
-            over 16 tokens of a feature's gates must be at least -40.
+            over 32 tokens of a feature's gates must be at least -40.
 
     Returns:
         y (B, H, T, d_v) in the type of v, and the state after these tokens. Sums are kept in float32, or float64 for
         float64. If weights underflow even there, with all features of the keys below about -40, y goes to 0.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
+    if log_f is not None:
+        check_gates(log_f, q.shape)
     with torch.autocast(q.device.type, enabled=False):
         f_q, f_k = _features(q.to(dtype)), _features(k.to(dtype))
         state = _empty(f_k, v) if state is None else state
@@ -86,6 +88,12 @@ def _chunks(
     q, k, v, f = (pad(x, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for x in tensors)  # (B, H, N, C, .), zeros at the end
     gates = NO_GATES if log_f is None else gates_of(f)
     if gates.a is not None:
+        steepest = gates.a[..., -1, :]
+        if steepest.device.type == "cpu" and not torch.compiler.is_compiling() and steepest.amin() < -REACH[q.dtype]:
+            raise ValueError(
+                f"a feature's log_f has a sum of {float(steepest.detach().amin()):g} or less over {C} tokens: linear "
+                f"attention needs {-REACH[q.dtype]:g} or more; resets are -inf for all features"
+            )
         q, k = q * gates.a.exp(), k * (-gates.a).exp()
     to_end = times(k, gates.end)
     S = torch.cat([state.S.unsqueeze(2), to_end.mT @ v], dim=2)  # (B, H, N + 1, d, d_v)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.console import say_once
+from model.ops.gates import check_gates
 from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
 from model.ops.log_attention.repair import Fallback as fallback
@@ -84,7 +85,9 @@ def log_attention(
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(BACKENDS)}")
     _check_shapes(q, k, log_v, state, causal)
     if log_f is not None:
-        _check_gates(q, log_f, causal)
+        if not causal:
+            raise ValueError("log_f needs causal=True: without an order of tokens none is earlier than another")
+        check_gates(log_f, q.shape)
     if backend == "auto":
         if causal and q.shape[2] == 1 and not torch.is_grad_enabled():
             state = empty_state(q, log_v) if state is None else state
@@ -159,16 +162,6 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     if d_k > most:
         return f"supports up to {most} key features a head in {dtype} on {gpu.name}, not {d_k}: use bfloat16"
     return None
-
-
-def _check_gates(q: Tensor, log_f: Tensor, causal: bool) -> None:
-    B, H, T, d_k = q.shape
-    if log_f.shape not in ((B, H, T, d_k), (B, H, T, 1)):
-        raise ValueError(f"log_f {tuple(log_f.shape)} must be {(B, H, T, d_k)} or {(B, H, T, 1)}")
-    if not causal:
-        raise ValueError("log_f needs causal=True: without an order of tokens none is earlier than another")
-    if log_f.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((log_f.detach() <= 0).all()):
-        raise ValueError(f"log_f has a maximum of {float(log_f.max())}: gates must be between -inf and 0")
 
 
 def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState | None, causal: bool) -> None:
