@@ -97,8 +97,8 @@ class Attention(nn.Module):
         """Create the parameters of the optional parts."""
         n_embd, n_qkv = self.qkv.in_features, self.qkv.out_features
         if settings.conv:
-            identity = torch.arange(settings.conv * n_qkv) >= (settings.conv - 1) * n_qkv
-            self.conv = nn.Parameter(identity.float())  # a vector: weight decay is for matrices
+            self.conv = nn.Parameter(torch.zeros(settings.conv * n_qkv))  # a vector: weight decay is for matrices
+            nn.init.ones_(self.conv[-n_qkv:])
         if settings.qk_norm:
             self.q_scale, self.k_scale = (nn.Parameter(torch.ones(query_dim)) for _ in range(2))
         if settings.norm:

@@ -57,6 +57,7 @@ class Case:
                 log_z[..., feature], log_s[..., feature, :] = -torch.inf, -torch.inf
             self.state = LogAttentionState(log_s.requires_grad_(), log_z.requires_grad_())
         self.log_f, self.gates_reach = None, 0
+        self.token_by_token = torch.finfo(torch.float64).eps
         if gates and self.causal:
             self.log_f = _gates(rng, (B, H, T, rng.choice([1, d_k]))).to(self.dtype).requires_grad_()
             if self.log_f.shape[-1] > 1:  # sums over a chunk are added to q and k
@@ -151,7 +152,7 @@ def assert_within(name, got, truth, unit, dtype, operand_eps, case, lost=0.0):
     acc = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     assert torch.equal(got.isnan(), truth.isnan()), f"{name} of {case}: NaN"
     checked = truth.isfinite() & (unit * acc * ROUNDINGS < 1)  # beyond, float32 does not know the result
-    token_by_token = torch.finfo(torch.float64).eps * case.k.shape[2]  # how the definition sums
+    token_by_token = case.token_by_token * case.k.shape[2]  # how the definition sums
     allowed = (ROUNDINGS * acc + token_by_token) * unit + operand_eps * (unit if name.startswith("g") else 1)
     allowed = allowed + torch.finfo(got.dtype).eps * truth.abs() + torch.finfo(got.dtype).tiny + lost
     fits = torch.where(checked, (got - truth).abs() <= allowed, truth.isfinite() | (got == truth)) | truth.isnan()
@@ -166,6 +167,8 @@ def assert_within(name, got, truth, unit, dtype, operand_eps, case, lost=0.0):
 
 def check(seed, backend, largest, longest=1000, gates=False):
     case = Case(seed, largest, longest, gates)
+    if backend == "naive" and case.log_f is not None:
+        case.token_by_token = torch.finfo(torch.promote_types(case.dtype, torch.float32)).eps
     truth = case.definition.forward()
     for unit in truth.units:
         unit += 2 * case.gates_reach
