@@ -62,10 +62,12 @@ class Training:
         wait_for(lambda: (self.run_dir / "metrics.jsonl").exists() and read_metrics(self.run_dir / "metrics.jsonl"))
         self.process.send_signal(signal.SIGSTOP)
         wait_for(lambda: any(path.stat().st_size for path in self.run_dir.glob("wandb/offline-run-*/*.wandb")))
-        pids = descendants(self.process.pid)
-        (own,) = (pid for pid in pids if "trainer.metrics" in name_of(pid))
-        (service,) = (pid for pid in pids if "wandb-core" in name_of(pid))
-        return own, service
+        return self._only("trainer.metrics"), self._only("wandb-core")
+
+    def _only(self, name):
+        """The id of the process with this name; while it is being started there can be two."""
+        named = lambda: [pid for pid in descendants(self.process.pid) if name in name_of(pid)]  # noqa: E731
+        return wait_for(lambda: len(named()) == 1 and named()[0])
 
     def go_on(self):
         self.process.send_signal(signal.SIGCONT)
