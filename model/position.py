@@ -31,12 +31,12 @@ class Rotation(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What attention is told about the order of the tokens."""
+    """The order of the tokens, for attention."""
 
     rotation: Rotation | None = None
     starts: Tensor | None = None
-    """(B, T), bool: the first tokens of documents that do not see those before. Only without state. None: there are
-    none."""
+    """(B, T), bool: True at the first token of each document, which does not see earlier ones. Cannot be used with a
+    state. None: all tokens are one document."""
 
 
 NO_ORDER = Order()

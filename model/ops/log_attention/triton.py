@@ -19,7 +19,7 @@ from model.ops.log_attention.chunks import chunk_size
 from model.ops.log_attention.frames import CERTAIN
 from model.ops.log_attention.repair import Fallback
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
-from model.ops.log_attention.triton_arguments import Constants, Found, Given, Gradients, Saved, Tokens
+from model.ops.log_attention.triton_arguments import Constants, Found, Given, Saved, Tokens
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
 from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
 
@@ -145,7 +145,7 @@ def _(
     return _summed(_empty_gradients(q, k, log_v, log_f, log_s), q, k, log_f)
 
 
-def _empty_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor | None) -> Gradients:
+def _empty_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor | None) -> Given:
     """Allocate gradients of q, k (blocks, B, T, H, d_k), log_v (B, S, H, d_v), log_s and log_z (blocks, B, H, d_k).
 
     Each block of value columns writes its part of a sum over all values; that of log_f is (blocks, B, T, H, .).
@@ -156,7 +156,7 @@ def _empty_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, 
     def of_sum(x: Tensor) -> Tensor:
         return x.new_empty(blocks, B, x.shape[2], H, x.shape[3], dtype=x.dtype if blocks == 1 else acc)
 
-    return Gradients(
+    return Given(
         of_sum(q),
         of_sum(k),
         log_v.new_empty(B, S, H, d_v),
@@ -167,7 +167,7 @@ def _empty_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, 
 
 
 def _summed(
-    parts: Gradients, q: Tensor, k: Tensor, log_f: Tensor | None
+    parts: Given, q: Tensor, k: Tensor, log_f: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients, in the shapes of what they belong to."""
     g_f = parts.log_f[0] if log_f is None else _whole(parts.log_f, log_f)

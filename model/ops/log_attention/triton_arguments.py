@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The arguments of the operator."""
+    """The arguments of the operator, or their gradients, which have no sizes."""
 
     q: Any
     k: Any
@@ -70,9 +70,9 @@ class Given(NamedTuple):
     log_f: Any
     log_s: Any
     log_z: Any
-    H: int
-    T: int
-    S: int
+    H: Any = None
+    T: Any = None
+    S: Any = None
 
 
 class Found(NamedTuple):
@@ -91,17 +91,6 @@ class Saved(NamedTuple):
     key: Any
     value: Any
     slots: Any
-
-
-class Gradients(NamedTuple):
-    """Gradients of `Given`."""
-
-    q: Any
-    k: Any
-    log_v: Any
-    log_f: Any
-    log_s: Any
-    log_z: Any
 
 
 class Place(NamedTuple):
@@ -162,7 +151,7 @@ def gradients_of(to, x, at, P: tl.constexpr):
         log_f = packed_head(to.log_f + at.part * x.S * P.D_F, at.g, x.S, x.H, P.D_F)
     if x.log_s is not None:
         log_s, log_z = log_s + at.g * P.D_K * P.D_V, log_z + (at.part + at.g) * P.D_K
-    return Gradients(q, k, log_v, log_f, log_s, log_z)
+    return Given(q, k, log_v, log_f, log_s, log_z)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """`gates.py` in kernels: the logarithms of what is forgotten inside a chunk.
 
-A sum of gates is formed directly for each pair of tokens, never as a difference of two sums, so that it is right for
-gates of any size, and a reset is but a gate of -inf. Gates of features are added to queries and taken from keys as in
-gates.py, but for their resets, which are a head's gates of 0 or -inf.
+A sum of gates is computed for each pair of tokens, never as a difference of two sums, so it is right for gates of any
+size, and a reset is a gate of -inf. Gates of features are added to queries and subtracted from keys, as in gates.py;
+their resets are treated as gates of the head, 0 or -inf.
 """
 
 from typing import Any, NamedTuple
