@@ -31,11 +31,9 @@ def test_bench_attention_checks_times_and_writes(command, tmp_path):
     assert set(rows) == {(name, T) for name in ("published", "chunked", "SDPA flash") for T in (64, 100)}
     for (_, T), row in rows.items():
         assert min(row["forward_ms"], row["both_ms"]) > 0
-        assert row["both_over_published"] == pytest.approx(rows["published", T]["both_ms"] / row["both_ms"])
-        assert row["forward_over_SDPA"] == pytest.approx(rows["SDPA flash", T]["forward_ms"] / row["forward_ms"])
-        assert (row["peak_over_inputs"] is not None) == (T == 64)
-        assert row["share_of_floor"] is None
-    assert "not measured" in result.out
+        assert row["both_x_published"] == pytest.approx(rows["published", T]["both_ms"] / row["both_ms"])
+        assert row["forward_x_SDPA"] == pytest.approx(rows["SDPA flash", T]["forward_ms"] / row["forward_ms"])
+        assert row["peak_over_inputs"] > 1
     assert "bench.json" in result.out
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -74,7 +72,7 @@ def test_bench_attention_does_not_time_a_wrong_kernel(command, tmp_path, monkeyp
     assert result.status == 1
     assert result.err.startswith(f"error: backend chunked is wrong in {what}")
     assert result.err.count("\n") == 1
-    assert "standard deviation" in result.out
+    assert "deviation" in result.out
     assert "medians" not in result.out
     assert list(tmp_path.iterdir()) == []
 
@@ -84,10 +82,10 @@ def test_bench_recurrence_compares_with_the_published_form(command, tmp_path):
     result = command("scripts/bench_recurrence", *options, f"out={tmp_path}")
     assert result.status == 0, result.err
     found = json.loads((tmp_path / "bench.json").read_text())
-    assert [row["T"] for row in found["errors"]] == [64, 5000]
-    for row in found["errors"]:
-        assert all(0 < row["ours"][key] < 1e-5 for key in ("s", "gradients"))
-    assert found["errors"][1]["published"]["s"] > 10 * found["errors"][0]["published"]["s"]
-    assert all(seconds > 0 for seconds in found["seconds"].values())
+    short, long = found["rows"]
+    assert (short["tokens"], long["tokens"]) == (64, 5000)
+    assert all(0 < row[f"ours_{key}"] < 1e-5 for row in (short, long) for key in ("s", "gradients"))
+    assert long["published_s"] > 10 * short["published_s"]
+    assert all(ms > 0 for ms in found["both_ms"].values())
     assert "5,000" in result.out
     assert "x as fast" in result.out

@@ -15,10 +15,13 @@ def test_measures_the_pipeline_beside_encode_ordinary(run_process, tmp_path, ran
     options = [f"files={path}", f"ranks={rank_file}", "workers=2", "rounds=1"]
     (done,) = run_process(["scripts/bench_data.py", *options, f"out={tmp_path / 'bench'}"])
     assert done.status == 0, done.err
-    figures = json.loads((tmp_path / "bench" / "bench.json").read_text())
-    assert all(figures[name] > 0 for name in ("encode_ordinary", "prepared", "verified", "ratio", "cpu_seconds"))
-    assert figures["rounds"][0]["utf8_bytes"] == sum(len(json.loads(line)["text"]) for line in lines.splitlines())
+    found = json.loads((tmp_path / "bench" / "bench.json").read_text())
+    alone, prepared, verified = found["rows"]
+    assert all(row[name] > 0 for row in found["rows"] for name in ("MB_per_second", "x", "cpu_seconds"))
+    assert alone["x"] == 1 / 2
+    assert verified["MB_per_second"] < prepared["MB_per_second"]
+    assert found["utf8_bytes"] == sum(len(json.loads(line)["text"]) for line in lines.splitlines())
     if Path("/proc/self/statm").exists():
-        assert 2**24 < figures["peak_bytes"] < 1.5 * 2**30
+        assert all(0.02 < row["peak_gigabytes"] < 1.6 for row in found["rows"])
     assert [path.name for path in (tmp_path / "bench").iterdir()] == ["bench.json"]
     assert "prepared and verified" in done.out

@@ -15,7 +15,8 @@ def test_measures_the_loader_alone_and_under_models(run_process, tmp_path, mixtu
     model = ["model_steps=1", f"set={','.join(small)}"]
     (done,) = run_process(["scripts/bench_loader.py", *options, *mixture, *model, f"out={tmp_path}"])
     assert done.status == 0, done.err
-    figures = json.loads((tmp_path / "bench.json").read_text())["figures"]
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    figures = {row["what"]: row for row in rows}
     assert figures.keys() == {"loader alone", "dummy model", "log_gpt_125m"}
     assert all(row["tokens_per_second"] > 0 for row in figures.values())
     assert all(0 <= figures[name]["wait_share"] < 1 for name in ("dummy model", "log_gpt_125m"))

@@ -16,10 +16,9 @@ def test_it_checks_times_and_writes(command, tmp_path):
     assert {"threads", "torch", "git_commit", "load"} <= set(found["machine"])
     assert [row["T"] for row in found["rows"]] == [64] * 8 + [300] * 8
     for row in found["rows"]:
-        low, high = row["over_dense_range"]
         assert min(row["forward_ms"], row["both_ms"]) > 0
-        assert low <= row["over_dense"] <= high
-        assert (row["contender"] == "dense SDPA") <= (row["over_dense"] == 1)
+        assert row["least"] <= row["x_dense"] <= row["most"]
+        assert (row["contender"] == "dense SDPA") <= (row["x_dense"] == 1)
     assert "window 256" in result.out
     assert "bench.json" in result.out
 

@@ -11,7 +11,8 @@ def test_measures_models_beside_the_control(run_process, tmp_path):
     options = ["models=log_gpt_125m", "rounds=1", "steps=1", "seq_len=32", f"set={','.join(small)}"]
     (done,) = run_process(["scripts/bench_train.py", *options, f"out={tmp_path}"])
     assert done.status == 0, done.err
-    models = json.loads((tmp_path / "bench.json").read_text())["models"]
-    assert models.keys() == {"gpt2_124m", "log_gpt_125m"}
-    assert all(row["tokens_per_second"] > 0 and row["peak_bytes"] > 0 for row in models.values())
+    control, model = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert (control["model"], model["model"]) == ("gpt2_124m", "log_gpt_125m")
+    for key in ("tokens_per_second", "peak_gigabytes"):
+        assert model[f"x_{key}"] == model[key] / control[key] > 0
     assert "log_gpt_125m" in done.out

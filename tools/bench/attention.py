@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.benchmark import Timer
 
 from common.console import say
 from common.figures import png
@@ -34,9 +32,6 @@ class Shape(NamedTuple):
     T: int
     d: int
 
-    def __str__(self) -> str:
-        return f"B={self.B} H={self.H} T={self.T:,} d={self.d}"
-
 
 SHAPES = {
     "cpu": [Shape(1, 24, 1024, 32), Shape(1, 4, 4096, 32), Shape(1, 4, 16384, 32)],
@@ -52,7 +47,7 @@ LATENT_BYTES = 2e9  # the published formula keeps several times its T x d_k x d_
 ROUNDS, SECONDS_OF_A_TURN = 5, 0.5
 
 
-@benchmark
+@benchmark("medians; x: how many times as fast as the published formula, and as the fastest SDPA")
 def bench(options: Any) -> Row:
     """Check, time, print and draw bench.png.
 
@@ -66,16 +61,12 @@ def bench(options: Any) -> Row:
     about = machine() | {"dtype": _name(DTYPES[device.type])}
     about["device"] = about["gpu" if device.type == "cuda" else "cpu"]
     errors = error_rows(device, sorted({shape.d for shape in shapes}))
-    show_errors(errors, about["device"])
+    title = "largest errors against the definition in float64; of gradients: x the largest; tiles computed in log space"
+    print_table(f"{about['device']}, T={ERROR_TOKENS}: {title}", errors)
     refuse_wrong(errors)
-    rate = copy_rate(device)
-    rows: list[Row] = []
-    for shape in shapes:
-        measured = measure(shape, device, 0.0 if options.quick else SECONDS_OF_A_TURN, memory=shape == shapes[0])
-        rows += [row | ratios(row, measured, rate) for row in measured]
-    show_times(rows, f"{about['device']}, {about['dtype']}")
+    rows = [row for shape in shapes for row in measure(shape, device, 0.0 if options.quick else SECONDS_OF_A_TURN)]
     write_atomic(options.out / "bench.png", picture(rows, about))
-    return {"machine": about, "errors": errors, "copy_bytes_per_second": rate, "rows": rows}
+    return {"machine": about, "errors": errors, "rows": rows}
 
 
 def implementations(device: torch.device) -> dict[str, Operator]:
@@ -106,16 +97,14 @@ def error_rows(device: torch.device, head_sizes: list[int]) -> list[Row]:
         leaves, weights = attention_inputs((1, 2, ERROR_TOKENS, d), device.type, dtype, deviation)
         # In 16 bits, either sum of log_y = log_S - log_Z adds products of up to four numbers, each half an eps off.
         rounding = 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-        allowed: Row = {}
-        about = {"dtype": _name(dtype), "d": d, "deviation": deviation}
+        about: Row = {"dtype": _name(dtype), "d": d, "deviation": deviation}
         for name, attend in implementations(device).items():  # the published formula first
             before = fallback.forward_tiles, fallback.backward_tiles
-            found = errors_of({name: attend}, naive_log_attention, leaves, weights)[name]
-            after = fallback.forward_tiles, fallback.backward_tiles
-            tiles = {"forward_tiles": after[0] - before[0], "backward_tiles": after[1] - before[1]}
-            errors = dict(zip(ERRORS, found, strict=True))
-            allowed = allowed or {f"{key}_allowed": 2 * errors[key] + 1e-6 + rounding for key in ERRORS}
-            rows.append({**about, "contender": name, **errors, **tiles, **allowed})
+            errors = dict(zip(ERRORS, errors_of(attend, naive_log_attention, leaves, weights), strict=True))
+            if name == "published":
+                about |= {f"{key}_allowed": 2 * errors[key] + 1e-6 + rounding for key in ERRORS}
+            tiles = fallback.forward_tiles - before[0], fallback.backward_tiles - before[1]
+            rows.append({"contender": name, **about, **errors, "forward_tiles": tiles[0], "backward_tiles": tiles[1]})
     return rows
 
 
@@ -132,20 +121,7 @@ def refuse_wrong(rows: list[Row]) -> None:
             raise UserError(f"backend {row['contender']} is wrong in {key} ({where}: {error}); nothing is timed")
 
 
-def show_errors(rows: list[Row], device: str) -> None:
-    """Print errors and tiles of the fallback, a section for each range."""
-    cells = []
-    for (dtype, d, deviation), group in itertools.groupby(rows, key=itemgetter("dtype", "d", "deviation")):
-        cells.append([f"[bold]{deviation}[/] ({dtype}, d={d})"])
-        for row in group:
-            tiles = [str(row[f"{x}_tiles"]) for x in ("forward", "backward")]
-            cells.append([f"  {row['contender']}", *(f"{row[key]:.1e}" for key in ERRORS), *tiles])
-    columns = ["error\nof log_y", "of gradients,\nx the largest", "tiles in log space\nforward", "\nbackward"]
-    title = f"{device}: largest errors against the definition in float64, T={ERROR_TOKENS}"
-    print_table(title, ["standard deviation\nof q, k and log_v", *columns], cells)
-
-
-def measure(shape: Shape, device: torch.device, seconds: float, memory: bool) -> list[Row]:
+def measure(shape: Shape, device: torch.device, seconds: float) -> list[Row]:
     """One row for each contender that fits into memory; prints which do not."""
     leaves, weights = attention_inputs(shape, device.type, DTYPES[device.type])
     able: dict[str, Operator] = {}
@@ -154,11 +130,14 @@ def measure(shape: Shape, device: torch.device, seconds: float, memory: bool) ->
             say(f"skipped at {shape}: {name}, {problem}")
         else:
             able[name] = attend
-    about, rows = {**shape._asdict(), "input_bytes": 3 * weights.nbytes}, []
+    rows = []
     for name, times in time_passes(able, leaves, weights, ROUNDS, seconds).items():
-        peak = peak_bytes(partial(outputs, able[name], leaves, weights), device) if memory else None
-        peaks = {"peak_over_inputs": peak and peak / about["input_bytes"]}
-        rows.append({"contender": name, **about, **medians(times), **peaks})
+        peak = peak_bytes(partial(outputs, able[name], leaves, weights), device) / (3 * weights.nbytes)
+        rows.append({"contender": name, **shape._asdict(), **medians(times), "peak_over_inputs": peak})
+    for key, beside in itertools.product(("forward", "both"), ("published", "SDPA")):
+        best = min((row[f"{key}_ms"] for row in rows if row["contender"].startswith(beside)), default=None)
+        for row in rows:
+            row[f"{key}_x_{beside}"] = best and best / row[f"{key}_ms"]
     return rows
 
 
@@ -190,43 +169,6 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
         run()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
-def copy_rate(device: torch.device) -> float | None:
-    """Bytes per second, read and written, of a large copy on the GPU; None, not measured, on a CPU."""
-    if device.type == "cpu":
-        return None
-    source, target = (torch.empty(2**30, dtype=torch.uint8, device=device) for _ in range(2))
-    timer = Timer("target.copy_(source)", globals={"source": source, "target": target})
-    return 2 * source.nbytes / timer.blocked_autorange().median
-
-
-def ratios(row: Row, rows: list[Row], rate: float | None) -> Row:
-    """Speed relative to the published form, to the fastest SDPA of these rows, and to the rate of a memory copy."""
-    found: Row = {}
-    for key, beside in itertools.product(("forward", "both"), ("published", "SDPA")):
-        best = min((x[f"{key}_ms"] for x in rows if x["contender"].startswith(beside)), default=None)
-        found[f"{key}_over_{beside}"] = best and best / row[f"{key}_ms"]
-    moved = row["input_bytes"] * 4 / 3  # log_y too
-    return found | {"share_of_floor": rate and moved / rate / (row["forward_ms"] / 1e3)}
-
-
-def show_times(rows: list[Row], title: str) -> None:
-    """Print all figures, a section for each shape."""
-    cells = []
-    for shape, group in itertools.groupby(rows, key=itemgetter(*Shape._fields)):
-        cells.append([f"[bold]{Shape(*shape)}[/]"])
-        for row in group:
-            cells.append([f"  {row['contender']}"])
-            for key in ("forward", "both"):
-                speeds = (row[f"{key}_over_{beside}"] for beside in ("published", "SDPA"))
-                cells[-1] += [f"{row[f'{key}_ms']:,.3f}", *("" if x is None else f"{x:.2f}" for x in speeds)]
-            peak, share = row["peak_over_inputs"], row["share_of_floor"]
-            cells[-1] += ["" if peak is None else f"{peak:.2f}", "not measured" if share is None else f"{share:.0%}"]
-    columns = ["forward\nms", "x pub-\nlished", "\nx SDPA", "and backward\nms", "x pub-\nlished", "\nx SDPA"]
-    columns += ["peak memory\nover inputs", "memory floor /\nforward time"]
-    title += ": medians; x published, x SDPA: how many times as fast as these"
-    print_table(title, ["", *columns], cells)
 
 
 def picture(rows: list[Row], machine: Row) -> bytes:

@@ -9,10 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
@@ -23,48 +22,47 @@ from common.settings import UserError
 from data.prepare.items import Unreadable
 from data.prepare.sources import JsonlSource
 from data.tokenizer import END_OF_TEXT, GPT2Config, build_tokenizer
-from tools.bench.harness import Row, benchmark, in_turn, print_table
+from tools.bench.harness import Row, benchmark
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@benchmark
+class Cost(NamedTuple):
+    """What work on all documents takes; of all its processes together."""
+
+    seconds: float
+    cpu_seconds: float
+    gigabytes: float
+    """Largest resident memory."""
+
+
+@benchmark("medians of {rounds} rounds; x: ratio to {workers} x encode_ordinary")
 def bench(options: Any) -> Row:
-    """Measure and print a table: median rates in MB/s of text, their ratio, CPU seconds and the largest peak."""
+    """Measure the rate beside encode_ordinary's, CPU seconds and the largest peak."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         arguments = options.files, options.text_field, options.ranks
-        runs = {"alone": partial(pool.apply, encode_ordinary, arguments), "whole": partial(prepare_and_verify, options)}
-        found = in_turn(runs, options.rounds)
-    rounds = [alone | whole for alone, whole in zip(found["alone"], found["whole"], strict=True)]
-    megabytes, workers = rounds[0]["utf8_bytes"] / 1e6, options.workers
-    alone = [megabytes / r["encode_ordinary_seconds"] for r in rounds]
-    verified = [megabytes / (r["prepare_seconds"] + r["verify_seconds"]) for r in rounds]
-    figures = {
-        "megabytes": megabytes,
-        "encode_ordinary": median(alone),
-        "prepared": median(megabytes / r["prepare_seconds"] for r in rounds),
-        "verified": median(verified),
-        "ratio": median(whole / (workers * one) for whole, one in zip(verified, alone, strict=True)),
-        "encode_ordinary_cpu_seconds": median(r["encode_ordinary_cpu_seconds"] for r in rounds),
-        "cpu_seconds": median(r["prepare_cpu_seconds"] + r["verify_cpu_seconds"] for r in rounds),
-        "peak_bytes": max(max(r["prepare_peak_bytes"], r["verify_peak_bytes"]) for r in rounds),
-    }
-    shown = {key: f"{value:.2f}" for key, value in figures.items()}
-    prepared_ratio = figures["prepared"] / workers / figures["encode_ordinary"]
-    cells = [
-        ["encode_ordinary, one thread", shown["encode_ordinary"], "", shown["encode_ordinary_cpu_seconds"], ""],
-        [f"prepared, {workers} workers", shown["prepared"], f"{prepared_ratio:.3f}", "", ""],
-        ["prepared and verified", shown["verified"], f"{figures['ratio']:.3f}", shown["cpu_seconds"]],
+        found = [(pool.apply(encode_ordinary, arguments), prepare_and_verify(options)) for _ in range(options.rounds)]
+    n_bytes, alone = found[0][0][0], [cost for (_, cost), _ in found]
+    prepared, verified = zip(*(costs for _, costs in found), strict=True)
+    costs = {"encode_ordinary, one thread": alone, "prepared": prepared, "prepared and verified": verified}
+    rows = [
+        {
+            "what": what,
+            "MB_per_second": median(n_bytes / 1e6 / one.seconds for one in rounds),
+            "x": median(
+                first.seconds / (options.workers * one.seconds) for first, one in zip(alone, rounds, strict=True)
+            ),
+            "cpu_seconds": median(one.cpu_seconds for one in rounds),
+            "peak_gigabytes": max(one.gigabytes for one in rounds),
+        }
+        for what, rounds in costs.items()
     ]
-    cells[-1].append(f"{figures['peak_bytes'] / 2**30:.2f}")
-    title = f"{megabytes:,.1f} MB of text; x: ratio to {workers} x encode_ordinary"
-    print_table(title, ["what", "MB/s", "x", "CPU s", "peak GiB"], cells)
-    return {**figures, "rounds": rounds}
+    return {"rows": rows, "utf8_bytes": n_bytes}
 
 
-def encode_ordinary(files: list[str], text_field: str, ranks: Path | None) -> Row:
-    """Bytes of the documents, and the time that encode_ordinary takes for them, one after the other."""
+def encode_ordinary(files: list[str], text_field: str, ranks: Path | None) -> tuple[int, Cost]:
+    """Bytes of the documents, and what encode_ordinary takes for them, one after the other."""
     source = JsonlSource(name="jsonl", path=files, text_field=text_field)
     tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=ranks))
     numbered = {token: rank for rank, token in enumerate(tokenizer.ranks)}
@@ -82,11 +80,11 @@ def encode_ordinary(files: list[str], text_field: str, ranks: Path | None) -> Ro
         seconds += time.perf_counter() - started
         cpu_seconds += time.process_time() - cpu_started
         n_bytes += len(text.encode())
-    return {"utf8_bytes": n_bytes, "encode_ordinary_seconds": seconds, "encode_ordinary_cpu_seconds": cpu_seconds}
+    return n_bytes, Cost(seconds, cpu_seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
 
 
-def prepare_and_verify(options: Any) -> Row:
-    """What both commands cost."""
+def prepare_and_verify(options: Any) -> tuple[Cost, Cost]:
+    """What preparing costs, and both commands."""
     with tempfile.TemporaryDirectory(dir=options.out) as folder:
         dataset_dir = f"{folder}/dataset"
         settings = {
@@ -98,12 +96,14 @@ def prepare_and_verify(options: Any) -> Row:
             "out_dir": dataset_dir,
             "workers": options.workers,
         }
-        prepared = run("prepare", "scripts/prepare_data.py", *shlex.split(overrides(settings)))
-        return prepared | run("verify", "scripts/verify_dataset.py", f"dataset_dir={dataset_dir}")
+        prepared = run("scripts/prepare_data.py", *shlex.split(overrides(settings)))
+        then = run("scripts/verify_dataset.py", f"dataset_dir={dataset_dir}")
+    peak = max(prepared.gigabytes, then.gigabytes)
+    return prepared, Cost(prepared.seconds + then.seconds, prepared.cpu_seconds + then.cpu_seconds, peak)
 
 
-def run(name: str, *command: str) -> Row:
-    """Run a command; returns its seconds, and the CPU seconds and largest memory of all its processes together.
+def run(*command: str) -> Cost:
+    """Run a command to its end.
 
     Raises:
         UserError: it failed.
@@ -118,9 +118,9 @@ def run(name: str, *command: str) -> Row:
         if process.returncode:
             said.seek(0)
             raise UserError(f"{' '.join(command)} failed: {said.read()[-2000:]}")
-    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    say(f"{name}: {seconds:.1f} s, {cpu_seconds:.1f} CPU s, {peak / 2**30:.2f} GiB")
-    return {f"{name}_seconds": seconds, f"{name}_cpu_seconds": cpu_seconds, f"{name}_peak_bytes": peak}
+    cost = Cost(seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, peak / 1e9)
+    say(f"{command[0]}: {cost.seconds:.1f} s, {cost.cpu_seconds:.1f} CPU s, {cost.gigabytes:.2f} GB")
+    return cost
 
 
 def resident(pid: int) -> int:

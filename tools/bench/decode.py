@@ -16,7 +16,7 @@ from model.attention.base import Attention
 from model.attention.cache import KVCache, SparseCache
 from model.gpt import GPT, GPTConfig, GPTState
 from model.ops.sparse_attention import Pattern, needed_keys
-from tools.bench.harness import Row, benchmark, composed, in_turn, print_table, timed
+from tools.bench.harness import Row, benchmark, composed, in_turn, timed, with_room
 from trainer.runtime import DeviceConfig, open_runtime
 
 WARM_UP = 3  # steps that are not timed; a stretched cache is copied in the first
@@ -27,46 +27,34 @@ Decode = Callable[[Tensor], Tensor]
 """One more token (1, 1) -> its logits (1, 1, n)."""
 
 
-@benchmark
+@benchmark("decoding in float32, medians of {steps} steps; x: times Hugging Face's GPT-2 of {hf}'s shape")
 def bench(options: Any) -> Row:
-    """Measure and print two tables.
+    """Measure each model.
 
     Raises:
         UserError: Hugging Face's GPT-2 is asked for, but is not installed, or cannot have the shape.
     """
-    positions, hf_raw = sorted({*options.positions}), options.hf and of_model(options.hf, options.set)
     attentions = options.attention
     if attentions == ["all"]:
         attentions = sorted(path.stem for path in (CONFIGS / "model/attention").glob("*.yaml"))
+    hf_raw = options.hf and composed([f"model={options.hf}", *options.set])
     models = {
-        ", ".join(filter(None, (model, name))): of_model(model, options.set, name)
+        ", ".join(filter(None, (model, name))): composed(
+            [f"model={model}", *([f"model/attention={name}"] if name else []), *options.set]
+        )
         for model in options.models
         for name in attentions or [None]
     }
-    figures, speeds, sizes = {}, [], []
+    rows = []
     for label, raw in models.items():
-        found = figures[label] = measure(raw, hf_raw, positions, options.steps)
-        rates = [
-            f"{row['tokens_per_second']:,.1f}" + (f" ({row['over_hf']:.2f} x)" if options.hf else "")
-            for row in found["speed"]
-        ]
-        say(f"{label}: {', '.join(rates)} tokens per second")
-        speeds.append([label, *rates])
-        sizes.append([label, *(f"{found['bytes'][str(at)]:,}" for at in BYTES_AT)])
-    title = f"tokens per second, float32, medians of {options.steps} steps"
-    title += f"; x: times Hugging Face's GPT-2 of {options.hf}'s shape" if options.hf else ""
-    print_table(title, ["model", *(f"at {at:,}" for at in positions)], speeds)
-    print_table("bytes of state", ["model", *(f"after {at:,}" for at in BYTES_AT)], sizes)
-    return {"models": figures}
-
-
-def of_model(model: str, overrides: list[str], attention: str | None = None) -> Row:
-    """The configuration of a run with this model, with this attention in place of the model's."""
-    return composed([f"model={model}", *([f"model/attention={attention}"] if attention else []), *overrides])
+        for row in measure(raw, hf_raw, sorted({*options.positions}), options.steps):
+            rows.append({"model": label, **row})
+        say(f"{label} is measured")
+    return {"rows": rows}
 
 
 @torch.inference_mode()
-def measure(raw: Row, hf_raw: Row | None, positions: list[int], steps: int) -> Row:
+def measure(raw: Row, hf_raw: Row | None, positions: list[int], steps: int) -> list[Row]:
     """One model's speed at each position, beside Hugging Face's if that is asked for, and its bytes."""
     room = positions[-1] + WARM_UP + steps
     config, device = configuration(raw, room)
@@ -83,30 +71,24 @@ def measure(raw: Row, hf_raw: Row | None, positions: list[int], steps: int) -> R
 
     seconds = in_turn({key: timed(partial(step, it)) for key, it in decoders.items()}, steps, WARM_UP)
     rate = {key: 1 / statistics.median(found) for key, found in seconds.items()}
-    rows: list[Row] = [{"position": at, "tokens_per_second": rate["ours", at]} for at in positions]
-    for row in rows if hf_raw else []:
-        theirs = rate["hf", row["position"]]
-        row |= {"hf_tokens_per_second": theirs, "over_hf": row["tokens_per_second"] / theirs}
-    sizes = {at: state_bytes(stretched(gpt, state, at)) for at in sorted({*positions, *BYTES_AT})}
-    return {"speed": rows, "bytes": {str(at): size for at, size in sizes.items()}}
+    rows = []
+    for at in sorted({*positions, *BYTES_AT}):
+        ours, theirs = rate.get(("ours", at)), rate.get(("hf", at))
+        speed = {"tokens_per_second": ours, "x_hugging_face": ours / theirs if ours and theirs else None}
+        rows.append({"position": at, **speed, "bytes_of_state": state_bytes(stretched(gpt, state, at))})
+    return rows
 
 
 def configuration(raw: Row, max_len: int) -> tuple[GPTConfig, torch.device]:
     """A model for texts of at least `max_len` tokens, and its device."""
-    position = raw["model"]["position"]
-    if position["name"] == "learned":
-        position = position | {"max_len": max(max_len, position["max_len"])}
     runtime = open_runtime(DeviceConfig(device=raw["runtime"]["device"], dtype="float32"))
     torch.manual_seed(0)
-    return decode(GPTConfig, raw["model"] | {"position": position}), runtime.device
+    return decode(GPTConfig, with_room(raw["model"], max_len)), runtime.device
 
 
 def build_hf(raw: Row, max_len: int) -> Any:
     """Hugging Face's GPT-2 with the shape of one of our models, with random weights, in float32."""
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError:
-        raise UserError("hf needs the package transformers, which is not installed: pip install -e '.[hf]'") from None
+    transformers: Any = importlib.import_module("transformers")
     config, device = configuration(raw, max_len)
     if config.n_head * config.head_features != config.n_embd:
         raise UserError(f"head_dim={config.head_dim} is not GPT-2's, whose heads share n_embd evenly: set it to null")

@@ -9,7 +9,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -34,21 +34,26 @@ K = TypeVar("K")
 R = TypeVar("R")
 
 
-def benchmark(measure: Callable[[Any], Row]) -> Callable[..., None]:
-    """Make the work of a script of a measurement, which gets the options as attributes.
+def benchmark(title: str) -> Callable[[Callable[[Any], dict[str, Any]]], Callable[..., None]]:
+    """Make the work of a script of a measurement, which gets the options as attributes and returns its figures.
 
-    What it returns is written to bench.json in the folder `out`, with the command, its options and the machine.
+    Their "rows" are printed under the title, which may name options. All are written to bench.json in the folder `out`,
+    with the command, its options and the machine.
     """
 
-    @functools.wraps(measure)
-    def run(**options: Any) -> None:
-        path = make_directory(options["out"], "out") / "bench.json"
-        found = measure(SimpleNamespace(**options))
-        about = {"command": command_line(), "options": to_jsonable_python(options), "machine": machine()}
-        write_json(path, about | found)
-        say(f"written to {path}")
+    def wrap(measure: Callable[[Any], dict[str, Any]]) -> Callable[..., None]:
+        @functools.wraps(measure)
+        def run(**options: Any) -> None:
+            path = make_directory(options["out"], "out") / "bench.json"
+            found = measure(SimpleNamespace(**options))
+            print_table(title.format_map(options), found["rows"])
+            about = {"command": command_line(), "options": to_jsonable_python(options), "machine": machine()}
+            write_json(path, about | found)
+            say(f"written to {path}")
 
-    return run
+        return run
+
+    return wrap
 
 
 def command_line() -> str:
@@ -100,21 +105,34 @@ def machine() -> Row:
     }
 
 
-def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table whose first column is left-aligned. A row with a single cell is the heading of a section."""
+def print_table(title: str, rows: Sequence[Row]) -> None:
+    """Print rows as a table, a column for each key; the first is left-aligned, and what a row lacks is empty."""
     table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="right" if table.columns else "left")
-    for cells in map(list, rows):
-        if len(cells) == 1:
-            table.add_section()
-        table.add_row(*cells)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    for key in keys:
+        table.add_column(key.replace("_", " "), justify="right" if table.columns else "left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(key)) for key in keys))
     show_table(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else value or ""
 
 
 def composed(overrides: Iterable[str]) -> Row:
     """The configuration of train.py with these options; no data is read."""
     return to_dict(compose("train", ["dataset_dir=none", *overrides]))
+
+
+def with_room(model: Row, n_tokens: int) -> Row:
+    """The configuration of a model, with learned positions, if it has any, for at least `n_tokens`."""
+    position = model["position"]
+    if position["name"] == "learned":
+        position = position | {"max_len": max(n_tokens, position["max_len"])}
+    return model | {"position": position}
 
 
 def open_run(overrides: Iterable[str], mixture: Mapping[str, float] | None = None) -> Run:

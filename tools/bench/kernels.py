@@ -17,13 +17,13 @@ from triton.runtime import JITFunction, driver
 from model.ops.log_attention.triton import triton_log_attention
 
 
-def inspect(dtypes: list[str], head_sizes: list[int], gates: list[str], capability: int) -> None:
+def inspect(capability: int, dtype: list[str], head_dim: list[int], gates: list[str]) -> None:
     """Print the table, a few rows as soon as their kernels are compiled; 90 is compute capability 9.0."""
     print("| type | features | gates | kernel | warps | registers | stack, bytes | shared memory, KiB |")
     print("|---|---|---|---|---|---|---|---|")
-    for dtype, d, kind in itertools.product(dtypes, head_sizes, gates):
-        for name, binary in compiled(getattr(torch, dtype), d, kind, capability).items():
-            print(f"| {dtype} | {d} | {kind} | {name} | {resources(binary)} |", flush=True)
+    for type_name, d, kind in itertools.product(dtype, head_dim, gates):
+        for name, binary in compiled(getattr(torch, type_name), d, kind, capability).items():
+            print(f"| {type_name} | {d} | {kind} | {name} | {resources(binary)} |", flush=True)
 
 
 def compiled(dtype: torch.dtype, d: int, gates: str, capability: int) -> dict[str, Any]:

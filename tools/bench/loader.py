@@ -16,26 +16,20 @@ from data.loader import TrainBatches
 from data.mixture import open_mixture
 from data.prefetch import Prefetch
 from data.shards import MANIFEST, TokenStream, read_manifest
-from tools.bench.harness import Row, benchmark, open_run, prepare_dataset, print_table
+from tools.bench.harness import Row, benchmark, open_run, prepare_dataset
 
 WARM_UP = 2  # steps that are not timed where batches are read ahead: nothing is read ahead of the first
 
 
-@benchmark
+@benchmark("loader: {batch_tokens:,} tokens a step, in sequences of {seq_len:,}; wait share: of the time")
 def bench(options: Any) -> Row:
     """Measure and print a table."""
     dataset_dir = options.dataset_dir or random_dataset(options.out / f"random-{options.tokens}", options.tokens)
     batches = open_batches(dataset_dir, options)
-    figures = {"loader alone": alone(batches, options), "dummy model": dummy(batches, options)}
+    rows = [{"what": "loader alone"} | alone(batches, options), {"what": "dummy model"} | dummy(batches, options)]
     if options.model_steps:
-        figures[options.model] = real(dataset_dir, options)
-    cells = []
-    for name, row in figures.items():
-        wait = f"{row['wait_share']:.2%}" if "wait_share" in row else ""
-        cells.append([name, f"{row['tokens_per_second']:,.0f}", wait])
-    title = f"loader: {options.batch_tokens:,} tokens a step, in sequences of {options.seq_len:,}"
-    print_table(title, ["", "tokens/s", "waits for data"], cells)
-    return {"figures": figures}
+        rows.append({"what": options.model} | real(dataset_dir, options))
+    return {"rows": rows}
 
 
 def random_dataset(folder: Path, n_tokens: int) -> Path:

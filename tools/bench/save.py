@@ -6,33 +6,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.bench.harness import Row, benchmark, open_run, prepare_dataset, print_table, timed
-
-INTERVAL = 1000
-"""The default of checkpoint.every."""
+from tools.bench.harness import Row, benchmark, open_run, prepare_dataset, timed
 
 
-@benchmark
+@benchmark("checkpoints beside training: medians, without the first of each run")
 def bench(options: Any) -> Row:
     """Measure and print a table."""
     dataset_dir = options.out / "dataset"
     if not dataset_dir.exists():
         prepare_dataset(["data=stdlib", "tokenizer=bytes", f"out_dir={dataset_dir}"])
-    figures = {" ".join(run.split(",")): measure(run.split(","), dataset_dir, options) for run in options.runs}
-    cells = []
-    for name, row in figures.items():
-        slowed = row["step_while_writing_seconds"]
-        cells.append([name, f"{row['bytes'] / 1e6:,.0f} MB"])
-        cells[-1] += [f"{1e3 * row[f'{key}_seconds']:,.1f} ms" for key in ("step", "held_up")]
-        cells[-1] += [f"{row['held_up_of_a_step']:.1%}", f"{row['held_up_of_the_interval']:.3%}"]
-        cells[-1].append("none was" if slowed is None else f"{slowed / row['step_seconds']:.2f} x")
-    columns = ["run", "checkpoint", "step", "held up", "of a step", f"of {INTERVAL} steps", "step while writing"]
-    print_table("checkpoints beside training", columns, cells)
-    return {"figures": figures}
+    return {"rows": [measure(run.split(","), dataset_dir, options) for run in options.runs]}
 
 
 def measure(overrides: list[str], dataset_dir: Path, options: Any) -> Row:
-    """Median seconds of steps and of saves, and bytes of a checkpoint, in one run."""
+    """Medians of steps and of saves, and the size of a checkpoint, in one run."""
     run_dir = Path(tempfile.mkdtemp(dir=options.out))
     paths = [f"dataset_dir={dataset_dir}", f"run_dir={run_dir}", "resume=auto"]
     run = open_run([*overrides, *paths, "schedule.warmup_steps=1", f"max_steps={options.steps}"])
@@ -48,10 +35,11 @@ def measure(overrides: list[str], dataset_dir: Path, options: Any) -> Row:
     shutil.rmtree(run_dir)
     step, held_up = statistics.median(steps[False][1:]), statistics.median(held[1:])
     return {
-        "bytes": size,
-        "step_seconds": step,
-        "held_up_seconds": held_up,
+        "run": " ".join(overrides),
+        "megabytes": size / 1e6,
+        "step_ms": 1e3 * step,
+        "held_up_ms": 1e3 * held_up,
         "held_up_of_a_step": held_up / step,
-        "held_up_of_the_interval": held_up / (INTERVAL * step),
-        "step_while_writing_seconds": statistics.median(steps[True]) if steps[True] else None,
+        "held_up_of_1000_steps": held_up / (1000 * step),
+        "x_step_while_writing": statistics.median(steps[True]) / step if steps[True] else None,
     }

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from common.settings import UserError
 from model.ops.sparse_attention import naive_sparse_attention, sparse_attention
 from model.ops.sparse_attention.patterns import Pattern, fixed, longformer, strided, window
-from tools.bench.harness import Row, benchmark, print_table, speedup
+from tools.bench.harness import Row, benchmark, speedup
 from tools.bench.operators import Operator, attention_inputs, errors_of, medians, time_passes
 
 DENSE = "dense SDPA"
@@ -26,7 +26,7 @@ CHECKED = 700  # tokens of the comparison with the definition
 ALLOWED = 1e-4  # rounding of float32: sums of 700 terms differ by about 700 x 2^-24 of them
 
 
-@benchmark
+@benchmark("medians over the rounds, and the range of the ratios")
 def bench(options: Any) -> Row:
     """Check, measure and print a table."""
     contenders: dict[str, Operator] = {DENSE: partial(scaled_dot_product_attention, is_causal=True)}
@@ -34,17 +34,13 @@ def bench(options: Any) -> Row:
         heads = [patterns[h % len(patterns)] for h in range(options.heads)] if len(patterns) > 1 else patterns
         contenders[name] = partial(sparse_attention, patterns=heads)
         check(name, contenders[name], partial(naive_sparse_attention, patterns=heads), options.heads)
-    cells, rows = [], []
+    rows: list[Row] = []
     for T in options.lengths:
-        cells.append([f"[bold]T={T:,}[/]"])
         times = time_passes(contenders, *attention_inputs((1, options.heads, T, FEATURES)), options.rounds)
         for name, found in times.items():
             ratio, low, high = speedup(found["both"], times[DENSE]["both"])
-            row = medians(found)
-            cells.append([name, *(f"{ms:,.1f}" for ms in row.values()), f"{ratio:.2f}", f"{low:.2f} to {high:.2f}"])
-            rows.append({"contender": name, "T": T, **row, "over_dense": ratio, "over_dense_range": [low, high]})
-    columns = ["attention", "forward ms", "forward + backward ms", "x as fast as dense", "range"]
-    print_table("Medians over the rounds; the ratio's range over them", columns, cells)
+            faster = {"x_dense": ratio, "least": low, "most": high}
+            rows.append({"contender": name, "T": T, **medians(found), **faster})
     return {"rows": rows}
 
 
@@ -55,6 +51,6 @@ def check(name: str, attend: Operator, definition: Operator, n_head: int) -> Non
         UserError: a result or a gradient is wrong.
     """
     inputs = attention_inputs((1, n_head, CHECKED, FEATURES))
-    for error in errors_of({name: attend}, definition, *inputs)[name]:
+    for error in errors_of(attend, definition, *inputs):
         if not error <= ALLOWED:  # NaN is wrong too
             raise UserError(f"{name} differs from its definition by {error:.1e}, and {ALLOWED:.0e} is allowed")

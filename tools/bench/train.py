@@ -13,7 +13,7 @@ import torch
 from common.console import say
 from common.settings import decode
 from model.gpt import GPT
-from tools.bench.harness import Row, benchmark, composed, in_turn, print_table, timed
+from tools.bench.harness import Row, benchmark, composed, in_turn, timed, with_room
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.runtime import maybe_compile, open_runtime
@@ -22,7 +22,7 @@ from trainer.step import SummedLoss, accumulate_gradients, train_step
 CONTROL = "gpt2_124m"
 
 
-@benchmark
+@benchmark("training steps of {batch} x {seq_len} tokens; x: ratio to the control")
 def bench(options: Any) -> Row:
     """Measure and print a table."""
     names = dict.fromkeys([CONTROL, *options.models])
@@ -35,30 +35,28 @@ def bench(options: Any) -> Row:
             return result
 
         results = in_turn({name: partial(measured, name) for name in names}, options.rounds)
-    figures = {name: summary(found, options.batch * options.seq_len) for name, found in results.items()}
-    cells, control = [], figures[CONTROL]
-    for name, row in figures.items():
-        rate, peak = row["tokens_per_second"], row["peak_bytes"]
-        cells.append([name, f"{rate:,.1f}", f"{rate / control['tokens_per_second']:.2f}"])
-        cells[-1] += [f"{peak / 1e9:.2f}", f"{peak / control['peak_bytes']:.2f}"]
-    title = f"training steps, {options.batch} x {options.seq_len} tokens; x: ratio to {CONTROL}"
-    print_table(title, ["model", "tokens/s", "x", "peak GB", "x"], cells)
-    return {"models": figures}
+    rows: list[Row] = []
+    for name, found in results.items():
+        seconds = statistics.median(s for one in found for s in one["seconds"])
+        rate, peak = options.batch * options.seq_len / seconds, max(one["peak_gigabytes"] for one in found)
+        rows.append({"model": name, "tokens_per_second": rate, "peak_gigabytes": peak})
+    for row in rows:  # the control is the first
+        row |= {f"x_{key}": row[key] / rows[0][key] for key in ("tokens_per_second", "peak_gigabytes")}
+    return {"rows": rows}
 
 
 def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: int) -> Row:
-    """Seconds of each timed step and peak memory in bytes, in this process.
+    """Seconds of each timed step and peak memory, in this process.
 
     On the CPU the peak is the process's own, including 0.5 GB for the interpreter and torch.
     """
     raw = composed([f"model={name}", *overrides]) | {"seq_len": seq_len, "batch_tokens": batch * seq_len}
-    if raw["model"]["position"]["name"] == "learned":
-        raw["model"]["position"]["max_len"] = max(seq_len, raw["model"]["position"]["max_len"])
+    raw["model"] = with_room(raw["model"], seq_len)
     step = timed(Training(decode(TrainConfig, raw), batch).step)
     seconds = [round(step(), 4) for _ in range(1 + steps)][1:]
     on_gpu = torch.cuda.is_initialized()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "peak_bytes": peak}
+    return {"seconds": seconds, "peak_gigabytes": peak / 1e9}
 
 
 class Training:
@@ -82,10 +80,3 @@ class Training:
         """Take one more micro-batch of a step: a forward and a backward pass."""
         world, scale = World(self.runtime.device), 1 / self.batch[0][1].numel()
         accumulate_gradients(self.summed_loss, self.batch, self.runtime, world, scale=scale).item()
-
-
-def summary(results: list[Row], tokens: int) -> Row:
-    """Median over all timed steps of `tokens` tokens, and the largest peak."""
-    seconds = statistics.median(s for result in results for s in result["seconds"])
-    peak = max(result["peak_bytes"] for result in results)
-    return {"seconds_per_step": seconds, "tokens_per_second": tokens / seconds, "peak_bytes": peak}
