@@ -20,6 +20,11 @@ from pydantic.fields import FieldInfo
 from common.console import print_error
 from common.settings import Settings, UserError, decode
 
+__all__ = ["Items", "Settings", "drop_output", "overrides", "refuse_flag", "reported", "run_script"]
+
+EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "lm_eval": "lm_eval", "transformers": "hf", "triton": "triton"}
+"""Packages that not every installation has, and the extra of pyproject.toml that installs each."""
+
 T = TypeVar("T")
 
 
@@ -76,7 +81,7 @@ def run_script(
 
 
 def reported(run: Callable[[], int | None], debug: bool, when_interrupted: str) -> int:
-    """Run, report a mistake in one line on standard error, and return the exit status."""
+    """Run, report a mistake or a missing package in one line on standard error, and return the exit status."""
     try:
         status = run() or 0
         sys.stdout.flush()  # here, where a closed pipe is not an error
@@ -86,6 +91,10 @@ def reported(run: Callable[[], int | None], debug: bool, when_interrupted: str) 
         return 0
     except KeyboardInterrupt:
         message, status = when_interrupted, 130
+    except ModuleNotFoundError as error:
+        if debug or error.name not in EXTRAS:
+            raise
+        message, status = f"{error.name} is not installed: pip install -e '.[{EXTRAS[error.name]}]'", 1
     except (UserError, OSError) as error:
         if debug:
             raise

@@ -1,7 +1,6 @@
 """scripts/lm_eval.py: benchmarks of EleutherAI's lm-evaluation-harness."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +37,20 @@ def run_harness(config: HarnessConfig) -> None:
     """Run the tasks, print a table of their metrics, and write lm_eval.json in the run directory.
 
     Raises:
-        UserError: the harness is not installed, there is no such task, or max_length is more than the model has.
+        UserError: there is no such task, or max_length is more than the model has.
     """
-    if find_spec("lm_eval") is None:
-        raise UserError("the lm-evaluation-harness is not installed: pip install -e '.[lm_eval]'")
+    from lm_eval import simple_evaluate  # an optional package, and slow to import
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    from inference.harness_model import HarnessModel
+
     if config.include_path is not None and not config.include_path.is_dir():
         raise UserError(f"include_path={config.include_path} is not a folder: give the folder of your task files")
     loaded = load(config.checkpoint, config.runtime)
     max_len, wanted = loaded.gpt.config.max_len, config.max_length
     if max_len is not None and wanted is not None and wanted > max_len:
         raise UserError(f"max_length={wanted} is more than the model's {max_len} learned positions: lower it")
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import make_table
-
-    from inference.harness_model import HarnessModel
-
     say("reading the names of the harness's tasks ...")
     manager = TaskManager(include_path=config.include_path and str(config.include_path))
     tasks = find_tasks(config.tasks, manager)

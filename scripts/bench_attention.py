@@ -12,8 +12,7 @@ timing it.
 from pathlib import Path
 from typing import Literal
 
-from common.command import run_script
-from common.settings import Settings
+from common.command import Settings, run_script
 
 
 class Options(Settings):

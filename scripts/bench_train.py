@@ -13,8 +13,7 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
-from common.command import Items, run_script
-from common.settings import Settings
+from common.command import Items, Settings, run_script
 
 
 class Options(Settings):

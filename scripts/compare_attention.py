@@ -16,8 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from common.command import Items, run_script
-from common.settings import Settings
+from common.command import Items, Settings, run_script
 
 
 class Options(Settings):

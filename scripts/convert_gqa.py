@@ -10,8 +10,7 @@ run, and those that this prints at the end.
 
 from pathlib import Path
 
-from common.command import run_script
-from common.settings import Settings
+from common.command import Settings, run_script
 
 
 class Options(Settings):

@@ -11,8 +11,7 @@ a checkpoint the models are untrained: their weights show only the form of a mec
 
 from pathlib import Path
 
-from common.command import run_script
-from common.settings import Settings
+from common.command import Settings, run_script
 
 
 class Options(Settings):

@@ -13,8 +13,7 @@ needs no trust_remote_code; any other brings its code along.
 
 from pathlib import Path
 
-from common.command import run_script
-from common.settings import Settings
+from common.command import Settings, run_script
 
 
 class Options(Settings):

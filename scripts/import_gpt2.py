@@ -9,8 +9,7 @@ same tokenizer, train with the command that is printed at the end. Its seed and 
 
 from pathlib import Path
 
-from common.command import run_script
-from common.settings import Settings
+from common.command import Settings, run_script
 
 
 class Options(Settings):

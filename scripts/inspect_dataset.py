@@ -8,13 +8,13 @@ python scripts/inspect_dataset.py dataset_dir=datasets/pile step=100 seed=1 seq_
 
 import random
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from common.command import Items, run_script
+from common.command import Items, Settings, run_script
 from common.console import say, show_table
-from common.settings import Settings, UserError
+from common.settings import UserError
 from data.loader import TrainBatches, step_windows
 from data.mixture import open_mixture
 from data.prepare.inspect import documents_table, draw_sets, sets_table, window_text
@@ -48,25 +48,25 @@ class Options(Settings):
 
 def batches_of(options: Options, manifest: Manifest) -> TrainBatches:
     """Return the batches of the run in run_dir, or of a run with the given settings."""
-    seed, seq_len, batch_tokens, mixture = options.seed, options.seq_len, options.batch_tokens, None
+    run: Any = options
     if options.run_dir is not None:
         from trainer.checkpoint import open_checkpoint  # imports torch, which --help does not need
 
-        state = open_checkpoint(options.run_dir, files=["state.json"]).state
-        if state.dataset_fingerprint != manifest.fingerprint:
+        run = open_checkpoint(options.run_dir, files=["state.json"]).state
+        if run.dataset_fingerprint != manifest.fingerprint:
             raise UserError(
-                f"{options.run_dir} was trained on {state.dataset_dir}, not on {options.dataset_dir}: "
-                f"use dataset_dir={state.dataset_dir}"
+                f"{options.run_dir} was trained on {run.dataset_dir}, not on {options.dataset_dir}: "
+                f"use dataset_dir={run.dataset_dir}"
             )
-        seed, seq_len, batch_tokens, mixture = state.seed, state.seq_len, state.batch_tokens, state.data.mixture
-    elif seed is None or seq_len is None or batch_tokens is None:
+    seed, seq_len, batch_tokens = run.seed, run.seq_len, run.batch_tokens
+    if None in (seed, seq_len, batch_tokens):
         raise UserError("step needs a run: give run_dir, or seed, seq_len and batch_tokens")
     if batch_tokens % seq_len:
         raise UserError(f"batch_tokens={batch_tokens} is not a multiple of seq_len={seq_len}: no run has these")
     stream = TokenStream(options.dataset_dir, manifest, "train")
     batches = TrainBatches(stream, seq_len, batch_tokens // seq_len, seed)
-    if mixture is not None:
-        batches.mixture = open_mixture(options.dataset_dir, manifest, mixture, seq_len, seed)
+    if options.run_dir is not None and run.data.mixture is not None:
+        batches.mixture = open_mixture(options.dataset_dir, manifest, run.data.mixture, seq_len, seed)
     return batches
 
 
@@ -74,8 +74,7 @@ def run(options: Options) -> None:
     manifest = read_manifest(options.dataset_dir)
     if options.step is not None:
         windows = step_windows(batches_of(options, manifest), options.step)
-        show_table(documents_table(options.dataset_dir, manifest, "train", windows))
-        return
+        return show_table(documents_table(options.dataset_dir, manifest, "train", windows))
     n_tokens = manifest.splits[options.split].total.tokens
     places = options.window + [random.randrange(max(1, n_tokens)) for _ in range(options.random)]
     for token in places:

@@ -4,13 +4,11 @@ python scripts/inspect_kernels.py                  # types and head sizes side b
 python scripts/inspect_kernels.py capability=80 dtype=bfloat16 head_dim=32 gates=head,feature
 """
 
-from importlib.util import find_spec
 from typing import Literal
 
 from pydantic import PositiveInt
 
-from common.command import Items, run_script
-from common.settings import Settings, UserError
+from common.command import Items, Settings, run_script
 
 
 class Options(Settings):
@@ -24,13 +22,5 @@ class Options(Settings):
     """kernels without gates, with one for a head or with one for each feature"""
 
 
-def run(options: Options) -> None:
-    if find_spec("triton") is None:
-        raise UserError("the package triton is not installed: pip install triton")
-    from tools.bench.kernels import inspect  # imports torch and triton, which --help does not need
-
-    inspect(list(options.dtype), options.head_dim, list(options.gates), options.capability)
-
-
 if __name__ == "__main__":
-    run_script(__doc__, Options, run)
+    run_script(__doc__, Options, "tools.bench.kernels:inspect")

@@ -8,8 +8,7 @@ machine makes without num_tasks. The parts are kept; delete them when you have v
 
 from pathlib import Path
 
-from common.command import run_script
-from common.settings import Settings
+from common.command import Settings, run_script
 
 
 class Options(Settings):

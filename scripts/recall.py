@@ -17,8 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from common.command import Items, run_script
-from common.settings import Settings
+from common.command import Items, Settings, run_script
 
 
 class Options(Settings):

@@ -6,8 +6,7 @@ python scripts/report.py folders=runs/demo,runs/pile out=compared    # some runs
 
 from pathlib import Path
 
-from common.command import Items, run_script
-from common.settings import Settings
+from common.command import Items, Settings, run_script
 
 
 class Options(Settings):

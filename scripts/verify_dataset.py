@@ -10,9 +10,8 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
-from common.command import run_script
+from common.command import Settings, run_script
 from common.console import print_error, say
-from common.settings import Settings
 from data.prepare.verify import n_bytes, verify
 from data.shards import parse_manifest
 
@@ -27,19 +26,16 @@ class Options(Settings):
 def run(options: Options) -> int:
     """Verify, report, and return 1 if something is wrong."""
     started = time.monotonic()
-    problems = verify(options.dataset_dir, options.threads)
+    for problem in (problems := verify(options.dataset_dir, options.threads)):
+        print_error(problem)
     if problems:
-        for problem in problems:
-            print_error(problem)
         return 1
-    manifest = parse_manifest(options.dataset_dir)
-    totals = [split.total for split in manifest.splits.values()]
-    documents, tokens = sum(total.documents for total in totals), sum(total.tokens for total in totals)
-    megabytes, seconds = n_bytes(manifest) / 1e6, time.monotonic() - started
+    manifest, seconds = parse_manifest(options.dataset_dir), time.monotonic() - started
+    totals, megabytes = [split.total for split in manifest.splits.values()], n_bytes(manifest) / 1e6
     say(
-        f"{options.dataset_dir} is whole: {documents:,} documents, {tokens:,} tokens, "
-        f"{len(manifest.set_names)} sets, {len(manifest.inputs):,} inputs; "
-        f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s"
+        f"{options.dataset_dir} is whole: {sum(total.documents for total in totals):,} documents, "
+        f"{sum(total.tokens for total in totals):,} tokens, {len(manifest.set_names)} sets, "
+        f"{len(manifest.inputs):,} inputs; {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s"
     )
     return 0
 

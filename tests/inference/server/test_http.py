@@ -4,6 +4,7 @@ import json
 import shlex
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -360,6 +361,7 @@ def test_what_cannot_be_served_is_one_line(command, served, run_dir):
 
 
 def test_missing_packages_are_named(command, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # an import of it fails
+    monkeypatch.delitem(sys.modules, "inference.server.serve", raising=False)
     result = command("scripts/serve", "checkpoint=x")
-    assert result.err == "error: fastapi is not installed: pip install -e '.[serve]'\n"
+    assert result.err == "error: uvicorn is not installed: pip install -e '.[serve]'\n"
