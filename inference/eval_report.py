@@ -1,6 +1,5 @@
 """The tables that eval.py prints, and eval.png."""
 
-from collections.abc import Callable
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,7 +13,7 @@ from common.console import say, show_table
 from common.figures import png
 
 _MOST_BARS = 30
-_FIRST_POSITION = 16  # in the plot of long contexts
+_FIRST_POSITION = 16  # beside long contexts: the loss of the first tokens is so high that it would flatten the rest
 
 
 def show_evaluation(result: dict[str, Any], checkpoint: str) -> None:
@@ -37,9 +36,7 @@ def _table(first: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
         table.add_column(column, justify="right")
     for name, row in rows:
         numbers = _number(row["loss"]), _number(row["perplexity"], 3), _number(row["bits_per_byte"])
-        table.add_row(
-            *(Text(cell) for cell in (name, f"{row['tokens']:,}", *numbers))
-        )  # in a Text, brackets are not markup
+        table.add_row(Text(name), f"{row['tokens']:,}", *numbers)  # in a Text, brackets are not markup
     return table
 
 
@@ -48,73 +45,42 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
-    """A PNG: loss by position in the window, at long contexts, and by set, as far as `result` has them.
+    """A PNG: loss by position and by context, and by set if there are several.
 
     Args:
         result: the content of eval.json.
         trained_on: tokens of a training sequence.
     """
     sets = list(result["sets"].items())[:_MOST_BARS]
-    plots: list[tuple[float, Callable[[Axes], None]]] = [(4.0, lambda axes: _draw_windows(axes, result))]
-    if result["contexts"]:
-        plots.append((4.0, lambda axes: _draw_contexts(axes, result["contexts"], trained_on)))
-    if len(sets) > 1:
-        plots.append((1.2 + 0.28 * len(sets), lambda axes: _draw_sets(axes, sets, result["loss"])))
-    heights = [height for height, _ in plots]
+    heights = [4.5] + [1.2 + 0.28 * len(sets)] * (len(sets) > 1)
     figure = Figure(figsize=(8, sum(heights)), layout="constrained")
-    grid = figure.subplots(len(plots), 1, squeeze=False, height_ratios=heights)
-    for axes, (_, draw) in zip(grid[:, 0], plots, strict=True):
-        draw(axes)
+    grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
+    _draw_positions(grid[0, 0], result, trained_on)
+    if len(sets) > 1:
+        _draw_sets(grid[1, 0], sets, result["loss"])
     title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
     figure.suptitle(title.replace("$", r"\$"))
     return png(figure)
 
 
-def _draw_windows(axes: Axes, result: dict[str, Any]) -> None:
-    _draw_positions(axes, result["by_position"], color="tab:blue", marker="o", markersize=3)
-    if result["loss"] is not None:
-        axes.axhline(result["loss"], color="tab:gray", linestyle="--", label=f"mean {result['loss']:.3f}")
-        axes.legend()
-    _label_positions(axes, f"Windows of {result['seq_len']:,} tokens, {result['tokens']:,} in all")
-
-
-def _draw_contexts(axes: Axes, contexts: list[dict[str, Any]], trained_on: int) -> None:
-    label = "at each position (of different text)"
-    _draw_positions(axes, _best_known(contexts), color="tab:orange", marker="o", markersize=3, label=label)
-    means = [(row["context"], row["loss"]) for row in contexts if row["loss"] is not None]
-    if means:
-        label = "mean over windows of that length (of the same text)"
-        axes.plot(*zip(*means, strict=True), color="tab:blue", marker="o", label=label)
+def _draw_positions(axes: Axes, result: dict[str, Any], trained_on: int) -> None:
+    """The loss at each position, in windows and in contexts of each length, and the mean of each context."""
+    lines = {f"windows of {result['seq_len']:,} tokens": result["by_position"]}
+    lines |= {f"contexts of {row['context']:,} tokens": row["by_position"] for row in result["contexts"]}
+    first = _FIRST_POSITION if result["contexts"] else 0
+    for label, bins in lines.items():
+        known = [row for row in bins if row["loss"] is not None and row["stop"] > first]
+        middles = [(row["start"] + row["stop"] + 1) / 2 for row in known]
+        axes.plot(middles, [row["loss"] for row in known], marker="o", markersize=3, label=label)
+    means = [(row["context"], row["loss"]) for row in result["contexts"] if row["loss"] is not None]
+    axes.plot(*zip(*means or [((), ())], strict=True), "ks--", label="mean over a context")
     axes.axvline(trained_on, color="tab:gray", linestyle=":", label=f"trained on {trained_on:,}")
-    _label_positions(axes, f"Long contexts, the state carried along, {contexts[0]['tokens']:,} tokens in all")
-    axes.legend()
-
-
-def _best_known(contexts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The loss at each position, from the shortest windows that reach it, because these are the most numerous. The
-    first tokens of a window, whose loss is high, are in the plot of windows.
-    """
-    known, bins = _FIRST_POSITION, []
-    for row in contexts:
-        bins += [part for part in row["by_position"] if part["start"] >= known]
-        known = max(known, row["context"])
-    return bins
-
-
-def _draw_positions(axes: Axes, bins: list[dict[str, Any]], **style: Any) -> None:
-    points = [((row["start"] + row["stop"] + 1) / 2, row["loss"]) for row in bins if row["loss"] is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), **style)
-
-
-def _label_positions(axes: Axes, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("tokens read so far")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_title(title, fontsize=10)
+    axes.set(xlabel="tokens read so far", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
 
 
 def _draw_sets(axes: Axes, sets: list[tuple[str, dict[str, Any]]], mean: float | None) -> None:

@@ -39,10 +39,6 @@ class SampleConfig(SamplingConfig, defaults="sample"):
     """Strings that end a continuation and are not included in it; on the command line one, or a JSON list of them."""
     num_samples: int = Field(ge=1)
     """Continuations of each prompt; number i has seed + i."""
-    temperature: float = Field(ge=0, allow_inf_nan=False)
-    """Below 1 sharpens, above 1 flattens; 0 takes the most likely token."""
-    top_k: int | None = Field(ge=1)
-    """Sample among this many most likely tokens; null: all."""
     seed: int = Field(ge=0, lt=2**62)
     """Seed of the sampling."""
     micro_batch: int = Field(ge=1)

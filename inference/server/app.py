@@ -1,11 +1,11 @@
 """The routes: a page at /, OpenAI's API at /v1. Every error has OpenAI's form and gives the reason."""
 
+import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -30,15 +30,15 @@ def create_app(served: Served) -> FastAPI:
 
     @app.exception_handler(ApiError)
     async def _refused(_: Request, error: ApiError) -> Response:
-        return error.response()
+        return response(error)
 
     @app.exception_handler(HTTPException)
     async def _no_route(request: Request, error: HTTPException) -> Response:
-        return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
+        return response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
     @app.exception_handler(Exception)
     async def _failed(_: Request, error: Exception) -> Response:
-        return ApiError(500, f"the server failed: {type(error).__name__}").response()
+        return response(ApiError(500, f"the server failed: {type(error).__name__}"))
 
     @app.exception_handler(ClientDisconnect)
     async def _gone(_: Request, error: ClientDisconnect) -> Response:
@@ -73,6 +73,11 @@ def create_app(served: Served) -> FastAPI:
     return app
 
 
+def response(error: ApiError) -> Response:
+    """An error as a whole response."""
+    return JSONResponse(error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)
+
+
 class Guard:
     """Answers only requests that use one of this server's own names, on all paths."""
 
@@ -86,7 +91,7 @@ class Guard:
             try:
                 check_host(Request(scope), self._hosts)
             except ApiError as error:
-                answer = error.response()
+                answer = response(error)
         await answer(scope, receive, send)
 
 
@@ -97,18 +102,11 @@ def check_host(request: Request, hosts: frozenset[str]) -> None:
         ApiError: the request names another host, or comes from another site.
     """
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    if _name(host) not in hosts:
+    named = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # the brackets of an IPv6 address
+    if named is None or named[1].lower() not in hosts:
         raise ApiError(403, f"Host {host!r} is not this server's name: use {' or '.join(sorted(hosts))}", "wrong_host")
     if origin not in (None, f"http://{host}"):
         raise ApiError(403, f"Origin {origin!r} is another site, which may not use this server", "wrong_origin")
-
-
-def _name(host: str) -> str | None:
-    """A Host header's name without the port; None if it is malformed."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:  # an unclosed bracket
-        return None
 
 
 def _model(served: Served) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from common.console import print_error
 from common.files import parse_json
 from common.settings import UserError, decode, nearest
 from data.tokenizer import Tokenizer
 from inference.completion import Completion, Piece, TextRequest
 from inference.server.answer import Answer, usage
 from inference.server.config import ServeConfig
-from inference.server.errors import ApiError, api_error
+from inference.server.errors import ApiError
 from inference.server.protocol import CompletionRequest, text_requests
 from inference.server.worker import Worker
 
@@ -45,7 +46,7 @@ async def complete(http: Request, served: Served) -> Response:
     request = await read_request(http)
     if request.model is not None:
         check_model(request.model, served)
-    n_texts, most = len(request.prompts) * request.n, served.worker.max_texts
+    n_texts, most = len(request.prompt) * request.n, served.worker.max_texts
     if n_texts > most:
         raise ApiError(400, f"prompts times n are {n_texts} texts: this server takes at most {most} at once")
     try:
@@ -115,10 +116,12 @@ async def continuations(
                 raise news
             unfinished -= news.finish_reason is not None
             yield index, news
-    except ClientDisconnect:
+    except (ApiError, ClientDisconnect):
         raise
     except Exception as error:
-        raise api_error(error) from error
+        print_error(f"{type(error).__name__}: {error}")
+        what = str(error) if isinstance(error, UserError) else f"the model failed: {type(error).__name__}"
+        raise ApiError(500, what, "model_failed") from error
     finally:
         watch.cancel()
         _leave(completions)

@@ -4,10 +4,10 @@ https://platform.openai.com/docs/api-reference/completions
 """
 
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, WithJsonSchema, field_validator, model_validator
 
 from common.settings import Settings, UserError
 from data.tokenizer import Tokenizer
@@ -22,6 +22,7 @@ _NOT_OFFERED = {
     "logit_bias": "leave it out",
     "suffix": "leave it out",
 }
+_PROMPT = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()  # one prompt is a list of one here
 
 
 class StreamOptions(Settings):
@@ -38,7 +39,7 @@ class CompletionRequest(SamplingConfig):
 
     model: str | None = None
     """The name that /v1/models gives."""
-    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    prompt: Annotated[list[str] | list[list[int]], WithJsonSchema(_PROMPT)] = Field([""])
     """A text to continue, or its token ids, or a list of either; empty: a text from its beginning."""
     max_tokens: int = Field(16, ge=0)
     """Longest continuation; a text may end before. 0 with echo: only the prompt."""
@@ -71,12 +72,12 @@ class CompletionRequest(SamplingConfig):
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _check_prompt(cls, prompt: Any) -> Any:
-        several = prompt if isinstance(prompt, list) and prompt else [None]
-        texts = all(isinstance(one, str) for one in several)
-        if not (isinstance(prompt, str) or _are_ids(prompt) or texts or all(map(_are_ids, several))):
+    def _list_prompts(cls, prompt: Any) -> Any:
+        prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
+        several = prompts if isinstance(prompts, list) and prompts else [None]
+        if not (all(isinstance(one, str) for one in several) or all(map(_are_ids, several))):
             raise ValueError("give a text, a list of token ids, a list of texts or a list of lists of token ids")
-        return prompt
+        return prompts
 
     @field_validator("stop")
     @classmethod
@@ -85,13 +86,6 @@ class CompletionRequest(SamplingConfig):
         if len(stops) > _MOST_STOPS or not all(0 < len(text) <= _LONGEST_STOP for text in stops):
             raise ValueError(f"give at most {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters")
         return stops
-
-    @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        """Every prompt, as text or token ids."""
-        if isinstance(self.prompt, str) or _are_ids(self.prompt):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
 
 
 def _are_ids(prompt: Any) -> bool:
@@ -110,27 +104,17 @@ def text_requests(
     """
     if request.max_tokens > limits.max_tokens:
         raise UserError(f"max_tokens={request.max_tokens} is too much: this server gives at most {limits.max_tokens}")
-    sampling = SamplingConfig(**{name: getattr(request, name) for name in SamplingConfig.model_fields})
     seed = secrets.randbelow(2**53) if request.seed is None else request.seed
     texts = []
-    for prompt in request.prompts:
+    for prompt in request.prompt:
         given = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if wrong := [token_id for token_id in given if not 0 <= token_id < tokenizer.n_vocab]:
             raise UserError(f"prompt has the token id {wrong[0]}: this model's are 0 to {tokenizer.n_vocab - 1}")
         if len(given) > limits.max_prompt_tokens:
             raise UserError(f"prompt has {len(given)} tokens: this server takes at most {limits.max_prompt_tokens}")
         ids = read_ids(given, tokenizer)
-        for i in range(request.n):
-            text = TextRequest(
-                ids,
-                request.max_tokens,
-                sampling,
-                seed + i,
-                stop=tuple(request.stop),
-                n_top=request.logprobs,
-                echo=request.echo,
-                prompt_start=len(ids) - len(given),
-            )
-            text.check_length(max_len)
-            texts.append(text)
+        text = TextRequest(ids, request.max_tokens, request, seed, tuple(request.stop), request.logprobs)
+        text = replace(text, echo=request.echo, prompt_start=len(ids) - len(given))
+        text.check_length(max_len)
+        texts += [replace(text, seed=seed + i) for i in range(request.n)]
     return texts

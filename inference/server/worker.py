@@ -3,19 +3,11 @@
 import threading
 from collections.abc import Sequence
 
-from common.settings import UserError
 from inference.completion import Completion
 from inference.engine import Engine
+from inference.server.errors import ApiError
 
 _SECONDS_TO_STOP = 30.0
-
-
-class Full(UserError):
-    """There is no place for more texts now."""
-
-
-class Stopped(UserError):
-    """The worker is stopping, or has stopped."""
 
 
 class Worker:
@@ -35,7 +27,7 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End all texts with `Stopped`, and accept no more."""
+        """End all texts with an error, and accept no more."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -48,15 +40,15 @@ class Worker:
         """Accept all of these texts or none.
 
         Raises:
-            Full: there are too many texts already.
-            Stopped: no more texts are accepted.
+            ApiError: there are too many texts already, or the worker stops.
         """
         with self._changed:
             if self._stopping:
-                raise Stopped("the server is stopping")
+                raise _stopping()
             n_open = sum(self.load)
             if n_open + len(completions) > self.max_texts:
-                raise Full(f"{n_open} texts are being written or waiting already: try again a little later")
+                message = f"{n_open} texts are being written or waiting already: try again a little later"
+                raise ApiError(429, message, "queue_full")
             self._new += completions
             self._changed.notify()
 
@@ -85,7 +77,10 @@ class Worker:
                 if self._stopping:
                     break
             self.turn()
-        stopped = Stopped("the server is stopping")
-        self.engine.fail(stopped)
+        self.engine.fail(_stopping())
         for completion in [*self.engine.waiting, *self._new]:
-            completion.fail(stopped)
+            completion.fail(_stopping())
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", "stopping")

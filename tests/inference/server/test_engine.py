@@ -11,7 +11,8 @@ from data.tokenizer import BytesConfig, build_tokenizer
 from inference.completion import Completion, Piece, TextRequest
 from inference.engine import PIECE, Engine
 from inference.sampling import SamplingConfig, draw, next_token_probabilities
-from inference.server.worker import Full, Stopped, Worker
+from inference.server.errors import ApiError
+from inference.server.worker import Worker
 
 TOKENIZER = build_tokenizer(BytesConfig(name="bytes"))
 SAMPLING = [
@@ -157,15 +158,15 @@ def test_whoever_waits_is_next(make_engine):
 def test_the_queue_has_an_end(make_engine):
     worker = Worker(make_engine(max_streams=2), max_queue=1)
     readers = [submit(worker) for _ in range(3)]
-    with pytest.raises(Full, match="3 texts are being written or waiting already: try again"):
+    with pytest.raises(ApiError, match="3 texts are being written or waiting already: try again"):
         submit(worker)
     worker.turn()
     assert worker.load == (2, 1)
-    with pytest.raises(Full):
+    with pytest.raises(ApiError, match="try again"):
         submit(worker)
     turn_until_ended(worker, readers)
     several = [Reader() for _ in range(4)]
-    with pytest.raises(Full):  # all or none
+    with pytest.raises(ApiError, match="try again"):  # all or none
         worker.submit([reader.completion for reader in several])
     worker.submit([reader.completion for reader in several[:3]])
 
@@ -317,8 +318,8 @@ def test_an_engine_that_stops_tells_everyone(make_engine):
     worker.stop()
     worker.join()
     assert not worker._thread.is_alive()
-    assert all(isinstance(reader.news[-1], Stopped) for reader in readers)
-    with pytest.raises(Stopped):
+    assert all(reader.news[-1].code == "stopping" for reader in readers)
+    with pytest.raises(ApiError, match="stopping"):
         submit(worker)
 
 
