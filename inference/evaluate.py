@@ -14,9 +14,9 @@ from torch import Tensor
 from common.settings import Settings, UserError
 from data.documents import sets_between
 from data.loader import EvalBatches
-from data.shards import Manifest, TokenStream, read_manifest
+from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
-from inference.load import Loaded, load
+from inference.load import Loaded, load, open_dataset
 from inference.long_context import bin_of_positions, context_losses, position_bins
 from trainer.distributed import World, join_world
 from trainer.losses import Loss, Sums, total, window_losses
@@ -86,19 +86,11 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     loaded = load(config.checkpoint, config.runtime)
     checkpoint, gpt, tokenizer, _ = loaded
     dataset_dir = config.dataset_dir or checkpoint.state.dataset_dir
-    manifest = read_manifest(dataset_dir)
-    if manifest.tokenizer.sha256 != tokenizer.sha256:
-        raise UserError(
-            f"dataset_dir={dataset_dir} was made with tokenizer {manifest.tokenizer.name} "
-            f"(n_vocab {manifest.tokenizer.n_vocab}), the model with {tokenizer.name} (n_vocab {tokenizer.n_vocab}): "
-            f"prepare the dataset with the model's tokenizer"
-        )
+    manifest = open_dataset(dataset_dir, tokenizer)
     stream = TokenStream(dataset_dir, manifest, config.split)
     if stream.n_tokens < 2:
         raise UserError(f"dataset_dir={dataset_dir} has no text in its split {config.split}: choose another split")
     state, max_len = checkpoint.state, gpt.config.max_len
-    if config.seq_len is not None:
-        check_length("seq_len", config.seq_len, stream, max_len)
     seq_len = config.seq_len or state.seq_len
     if config.stride is not None and config.stride > seq_len:
         raise UserError(f"stride={config.stride} would skip text between windows of {seq_len} tokens: lower it")
@@ -106,21 +98,17 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     contexts = config.contexts
     if contexts is None:
         contexts = [context for context in _CONTEXTS if context <= longest]
-    for context in contexts:
-        check_length("contexts", context, stream, max_len)
+    wanted = [("contexts", context) for context in contexts]
+    for key, length in [*wanted, *([("seq_len", seq_len)] if config.seq_len else [])]:
+        if max_len is not None and length > max_len:
+            raise UserError(f"{key}={length} is longer than the model's {max_len} learned positions: lower it")
+        if length >= stream.n_tokens:
+            raise UserError(
+                f"{key}={length} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
+            )
     n_windows = None if config.batches is None else config.batches * max(1, state.batch_tokens // seq_len)
     windows = EvalBatches(stream, seq_len, n_windows, config.stride)
     return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
-
-
-def check_length(key: str, length: int, stream: TokenStream, max_len: int | None) -> None:
-    """Raise UserError if a length is longer than the text or the model's learned positions."""
-    if max_len is not None and length > max_len:
-        raise UserError(f"{key}={length} is longer than the model's {max_len} learned positions: lower it")
-    if length >= stream.n_tokens:
-        raise UserError(
-            f"{key}={length} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
-        )
 
 
 def measure(plan: Evaluation, world: World) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from common.settings import UserError
+from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import Checkpoint, load_model, open_model
@@ -28,6 +30,22 @@ class Loaded(NamedTuple):
         """
         self.runtime.announce()
         return self.gpt.to(device, self.runtime.param_dtype if autocast else self.runtime.dtype).eval()
+
+
+def open_dataset(dataset_dir: Path, tokenizer: Tokenizer) -> Manifest:
+    """Read the manifest of a dataset for a model with this tokenizer.
+
+    Raises:
+        UserError: there is no such dataset, or it was made with another tokenizer.
+    """
+    manifest = read_manifest(dataset_dir)
+    if manifest.tokenizer.sha256 != tokenizer.sha256:
+        raise UserError(
+            f"dataset_dir={dataset_dir} was made with tokenizer {manifest.tokenizer.name} (n_vocab "
+            f"{manifest.tokenizer.n_vocab}), the model with {tokenizer.name} (n_vocab {tokenizer.n_vocab}): "
+            "prepare the dataset with the model's tokenizer"
+        )
+    return manifest
 
 
 def load(path: Path, config: DeviceConfig) -> Loaded:

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from common.console import Track
-from data.loader import IGNORED, EvalBatches
-from data.shards import TokenStream
-from inference.scoring import features_in_pieces
+from data.loader import EvalBatches
+from inference.scoring import Text, features_in_pieces, padded
 from model.gpt import GPT
 from trainer.distributed import World
 from trainer.losses import Loss, Sums
@@ -62,21 +61,10 @@ def context_losses(
     with Track(f"context {context:,}: tokens", n_tokens) as track, torch.no_grad(), runtime.autocast():
         for first in range(world.rank * rows, len(windows), world.size * rows):
             everyones = [length for _, length in windows[first:][: world.size * rows]]
-            texts = _read(stretches.stream, windows[first : first + rows])
-            for position, x, targets in features_in_pieces(gpt, *texts):
+            mine = [stretches.stream.read(start, start + n + 1) for start, n in windows[first : first + rows]]
+            for position, x, targets in features_in_pieces(gpt, *padded([Text(ids, 1) for ids in mine])):
                 n = targets.shape[1]
                 losses = gpt.losses_of(x, targets)
                 sums.add(bin_of[None, position : position + n], targets, losses)
                 track.advance(sum(max(0, min(n, length - position)) for length in everyones))
     return sums.losses(world)
-
-
-def _read(stream: TokenStream, windows: list[Window]) -> tuple[Tensor, Tensor]:
-    """Token ids and targets of windows side by side, int64 (B, T); shorter ones are padded."""
-    longest = max(length for _, length in windows)
-    token_ids = torch.zeros(len(windows), longest, dtype=torch.int64)
-    targets = torch.full((len(windows), longest), IGNORED)
-    for row, (begin, n) in enumerate(windows):
-        tokens = torch.from_numpy(stream.read(begin, begin + n + 1))
-        token_ids[row, :n], targets[row, :n] = tokens[:-1], tokens[1:]
-    return token_ids, targets

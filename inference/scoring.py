@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ _LOGITS = 2**26  # computed at once
 class Text(NamedTuple):
     """Tokens to score."""
 
-    ids: Sequence[int]
+    ids: Sequence[int] | np.ndarray
     n_before: int
     """The number of tokens at the beginning, at least 1, that are read but not scored."""
 
@@ -45,6 +46,17 @@ def features_in_pieces(gpt: GPT, token_ids: Tensor, targets: Tensor) -> Iterator
         yield start, x, wanted
 
 
+def padded(texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
+    """Token ids and targets of texts side by side, int64 (B, T); padding at the ends counts nowhere."""
+    longest = max(len(text.ids) for text in texts) - 1
+    token_ids = torch.zeros(len(texts), longest, dtype=torch.int64)
+    targets = torch.full((len(texts), longest), IGNORED)
+    for row, (ids, n_before) in enumerate(texts):
+        token_ids[row, : len(ids) - 1] = torch.as_tensor(ids[:-1])
+        targets[row, n_before - 1 : len(ids) - 1] = torch.as_tensor(ids[n_before:])
+    return token_ids, targets
+
+
 def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime, what: str = "scoring") -> list[Score]:
     """The score of each text, in order; `micro_batch` texts of similar length go through the model at once."""
     scores = [Score(0.0, True)] * len(texts)
@@ -59,16 +71,9 @@ def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime, w
 
 
 def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
-    """Shorter texts are padded at their ends, which no scored token sees."""
-    longest = max(len(text.ids) for text in texts) - 1
-    token_ids = torch.zeros(len(texts), longest, dtype=torch.int64)
-    targets = torch.full((len(texts), longest), IGNORED)
-    for row, (ids, n_before) in enumerate(texts):
-        token_ids[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-        targets[row, n_before - 1 : len(ids) - 1] = torch.tensor(ids[n_before:])
     device, n_logits = gpt.embed.weight.device, gpt.config.n_vocab_padded
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=device)  # log-likelihood; not greedy
-    for _, x, wanted in features_in_pieces(gpt, token_ids, targets):
+    for _, x, wanted in features_in_pieces(gpt, *padded(texts)):
         for places in (wanted >= 0).nonzero().split(max(1, _LOGITS // n_logits)):
             rows, positions = places.unbind(1)
             target, logits = wanted[rows, positions], gpt.logits(x[rows, positions])

@@ -208,7 +208,7 @@ def test_arguments_that_do_not_fit_are_one_line(original, folder, tmp_path, comm
         (["seq_len=8", "batch_tokens=12"], "batch_tokens=12 is not a multiple of 8"),
         (["seed=-1"], "seed=-1"),
         ([f"dataset_dir={tmp_path / 'nothing'}"], "does not exist"),
-        ([f"dataset_dir={other}"], "was made with tokenizer gpt2 (n_vocab 260), the model with another one"),
+        ([f"dataset_dir={other}"], "was made with tokenizer gpt2 (n_vocab 260), the model with bytes (n_vocab 257)"),
     ]:
         result = command("scripts/import_gpt2", f"folder={folder}", f"run_dir={tmp_path / 'again'}", *arguments)
         assert result.status == 1, message

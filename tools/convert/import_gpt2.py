@@ -12,8 +12,8 @@ from common.command import overrides
 from common.console import say
 from common.files import file_size, read_json
 from common.settings import UserError, differences
-from data.shards import read_manifest
 from data.tokenizer import Tokenizer
+from inference.load import open_dataset
 from model.gpt import GPT, GPTConfig
 from tools.convert.hf_tokenizer import read_tokenizer_json
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
@@ -59,7 +59,7 @@ def import_gpt2(
     kept = {"seq_len": seq_len, "batch_tokens": batch_tokens, "seed": seed}
     data = {
         "dataset_dir": dataset_dir.absolute() if dataset_dir else _NO_DATASET,
-        "dataset_fingerprint": _fingerprint(dataset_dir, tokenizer) if dataset_dir else "",
+        "dataset_fingerprint": open_dataset(dataset_dir, tokenizer).fingerprint if dataset_dir else "",
     }
     path = begin_with(gpt, tokenizer, run_dir, **data, **kept)
     say(f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of {tokenizer.n_vocab:,} ids")
@@ -77,17 +77,6 @@ def _settings(config: GPTConfig) -> dict[str, int]:
     flat = differences(config.model_dump(mode="json"), {})
     names = ("n_vocab", "n_layer", "n_head", "n_embd", "block.expansion", "position.max_len")
     return {f"model.{name}": flat[name][0] for name in names}
-
-
-def _fingerprint(dataset_dir: Path, tokenizer: Tokenizer) -> str:
-    manifest = read_manifest(dataset_dir)
-    if manifest.tokenizer.sha256 != tokenizer.sha256:
-        raise UserError(
-            f"dataset_dir={dataset_dir} was made with tokenizer {manifest.tokenizer.name} (n_vocab "
-            f"{manifest.tokenizer.n_vocab}), the model with another one (n_vocab {tokenizer.n_vocab}): "
-            "prepare the dataset with tokenizer=gpt2, or with the model's own ranks"
-        )
-    return manifest.fingerprint
 
 
 def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
@@ -132,20 +121,12 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
     expected: dict[str, _Kind] = {name: (shape, _FLOATS) for name, shape in shapes.items()}
     if "lm_head.weight" in names:
         expected["lm_head.weight"] = expected[theirs["embed.weight"]]
-    expected |= {name: kind for name, kind in _masks(prefix, gpt.config).items() if name in names}
+    n, layers = gpt.config.max_len or 0, range(gpt.config.n_layer)
+    masks = {"bias": torch.Size([1, 1, n, n]), "masked_bias": torch.Size([])}  # old files store causal masks, too
+    of_layers = {f"{prefix}h.{i}.attn.{name}": (shape, _MASK_TYPES) for i in layers for name, shape in masks.items()}
+    expected |= {name: kind for name, kind in of_layers.items() if name in names}
     stored = read_tensors(path, expected)
     if not torch.equal(stored.get("lm_head.weight", stored[theirs["embed.weight"]]), stored[theirs["embed.weight"]]):
         raise UserError(f"{path}: lm_head.weight differs from wte.weight, but our output layer is the embedding")
     weights = {ours: turned(name, stored[name]).contiguous() for ours, name in theirs.items()}
     return {ours: x if x.dtype == torch.float64 else x.float() for ours, x in weights.items()}
-
-
-def _masks(prefix: str, config: GPTConfig) -> dict[str, _Kind]:
-    """Return the shapes and types of the causal masks that old files store among the weights."""
-    n = config.max_len or 0
-    shapes = {"bias": torch.Size([1, 1, n, n]), "masked_bias": torch.Size([])}
-    return {
-        f"{prefix}h.{layer}.attn.{name}": (shape, _MASK_TYPES)
-        for layer in range(config.n_layer)
-        for name, shape in shapes.items()
-    }

@@ -99,30 +99,29 @@ def find_place(config: PlanConfig) -> Place:
     Raises:
         UserError: the plan needs a device that this machine does not have.
     """
+    device, wanted = config.device, config.runtime.device
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    here = device_of_gpu(gpu) if gpu else None
-    device = config.device
-    if device == "auto" and config.runtime.device == "cpu":
-        device = "cpu"
-    if device == "auto" and config.runtime.device == "cuda" and gpu is None:
+    if device == "auto" and wanted == "cuda" and gpu is None:
         raise UserError(
             "runtime.device=cuda, but this machine has no GPU: name the GPU to plan for, such as device=a100-40gb"
         )
+    if device == "auto" and (wanted == "cpu" or gpu is None):
+        device = "cpu"
+    here = device_of_gpu(gpu) if gpu else None
     known = here if device == "auto" else device_by_name(device)
-    is_here = device in ("auto", "cpu") or (here is not None and here == known)
-    if config.measure and not is_here:
+    if config.measure and device not in ("auto", "cpu") and (known is None or known != here):
         raise UserError(f"measure=true measures this machine, which has no {device}: leave out measure or device")
-    cpu = device == "cpu" or (device == "auto" and gpu is None)
     dtype = config.runtime.dtype
     if dtype == "auto":
-        dtype = "float32" if cpu or (known is not None and known.bfloat16 is None) else "bfloat16"
-    runtime = Runtime(torch.device("cpu" if cpu else "cuda"), getattr(torch, dtype))
-    if cpu:
+        dtype = "float32" if device == "cpu" or (known and known.bfloat16 is None) else "bfloat16"
+    runtime = Runtime(torch.device("cpu" if device == "cpu" else "cuda"), getattr(torch, dtype))
+    if device == "cpu":
         return Place("cpu", runtime, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
-    if known is None:
-        own = float(torch.cuda.mem_get_info()[1]) if device == "auto" else None
-        return Place(gpu if device == "auto" and gpu else device, runtime, own, None, "unknown")
-    return Place(known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype), known.source)
+    if known is not None:
+        return Place(known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype), known.source)
+    if gpu is not None and device == "auto":
+        return Place(gpu, runtime, float(torch.cuda.mem_get_info()[1]), None, "unknown")
+    return Place(device, runtime, None, None, "unknown")
 
 
 def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> Memory:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, Field
+
 from common.console import warn
 from common.files import file_size, read_json
-from common.settings import UserError, differences
+from common.settings import Settings, UserError, decode, differences
 from trainer.metrics import read_metrics
 
 MOST_SETTINGS = 12
@@ -41,6 +43,15 @@ class Record:
     """Evaluations: "val_loss", in nats per token, and "bits" per byte."""
     figures: Point
     """The table's figures: best, best_step, bits, loss, step, max_steps, tokens, flops, seconds, rate, n_params."""
+
+
+class _Stored(Settings):
+    """A run's config.json."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    config: dict[str, Any] = Field({})
+    environment: dict[str, Any] = Field({})
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
@@ -81,27 +92,16 @@ def _read(folder: Path, common: Path) -> Record | None:
     except (UserError, OSError) as error:
         warn(f"skipping {folder}: {error}")
         return None
-    config, environment = _read_config(folder)
-    train, val = _points(lines, _number(environment.get("flops_per_token")))
-    figures = {
-        "max_steps": _number(config.get("max_steps")),
-        "n_params": _number(environment.get("n_params")),
-        **_figures(train, val),
-    }
-    settings = {key: value for key, (value, _) in differences(config, {}).items()}
-    return Record(printable(os.path.relpath(folder.absolute(), common)), settings, _thinned(train), val, figures)
-
-
-def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configuration and the environment in config.json; empty if they are missing."""
     try:
-        stored = read_json(folder / "config.json")
+        stored = decode(_Stored, read_json(folder / "config.json"))
     except UserError as error:
         warn(f"the settings of {folder} are unknown: {error}")
-        stored = None
-    parts = [stored.get(key) if isinstance(stored, dict) else None for key in ("config", "environment")]
-    config, environment = (part if isinstance(part, dict) else {} for part in parts)
-    return config, environment
+        stored = decode(_Stored, {})
+    train, val = _points(lines, _number(stored.environment.get("flops_per_token")))
+    known = {"max_steps": stored.config.get("max_steps"), "n_params": stored.environment.get("n_params")}
+    figures = {**{key: _number(value) for key, value in known.items()}, **_figures(train, val)}
+    settings = {key: value for key, (value, _) in differences(stored.config, {}).items()}
+    return Record(printable(os.path.relpath(folder.absolute(), common)), settings, _thinned(train), val, figures)
 
 
 def _points(lines: list[dict[str, Any]], flops_per_token: float | None) -> tuple[list[Point], list[Point]]:
