@@ -1,6 +1,6 @@
 """A text that the engine continues until it ends: the text, why it ended, and what is reported while it grows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +63,12 @@ class Piece:
     """Tokens drawn so far, including <|endoftext|>."""
     finish_reason: FinishReason | None
     """Set in the last piece only."""
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Successive pieces of a text as one."""
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    return Piece("".join(piece.text for piece in pieces), tokens, pieces[-1].n_drawn, pieces[-1].finish_reason)
 
 
 Tell = Callable[[Piece | Exception], None]

@@ -1,5 +1,6 @@
 """sample.py: text from a checkpoint, printed as it is generated."""
 
+import itertools
 import json
 import sys
 import time
@@ -11,7 +12,6 @@ from pydantic import Field, field_validator, model_validator
 from common.console import console, show
 from common.files import parse_json
 from common.settings import UserError
-from data.tokenizer import Tokenizer
 from inference.completion import Completion, TextRequest, stream
 from inference.conversation import Conversation, converse, say_rate
 from inference.engine import Engine
@@ -98,52 +98,46 @@ def _converse(loaded: Loaded, prompt: str, config: SampleConfig) -> None:
         loaded.checkpoint.leave("samples.txt", conversation.text + "\n")
 
 
-class Sample(Completion):
-    """A continuation of a prompt."""
-
-    def __init__(self, prompt: str, seed: int, config: SampleConfig, tokenizer: Tokenizer) -> None:
-        ids = (tokenizer.eot_id, *tokenizer.encode(prompt))  # in training, every text follows the end of another
-        super().__init__(TextRequest(ids, config.max_new_tokens, config, seed, config.stop), tokenizer)
-        self.prompt = prompt
-
-    def as_json(self) -> str:
-        """The line of output=json."""
-        record = {
-            "prompt": self.prompt,
-            "text": self.text,
-            "seed": self.request.seed,
-            "prompt_tokens": len(self.ids) - 1,
-            "tokens": self.n_tokens,
-            "finish_reason": self.finish_reason,
-        }
-        return json.dumps(record)
-
-
 def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> None:
     """Print every continuation in order, the current one while it grows; the others grow with it."""
-    gpt, tokenizer, n_samples = loaded.gpt, loaded.tokenizer, config.num_samples
-    samples = [Sample(prompt, config.seed + i, config, tokenizer) for prompt in prompts for i in range(n_samples)]
-    for sample in samples:
-        sample.request.check_length(gpt.config.max_len)
-    engine = Engine(gpt, tokenizer.n_vocab, config.micro_batch)
-    engine.submit(samples)
+    tokenizer, n_samples, texts = loaded.tokenizer, config.num_samples, config.output == "text"
+    samples: list[tuple[str, Completion]] = []
+    for prompt, i in itertools.product(prompts, range(n_samples)):
+        ids = (tokenizer.eot_id, *tokenizer.encode(prompt))  # in training, every text follows the end of another
+        request = TextRequest(ids, config.max_new_tokens, config, config.seed + i, config.stop)
+        request.check_length(loaded.gpt.config.max_len)
+        samples.append((prompt, Completion(request, tokenizer)))
+    engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch)
+    engine.submit(sample for _, sample in samples)
     started = time.perf_counter()
     try:
         engine.turn()  # the model's own messages come here, not in the middle of a text
-        for i, sample in enumerate(samples):
-            if config.output == "text":
-                show(_heading(i, len(prompts), n_samples, sample.request.seed) + sample.prompt)
+        for i, (prompt, sample) in enumerate(samples):
+            if texts:
+                show(_heading(i, len(prompts), n_samples, sample.request.seed) + prompt)
             for piece in stream(engine, sample):
-                if config.output == "text":
+                if texts:
                     show(piece)
-            show("\n" if config.output == "text" else sample.as_json() + "\n")
+            show("\n" if texts else _as_json(prompt, sample) + "\n")
     except KeyboardInterrupt:
         show("\n")
         raise
     finally:  # interrupted texts are kept too
-        if begun := [sample.prompt + sample.text for sample in samples if sample.drawn]:
+        if begun := [prompt + sample.text for prompt, sample in samples if sample.drawn]:
             loaded.checkpoint.leave("samples.txt", "\n\n---\n\n".join(begun) + "\n")
-        say_rate(sum(sample.n_tokens for sample in samples), time.perf_counter() - started)
+        say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
+
+
+def _as_json(prompt: str, sample: Completion) -> str:
+    record = {
+        "prompt": prompt,
+        "text": sample.text,
+        "seed": sample.request.seed,
+        "prompt_tokens": len(sample.ids) - 1,
+        "tokens": sample.n_tokens,
+        "finish_reason": sample.finish_reason,
+    }
+    return json.dumps(record)
 
 
 def _heading(i: int, n_prompts: int, n_samples: int, seed: int) -> str:

@@ -6,33 +6,32 @@ from collections.abc import Sequence
 from typing import Any
 
 from data.tokenizer import END_OF_TEXT, Tokenizer
-from inference.completion import FinishReason
+from inference.completion import Piece
 from inference.token_log import Token
 
 
 class Answer:
     """The answer to one request. `body` makes the whole answer, or one chunk of a stream."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, with_logprobs: bool) -> None:
-        self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._tokenizer, self._with_logprobs = tokenizer, with_logprobs
+    def __init__(self, model: str, tokenizer: Tokenizer, with_logprobs: bool, prompt_tokens: int) -> None:
+        """`prompt_tokens`: of the prompts as given."""
+        kind, name = "text_completion", f"cmpl-{uuid.uuid4().hex}"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self._tokenizer, self._with_logprobs, self._prompt_tokens = tokenizer, with_logprobs, prompt_tokens
 
-    def body(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
-        """The object to send; without `usage` if that is None."""
-        return self._head | {"choices": choices} | ({} if usage is None else {"usage": usage})
+    def body(self, choices: Sequence[tuple[int, Piece]], n_drawn: int | None = None) -> dict[str, Any]:
+        """The object to send: what is new in texts, by their indices; with token counts if `n_drawn` is given."""
+        body = self._head | {"choices": [self._choice(index, piece) for index, piece in choices]}
+        if n_drawn is not None:
+            total = self._prompt_tokens + n_drawn
+            counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": n_drawn, "total_tokens": total}
+            body["usage"] = counts
+        return body
 
-    def choice(
-        self, index: int, text: str, tokens: Sequence[Token], finish_reason: FinishReason | None
-    ) -> dict[str, Any]:
-        """One continuation, or what is new in it."""
-        logprobs = self._logprobs(tokens) if self._with_logprobs else None
-        reason = "stop" if finish_reason == "end_of_text" else finish_reason
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(piece.tokens) if self._with_logprobs else None
+        reason = "stop" if piece.finish_reason == "end_of_text" else piece.finish_reason
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         return {
@@ -44,15 +43,6 @@ class Answer:
             ],
             "text_offset": [token.offset for token in tokens],
         }
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Token counts: of the prompts as given, and of all tokens drawn."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
 
 
 def token_text(token_id: int, tokenizer: Tokenizer) -> str:

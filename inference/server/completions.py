@@ -17,8 +17,8 @@ from common.console import print_error
 from common.files import parse_json
 from common.settings import UserError, decode, nearest
 from data.tokenizer import Tokenizer
-from inference.completion import Completion, Piece, TextRequest
-from inference.server.answer import Answer, usage
+from inference.completion import Completion, Piece, TextRequest, joined
+from inference.server.answer import Answer
 from inference.server.config import ServeConfig
 from inference.server.errors import ApiError
 from inference.server.protocol import CompletionRequest, text_requests
@@ -53,13 +53,13 @@ async def complete(http: Request, served: Served) -> Response:
         texts = await run_in_threadpool(text_requests, request, served.tokenizer, served.limits, served.max_len)
     except UserError as error:
         raise ApiError(400, str(error)) from None
-    answer = Answer(served.name, served.tokenizer, request.logprobs is not None)
     n_prompt = sum(len(text.ids) - text.prompt_start for text in texts[:: request.n])
+    answer = Answer(served.name, served.tokenizer, request.logprobs is not None, n_prompt)
     pieces = continuations(texts, served, http)
     if not request.stream:
-        return JSONResponse(await whole(pieces, len(texts), answer, n_prompt))
+        return JSONResponse(await whole(pieces, len(texts), answer))
     first = await anext(pieces)  # an error before it still has a status
-    events = stream(first, pieces, answer, n_prompt if request.stream_options.include_usage else None)
+    events = stream(first, pieces, answer, request.stream_options.include_usage)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
@@ -142,38 +142,26 @@ def _leave(completions: Sequence[Completion]) -> None:
         completion.cancelled = True
 
 
-async def whole(
-    pieces: AsyncIterator[tuple[int, Piece]], n_texts: int, answer: Answer, n_prompt: int
-) -> dict[str, Any]:
+async def whole(pieces: AsyncIterator[tuple[int, Piece]], n_texts: int, answer: Answer) -> dict[str, Any]:
     """The whole answer as one object."""
     each: list[list[Piece]] = [[] for _ in range(n_texts)]
     async for index, piece in pieces:
         each[index].append(piece)
-    choices = [
-        answer.choice(
-            index,
-            "".join(piece.text for piece in those),
-            [token for piece in those for token in piece.tokens],
-            those[-1].finish_reason,
-        )
-        for index, those in enumerate(each)
-    ]
-    return answer.body(choices, usage(n_prompt, sum(those[-1].n_drawn for those in each)))
+    return answer.body(list(enumerate(map(joined, each))), sum(those[-1].n_drawn for those in each))
 
 
 async def stream(
-    first: tuple[int, Piece] | None, pieces: AsyncIterator[tuple[int, Piece]], answer: Answer, n_prompt: int | None
+    first: tuple[int, Piece] | None, pieces: AsyncIterator[tuple[int, Piece]], answer: Answer, include_usage: bool
 ) -> AsyncIterator[str]:
-    """The answer as server-sent events; the token counts come last, if `n_prompt` is given."""
-    n_tokens, item = 0, first
+    """The answer as server-sent events; the token counts come last, if they are asked for."""
+    n_drawn, item = 0, first
     try:
         while item:
-            index, piece = item
-            n_tokens += piece.n_drawn if piece.finish_reason else 0
-            yield _event(answer.body([answer.choice(index, piece.text, piece.tokens, piece.finish_reason)]))
+            n_drawn += item[1].n_drawn if item[1].finish_reason else 0
+            yield _event(answer.body([item]))
             item = await anext(pieces, None)
-        if n_prompt is not None:
-            yield _event(answer.body([], usage(n_prompt, n_tokens)))
+        if include_usage:
+            yield _event(answer.body([], n_drawn))
         yield "data: [DONE]\n\n"
     except ApiError as error:  # the status has been sent
         yield _event(error.body)
