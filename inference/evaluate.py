@@ -11,25 +11,22 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from common.settings import Settings, UserError
+from common.settings import UserError
 from data.documents import sets_between
 from data.loader import EvalBatches
 from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
-from inference.load import Loaded, load, open_dataset
+from inference.load import Loaded, ModelConfig, load, open_dataset
 from inference.long_context import bin_of_positions, context_losses, position_bins
 from trainer.distributed import World, join_world
 from trainer.losses import Loss, Sums, total, window_losses
-from trainer.runtime import DeviceConfig
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
 
 
-class EvaluateConfig(Settings, defaults="eval"):
+class EvaluateConfig(ModelConfig, defaults="eval"):
     """The settings of eval.py."""
 
-    checkpoint: Path
-    """A run directory (its newest checkpoint), or a checkpoint."""
     dataset_dir: Path | None
     """Dataset to evaluate on; null: the one the model was trained on."""
     split: Literal["train", "val"]
@@ -49,7 +46,6 @@ class EvaluateConfig(Settings, defaults="eval"):
     evenly over the split; null: all of it."""
     micro_batch: int = Field(ge=1)
     """Windows that go through the model at once."""
-    runtime: DeviceConfig
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     Raises:
         UserError: checkpoint and dataset do not match, or a length is longer than text or model allow.
     """
-    loaded = load(config.checkpoint, config.runtime)
+    loaded = load(config)
     checkpoint, gpt, tokenizer, _ = loaded
     dataset_dir = config.dataset_dir or checkpoint.state.dataset_dir
     manifest = open_dataset(dataset_dir, tokenizer)

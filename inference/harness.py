@@ -7,16 +7,13 @@ from typing import Any
 from pydantic import Field
 
 from common.console import say, show
-from common.settings import Settings, UserError, nearest
-from inference.load import load
-from trainer.runtime import DeviceConfig
+from common.settings import UserError, nearest
+from inference.load import ModelConfig, load
 
 
-class HarnessConfig(Settings, defaults="lm_eval"):
+class HarnessConfig(ModelConfig, defaults="lm_eval"):
     """The settings of scripts/lm_eval.py."""
 
-    checkpoint: Path
-    """A run directory (its newest checkpoint), or a checkpoint."""
     tasks: str
     """Names of the harness's tasks, groups or tags, separated by commas; * matches any characters."""
     include_path: Path | None
@@ -30,7 +27,6 @@ class HarnessConfig(Settings, defaults="lm_eval"):
     the harness does for other models. null: the model's learned positions, or no limit where it has none."""
     micro_batch: int = Field(ge=1)
     """Texts that go through the model at once."""
-    runtime: DeviceConfig
 
 
 def run_harness(config: HarnessConfig) -> None:
@@ -47,7 +43,7 @@ def run_harness(config: HarnessConfig) -> None:
 
     if config.include_path is not None and not config.include_path.is_dir():
         raise UserError(f"include_path={config.include_path} is not a folder: give the folder of your task files")
-    loaded = load(config.checkpoint, config.runtime)
+    loaded = load(config)
     max_len, wanted = loaded.gpt.config.max_len, config.max_length
     if max_len is not None and wanted is not None and wanted > max_len:
         raise UserError(f"max_length={wanted} is more than the model's {max_len} learned positions: lower it")

@@ -5,12 +5,20 @@ from typing import NamedTuple
 
 import torch
 
-from common.settings import UserError
+from common.settings import Settings, UserError
 from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import Checkpoint, load_model, open_model
 from trainer.runtime import DeviceConfig, Runtime, open_runtime
+
+
+class ModelConfig(Settings):
+    """Which model to load, and where it runs."""
+
+    checkpoint: Path
+    """A run directory (its newest checkpoint), or a checkpoint."""
+    runtime: DeviceConfig
 
 
 class Loaded(NamedTuple):
@@ -48,12 +56,12 @@ def open_dataset(dataset_dir: Path, tokenizer: Tokenizer) -> Manifest:
     return manifest
 
 
-def load(path: Path, config: DeviceConfig) -> Loaded:
-    """Load the checkpoint at `path` (or a run directory's newest), and choose a device and dtype.
+def load(config: ModelConfig) -> Loaded:
+    """Load a checkpoint's model, and choose a device and dtype.
 
     Raises:
         UserError: there is no such checkpoint, it is damaged, or there is no such device.
     """
-    runtime = open_runtime(config)
-    checkpoint = open_model(path)
+    runtime = open_runtime(config.runtime)
+    checkpoint = open_model(config.checkpoint)
     return Loaded(checkpoint, *load_model(checkpoint), runtime)

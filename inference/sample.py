@@ -15,16 +15,13 @@ from common.settings import UserError
 from inference.completion import Completion, TextRequest, stream
 from inference.conversation import Conversation, converse, say_rate
 from inference.engine import Engine
-from inference.load import Loaded, load
+from inference.load import Loaded, ModelConfig, load
 from inference.sampling import SamplingConfig
-from trainer.runtime import DeviceConfig
 
 
-class SampleConfig(SamplingConfig, defaults="sample"):
-    """The settings of sample.py: those of SamplingConfig, and these."""
+class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
+    """The settings of sample.py: those of SamplingConfig and ModelConfig, and these."""
 
-    checkpoint: Path
-    """A run directory (its newest checkpoint), or a checkpoint."""
     prompt: str
     """Text to continue; "-" reads it from standard input; empty: a text from its beginning."""
     prompt_file: Path | None
@@ -45,7 +42,6 @@ class SampleConfig(SamplingConfig, defaults="sample"):
     """Continuations that go through the model at once; they are printed in the order of the prompts."""
     output: Literal["text", "json"]
     """json: a line of JSON for each continuation."""
-    runtime: DeviceConfig
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -79,7 +75,7 @@ def run_sampling(config: SampleConfig) -> None:
     console.stderr = True
     try:
         prompts = _read_prompts(config)
-        loaded = load(config.checkpoint, config.runtime)
+        loaded = load(config)
         loaded.place(loaded.runtime.device, autocast=False)
         if config.interactive:
             _converse(loaded, prompts[0], config)

@@ -1,18 +1,13 @@
 """The settings of a server: the model, the address, and limits."""
 
-from pathlib import Path
-
 from pydantic import Field
 
-from common.settings import Settings
-from trainer.runtime import DeviceConfig
+from inference.load import ModelConfig
 
 
-class ServeConfig(Settings, defaults="serve"):
+class ServeConfig(ModelConfig, defaults="serve"):
     """The settings of scripts/serve.py."""
 
-    checkpoint: Path
-    """A run directory (its newest checkpoint), or a checkpoint."""
     host: str
     """Address to listen at; 127.0.0.1: only programs on this machine can reach it."""
     port: int = Field(ge=0, le=65535)
@@ -25,4 +20,3 @@ class ServeConfig(Settings, defaults="serve"):
     """Longest prompt."""
     max_tokens: int = Field(ge=1)
     """Longest continuation."""
-    runtime: DeviceConfig

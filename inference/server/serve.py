@@ -26,7 +26,7 @@ def serve(config: ServeConfig) -> None:
     Raises:
         UserError: there is no such checkpoint, or the address is not available.
     """
-    loaded = load(config.checkpoint, config.runtime)
+    loaded = load(config)
     gpt = loaded.place(loaded.runtime.device, autocast=False)
     engine = Engine(gpt, loaded.tokenizer.n_vocab, config.max_streams, interleave=True)
     worker = Worker(engine, config.max_queue)

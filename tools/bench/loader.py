@@ -23,10 +23,21 @@ WARM_UP = 2  # steps that are not timed where batches are read ahead: nothing is
 
 @benchmark("loader: {batch_tokens:,} tokens a step, in sequences of {seq_len:,}; wait share: of the time")
 def bench(options: Any) -> Row:
-    """Measure and print a table."""
+    """Measure the loader alone, under a dummy model and under a real one."""
     dataset_dir = options.dataset_dir or random_dataset(options.out / f"random-{options.tokens}", options.tokens)
     batches = open_batches(dataset_dir, options)
-    rows = [{"what": "loader alone"} | alone(batches, options), {"what": "dummy model"} | dummy(batches, options)]
+    tokens, x = batches.batch_size * options.seq_len, torch.zeros(8)
+    steps = map(batches.batch, itertools.count())
+    rows = [{"what": "loader alone"} | take_steps(lambda: next(steps), tokens, options.seconds)]
+    with Prefetch(map(batches.batch, itertools.count())) as ahead:
+
+        def dummy_step() -> None:
+            next(ahead)
+            ready = time.perf_counter() + tokens / options.rate
+            while time.perf_counter() < ready:
+                x.add_(1)
+
+        rows.append({"what": "dummy model"} | take_steps(dummy_step, tokens, options.seconds, ahead=ahead))
     if options.model_steps:
         rows.append({"what": options.model} | real(dataset_dir, options))
     return {"rows": rows}
@@ -58,26 +69,6 @@ def open_batches(dataset_dir: Path, options: Any) -> TrainBatches:
         batches.mixture = open_mixture(dataset_dir, manifest, options.mixture, options.seq_len, seed=1)
         say(f"assigned {batches.n_windows:,} windows to their sets in {time.perf_counter() - started:.1f} s")
     return batches
-
-
-def alone(batches: TrainBatches, options: Any) -> Row:
-    """Read as fast as one thread can."""
-    steps = map(batches.batch, itertools.count())
-    return take_steps(lambda: next(steps), batches.batch_size * options.seq_len, options.seconds)
-
-
-def dummy(batches: TrainBatches, options: Any) -> Row:
-    """Read ahead of a model that takes `rate` tokens per second."""
-    tokens, x = batches.batch_size * options.seq_len, torch.zeros(8)
-    with Prefetch(map(batches.batch, itertools.count())) as ahead:
-
-        def step() -> None:
-            next(ahead)
-            ready = time.perf_counter() + tokens / options.rate
-            while time.perf_counter() < ready:
-                x.add_(1)
-
-        return take_steps(step, tokens, options.seconds, ahead=ahead)
 
 
 def real(dataset_dir: Path, options: Any) -> Row:
