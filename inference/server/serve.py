@@ -18,6 +18,7 @@ from inference.server.config import ServeConfig
 from inference.server.worker import Worker
 
 _SECONDS_TO_FINISH = 5
+_SECONDS_FOR_THE_LAST_TURN = 30.0
 
 
 def serve(config: ServeConfig) -> None:
@@ -34,7 +35,8 @@ def serve(config: ServeConfig) -> None:
     with listen(config.host, config.port) as listener:
         served = Served(name, worker, loaded.tokenizer, config, gpt.config.max_len, _names(config.host))
         app = create_app(served)
-        url = _url(config.host, listener.getsockname()[1])
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        url = f"http://{host}:{listener.getsockname()[1]}"
         say(f"{name} is served at {url} (the page) and {url}/v1 (OpenAI's API); Ctrl-C stops")
         # h11, so that every machine uses the same parser; no log_config, because Hydra has configured logging
         settings = uvicorn.Config(
@@ -42,7 +44,7 @@ def serve(config: ServeConfig) -> None:
         )
         worker.start()
         _Server(settings, worker).run(sockets=[listener])
-        worker.join()
+        worker.join(_SECONDS_FOR_THE_LAST_TURN)
     say("stopped")
 
 
@@ -96,7 +98,3 @@ def _names(host: str) -> frozenset[str] | None:
     except ValueError:
         is_local = host == "localhost"
     return frozenset({"localhost", "127.0.0.1", "::1", host}) if is_local else None
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

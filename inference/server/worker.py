@@ -7,34 +7,24 @@ from inference.completion import Completion
 from inference.engine import Engine
 from inference.server.errors import ApiError
 
-_SECONDS_TO_STOP = 30.0
 
-
-class Worker:
+class Worker(threading.Thread):
     """Runs an engine's turns while it has texts. Call `start` first, and `stop` and `join` at the end."""
 
     def __init__(self, engine: Engine, max_queue: int) -> None:
         """`max_queue`: most texts that wait for a place in the engine."""
+        super().__init__(name="engine", daemon=True)
         self.engine, self.max_texts = engine, engine.max_streams + max_queue
         self._changed = threading.Condition()  # guards these three
         self._new: list[Completion] = []
         self._load = (0, 0)
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def stop(self) -> None:
         """End all texts with an error, and accept no more."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
-
-    def join(self) -> None:
-        """Wait until the current turn is done."""
-        self._thread.join(_SECONDS_TO_STOP)
 
     def submit(self, completions: Sequence[Completion]) -> None:
         """Accept all of these texts or none.
@@ -70,7 +60,8 @@ class Worker:
         with self._changed:
             self._load = self.engine.n_admitted, len(self.engine.waiting)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run turns until `stop` is called."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or sum(self.load))

@@ -76,7 +76,10 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     place = find_place(config)
     with torch.device("meta"):
         gpt = GPT(config.model)
-    most = largest_micro_batch(gpt, config, place)
+    most = None  # unknown; 0: not even one sequence fits
+    if place.memory is not None:
+        room = place.memory * (1 - SPARE)
+        most = largest(lambda size: memory_of(gpt, config, place, size).peak <= room, config.share)
     wanted = config.runtime.micro_batch
     micro_batch = min(most or 1 if wanted == "auto" else wanted, config.share)
     memory = memory_of(gpt, config, place, micro_batch)
@@ -128,14 +131,6 @@ def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> M
     """The memory that a device needs with micro-batches of this size."""
     fsdp = config.runtime.strategy == "fsdp"
     return step_memory(gpt, micro_batch, config.seq_len, place.runtime, config.n_device, fsdp)
-
-
-def largest_micro_batch(gpt: GPT, config: PlanConfig, place: Place) -> int | None:
-    """The most sequences that fit, up to a device's share of the batch; 0: none fits; None: memory unknown."""
-    if place.memory is None:
-        return None
-    room = place.memory * (1 - SPARE)
-    return largest(lambda size: memory_of(gpt, config, place, size).peak <= room, config.share)
 
 
 def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> dict[str, Any]:

@@ -317,7 +317,7 @@ def test_an_engine_that_stops_tells_everyone(make_engine):
     worker.start()
     worker.stop()
     worker.join()
-    assert not worker._thread.is_alive()
+    assert not worker.is_alive()
     assert all(reader.news[-1].code == "stopping" for reader in readers)
     with pytest.raises(ApiError, match="stopping"):
         submit(worker)
