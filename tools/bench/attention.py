@@ -49,7 +49,7 @@ ROUNDS, SECONDS_OF_A_TURN = 5, 0.5
 
 @benchmark("medians; x: how many times as fast as the published formula, and as the fastest SDPA")
 def bench(options: Any) -> Row:
-    """Check, time, print and draw bench.png.
+    """Check, time and draw bench.png.
 
     Raises:
         UserError: there is no GPU, or an implementation is wrong.

@@ -11,7 +11,7 @@ from tools.bench.harness import Row, benchmark, open_run, prepare_dataset, timed
 
 @benchmark("checkpoints beside training: medians, without the first of each run")
 def bench(options: Any) -> Row:
-    """Measure and print a table."""
+    """Measure each run."""
     dataset_dir = options.out / "dataset"
     if not dataset_dir.exists():
         prepare_dataset(["data=stdlib", "tokenizer=bytes", f"out_dir={dataset_dir}"])

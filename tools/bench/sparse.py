@@ -28,7 +28,7 @@ ALLOWED = 1e-4  # rounding of float32: sums of 700 terms differ by about 700 x 2
 
 @benchmark("medians over the rounds, and the range of the ratios")
 def bench(options: Any) -> Row:
-    """Check, measure and print a table."""
+    """Check every pattern, then measure all of them at each length."""
     contenders: dict[str, Operator] = {DENSE: partial(scaled_dot_product_attention, is_causal=True)}
     for name, patterns in PATTERNS.items():
         heads = [patterns[h % len(patterns)] for h in range(options.heads)] if len(patterns) > 1 else patterns

@@ -24,7 +24,7 @@ CONTROL = "gpt2_124m"
 
 @benchmark("training steps of {batch} x {seq_len} tokens; x: ratio to the control")
 def bench(options: Any) -> Row:
-    """Measure and print a table."""
+    """Measure the models in turns, the control first."""
     names = dict.fromkeys([CONTROL, *options.models])
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # glibc reads it when a process starts
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
