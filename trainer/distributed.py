@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import console, errors
+from common.console import console, print_error
 from common.exits import AGAIN
 from common.settings import UserError
-from trainer.watchdog import Watchdog
+from trainer.watchdog import Verdict, Watchdog
 
 Strategy = Literal["ddp", "fsdp"]
 
@@ -77,9 +77,7 @@ class World:
             error: the error that ends this process. If the process itself failed, the others are notified now.
         """
         if self.watchdog is not None:
-            if error is not None and _is_own(error):
-                self.watchdog.report_failure()
-            self.watchdog.leave()
+            self.watchdog.end(failed=error is not None and _is_own(error))
 
     def wrap(self, module: nn.Module, strategy: Strategy = "ddp") -> nn.Module:
         """Move the module to this process's device, and average its gradients over all processes.
@@ -158,7 +156,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
     rank, size = _read_environment()
     device = _own_device(device)
     console.quiet = rank != 0
-    watchdog, lost = None, False
+    watchdog = None
     try:
         # Longer than the watchdog needs, because it knows which process the others wait for.
         timeout = timedelta(seconds=1800 if hang_seconds is None else 2 * hang_seconds + min(10 * hang_seconds, 60))
@@ -173,38 +171,32 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
             watchdog = Watchdog(own, rank, size, hang_seconds, group._get_sequence_number_for_group, hosts_store)
         yield World(device, rank, size, watchdog)
     except BaseException as error:
-        lost = _is_lost_peer(error)
-        if watchdog is not None and _is_own(error):
-            watchdog.report_failure()
+        verdict = None if watchdog is None else watchdog.end(failed=_is_own(error))
         _forget_frames(error)  # they hold the module: see below
-        if not lost:
+        if not _is_lost_peer(error):
             raise
-        raise SystemExit(_explain_loss(rank, error, watchdog)) from None
+        raise SystemExit(_explain_loss(rank, error, verdict)) from None
     finally:
         # DDP's reducer must be gone before the group. If it held the last reference to the group, it would join gloo's
         # threads while it holds the interpreter's lock, and one of them may need that lock to release a tensor.
         # And its connections would stay open: the others would not notice that this process is gone.
         gc.collect()
         if watchdog is not None:
-            watchdog.stop(finished=not lost)
+            watchdog.end()
         if dist.is_initialized():
             dist.destroy_process_group()
         if watchdog is not None:
-            watchdog.keep_store()
+            watchdog.let_others_read()
 
 
-def _explain_loss(rank: int, error: BaseException, watchdog: Watchdog | None) -> int:
+def _explain_loss(rank: int, error: BaseException, verdict: Verdict | None) -> int:
     """Print one line that says why another process cannot be reached; returns the exit status."""
-    if watchdog is not None and watchdog.ask() is not None:
-        if watchdog.failure is None:  # the watchdog says which process hangs
-            return AGAIN
-        line, status = watchdog.failure, 1
-    else:
+    if verdict is None:
         why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no file, no advice
-        line = f"error: rank {rank} lost contact with another process ({why}): start the same command again"
-        status = AGAIN
-    errors.print(line, markup=False, style="red")
-    return status
+        print_error(f"rank {rank} lost contact with another process ({why}): start the same command again")
+    elif verdict.failed:
+        print_error(f"process {rank} stops: {verdict.line}")
+    return 1 if verdict and verdict.failed else AGAIN  # the watchdog says which process hangs
 
 
 def _read_environment() -> tuple[int, int]:
