@@ -24,7 +24,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
@@ -66,7 +66,7 @@ class Plan(Strict):
 
 
 class Part(Strict):
-    """What a part holds beside its documents."""
+    """What a part holds beside its documents, which its file has."""
 
     input: str
     """Where its last item stands in the input; the next part begins after it."""
@@ -78,26 +78,20 @@ class Part(Strict):
     """Items that are no documents, by reason."""
     first: dict[str, str]
     """Where each reason was met first."""
-
-
-class StoredPart(NamedTuple):
-    """A part and its file."""
-
-    path: Path
-    info: Part
+    _path: Path
 
     @property
     def position(self) -> Position:
         """Where its last item stands in the input."""
-        return Position(self.info.input, self.info.number)
+        return Position(self.input, self.number)
 
     def entries(self) -> np.ndarray:
         """Read its entries: ENTRY (documents,). Raises UserError if they are damaged."""
-        return _read(self.path, "entries")
+        return _read(self._path, "entries")
 
     def ids(self) -> np.ndarray:
         """Read its token ids. Raises UserError if they are damaged."""
-        return _read(self.path, "ids")
+        return _read(self._path, "ids")
 
 
 def changes_between(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -183,14 +177,18 @@ def _read(path: Path, name: str) -> np.ndarray:
         raise damaged(path.parent, f"{path.name}: {error}") from None
 
 
-def read_parts(folder: Path) -> list[StoredPart]:
+def read_parts(folder: Path) -> list[Part]:
     """Read the parts of a folder in order, without their documents.
 
     Raises:
         UserError: a file is missing or damaged.
     """
-    paths = [_path(folder, number) for number in range(len(list(folder.glob("part-*.npz"))))]
-    return [StoredPart(path, decode(Part, json.loads(_read(path, "info").tobytes()))) for path in paths]
+    parts = []
+    for number in range(len(list(folder.glob("part-*.npz")))):
+        part = decode(Part, json.loads(_read(_path(folder, number), "info").tobytes()))
+        part._path = _path(folder, number)
+        parts.append(part)
+    return parts
 
 
 def write_part(folder: Path, number: int, batches: Iterator[Batch]) -> bool:

@@ -225,7 +225,7 @@ def test_a_task_takes_its_own_row_of_files(make, files, tmp_path):
     for i in range(3):
         make("parts", num_tasks=3, task_index=i)
         folder = tmp_path / "parts" / f"task-{i:05}-of-00003"
-        names += [name for part in read_parts(folder) for name in part.info.inputs]
+        names += [name for part in read_parts(folder) for name in part.inputs]
     assert names == sorted(names)
     assert len(names) == 6
 
@@ -288,7 +288,7 @@ def test_a_flipped_byte_of_a_part_is_an_error_or_changes_nothing(tmp_path):
 
     def read():
         (part,) = read_parts(tmp_path)
-        return part.info, part.entries().tobytes(), part.ids().tobytes()
+        return part.model_dump(), part.entries().tobytes(), part.ids().tobytes()
 
     whole, refused = read(), 0
     for place in range(len(content)):
