@@ -79,9 +79,7 @@ def explain(error: BaseException) -> str:
             return f"cannot read the option {cause.override}: write KEY=VALUE, and a text as 'KEY=\"...\"'"
         if isinstance(cause, UnsupportedInterpolationType):
             resolver = str(cause.msg).splitlines()[0].rpartition(" ")[2]
-            return (
-                f"{cause.full_key}: ${{{resolver}:...}} is not available: write the value itself, in a shell as $NAME"
-            )
+            return f"{cause.full_key}: ${{{resolver}:...}} is not available: write the value, in a shell as $NAME"
         if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
             key, every = str(cause.full_key), _keys(OmegaConf.to_container(cause.parent_node._get_root()))
             keys = [other for other in every if (other.split(".")[0] == "hydra") == key.startswith("hydra.")]

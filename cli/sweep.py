@@ -84,10 +84,8 @@ def run_sweep(
         sys.argv[1:] = ["-m", *(str(option.input_line) for option in swept.values()), *for_hydra, *for_plugins]
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
     except AlreadyReportedError:
-        raise UserError(
-            "some jobs of the sweep failed (see above). Fix the cause and run the same command again: "
-            "finished jobs are skipped"
-        ) from None
+        again = "Fix the cause and run the same command again: finished jobs are skipped"
+        raise UserError(f"some jobs of the sweep failed (see above). {again}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
 

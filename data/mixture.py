@@ -64,10 +64,8 @@ class Mixture:
         sizes = dict(zip(set_names, counts.tolist(), strict=True))
         for name, weight in weights.items():
             if weight and not sizes[name]:
-                raise UserError(
-                    f"data.mixture gives {name!r} the weight {weight:g}, but no window consists mostly of it: "
-                    "lower seq_len, or leave it out"
-                )
+                given = f"data.mixture gives {name!r} the weight {weight:g}"
+                raise UserError(f"{given}, but no window consists mostly of it: lower seq_len, or leave it out")
         amounts = [Fraction(str(float(weights.get(name, 1)))) * size for name, size in sizes.items()]
         if not any(amounts):
             raise UserError("data.mixture leaves nothing to train on: give at least one set a weight above 0")

@@ -141,10 +141,9 @@ class Manifest(Strict):
                 raise ValueError(f"set {unknown[0]!r} of {name} is not in set_names")
             counted = split.total
             for unit in ("tokens", "documents"):
-                if (in_shards := sum(getattr(shard, unit) for shard in split.shards)) != getattr(counted, unit):
-                    raise ValueError(
-                        f"{unit} of {name}: {getattr(counted, unit)} in its sets, {in_shards} in its shards"
-                    )
+                in_sets, in_shards = getattr(counted, unit), sum(getattr(shard, unit) for shard in split.shards)
+                if in_sets != in_shards:
+                    raise ValueError(f"{unit} of {name}: {in_sets} in its sets, {in_shards} in its shards")
         return self
 
     @property

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -56,7 +56,7 @@ class Damaged(UserError):
 class Sums(Settings):
     """manifest.json."""
 
-    format_version: int
+    format_version: Literal[2] = FORMAT_VERSION
     sha256: dict[str, str]
     """The sum of every other file, by name."""
 
@@ -233,10 +233,8 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
     expected: Expected = {name: (value.shape, _FLOATS) for name, value in gpt.state_dict().items()}
     gpt.load_state_dict(checkpoint.tensors("model", expected), assign=True)
     if tokenizer.n_vocab > gpt.config.n_vocab:
-        raise UserError(
-            f"{checkpoint.path} has a tokenizer with {tokenizer.n_vocab} ids, but the model has only "
-            f"{gpt.config.n_vocab}: use another checkpoint"
-        )
+        ids = f"{tokenizer.n_vocab} ids, but the model has only {gpt.config.n_vocab}"
+        raise UserError(f"{checkpoint.path} has a tokenizer with {ids}: use another checkpoint")
     return gpt.requires_grad_(), tokenizer
 
 
@@ -281,7 +279,7 @@ def _write(folder: Path, tensors: Tensors, state: TrainState, tokenizer: Tokeniz
         _sync(file)
     save_tokenizer(tokenizer, folder / "tokenizer.json")
     write_json(folder / "state.json", state.model_dump(mode="json"))
-    sums = Sums(format_version=FORMAT_VERSION, sha256={name: sha256_file(folder / name) for name in _FILES})
+    sums = Sums(sha256={name: sha256_file(folder / name) for name in _FILES})
     write_json(folder / "manifest.json", sums.model_dump())
 
 
@@ -359,24 +357,9 @@ def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lamb
 
 def _sums(path: Path) -> dict[str, str]:
     try:
-        manifest = decode(Sums, read_json(path / "manifest.json", limit=2**16))
+        sums = decode(Sums, read_json(path / "manifest.json", limit=2**16)).sha256
+        if set(sums) != set(_FILES):
+            raise UserError(f"it must list {', '.join(_FILES)}")
     except UserError as error:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
-    if manifest.format_version != FORMAT_VERSION:
-        message = f"{path} has format version {manifest.format_version}; this program reads {FORMAT_VERSION}"
-        if manifest.format_version == _version_of_state(path):  # not damage, but another program's
-            raise UserError(f"{message}: use another run_dir")
-        raise Damaged(message)
-    sums = manifest.sha256
-    if set(sums) != set(_FILES):
-        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
     return sums
-
-
-def _version_of_state(path: Path) -> Any:
-    """The version in state.json, to tell another version from a damaged manifest."""
-    try:
-        state = read_json(path / "state.json", limit=_LARGEST_STATE)
-    except UserError:
-        return None
-    return state.get("format_version") if isinstance(state, dict) else None

@@ -78,9 +78,7 @@ class TrainConfig(Settings, defaults="train"):
     def _parts_fit(self) -> "TrainConfig":
         if self.batch_tokens % self.seq_len:
             near = (self.batch_tokens // self.seq_len or 1) * self.seq_len
-            raise ValueError(
-                f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}: use {near}, for example"
-            )
+            raise ValueError(f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}: use {near}")
         if self.run_dir == Path():
             raise ValueError("run_dir is empty: give the folder of the run, such as run_dir=runs/demo")
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
@@ -94,7 +92,6 @@ class TrainConfig(Settings, defaults="train"):
         if self.data.document_reset:
             self.model.check_documents()
         if self.schedule.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"schedule.warmup_steps={self.schedule.warmup_steps} is more than max_steps={self.max_steps}: lower it"
-            )
+            warmup = f"schedule.warmup_steps={self.schedule.warmup_steps}"
+            raise ValueError(f"{warmup} is more than max_steps={self.max_steps}: lower it")
         return self

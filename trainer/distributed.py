@@ -219,9 +219,7 @@ def _own_device(device: torch.device) -> torch.device:
     if there_are == 1:  # some launchers show each process only its own GPU
         index = 0
     if index >= there_are:
-        raise UserError(
-            f"LOCAL_RANK={index}, but torch sees {there_are} GPUs here: start one process for each GPU of a machine"
-        )
+        raise UserError(f"LOCAL_RANK={index}, but torch sees {there_are} GPUs here: start one process for each GPU")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -239,9 +237,8 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Whether the error means that another process is gone or cannot be reached."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
-    )
+    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    return lost or isinstance(error, dist.DistError)
 
 
 def _is_own(error: BaseException) -> bool:

@@ -56,13 +56,10 @@ def choose_micro_batch(
     chosen = largest(fits, _least(most, world))
     if any(module._compiled_call_impl is not None for module in loss_module.modules()):
         torch.compiler.reset()  # code compiled for many sizes is slower than code for one
-    place = f"the {room / 1e9:.1f} GB of {device_name(world.device)}"
+    how, place = "runtime.micro_batch=auto", f"the {room / 1e9:.1f} GB of {device_name(world.device)}"
     if chosen == 0:
-        raise UserError(
-            f"runtime.micro_batch=auto: not even one sequence of seq_len={seq_len} fits in {place}: "
-            "use a smaller model or a smaller seq_len"
-        )
-    say(f"runtime.micro_batch=auto: {chosen} of up to {share} sequences, in {place}")
+        raise UserError(f"{how}: not even one sequence fits in {place}: use a smaller model or a smaller {seq_len=}")
+    say(f"{how}: {chosen} of up to {share} sequences, in {place}")
     return chosen
 
 

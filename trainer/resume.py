@@ -54,9 +54,7 @@ def find_checkpoint(run_dir: Path, world: World) -> Path | None:
     path = checkpoint_path(run_dir, step)
     seen = world.gather(torch.tensor([float(path.is_dir())], device=world.device))
     if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
-        raise UserError(
-            f"process {', '.join(blind)} cannot see {path}: put run_dir on a file system that all machines share"
-        )
+        raise UserError(f"process {', '.join(blind)} cannot see {path}: put run_dir where all machines see it")
     return path
 
 

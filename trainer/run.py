@@ -58,9 +58,8 @@ class Run:
         train, val = (TokenStream(config.dataset_dir, self.manifest, split) for split in ("train", "val"))
         self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
         if config.data.mixture is not None:
-            self.batches.mixture = open_mixture(
-                config.dataset_dir, self.manifest, config.data.mixture, config.seq_len, config.seed
-            )
+            weights, seq_len = config.data.mixture, config.seq_len
+            self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
             say(f"sequences are drawn from {self.batches.mixture}")
         self._ahead: Prefetch[MicroBatches] | None = None
         n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
@@ -75,9 +74,7 @@ class Run:
         checkpoint = find_checkpoint(config.run_dir, world)
         self.resumed = checkpoint is not None
         if self.resumed and config.resume == "never":
-            raise UserError(
-                f"run_dir={config.run_dir} holds a run, and resume=never: choose another run_dir, or resume=auto"
-            )
+            raise UserError(f"run_dir={config.run_dir} holds a run: choose another run_dir, or resume=auto")
         torch.manual_seed(config.seed)
         eot_id = config.data.reset_at(self.tokenizer.eot_id)
         self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
@@ -140,10 +137,8 @@ class Run:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            raise UserError(
-                f"out of memory in step {self.step + 1} with micro-batches of {self.micro_batch} sequences: "
-                "lower runtime.micro_batch"
-            ) from error
+            where = f"step {self.step + 1} with micro-batches of {self.micro_batch} sequences"
+            raise UserError(f"out of memory in {where}: lower runtime.micro_batch") from error
         tokens, seconds = self._since
         self._since = (tokens + self.config.batch_tokens, seconds + time.perf_counter() - started)
         return line
@@ -374,9 +369,7 @@ class Run:
 
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:
     if tokenizer.sha256 != manifest.tokenizer.sha256:
-        raise UserError(
-            f"{config.dataset_dir / TOKENIZER} is not the tokenizer named in manifest.json: prepare the data again"
-        )
+        raise UserError(f"{config.dataset_dir / TOKENIZER} is not the manifest's tokenizer: prepare the data again")
     if tokenizer.n_vocab > config.model.n_vocab:
         raise UserError(
             f"dataset_dir={config.dataset_dir} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids, "

@@ -52,10 +52,7 @@ class PrepareConfig(Settings, defaults="prepare"):
     @model_validator(mode="after")
     def _check_task(self) -> "PrepareConfig":
         if self.task_index >= self.num_tasks:
-            raise ValueError(
-                f"task_index={self.task_index} is out of range with num_tasks={self.num_tasks}: "
-                f"give one from 0 to {self.num_tasks - 1}"
-            )
+            raise ValueError(f"task_index={self.task_index} is out of range: give one from 0 to {self.num_tasks - 1}")
         return self
 
     def recorded(self) -> dict[str, Any]:

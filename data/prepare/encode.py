@@ -129,9 +129,8 @@ def _in_order(groups: Iterator[list[Raw]], source: Source, tokenizer: Tokenizer,
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise UserError(
-            f"a worker process was killed, perhaps because memory ran out: try workers={max(1, workers // 2)}"
-        ) from None
+        fewer = max(1, workers // 2)
+        raise UserError(f"a worker process was killed, perhaps because memory ran out: try workers={fewer}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -60,9 +60,8 @@ class Plan(Strict):
     def changes(self, now: "Plan") -> str:
         """Describe the settings that differ, for a message; empty if none does."""
         ranks = "sha256 of the tokenizer's ranks"
-        return changes_between(
-            {**self.prepared, ranks: self.tokenizer.sha256}, {**now.prepared, ranks: now.tokenizer.sha256}
-        )
+        before, after = ({**plan.prepared, ranks: plan.tokenizer.sha256} for plan in (self, now))
+        return changes_between(before, after)
 
 
 class Part(Strict):
@@ -142,10 +141,7 @@ def start(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """
     if (folder / PLAN).exists():
         if changes := read_plan(folder).changes(plan):
-            raise UserError(
-                f"{folder} was begun with {changes}: go on with what it was started with, "
-                f"or delete {folder} to start again"
-            )
+            raise UserError(f"{folder} was begun with {changes}: go on with the same, or delete it to start again")
         return
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()

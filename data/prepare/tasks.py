@@ -122,8 +122,7 @@ class SelectiveCopySource(TaskSource, defaults="data/selective_copy"):
     def _check_letters(self) -> "SelectiveCopySource":
         if self.n_letters > self.length:
             raise ValueError(
-                f"n_letters={self.n_letters} is more than the length={self.length} of the text that they are "
-                "scattered over: lower it"
+                f"n_letters={self.n_letters} is more than the length={self.length} of their text: lower it"
             )
         return self
 
