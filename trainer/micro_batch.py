@@ -120,9 +120,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     rooms = []
     if limit != resource.RLIM_INFINITY:
         rooms += [limit - int(line.split()[0]) * page for line in _lines(proc / "self" / "statm")]
-    for line in _lines(proc / "meminfo"):
-        if line.startswith("MemAvailable:"):
-            rooms.append(int(line.split()[1]) * 1024)
+    rooms += [int(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
     for line in _lines(proc / "self" / "cgroup"):
         if line.startswith("0::"):  # version 2 of control groups: "0::/a/b"
             here = cgroups / line[3:].strip("/")

@@ -1,14 +1,16 @@
 """A run in progress: its model, its data and its files, and what happens when a step goes wrong."""
 
 import contextlib
+import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.console import say, warn
 from common.settings import UserError
@@ -20,7 +22,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.guard import bad_steps_before, evidence_path, keep_evidence, why_bad
+from trainer.guard import bad_steps_before, keep_evidence, why_bad
 from trainer.losses import evaluate
 from trainer.memory import step_memory
 from trainer.metrics import MetricsLog, Tracker, read_metrics
@@ -40,7 +42,7 @@ class RollBack(Exception):
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"step {step}: {reason}")
-        self.step, self.reason = step, reason
+        self.skip = {step: reason}
 
 
 class Run:
@@ -80,8 +82,8 @@ class Run:
         self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
         seed_process(f"{config.seed} 0 {world.rank}")
         summed_loss = SummedLoss(self.gpt)
-        whole: list[nn.Module] = [summed_loss]
-        maybe_compile(self.gpt.blocks if config.runtime.strategy == "fsdp" else whole, config.runtime, world.device)
+        parts = self.gpt.blocks if config.runtime.strategy == "fsdp" else [summed_loss]
+        maybe_compile(parts, config.runtime, world.device)
         self.summed_loss = world.wrap(summed_loss, config.runtime.strategy)
         self.optimizer = config.optim.build(self.gpt)
         self.state = new_state(config, self.manifest)
@@ -214,27 +216,22 @@ class Run:
 
     def _keep_evidence(self, step: int, result: StepResult, lr: float) -> Path:
         world, config = self.world, self.config
-        losses = world.gather(result.own_loss)
-        bad_gradients = [
-            name
-            for name, p in self.gpt.named_parameters()
-            if p.grad is not None and not world.full(p.grad).isfinite().all()
-        ]
-        processes = [
-            {"sequences": sequences_of(rank, world.size, config.batch_size), "sum_of_losses": str(loss.item())}
-            for rank, loss in enumerate(losses)
-        ]
+        path = config.run_dir / "bad_steps" / f"step-{step:08}.json"
+        gradients = ((name, world.full(p.grad)) for name, p in self.gpt.named_parameters() if p.grad is not None)
         found = {
+            "step": step,
             "reason": result.refused,
             "loss": str(result.loss),
             "grad_norm": str(result.grad_norm),
             "lr": lr,
-            "processes": processes,
-            "gradients_not_finite": bad_gradients,
+            "processes": [
+                {"sequences": sequences_of(rank, world.size, config.batch_size), "sum_of_losses": str(loss.item())}
+                for rank, loss in enumerate(world.gather(result.own_loss))
+            ],
+            "gradients_not_finite": [name for name, gradient in gradients if not gradient.isfinite().all()],
         }
-        path = evidence_path(config.run_dir, step)
         if world.is_main:
-            keep_evidence(path, config.dataset_dir, self.manifest, self.batches, step, found)
+            keep_evidence(path, config.dataset_dir, self.manifest, self.batches, found)
         return path
 
     def roll_back(self, bad: RollBack) -> None:
@@ -245,9 +242,8 @@ class Run:
         path = find_checkpoint(self.config.run_dir, self.world)
         if path is None:
             raise UserError(f"{bad}; its checkpoints were deleted, so it cannot go back: use another run_dir")
-        later = self.state
+        passed_over = self.state.passed_over | bad.skip
         restored = restore(path, new_state(self.config, self.manifest), self.gpt, self.optimizer, self.world)
-        passed_over = {**later.passed_over, bad.step: bad.reason}
         self.state = restored.model_copy(update={"passed_over": passed_over})
         self._since = (0, 0.0)
         if self.world.is_main:
@@ -323,9 +319,7 @@ class Run:
             if wait:
                 self.saver.finish()
         else:  # with fsdp, the main process gathers the parts of all processes
-            for _, tensors in parts:
-                for _ in tensors:
-                    pass
+            deque(itertools.chain.from_iterable(tensors for _, tensors in parts), maxlen=0)
 
     def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.world.full(value)) for name, value in tensors.items())
@@ -338,12 +332,8 @@ class Run:
         if not self.world.is_main:
             yield
             return
-        dumped = config.model_dump(mode="json")
-        found = {
-            "micro_batch": self.micro_batch,
-            "n_params": self.gpt.n_params(),
-            "flops_per_token": self.gpt.flops_per_token(config.seq_len),
-        }
+        dumped, flops = config.model_dump(mode="json"), self.gpt.flops_per_token(config.seq_len)
+        found = {"micro_batch": self.micro_batch, "n_params": self.gpt.n_params(), "flops_per_token": flops}
         write_config(run_dir / "config.json", dumped, self.world, found, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
@@ -378,15 +368,13 @@ def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokeni
 
 
 def _check_split(config: TrainConfig, world: World) -> None:
+    given = f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences"
     if config.batch_size < world.size:
-        raise UserError(
-            f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences, fewer than {world.size} processes: "
-            "start fewer, or raise batch_tokens"
-        )
+        raise UserError(f"{given}, fewer than {world.size} processes: start fewer, or raise batch_tokens")
     if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
         raise UserError(
-            f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences, not divisible among {world.size} "
-            "processes, as runtime.strategy=fsdp needs: change one of them, or use runtime.strategy=ddp"
+            f"{given}, not divisible among {world.size} processes, as runtime.strategy=fsdp needs: change one of them, "
+            "or use runtime.strategy=ddp"
         )
 
 
