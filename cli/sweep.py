@@ -25,18 +25,15 @@ from cli.workers import among_others, let_workers_save, visible_gpus
 from common.console import print_error, say
 from common.settings import UserError
 
+Command = Callable[[dict[str, Any]], float | None]
+"""What a command does with a configuration; training returns the lowest validation loss."""
+
 
 class AlreadyReportedError(Exception):
     """A job of a sweep failed and has printed why."""
 
 
-def run_sweep(
-    config_name: str,
-    options: list[str],
-    config_dir: str | None,
-    run: Callable[[dict[str, Any]], float | None],
-    debug: bool,
-) -> None:
+def run_sweep(config_name: str, options: list[str], config_dir: str | None, run: Command, debug: bool) -> None:
     """Run a command once for every combination of values that Hydra's sweeper asks for.
 
     Raises:

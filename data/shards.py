@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from common.files import file_size, open_file, read_json, sha256_file, write_json
+from common.files import file_size, open_file, read_json, sha256_file
 from common.settings import Settings, UserError, decode
 
 FORMAT_VERSION = 2
@@ -177,11 +177,6 @@ def index_header(n_vocab: int) -> bytes:
 def token_dtype(n_vocab: int) -> np.dtype:
     """Return the smallest little-endian type that holds every id."""
     return np.dtype("<u2" if n_vocab <= 2**16 else "<u4")
-
-
-def write_manifest(dataset_dir: Path, manifest: Manifest) -> None:
-    """Write the manifest of a dataset."""
-    write_json(dataset_dir / MANIFEST, manifest.model_dump(mode="json"))
 
 
 def read_manifest(dataset_dir: Path) -> Manifest:

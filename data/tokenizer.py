@@ -158,9 +158,8 @@ def read_rank_file(path: Path) -> list[bytes]:
             token, rank = line.split()
             tokens[int(rank)] = base64.b64decode(token, validate=True)
         except ValueError:
-            raise UserError(
-                f"tokenizer.path={path} line {number} is not 'base64 rank': give a .tiktoken file"
-            ) from None
+            where = f"tokenizer.path={path} line {number}"
+            raise UserError(f"{where} is not 'base64 rank': give a .tiktoken file") from None
     missing = [rank for rank in range(len(lines)) if rank not in tokens]
     if missing:
         raise UserError(f"tokenizer.path={path} has {len(lines)} lines but no rank {missing[0]}: it is damaged")

@@ -164,8 +164,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         if size > 1:
             own = _connect(timedelta(seconds=hang_seconds or 60))
-            group: Any = dist.group.WORLD
-            watchdog = Watchdog(own, rank, size, hang_seconds, group._get_sequence_number_for_group, hosts_store)
+            watchdog = Watchdog(own, dist.group.WORLD, hang_seconds, hosts_store)
         yield World(device, rank, size, watchdog)
     except BaseException as error:
         verdict = None if watchdog is None else watchdog.end(failed=_is_own(error))

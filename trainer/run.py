@@ -76,7 +76,7 @@ class Run:
         checkpoint = find_checkpoint(config.run_dir, world)
         self.resumed = checkpoint is not None
         if self.resumed and config.resume == "never":
-            raise UserError(f"run_dir={config.run_dir} holds a run: choose another run_dir, or resume=auto")
+            raise UserError(f"run_dir={config.run_dir} holds a run, and resume=never: choose another, or resume=auto")
         torch.manual_seed(config.seed)
         eot_id = config.data.reset_at(self.tokenizer.eot_id)
         self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)

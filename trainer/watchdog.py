@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from common.exits import AGAIN
@@ -90,27 +89,19 @@ def judge(beats: list[Beat], now: float, hang_seconds: float) -> tuple[list[int]
 class Watchdog:
     """A thread that reports where this process is, and ends it when another process fails or the run hangs."""
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        hang_seconds: float | None,
-        collectives: Callable[[], int],
-        hosts_store: bool,
-    ) -> None:
+    def __init__(self, store: Any, group: Any, hang_seconds: float | None, hosts_store: bool) -> None:
         """Start watching.
 
         Args:
             store: a torch.distributed.Store that all processes share. It raises RuntimeError when it is gone.
+            group: the processes, a torch.distributed.ProcessGroup.
             hang_seconds: how long the main thread may stay at one place; None: forever.
-            collectives: returns how many collective operations this process has begun.
             hosts_store: whether the store ends with this process.
         """
         self.verdict: Verdict | None = None
         """Why all processes end, once this one knows."""
-        self._store, self._rank, self._size = store, rank, size
-        self._hang_seconds, self._collectives, self._hosts_store = hang_seconds or math.inf, collectives, hosts_store
+        self._store, self._group, self._rank = store, group, group.rank()
+        self._hang_seconds, self._hosts_store = hang_seconds or math.inf, hosts_store
         self._interval = min(self._hang_seconds / 16, 1.0)
         self._at = ("start", time.monotonic())
         self._end, self._failed = threading.Event(), False
@@ -155,14 +146,14 @@ class Watchdog:
 
     def _beat(self) -> None:
         place, since = self._at
-        seconds, begun = time.monotonic() - since, self._collectives()
+        seconds, begun = time.monotonic() - since, self._group._get_sequence_number_for_group()
         finished = self._end.is_set()
         beat = Beat(self._rank, socket.gethostname(), os.getpid(), time.time(), place, seconds, begun, finished)
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _look_around(self) -> None:
         """Read all processes' beats and, if some process keeps the others waiting, publish a verdict."""
-        keys = [f"beat/{rank}" for rank in range(self._size)]
+        keys = [f"beat/{rank}" for rank in range(self._group.size())]
         if self._store.check(keys):  # else some never started: the process group's own timeout is for them
             beats = [Beat(*json.loads(self._store.get(key))) for key in keys]
             if blamed := judge(beats, time.time(), self._hang_seconds):

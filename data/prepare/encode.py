@@ -113,9 +113,7 @@ def _groups(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
 def _in_order(groups: Iterator[list[Raw]], source: Source, tokenizer: Tokenizer, workers: int) -> Iterator[Batch]:
     """Encode groups in worker processes; the first groups and long items in this process."""
     spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
-    pool = ProcessPoolExecutor(
-        workers, spawn, _start_worker, (source, tokenizer)
-    )  # starts workers when they are needed
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (source, tokenizer))  # starts workers as needed
     pending: deque[Future[Batch]] = deque()
     try:
         for number, group in enumerate(groups):

@@ -10,23 +10,12 @@ from typing import Any, get_args
 import numpy as np
 
 from common.console import Track, say, show_table
-from common.files import sync_directory
+from common.files import sync_directory, write_json
 from common.settings import UserError
 from data.prepare.inspect import sets_table
 from data.prepare.parts import Part, Plan, changes_between, damaged, read_parts, remove
 from data.prepare.writer import ShardWriter
-from data.shards import (
-    MANIFEST,
-    MAX_SETS,
-    RECORD,
-    TOKENIZER,
-    Counts,
-    Manifest,
-    Split,
-    SplitName,
-    read_manifest,
-    write_manifest,
-)
+from data.shards import MANIFEST, MAX_SETS, RECORD, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest
 from data.tokenizer import load_tokenizer, save_tokenizer
 
 _SPLITS: tuple[SplitName, ...] = get_args(SplitName)
@@ -82,7 +71,7 @@ def join(folders: list[Path], plan: Plan, out_dir: Path) -> Manifest:
     joint = _Joint(directory, plan)
     joint.write(parts)
     manifest = joint.manifest()
-    write_manifest(directory, manifest)
+    write_json(directory / MANIFEST, manifest.model_dump(mode="json"))
     os.replace(directory, out_dir.resolve())
     sync_directory(out_dir.resolve().parent)
     remove(partial)

@@ -40,7 +40,7 @@ def find_tasks(parts_dir: Path) -> list[Path]:
     totals = sorted({int(match[2]) for match in found})
     if not totals:
         raise UserError(
-            f"{parts_dir} holds no parts task-00000-of-...: give the out_dir of prepare_data.py num_tasks=N"
+            f"{parts_dir} holds no task-00000-of-...: give the out_dir of scripts/prepare_data.py num_tasks=N"
         )
     if len(totals) > 1:
         raise UserError(f"{parts_dir} holds parts of num_tasks={totals[0]} and num_tasks={totals[1]}: delete one kind")

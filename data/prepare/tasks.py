@@ -121,9 +121,7 @@ class SelectiveCopySource(TaskSource, defaults="data/selective_copy"):
     @model_validator(mode="after")
     def _check_letters(self) -> "SelectiveCopySource":
         if self.n_letters > self.length:
-            raise ValueError(
-                f"n_letters={self.n_letters} is more than the length={self.length} of their text: lower it"
-            )
+            raise ValueError(f"n_letters={self.n_letters} is more than the length={self.length} of the text: lower it")
         return self
 
     @property

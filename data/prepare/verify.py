@@ -11,18 +11,7 @@ from common.console import Track
 from common.files import open_file
 from common.settings import UserError
 from data.documents import open_index, wrong_record
-from data.shards import (
-    MANIFEST,
-    TOKENIZER,
-    Counts,
-    Manifest,
-    Shard,
-    SplitName,
-    check_file,
-    check_sum,
-    damaged,
-    parse_manifest,
-)
+from data.shards import MANIFEST, TOKENIZER, Manifest, Shard, Split, check_file, check_sum, damaged, parse_manifest
 from data.tokenizer import load_tokenizer
 
 _IDS_AT_ONCE = 2**18  # so many fit into a core's cache
@@ -56,7 +45,7 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
                     else:
                         counts += checked
                     track.advance(_shard_bytes(manifest, shard))
-                problems += found or _wrong_counts(dataset_dir, manifest, name, units, counts)
+                problems += found or _wrong_counts(dataset_dir, manifest.set_names, name, split, units, counts)
     finally:
         pool.shutdown(cancel_futures=True)
     return problems
@@ -133,14 +122,14 @@ def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.nda
 
 
 def _wrong_counts(
-    dataset_dir: Path, manifest: Manifest, name: SplitName, units: tuple[str, ...], counts: np.ndarray
+    dataset_dir: Path, set_names: list[str], name: str, split: Split, units: tuple[str, ...], counts: np.ndarray
 ) -> list[str]:
     """Return the problems of the manifest's counts of a split; `counts` (sets, units) are those of the shards."""
     problems = []
-    for set_name, numbers in zip(manifest.set_names, counts.tolist(), strict=True):
-        stated = manifest.splits[name].sets.get(set_name, Counts(tokens=0, documents=0, utf8_bytes=0))
+    for set_name, numbers in zip(set_names, counts.tolist(), strict=True):
         for unit, number in zip(units, numbers, strict=False):
-            if (said := getattr(stated, unit)) != number:
-                text = f"set {set_name!r} of {name} has {number} {unit} in the shards, {said} in the manifest"
+            stated = getattr(split.sets.get(set_name), unit, 0)
+            if stated != number:
+                text = f"set {set_name!r} of {name} has {number} {unit} in the shards, {stated} in the manifest"
                 problems.append(str(damaged(dataset_dir / MANIFEST, text)))
     return problems

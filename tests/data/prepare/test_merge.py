@@ -162,7 +162,7 @@ def flip(path, at):
         (lambda part: (part / "tokenizer.json").write_text("{}"), r"is not a tokenizer"),
         (
             lambda part: (part / "finished").unlink(),
-            r"is missing or not finished: run the command that made the others, with task_index=0, to its end",
+            r"is missing or not finished \(1 of 3 are\): run the command that made the others with task_index=0",
         ),
     ],
 )
@@ -233,8 +233,8 @@ def test_a_task_takes_its_own_row_of_files(make, files, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_tasks": 3, "task_index": 3}, "task_index=3 is out of range with num_tasks=3: give one from 0 to 2"),
-        ({"task_index": 1}, "task_index=1 is out of range with num_tasks=1: give one from 0 to 0"),
+        ({"num_tasks": 3, "task_index": 3}, "task_index=3 is out of range: give one from 0 to 2"),
+        ({"task_index": 1}, "task_index=1 is out of range: give one from 0 to 0"),
         ({"num_tasks": 8}, "num_tasks=8 is more than the input's files, 7: use at most num_tasks=7"),
         ({"num_tasks": 2, "data": {"name": "pile"}}, "num_tasks=2 shares out files, data=pile has none"),
         ({"num_tasks": 0}, "num_tasks=0"),
