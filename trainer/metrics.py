@@ -202,10 +202,8 @@ class MetricsLog:
     def __init__(self, path: Path, resumed_at: int) -> None:
         """Open the log of a run that continues after step `resumed_at`, and drop later lines."""
         self._path = path
-        self._recent: list[bytes] = []  # lines since the last sync, which may still be lost
-        self._written = 0  # how many of them are in the file
         self._warned = False
-        self._lock = threading.Lock()  # guards everything above
+        self._lock = threading.Lock()  # guards everything here
         self._open(resumed_at)
 
     def _open(self, step: int) -> None:
@@ -214,14 +212,16 @@ class MetricsLog:
         if not new:
             _drop_later(self._path, step)
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._synced = self._end = os.fstat(self._file).st_size  # bytes on disk; bytes of whole lines
+        self._synced = os.fstat(self._file).st_size  # bytes on disk
+        self._recent = bytearray()  # lines since the last sync, which may still be lost
+        self._written = 0  # how many of their bytes are in the file
         if new:
             sync_directory(self._path.parent)
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line. Others can read it at once, or as soon as there is room."""
         with self._lock:
-            self._recent.append((json.dumps(line, allow_nan=False) + "\n").encode())
+            self._recent += (json.dumps(line, allow_nan=False) + "\n").encode()
             try:
                 self._write_recent()
             except OSError as error:
@@ -237,16 +237,16 @@ class MetricsLog:
         """
         with self._lock:
             self._write_recent()
-            count, end = len(self._recent), self._end
+            count = len(self._recent)
         try:
             os.fsync(self._file)
         except OSError as error:  # the system may have dropped what it could not write
             with self._lock:
-                self._end, self._written = self._synced, 0
+                self._written = 0
             raise self._with_path(error) from None
         with self._lock:
-            self._synced = end
-            self._recent, self._written = self._recent[count:], self._written - count
+            self._synced, self._written = self._synced + count, self._written - count
+            del self._recent[:count]
 
     def truncate(self, step: int) -> None:
         """Drop the lines later than `step`, because the run goes back to its checkpoint, which `sync` came before.
@@ -255,7 +255,6 @@ class MetricsLog:
             OSError: the file cannot be truncated, and the disk is not full.
         """
         os.close(self._file)
-        self._recent, self._written = [], 0
         self._open(step)
 
     def close(self) -> None:
@@ -272,14 +271,12 @@ class MetricsLog:
     def _write_recent(self) -> None:
         """Append the waiting lines in order. A line that cannot be written whole is not in the file."""
         try:
-            for line in self._recent[self._written :]:
-                done = 0
-                while done < len(line):  # a disk that is nearly full takes a part of a line, and then fails
-                    done += os.pwrite(self._file, line[done:], self._end + done)
-                self._written, self._end = self._written + 1, self._end + len(line)
+            while self._written < len(self._recent):  # a disk that is nearly full takes a part, and then fails
+                self._written += os.pwrite(self._file, self._recent[self._written :], self._synced + self._written)
         except OSError as error:
+            self._written = self._recent.rfind(b"\n", 0, self._written) + 1
             with contextlib.suppress(OSError):  # the next try overwrites what is left
-                os.ftruncate(self._file, self._end)
+                os.ftruncate(self._file, self._synced + self._written)
             raise self._with_path(error) from None
         self._warned = False
 
