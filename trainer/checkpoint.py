@@ -56,7 +56,7 @@ class Damaged(UserError):
 class Sums(Settings):
     """manifest.json."""
 
-    format_version: Literal[2] = FORMAT_VERSION
+    format_version: Literal[2]
     sha256: dict[str, str]
     """The sum of every other file, by name."""
 
@@ -279,7 +279,7 @@ def _write(folder: Path, tensors: Tensors, state: TrainState, tokenizer: Tokeniz
         _sync(file)
     save_tokenizer(tokenizer, folder / "tokenizer.json")
     write_json(folder / "state.json", state.model_dump(mode="json"))
-    sums = Sums(sha256={name: sha256_file(folder / name) for name in _FILES})
+    sums = Sums(format_version=FORMAT_VERSION, sha256={name: sha256_file(folder / name) for name in _FILES})
     write_json(folder / "manifest.json", sums.model_dump())
 
 
