@@ -201,10 +201,8 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
     """
     path = dataset_dir / MANIFEST
     if file_size(path) is None:
-        raise UserError(
-            f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: "
-            "give the folder that scripts/prepare_data.py made (its --help has examples)"
-        )
+        remedy = "give the folder that scripts/prepare_data.py made (its --help has examples)"
+        raise UserError(f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: {remedy}")
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:

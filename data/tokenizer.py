@@ -211,8 +211,7 @@ def _download_gpt2() -> list[bytes]:
     try:
         encoding: Any = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # no network, or a wrong file
-        raise UserError(
-            f"GPT-2's vocabulary cannot be downloaded ({type(error).__name__}): give a local rank file with "
-            "tokenizer.path=FILE, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has it"
-        ) from None
+        remedy = "tokenizer.path=FILE, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has it"
+        what = f"GPT-2's vocabulary cannot be downloaded ({type(error).__name__})"
+        raise UserError(f"{what}: give a local rank file with {remedy}") from None
     return [encoding.decode_single_token_bytes(rank) for rank in range(encoding.n_vocab - 1)]

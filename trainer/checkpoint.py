@@ -166,10 +166,8 @@ def newest_whole(
         else:
             return path
     if paths:
-        raise UserError(
-            f"none of the {len(paths)} checkpoints in {checkpoints_dir(run_dir)} is whole: restore one from a copy, "
-            "or use another run_dir; nothing was changed"
-        )
+        what = f"none of the {len(paths)} checkpoints in {checkpoints_dir(run_dir)} is whole"
+        raise UserError(f"{what}: restore one from a copy, or use another run_dir; nothing was changed")
     return None
 
 

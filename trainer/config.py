@@ -82,10 +82,8 @@ class TrainConfig(Settings, defaults="train"):
         if self.run_dir == Path():
             raise ValueError("run_dir is empty: give the folder of the run, such as run_dir=runs/demo")
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
-            raise ValueError(
-                f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model: "
-                f"use at most that, or set model.position.max_len"
-            )
+            what = f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model"
+            raise ValueError(f"{what}: use at most that, or set model.position.max_len")
         n_global = max(getattr(layer, "n_global", 0) for layer in self.model.layers)
         if n_global > self.seq_len:
             raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import console, print_error
@@ -95,10 +95,8 @@ class World:
             module.to(self.device)
             return DistributedDataParallel(module) if self.size > 1 else module
         if not dist.is_initialized():
-            raise UserError(
-                "runtime.strategy=fsdp shares the model among several processes: start them with "
-                "torchrun --standalone --nproc_per_node=2 instead of python, or use runtime.strategy=ddp"
-            )
+            start = "start them with torchrun --standalone --nproc_per_node=2 instead of python"
+            raise UserError(f"runtime.strategy=fsdp needs several processes: {start}, or use runtime.strategy=ddp")
         gpt: Any = module.gpt
         mesh = init_device_mesh(self.device.type, (self.size,))
         for part in [*gpt.blocks, gpt]:
@@ -130,12 +128,8 @@ class World:
         """
         if not isinstance(param, DTensor) or full.shape != param.shape:
             return full.to(param.device)
-        parts = full.chunk(self.size)  # by rows, as fully_shard does; there may be fewer than processes
-        mine = parts[self.rank] if self.rank < len(parts) else full[:0]
-        local = mine.to(param.device, param.dtype, copy=True)  # a copy: a view would keep all of `full` in memory
-        return DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        full = full.to(param.device, param.dtype)
+        return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
 
 @contextlib.contextmanager
@@ -200,10 +194,8 @@ def _read_environment() -> tuple[int, int]:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if missing:
-        raise UserError(
-            f"{', '.join(needed)} must all be set for a run of several processes, and {', '.join(missing)} is not set: "
-            f"start with torchrun or scripts/slurm/train.sbatch, or set none of them for one process"
-        )
+        what = f"several processes need {', '.join(needed)}, and {', '.join(missing)} is not set"
+        raise UserError(f"{what}: start with torchrun or scripts/slurm/train.sbatch, or set none of them")
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 

@@ -37,10 +37,8 @@ def choose_micro_batch(
             for one that runs out of memory.
     """
     if any(hasattr(p, "to_local") for p in loss_module.parameters()):
-        raise UserError(
-            "runtime.micro_batch=auto does not work with runtime.strategy=fsdp, whose processes wait for each "
-            "other in every layer: give a number, such as runtime.micro_batch=1, or use runtime.strategy=ddp"
-        )
+        what = "runtime.micro_batch=auto does not work with runtime.strategy=fsdp, whose processes wait for each other"
+        raise UserError(f"{what}: give a number, such as runtime.micro_batch=1, or use runtime.strategy=ddp")
     if world.device.type == "cuda":
         room, most = torch.cuda.mem_get_info(world.device)[1], share
         spare = int(SPARE * room)

@@ -87,10 +87,8 @@ def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Opti
 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
     if before.dataset_fingerprint != now.dataset_fingerprint:
-        raise UserError(
-            f"{path} was trained on {before.dataset_dir}, whose content is not that of "
-            f"dataset_dir={now.dataset_dir}: use that dataset, or another run_dir"
-        )
+        what = f"{path} was trained on {before.dataset_dir}, whose content is not that of dataset_dir={now.dataset_dir}"
+        raise UserError(f"{what}: use that dataset, or another run_dir")
     changed = differences(before.model_dump(mode="json", include=_KEPT), now.model_dump(mode="json", include=_KEPT))
     if changed:
         listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())

@@ -180,10 +180,9 @@ class Run:
         policy = config.runtime.on_nonfinite
         if policy == "halt" or in_a_row > config.runtime.max_bad_steps:
             often = "" if policy == "halt" else f", after {in_a_row - 1} bad steps in a row"
-            raise UserError(
-                f"step {step}: {reason}{often}; the weights are unchanged, and {path} lists the data it read: "
-                f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
-            )
+            what = f"step {step}: {reason}{often}; the weights are unchanged, and {path} lists the data it read"
+            remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
+            raise UserError(f"{what}: {remedy}")
         if policy == "rollback":
             raise RollBack(step, reason)
         warn(f"skipping step {step}: {reason}; {path} lists the data it read")
@@ -338,10 +337,8 @@ class Run:
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
         self.saver = Saver(run_dir, self.tokenizer, config.checkpoint, self.log)
-        say(
-            f"{self.gpt.n_params():,} parameters, {config.batch_size} x {config.seq_len} tokens a step, "
-            f"{config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens"
-        )
+        batch = f"{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
+        say(f"{self.gpt.n_params():,} parameters, {batch}, {config.max_steps * config.batch_tokens:,} tokens")
         try:
             yield
             self.world.leave()  # the others do not wait for the last save
@@ -361,10 +358,9 @@ def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokeni
     if tokenizer.sha256 != manifest.tokenizer.sha256:
         raise UserError(f"{config.dataset_dir / TOKENIZER} is not the manifest's tokenizer: prepare the data again")
     if tokenizer.n_vocab > config.model.n_vocab:
-        raise UserError(
-            f"dataset_dir={config.dataset_dir} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids, "
-            f"and model.n_vocab={config.model.n_vocab}: set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
-        )
+        what = f"dataset_dir={config.dataset_dir} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids"
+        remedy = f"set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
+        raise UserError(f"{what}, and model.n_vocab={config.model.n_vocab}: {remedy}")
 
 
 def _check_split(config: TrainConfig, world: World) -> None:
@@ -372,10 +368,8 @@ def _check_split(config: TrainConfig, world: World) -> None:
     if config.batch_size < world.size:
         raise UserError(f"{given}, fewer than {world.size} processes: start fewer, or raise batch_tokens")
     if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
-        raise UserError(
-            f"{given}, not divisible among {world.size} processes, as runtime.strategy=fsdp needs: change one of them, "
-            "or use runtime.strategy=ddp"
-        )
+        needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
+        raise UserError(f"{given}, not {needed}: change one of them, or use runtime.strategy=ddp")
 
 
 def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:

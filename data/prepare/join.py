@@ -158,11 +158,9 @@ class _Joint:
         if not all(documents):
             empty = _SPLITS[documents.index(0)]
             change = "larger" if empty == "val" else "smaller"
-            raise EmptySplit(
-                f"none of {sum(documents)} documents went to '{empty}' with "
-                f"val_fraction={self.plan.prepared['val_fraction']}: give a {change} val_fraction, "
-                "or add documents with other texts"
-            )
+            what = f"'{empty}' with val_fraction={self.plan.prepared['val_fraction']}"
+            remedy = f"give a {change} val_fraction, or add documents with other texts"
+            raise EmptySplit(f"none of {sum(documents)} documents went to {what}: {remedy}")
 
 
 def document_places(entries: np.ndarray) -> np.ndarray:

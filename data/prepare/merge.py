@@ -39,9 +39,7 @@ def find_tasks(parts_dir: Path) -> list[Path]:
     found = [match for path in parts_dir.glob("task-*") if (match := _PART_NAME.fullmatch(path.name))]
     totals = sorted({int(match[2]) for match in found})
     if not totals:
-        raise UserError(
-            f"{parts_dir} holds no task-00000-of-...: give the out_dir of scripts/prepare_data.py num_tasks=N"
-        )
+        raise UserError(f"{parts_dir} holds no task-00000-of-...: give the out_dir of prepare_data.py num_tasks=N")
     if len(totals) > 1:
         raise UserError(f"{parts_dir} holds parts of num_tasks={totals[0]} and num_tasks={totals[1]}: delete one kind")
     folders = [part_dir(parts_dir, i, totals[0]) for i in range(totals[0])]

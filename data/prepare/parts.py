@@ -118,10 +118,8 @@ def writing(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            raise UserError(
-                f"{folder} cannot be written ({os.strerror(error.errno)}): free some space on its disk and give the "
-                "same command again, it goes on from what is written"
-            ) from None
+            remedy = "free some space on its disk and give the same command again, it goes on from what is written"
+            raise UserError(f"{folder} cannot be written ({os.strerror(error.errno)}): {remedy}") from None
         finally:
             if not (folder / FINISHED).exists() and not any(folder.glob("part-*.npz")):
                 shutil.rmtree(folder, ignore_errors=True)

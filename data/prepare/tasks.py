@@ -68,10 +68,8 @@ class MqarSource(TaskSource, defaults="data/mqar"):
     @model_validator(mode="after")
     def _check_keys(self) -> "MqarSource":
         if self.n_pairs > (n_keys := len(_LETTERS) ** self.key_letters):
-            raise ValueError(
-                f"n_pairs={self.n_pairs} is more than the {n_keys:,} keys of key_letters={self.key_letters}: "
-                "use at most that, or more letters"
-            )
+            keys = f"the {n_keys:,} keys of key_letters={self.key_letters}"
+            raise ValueError(f"n_pairs={self.n_pairs} is more than {keys}: use at most that, or more letters")
         return self
 
     @property
