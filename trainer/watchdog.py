@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from common.exits import AGAIN
 
+_PATIENCE = 16
+"""Beats that a process lets pass before it acts: all processes may have been suspended, and go on one by one."""
 _ANSWER_SECONDS = 2.0
 """How long the store has to answer the main thread."""
 _KEEP_STORE_SECONDS = 3.0
@@ -26,8 +28,8 @@ class Beat(NamedTuple):
     """What a process reports about itself all the time."""
 
     rank: int
-    host: str
-    pid: int
+    who: str
+    """The process by rank, host and process id."""
     time: float
     """When it was sent, in seconds since 1970: if it is old, the process was stopped or its machine is gone."""
     place: str
@@ -37,16 +39,6 @@ class Beat(NamedTuple):
     collectives: int
     """How many collective operations it has begun. The others wait for the process that has begun the fewest."""
     finished: bool = False
-
-    @property
-    def who(self) -> str:
-        """The process by rank, host and process id."""
-        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
-
-    @property
-    def where(self) -> str:
-        """Its place, and for how long."""
-        return f"{self.seconds:.0f} s at '{self.place}'"
 
 
 class Verdict(NamedTuple):
@@ -83,7 +75,8 @@ def judge(beats: list[Beat], now: float, hang_seconds: float) -> tuple[list[int]
     else:
         places = " and ".join(sorted({f"'{beat.place}'" for beat in beats}))
         return [], f"all processes hang at {places}, none behind the others"
-    return [beat.rank for beat in blamed], "; ".join(f"{beat.who} {what.format(beat.where)}" for beat in blamed)
+    said = (f"{beat.who} " + what.format(f"{beat.seconds:.0f} s at '{beat.place}'") for beat in blamed)
+    return [beat.rank for beat in blamed], "; ".join(said)
 
 
 class Watchdog:
@@ -102,6 +95,7 @@ class Watchdog:
         """Why all processes end, once this one knows."""
         self._store, self._group, self._rank = store, group, group.rank()
         self._hang_seconds, self._hosts_store = hang_seconds or math.inf, hosts_store
+        self._who = f"rank {self._rank} (host {socket.gethostname()}, pid {os.getpid()})"
         self._interval = min(self._hang_seconds / 16, 1.0)
         self._at = ("start", time.monotonic())
         self._end, self._failed = threading.Event(), False
@@ -129,9 +123,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone; the process group has a timeout of its own
+            waited = 0
             while not self._end.wait(self._interval) and self._read_verdict() is None:
                 self._beat()
-                if self._seconds() > self._hang_seconds:
+                waited = waited + 1 if self._seconds() > self._hang_seconds else 0
+                if waited > _PATIENCE:
                     self._look_around()
             if self.verdict is not None:
                 self._obey(self.verdict)
@@ -147,8 +143,7 @@ class Watchdog:
     def _beat(self) -> None:
         place, since = self._at
         seconds, begun = time.monotonic() - since, self._group._get_sequence_number_for_group()
-        finished = self._end.is_set()
-        beat = Beat(self._rank, socket.gethostname(), os.getpid(), time.time(), place, seconds, begun, finished)
+        beat = Beat(self._rank, self._who, time.time(), place, seconds, begun, self._end.is_set())
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _look_around(self) -> None:
@@ -169,7 +164,7 @@ class Watchdog:
 
     def _obey(self, verdict: Verdict) -> None:
         """End this process. After a failure, wait as long as its main thread makes progress, or ends by itself."""
-        patience = 16 * self._interval
+        patience = _PATIENCE * self._interval
         while verdict.failed and not self._end.wait(patience):
             if self._seconds() > patience:
                 _print(f"error: process {self._rank} stops: {verdict.line}")
@@ -178,7 +173,7 @@ class Watchdog:
         if verdict.failed:
             return
         if self._rank in verdict.ranks or not verdict.ranks:
-            _print(f"rank {self._rank}, pid {os.getpid()}, makes no progress; its threads are at:")
+            _print(f"{self._who} makes no progress; its threads are at:")
             faulthandler.dump_traceback(file=2, all_threads=True)
         if self._rank == verdict.by:
             _print(f"error: {verdict.line}: start the same command again")

@@ -315,7 +315,7 @@ NOW = 1e9
 
 
 def beat(rank, collectives, seconds=60.0, where="step 3: loss", finished=False, sent=NOW - 1):
-    return Beat(rank, f"node{rank}", 100 + rank, sent, where, seconds, collectives, finished)
+    return Beat(rank, f"node{rank}", sent, where, seconds, collectives, finished)
 
 
 @pytest.mark.parametrize(
