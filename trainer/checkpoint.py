@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -61,7 +61,26 @@ class Sums(Settings):
     """The sum of every other file, by name."""
 
 
-class TrainState(Settings):
+class Kept(Settings):
+    """The settings that cannot change during a run: other values would mean other weights or other batches."""
+
+    model: GPTConfig
+    seed: int = Field(ge=0, lt=2**63)
+    """Seed of the initial weights and of the order of the data."""
+    seq_len: int = Field(ge=1, le=2**24)
+    """Tokens per training sequence."""
+    batch_tokens: int = Field(ge=1, le=2**48)
+    """Tokens per step: the global batch, over all processes and micro-batches."""
+    data: DataConfig = DataConfig(mixture=None, document_reset=False)
+
+    @model_validator(mode="after")
+    def _documents_fit(self) -> Self:
+        if self.data.document_reset:
+            self.model.check_documents()
+        return self
+
+
+class TrainState(Kept):
     """The state of a run besides its tensors."""
 
     format_version: Literal[2] = FORMAT_VERSION
@@ -85,19 +104,8 @@ class TrainState(Settings):
     """What the processes ran on."""
     run_id: str = Field(pattern=r"^[\w-]{1,64}$")
     """Name of the run for trackers; a resumed run keeps it."""
-    model: GPTConfig
-    seed: int = Field(ge=0, lt=2**63)
-    seq_len: int = Field(ge=1, le=2**24)
-    batch_tokens: int = Field(ge=1, le=2**48)
-    data: DataConfig = DataConfig(mixture=None, document_reset=False)
     dataset_dir: Path
     dataset_fingerprint: str
-
-    @model_validator(mode="after")
-    def _documents_fit(self) -> "TrainState":
-        if self.data.document_reset:
-            self.model.check_documents()
-        return self
 
 
 @dataclass(frozen=True)

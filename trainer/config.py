@@ -6,8 +6,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from common.settings import Settings
-from data.mixture import DataConfig
-from model.gpt import GPTConfig
+from trainer.checkpoint import Kept
 from trainer.metrics import TrackerConfig
 from trainer.optim import OptimConfig
 from trainer.runtime import RuntimeConfig
@@ -36,7 +35,7 @@ class EvalConfig(Settings, defaults="train:eval"):
     """Batches of batch_tokens to evaluate, spread evenly over the validation split; null: all of it."""
 
 
-class TrainConfig(Settings, defaults="train"):
+class TrainConfig(Kept, defaults="train"):
     """One training run."""
 
     run_dir: Path
@@ -45,18 +44,10 @@ class TrainConfig(Settings, defaults="train"):
     """A dataset made by scripts/prepare_data.py."""
     resume: Literal["auto", "never"]
     """auto: continue the run in run_dir if there is one; never: stop with an error instead."""
-    seed: int = Field(ge=0, lt=2**63)
-    """Seed of the initial weights and of the order of the data."""
-    seq_len: int = Field(ge=1, le=2**24)
-    """Tokens per training sequence."""
-    batch_tokens: int = Field(ge=1, le=2**48)
-    """Tokens per step: the global batch, over all processes and micro-batches."""
     max_steps: int = Field(ge=1, lt=10**18)
     """Number of steps of the run, which the schedule spans."""
     stop_at: int | None = Field(ge=1)
     """Save and stop after this step, without changing the schedule or an extra evaluation; null: at max_steps."""
-    data: DataConfig
-    model: GPTConfig
     optim: OptimConfig
     schedule: ScheduleConfig
     runtime: RuntimeConfig
@@ -87,8 +78,6 @@ class TrainConfig(Settings, defaults="train"):
         n_global = max(getattr(layer, "n_global", 0) for layer in self.model.layers)
         if n_global > self.seq_len:
             raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")
-        if self.data.document_reset:
-            self.model.check_documents()
         if self.schedule.warmup_steps > self.max_steps:
             warmup = f"schedule.warmup_steps={self.schedule.warmup_steps}"
             raise ValueError(f"{warmup} is more than max_steps={self.max_steps}: lower it")

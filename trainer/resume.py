@@ -16,15 +16,14 @@ from common.lock import owned
 from common.settings import UserError, differences
 from data.shards import Manifest
 from model.gpt import GPT
-from trainer.checkpoint import TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
+from trainer.checkpoint import Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.optim import named_state
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import device_name
 
-# Settings that cannot change during a run: another value would mean other weights or other batches.
-_KEPT = {"model", "seed", "seq_len", "batch_tokens", "data"}
+_KEPT = set(Kept.model_fields)
 
 
 def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
