@@ -213,7 +213,7 @@ def _own_device(device: torch.device) -> torch.device:
 
 
 def _connect(timeout: timedelta) -> dist.Store:
-    """Connect once more to the store where processes find each other: the group may use its connection forever.
+    """Connect once more to the store where processes find each other: when all hang, the group uses its connection.
 
     torchrun's store outlives the processes that it restarts: the prefix hides the values of an earlier attempt.
     """

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -318,7 +317,8 @@ class Run:
             if wait:
                 self.saver.finish()
         else:  # with fsdp, the main process gathers the parts of all processes
-            deque(itertools.chain.from_iterable(tensors for _, tensors in parts), maxlen=0)
+            for _ in itertools.chain.from_iterable(tensors for _, tensors in parts):
+                pass
 
     def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.world.full(value)) for name, value in tensors.items())
