@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 
 import pytest
 import torch
@@ -178,6 +179,21 @@ def test_slow_is_not_hung(worker):
     results = run(3, *worker(slow, steps=40))
     assert [result.status for result in results] == [0] * 3, results[0].err
     assert [result.err for result in results] == [""] * 3
+
+
+@pytest.mark.slow
+def test_suspended_is_not_hung(worker, tmp_path):
+    """A scheduler may stop all processes for a while, and lets them go on one after the other."""
+    with started(3, *worker(steps=200)) as processes:
+        all_arrived(tmp_path, 3)
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(3 * HANG_SECONDS)
+        for process in processes:
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.2)
+        results = finish(*processes)
+    assert [(result.status, result.err) for result in results] == [(0, "")] * 3
 
 
 @pytest.mark.slow
