@@ -155,9 +155,12 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         # Longer than the watchdog needs, because it knows which process the others wait for.
         timeout = timedelta(seconds=1800 if hang_seconds is None else 2 * hang_seconds + min(10 * hang_seconds, 60))
         hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun hosts it
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        store = _connect(hosts_store, size, timeout)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         if size > 1:
-            own = _connect(timedelta(seconds=hang_seconds or 60))
+            # A connection of its own, because the group's may be in use when everything hangs.
+            own = dist.PrefixStore("watchdog", _connect(False, size, timedelta(seconds=hang_seconds or 60)))
             watchdog = Watchdog(own, dist.group.WORLD, hang_seconds, hosts_store)
         yield World(device, rank, size, watchdog)
     except BaseException as error:
@@ -212,13 +215,15 @@ def _own_device(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _connect(timeout: timedelta) -> dist.Store:
-    """Connect once more to the store where processes find each other: when all hang, the group uses its connection.
+def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
+    """Connect to the store where processes find each other. Rank 0 hosts it, unless torchrun does.
 
-    torchrun's store outlives the processes that it restarts: the prefix hides the values of an earlier attempt.
+    torchrun's store outlives the processes that it restarts. Every attempt has its own prefix, so that it does not
+    find values (such as addresses) of an earlier one, as it would with torch's own rendezvous.
     """
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
-    return dist.PrefixStore(f"watchdog, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, size, is_master=host_it, timeout=timeout, multi_tenant=host_it)
+    return dist.PrefixStore(f"{size} processes, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _is_lost_peer(error: BaseException) -> bool:
