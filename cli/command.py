@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from cli.compose import CONFIGS, compose, to_dict
 from cli.help import help_of
-from cli.sweep import run_sweep
+from cli.sweep import Command, run_sweep
 from common.command import refuse_flag, reported
 from common.settings import UserError, decode
 
@@ -48,9 +48,7 @@ def command(
         sys.exit(status)
 
 
-def _run(
-    config_name: str, run: Callable[[dict[str, Any]], float | None], text_keys: tuple[str, ...], debug: bool
-) -> None:
+def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool) -> None:
     flags, options = _parser().parse_known_args()
     texts = dict(option.split("=", 1) for option in options if option.partition("=")[0] in text_keys)
     overrides = [_bare_keys(option) for option in options if option.partition("=")[0] not in text_keys]

@@ -10,14 +10,7 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    UnsupportedInterpolationType,
-)
+from omegaconf import DictConfig, OmegaConf, errors
 
 from common.settings import CONFIGS, UserError, nearest
 
@@ -36,7 +29,7 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = hydra.compose(config_name, [*overrides, *folder], return_hydra_config=True)
             untouched = hydra.compose(overrides=folder, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, OSError) as error:
+    except (HydraException, errors.OmegaConfBaseException, OSError) as error:
         raise UserError(explain(error)) from error
     given, expected = _hydra_settings(composed), _hydra_settings(untouched)
     for key in {**expected, **given}:
@@ -60,10 +53,10 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
     """
     try:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
-    except MissingMandatoryValue as error:
+    except errors.MissingMandatoryValue as error:
         key = error.full_key
         raise UserError(f"config key '{key}' is missing: give it a value, as in {key}=...") from None
-    except OmegaConfBaseException as error:
+    except errors.OmegaConfBaseException as error:
         raise UserError(explain(error)) from None
 
 
@@ -77,12 +70,10 @@ def explain(error: BaseException) -> str:
             return f"{group}={name} does not exist: {nearest(name, cause.options)}{more}"
         if isinstance(cause, OverrideParseException):
             return f"cannot read the option {cause.override}: write KEY=VALUE, and a text as 'KEY=\"...\"'"
-        if isinstance(cause, UnsupportedInterpolationType):
+        if isinstance(cause, errors.UnsupportedInterpolationType):
             resolver = str(cause.msg).splitlines()[0].rpartition(" ")[2]
-            return (
-                f"{cause.full_key}: ${{{resolver}:...}} is not available: write the value itself, in a shell as $NAME"
-            )
-        if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+            return f"{cause.full_key}: ${{{resolver}:...}} is not available: write the value, in a shell as $NAME"
+        if isinstance(cause, errors.ConfigKeyError | errors.ConfigAttributeError) and cause.parent_node is not None:
             key, every = str(cause.full_key), _keys(OmegaConf.to_container(cause.parent_node._get_root()))
             keys = [other for other in every if (other.split(".")[0] == "hydra") == key.startswith("hydra.")]
             if key not in keys:

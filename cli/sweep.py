@@ -25,38 +25,32 @@ from cli.workers import among_others, let_workers_save, visible_gpus
 from common.console import print_error, say
 from common.settings import UserError
 
+Command = Callable[[dict[str, Any]], float | None]
+"""What a command does with a configuration; training returns the lowest validation loss."""
+
 
 class AlreadyReportedError(Exception):
     """A job of a sweep failed and has printed why."""
 
 
-def run_sweep(
-    config_name: str,
-    options: list[str],
-    config_dir: str | None,
-    run: Callable[[dict[str, Any]], float | None],
-    debug: bool,
-) -> None:
+def run_sweep(config_name: str, options: list[str], config_dir: str | None, run: Command, debug: bool) -> None:
     """Run a command once for every combination of values that Hydra's sweeper asks for.
 
     Raises:
         UserError: an option is wrong, or jobs have failed.
     """
     try:
+        fixed, first, swept, for_hydra = [], [], {}, []
         parsed = {option.get_key_element(): option for option in OverridesParser.create().parse_overrides(options)}
-        for_hydra = [str(option.input_line) for option in parsed.values() if option.is_hydra_override()]
-        swept = {key: option for key, option in parsed.items() if option.is_sweep_override()}
-        fixed = [
-            f"{key}={option.get_value_element_as_str()}" if "=" in str(option.input_line) else key
-            for key, option in parsed.items()
-            if key not in swept and not option.is_hydra_override()
-        ]
-        first_values = [
-            f"{key}={next(option.sweep_string_iterator())}"
-            for key, option in swept.items()
-            if option.is_discrete_sweep()
-        ]
-        first_job = compose(config_name, [*fixed, *first_values], config_dir)  # finds most mistakes before any job runs
+        for key, option in parsed.items():
+            if option.is_hydra_override():
+                for_hydra.append(str(option.input_line))
+            elif option.is_sweep_override():
+                swept[key] = str(option.input_line)
+                first += [f"{key}={next(option.sweep_string_iterator())}"] if option.is_discrete_sweep() else []
+            else:
+                fixed.append(f"{key}={option.get_value_element_as_str()}" if "=" in str(option.input_line) else key)
+        first_job = compose(config_name, [*fixed, *first], config_dir)  # finds most mistakes before any job runs
         _store_config(config_name, first_job.get("run_dir", f"multirun/{config_name}"), list(swept))
         for_plugins = _settings_of_plugins(_compose_hydra(for_hydra), bool(swept))
 
@@ -81,13 +75,11 @@ def run_sweep(
                 raise AlreadyReportedError from None
 
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
-        sys.argv[1:] = ["-m", *(str(option.input_line) for option in swept.values()), *for_hydra, *for_plugins]
+        sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *for_plugins]
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
     except AlreadyReportedError:
-        raise UserError(
-            "some jobs of the sweep failed (see above). Fix the cause and run the same command again: "
-            "finished jobs are skipped"
-        ) from None
+        again = "Fix the cause and run the same command again: finished jobs are skipped"
+        raise UserError(f"some jobs of the sweep failed (see above). {again}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
 
@@ -95,12 +87,8 @@ def run_sweep(
 def _store_config(config_name: str, folder: str, keys: list[str]) -> None:
     """Give Hydra the configuration of a sweep: its own settings, and an empty entry for every key with values."""
     logging = [{f"override hydra/{name}": "disabled"} for name in ("job_logging", "hydra_logging")]
-    config = OmegaConf.create(
-        {
-            "defaults": ["_self_", *logging],
-            "hydra": {"sweep": {"dir": folder, "subdir": "."}, "output_subdir": None, "job": {"name": config_name}},
-        }
-    )
+    settings = {"sweep": {"dir": folder, "subdir": "."}, "output_subdir": None, "job": {"name": config_name}}
+    config = OmegaConf.create({"defaults": ["_self_", *logging], "hydra": settings})
     for key in keys:
         if not key.startswith("+"):
             OmegaConf.update(config, key, None)
@@ -139,10 +127,8 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
         if chosen.sweeper.storage is not None:
             raise UserError("hydra.sweeper.storage is not needed: a restarted sweep finds its jobs by their folders")
         if not has_values:
-            raise UserError(
-                "hydra/sweeper=optuna has nothing to search: give a range or choices, such as "
-                "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
-            )
+            example = "'optim.max_lr=tag(log, interval(1e-3, 1e-2))'"
+            raise UserError(f"hydra/sweeper=optuna has nothing to search: give a range or choices, such as {example}")
         if "seed" in chosen.sweeper.sampler and chosen.sweeper.sampler.seed is None:
             more.append("hydra.sweeper.sampler.seed=1")  # a restarted sweep must ask for the same jobs
         optuna_logging.set_verbosity(optuna_logging.WARNING)

@@ -25,9 +25,8 @@ _held = contextlib.ExitStack()  # this process's GPU, until it ends
 @contextlib.contextmanager
 def among_others(launcher: str) -> Iterator[None]:
     """Run a sweep's job as its launcher needs it; "basic" runs one job after the other and needs nothing."""
-    if (
-        launcher == "joblib" and multiprocessing.current_process().name != "MainProcess"
-    ):  # with n_jobs=1 it is the sweep
+    is_worker = multiprocessing.current_process().name != "MainProcess"
+    if launcher == "joblib" and is_worker:  # with n_jobs=1, the sweep itself runs the jobs
         parent = end_with_parent()
         take_gpu()
         try:

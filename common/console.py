@@ -7,7 +7,7 @@ from unicodedata import category
 
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 from rich.segment import Segments
 from rich.table import Table
 
@@ -65,16 +65,7 @@ class Track:
         self.note = ""
         self.live = console.is_terminal and not console.quiet
         self.started = self.last_line = time.monotonic()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-        )
+        self._bar = Progress(*Progress.get_default_columns(), TextColumn("{task.fields[note]}"), console=console)
 
     def __enter__(self) -> "Track":
         if self.live:

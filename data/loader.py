@@ -26,10 +26,8 @@ class TrainBatches:
             UserError: the split is shorter than one window.
         """
         if stream.n_tokens < seq_len + 1:
-            raise UserError(
-                f"seq_len={seq_len} needs {seq_len + 1} tokens, split '{stream.split}' has {stream.n_tokens}: "
-                "lower seq_len or prepare more text"
-            )
+            has = f"split '{stream.split}' has {stream.n_tokens}"
+            raise UserError(f"{seq_len=} needs {seq_len + 1} tokens, {has}: lower seq_len or prepare more text")
         self.stream, self.seq_len, self.batch_size, self.seed = stream, seq_len, batch_size, seed
         self.n_windows = (stream.n_tokens - 1) // seq_len
         self.mixture: Mixture | None = None

@@ -64,10 +64,8 @@ class Mixture:
         sizes = dict(zip(set_names, counts.tolist(), strict=True))
         for name, weight in weights.items():
             if weight and not sizes[name]:
-                raise UserError(
-                    f"data.mixture gives {name!r} the weight {weight:g}, but no window consists mostly of it: "
-                    "lower seq_len, or leave it out"
-                )
+                given = f"data.mixture gives {name!r} the weight {weight:g}"
+                raise UserError(f"{given}, but no window consists mostly of it: lower seq_len, or leave it out")
         amounts = [Fraction(str(float(weights.get(name, 1)))) * size for name, size in sizes.items()]
         if not any(amounts):
             raise UserError("data.mixture leaves nothing to train on: give at least one set a weight above 0")
@@ -104,10 +102,8 @@ def open_mixture(dataset_dir: Path, manifest: Manifest, weights: Weights, seq_le
     """
     split = manifest.splits["train"]
     if unknown := sorted(weights.keys() - split.sets.keys()):
-        raise UserError(
-            f"data.mixture gives a weight to {unknown[0]!r}, which is not a set of dataset_dir={dataset_dir}: "
-            f"its sets are {', '.join(sorted(split.sets))}"
-        )
+        what = f"data.mixture gives a weight to {unknown[0]!r}, which is not a set of dataset_dir={dataset_dir}"
+        raise UserError(f"{what}: its sets are {', '.join(sorted(split.sets))}")
     n_windows = (split.total.tokens - 1) // seq_len
     documents = _documents(dataset_dir, manifest)
     owners = owners_of_windows(documents, len(manifest.set_names), n_windows, seq_len)

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from common.files import file_size, open_file, read_json, sha256_file, write_json
+from common.files import file_size, open_file, read_json, sha256_file
 from common.settings import Settings, UserError, decode
 
 FORMAT_VERSION = 2
@@ -141,10 +141,9 @@ class Manifest(Strict):
                 raise ValueError(f"set {unknown[0]!r} of {name} is not in set_names")
             counted = split.total
             for unit in ("tokens", "documents"):
-                if (in_shards := sum(getattr(shard, unit) for shard in split.shards)) != getattr(counted, unit):
-                    raise ValueError(
-                        f"{unit} of {name}: {getattr(counted, unit)} in its sets, {in_shards} in its shards"
-                    )
+                in_sets, in_shards = getattr(counted, unit), sum(getattr(shard, unit) for shard in split.shards)
+                if in_sets != in_shards:
+                    raise ValueError(f"{unit} of {name}: {in_sets} in its sets, {in_shards} in its shards")
         return self
 
     @property
@@ -180,11 +179,6 @@ def token_dtype(n_vocab: int) -> np.dtype:
     return np.dtype("<u2" if n_vocab <= 2**16 else "<u4")
 
 
-def write_manifest(dataset_dir: Path, manifest: Manifest) -> None:
-    """Write the manifest of a dataset."""
-    write_json(dataset_dir / MANIFEST, manifest.model_dump(mode="json"))
-
-
 def read_manifest(dataset_dir: Path) -> Manifest:
     """Read a dataset's manifest and check that every shard and index exists and has the right size and header.
 
@@ -207,10 +201,8 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
     """
     path = dataset_dir / MANIFEST
     if file_size(path) is None:
-        raise UserError(
-            f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: "
-            "give the folder that scripts/prepare_data.py made (its --help has examples)"
-        )
+        remedy = "give the folder that scripts/prepare_data.py made (its --help has examples)"
+        raise UserError(f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: {remedy}")
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:

@@ -158,9 +158,8 @@ def read_rank_file(path: Path) -> list[bytes]:
             token, rank = line.split()
             tokens[int(rank)] = base64.b64decode(token, validate=True)
         except ValueError:
-            raise UserError(
-                f"tokenizer.path={path} line {number} is not 'base64 rank': give a .tiktoken file"
-            ) from None
+            where = f"tokenizer.path={path} line {number}"
+            raise UserError(f"{where} is not 'base64 rank': give a .tiktoken file") from None
     missing = [rank for rank in range(len(lines)) if rank not in tokens]
     if missing:
         raise UserError(f"tokenizer.path={path} has {len(lines)} lines but no rank {missing[0]}: it is damaged")
@@ -212,8 +211,7 @@ def _download_gpt2() -> list[bytes]:
     try:
         encoding: Any = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # no network, or a wrong file
-        raise UserError(
-            f"GPT-2's vocabulary cannot be downloaded ({type(error).__name__}): give a local rank file with "
-            "tokenizer.path=FILE, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has it"
-        ) from None
+        remedy = "tokenizer.path=FILE, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has it"
+        what = f"GPT-2's vocabulary cannot be downloaded ({type(error).__name__})"
+        raise UserError(f"{what}: give a local rank file with {remedy}") from None
     return [encoding.decode_single_token_bytes(rank) for rank in range(encoding.n_vocab - 1)]

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -56,12 +56,31 @@ class Damaged(UserError):
 class Sums(Settings):
     """manifest.json."""
 
-    format_version: int
+    format_version: Literal[2]
     sha256: dict[str, str]
     """The sum of every other file, by name."""
 
 
-class TrainState(Settings):
+class Kept(Settings):
+    """The settings that cannot change during a run: other values would mean other weights or other batches."""
+
+    model: GPTConfig
+    seed: int = Field(ge=0, lt=2**63)
+    """Seed of the initial weights and of the order of the data."""
+    seq_len: int = Field(ge=1, le=2**24)
+    """Tokens per training sequence."""
+    batch_tokens: int = Field(ge=1, le=2**48)
+    """Tokens per step: the global batch, over all processes and micro-batches."""
+    data: DataConfig = DataConfig(mixture=None, document_reset=False)
+
+    @model_validator(mode="after")
+    def _documents_fit(self) -> Self:
+        if self.data.document_reset:
+            self.model.check_documents()
+        return self
+
+
+class TrainState(Kept):
     """The state of a run besides its tensors."""
 
     format_version: Literal[2] = FORMAT_VERSION
@@ -85,19 +104,8 @@ class TrainState(Settings):
     """What the processes ran on."""
     run_id: str = Field(pattern=r"^[\w-]{1,64}$")
     """Name of the run for trackers; a resumed run keeps it."""
-    model: GPTConfig
-    seed: int = Field(ge=0, lt=2**63)
-    seq_len: int = Field(ge=1, le=2**24)
-    batch_tokens: int = Field(ge=1, le=2**48)
-    data: DataConfig = DataConfig(mixture=None, document_reset=False)
     dataset_dir: Path
     dataset_fingerprint: str
-
-    @model_validator(mode="after")
-    def _documents_fit(self) -> "TrainState":
-        if self.data.document_reset:
-            self.model.check_documents()
-        return self
 
 
 @dataclass(frozen=True)
@@ -166,10 +174,8 @@ def newest_whole(
         else:
             return path
     if paths:
-        raise UserError(
-            f"none of the {len(paths)} checkpoints in {checkpoints_dir(run_dir)} is whole: restore one from a copy, "
-            "or use another run_dir; nothing was changed"
-        )
+        what = f"none of the {len(paths)} checkpoints in {checkpoints_dir(run_dir)} is whole"
+        raise UserError(f"{what}: restore one from a copy, or use another run_dir; nothing was changed")
     return None
 
 
@@ -233,10 +239,8 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
     expected: Expected = {name: (value.shape, _FLOATS) for name, value in gpt.state_dict().items()}
     gpt.load_state_dict(checkpoint.tensors("model", expected), assign=True)
     if tokenizer.n_vocab > gpt.config.n_vocab:
-        raise UserError(
-            f"{checkpoint.path} has a tokenizer with {tokenizer.n_vocab} ids, but the model has only "
-            f"{gpt.config.n_vocab}: use another checkpoint"
-        )
+        ids = f"{tokenizer.n_vocab} ids, but the model has only {gpt.config.n_vocab}"
+        raise UserError(f"{checkpoint.path} has a tokenizer with {ids}: use another checkpoint")
     return gpt.requires_grad_(), tokenizer
 
 
@@ -359,24 +363,9 @@ def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lamb
 
 def _sums(path: Path) -> dict[str, str]:
     try:
-        manifest = decode(Sums, read_json(path / "manifest.json", limit=2**16))
+        sums = decode(Sums, read_json(path / "manifest.json", limit=2**16)).sha256
+        if set(sums) != set(_FILES):
+            raise UserError(f"it must list {', '.join(_FILES)}")
     except UserError as error:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
-    if manifest.format_version != FORMAT_VERSION:
-        message = f"{path} has format version {manifest.format_version}; this program reads {FORMAT_VERSION}"
-        if manifest.format_version == _version_of_state(path):  # not damage, but another program's
-            raise UserError(f"{message}: use another run_dir")
-        raise Damaged(message)
-    sums = manifest.sha256
-    if set(sums) != set(_FILES):
-        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
     return sums
-
-
-def _version_of_state(path: Path) -> Any:
-    """The version in state.json, to tell another version from a damaged manifest."""
-    try:
-        state = read_json(path / "state.json", limit=_LARGEST_STATE)
-    except UserError:
-        return None
-    return state.get("format_version") if isinstance(state, dict) else None

@@ -6,8 +6,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from common.settings import Settings
-from data.mixture import DataConfig
-from model.gpt import GPTConfig
+from trainer.checkpoint import Kept
 from trainer.metrics import TrackerConfig
 from trainer.optim import OptimConfig
 from trainer.runtime import RuntimeConfig
@@ -36,7 +35,7 @@ class EvalConfig(Settings, defaults="train:eval"):
     """Batches of batch_tokens to evaluate, spread evenly over the validation split; null: all of it."""
 
 
-class TrainConfig(Settings, defaults="train"):
+class TrainConfig(Kept, defaults="train"):
     """One training run."""
 
     run_dir: Path
@@ -45,18 +44,10 @@ class TrainConfig(Settings, defaults="train"):
     """A dataset made by scripts/prepare_data.py."""
     resume: Literal["auto", "never"]
     """auto: continue the run in run_dir if there is one; never: stop with an error instead."""
-    seed: int = Field(ge=0, lt=2**63)
-    """Seed of the initial weights and of the order of the data."""
-    seq_len: int = Field(ge=1, le=2**24)
-    """Tokens per training sequence."""
-    batch_tokens: int = Field(ge=1, le=2**48)
-    """Tokens per step: the global batch, over all processes and micro-batches."""
     max_steps: int = Field(ge=1, lt=10**18)
     """Number of steps of the run, which the schedule spans."""
     stop_at: int | None = Field(ge=1)
     """Save and stop after this step, without changing the schedule or an extra evaluation; null: at max_steps."""
-    data: DataConfig
-    model: GPTConfig
     optim: OptimConfig
     schedule: ScheduleConfig
     runtime: RuntimeConfig
@@ -78,23 +69,16 @@ class TrainConfig(Settings, defaults="train"):
     def _parts_fit(self) -> "TrainConfig":
         if self.batch_tokens % self.seq_len:
             near = (self.batch_tokens // self.seq_len or 1) * self.seq_len
-            raise ValueError(
-                f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}: use {near}, for example"
-            )
+            raise ValueError(f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}: use {near}")
         if self.run_dir == Path():
             raise ValueError("run_dir is empty: give the folder of the run, such as run_dir=runs/demo")
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
-            raise ValueError(
-                f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model: "
-                f"use at most that, or set model.position.max_len"
-            )
+            what = f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model"
+            raise ValueError(f"{what}: use at most that, or set model.position.max_len")
         n_global = max(getattr(layer, "n_global", 0) for layer in self.model.layers)
         if n_global > self.seq_len:
             raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")
-        if self.data.document_reset:
-            self.model.check_documents()
         if self.schedule.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"schedule.warmup_steps={self.schedule.warmup_steps} is more than max_steps={self.max_steps}: lower it"
-            )
+            warmup = f"schedule.warmup_steps={self.schedule.warmup_steps}"
+            raise ValueError(f"{warmup} is more than max_steps={self.max_steps}: lower it")
         return self

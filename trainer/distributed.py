@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import console, errors
+from common.console import console, print_error
 from common.exits import AGAIN
 from common.settings import UserError
-from trainer.watchdog import Watchdog
+from trainer.watchdog import Verdict, Watchdog
 
 Strategy = Literal["ddp", "fsdp"]
 
@@ -77,9 +77,7 @@ class World:
             error: the error that ends this process. If the process itself failed, the others are notified now.
         """
         if self.watchdog is not None:
-            if error is not None and _is_own(error):
-                self.watchdog.report_failure()
-            self.watchdog.leave()
+            self.watchdog.end(failed=error is not None and _is_own(error))
 
     def wrap(self, module: nn.Module, strategy: Strategy = "ddp") -> nn.Module:
         """Move the module to this process's device, and average its gradients over all processes.
@@ -97,10 +95,8 @@ class World:
             module.to(self.device)
             return DistributedDataParallel(module) if self.size > 1 else module
         if not dist.is_initialized():
-            raise UserError(
-                "runtime.strategy=fsdp shares the model among several processes: start them with "
-                "torchrun --standalone --nproc_per_node=2 instead of python, or use runtime.strategy=ddp"
-            )
+            start = "start them with torchrun --standalone --nproc_per_node=2 instead of python"
+            raise UserError(f"runtime.strategy=fsdp needs several processes: {start}, or use runtime.strategy=ddp")
         gpt: Any = module.gpt
         mesh = init_device_mesh(self.device.type, (self.size,))
         for part in [*gpt.blocks, gpt]:
@@ -132,12 +128,8 @@ class World:
         """
         if not isinstance(param, DTensor) or full.shape != param.shape:
             return full.to(param.device)
-        parts = full.chunk(self.size)  # by rows, as fully_shard does; there may be fewer than processes
-        mine = parts[self.rank] if self.rank < len(parts) else full[:0]
-        local = mine.to(param.device, param.dtype, copy=True)  # a copy: a view would keep all of `full` in memory
-        return DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        full = full.to(param.device, param.dtype)
+        return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
 
 @contextlib.contextmanager
@@ -158,7 +150,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
     rank, size = _read_environment()
     device = _own_device(device)
     console.quiet = rank != 0
-    watchdog, lost = None, False
+    watchdog = None
     try:
         # Longer than the watchdog needs, because it knows which process the others wait for.
         timeout = timedelta(seconds=1800 if hang_seconds is None else 2 * hang_seconds + min(10 * hang_seconds, 60))
@@ -169,42 +161,35 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         if size > 1:
             # A connection of its own, because the group's may be in use when everything hangs.
             own = dist.PrefixStore("watchdog", _connect(False, size, timedelta(seconds=hang_seconds or 60)))
-            group: Any = dist.group.WORLD
-            watchdog = Watchdog(own, rank, size, hang_seconds, group._get_sequence_number_for_group, hosts_store)
+            watchdog = Watchdog(own, dist.group.WORLD, hang_seconds, hosts_store)
         yield World(device, rank, size, watchdog)
     except BaseException as error:
-        lost = _is_lost_peer(error)
-        if watchdog is not None and _is_own(error):
-            watchdog.report_failure()
+        verdict = None if watchdog is None else watchdog.end(failed=_is_own(error))
         _forget_frames(error)  # they hold the module: see below
-        if not lost:
+        if not _is_lost_peer(error):
             raise
-        raise SystemExit(_explain_loss(rank, error, watchdog)) from None
+        raise SystemExit(_explain_loss(rank, error, verdict)) from None
     finally:
         # DDP's reducer must be gone before the group. If it held the last reference to the group, it would join gloo's
         # threads while it holds the interpreter's lock, and one of them may need that lock to release a tensor.
         # And its connections would stay open: the others would not notice that this process is gone.
         gc.collect()
         if watchdog is not None:
-            watchdog.stop(finished=not lost)
+            watchdog.end()
         if dist.is_initialized():
             dist.destroy_process_group()
         if watchdog is not None:
-            watchdog.keep_store()
+            watchdog.let_others_read()
 
 
-def _explain_loss(rank: int, error: BaseException, watchdog: Watchdog | None) -> int:
+def _explain_loss(rank: int, error: BaseException, verdict: Verdict | None) -> int:
     """Print one line that says why another process cannot be reached; returns the exit status."""
-    if watchdog is not None and watchdog.ask() is not None:
-        if watchdog.failure is None:  # the watchdog says which process hangs
-            return AGAIN
-        line, status = watchdog.failure, 1
-    else:
+    if verdict is None:
         why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no file, no advice
-        line = f"error: rank {rank} lost contact with another process ({why}): start the same command again"
-        status = AGAIN
-    errors.print(line, markup=False, style="red")
-    return status
+        print_error(f"rank {rank} lost contact with another process ({why}): start the same command again")
+    elif verdict.failed:
+        print_error(f"process {rank} stops: {verdict.line}")
+    return 1 if verdict and verdict.failed else AGAIN  # the watchdog says which process hangs
 
 
 def _read_environment() -> tuple[int, int]:
@@ -212,10 +197,8 @@ def _read_environment() -> tuple[int, int]:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if missing:
-        raise UserError(
-            f"{', '.join(needed)} must all be set for a run of several processes, and {', '.join(missing)} is not set: "
-            f"start with torchrun or scripts/slurm/train.sbatch, or set none of them for one process"
-        )
+        what = f"several processes need {', '.join(needed)}, and {', '.join(missing)} is not set"
+        raise UserError(f"{what}: start with torchrun or scripts/slurm/train.sbatch, or set none of them")
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -227,9 +210,7 @@ def _own_device(device: torch.device) -> torch.device:
     if there_are == 1:  # some launchers show each process only its own GPU
         index = 0
     if index >= there_are:
-        raise UserError(
-            f"LOCAL_RANK={index}, but torch sees {there_are} GPUs here: start one process for each GPU of a machine"
-        )
+        raise UserError(f"LOCAL_RANK={index}, but torch sees {there_are} GPUs here: start one process for each GPU")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -238,7 +219,7 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
     """Connect to the store where processes find each other. Rank 0 hosts it, unless torchrun does.
 
     torchrun's store outlives the processes that it restarts. Every attempt has its own prefix, so that it does not
-    find values (such as addresses) of an earlier one.
+    find values (such as addresses) of an earlier one, as it would with torch's own rendezvous.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, size, is_master=host_it, timeout=timeout, multi_tenant=host_it)
@@ -247,9 +228,8 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Whether the error means that another process is gone or cannot be reached."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
-    )
+    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    return lost or isinstance(error, dist.DistError)
 
 
 def _is_own(error: BaseException) -> bool:

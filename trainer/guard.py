@@ -29,11 +29,8 @@ class LossStatistics(Settings):
         """Statistics with one more loss. The first losses have equal weights; later, old ones decay exponentially."""
         weight = max(1 / (self.count + 1), 1 / _MEMORY)
         distance = loss - self.mean
-        return LossStatistics(
-            count=self.count + 1,
-            mean=self.mean + weight * distance,
-            variance=(1 - weight) * (self.variance + weight * distance**2),
-        )
+        variance = (1 - weight) * (self.variance + weight * distance**2)
+        return LossStatistics(count=self.count + 1, mean=self.mean + weight * distance, variance=variance)
 
 
 def why_bad(loss: float, grad_norm: float, statistics: LossStatistics, spike_sigmas: float | None) -> str | None:
@@ -52,28 +49,17 @@ def bad_steps_before(step: int, skipped: dict[int, str]) -> int:
     return next(n for n in itertools.count() if step - n - 1 not in skipped)
 
 
-def evidence_path(run_dir: Path, step: int) -> Path:
-    """File for the evidence about a bad step."""
-    return run_dir / "bad_steps" / f"step-{step:08}.json"
-
-
 def keep_evidence(
-    path: Path, dataset_dir: Path, manifest: Manifest, batches: TrainBatches, step: int, found: dict[str, Any]
+    path: Path, dataset_dir: Path, manifest: Manifest, batches: TrainBatches, found: dict[str, Any]
 ) -> None:
-    """Write the findings about a bad step (counted from 1), and every document in its batch."""
-    sequences = [
-        {
-            "sequence": row,
-            "first_token": start,
-            "documents": [
-                {"set": place.set_name, "input": place.input, "number": place.number}
-                for place in documents_in(dataset_dir, manifest, "train", start, stop)
-            ],
-        }
-        for row, (start, stop) in enumerate(step_windows(batches, step))
-    ]
+    """Write what was found about the bad step `found["step"]` (counted from 1), and every document in its batch."""
+    batch = []
+    for row, (start, stop) in enumerate(step_windows(batches, found["step"])):
+        places = documents_in(dataset_dir, manifest, "train", start, stop)
+        documents = [{"set": place.set_name, "input": place.input, "number": place.number} for place in places]
+        batch.append({"sequence": row, "first_token": start, "documents": documents})
     try:
         path.parent.mkdir(exist_ok=True)
-        write_json(path, {"step": step, **found, "batch": sequences})
+        write_json(path, {**found, "batch": batch})
     except OSError as error:
         warn(f"{path} was not written: {error.strerror}")

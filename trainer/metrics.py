@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from common.console import say, warn
+from common.console import console, errors, say, warn
 from common.files import file_size, sync_directory, write_atomic
 from common.settings import Settings, UserError
 
@@ -73,60 +73,51 @@ class WandbTracker(Tracker):
     """Runs wandb in a separate process: if wandb hangs, fails or crashes, training continues with a warning.
 
     In this process, wandb would wrap stdout and stderr, and wait for its service process at exit without a limit. A
-    process, with all that it started, can be killed.
+    process, with all that it started, can be killed. It prints its own reports, and gets lines of JSON through a pipe,
+    which holds some thousands of them.
     """
 
     def __init__(self, settings: dict[str, Any], finish_seconds: float) -> None:
         self._finish_seconds = finish_seconds
-        self._lost, self._lock = False, threading.Lock()
         self._process = _start_process()
-        self._thread = threading.Thread(target=self._read_reports, name="wandb", daemon=True)
-        self._thread.start()
-        self._send({"settings": settings, "trainer": os.getpid(), "finish_seconds": finish_seconds})
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+        os.set_blocking(self._pipe.fileno(), False)
+        self.log({"settings": settings, "trainer": os.getpid(), "finish_seconds": finish_seconds})
 
     def log(self, line: dict[str, Any]) -> None:
         """Send a line. If wandb is too far behind, or gone, the line is in metrics.jsonl only."""
-        self._send(line)
+        if not self._pipe.closed:
+            try:
+                os.write(self._pipe.fileno(), json.dumps(line).encode() + b"\n")
+            except BlockingIOError:
+                self._kill("it does not keep up")
+            except BrokenPipeError:
+                self._wait()
 
     def finish(self) -> None:
         """Wait for the last lines, but no longer than finish_seconds. Afterwards, nothing of wandb is running."""
-        self._send(None)
-        _pipe(self._process.stdin).close()
-        if not self._lost:
-            self._thread.join(self._finish_seconds)
-        if self._thread.is_alive():
-            self._give_up(f"it did not finish within {self._finish_seconds:g} seconds")
+        self.log({})  # the end: without it, training was killed
+        if not self._pipe.closed:
+            self._wait()
 
-    def _send(self, message: Any) -> None:
-        """Write a line of JSON to the pipe, which holds some thousands of them."""
-        if not self._lost:
-            try:
-                os.write(_pipe(self._process.stdin).fileno(), json.dumps(message).encode() + b"\n")
-            except BlockingIOError:
-                self._give_up("it does not keep up")
-            except OSError:
-                pass  # the process has ended, and _read_reports says why
+    def _wait(self) -> None:
+        self._pipe.close()
+        try:
+            if status := self._process.wait(self._finish_seconds):
+                _warn(f"its process ended with status {status}")
+        except subprocess.TimeoutExpired:
+            self._kill(f"it did not finish within {self._finish_seconds:g} seconds")
 
-    def _read_reports(self) -> None:
-        """Print what the process reports, until it ends."""
-        with _pipe(self._process.stdout) as reports:
-            for text in reports:
-                report = json.loads(text)
-                if "url" in report:
-                    say(f"wandb: {report['url']}")
-                else:
-                    self._give_up(report["error"])
-        if status := self._process.wait():
-            self._give_up(f"its process ended with status {status}")
+    def _kill(self, why: str) -> None:
+        self._pipe.close()
+        _kill_tree(self._process.pid)
+        self._process.wait()
+        _warn(why)
 
-    def _give_up(self, why: str) -> None:
-        with self._lock:
-            if self._lost:
-                return
-            self._lost = True
-        if self._process.poll() is None:
-            _kill_tree(self._process.pid)
-        warn(f"wandb failed ({why}); training goes on, and metrics.jsonl has every line")
+
+def _warn(why: str) -> None:
+    warn(f"wandb failed ({why}); training goes on, and metrics.jsonl has every line")
 
 
 def _start_process() -> "subprocess.Popen[bytes]":
@@ -134,36 +125,24 @@ def _start_process() -> "subprocess.Popen[bytes]":
     ignored = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # a new process inherits the mask
     try:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-P", "-m", "trainer.metrics"],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            bufsize=0,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             start_new_session=True,
             pipesize=_PIPE_BYTES,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    os.set_blocking(_pipe(process.stdin).fileno(), False)
-    return process
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
 
 
 def _serve() -> None:
-    """Run wandb: read lines from WandbTracker on stdin, and write reports to it on stdout."""
-    lines, reports = (os.fdopen(os.dup(fd), mode, encoding="utf-8") for fd, mode in ((0, "r"), (1, "w")))
+    """Run wandb with the lines that WandbTracker sends."""
+    lines, console.file, errors.file = (os.fdopen(os.dup(fd), mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
-        os.dup2(nowhere, fd)  # wandb's service process would inherit the pipes and keep them open
-
-    def report(**what: str) -> None:
-        print(json.dumps(what), file=reports, flush=True)
-
+        os.dup2(nowhere, fd)  # for wandb, and for its service process, which would keep the pipes open
     try:
         first = json.loads(lines.readline())
         limit = (first["trainer"], first["finish_seconds"])
@@ -172,23 +151,23 @@ def _serve() -> None:
 
         run = wandb.init(**first["settings"])
         if url := getattr(run, "url", None):
-            report(url=url)
+            say(f"wandb: {url}")
         # A resumed run repeats some steps: with an axis of their own, steps need not increase.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        line: Any = {}
+        line: Any = None
         for text in lines:
-            if (line := json.loads(text)) is not None:
+            if line := json.loads(text):
                 run.log(line)
-        run.finish(exit_code=int(line is not None))  # not null: training was killed
+        run.finish(exit_code=int(line != {}))
     except BaseException as error:  # no failure of wandb is worth a run
         with contextlib.suppress(OSError):
-            report(error=" ".join(f"{type(error).__name__}: {error}".split()))
+            _warn(" ".join(f"{type(error).__name__}: {error}".split()))
         _kill_tree(os.getpid())  # a normal exit would wait for its service process, which may be what failed
 
 
 def _outlive(trainer: int, seconds: float) -> None:
-    """Kill this process `seconds` after its parent has ended, even if it hangs."""
+    """End this process `seconds` after its parent has ended, even if it hangs."""
     while os.getppid() == trainer:
         time.sleep(1.0)
     time.sleep(seconds)
@@ -196,7 +175,7 @@ def _outlive(trainer: int, seconds: float) -> None:
 
 
 def _kill_tree(pid: int) -> None:
-    """Kill a process and, on Linux, everything that it started, parents first."""
+    """Kill a process and, on Linux, everything that it started, parents first. This process itself just ends."""
     children: list[str] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -207,7 +186,7 @@ def _kill_tree(pid: int) -> None:
     for child in children:
         _kill_tree(int(child))
     if pid == os.getpid():
-        os.kill(pid, signal.SIGKILL)
+        os._exit(0)
 
 
 class MetricsLog:
@@ -223,10 +202,8 @@ class MetricsLog:
     def __init__(self, path: Path, resumed_at: int) -> None:
         """Open the log of a run that continues after step `resumed_at`, and drop later lines."""
         self._path = path
-        self._recent: list[bytes] = []  # lines since the last sync, which may still be lost
-        self._written = 0  # how many of them are in the file
         self._warned = False
-        self._lock = threading.Lock()  # guards everything above
+        self._lock = threading.Lock()  # guards everything here
         self._open(resumed_at)
 
     def _open(self, step: int) -> None:
@@ -235,14 +212,16 @@ class MetricsLog:
         if not new:
             _drop_later(self._path, step)
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._synced = self._end = os.fstat(self._file).st_size  # bytes on disk; bytes of whole lines
+        self._synced = os.fstat(self._file).st_size  # bytes on disk
+        self._recent = bytearray()  # lines since the last sync, which may still be lost
+        self._written = 0  # how many of their bytes are in the file
         if new:
             sync_directory(self._path.parent)
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line. Others can read it at once, or as soon as there is room."""
         with self._lock:
-            self._recent.append((json.dumps(line, allow_nan=False) + "\n").encode())
+            self._recent += (json.dumps(line, allow_nan=False) + "\n").encode()
             try:
                 self._write_recent()
             except OSError as error:
@@ -258,16 +237,16 @@ class MetricsLog:
         """
         with self._lock:
             self._write_recent()
-            count, end = len(self._recent), self._end
+            count = len(self._recent)
         try:
             os.fsync(self._file)
         except OSError as error:  # the system may have dropped what it could not write
             with self._lock:
-                self._end, self._written = self._synced, 0
+                self._written = 0
             raise self._with_path(error) from None
         with self._lock:
-            self._synced = end
-            self._recent, self._written = self._recent[count:], self._written - count
+            self._synced, self._written = self._synced + count, self._written - count
+            del self._recent[:count]
 
     def truncate(self, step: int) -> None:
         """Drop the lines later than `step`, because the run goes back to its checkpoint, which `sync` came before.
@@ -276,7 +255,6 @@ class MetricsLog:
             OSError: the file cannot be truncated, and the disk is not full.
         """
         os.close(self._file)
-        self._recent, self._written = [], 0
         self._open(step)
 
     def close(self) -> None:
@@ -293,14 +271,12 @@ class MetricsLog:
     def _write_recent(self) -> None:
         """Append the waiting lines in order. A line that cannot be written whole is not in the file."""
         try:
-            for line in self._recent[self._written :]:
-                done = 0
-                while done < len(line):  # a disk that is nearly full takes a part of a line, and then fails
-                    done += os.pwrite(self._file, line[done:], self._end + done)
-                self._written, self._end = self._written + 1, self._end + len(line)
+            while self._written < len(self._recent):  # a disk that is nearly full takes a part, and then fails
+                self._written += os.pwrite(self._file, self._recent[self._written :], self._synced + self._written)
         except OSError as error:
+            self._written = self._recent.rfind(b"\n", 0, self._written) + 1
             with contextlib.suppress(OSError):  # the next try overwrites what is left
-                os.ftruncate(self._file, self._end)
+                os.ftruncate(self._file, self._synced + self._written)
             raise self._with_path(error) from None
         self._warned = False
 

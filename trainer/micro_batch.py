@@ -37,10 +37,8 @@ def choose_micro_batch(
             for one that runs out of memory.
     """
     if any(hasattr(p, "to_local") for p in loss_module.parameters()):
-        raise UserError(
-            "runtime.micro_batch=auto does not work with runtime.strategy=fsdp, whose processes wait for each "
-            "other in every layer: give a number, such as runtime.micro_batch=1, or use runtime.strategy=ddp"
-        )
+        what = "runtime.micro_batch=auto does not work with runtime.strategy=fsdp, whose processes wait for each other"
+        raise UserError(f"{what}: give a number, such as runtime.micro_batch=1, or use runtime.strategy=ddp")
     if world.device.type == "cuda":
         room, most = torch.cuda.mem_get_info(world.device)[1], share
         spare = int(SPARE * room)
@@ -56,13 +54,10 @@ def choose_micro_batch(
     chosen = largest(fits, _least(most, world))
     if any(module._compiled_call_impl is not None for module in loss_module.modules()):
         torch.compiler.reset()  # code compiled for many sizes is slower than code for one
-    place = f"the {room / 1e9:.1f} GB of {device_name(world.device)}"
+    how, place = "runtime.micro_batch=auto", f"the {room / 1e9:.1f} GB of {device_name(world.device)}"
     if chosen == 0:
-        raise UserError(
-            f"runtime.micro_batch=auto: not even one sequence of seq_len={seq_len} fits in {place}: "
-            "use a smaller model or a smaller seq_len"
-        )
-    say(f"runtime.micro_batch=auto: {chosen} of up to {share} sequences, in {place}")
+        raise UserError(f"{how}: not even one sequence fits in {place}: use a smaller model or a smaller {seq_len=}")
+    say(f"{how}: {chosen} of up to {share} sequences, in {place}")
     return chosen
 
 
@@ -123,9 +118,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     rooms = []
     if limit != resource.RLIM_INFINITY:
         rooms += [limit - int(line.split()[0]) * page for line in _lines(proc / "self" / "statm")]
-    for line in _lines(proc / "meminfo"):
-        if line.startswith("MemAvailable:"):
-            rooms.append(int(line.split()[1]) * 1024)
+    rooms += [int(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
     for line in _lines(proc / "self" / "cgroup"):
         if line.startswith("0::"):  # version 2 of control groups: "0::/a/b"
             here = cgroups / line[3:].strip("/")

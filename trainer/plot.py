@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from common.console import warn
@@ -46,13 +47,11 @@ def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
 def _running_mean(points: list[tuple[int, float]], share: float = 0.02) -> list[tuple[int, float]]:
     """At each point, the mean over the last `share` of all points."""
     window = max(1, int(len(points) * share))
-    sums = [0.0]
-    for _, loss in points:
-        sums.append(sums[-1] + loss)
-    return [
-        (tokens, (sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window))
-        for i, (tokens, _) in enumerate(points)
-    ]
+    tokens, losses = zip(*points, strict=True)
+    sums = np.cumsum([0.0, *losses])
+    ends = np.arange(1, len(points) + 1)
+    starts = np.maximum(ends - window, 0)
+    return list(zip(tokens, (sums[ends] - sums[starts]) / (ends - starts), strict=True))
 
 
 def _limits(losses: list[float]) -> tuple[float, float]:

@@ -16,15 +16,14 @@ from common.lock import owned
 from common.settings import UserError, differences
 from data.shards import Manifest
 from model.gpt import GPT
-from trainer.checkpoint import TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
+from trainer.checkpoint import Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.optim import named_state
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import device_name
 
-# Settings that cannot change during a run: another value would mean other weights or other batches.
-_KEPT = {"model", "seed", "seq_len", "batch_tokens", "data"}
+_KEPT = set(Kept.model_fields)
 
 
 def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
@@ -54,9 +53,7 @@ def find_checkpoint(run_dir: Path, world: World) -> Path | None:
     path = checkpoint_path(run_dir, step)
     seen = world.gather(torch.tensor([float(path.is_dir())], device=world.device))
     if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
-        raise UserError(
-            f"process {', '.join(blind)} cannot see {path}: put run_dir on a file system that all machines share"
-        )
+        raise UserError(f"process {', '.join(blind)} cannot see {path}: put run_dir where all machines see it")
     return path
 
 
@@ -89,10 +86,8 @@ def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Opti
 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
     if before.dataset_fingerprint != now.dataset_fingerprint:
-        raise UserError(
-            f"{path} was trained on {before.dataset_dir}, whose content is not that of "
-            f"dataset_dir={now.dataset_dir}: use that dataset, or another run_dir"
-        )
+        what = f"{path} was trained on {before.dataset_dir}, whose content is not that of dataset_dir={now.dataset_dir}"
+        raise UserError(f"{what}: use that dataset, or another run_dir")
     changed = differences(before.model_dump(mode="json", include=_KEPT), now.model_dump(mode="json", include=_KEPT))
     if changed:
         listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())

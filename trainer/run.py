@@ -1,6 +1,7 @@
 """A run in progress: its model, its data and its files, and what happens when a step goes wrong."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.console import say, warn
 from common.settings import UserError
@@ -20,7 +21,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.guard import bad_steps_before, evidence_path, keep_evidence, why_bad
+from trainer.guard import bad_steps_before, keep_evidence, why_bad
 from trainer.losses import evaluate
 from trainer.memory import step_memory
 from trainer.metrics import MetricsLog, Tracker, read_metrics
@@ -40,7 +41,7 @@ class RollBack(Exception):
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"step {step}: {reason}")
-        self.step, self.reason = step, reason
+        self.skip = {step: reason}
 
 
 class Run:
@@ -58,9 +59,8 @@ class Run:
         train, val = (TokenStream(config.dataset_dir, self.manifest, split) for split in ("train", "val"))
         self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
         if config.data.mixture is not None:
-            self.batches.mixture = open_mixture(
-                config.dataset_dir, self.manifest, config.data.mixture, config.seq_len, config.seed
-            )
+            weights, seq_len = config.data.mixture, config.seq_len
+            self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
             say(f"sequences are drawn from {self.batches.mixture}")
         self._ahead: Prefetch[MicroBatches] | None = None
         n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
@@ -75,16 +75,14 @@ class Run:
         checkpoint = find_checkpoint(config.run_dir, world)
         self.resumed = checkpoint is not None
         if self.resumed and config.resume == "never":
-            raise UserError(
-                f"run_dir={config.run_dir} holds a run, and resume=never: choose another run_dir, or resume=auto"
-            )
+            raise UserError(f"run_dir={config.run_dir} holds a run, and resume=never: choose another, or resume=auto")
         torch.manual_seed(config.seed)
         eot_id = config.data.reset_at(self.tokenizer.eot_id)
         self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
         seed_process(f"{config.seed} 0 {world.rank}")
         summed_loss = SummedLoss(self.gpt)
-        whole: list[nn.Module] = [summed_loss]
-        maybe_compile(self.gpt.blocks if config.runtime.strategy == "fsdp" else whole, config.runtime, world.device)
+        parts = self.gpt.blocks if config.runtime.strategy == "fsdp" else [summed_loss]
+        maybe_compile(parts, config.runtime, world.device)
         self.summed_loss = world.wrap(summed_loss, config.runtime.strategy)
         self.optimizer = config.optim.build(self.gpt)
         self.state = new_state(config, self.manifest)
@@ -140,10 +138,8 @@ class Run:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            raise UserError(
-                f"out of memory in step {self.step + 1} with micro-batches of {self.micro_batch} sequences: "
-                "lower runtime.micro_batch"
-            ) from error
+            where = f"step {self.step + 1} with micro-batches of {self.micro_batch} sequences"
+            raise UserError(f"out of memory in {where}: lower runtime.micro_batch") from error
         tokens, seconds = self._since
         self._since = (tokens + self.config.batch_tokens, seconds + time.perf_counter() - started)
         return line
@@ -183,10 +179,9 @@ class Run:
         policy = config.runtime.on_nonfinite
         if policy == "halt" or in_a_row > config.runtime.max_bad_steps:
             often = "" if policy == "halt" else f", after {in_a_row - 1} bad steps in a row"
-            raise UserError(
-                f"step {step}: {reason}{often}; the weights are unchanged, and {path} lists the data it read: "
-                f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
-            )
+            what = f"step {step}: {reason}{often}; the weights are unchanged, and {path} lists the data it read"
+            remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
+            raise UserError(f"{what}: {remedy}")
         if policy == "rollback":
             raise RollBack(step, reason)
         warn(f"skipping step {step}: {reason}; {path} lists the data it read")
@@ -219,27 +214,22 @@ class Run:
 
     def _keep_evidence(self, step: int, result: StepResult, lr: float) -> Path:
         world, config = self.world, self.config
-        losses = world.gather(result.own_loss)
-        bad_gradients = [
-            name
-            for name, p in self.gpt.named_parameters()
-            if p.grad is not None and not world.full(p.grad).isfinite().all()
-        ]
-        processes = [
-            {"sequences": sequences_of(rank, world.size, config.batch_size), "sum_of_losses": str(loss.item())}
-            for rank, loss in enumerate(losses)
-        ]
+        path = config.run_dir / "bad_steps" / f"step-{step:08}.json"
+        gradients = ((name, world.full(p.grad)) for name, p in self.gpt.named_parameters() if p.grad is not None)
         found = {
+            "step": step,
             "reason": result.refused,
             "loss": str(result.loss),
             "grad_norm": str(result.grad_norm),
             "lr": lr,
-            "processes": processes,
-            "gradients_not_finite": bad_gradients,
+            "processes": [
+                {"sequences": sequences_of(rank, world.size, config.batch_size), "sum_of_losses": str(loss.item())}
+                for rank, loss in enumerate(world.gather(result.own_loss))
+            ],
+            "gradients_not_finite": [name for name, gradient in gradients if not gradient.isfinite().all()],
         }
-        path = evidence_path(config.run_dir, step)
         if world.is_main:
-            keep_evidence(path, config.dataset_dir, self.manifest, self.batches, step, found)
+            keep_evidence(path, config.dataset_dir, self.manifest, self.batches, found)
         return path
 
     def roll_back(self, bad: RollBack) -> None:
@@ -250,9 +240,8 @@ class Run:
         path = find_checkpoint(self.config.run_dir, self.world)
         if path is None:
             raise UserError(f"{bad}; its checkpoints were deleted, so it cannot go back: use another run_dir")
-        later = self.state
+        passed_over = self.state.passed_over | bad.skip
         restored = restore(path, new_state(self.config, self.manifest), self.gpt, self.optimizer, self.world)
-        passed_over = {**later.passed_over, bad.step: bad.reason}
         self.state = restored.model_copy(update={"passed_over": passed_over})
         self._since = (0, 0.0)
         if self.world.is_main:
@@ -328,9 +317,8 @@ class Run:
             if wait:
                 self.saver.finish()
         else:  # with fsdp, the main process gathers the parts of all processes
-            for _, tensors in parts:
-                for _ in tensors:
-                    pass
+            for _ in itertools.chain.from_iterable(tensors for _, tensors in parts):
+                pass
 
     def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.world.full(value)) for name, value in tensors.items())
@@ -343,20 +331,14 @@ class Run:
         if not self.world.is_main:
             yield
             return
-        dumped = config.model_dump(mode="json")
-        found = {
-            "micro_batch": self.micro_batch,
-            "n_params": self.gpt.n_params(),
-            "flops_per_token": self.gpt.flops_per_token(config.seq_len),
-        }
+        dumped, flops = config.model_dump(mode="json"), self.gpt.flops_per_token(config.seq_len)
+        found = {"micro_batch": self.micro_batch, "n_params": self.gpt.n_params(), "flops_per_token": flops}
         write_config(run_dir / "config.json", dumped, self.world, found, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
         self.saver = Saver(run_dir, self.tokenizer, config.checkpoint, self.log)
-        say(
-            f"{self.gpt.n_params():,} parameters, {config.batch_size} x {config.seq_len} tokens a step, "
-            f"{config.max_steps:,} steps, {config.max_steps * config.batch_tokens:,} tokens"
-        )
+        batch = f"{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
+        say(f"{self.gpt.n_params():,} parameters, {batch}, {config.max_steps * config.batch_tokens:,} tokens")
         try:
             yield
             self.world.leave()  # the others do not wait for the last save
@@ -374,27 +356,20 @@ class Run:
 
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:
     if tokenizer.sha256 != manifest.tokenizer.sha256:
-        raise UserError(
-            f"{config.dataset_dir / TOKENIZER} is not the tokenizer named in manifest.json: prepare the data again"
-        )
+        raise UserError(f"{config.dataset_dir / TOKENIZER} is not the manifest's tokenizer: prepare the data again")
     if tokenizer.n_vocab > config.model.n_vocab:
-        raise UserError(
-            f"dataset_dir={config.dataset_dir} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids, "
-            f"and model.n_vocab={config.model.n_vocab}: set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
-        )
+        what = f"dataset_dir={config.dataset_dir} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids"
+        remedy = f"set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
+        raise UserError(f"{what}, and model.n_vocab={config.model.n_vocab}: {remedy}")
 
 
 def _check_split(config: TrainConfig, world: World) -> None:
+    given = f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences"
     if config.batch_size < world.size:
-        raise UserError(
-            f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences, fewer than {world.size} processes: "
-            "start fewer, or raise batch_tokens"
-        )
+        raise UserError(f"{given}, fewer than {world.size} processes: start fewer, or raise batch_tokens")
     if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
-        raise UserError(
-            f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences, not divisible among {world.size} "
-            "processes, as runtime.strategy=fsdp needs: change one of them, or use runtime.strategy=ddp"
-        )
+        needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
+        raise UserError(f"{given}, not {needed}: change one of them, or use runtime.strategy=ddp")
 
 
 def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from types import TracebackType
 
 from common.console import warn
 
@@ -35,9 +34,7 @@ class StopSignals:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._in_main_thread:
             signal.set_wakeup_fd(self._wakeup)
             for number, handler in self._handlers.items():

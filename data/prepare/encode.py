@@ -1,6 +1,5 @@
 """From documents to token ids: worker processes tokenize batches, which come back in input order."""
 
-import functools
 import hashlib
 import multiprocessing
 import os
@@ -10,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +17,7 @@ from common.settings import UserError
 from data.prepare.items import Position, Raw, Seen, Unreadable
 from data.prepare.sources import Source
 from data.shards import token_dtype
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer
 
 LONG = 2**24
 """An item of more characters is encoded alone, in this process: few such items are in memory at a time."""
@@ -70,7 +68,7 @@ def document_digest(utf8: bytes) -> bytes:
 
 def encode_all(
     source: Source,
-    tokenizer_file: Path,
+    tokenizer: Tokenizer,
     workers: int,
     *,
     on_error: OnError = "skip",
@@ -88,8 +86,7 @@ def encode_all(
     Raises:
         UserError: an item cannot be read, and `on_error` is "stop".
     """
-    encoder = _Encoder(source, tokenizer_file)
-    for batch in _in_order(_groups(source.documents(seen, after)), encoder, workers):
+    for batch in _in_order(_groups(source.documents(seen, after)), source, tokenizer, workers):
         for item in batch.items:
             if isinstance(item, Skipped) and on_error == "stop":
                 raise UserError(f"{item.where}: {item.reason}: correct it, or skip such items with on_error=skip")
@@ -113,10 +110,10 @@ def _groups(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
         yield group
 
 
-def _in_order(groups: Iterator[list[Raw]], encoder: "_Encoder", workers: int) -> Iterator[Batch]:
+def _in_order(groups: Iterator[list[Raw]], source: Source, tokenizer: Tokenizer, workers: int) -> Iterator[Batch]:
     """Encode groups in worker processes; the first groups and long items in this process."""
     spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (encoder,))  # starts workers when they are needed
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (source, tokenizer))  # starts workers as needed
     pending: deque[Future[Batch]] = deque()
     try:
         for number, group in enumerate(groups):
@@ -124,15 +121,14 @@ def _in_order(groups: Iterator[list[Raw]], encoder: "_Encoder", workers: int) ->
             while pending and (here or len(pending) >= 2 * workers):
                 yield pending.popleft().result()
             if here:
-                yield encoder.encode(group)
+                yield _encode(source, tokenizer, group)
             else:
                 pending.append(_submit(pool, group))
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise UserError(
-            f"a worker process was killed, perhaps because memory ran out: try workers={max(1, workers // 2)}"
-        ) from None
+        fewer = max(1, workers // 2)
+        raise UserError(f"a worker process was killed, perhaps because memory ran out: try workers={fewer}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -146,45 +142,34 @@ def _submit(pool: ProcessPoolExecutor, group: list[Raw]) -> Future[Batch]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Encoder:
-    """Parses and tokenizes."""
-
-    def __init__(self, source: Source, tokenizer_file: Path) -> None:
-        self.source, self.tokenizer_file = source, tokenizer_file
-
-    @functools.cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Loaded where it is used first, which is in a worker process."""
-        return load_tokenizer(self.tokenizer_file)
-
-    def encode(self, group: list[Raw]) -> Batch:
-        """Encode a group."""
-        dtype = token_dtype(self.tokenizer.n_vocab)
-        end = np.array([self.tokenizer.eot_id], dtype)
-        items: list[Encoded | Skipped] = []
-        arrays = [end[:0]]
-        for raw in group:
-            try:
-                text, set_name = self.source.parse(raw)
-                utf8 = text.encode()
-            except Unreadable as error:
-                items.append(Skipped(raw.position, str(error)))
-            except UnicodeEncodeError:  # JSON's "\ud800" is half a character, which UTF-8 cannot hold
-                items.append(Skipped(raw.position, "lone surrogate"))
-            else:
-                ids = [*(ids.astype(dtype) for ids in self.tokenizer.encode_arrays(text)), end]
-                tokens = sum(part.size for part in ids)
-                items.append(Encoded(raw.position, set_name, tokens, len(utf8), document_digest(utf8)))
-                arrays += ids
-        return Batch(items, np.concatenate(arrays))
+def _encode(source: Source, tokenizer: Tokenizer, group: list[Raw]) -> Batch:
+    """Parse and tokenize a group."""
+    dtype = token_dtype(tokenizer.n_vocab)
+    end = np.array([tokenizer.eot_id], dtype)
+    items: list[Encoded | Skipped] = []
+    arrays = [end[:0]]
+    for raw in group:
+        try:
+            text, set_name = source.parse(raw)
+            utf8 = text.encode()
+        except Unreadable as error:
+            items.append(Skipped(raw.position, str(error)))
+        except UnicodeEncodeError:  # JSON's "\ud800" is half a character, which UTF-8 cannot hold
+            items.append(Skipped(raw.position, "lone surrogate"))
+        else:
+            ids = [*(ids.astype(dtype) for ids in tokenizer.encode_arrays(text)), end]
+            tokens = sum(part.size for part in ids)
+            items.append(Encoded(raw.position, set_name, tokens, len(utf8), document_digest(utf8)))
+            arrays += ids
+    return Batch(items, np.concatenate(arrays))
 
 
-_encoder: _Encoder  # of a worker process
+_of_worker: tuple[Source, Tokenizer]  # of a worker process
 
 
-def _start_worker(encoder: _Encoder) -> None:
-    global _encoder
-    _encoder = encoder
+def _start_worker(source: Source, tokenizer: Tokenizer) -> None:
+    global _of_worker
+    _of_worker = source, tokenizer
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -197,4 +182,4 @@ def _end_with_parent() -> None:
 
 
 def _encode_in_worker(group: list[Raw]) -> Batch:
-    return _encoder.encode(group)
+    return _encode(*_of_worker, group)

@@ -10,23 +10,12 @@ from typing import Any, get_args
 import numpy as np
 
 from common.console import Track, say, show_table
-from common.files import sync_directory
+from common.files import sync_directory, write_json
 from common.settings import UserError
 from data.prepare.inspect import sets_table
-from data.prepare.parts import Plan, StoredPart, changes_between, damaged, read_parts, remove
+from data.prepare.parts import Part, Plan, changes_between, damaged, read_parts, remove
 from data.prepare.writer import ShardWriter
-from data.shards import (
-    MANIFEST,
-    MAX_SETS,
-    RECORD,
-    TOKENIZER,
-    Counts,
-    Manifest,
-    Split,
-    SplitName,
-    read_manifest,
-    write_manifest,
-)
+from data.shards import MANIFEST, MAX_SETS, RECORD, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest
 from data.tokenizer import load_tokenizer, save_tokenizer
 
 _SPLITS: tuple[SplitName, ...] = get_args(SplitName)
@@ -82,7 +71,7 @@ def join(folders: list[Path], plan: Plan, out_dir: Path) -> Manifest:
     joint = _Joint(directory, plan)
     joint.write(parts)
     manifest = joint.manifest()
-    write_manifest(directory, manifest)
+    write_json(directory / MANIFEST, manifest.model_dump(mode="json"))
     os.replace(directory, out_dir.resolve())
     sync_directory(out_dir.resolve().parent)
     remove(partial)
@@ -106,33 +95,33 @@ class _Joint:
         self.first: dict[str, str] = {}
         """Where each reason to skip a document was met first."""
 
-    def write(self, parts: list[StoredPart]) -> None:
+    def write(self, parts: list[Part]) -> None:
         """Write the shards."""
-        total = sum(part.info.documents for part in parts)
+        total = sum(part.documents for part in parts)
         exact = self.plan.prepared["dedup"] == "exact"
         duplicates = find_duplicates(parts) if exact else np.zeros(total, bool)
         with Track("joining, documents", total) as track:
             for part in parts:
-                self.add(part, duplicates[track.done : track.done + part.info.documents])
-                track.advance(part.info.documents)
+                self.add(part, duplicates[track.done : track.done + part.documents])
+                track.advance(part.documents)
 
-    def add(self, part: StoredPart, duplicate: np.ndarray) -> None:
+    def add(self, part: Part, duplicate: np.ndarray) -> None:
         """Write the documents of a part that are not duplicates, and count all."""
         entries = part.entries()
         if duplicate.any():
             found = entries[duplicate][0]
-            self.first.setdefault(_DUPLICATE, f"{part.info.inputs[found['input']]}:{found['number']}")
-        self.first = part.info.first | self.first
-        self.skipped.update({**part.info.skipped, _DUPLICATE: int(duplicate.sum())})
+            self.first.setdefault(_DUPLICATE, f"{part.inputs[found['input']]}:{found['number']}")
+        self.first = part.first | self.first
+        self.skipped.update({**part.skipped, _DUPLICATE: int(duplicate.sum())})
         is_val = document_places(entries) < self.plan.prepared["val_fraction"]
         split = np.where(duplicate, _DROPPED, is_val.astype(np.int64))
-        sets = _renumber(entries["set"], ~duplicate, part.info.set_names, self.set_names)
+        sets = _renumber(entries["set"], ~duplicate, part.set_names, self.set_names)
         if len(self.set_names) > MAX_SETS:
             name = list(self.set_names)[MAX_SETS]
             raise UserError(f"{name!r} is one more than the {MAX_SETS:,} sets a dataset can hold")
         records = np.zeros(entries.size, RECORD)
         records["number"], records["set"] = entries["number"], sets
-        records["input"] = _renumber(entries["input"], ~duplicate, part.info.inputs, self.inputs)
+        records["input"] = _renumber(entries["input"], ~duplicate, part.inputs, self.inputs)
         ids, lengths = part.ids(), entries["tokens"].astype(np.int64)
         for i, writer in enumerate(self.writers):
             mine = split == i
@@ -169,11 +158,9 @@ class _Joint:
         if not all(documents):
             empty = _SPLITS[documents.index(0)]
             change = "larger" if empty == "val" else "smaller"
-            raise EmptySplit(
-                f"none of {sum(documents)} documents went to '{empty}' with "
-                f"val_fraction={self.plan.prepared['val_fraction']}: give a {change} val_fraction, "
-                "or add documents with other texts"
-            )
+            what = f"'{empty}' with val_fraction={self.plan.prepared['val_fraction']}"
+            remedy = f"give a {change} val_fraction, or add documents with other texts"
+            raise EmptySplit(f"none of {sum(documents)} documents went to {what}: {remedy}")
 
 
 def document_places(entries: np.ndarray) -> np.ndarray:
@@ -181,12 +168,12 @@ def document_places(entries: np.ndarray) -> np.ndarray:
     return _digests(entries)[:, 0] / 2.0**64
 
 
-def find_duplicates(parts: list[StoredPart]) -> np.ndarray:
+def find_duplicates(parts: list[Part]) -> np.ndarray:
     """Return for each document of all parts whether an earlier one has the same text: bool (documents,).
 
     Digests are compared in groups, each of which fits into memory.
     """
-    total = sum(part.info.documents for part in parts)
+    total = sum(part.documents for part in parts)
     found = np.zeros(total, bool)
     n_groups = -(-total // _DOCUMENTS_AT_ONCE)
     for group in range(n_groups):

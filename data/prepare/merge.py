@@ -22,9 +22,8 @@ def merge(parts_dir: Path, out_dir: Path) -> Manifest:
     plans = [read_plan(folder) for folder in folders]
     for folder, plan in zip(folders, plans, strict=True):
         if changes := plans[0].changes(plan):
-            raise UserError(
-                f"{folder} was made with other settings than {folders[0].name}: {changes}: prepare one of them again"
-            )
+            other = f"{folder} was made with other settings than {folders[0].name}"
+            raise UserError(f"{other}: {changes}: prepare one of them again")
     if (manifest := existing(out_dir, plans[0].prepared)) is not None:
         return manifest
     with writing(partial_dir(out_dir)):
@@ -40,17 +39,12 @@ def find_tasks(parts_dir: Path) -> list[Path]:
     found = [match for path in parts_dir.glob("task-*") if (match := _PART_NAME.fullmatch(path.name))]
     totals = sorted({int(match[2]) for match in found})
     if not totals:
-        raise UserError(
-            f"{parts_dir} holds no parts task-00000-of-...: give the out_dir of scripts/prepare_data.py with num_tasks"
-        )
+        raise UserError(f"{parts_dir} holds no task-00000-of-...: give the out_dir of prepare_data.py num_tasks=N")
     if len(totals) > 1:
         raise UserError(f"{parts_dir} holds parts of num_tasks={totals[0]} and num_tasks={totals[1]}: delete one kind")
     folders = [part_dir(parts_dir, i, totals[0]) for i in range(totals[0])]
     missing = [i for i, folder in enumerate(folders) if not (folder / FINISHED).is_file()]
     if missing:
-        more = f" ({len(missing)} of {totals[0]} are)" if len(missing) > 1 else ""
-        raise UserError(
-            f"{folders[missing[0]]} is missing or not finished{more}: run the command that made the others, "
-            f"with task_index={missing[0]}, to its end"
-        )
+        what = f"{folders[missing[0]]} is missing or not finished ({len(missing)} of {totals[0]} are)"
+        raise UserError(f"{what}: run the command that made the others with task_index={missing[0]}")
     return folders

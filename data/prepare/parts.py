@@ -24,7 +24,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
@@ -60,13 +60,12 @@ class Plan(Strict):
     def changes(self, now: "Plan") -> str:
         """Describe the settings that differ, for a message; empty if none does."""
         ranks = "sha256 of the tokenizer's ranks"
-        return changes_between(
-            {**self.prepared, ranks: self.tokenizer.sha256}, {**now.prepared, ranks: now.tokenizer.sha256}
-        )
+        before, after = ({**plan.prepared, ranks: plan.tokenizer.sha256} for plan in (self, now))
+        return changes_between(before, after)
 
 
 class Part(Strict):
-    """What a part holds beside its documents."""
+    """What a part holds beside its documents, which its file has."""
 
     input: str
     """Where its last item stands in the input; the next part begins after it."""
@@ -78,26 +77,20 @@ class Part(Strict):
     """Items that are no documents, by reason."""
     first: dict[str, str]
     """Where each reason was met first."""
-
-
-class StoredPart(NamedTuple):
-    """A part and its file."""
-
-    path: Path
-    info: Part
+    _path: Path
 
     @property
     def position(self) -> Position:
         """Where its last item stands in the input."""
-        return Position(self.info.input, self.info.number)
+        return Position(self.input, self.number)
 
     def entries(self) -> np.ndarray:
         """Read its entries: ENTRY (documents,). Raises UserError if they are damaged."""
-        return _read(self.path, "entries")
+        return _read(self._path, "entries")
 
     def ids(self) -> np.ndarray:
         """Read its token ids. Raises UserError if they are damaged."""
-        return _read(self.path, "ids")
+        return _read(self._path, "ids")
 
 
 def changes_between(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -125,10 +118,8 @@ def writing(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            raise UserError(
-                f"{folder} cannot be written ({os.strerror(error.errno)}): free some space on its disk and give the "
-                "same command again, it goes on from what is written"
-            ) from None
+            remedy = "free some space on its disk and give the same command again, it goes on from what is written"
+            raise UserError(f"{folder} cannot be written ({os.strerror(error.errno)}): {remedy}") from None
         finally:
             if not (folder / FINISHED).exists() and not any(folder.glob("part-*.npz")):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -148,10 +139,7 @@ def start(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """
     if (folder / PLAN).exists():
         if changes := read_plan(folder).changes(plan):
-            raise UserError(
-                f"{folder} was begun with {changes}: go on with what it was started with, "
-                f"or delete {folder} to start again"
-            )
+            raise UserError(f"{folder} was begun with {changes}: go on with the same, or delete it to start again")
         return
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -183,14 +171,18 @@ def _read(path: Path, name: str) -> np.ndarray:
         raise damaged(path.parent, f"{path.name}: {error}") from None
 
 
-def read_parts(folder: Path) -> list[StoredPart]:
+def read_parts(folder: Path) -> list[Part]:
     """Read the parts of a folder in order, without their documents.
 
     Raises:
         UserError: a file is missing or damaged.
     """
-    paths = [_path(folder, number) for number in range(len(list(folder.glob("part-*.npz"))))]
-    return [StoredPart(path, decode(Part, json.loads(_read(path, "info").tobytes()))) for path in paths]
+    parts = []
+    for number in range(len(list(folder.glob("part-*.npz")))):
+        part = decode(Part, json.loads(_read(_path(folder, number), "info").tobytes()))
+        part._path = _path(folder, number)
+        parts.append(part)
+    return parts
 
 
 def write_part(folder: Path, number: int, batches: Iterator[Batch]) -> bool:

@@ -241,17 +241,14 @@ class PileSource(Source, defaults="data/pile"):
                     yield Raw(Position(self.path, number), content, len(text) if isinstance(text, str) else 0)
                 return
             except (FileNotFoundError, ValueError, DatasetsError) as error:
-                raise UserError(
-                    f"data.path={self.path} cannot be read at row {number + 1} ({error}): {_ADVICE}"
-                ) from None
+                raise UserError(f"data.path={self.path} fails at row {number + 1} ({error}): {_ADVICE}") from None
             except Exception as error:
                 if not _is_of_the_network(error):
                     raise
                 failures += 1
                 if rows is None or failures > _RETRIES:
-                    raise UserError(
-                        f"data.path={self.path} cannot be reached ({error}): check the network, or {_ADVICE}"
-                    ) from None
+                    unreachable = f"data.path={self.path} cannot be reached ({error})"
+                    raise UserError(f"{unreachable}: check the network, or {_ADVICE}") from None
                 warn(f"reading {self.path} failed at row {number + 1} ({error}): trying again")
                 time.sleep(_SECONDS_BEFORE_RETRY * failures)
                 state = rows.state_dict()

@@ -68,10 +68,8 @@ class MqarSource(TaskSource, defaults="data/mqar"):
     @model_validator(mode="after")
     def _check_keys(self) -> "MqarSource":
         if self.n_pairs > (n_keys := len(_LETTERS) ** self.key_letters):
-            raise ValueError(
-                f"n_pairs={self.n_pairs} is more than the {n_keys:,} keys of key_letters={self.key_letters}: "
-                "use at most that, or more letters"
-            )
+            keys = f"the {n_keys:,} keys of key_letters={self.key_letters}"
+            raise ValueError(f"n_pairs={self.n_pairs} is more than {keys}: use at most that, or more letters")
         return self
 
     @property
@@ -121,10 +119,7 @@ class SelectiveCopySource(TaskSource, defaults="data/selective_copy"):
     @model_validator(mode="after")
     def _check_letters(self) -> "SelectiveCopySource":
         if self.n_letters > self.length:
-            raise ValueError(
-                f"n_letters={self.n_letters} is more than the length={self.length} of the text that they are "
-                "scattered over: lower it"
-            )
+            raise ValueError(f"n_letters={self.n_letters} is more than the length={self.length} of the text: lower it")
         return self
 
     @property

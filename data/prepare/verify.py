@@ -4,7 +4,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,32 +11,11 @@ from common.console import Track
 from common.files import open_file
 from common.settings import UserError
 from data.documents import open_index, wrong_record
-from data.shards import (
-    MANIFEST,
-    TOKENIZER,
-    Counts,
-    Manifest,
-    Shard,
-    SplitName,
-    check_file,
-    check_sum,
-    damaged,
-    parse_manifest,
-)
+from data.shards import MANIFEST, TOKENIZER, Manifest, Shard, Split, check_file, check_sum, damaged, parse_manifest
 from data.tokenizer import load_tokenizer
 
 _IDS_AT_ONCE = 2**18  # so many fit into a core's cache
 _UNITS = ("tokens", "documents", "utf8_bytes")
-
-
-class Contents(NamedTuple):
-    """What a shard holds."""
-
-    sets: np.ndarray
-    """The amount of each unit in each set, (sets, units)."""
-    first: tuple[int, int]
-    last: tuple[int, int]
-    """Input and number of the first and the last document."""
 
 
 def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
@@ -59,18 +37,22 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
     try:
         with Track("verifying, bytes", n_bytes(manifest)) as track:
             for name, split in manifest.splits.items():
-                found = []
-                for shard, contents in zip(split.shards, pool.map(check, split.shards), strict=True):
-                    found.append(contents)
+                found: list[str] = []
+                counts = np.zeros((len(manifest.set_names), len(_UNITS)), np.int64)
+                for shard, checked in zip(split.shards, pool.map(check, split.shards), strict=True):
+                    if isinstance(checked, list):
+                        found += checked
+                    else:
+                        counts += checked
                     track.advance(_shard_bytes(manifest, shard))
-                problems += _check_split(dataset_dir, manifest, name, found, units)
+                problems += found or _wrong_counts(dataset_dir, manifest.set_names, name, split, units, counts)
     finally:
         pool.shutdown(cancel_futures=True)
     return problems
 
 
-def _check_shard(dataset_dir: Path, manifest: Manifest, lengths: np.ndarray, shard: Shard) -> Contents | list[str]:
-    """Return the contents of a shard, or its problems; `lengths` are the bytes of text of each id."""
+def _check_shard(dataset_dir: Path, manifest: Manifest, lengths: np.ndarray, shard: Shard) -> np.ndarray | list[str]:
+    """Return the counts of a shard, or its problems; `lengths` are the bytes of text of each id."""
     problems = []
     for file, sha256 in ((shard.file, shard.sha256), (shard.index_file, shard.index_sha256)):
         try:
@@ -86,11 +68,15 @@ def _check_shard(dataset_dir: Path, manifest: Manifest, lengths: np.ndarray, sha
         return [str(error)]
 
 
-def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np.ndarray) -> Contents:
-    """Count what a shard holds. Raises UserError at the first document that is not as its record says."""
+def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np.ndarray) -> np.ndarray:
+    """Return the amount of each unit in each set, (sets, units), of a shard.
+
+    Raises:
+        UserError: a document is not as its record says.
+    """
     path, index_path = dataset_dir / shard.file, dataset_dir / shard.index_file
     records = open_index(dataset_dir, shard)
-    if wrong := wrong_record(records, 0, manifest, shard) or _wrong_order(records):
+    if wrong := wrong_record(records, 0, manifest, shard):
         raise damaged(index_path, wrong)
     ends, eot_id = records["end"].astype(np.int64), manifest.tokenizer.eot_id
     if ends[-1] != shard.tokens:
@@ -111,19 +97,7 @@ def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np
             for unit, amounts in enumerate((mine - starts, None, utf8_bytes)):  # as float64, exact below 2**53
                 sets[:, unit] += np.bincount(records["set"][first:last], amounts, len(sets)).astype(np.int64)
             first, begin = last, begin + ids.size
-    keys = records[["input", "number"]]
-    return Contents(sets, keys[0].item(), keys[-1].item())
-
-
-def _wrong_order(records: np.ndarray) -> str | None:
-    """Say which document does not follow its predecessor in the order of inputs, and of their numbers in these."""
-    inputs, numbers = records["input"], records["number"]
-    back = (inputs[1:] < inputs[:-1]) | ((inputs[1:] == inputs[:-1]) & (numbers[1:] <= numbers[:-1]))
-    if not back.any():
-        return None
-    i = int(back.argmax())
-    after = f"after number {numbers[i]} of input {inputs[i]}"
-    return f"document {i + 2} is number {numbers[i + 1]} of input {inputs[i + 1]}, {after}"
+    return sets
 
 
 def n_bytes(manifest: Manifest) -> int:
@@ -147,33 +121,15 @@ def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.nda
     return np.zeros(1, np.uint8)
 
 
-def _check_split(
-    dataset_dir: Path,
-    manifest: Manifest,
-    name: SplitName,
-    found: list[Contents | list[str]],
-    units: tuple[str, ...],
+def _wrong_counts(
+    dataset_dir: Path, set_names: list[str], name: str, split: Split, units: tuple[str, ...], counts: np.ndarray
 ) -> list[str]:
-    """Return the problems of a split's shards, and of the manifest's counts of them."""
-    problems: list[str] = []
-    sums = np.zeros((len(manifest.set_names), len(_UNITS)), np.int64)
-    last = (0, 0)
-    for shard, contents in zip(manifest.splits[name].shards, found, strict=True):
-        if isinstance(contents, list):
-            problems += contents
-            continue
-        sums += contents.sets
-        if contents.first <= last:
-            after = f"after number {last[1]} of input {last[0]} in the shard before it"
-            text = f"it begins with number {contents.first[1]} of input {contents.first[0]}, {after}"
-            problems.append(str(damaged(dataset_dir / shard.index_file, text)))
-        last = contents.last
-    if problems:
-        return problems
-    for set_name, numbers in zip(manifest.set_names, sums.tolist(), strict=True):
-        stated = manifest.splits[name].sets.get(set_name, Counts(tokens=0, documents=0, utf8_bytes=0))
+    """Return the problems of the manifest's counts of a split; `counts` (sets, units) are those of the shards."""
+    problems = []
+    for set_name, numbers in zip(set_names, counts.tolist(), strict=True):
         for unit, number in zip(units, numbers, strict=False):
-            if (said := getattr(stated, unit)) != number:
-                text = f"set {set_name!r} of {name} has {number} {unit} in the shards, {said} in the manifest"
+            stated = getattr(split.sets.get(set_name), unit, 0)
+            if stated != number:
+                text = f"set {set_name!r} of {name} has {number} {unit} in the shards, {stated} in the manifest"
                 problems.append(str(damaged(dataset_dir / MANIFEST, text)))
     return problems

@@ -53,7 +53,7 @@ def assert_one_line(result, *fragments):
         ("runtime.device=gpu", ["runtime.device='gpu'", "'auto', 'cpu' or 'cuda'"]),
         ("resume=maybe", ["resume='maybe'", "'auto' or 'never'"]),
         ("run_dir=${nothing}", ["'nothing'"]),
-        ("run_dir=${oc.env:HOME}", ["run_dir: ${oc.env:...} is not available", "write the value itself"]),
+        ("run_dir=${oc.env:HOME}", ["run_dir: ${oc.env:...} is not available", "write the value, in a shell as"]),
         ("a(", ["cannot read the option a("]),
         ("dataset_dir=/no/such", ["dataset_dir=/no/such", "prepare_data.py"]),
         ("runtime.device=cuda", ["runtime.device=cuda", "no GPU"]),

@@ -4,10 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.files import write_json
 from common.settings import decode
 from data.prepare.dataset import PrepareConfig
 from data.prepare.writer import ShardWriter
-from data.shards import RECORD, Counts, Manifest, Split, TokenizerId, TokenStream, write_manifest
+from data.shards import RECORD, Counts, Manifest, Split, TokenizerId, TokenStream
 
 GPT2_RANKS = Path(__file__).resolve().parents[3] / "shared" / "tokenizer" / "gpt2.tiktoken"
 
@@ -70,7 +71,7 @@ def make_stream(tmp_path):
             skipped={},
             prepared={},
         )
-        write_manifest(tmp_path, manifest)
+        write_json(tmp_path / "manifest.json", manifest.model_dump(mode="json"))
         return TokenStream(tmp_path, manifest, "train")
 
     return make

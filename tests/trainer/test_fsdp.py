@@ -106,7 +106,7 @@ def test_without_a_launcher_it_is_told_how(command, run_process, tiny_args, tmp_
     result = command("train", *args)
     assert result.status == 1
     assert result.err.count("\n") == 1
-    torchrun = re.search(r"=fsdp shares .*: start them with torchrun (.+) instead of python, or", result.err)
+    torchrun = re.search(r"=fsdp needs .*: start them with torchrun (.+) instead of python, or", result.err)
     (result,) = run_process([*TORCHRUN, *torchrun[1].split(), "train.py", *args])
     assert result.status == 0, result.err
     assert newest(tmp_path / "run").name == "step-00000002"

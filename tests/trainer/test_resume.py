@@ -162,7 +162,7 @@ def test_another_tokenizer_than_the_manifests_is_refused(tiny, tmp_path):
     manifest = json.loads((dataset / "manifest.json").read_text())
     manifest["tokenizer"]["sha256"] = "0" * 64
     (dataset / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"tokenizer.json is not the tokenizer named in manifest.json"):
+    with pytest.raises(UserError, match=r"tokenizer.json is not the manifest's tokenizer"):
         fit(tiny({"dataset_dir": dataset}))
 
 

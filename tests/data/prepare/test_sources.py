@@ -265,7 +265,7 @@ def test_pile_streams_files(local_pile):
 def test_pile_with_a_wrong_line_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{wrong\n')
-    with pytest.raises(UserError, match=r"data\.path=json cannot be read at row 1 \(.*JSON.*use data=jsonl"):
+    with pytest.raises(UserError, match=r"data\.path=json fails at row 1 \(.*JSON.*use data=jsonl"):
         parsed(PileSource(name="pile", path="json", data_files=str(path)))
 
 

@@ -113,7 +113,7 @@ def test_answers_differ_between_documents_and_places(name):
         ({"name": "induction", "length": 1}, "config data.length=1: Input should be greater than or equal to 2"),
         (
             {"name": "selective_copy", "length": 8, "n_letters": 9},
-            "n_letters=9 is more than the length=8 of the text that they are scattered over: lower it",
+            "n_letters=9 is more than the length=8 of the text: lower it",
         ),
         ({"name": "passkey", "length": 0}, "config data.length=0: Input should be greater than or equal to 1"),
         ({"name": "passkey", "n_documents": 0}, "config data.n_documents=0: Input should be greater than"),
