@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -56,7 +56,7 @@ class Damaged(UserError):
 class Sums(Settings):
     """manifest.json."""
 
-    format_version: Literal[2]
+    format_version: int
     sha256: dict[str, str]
     """The sum of every other file, by name."""
 
@@ -363,9 +363,24 @@ def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lamb
 
 def _sums(path: Path) -> dict[str, str]:
     try:
-        sums = decode(Sums, read_json(path / "manifest.json", limit=2**16)).sha256
-        if set(sums) != set(_FILES):
-            raise UserError(f"it must list {', '.join(_FILES)}")
+        manifest = decode(Sums, read_json(path / "manifest.json", limit=2**16))
     except UserError as error:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
+    if manifest.format_version != FORMAT_VERSION:
+        message = f"{path} has format version {manifest.format_version}; this program reads {FORMAT_VERSION}"
+        if manifest.format_version == _version_of_state(path):  # not damage, but another program's
+            raise UserError(f"{message}: use another run_dir")
+        raise Damaged(message)
+    sums = manifest.sha256
+    if set(sums) != set(_FILES):
+        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
     return sums
+
+
+def _version_of_state(path: Path) -> Any:
+    """The version in state.json, to tell another version from a damaged manifest."""
+    try:
+        state = read_json(path / "state.json", limit=_LARGEST_STATE)
+    except UserError:
+        return None
+    return state.get("format_version") if isinstance(state, dict) else None
