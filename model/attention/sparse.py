@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
 from model.ops.documents import document_mask, document_positions
-from model.ops.sparse_attention import Pattern, fixed, masked_attention, pattern_mask, sparse_attention, strided
+from model.ops.sparse_attention import masked_attention, sparse_attention
+from model.ops.sparse_attention.patterns import Pattern, fixed, pattern_mask, strided
 from model.position import positions
 
 LARGEST = 2**20
