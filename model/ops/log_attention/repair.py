@@ -130,12 +130,12 @@ def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tu
     G counts through the batch and the heads of the inputs.
     """
     tokens, log_s = _heads(inputs)
-    tiles = q, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
+    q, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
     states = exact.states(k, log_v, log_f, log_s)  # (G, N + 1, d_k, E)
     if causal:
         chunks = _tiles(log_y, q.shape[2], 0.0).clone()
         for g, n in _groups(doubtful, states):
-            log_S, _ = exact.causal_log_sums(*(x[g, n] for x in tiles), states[g, n])
+            log_S, _ = exact.causal_log_sums(q[g, n], k[g, n], log_v[g, n], log_f[g, n], states[g, n])
             chunks[g, n] = _normalized(log_S)
         log_y = _sequence(chunks, log_y.shape[1])
     elif doubtful.any():
@@ -150,17 +150,18 @@ def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> 
     tiles = _, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
     states = exact.states(k, log_v, log_f, log_s)  # (G, N + 1, d_k, E)
     if not causal:
-        return exact.full_gradients(*tokens[:3], log_s, states[:, -1], g_log_S, g_log_s)
+        q, k, log_v, _ = tokens
+        return exact.full_gradients(q, k, log_v, log_s, states[:, -1], g_log_S, g_log_s)
     g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in (*tiles[:3], k)], g_log_s
     for n in reversed(range(k.shape[1])):
         g_before = torch.empty_like(g)
         for (h,) in _groups(torch.ones(len(g), dtype=torch.bool, device=g.device), states):
-            here = (x[h, n] for x in (*tiles, states, g_log_S))
-            *gradients, g_before[h] = exact.causal_gradients(*here, g[h])
+            q_n, k_n, v_n, f_n = (x[h, n] for x in tiles)
+            *gradients, g_before[h] = exact.causal_gradients(q_n, k_n, v_n, f_n, states[h, n], g_log_S[h, n], g[h])
             for whole, part in zip(parts, gradients, strict=True):
                 whole[h, n] = part
         g = g_before
-    return exact.Gradients(*(_sequence(x, tokens[0].shape[1]) for x in parts), g)
+    return exact.Gradients._make((*(_sequence(x, tokens[0].shape[1]) for x in parts), g))
 
 
 def _heads(inputs: Inputs) -> tuple[list[Tensor], Tensor]:

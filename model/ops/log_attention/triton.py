@@ -129,7 +129,7 @@ def _attend_backward(
 
     They are computed from those of log_y and, if there are more, of the state, and from what the forward pass saved.
     """
-    given, (g_y, *g_state), (*state, doubtful) = _Inputs(*inputs), g, saved
+    given, (g_y, *g_state), (*state, doubtful) = _Inputs._make(inputs), g, saved
     P, to, counter = _constants(given, causal), _empty_gradients(given), Fallback.counter("backward", g_y.device)
     g_of = Found(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
     grid, x = _grid(given.q, P), _given(given)
@@ -142,7 +142,7 @@ def _attend_backward(
 
 @_attend_backward.register_fake
 def _(g: Sequence[Tensor], inputs: Sequence[Tensor | None], *_: Any) -> list[Tensor]:
-    given = _Inputs(*inputs)
+    given = _Inputs._make(inputs)
     return _summed(_empty_gradients(given), given)
 
 

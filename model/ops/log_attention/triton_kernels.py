@@ -101,11 +101,7 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
             if _some_doubtful(sums, z_sums, n, x, at, P):
                 k_n = _keys(x, gates, n, at, P)  # loaded again to save registers
                 v_n = load_chunk(x.log_v, n, x.S, at.e, NOTHING, P.D_V, P)
-                if x.log_f is None:
-                    first_k, first_v = _first_of_chunk(k_n, v_n, key_before, value_before, P)
-                    terms, z_terms = _from_first(first_k, first_v, P)
-                else:
-                    terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
+                terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
                 unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P)
             tl.store(doubtful + n * P.BLOCKS, unsure)
         to_end = times(e_k, gates.end)
@@ -128,9 +124,8 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
             _store_log_y(log_y, sums, z_sums, value, n, x, at, P)
             unsure = 0
             if _some_doubtful(sums, z_sums, n, x, at, P):
-                first_k, first_v = _first_if_seen(key, value, P)
-                terms, z_terms = _from_first(first_k, first_v, P)
-                unsure = _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P)
+                terms, z_terms = _seen_terms(key, value)
+                unsure = _lacks_something(sums, z_sums, terms[None, :], z_terms, n, x, at, P)
             tl.store(doubtful + n * P.BLOCKS, unsure)
 
     if found.state is not None:
@@ -314,42 +309,28 @@ def _some_doubtful(sums, z_sums, n, x, at, P: tl.constexpr):
 
 
 @triton.jit
-def _first_of_chunk(k, v, key_before, value_before, P: tl.constexpr):
-    """Return the chunk's first token with a key, and for each column the first with a nonzero value; C if none."""
-    rows = tl.arange(0, P.C)
-    alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
-    first_k = tl.min(tl.where(alive, rows, P.C), 0)
-    first_v = tl.min(tl.where(alive[:, None] & (v != NOTHING), rows[:, None], P.C), 0)  # (BV,)
-    before_k, before_v = _first_if_seen(key_before, value_before, P)
-    return tl.minimum(first_k, before_k), tl.minimum(first_v, before_v)
-
-
-@triton.jit
-def _first_if_seen(key, value, P: tl.constexpr):
-    """The same for earlier tokens: 0, or C if there are none."""
-    first_k = tl.where(tl.max(key, 0) > NOTHING, 0, P.C)
-    return first_k, tl.where(value > NOTHING, first_k, P.C)
-
-
-@triton.jit
-def _from_first(first_k, first_v, P: tl.constexpr):
-    """Whether the sums (C, BV) and those of the normalizer (C,) have terms, which later tokens keep."""
-    rows = tl.arange(0, P.C)
-    return rows[:, None] >= first_v[None, :], rows >= first_k
+def _seen_terms(key, value):
+    """Whether the sums over all tokens in these frames have terms (BV,), and that of the normalizer."""
+    has_key = tl.max(key, 0) > NOTHING
+    return has_key & (value > NOTHING), has_key
 
 
 @triton.jit
 def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
-    """The same where gates may be resets, which hide what is before them."""
+    """Whether the sums (C, BV) and those of the normalizer (C,) have terms: earlier ones that no reset hides."""
     rows = tl.arange(0, P.C)
-    visible = (between(gates) > NOTHING) & (rows[:, None] >= rows[None, :])  # (C, C)
     alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
     values = alive[:, None] & (v != NOTHING)
-    tokens = product(visible.to(P.ACC), values.to(P.ACC), P) > 0.0
-    before_k, before_v = _first_if_seen(key_before, value_before, P)
-    start = gates.start > NOTHING
-    z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
-    return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (start & (before_k == 0))
+    before, z_before = _seen_terms(key_before, value_before)
+    if gates.of_head is None:  # all from the first on
+        first_k = tl.where(z_before, 0, tl.min(tl.where(alive, rows, P.C), 0))
+        first_v = tl.where(before, 0, tl.min(tl.where(values, rows[:, None], P.C), 0))
+        return rows[:, None] >= first_v[None, :], rows >= first_k
+    else:
+        visible, start = (between(gates) > NOTHING) & (rows[:, None] >= rows[None, :]), gates.start > NOTHING  # (C, C)
+        tokens = product(visible.to(P.ACC), values.to(P.ACC), P) > 0.0
+        z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
+        return tokens | (start[:, None] & before[None, :]), z_tokens | (start & z_before)
 
 
 @triton.jit
