@@ -97,12 +97,11 @@ class SparseAttention(MultiHeadAttention):
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
         self.patterns = [patterns[h % len(patterns)] for h in range(n_head)]
         shared = n_head // self.n_kv_head  # query heads of a key and value head
-        groups: dict[frozenset[Pattern], list[int]] = {}
-        for g in range(self.n_kv_head):
-            groups.setdefault(frozenset(self.patterns[g * shared : (g + 1) * shared]), []).append(g)
+        kinds = [frozenset(self.patterns[g * shared : (g + 1) * shared]) for g in range(self.n_kv_head)]
         self.groups = []
-        for kv_heads in groups.values():
-            heads = [h for h in range(n_head) if h // shared in kv_heads]
+        for kind in dict.fromkeys(kinds):
+            heads = [h for h in range(n_head) if kinds[h // shared] == kind]
+            kv_heads = [g for g in range(self.n_kv_head) if kinds[g] == kind]
             self.groups.append(HeadGroup([self.patterns[h] for h in heads], heads, kv_heads))
 
     def attend(

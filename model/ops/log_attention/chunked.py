@@ -316,7 +316,6 @@ def _of_sums(sums: Tensor, results: _Results, g_y: Tensor, tokens: slice, frames
 def _backward_again(inputs: Inputs, causal: bool, g: tuple[Tensor, ...], heads: Tensor, gradients: Inputs) -> None:
     """Recompute the gradients of these heads (B, H), as `_forward_again` does for the results."""
     some, (g_y, g_log_s) = _of_heads(inputs, heads), (x[heads].unsqueeze(1).double() for x in g)
-    again: tuple[Tensor | None, ...]
     if inputs.log_s.dtype == torch.float64:
         g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (F, 1, T, E)
         again = repair.backward(some, causal, g_log_S[:, 0], g_log_s[:, 0])

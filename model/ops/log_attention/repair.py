@@ -144,7 +144,7 @@ def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tu
     return log_y, states[:, -1]
 
 
-def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> exact.Gradients:
+def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
     """Return gradients for whole heads, from those of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
     tokens, log_s = _heads(inputs)
     tiles = _, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
@@ -161,7 +161,7 @@ def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> 
             for whole, part in zip(parts, gradients, strict=True):
                 whole[h, n] = part
         g = g_before
-    return exact.Gradients._make((*(_sequence(x, tokens[0].shape[1]) for x in parts), g))
+    return Inputs._make((*(_sequence(x, tokens[0].shape[1]) for x in parts), g))
 
 
 def _heads(inputs: Inputs) -> tuple[list[Tensor], Tensor]:

@@ -5,7 +5,6 @@ The kernels are in triton_kernels.py, those of `exact.py` in triton_exact.py; do
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +81,7 @@ def _attend(
     found = Found(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
     fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
     counter = Fallback.counter("forward", q.device)
-    with _on(q):
+    with torch.cuda.device_of(q):  # kernels are launched on the current device
         forward_sweep[_grid(q, P)](_given(inputs), found, fast, doubtful, P=P, **_launch(P))
         exact_forward[_grid(q, P)](_given(inputs), found, exact, doubtful, counter, P=P, num_warps=8)
     return results
@@ -134,7 +133,7 @@ def _attend_backward(
     g_of = Found(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
     grid, x = _grid(given.q, P), _given(given)
     g_x = Given(to.q, to.k, to.log_v, to.log_f, None if to.log_s is None else Sums(to.log_s, to.log_z), *x[5:])
-    with _on(g_y):
+    with torch.cuda.device_of(g_y):
         backward_sweep[grid](g_of, x, _saved(*state), doubtful, g_x, P=P, **_launch(P))
         exact_backward[grid](g_of, x, _exact(*state), doubtful, counter, g_x, P=P, num_warps=8)
     return _summed(to, given)
@@ -277,8 +276,3 @@ def _launch(P: Constants) -> dict[str, int]:
 
 def _grid(q: Tensor, P: Constants) -> tuple[int]:
     return (q.shape[0] * q.shape[1] * P.BLOCKS,)
-
-
-def _on(x: Tensor) -> AbstractContextManager[object]:
-    """Make the device of x current: kernels are launched on the current device."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -124,8 +124,8 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
             _store_log_y(log_y, sums, z_sums, value, n, x, at, P)
             unsure = 0
             if _some_doubtful(sums, z_sums, n, x, at, P):
-                terms, z_terms = _seen_terms(key, value)
-                unsure = _lacks_something(sums, z_sums, terms[None, :], z_terms, n, x, at, P)
+                first_k, first_v = _first_if_seen(key, value, P)
+                unsure = _lacks_something(sums, z_sums, (first_v == 0)[None, :], first_k == 0, n, x, at, P)
             tl.store(doubtful + n * P.BLOCKS, unsure)
 
     if found.state is not None:
@@ -309,10 +309,10 @@ def _some_doubtful(sums, z_sums, n, x, at, P: tl.constexpr):
 
 
 @triton.jit
-def _seen_terms(key, value):
-    """Whether the sums over all tokens in these frames have terms (BV,), and that of the normalizer."""
-    has_key = tl.max(key, 0) > NOTHING
-    return has_key & (value > NOTHING), has_key
+def _first_if_seen(key, value, P: tl.constexpr):
+    """0 for the normalizer, and for each column (BV,), if tokens in these frames are terms of its sum, else C."""
+    first_k = tl.where(tl.max(key, 0) > NOTHING, 0, P.C)
+    return first_k, tl.where(value > NOTHING, first_k, P.C)
 
 
 @triton.jit
@@ -321,16 +321,16 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
     rows = tl.arange(0, P.C)
     alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
     values = alive[:, None] & (v != NOTHING)
-    before, z_before = _seen_terms(key_before, value_before)
+    before_k, before_v = _first_if_seen(key_before, value_before, P)
     if gates.of_head is None:  # all from the first on
-        first_k = tl.where(z_before, 0, tl.min(tl.where(alive, rows, P.C), 0))
-        first_v = tl.where(before, 0, tl.min(tl.where(values, rows[:, None], P.C), 0))
+        first_k = tl.minimum(tl.min(tl.where(alive, rows, P.C), 0), before_k)
+        first_v = tl.minimum(tl.min(tl.where(values, rows[:, None], P.C), 0), before_v)
         return rows[:, None] >= first_v[None, :], rows >= first_k
     else:
         visible, start = (between(gates) > NOTHING) & (rows[:, None] >= rows[None, :]), gates.start > NOTHING  # (C, C)
         tokens = product(visible.to(P.ACC), values.to(P.ACC), P) > 0.0
         z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
-        return tokens | (start[:, None] & before[None, :]), z_tokens | (start & z_before)
+        return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (start & (before_k == 0))
 
 
 @triton.jit
