@@ -156,9 +156,7 @@ def _empty_gradients(inputs: _Inputs) -> _Inputs:
 
     def like(x: Tensor, blocks: int) -> Tensor:
         dtype = x.dtype if blocks == 1 else accumulation_dtype(q)
-        return (
-            x.transpose(1, 2).new_empty(blocks * B, x.shape[2], x.shape[1], *x.shape[3:], dtype=dtype).transpose(1, 2)
-        )
+        return x.new_empty(blocks * B, x.shape[2], x.shape[1], x.shape[3], dtype=dtype).transpose(1, 2)
 
     return _Inputs(
         like(q, blocks),
@@ -171,15 +169,14 @@ def _empty_gradients(inputs: _Inputs) -> _Inputs:
 
 
 def _summed(parts: _Inputs, inputs: _Inputs) -> list[Tensor]:
-    """Sum the parts of gradients."""
-    return [
-        parts.q.new_empty(0)
-        if part is None or x is None
-        else part
-        if len(part) == len(x)
-        else part.unflatten(0, (-1, len(x))).sum(0).to(x.dtype)
-        for part, x in zip(parts, inputs, strict=True)
-    ]
+    """Sum the parts of gradients. An empty tensor stands for None, which an operator cannot return."""
+    sums = []
+    for part, x in zip(parts, inputs, strict=True):
+        if part is None or x is None:
+            sums.append(inputs.q.new_empty(0))
+        else:
+            sums.append(part if len(part) == len(x) else part.unflatten(0, (-1, len(x))).sum(0).to(x.dtype))
+    return sums
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
