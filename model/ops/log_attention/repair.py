@@ -4,6 +4,7 @@ Such tiles are rare in float64, so the code that recomputes them is simple rathe
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,6 +154,7 @@ def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> 
         q, k, log_v, _ = tokens
         return exact.full_gradients(q, k, log_v, log_s, states[:, -1], g_log_S, g_log_s)
     g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in (*tiles[:3], k)], g_log_s
+    gradients: list[Any]
     for n in reversed(range(k.shape[1])):
         g_before = torch.empty_like(g)
         for (h,) in _groups(torch.ones(len(g), dtype=torch.bool, device=g.device), states):
