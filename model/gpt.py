@@ -23,7 +23,6 @@ from model.position import Order, PositionConfig
 from model.state import cat_states, select_rows
 
 _LARGEST_SIZE = 2**24
-_NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": partial(nn.RMSNorm, eps=1e-6)}
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -41,12 +40,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class GLUBlock(nn.Module):
     """x + Linear(GLU(Linear(attention(LayerNorm(x))))): the published residual layer, with torch's initialisation."""
 
-    def __init__(self, n_embd: int, attention: Attention, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, config: "GPTConfig", attention: Attention) -> None:
         super().__init__()
-        self.norm = norm(n_embd)
+        self.norm = config.new_norm()
         self.attention = attention
-        self.gate = nn.Linear(attention.n_out, 2 * n_embd)
-        self.proj = nn.Linear(n_embd, n_embd, bias=False)
+        self.gate = nn.Linear(attention.n_out, 2 * config.n_embd)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_embd), and the attention's state."""
@@ -61,21 +60,19 @@ class MLPBlock(nn.Module):
     the residual stream are divided by sqrt(2 n_layer), or 0 with `zero_init`. Biases start at 0.
     """
 
-    def __init__(
-        self, n_embd: int, n_layer: int, attention: Attention, norm: Callable[[int], nn.Module], settings: "MLPConfig"
-    ) -> None:
+    def __init__(self, settings: "MLPConfig", config: "GPTConfig", attention: Attention) -> None:
         super().__init__()
-        hidden = settings.hidden(n_embd)
-        self.norm_attention = norm(n_embd)
+        n_embd, hidden = config.n_embd, settings.hidden(config.n_embd)
+        self.norm_attention = config.new_norm()
         self.attention = attention
         self.proj = nn.Linear(attention.n_out, n_embd)
-        self.norm_mlp = norm(n_embd)
+        self.norm_mlp = config.new_norm()
         self.up = nn.Linear(n_embd, hidden * (2 if settings.activation == "swiglu" else 1))
         self.down = nn.Linear(hidden, n_embd)
         self.activation = _ACTIVATIONS[settings.activation]
 
         std = (3 * n_embd) ** -0.5
-        to_stream = 0.0 if settings.zero_init else std / (2 * n_layer) ** 0.5
+        to_stream = 0.0 if settings.zero_init else std / (2 * config.n_layer) ** 0.5
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=to_stream if module in (self.proj, self.down) else std)
@@ -94,8 +91,8 @@ class GLUConfig(Settings):
 
     name: Literal["glu"]
 
-    def build(self, n_embd: int, n_layer: int, attention: Attention, norm: Callable[[int], nn.Module]) -> GLUBlock:
-        return GLUBlock(n_embd, attention, norm)
+    def build(self, config: "GPTConfig", attention: Attention) -> GLUBlock:
+        return GLUBlock(config, attention)
 
 
 class MLPConfig(Settings, defaults="model/block/mlp"):
@@ -113,8 +110,8 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
         """Hidden features of the MLP; a multiple of 8 with swiglu."""
         return self.expansion * n_embd if self.activation != "swiglu" else -(-self.expansion * n_embd // 12) * 8
 
-    def build(self, n_embd: int, n_layer: int, attention: Attention, norm: Callable[[int], nn.Module]) -> MLPBlock:
-        return MLPBlock(n_embd, n_layer, attention, norm, self)
+    def build(self, config: "GPTConfig", attention: Attention) -> MLPBlock:
+        return MLPBlock(self, config, attention)
 
 
 BlockConfig = Annotated[GLUConfig | MLPConfig, Field(discriminator="name")]
@@ -232,6 +229,10 @@ class GPTConfig(Settings):
         """Rows of the embedding, which is also the number of logits."""
         return -(-self.n_vocab // self.pad_vocab) * self.pad_vocab
 
+    def new_norm(self) -> nn.Module:
+        """Create a norm of n_embd features."""
+        return nn.LayerNorm(self.n_embd) if self.norm == "layer" else nn.RMSNorm(self.n_embd, eps=1e-6)
+
     @property
     def head_features(self) -> int:
         """head_dim, or its default."""
@@ -280,18 +281,10 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.n_vocab_padded, config.n_embd)
         bound = config.n_embd**-0.5
         nn.init.uniform_(self.embed.weight, -bound, bound)
-        norm = _NORMS[config.norm]
         self.position = config.position.build(config.n_embd, config.query_dim)
-        self.blocks = nn.ModuleList(
-            config.block.build(
-                config.n_embd,
-                config.n_layer,
-                attention.build(config.n_embd, config.n_head, config.head_features),
-                norm,
-            )
-            for attention in config.layers
-        )
-        self.norm = norm(config.n_embd)
+        attentions = (layer.build(config.n_embd, config.n_head, config.head_features) for layer in config.layers)
+        self.blocks = nn.ModuleList(config.block.build(config, attention) for attention in attentions)
+        self.norm = config.new_norm()
         if not config.tied:
             self.output = nn.Linear(config.n_embd, config.n_vocab_padded, bias=False)
             nn.init.uniform_(self.output.weight, -bound, bound)

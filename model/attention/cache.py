@@ -10,12 +10,13 @@ So all rows are written in the same place. A row with fewer tokens than columns 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from model.ops.sparse_attention import Pattern, needed_keys, reach_of
+from model.ops.documents import document_mask
+from model.ops.sparse_attention.patterns import Pattern, needed_keys, reach_of
 from model.position import positions
 
 _SMALLEST_ROOM = 64  # columns of a new buffer
@@ -55,6 +56,22 @@ class KVCache(NamedTuple):
         key = positions(lengths, S, k.device).unsqueeze(1)  # (B or 1, 1, S)
         query = positions(lengths, T, k.device).unsqueeze(2)  # (B or 1, T, 1)
         return after, k_all, v_all, ((key >= 0) & (key <= query)).unsqueeze(1)
+
+
+def remember(
+    cache: KVCache | None, k: Tensor, v: Tensor, return_state: bool, starts: Tensor | None
+) -> tuple[KVCache | None, Tensor, Tensor, dict[str, Any]]:
+    """Add T tokens to what is remembered of earlier ones.
+
+    Returns:
+        The cache, if wanted or if there was one; keys and values of all tokens; and which of them the T tokens may
+        attend to, in the arguments of `scaled_dot_product_attention`.
+    """
+    if cache is not None:
+        after, k, v, mask = cache.append(k, v)
+        return after, k, v, {"attn_mask": mask}
+    visible = {"is_causal": True} if starts is None else {"attn_mask": document_mask(starts)}
+    return KVCache.of(k, v) if return_state else None, k, v, visible
 
 
 class SparseCache(NamedTuple):
@@ -124,8 +141,7 @@ class _Buffer:
 
     def __init__(self, k: Tensor, v: Tensor, columns: int) -> None:
         """Copy k (B, H, S, D) and v (B, H, S, E) into new memory of `columns` columns."""
-        self.k = k.new_empty(*k.shape[:2], columns, k.shape[3])
-        self.v = v.new_empty(*v.shape[:2], columns, v.shape[3])
+        self.k, self.v = (x.new_empty(*x.shape[:2], columns, x.shape[3]) for x in (k, v))
         self.written = 0  # columns that belong to some cache
         self.write(k, v)
 

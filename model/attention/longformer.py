@@ -10,7 +10,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from model.attention.base import GroupedSettings
 from model.attention.cache import SparseCache
 from model.attention.sparse import LARGEST, SparseAttention
-from model.ops.sparse_attention import longformer
+from model.ops.sparse_attention.patterns import longformer
 from model.position import Order, Rotation, positions
 
 
@@ -30,7 +30,7 @@ class LongformerConfig(GroupedSettings, defaults="model/attention/longformer"):
         )
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LongformerAttention":
-        return LongformerAttention(n_embd, n_head, head_dim, self.n_kv_head, self.window, self.n_global)
+        return LongformerAttention(self, n_embd, n_head, head_dim)
 
 
 class LongformerState(NamedTuple):
@@ -52,11 +52,10 @@ class LongformerAttention(SparseAttention):
     attend to each other only.
     """
 
-    def __init__(
-        self, n_embd: int, n_head: int, head_dim: int, n_kv_head: int | None, window: int, n_global: int
-    ) -> None:
-        super().__init__(n_embd, n_head, head_dim, n_kv_head, [longformer(window, n_global)])
-        self.n_global = n_global
+    def __init__(self, settings: LongformerConfig, n_embd: int, n_head: int, head_dim: int) -> None:
+        patterns = [longformer(settings.window, settings.n_global)]
+        super().__init__(n_embd, n_head, head_dim, settings.n_kv_head, patterns)
+        self.n_global = settings.n_global
         self.qkv_global = nn.Linear(self.qkv.in_features, self.qkv.out_features)
         self.qkv_global.load_state_dict(self.qkv.state_dict())
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.base import GroupedSettings, MultiHeadAttention
-from model.attention.cache import KVCache
-from model.ops.documents import document_mask
+from model.attention.cache import KVCache, remember
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.position import Rotation, rotate
 
@@ -28,9 +27,7 @@ class ProjectionConfig(GroupedSettings, defaults="model/attention/projection"):
     """Whether each head learns its own sigma, starting from `sigma`."""
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "ProjectionAttention":
-        sigma = head_dim**0.25 if self.sigma is None else self.sigma
-        own_values = self.values == "own"
-        return ProjectionAttention(n_embd, n_head, head_dim, self.n_kv_head, sigma, self.learned, own_values)
+        return ProjectionAttention(self, n_embd, n_head, head_dim)
 
 
 class ProjectionAttention(MultiHeadAttention):
@@ -40,19 +37,11 @@ class ProjectionAttention(MultiHeadAttention):
     that it depends on the distance between tokens and not on their positions.
     """
 
-    def __init__(
-        self,
-        n_embd: int,
-        n_head: int,
-        head_dim: int,
-        n_kv_head: int | None,
-        sigma: float,
-        learned: bool = False,
-        own_values: bool = True,
-    ) -> None:
-        super().__init__(n_embd, n_head, head_dim, n_kv_head, own_values)
-        self.first_sigma = sigma
-        self.log_sigma = nn.Parameter(torch.full((n_head,), math.log(sigma))) if learned else None
+    def __init__(self, settings: ProjectionConfig, n_embd: int, n_head: int, head_dim: int) -> None:
+        super().__init__(n_embd, n_head, head_dim, settings.n_kv_head, own_values=settings.values == "own")
+        self.first_sigma = head_dim**0.25 if settings.sigma is None else settings.sigma
+        first = torch.full((n_head,), math.log(self.first_sigma))
+        self.log_sigma = nn.Parameter(first) if settings.learned else None
 
     @property
     def sigma(self) -> Tensor:
@@ -64,30 +53,13 @@ class ProjectionAttention(MultiHeadAttention):
         return torch.full((self.n_head,), self.first_sigma, dtype=dtype, device=weight.device)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KVCache | None,
-        return_state: bool,
-        starts: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, return_state: bool, starts: Tensor | None = None
     ) -> tuple[Tensor, KVCache | None]:
         q, k = inner_queries(q, self.sigma), inner_keys(k)  # (B, H, T, D'), (B, H_kv, T, D')
         v = padded_values(v) if self.own_values else k[..., :0]  # keys are cached once
-        mask, after = None if starts is None else document_mask(starts), None
-        if state is not None:
-            after, k, v, mask = state.append(k, v)
-        elif return_state:
-            after = KVCache.of(k, v)
-        y = scaled_dot_product_attention(
-            q,
-            k,
-            v if self.own_values else k,
-            attn_mask=mask,
-            is_causal=state is None and starts is None,
-            scale=1.0,
-            enable_gqa=self.grouped,
-        )
+        after, k, v, visible = remember(state, k, v, return_state, starts)
+        v = v if self.own_values else k
+        y = scaled_dot_product_attention(q, k, v, **visible, scale=1.0, enable_gqa=self.grouped)
         return y[..., : self.head_dim], after
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from pydantic import ValidationInfo, field_validator
 
 from model.attention.base import GroupedSettings
 from model.attention.sparse import SparseAttention
-from model.ops.sparse_attention import window
+from model.ops.sparse_attention.patterns import window
 
 
 class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_window"):

@@ -13,8 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from common.console import say_once
 from common.settings import UserError
 from model.attention.base import GroupedSettings, MultiHeadAttention
-from model.attention.cache import KVCache
-from model.ops.documents import document_mask
+from model.attention.cache import remember
 from model.ops.gates import forgotten
 from model.ops.sparse_attention import masked_attention
 
@@ -44,7 +43,7 @@ class SoftmaxConfig(GroupedSettings, defaults="model/attention/softmax"):
             raise ValueError(f"kernel={self.kernel} cannot be used with data.document_reset=true, a mask: use auto")
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SoftmaxAttention":
-        return SoftmaxAttention(n_embd, n_head, head_dim, self.n_kv_head, self.kernel)
+        return SoftmaxAttention(self, n_embd, n_head, head_dim)
 
 
 class SoftmaxAttention(MultiHeadAttention):
@@ -53,11 +52,9 @@ class SoftmaxAttention(MultiHeadAttention):
     Several documents in a window take a mask (B, 1, T, T), on GPUs too: masked keys cost as much as others.
     """
 
-    def __init__(
-        self, n_embd: int, n_head: int, head_dim: int, n_kv_head: int | None = None, kernel: str = "auto"
-    ) -> None:
-        super().__init__(n_embd, n_head, head_dim, n_kv_head)
-        self.kernel = kernel
+    def __init__(self, settings: SoftmaxConfig, n_embd: int, n_head: int, head_dim: int) -> None:
+        super().__init__(n_embd, n_head, head_dim, settings.n_kv_head)
+        self.kernel = settings.kernel
 
     def attend(
         self,
@@ -69,25 +66,21 @@ class SoftmaxAttention(MultiHeadAttention):
         log_f: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        mask = None if starts is None else document_mask(starts)
         if log_f is not None:  # in float32 or float64: rounded scores would leave nothing of the gates' gradients
             wide = torch.promote_types(q.dtype, torch.float32)
             with torch.autocast(q.device.type, enabled=False):
                 q_k_v = q.to(wide), k.to(wide), v.to(wide)
-                y, after = self._attend_and_forget(*q_k_v, state, return_state, log_f, mask)
+                y, after = self._attend_and_forget(*q_k_v, state, return_state, log_f, starts)
             return y.to(q.dtype), after
-        if mask is not None:
-            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped), None
-        if state is not None:
-            after, k, v, mask = state.append(k, v)
-            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped), after
-        _say_kernel(self.kernel, q.device.type, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
-        with nullcontext() if self.kernel == "auto" else sdpa_kernel(_KERNELS[self.kernel]):
-            y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
-        return y, KVCache.of(k, v) if return_state else None
+        whole_text = state is None and starts is None
+        if whole_text:
+            _say_kernel(self.kernel, q.device.type, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
+        after, k, v, visible = remember(state, k, v, return_state, starts)
+        with sdpa_kernel(_KERNELS[self.kernel]) if whole_text and self.kernel != "auto" else nullcontext():
+            return scaled_dot_product_attention(q, k, v, **visible, enable_gqa=self.grouped), after
 
     def _attend_and_forget(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, log_f: Tensor, mask: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, log_f: Tensor, starts: Tensor | None
     ) -> tuple[Tensor, Any]:
         """Add a_t - a_j to the scores, a being the sum of log_f over the text so far, by features of q and k.
 
@@ -105,12 +98,8 @@ class SoftmaxAttention(MultiHeadAttention):
         own, ones = torch.cat(parts, -1), torch.ones_like(q[..., :_PARTS])
         unused = -(q.shape[-1] + 2 * _PARTS) % _ALIGNED
         q, k = pad(torch.cat([q, own, ones], -1), (0, unused)), pad(torch.cat([k, ones, -own], -1), (0, unused))
-        v, causal = pad(v, (0, q.shape[-1] - v.shape[-1])), cache is None and mask is None
-        if cache is not None:
-            after, k, v, mask = cache.append(k, v)
-        else:
-            after = KVCache.of(k, v) if return_state else None
-        y = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.head_dim**-0.5)
+        after, k, v, visible = remember(cache, k, pad(v, (0, q.shape[-1] - v.shape[-1])), return_state, starts)
+        y = scaled_dot_product_attention(q, k, v, **visible, scale=self.head_dim**-0.5)
         return y[..., : self.head_dim], (after, a[:, :, -1:])
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:

@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
 from model.ops.documents import document_mask, document_positions
-from model.ops.sparse_attention import Pattern, fixed, masked_attention, pattern_mask, sparse_attention, strided
+from model.ops.sparse_attention import masked_attention, sparse_attention
+from model.ops.sparse_attention.patterns import Pattern, fixed, pattern_mask, strided
 from model.position import positions
 
 LARGEST = 2**20
@@ -96,12 +97,11 @@ class SparseAttention(MultiHeadAttention):
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
         self.patterns = [patterns[h % len(patterns)] for h in range(n_head)]
         shared = n_head // self.n_kv_head  # query heads of a key and value head
-        groups: dict[frozenset[Pattern], list[int]] = {}
-        for g in range(self.n_kv_head):
-            groups.setdefault(frozenset(self.patterns[g * shared : (g + 1) * shared]), []).append(g)
+        kinds = [frozenset(self.patterns[g * shared : (g + 1) * shared]) for g in range(self.n_kv_head)]
         self.groups = []
-        for kv_heads in groups.values():
-            heads = [h for h in range(n_head) if h // shared in kv_heads]
+        for kind in dict.fromkeys(kinds):
+            heads = [h for h in range(n_head) if kinds[h // shared] == kind]
+            kv_heads = [g for g in range(self.n_kv_head) if kinds[g] == kind]
             self.groups.append(HeadGroup([self.patterns[h] for h in heads], heads, kv_heads))
 
     def attend(

@@ -16,7 +16,8 @@ from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.ops.log_attention import log_attention, naive_log_attention
 from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
-from model.ops.sparse_attention import attend, naive_sparse_attention, sparse_attention, window
+from model.ops.sparse_attention import attend, naive_sparse_attention, sparse_attention
+from model.ops.sparse_attention.patterns import window
 
 T = 6
 TARGETS = torch.tensor([4, 0, -1, 2, 2, 1])

@@ -10,17 +10,8 @@ from model.attention.longformer import LongformerConfig
 from model.attention.sliding_window import SlidingWindowConfig
 from model.attention.sparse import FixedConfig, StridedConfig
 from model.gpt import GPT, GPTConfig
-from model.ops.sparse_attention import (
-    attend,
-    fixed,
-    longformer,
-    naive_sparse_attention,
-    pattern_mask,
-    sparse_attention,
-    strided,
-    window,
-)
-from model.ops.sparse_attention.patterns import is_causal
+from model.ops.sparse_attention import attend, naive_sparse_attention, sparse_attention
+from model.ops.sparse_attention.patterns import fixed, is_causal, longformer, pattern_mask, strided, window
 from model.ops.sparse_attention.tiles import tiles_of
 
 LENGTHS = [1, 2, 31, 64, 100]

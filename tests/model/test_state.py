@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.attention.cache import KVCache, SparseCache
-from model.ops.sparse_attention import fixed, longformer, pattern_mask, strided, window
+from model.ops.sparse_attention.patterns import fixed, longformer, pattern_mask, strided, window
 from model.position import Rotation, rotate
 from model.state import cat_states, select_rows
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from model.gpt import GPT, GPTConfig
@@ -88,14 +89,14 @@ def test_fakes_have_the_strides_of_results(T):
     results = _attend(q, k, log_v, None, narrow, True, True)
     calls = [
         (_attend, (q, k, log_v, None, narrow, True, True)),
-        (_attend_backward, (log_v, narrow, q, k, log_v, None, narrow, *results, True)),
+        (_attend_backward, ([log_v, narrow], [q, k, log_v, None, narrow], results, True)),
         (_recur, (s, s, s[:, 0].clone())),
         (_recur_backward, (s, s, s, s[:, 0].clone(), s)),
         (_summed_loss, (torch.randn(7, 3), torch.randn(4, 3), torch.zeros(7, dtype=torch.int64), True, None)),
     ]
     for operator, arguments in calls:
         with FakeTensorMode() as mode:
-            fakes = operator(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+            fakes = operator(*tree_map_only(torch.Tensor, mode.from_tensor, arguments))
         found = operator(*arguments)
         for fake, real in zip(*((y,) if isinstance(y, torch.Tensor) else y for y in (fakes, found)), strict=True):
             assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)

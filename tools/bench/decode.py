@@ -15,7 +15,7 @@ from common.settings import UserError, decode
 from model.attention.base import Attention
 from model.attention.cache import KVCache, SparseCache
 from model.gpt import GPT, GPTConfig, GPTState
-from model.ops.sparse_attention import Pattern, needed_keys
+from model.ops.sparse_attention.patterns import Pattern, needed_keys
 from tools.bench.harness import Row, benchmark, composed, in_turn, timed, with_room
 from trainer.runtime import DeviceConfig, open_runtime
 

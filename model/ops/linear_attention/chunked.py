@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.gates import NO_GATES, REACH, Gates, check_gates, gates_of, times
+from model.ops.gates import NO_GATES, REACH, check_gates, gates_of, times
 from model.ops.log_attention.chunks import chunk_size
 
 CHUNK = 64  # tokens, about as many as a head has features: scores and products with the state then cost the same
@@ -97,29 +97,24 @@ def _chunks(
         q, k = q * gates.a.exp(), k * (-gates.a).exp()
     to_end = times(k, gates.end)
     S = torch.cat([state.S.unsqueeze(2), to_end.mT @ v], dim=2)  # (B, H, N + 1, d, d_v)
-    z = torch.cat([state.z.unsqueeze(2), to_end.sum(3)], dim=2)  # (B, H, N + 1, d)
-    S, z = (S.cumsum(2), z.cumsum(2)) if log_f is None else _decayed_sums(S, z, gates)
+    z = torch.cat([state.z.unsqueeze(2), to_end.sum(3)], dim=2).unsqueeze(-1)  # (B, H, N + 1, d, 1)
+    left = None if gates.a is None else gates.a[..., -1, :].exp().unsqueeze(-1)  # (B, H, N, d, 1)
+    S, z = (x.cumsum(2) if log_f is None else _decayed_sums(x, gates.kept, left) for x in (S, z))
     A = (q @ k.mT).tril() if gates.within is None else (q @ k.mT) * gates.within  # (B, H, N, C, C)
     from_start = times(q, gates.start)
     sums = from_start @ S[:, :, :-1] + A @ v  # (B, H, N, C, d_v)
-    norms = from_start @ z[:, :, :-1].unsqueeze(-1) + A.sum(-1, keepdim=True)  # (B, H, N, C, 1)
-    last = LinearAttentionState(
-        S[:, :, -1].clone(), z[:, :, -1].clone()
-    )  # a view would keep all chunks' states in memory
+    norms = from_start @ z[:, :, :-1] + A.sum(-1, keepdim=True)  # (B, H, N, C, 1)
+    last = LinearAttentionState(S[:, :, -1].clone(), z[:, :, -1, :, 0].clone())  # views would keep all chunks' states
     return sums.flatten(2, 3)[:, :, :T], norms.flatten(2, 3)[:, :, :T], last
 
 
-def _decayed_sums(S: Tensor, z: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
-    """The state before each chunk and after the last, given the first state, each chunk's update and its gates."""
-    Ss, zs = [S[:, :, 0]], [z[:, :, 0]]
-    for n in range(S.shape[2] - 1):
-        S_n, z_n = Ss[-1], zs[-1]
-        if gates.kept is not None:
-            S_n, z_n = S_n * gates.kept[:, :, n], z_n * gates.kept[:, :, n, 0]
-        S_n, z_n = S_n + S[:, :, n + 1], z_n + z[:, :, n + 1]
-        if gates.a is not None:
-            left = gates.a[:, :, n, -1].exp()  # (B, H, d)
-            S_n, z_n = S_n * left.unsqueeze(-1), z_n * left
-        Ss.append(S_n)
-        zs.append(z_n)
-    return torch.stack(Ss, 2), torch.stack(zs, 2)
+def _decayed_sums(x: Tensor, kept: Tensor | None, left: Tensor | None) -> Tensor:
+    """The sum before each chunk and after the last, given the first and each chunk's update: (B, H, N + 1, d, .).
+
+    What was there before a chunk is multiplied by `kept`, and then all of it by `left`.
+    """
+    sums = [x[:, :, 0]]
+    for n in range(x.shape[2] - 1):
+        total = times(sums[-1], None if kept is None else kept[:, :, n]) + x[:, :, n + 1]
+        sums.append(times(total, None if left is None else left[:, :, n]))
+    return torch.stack(sums, 2)

@@ -23,6 +23,7 @@ head is recomputed in float64, whose range is ten times as wide, and if that is 
 certain. If every key is masked, the result is NaN, without a gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,17 +93,6 @@ class _Results(NamedTuple):
     def of(self, batch: slice) -> "_Results":
         """Select elements of the batch."""
         return _Results(self.log_y[batch], self.log_s[batch], self.M[:, batch], self.doubtful[:, batch])
-
-
-class _Given(NamedTuple):
-    """The gradients of the results, with which the backward pass starts."""
-
-    log_y: Tensor
-    log_s: Tensor
-
-    def of(self, batch: slice) -> "_Given":
-        """Select elements of the batch."""
-        return _Given(self.log_y[batch], self.log_s[batch])
 
 
 def _empty_results(inputs: Inputs, causal: bool) -> _Results:
@@ -184,7 +174,7 @@ def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Result
     some = _of_heads(inputs, heads)
     doubtful, log_y = results.doubtful[:, heads].mT, results.log_y[heads]  # (F, N), (F, T, d_v)
     if inputs.log_s.dtype == torch.float64:
-        log_y, log_s = repair.forward(repair.call_of(some, causal), doubtful, log_y)
+        log_y, log_s = repair.forward(some, causal, doubtful, log_y)
     elif doubtful.any():
         again = _forward(some, causal, want_state=True)
         if causal:
@@ -198,40 +188,35 @@ def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Result
     results.log_y[heads], results.log_s[heads] = log_y, log_s.to(results.log_s.dtype)
 
 
-def _of_heads(tensors: Any, heads: Tensor) -> Any:
-    """Select heads of a named tuple's tensors (B, H, ...) as elements of a batch, in float64: (F, 1, ...)."""
-    return type(tensors)(*(None if x is None else x[heads].unsqueeze(1).double() for x in tensors))
+def _of_heads(inputs: Inputs, heads: Tensor) -> Inputs:
+    """Select heads (B, H) as elements of a batch, in float64: (F, 1, ...)."""
+    return Inputs._make(None if x is None else x[heads].unsqueeze(1).double() for x in inputs)
 
 
 @torch.library.custom_op("log_gpt::log_attention_backward", mutates_args=())
 def _attend_backward(
-    g_y: Tensor,
-    g_log_s: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_v: Tensor,
-    log_f: Tensor | None,
-    log_s: Tensor,
-    log_y: Tensor,
-    after: Tensor,
-    M: Tensor,
-    doubtful: Tensor,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of q, k, log_v, log_f (empty if there is none) and log_s.
-
-    They are computed from those of log_y (B, H, T, d_v) and of the state after (B, H, d_k, E).
-    """
-    with torch.autocast(q.device.type, enabled=False):
-        results = _Results(log_y, after, M, doubtful)
-        gradients = _backward(Inputs(q, k, log_v, log_f, log_s), causal, results, _Given(g_y, g_log_s))
-        repair.count("backward", doubtful, q.shape[2], causal)
-    return gradients.q, gradients.k, gradients.log_v, _or_empty(gradients.log_f, q), gradients.log_s
+    g: Sequence[Tensor], inputs: Sequence[Tensor | None], results: Sequence[Tensor], causal: bool
+) -> list[Tensor]:
+    """Return gradients of `Inputs` (empty without gates) from those of log_y and of the state after, both in `g`."""
+    given, found = Inputs._make(inputs), _Results._make(results)
+    with torch.autocast(given.q.device.type, enabled=False):
+        gradients = _backward(given, causal, found, *g)
+        repair.count("backward", found.doubtful, given.q.shape[2], causal)
+    return _or_empty(gradients)
 
 
-def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
-    """A tensor for an operator that must return one."""
-    return like.new_empty(0) if x is None else x
+@_attend_backward.register_fake
+def _(g: Any, inputs: Sequence[Tensor | None], *_: Any) -> list[Tensor]:
+    return _or_empty(_empty_gradients(Inputs._make(inputs)))
+
+
+def _empty_gradients(inputs: Inputs) -> Inputs:
+    return Inputs._make(None if x is None else torch.empty_like(x) for x in inputs)
+
+
+def _or_empty(gradients: Inputs) -> list[Tensor]:
+    """Tensors for an operator that must return some."""
+    return [gradients.q.new_empty(0) if x is None else x for x in gradients]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -243,32 +228,28 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward_of_op(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
     saved = ctx.saved_tensors  # only once: checkpointing computes them when they are read
-    g_q, g_k, g_v, g_f, g_first = _attend_backward(g_y, g_log_s, *saved, ctx.causal)
-    return g_q, g_k, g_v, None if saved[3] is None else g_f, g_first, None, None
+    inputs = saved[:5]
+    gradients = _attend_backward([g_y, g_log_s], inputs, saved[5:], ctx.causal)
+    return *(None if x is None else g for x, g in zip(inputs, gradients, strict=True)), None, None
 
 
 _attend.register_autograd(_backward_of_op, setup_context=_save_for_backward)
 
 
-@_attend_backward.register_fake
-def _(g_y: Tensor, g_log_s: Tensor, q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Tensor, *_: Any) -> Any:
-    return tuple(torch.empty_like(x) for x in (q, k, log_v, _or_empty(log_f, q), log_s))
-
-
-def _backward(inputs: Inputs, causal: bool, results: _Results, given: _Given) -> Inputs:
-    gradients = Inputs(*(None if x is None else torch.empty_like(x) for x in inputs))  # type: ignore[arg-type]
+def _backward(inputs: Inputs, causal: bool, results: _Results, g_y: Tensor, g_log_s: Tensor) -> Inputs:
+    gradients = _empty_gradients(inputs)
     for batch in batches(inputs.q, inputs.C):
-        part, found, g, into = inputs.of(batch), results.of(batch), given.of(batch), gradients.of(batch)
-        g_M, lost = _of_last_M(part, found.M[-1], g)  # (B, H, d_k, E), (B, H)
+        part, found, g, into = inputs.of(batch), results.of(batch), (g_y[batch], g_log_s[batch]), gradients.of(batch)
+        g_M, lost = _of_last_M(part, found.M[-1], g[1])  # (B, H, d_k, E), (B, H)
         heads = found.doubtful.any(0) | lost  # (B, H)
         go_back = _causal_backward if causal else _full_backward
-        go_back(part, found, g, g_M, into)
+        go_back(part, found, g[0], g_M, into)
         if heads.any():
             _backward_again(part, causal, g, heads, into)
     return gradients
 
 
-def _causal_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor, gradients: Inputs) -> None:
+def _causal_backward(inputs: Inputs, results: _Results, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
     """Write the gradients, given those of log_y and of the last M, g (B, H, d_k, E)."""
     frames = frames_of(inputs, causal=True)
     for i, (tokens, chunks) in reversed(list(enumerate(blocks(inputs.q, inputs.C)))):
@@ -280,7 +261,7 @@ def _causal_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor
         Ms = _carry(results.M[i], to_end.mT @ e_v, gates.kept, frames.factor, chunks)  # (n + 1, B, H, d_k, E)
         A = gates.weigh(e_q @ e_k.mT)  # (n, B, H, C, C)
         sums = _add_product(from_start @ Ms[:-1], A, e_v)
-        g_sums = _of_sums(sums, results, given, tokens, here)  # (n, B, H, C, E)
+        g_sums = _of_sums(sums, results, g_y, tokens, here)  # (n, B, H, C, E)
         g_seen = from_start.mT @ g_sums  # (n, B, H, d_k, E): gradient of M through the chunk's queries
         g_A = gates.weigh(g_sums @ e_v.mT)
         g_q = _add_product(times(g_sums @ Ms[:-1].mT, gates.start), g_A, e_k).mul_(e_q)
@@ -302,11 +283,11 @@ def _causal_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor
     torch.mul(g, results.M[0], out=gradients.log_s)
 
 
-def _full_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor, gradients: Inputs) -> None:
+def _full_backward(inputs: Inputs, results: _Results, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
     frames, M = frames_of(inputs, causal=False), results.M  # M (2, B, H, d_k, E)
     for tokens, _ in blocks(inputs.q, CHUNK):
         e_q = queries(inputs, tokens, frames)  # (1, B, H, t, d_k)
-        g_sums = _of_sums(e_q @ M[1:], results, given, tokens, frames)
+        g_sums = _of_sums(e_q @ M[1:], results, g_y, tokens, frames)
         write(gradients.q[:, :, tokens], (g_sums @ M[1:].mT).mul_(e_q))
         g = g + (e_q.mT @ g_sums)[0]
     for tokens, _ in blocks(inputs.k, CHUNK):
@@ -316,31 +297,30 @@ def _full_backward(inputs: Inputs, results: _Results, given: _Given, g: Tensor, 
     torch.mul(g, M[0], out=gradients.log_s)
 
 
-def _of_last_M(inputs: Inputs, M: Tensor, given: _Given) -> tuple[Tensor, Tensor]:
+def _of_last_M(inputs: Inputs, M: Tensor, g_log_s: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is doubtful."""
-    nothing = (given.log_s == 0) | (M == 0)
-    lost = repair.Certificate(inputs).lost_heads(M.masked_fill(given.log_s == 0, 1))
-    return torch.where(nothing, 0, given.log_s / M), lost
+    unused = g_log_s == 0
+    lost = repair.Certificate(inputs).lost_heads(M.masked_fill(unused, 1))
+    return torch.where(unused | (M == 0), 0, g_log_s / M), lost
 
 
-def _of_sums(sums: Tensor, results: _Results, given: _Given, tokens: slice, frames: Frames) -> Tensor:
+def _of_sums(sums: Tensor, results: _Results, g_y: Tensor, tokens: slice, frames: Frames) -> Tensor:
     """Return the gradient of the sums (n, B, H, C, E), given log_y's gradient: 0 for doubtful and empty sums."""
-    g_y = frames.split(given.log_y[:, :, tokens], 0.0)
+    g_y = frames.split(g_y[:, :, tokens], 0.0)
     g_sums = torch.cat([g_y, g_y.sum(-1, keepdim=True).neg_()], dim=-1).div_(sums)
     if not sums.amin() >= CERTAIN[sums.dtype]:  # NaN is not either
         g_sums.masked_fill_(results.doubtful[frames.chunks][..., None, None] | (sums == 0), 0)
     return g_sums
 
 
-def _backward_again(inputs: Inputs, causal: bool, given: _Given, heads: Tensor, gradients: Inputs) -> None:
+def _backward_again(inputs: Inputs, causal: bool, g: tuple[Tensor, ...], heads: Tensor, gradients: Inputs) -> None:
     """Recompute the gradients of these heads (B, H), as `_forward_again` does for the results."""
-    some, (g_y, g_log_s) = _of_heads(inputs, heads), _of_heads(given, heads)
-    again: tuple[Tensor | None, ...]
+    some, (g_y, g_log_s) = _of_heads(inputs, heads), (x[heads].unsqueeze(1).double() for x in g)
     if inputs.log_s.dtype == torch.float64:
         g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (F, 1, T, E)
-        again = repair.backward(repair.call_of(some, causal), g_log_S[:, 0], g_log_s[:, 0])
+        again = repair.backward(some, causal, g_log_S[:, 0], g_log_s[:, 0])
     else:
-        again = _backward(some, causal, _forward(some, causal, want_state=True), _Given(g_y, g_log_s))
+        again = _backward(some, causal, _forward(some, causal, want_state=True), g_y, g_log_s)
     for whole, part in zip(gradients, again, strict=True):
         if whole is None or part is None:
             continue

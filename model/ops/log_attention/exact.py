@@ -4,11 +4,11 @@
 exponential is relative to the sum that it is part of, so no exponent is above 0.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from model.ops.log_attention.exponentials import Inputs
 
 LARGEST = 2**24  # elements of a temporary
 
@@ -49,22 +49,13 @@ def causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: T
     return torch.stack(log_S, 1), torch.stack(after)
 
 
-class Gradients(NamedTuple):
-    """Gradients for tiles or for whole sequences."""
-
-    q: Tensor
-    k: Tensor
-    log_v: Tensor
-    log_f: Tensor
-    """For each feature, (..., d_k)."""
-    log_s: Tensor
-    """Gradient of the state before them."""
-
-
 def causal_gradients(
     q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor
-) -> Gradients:
-    """Backward of `causal_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E)."""
+) -> Inputs:
+    """Backward of `causal_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E).
+
+    The gradient of log_f is that of each feature.
+    """
     log_S, after = causal_log_sums(q, k, log_v, log_f, log_s)
     g, g_q, g_k, g_v, g_f = g_after, [], [], [], []
     for t in reversed(range(q.shape[1])):
@@ -78,7 +69,7 @@ def causal_gradients(
         g = g * _share((after[t - 1] if t else log_s) + log_f[:, t].unsqueeze(-1), s)
         g_f.append(g.sum(-1))
     of_q, of_k, of_v, of_f = (torch.stack(x[::-1], 1) for x in (g_q, g_k, g_v, g_f))
-    return Gradients(of_q, of_k, of_v, of_f, g)
+    return Inputs(of_q, of_k, of_v, of_f, g)
 
 
 def full_log_sums(q: Tensor, log_s: Tensor) -> Tensor:
@@ -90,7 +81,7 @@ def full_log_sums(q: Tensor, log_s: Tensor) -> Tensor:
 
 def full_gradients(
     q: Tensor, k: Tensor, log_v: Tensor, before: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor
-) -> Gradients:
+) -> Inputs:
     """Backward of `full_log_sums`, and of the step from the state `before` to log_s (G, d_k, E) by all keys."""
     g, g_q, g_k, g_v = g_after, [], [], []
     for q_t, g_t in zip(_split(q, log_s), _split(g_log_S, log_s), strict=True):  # (G, C, .)
@@ -102,7 +93,7 @@ def full_gradients(
         written = g.unsqueeze(1) * _share(k_t.unsqueeze(-1) + v_t.unsqueeze(-2), log_s.unsqueeze(1))
         g_k.append(written.sum(-1))
         g_v.append(written.sum(-2))
-    return Gradients(
+    return Inputs(
         torch.cat(g_q, 1), torch.cat(g_k, 1), torch.cat(g_v, 1), torch.zeros_like(k), g * _share(before, log_s)
     )
 

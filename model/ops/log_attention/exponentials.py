@@ -15,7 +15,7 @@ _LARGEST_STEP = {torch.float32: 20, torch.float64: 33}  # binary digits by which
 
 
 class Inputs(NamedTuple):
-    """The inputs for some elements of the batch."""
+    """The inputs for some elements of the batch, or their gradients."""
 
     q: Tensor
     """(B, H, T, d_k)."""
@@ -30,8 +30,7 @@ class Inputs(NamedTuple):
 
     def of(self, batch: slice) -> "Inputs":
         """Select elements of the batch."""
-        q, k, log_v, log_f, log_s = self
-        return Inputs(q[batch], k[batch], log_v[batch], None if log_f is None else log_f[batch], log_s[batch])
+        return Inputs._make(None if x is None else x[batch] for x in self)
 
     @property
     def C(self) -> int:

@@ -4,7 +4,7 @@ Such tiles are rare in float64, so the code that recomputes them is simple rathe
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,45 +49,15 @@ class _Fallback:
 Fallback = _Fallback()
 
 
-class Call(NamedTuple):
-    """The arguments of `chunked.py`, with the batch and the heads in one dimension, G = B H."""
-
-    q: Tensor
-    """(G, T, d_k)."""
-    k: Tensor
-    """(G, S, d_k)."""
-    log_v: Tensor
-    """(G, S, E)."""
-    log_f: Tensor
-    """(G, S, d_k or 1)."""
-    log_s: Tensor
-    """(G, d_k, E)."""
-    causal: bool
-    C: int
-    """Tokens of a chunk."""
-
-    def tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries and gates (padded with 0), keys and values (padded with -inf), each (G, N, C, .)."""
-        tensors = zip(self[:4], (0.0, -torch.inf, -torch.inf, 0.0), strict=True)
-        q, k, log_v, log_f = (_tiles(x, self.C, fill) for x, fill in tensors)
-        return q, k, log_v, log_f
-
-
-def call_of(inputs: Inputs, causal: bool) -> Call:
-    """Flatten heads to one dimension, and append the normalizer's column to log_v."""
-    log_f = torch.zeros_like(inputs.k[..., :1]) if inputs.log_f is None else inputs.log_f
-    tensors = inputs.q, inputs.k, pad(inputs.log_v, (0, 1)), log_f, inputs.log_s
-    q, k, log_v, log_f, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in tensors)
-    return Call(q, k, log_v, log_f, log_s, causal, min(inputs.C, k.shape[1]))
-
-
 class Certificate:
     """Finds doubtful sums, which are too small or not finite. A sum without terms is 0 and not doubtful."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
-        self._first = torch.where((inputs.log_s != -torch.inf).any(2, keepdim=True), 0, inputs.k.shape[2])
         self._seen = 0
+        # The last token with a term in a column's sum, and the last reset: -1 in the state, -2 nowhere.
+        self._term = torch.where((inputs.log_s != -torch.inf).any(2, keepdim=True), -1, -2)  # (B, H, 1, E)
+        self._reset = torch.full_like(self._term[..., :1], -1)  # (B, H, 1, 1)
 
     def too_small(self, sums: Tensor, start: int | None) -> Tensor:
         """Return which chunks (n, B, H) have a doubtful sum, given sums (n, B, H, C, E) over tokens up to each query.
@@ -100,14 +70,11 @@ class Certificate:
         n, _, _, C, _ = sums.shape
         S = self._inputs.k.shape[2]
         if start is None:
-            small &= self._first_term(S) < S
+            self._see(S)
+            small &= self._term >= self._reset
         else:
-            query = torch.arange(start, start + n * C, device=sums.device).view(n, 1, 1, C, 1)
             stop = min(start + n * C, S)
-            small &= (self._first_term(stop) <= query) & (query < S)  # the last chunk may be padded
-            if self._inputs.log_f is not None and small.any():
-                here = self._since_reset(stop)[:, :, start:]
-                small &= split(here, C, 0)
+            small &= split(self._see(stop)[:, :, start - stop :], C, 0)  # the last chunk may be padded
         return small.flatten(3).any(-1)
 
     def lost_heads(self, M: Tensor) -> Tensor:
@@ -118,9 +85,9 @@ class Certificate:
         has_key, has_value = self._alive(slice(None))
         in_state = self._inputs.log_s != -torch.inf  # (B, H, d_k, E)
         if self._inputs.log_f is not None:
-            last = self._last_resets(self._inputs.k.shape[2])[:, :, -1:]  # (B, H, 1, 1)
-            has_key = has_key & (torch.arange(has_key.shape[2], device=M.device).unsqueeze(1) >= last)
-            in_state = in_state & (last < 0)
+            self._see(has_key.shape[2])
+            has_key = has_key & (torch.arange(has_key.shape[2], device=M.device).unsqueeze(1) >= self._reset)
+            in_state = in_state & (self._reset < 0)
         some = (has_key.to(M.dtype).mT @ has_value.to(M.dtype) > 0) | in_state
         return (small & some).flatten(2).any(-1)
 
@@ -129,29 +96,19 @@ class Certificate:
         k, log_v = self._inputs.k[:, :, tokens], self._inputs.log_v[:, :, tokens]
         return k != -torch.inf, pad(log_v != -torch.inf, (0, 1), value=True)  # NaN is a term
 
-    def _since_reset(self, stop: int) -> Tensor:
-        """Whether a column has a term since the last reset, for tokens up to `stop`: (B, H, stop, E)."""
-        has_key, has_value = self._alive(slice(stop))
-        token = torch.arange(stop, device=has_key.device).unsqueeze(1)
-        first = torch.where((self._inputs.log_s != -torch.inf).any(2, keepdim=True), -1, -2)  # in the state, nowhere
-        last_term = torch.where(has_value & has_key.any(-1, keepdim=True), token, first).cummax(2).values
-        return last_term >= self._last_resets(stop)
-
-    def _last_resets(self, stop: int) -> Tensor:
-        """The last reset up to each token, or -1: (B, H, stop, 1)."""
-        assert self._inputs.log_f is not None
-        reset = (self._inputs.log_f[:, :, :stop] == -torch.inf).all(-1, keepdim=True)
-        return torch.where(reset, torch.arange(stop, device=reset.device).unsqueeze(1), -1).cummax(2).values
-
-    def _first_term(self, stop: int) -> Tensor:
-        """Return the first token with a term in a column's sum, (B, H, 1, E); S if there is none before `stop`."""
+    def _see(self, stop: int) -> Tensor:
+        """Whether columns have a term since the last reset, for the tokens not seen so far, to `stop`: (B, H, t, E)."""
+        tokens = slice(self._seen, stop)
+        has_key, has_value = self._alive(tokens)
+        token = torch.arange(self._seen, stop, device=has_key.device).unsqueeze(1)
+        term = torch.where(has_value & has_key.any(-1, keepdim=True), token, self._term).cummax(2).values
+        reset = self._reset
+        if self._inputs.log_f is not None:
+            resets = (self._inputs.log_f[:, :, tokens] == -torch.inf).all(-1, keepdim=True)
+            reset = torch.where(resets, token, reset).cummax(2).values
         if self._seen < stop:
-            has_key, has_value = self._alive(slice(self._seen, stop))
-            some = has_value & has_key.any(-1, keepdim=True)  # (B, H, t, E)
-            first = some.to(torch.uint8).argmax(2, keepdim=True).add_(self._seen)
-            self._first = torch.where(some.any(2, keepdim=True), torch.minimum(self._first, first), self._first)
-            self._seen = stop
-        return self._first
+            self._term, self._reset, self._seen = term[:, :, -1:], reset[:, :, -1:], stop
+        return term >= reset
 
 
 def _doubtful(sums: Tensor) -> Tensor | None:
@@ -168,11 +125,15 @@ def count(which: str, doubtful: Tensor, T: int, causal: bool) -> None:
         Fallback.counter(which, doubtful.device).add_(doubtful.sum() * (1 if causal else -(-T // CHUNK)))
 
 
-def forward(call: Call, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log_y (G, T, E - 1) with doubtful chunks (G, N) recomputed exactly, and the last state (G, d_k, E)."""
-    q, k, log_v, log_f = call.tiles()
-    states = exact.states(k, log_v, log_f, call.log_s)  # (G, N + 1, d_k, E)
-    if call.causal:
+def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log_y (G, T, E - 1) with doubtful chunks (G, N) recomputed exactly, and the last state (G, d_k, E).
+
+    G counts through the batch and the heads of the inputs.
+    """
+    tokens, log_s = _heads(inputs)
+    q, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
+    states = exact.states(k, log_v, log_f, log_s)  # (G, N + 1, d_k, E)
+    if causal:
         chunks = _tiles(log_y, q.shape[2], 0.0).clone()
         for g, n in _groups(doubtful, states):
             log_S, _ = exact.causal_log_sums(q[g, n], k[g, n], log_v[g, n], log_f[g, n], states[g, n])
@@ -180,38 +141,47 @@ def forward(call: Call, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor
         log_y = _sequence(chunks, log_y.shape[1])
     elif doubtful.any():
         g = doubtful[:, 0]
-        log_y[g] = _normalized(exact.full_log_sums(call.q[g], states[g, -1]))
+        log_y[g] = _normalized(exact.full_log_sums(tokens[0][g], states[g, -1]))
     return log_y, states[:, -1]
 
 
-def backward(call: Call, g_log_S: Tensor, g_log_s: Tensor) -> tuple[Tensor, ...]:
-    """Return `exact.Gradients`, from gradients of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
-    tiles = call.tiles()
-    states = exact.states(*tiles[1:], call.log_s)  # (G, N + 1, d_k, E)
-    if not call.causal:
-        return exact.full_gradients(*call[:3], call.log_s, states[:, -1], g_log_S, g_log_s)
-    *gradients, g_first = _causal_backward(tiles, _tiles(g_log_S, call.C, 0.0), states, g_log_s)
-    return *(_sequence(x, g_log_S.shape[1]) for x in gradients), g_first
+def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
+    """Return gradients for whole heads, from those of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
+    tokens, log_s = _heads(inputs)
+    tiles = _, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
+    states = exact.states(k, log_v, log_f, log_s)  # (G, N + 1, d_k, E)
+    if not causal:
+        q, k, log_v, _ = tokens
+        return exact.full_gradients(q, k, log_v, log_s, states[:, -1], g_log_S, g_log_s)
+    g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in (*tiles[:3], k)], g_log_s
+    gradients: list[Any]
+    for n in reversed(range(k.shape[1])):
+        g_before = torch.empty_like(g)
+        for (h,) in _groups(torch.ones(len(g), dtype=torch.bool, device=g.device), states):
+            q_n, k_n, v_n, f_n = (x[h, n] for x in tiles)
+            *gradients, g_before[h] = exact.causal_gradients(q_n, k_n, v_n, f_n, states[h, n], g_log_S[h, n], g[h])
+            for whole, part in zip(parts, gradients, strict=True):
+                whole[h, n] = part
+        g = g_before
+    return Inputs._make((*(_sequence(x, tokens[0].shape[1]) for x in parts), g))
+
+
+def _heads(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+    """Queries, keys, values with the normalizer's column, and gates (G, T, .), and the state (G, d_k, E)."""
+    log_f = torch.zeros_like(inputs.k[..., :1]) if inputs.log_f is None else inputs.log_f
+    tensors = inputs.q, inputs.k, pad(inputs.log_v, (0, 1)), log_f, inputs.log_s
+    *tokens, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in tensors)
+    return tokens, log_s
+
+
+def _tiles_of(tokens: list[Tensor], C: int) -> list[Tensor]:
+    """Queries and gates (padded with 0), keys and values (padded with -inf), each (G, N, C, .)."""
+    return [_tiles(x, C, fill) for x, fill in zip(tokens, (0.0, -torch.inf, -torch.inf, 0.0), strict=True)]
 
 
 def _normalized(log_S: Tensor) -> Tensor:
     """log_y from the log-sums: their last column, the normalizer, is subtracted from the others."""
     return log_S[..., :-1] - log_S[..., -1:]
-
-
-def _causal_backward(tiles: tuple[Tensor, ...], g_log_S: Tensor, states: Tensor, g: Tensor) -> exact.Gradients:
-    """Gradients of chunks (F, N, C, .) and of the first state; g (F, d_k, E) is the gradient of the last state."""
-    q, k, log_v, _ = tiles
-    parts = g_q, g_k, g_v, g_f = tuple(torch.empty_like(x) for x in (q, k, log_v, k))
-    for n in reversed(range(q.shape[1])):
-        g_before = torch.empty_like(g)
-        for (f,) in _groups(torch.ones_like(g[:, 0, 0], dtype=torch.bool), states):
-            q_n, k_n, v_n, f_n = (x[f, n] for x in tiles)
-            *gradients, g_before[f] = exact.causal_gradients(q_n, k_n, v_n, f_n, states[f, n], g_log_S[f, n], g[f])
-            for whole, part in zip(parts, gradients, strict=True):
-                whole[f, n] = part
-        g = g_before
-    return exact.Gradients(g_q, g_k, g_v, g_f, g)
 
 
 def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:

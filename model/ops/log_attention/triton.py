@@ -4,8 +4,8 @@ The kernels are in triton_kernels.py, those of `exact.py` in triton_exact.py; do
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from model.ops.log_attention.chunks import chunk_size
 from model.ops.log_attention.frames import CERTAIN
 from model.ops.log_attention.repair import Fallback
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
-from model.ops.log_attention.triton_arguments import Constants, Found, Given, Saved, Tokens
+from model.ops.log_attention.triton_arguments import Constants, Found, Given, Saved, Sums, Tokens
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
 from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
 
@@ -51,6 +51,17 @@ def triton_log_attention(
     return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y
 
 
+class _Inputs(NamedTuple):
+    """The arguments of the operator, or their gradients."""
+
+    q: Tensor
+    k: Tensor
+    log_v: Tensor
+    log_f: Tensor | None
+    log_s: Tensor | None
+    log_z: Tensor | None
+
+
 @torch.library.custom_op("log_gpt::log_attention_triton", mutates_args=())
 def _attend(
     q: Tensor,
@@ -64,25 +75,25 @@ def _attend(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return log_y, the state after, and tensors for the backward pass: see `_empty_results`."""
-    results = _empty_results(q, k, log_v, log_f, causal, want_state, save)
-    log_y, log_s_after, log_z_after, M, z, key, value, doubtful = results
-    given, P = _given(q, k, log_v, log_f, log_s, log_z), _constants(q, k, log_v, log_f, causal)
-    found = Found(log_y, log_s_after, log_z_after) if want_state else Found(log_y, None, None)
-    saved, exact = (_saved(M, z, key, value), _exact(M, z)) if save else (None, None)
+    inputs = _Inputs(q, k, log_v, log_f, log_s, log_z)
+    P = _constants(inputs, causal)
+    log_y, log_s_after, log_z_after, *saved, doubtful = results = _empty_results(inputs, causal, want_state, save)
+    found = Found(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
+    fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
     counter = Fallback.counter("forward", q.device)
-    with _on(q):
-        forward_sweep[_grid(q, P)](given, found, saved, doubtful, P=P, **_launch(P))
-        exact_forward[_grid(q, P)](given, found, exact, doubtful, counter, P=P, num_warps=8)
+    with torch.cuda.device_of(q):  # kernels are launched on the current device
+        forward_sweep[_grid(q, P)](_given(inputs), found, fast, doubtful, P=P, **_launch(P))
+        exact_forward[_grid(q, P)](_given(inputs), found, exact, doubtful, counter, P=P, num_warps=8)
     return results
 
 
 @_attend.register_fake
 def _(q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Any, log_z: Any, *flags: bool) -> tuple[Tensor, ...]:
-    return _empty_results(q, k, log_v, log_f, *flags)
+    return _empty_results(_Inputs(q, k, log_v, log_f, log_s, log_z), *flags)
 
 
 def _empty_results(
-    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, causal: bool, want_state: bool, save: bool
+    inputs: _Inputs, causal: bool, want_state: bool, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Allocate all results of `_attend`.
 
@@ -92,92 +103,80 @@ def _empty_results(
       whole spans (see triton_exact.py).
     - (B H, tiles + 1, blocks): whether each tile of queries and the last state are doubtful, by block of value columns.
     """
-    (B, H, T, d_k), (S, d_v), C = q.shape, log_v.shape[2:], chunk_size(log_f)
+    q, log_v, P = inputs.q, inputs.log_v, _constants(inputs, causal)
+    (B, H, T, d_k), (S, d_v) = q.shape, log_v.shape[2:]
     G, acc = B * H, accumulation_dtype(q)
-    M_dtype = _dtype_of_M(q, k, log_v)
-    slots = (-(-S // C) + 1 if causal else 1) if save else 0
-    slots += -slots % _span(M_dtype)
+    slots = (-(-S // P.C) + 1 if causal else 1) if save else 0
+    slots += -slots % P.SPAN
     return (
         log_v.new_empty(B, T, H, d_v).transpose(1, 2),
         q.new_empty((B, H, d_k, d_v) if want_state else 0, dtype=acc),
         q.new_empty((B, H, d_k) if want_state else 0, dtype=acc),
-        q.new_empty(G, slots, d_k, d_v, dtype=M_dtype),
+        q.new_empty(G, slots, d_k, d_v, dtype=_dtype_of_M(inputs)),
         q.new_empty(G, slots, d_k, dtype=acc),
         q.new_empty(G, slots, d_k, dtype=acc),
         q.new_empty(G, slots, d_v, dtype=acc),
-        q.new_empty(G, -(-T // C) + 1, _value_blocks(q, k, log_v), dtype=torch.int8),
+        q.new_empty(G, -(-T // P.C) + 1, P.BLOCKS, dtype=torch.int8),
     )
 
 
 @torch.library.custom_op("log_gpt::log_attention_triton_backward", mutates_args=())
 def _attend_backward(
-    g_y: Tensor,
-    g_log_s: Tensor | None,
-    g_log_z: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    log_v: Tensor,
-    log_f: Tensor | None,
-    log_s: Tensor | None,
-    log_z: Tensor | None,
-    M: Tensor,
-    z: Tensor,
-    key: Tensor,
-    value: Tensor,
-    doubtful: Tensor,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of q, k, log_v, log_f, log_s and log_z (empty for those that were not given)."""
-    given, P = _given(q, k, log_v, log_f, log_s, log_z), _constants(q, k, log_v, log_f, causal)
-    parts = _empty_gradients(q, k, log_v, log_f, log_s)
-    to = parts if log_f is not None else parts._replace(log_f=None)
-    g_of, counter = Found(_tokens(g_y), g_log_s, g_log_z), Fallback.counter("backward", q.device)
-    with _on(q):
-        backward_sweep[_grid(q, P)](g_of, given, _saved(M, z, key, value), doubtful, to, P=P, **_launch(P))
-        exact_backward[_grid(q, P)](g_of, given, _exact(M, z), doubtful, counter, to, P=P, num_warps=8)
-    return _summed(parts, q, k, log_f)
+    g: Sequence[Tensor], inputs: Sequence[Tensor | None], saved: Sequence[Tensor], causal: bool
+) -> list[Tensor]:
+    """Return gradients of the inputs (empty for those that are None).
+
+    They are computed from those of log_y and, if there are more, of the state, and from what the forward pass saved.
+    """
+    given, (g_y, *g_state), (*state, doubtful) = _Inputs._make(inputs), g, saved
+    P, to, counter = _constants(given, causal), _empty_gradients(given), Fallback.counter("backward", g_y.device)
+    g_of = Found(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
+    grid, x = _grid(given.q, P), _given(given)
+    g_x = Given(to.q, to.k, to.log_v, to.log_f, None if to.log_s is None else Sums(to.log_s, to.log_z), *x[5:])
+    with torch.cuda.device_of(g_y):
+        backward_sweep[grid](g_of, x, _saved(*state), doubtful, g_x, P=P, **_launch(P))
+        exact_backward[grid](g_of, x, _exact(*state), doubtful, counter, g_x, P=P, num_warps=8)
+    return _summed(to, given)
 
 
 @_attend_backward.register_fake
-def _(
-    g_y: Any, g_s: Any, g_z: Any, q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Any, *_: Any
-) -> tuple[Tensor, ...]:
-    return _summed(_empty_gradients(q, k, log_v, log_f, log_s), q, k, log_f)
+def _(g: Sequence[Tensor], inputs: Sequence[Tensor | None], *_: Any) -> list[Tensor]:
+    given = _Inputs._make(inputs)
+    return _summed(_empty_gradients(given), given)
 
 
-def _empty_gradients(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor | None) -> Given:
-    """Allocate gradients of q, k (blocks, B, T, H, d_k), log_v (B, S, H, d_v), log_s and log_z (blocks, B, H, d_k).
+def _empty_gradients(inputs: _Inputs) -> _Inputs:
+    """Allocate gradients, of which tokens are in the layout (B, T, H, d).
 
-    Each block of value columns writes its part of a sum over all values; that of log_f is (blocks, B, T, H, .).
+    Each block of value columns writes its part of a sum over all values, the gradient of all but log_v and log_s: the
+    first dimension of these counts blocks and B.
     """
-    (B, H, _, d_k), (S, d_v) = q.shape, log_v.shape[2:]
-    blocks, acc = _value_blocks(q, k, log_v), accumulation_dtype(q)
+    q, k, log_v, log_f, log_s, log_z = inputs
+    B, blocks = len(q), _constants(inputs, causal=True).BLOCKS
 
-    def of_sum(x: Tensor) -> Tensor:
-        return x.new_empty(blocks, B, x.shape[2], H, x.shape[3], dtype=x.dtype if blocks == 1 else acc)
+    def like(x: Tensor, blocks: int) -> Tensor:
+        dtype = x.dtype if blocks == 1 else accumulation_dtype(q)
+        return x.new_empty(blocks * B, x.shape[2], x.shape[1], x.shape[3], dtype=dtype).transpose(1, 2)
 
-    return Given(
-        of_sum(q),
-        of_sum(k),
-        log_v.new_empty(B, S, H, d_v),
-        q.new_empty(1, 0) if log_f is None else of_sum(log_f),
-        q.new_empty((B, H, d_k, d_v) if log_s is not None else 0, dtype=acc),
-        q.new_empty((blocks, B, H, d_k) if log_s is not None else (1, 0), dtype=acc),
+    return _Inputs(
+        like(q, blocks),
+        like(k, blocks),
+        like(log_v, 1),
+        None if log_f is None else like(log_f, blocks),
+        None if log_s is None else torch.empty_like(log_s),
+        None if log_z is None else log_z.new_empty(blocks * B, *log_z.shape[1:]),
     )
 
 
-def _summed(
-    parts: Given, q: Tensor, k: Tensor, log_f: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients, in the shapes of what they belong to."""
-    g_f = parts.log_f[0] if log_f is None else _whole(parts.log_f, log_f)
-    g_q, g_k, g_v = _whole(parts.q, q), _whole(parts.k, k), parts.log_v.transpose(1, 2)
-    return g_q, g_k, g_v, g_f, parts.log_s, parts.log_z.sum(0)
-
-
-def _whole(parts: Tensor, x: Tensor) -> Tensor:
-    """Sum the parts (blocks, B, T, H, d_k) of the gradient of x (B, H, T, d_k)."""
-    return (parts[0] if len(parts) == 1 else parts.sum(0).to(x.dtype)).transpose(1, 2)
+def _summed(parts: _Inputs, inputs: _Inputs) -> list[Tensor]:
+    """Sum the parts of gradients. An empty tensor stands for None, which an operator cannot return."""
+    sums = []
+    for part, x in zip(parts, inputs, strict=True):
+        if part is None or x is None:
+            sums.append(inputs.q.new_empty(0))
+        else:
+            sums.append(part if len(part) == len(x) else part.unflatten(0, (-1, len(x))).sum(0).to(x.dtype))
+    return sums
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -187,24 +186,17 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)
 
 
-def _backward(
-    ctx: Any, g_y: Tensor | None, g_log_s: Tensor | None, g_log_z: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
     saved = ctx.saved_tensors  # read once, as torch asks where they are recomputed
-    q, _, log_v, log_f, log_s, *_ = saved
-    if g_y is None:
-        g_y = log_v.new_zeros(1).expand(*q.shape[:3], log_v.shape[3])
-    if not ctx.want_state:
-        g_log_s = g_log_z = None
-    elif g_log_s is not None or g_log_z is not None:
-        (B, H, _, d_k), d_v = q.shape, log_v.shape[3]
-        acc = accumulation_dtype(q)
-        g_log_s = q.new_zeros(B, H, d_k, d_v, dtype=acc) if g_log_s is None else g_log_s.contiguous()
-        g_log_z = q.new_zeros(B, H, d_k, dtype=acc) if g_log_z is None else g_log_z.contiguous()
-    g_q, g_k, g_v, g_f, *g_first = _attend_backward(g_y, g_log_s, g_log_z, *saved, ctx.causal)
-    of_state = (None, None) if log_s is None else g_first
-    return g_q, g_k, g_v, None if log_f is None else g_f, *of_state, None, None, None
+    inputs, saved = _Inputs(*saved[:6]), saved[6:]
+    (B, H, T, d_k), d_v = inputs.q.shape, inputs.log_v.shape[3]
+    shapes = [(B, H, T, d_v), (B, H, d_k, d_v), (B, H, d_k)][: 3 if ctx.want_state else 1]
+    acc = accumulation_dtype(inputs.q)
+    given = [inputs.q.new_zeros(shape, dtype=acc) if x is None else x for x, shape in zip(g, shapes, strict=False)]
+    gradients = _attend_backward(given, inputs, saved, ctx.causal)
+    wanted = (None if x is None else g_x for x, g_x in zip(inputs, gradients, strict=True))
+    return *wanted, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save_for_backward)
@@ -216,62 +208,49 @@ def _tokens(x: Tensor) -> Tokens:
     return Tokens(x, x.stride()[:3])
 
 
-def _given(
-    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor | None, log_z: Tensor | None
-) -> Given:
+def _given(inputs: _Inputs) -> Given:
+    q, k, log_v, log_f, log_s, log_z = inputs
+    state = None if log_s is None else Sums(log_s, log_z)
     of_gates = None if log_f is None else _tokens(log_f)
-    return Given(_tokens(q), _tokens(k), _tokens(log_v), of_gates, log_s, log_z, q.shape[1], q.shape[2], k.shape[2])
+    return Given(_tokens(q), _tokens(k), _tokens(log_v), of_gates, state, q.shape[1], q.shape[2], k.shape[2])
 
 
 def _saved(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
-    return Saved(M, z, key, value, M.shape[1])
+    return Saved(Sums(M, z), key, value, M.shape[1])
 
 
-def _exact(M: Tensor, z: Tensor) -> Saved:
+def _exact(M: Tensor, z: Tensor, *_: Tensor) -> Saved:
     """View the memory of M and z as float64, the type in which exact heads store their states."""
-    return Saved(M.view(-1).view(torch.float64), z.view(-1).view(torch.float64), None, None, M.shape[1])
+    return Saved(Sums(*(x.view(-1).view(torch.float64) for x in (M, z))), None, None, M.shape[1])
 
 
-def _operand(q: Tensor, k: Tensor, log_v: Tensor) -> torch.dtype:
+def _operand(inputs: _Inputs) -> torch.dtype:
     """The common type of the inputs."""
+    q, k, log_v, *_ = inputs
     return torch.promote_types(torch.promote_types(q.dtype, k.dtype), log_v.dtype)
 
 
-def _dtype_of_M(q: Tensor, k: Tensor, log_v: Tensor) -> torch.dtype:
+def _dtype_of_M(inputs: _Inputs) -> torch.dtype:
     """The operand type of products."""
-    return torch.bfloat16 if _operand(q, k, log_v) == torch.bfloat16 else accumulation_dtype(q)
+    return torch.bfloat16 if _operand(inputs) == torch.bfloat16 else accumulation_dtype(inputs.q)
 
 
-def _span(dtype: torch.dtype) -> int:
-    """The number of slots that a float64 state takes."""
-    return torch.float64.itemsize // dtype.itemsize
-
-
-def _value_columns(q: Tensor, k: Tensor, log_v: Tensor) -> int:
-    """Maximum number of columns of a program: fewer for wide types, because of the multiprocessor's shared memory."""
-    if accumulation_dtype(q) == torch.float64:
-        return 16
-    return 64 if _operand(q, k, log_v) == torch.bfloat16 or q.shape[3] <= 64 else 32
-
-
-def _value_blocks(q: Tensor, k: Tensor, log_v: Tensor) -> int:
-    return -(-log_v.shape[3] // _value_columns(q, k, log_v))
-
-
-def _constants(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, causal: bool) -> Constants:
-    d_k, d_v, acc, operand = q.shape[3], log_v.shape[3], accumulation_dtype(q), _operand(q, k, log_v)
-    BK, BV = (max(16, triton.next_power_of_2(d)) for d in (d_k, min(d_v, _value_columns(q, k, log_v))))
-    C, span = chunk_size(log_f), _span(_dtype_of_M(q, k, log_v))
-    shrinks = MANY if log_f is not None and log_f.shape[3] == 1 else FEW
+def _constants(inputs: _Inputs, causal: bool) -> Constants:
+    q, _, log_v, log_f, *_ = inputs
+    d_k, d_v, acc, operand = q.shape[3], log_v.shape[3], accumulation_dtype(q), _operand(inputs)
     narrow, wide = operand == torch.bfloat16, acc == torch.float64
+    # The columns of a program: fewer for wide types, because of the multiprocessor's shared memory.
+    columns = 16 if wide else 64 if narrow or d_k <= 64 else 32
+    span, z_span = (torch.float64.itemsize // dtype.itemsize for dtype in (_dtype_of_M(inputs), acc))
+    shrinks, C = MANY if log_f is not None and log_f.shape[3] == 1 else FEW, chunk_size(log_f)
     return Constants(
         CAUSAL=causal,
         D_K=d_k,
         D_V=d_v,
         D_F=0 if log_f is None else log_f.shape[3],
-        BK=BK,
-        BV=BV,
-        BLOCKS=_value_blocks(q, k, log_v),
+        BK=max(16, triton.next_power_of_2(d_k)),
+        BV=max(16, triton.next_power_of_2(min(d_v, columns))),
+        BLOCKS=-(-d_v // columns),
         C=C,
         OPERAND=tl.float64 if wide else tl.bfloat16 if narrow else tl.float32,
         ACC=tl.float64 if wide else tl.float32,
@@ -281,7 +260,7 @@ def _constants(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, causal
         REACH=REACH[acc],
         SHRINKS=shrinks,
         SPAN=span,
-        Z_SPAN=_span(acc),
+        Z_SPAN=z_span,
         PART=math.isqrt(C * span),
     )
 
@@ -294,8 +273,3 @@ def _launch(P: Constants) -> dict[str, int]:
 
 def _grid(q: Tensor, P: Constants) -> tuple[int]:
     return (q.shape[0] * q.shape[1] * P.BLOCKS,)
-
-
-def _on(x: Tensor) -> AbstractContextManager[object]:
-    """Make the device of x current: kernels are launched on the current device."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -61,33 +61,39 @@ class Rows(NamedTuple):
     """From a token to the next."""
 
 
+class Sums(NamedTuple):
+    """A state or its logarithm, the gradient of one, or where those of a head are in memory."""
+
+    s: Any
+    """(BK, BV)."""
+    z: Any
+    """(BK,): the normalizer's column."""
+
+
 class Given(NamedTuple):
-    """The arguments of the operator, or their gradients, which have no sizes."""
+    """The arguments of the operator, or their gradients."""
 
     q: Any
     k: Any
     log_v: Any
     log_f: Any
-    log_s: Any
-    log_z: Any
-    H: Any = None
-    T: Any = None
-    S: Any = None
+    state: Any
+    H: Any
+    T: Any
+    S: Any
 
 
 class Found(NamedTuple):
     """Its results, or their gradients."""
 
     log_y: Any
-    log_s: Any
-    log_z: Any
+    state: Any
 
 
 class Saved(NamedTuple):
     """For the backward pass: the state before each chunk and its frames."""
 
-    M: Any
-    z: Any
+    state: Any
     key: Any
     value: Any
     slots: Any
@@ -98,22 +104,22 @@ class Place(NamedTuple):
 
     g: Any
     """A head, counted through (B, H)."""
+    part: Any
+    """The same head in the block's part of a sum over blocks, counted through (BLOCKS, B, H)."""
     block: Any
     """A block of value columns, counted."""
     d: Any
     """(BK,): features."""
     e: Any
     """(BV,): the value columns."""
-    part: Any
-    """The first head in the block's part of a sum over blocks."""
 
 
 @triton.jit
 def place_of(P: tl.constexpr):
     """Return the program's `Place`."""
     g, block = (tl.program_id(0) // P.BLOCKS).to(tl.int64), tl.program_id(0) % P.BLOCKS
-    part = block * (tl.num_programs(0) // P.BLOCKS).to(tl.int64)
-    return Place(g, block, tl.arange(0, P.BK), block * P.BV + tl.arange(0, P.BV), part)
+    part = block * (tl.num_programs(0) // P.BLOCKS).to(tl.int64) + g
+    return Place(g, part, block, tl.arange(0, P.BK), block * P.BV + tl.arange(0, P.BV))
 
 
 @triton.jit
@@ -127,31 +133,35 @@ def head_of(x, g, H):
 
 @triton.jit
 def packed_head(x, g, T, H, D: tl.constexpr):
-    """The same of a tensor that lies in memory as (B, T, H, D)."""
-    return Rows(x + ((g // H) * T * H + g % H) * D, H * D)
+    """The same of a tensor that lies in memory as (., T, H, D)."""
+    if x is None:
+        return None
+    else:
+        return Rows(x + ((g // H) * T * H + g % H) * D, H * D)
+
+
+@triton.jit
+def state_of(x, g, part, P: tl.constexpr):
+    """The state of head g, None of None; its normalizer's column is in `part`."""
+    if x is None:
+        return None
+    else:
+        return Sums(x.s + g * P.D_K * P.D_V, x.z + part * P.D_K)
 
 
 @triton.jit
 def heads_of(x, g, P: tl.constexpr):
     """Head g of all arguments."""
     q, k, log_v, log_f = head_of(x.q, g, x.H), head_of(x.k, g, x.H), head_of(x.log_v, g, x.H), head_of(x.log_f, g, x.H)
-    log_s, log_z = x.log_s, x.log_z
-    if x.log_s is not None:
-        log_s, log_z = log_s + g * P.D_K * P.D_V, log_z + g * P.D_K
-    return Given(q, k, log_v, log_f, log_s, log_z, x.H, x.T, x.S)
+    return Given(q, k, log_v, log_f, state_of(x.state, g, g, P), x.H, x.T, x.S)
 
 
 @triton.jit
-def gradients_of(to, x, at, P: tl.constexpr):
+def gradients_of(to, at, P: tl.constexpr):
     """Head g of all gradients, and the program's part of those that are sums over all values."""
-    q = packed_head(to.q + at.part * x.T * P.D_K, at.g, x.T, x.H, P.D_K)
-    k = packed_head(to.k + at.part * x.S * P.D_K, at.g, x.S, x.H, P.D_K)
-    log_v, log_f, log_s, log_z = packed_head(to.log_v, at.g, x.S, x.H, P.D_V), None, to.log_s, to.log_z
-    if to.log_f is not None:
-        log_f = packed_head(to.log_f + at.part * x.S * P.D_F, at.g, x.S, x.H, P.D_F)
-    if x.log_s is not None:
-        log_s, log_z = log_s + at.g * P.D_K * P.D_V, log_z + (at.part + at.g) * P.D_K
-    return Given(q, k, log_v, log_f, log_s, log_z)
+    q, k = packed_head(to.q, at.part, to.T, to.H, P.D_K), packed_head(to.k, at.part, to.S, to.H, P.D_K)
+    log_v, log_f = packed_head(to.log_v, at.g, to.S, to.H, P.D_V), packed_head(to.log_f, at.part, to.S, to.H, P.D_F)
+    return Given(q, k, log_v, log_f, state_of(to.state, at.g, at.part, P), to.H, to.T, to.S)
 
 
 @triton.jit
@@ -174,10 +184,28 @@ def store_chunk(x, head, n, length, column, D: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def empty(fill, dtype: tl.constexpr, P: tl.constexpr):
-    """A state (BK, BV) and its normalizer's column (BK,), everywhere `fill`."""
+    """Sums that are everywhere `fill`."""
     BK: tl.constexpr = P.BK
     BV: tl.constexpr = P.BV
-    return tl.full((BK, BV), fill, dtype), tl.full((BK,), fill, dtype)
+    return Sums(tl.full((BK, BV), fill, dtype), tl.full((BK,), fill, dtype))
+
+
+@triton.jit
+def load_state(of_head, n, at, fill, P: tl.constexpr):
+    """Load slot n of the states of a head; `fill` where there is none."""
+    here = (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
+    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + at.d[:, None] * P.D_V + at.e[None, :]
+    z = tl.load(of_head.z + n * P.D_K + at.d, mask=at.d < P.D_K, other=fill)
+    return Sums(tl.load(of_slot, mask=here, other=fill), z)
+
+
+@triton.jit
+def store_state(of_head, n, s, z, at, P: tl.constexpr):
+    """Undo `load_state`. All blocks of a head store the same normalizer's column."""
+    here = (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
+    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + at.d[:, None] * P.D_V + at.e[None, :]
+    tl.store(of_slot, s, mask=here)
+    tl.store(of_head.z + n * P.D_K + at.d, z, mask=at.d < P.D_K)
 
 
 @triton.jit

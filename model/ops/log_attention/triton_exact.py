@@ -8,30 +8,22 @@ of tokens (in the memory of M, where SPAN slots hold a float64 state), steps for
 there to each of its PART tokens. PART = sqrt(span) takes the fewest steps.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from model.ops.log_attention.triton_arguments import (
+    Sums,
     any_of,
     empty,
     gradients_of,
     head_of,
     heads_of,
-    packed_head,
+    load_state,
     place_of,
+    state_of,
+    store_state,
 )
 from model.ops.log_attention.triton_frames import NOTHING, finite
-
-
-class LogState(NamedTuple):
-    """Logarithms of the sums so far, or gradients of them, or where they are in memory."""
-
-    s: Any
-    """(BK, BV)."""
-    z: Any
-    """(BK,)."""
 
 
 @triton.jit
@@ -42,14 +34,14 @@ def exact_forward(x, found, saved, doubtful, counter, P: tl.constexpr):
     doubtful += at.g * (tiles + 1) * P.BLOCKS
     if any_of(doubtful, (tiles + 1) * P.BLOCKS) == 0:
         return
-    x, log_y = heads_of(x, at.g, P), packed_head(found.log_y, at.g, x.T, x.H, P.D_V)
-    state = _first_state(x, at, P)
+    x, log_y = heads_of(x, at.g, P), head_of(found.log_y, at.g, x.H)
+    state = _state(x.state, at, NOTHING, P)
 
     repaired = 0
     for n in range(tl.cdiv(x.S, P.C)):
         if saved is not None and P.CAUSAL:
             if n % P.SPAN == 0:
-                _store_state(_spans_of(saved, at.g, P), n // P.SPAN, state, at, P)
+                store_state(_spans_of(saved, at.g, P), n // P.SPAN, state.s, state.z, at, P)
         for t in range(n * P.C, tl.minimum(n * P.C + P.C, x.S)):
             state = _after_tokens(state, x, t, t + 1, at, P)
             if P.CAUSAL:
@@ -63,8 +55,8 @@ def exact_forward(x, found, saved, doubtful, counter, P: tl.constexpr):
         repaired += any_of(doubtful + n * P.BLOCKS, P.BLOCKS)
     if at.block == 0:
         tl.atomic_add(counter, repaired)
-    if found.log_s is not None:
-        _store_state(_state_of(found, at.g, P), 0, state, at, P)
+    if found.state is not None:
+        store_state(state_of(found.state, at.g, at.g, P), 0, state.s, state.z, at, P)
 
 
 @triton.jit
@@ -74,22 +66,20 @@ def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
     tiles = tl.cdiv(x.T, P.C)
     if any_of(doubtful + at.g * (tiles + 1) * P.BLOCKS, (tiles + 1) * P.BLOCKS) == 0:
         return
-    g_y, to, spans = head_of(g_of.log_y, at.g, x.H), gradients_of(to, x, at, P), _spans_of(saved, at.g, P)
-    x = heads_of(x, at.g, P)
+    x, to, g_y = heads_of(x, at.g, P), gradients_of(to, at, P), head_of(g_of.log_y, at.g, x.H)
+    spans = _spans_of(saved, at.g, P)
     if at.block == 0:
         tl.atomic_add(counter, tiles if P.CAUSAL else tiles + tl.cdiv(x.S, P.C))
 
-    g = _empty_state(0.0, P)
-    if g_of.log_s is not None:
-        after = _load_state(_state_of(g_of, at.g, P), 0, at, 0.0, P)
-        g = LogState(after.s, tl.where(at.block == 0, after.z, 0.0))
-    first = _first_state(x, at, P)
+    g = _state(state_of(g_of.state, at.g, at.g, P), at, 0.0, P)
+    g = Sums(g.s, tl.where(at.block == 0, g.z, 0.0))
+    first = _state(x.state, at, NOTHING, P)
 
     if P.CAUSAL:
         for i in range(tl.cdiv(x.S, P.PART)):
             start = (tl.cdiv(x.S, P.PART) - 1 - i) * P.PART
             span = start // (P.SPAN * P.C)
-            at_start = _load_state(spans, span, at, NOTHING, P)
+            at_start = load_state(spans, span, at, NOTHING, P)
             at_start = _after_tokens(at_start, x, span * P.SPAN * P.C, start, at, P)
             for j in range(tl.minimum(P.PART, x.S - start)):
                 t = tl.minimum(start + P.PART, x.S) - 1 - j
@@ -98,7 +88,7 @@ def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
                 g = _store_read(g, g_y, x, t, after, to, at, P)
                 _store_written(g, x, t, after, to, at, P)
                 left = before if x.log_f is None else _left(before, x, t, at, P)
-                g = LogState(g.s * _share(left.s, after.s), g.z * _share(left.z, after.z))
+                g = Sums(g.s * _share(left.s, after.s), g.z * _share(left.z, after.z))
                 if x.log_f is not None:
                     g_f = tl.sum(g.s, 1) + g.z
                     _store(to.log_f, t, at.d, P.D_F, tl.sum(g_f, 0) if P.D_F == 1 else g_f)
@@ -108,12 +98,10 @@ def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
             g = _store_read(g, g_y, x, t, after, to, at, P)
         for t in range(x.S):
             _store_written(g, x, t, after, to, at, P)
-        g = LogState(g.s * _share(first.s, after.s), g.z * _share(first.z, after.z))
+        g = Sums(g.s * _share(first.s, after.s), g.z * _share(first.z, after.z))
 
-    if x.log_s is not None:
-        here = (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
-        tl.store(to.log_s + at.d[:, None] * P.D_V + at.e[None, :], g.s.to(to.log_s.dtype.element_ty), mask=here)
-        tl.store(to.log_z + at.d, g.z.to(to.log_z.dtype.element_ty), mask=at.d < P.D_K)
+    if to.state is not None:
+        store_state(to.state, 0, g.s, g.z, at, P)
 
 
 @triton.jit
@@ -133,48 +121,20 @@ def _store(head, t, column, D: tl.constexpr, x):
 
 
 @triton.jit
-def _state_of(found, g, P: tl.constexpr):
-    """Where the last state of head g is, or its gradient."""
-    return LogState(found.log_s + g * P.D_K * P.D_V, found.log_z + g * P.D_K)
-
-
-@triton.jit
 def _spans_of(saved, g, P: tl.constexpr):
     """Where the states before the spans of head g are."""
-    return LogState(saved.M + g * saved.slots * P.D_K * P.D_V // P.SPAN, saved.z + g * saved.slots * P.D_K // P.Z_SPAN)
+    of_head = g * saved.slots * P.D_K
+    return Sums(saved.state.s + of_head * P.D_V // P.SPAN, saved.state.z + of_head // P.Z_SPAN)
 
 
 @triton.jit
-def _load_state(of_head, n, at, fill, P: tl.constexpr):
-    """Load slot n of the states of a head: (BK, BV) and (BK,)."""
-    here = (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
-    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + at.d[:, None] * P.D_V + at.e[None, :]
-    z = tl.load(of_head.z + n * P.D_K + at.d, mask=at.d < P.D_K, other=fill)
-    return LogState(tl.load(of_slot, mask=here, other=fill).to(tl.float64), z.to(tl.float64))
-
-
-@triton.jit
-def _store_state(of_head, n, state, at, P: tl.constexpr):
-    here = (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
-    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + at.d[:, None] * P.D_V + at.e[None, :]
-    tl.store(of_slot, state.s.to(of_head.s.dtype.element_ty), mask=here)
-    z = state.z.to(of_head.z.dtype.element_ty)
-    tl.store(of_head.z + n * P.D_K + at.d, z, mask=(at.d < P.D_K) & (at.block == 0))
-
-
-@triton.jit
-def _first_state(x, at, P: tl.constexpr):
-    """The state before the first token."""
-    if x.log_s is None:
-        return _empty_state(NOTHING, P)
+def _state(of_head, at, fill, P: tl.constexpr):
+    """The state of a head or its gradient; `fill` without one."""
+    if of_head is None:
+        return empty(fill, tl.float64, P)
     else:
-        return _load_state(LogState(x.log_s, x.log_z), 0, at, NOTHING, P)
-
-
-@triton.jit
-def _empty_state(fill, P: tl.constexpr):
-    s, z = empty(fill, tl.float64, P)
-    return LogState(s, z)
+        state = load_state(of_head, 0, at, fill, P)
+        return Sums(state.s.to(tl.float64), state.z.to(tl.float64))
 
 
 @triton.jit
@@ -184,7 +144,7 @@ def _after_tokens(state, x, start, stop, at, P: tl.constexpr):
         if x.log_f is not None:
             state = _left(state, x, t, at, P)
         k_t, v_t = _load(x.k, t, at.d, P.D_K), _load(x.log_v, t, at.e, P.D_V)
-        state = LogState(_logaddexp(state.s, k_t[:, None] + v_t[None, :]), _logaddexp(state.z, k_t))
+        state = Sums(_logaddexp(state.s, k_t[:, None] + v_t[None, :]), _logaddexp(state.z, k_t))
     return state
 
 
@@ -192,7 +152,7 @@ def _after_tokens(state, x, start, stop, at, P: tl.constexpr):
 def _left(state, x, t, at, P: tl.constexpr):
     """What the gates of token t leave of the state."""
     f_t = _load(x.log_f, t, at.d if P.D_F > 1 else at.d * 0, P.D_F)
-    return LogState(state.s + f_t[:, None], state.z + f_t)
+    return Sums(state.s + f_t[:, None], state.z + f_t)
 
 
 @triton.jit
@@ -228,7 +188,7 @@ def _store_read(g, g_y, x, t, state, to, at, P: tl.constexpr):
     read = g_t[None, :] * _share(q_t[:, None] + state.s, log_S[None, :])
     read_z = -tl.sum(g_t, 0) * _share(q_t + state.z, log_Z)
     _store(to.q, t, at.d, P.D_K, tl.sum(read, 1) + read_z)
-    return LogState(g.s + read, g.z + read_z)
+    return Sums(g.s + read, g.z + read_z)
 
 
 @triton.jit

@@ -11,15 +11,18 @@ import triton.language as tl
 
 from model.ops.log_attention.triton_arguments import (
     Saved,
+    Sums,
     any_of,
     empty,
     gradients_of,
     head_of,
     heads_of,
     load_chunk,
-    packed_head,
+    load_state,
     place_of,
+    state_of,
     store_chunk,
+    store_state,
 )
 from model.ops.log_attention.triton_frames import (
     LOG2E,
@@ -65,7 +68,7 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
     at = place_of(P)
     N, tiles = tl.cdiv(x.S, P.C), tl.cdiv(x.T, P.C)
     last = N if P.CAUSAL else 0  # slot of the state after all keys
-    x, log_y = heads_of(x, at.g, P), packed_head(found.log_y, at.g, x.T, x.H, P.D_V)
+    x, log_y = heads_of(x, at.g, P), head_of(found.log_y, at.g, x.H)
     doubtful += at.g * (tiles + 1) * P.BLOCKS + at.block
     if saved is not None:
         saved = _slots_of(saved, at.g, P)
@@ -98,11 +101,7 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
             if _some_doubtful(sums, z_sums, n, x, at, P):
                 k_n = _keys(x, gates, n, at, P)  # loaded again to save registers
                 v_n = load_chunk(x.log_v, n, x.S, at.e, NOTHING, P.D_V, P)
-                if x.log_f is None:
-                    first_k, first_v = _first_of_chunk(k_n, v_n, key_before, value_before, P)
-                    terms, z_terms = _from_first(first_k, first_v, P)
-                else:
-                    terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
+                terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
                 unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P)
             tl.store(doubtful + n * P.BLOCKS, unsure)
         to_end = times(e_k, gates.end)
@@ -126,19 +125,15 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
             unsure = 0
             if _some_doubtful(sums, z_sums, n, x, at, P):
                 first_k, first_v = _first_if_seen(key, value, P)
-                terms, z_terms = _from_first(first_k, first_v, P)
-                unsure = _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P)
+                unsure = _lacks_something(sums, z_sums, (first_v == 0)[None, :], first_k == 0, n, x, at, P)
             tl.store(doubtful + n * P.BLOCKS, unsure)
 
-    if found.log_s is not None:
+    if found.state is not None:
         seen = (key > NOTHING)[:, None] & (value > NOTHING)[None, :]
         lost |= tl.max((seen & is_doubtful(M, P.CERTAIN)).to(tl.int32))
         lost |= tl.max(((key > NOTHING) & is_doubtful(z, P.CERTAIN)).to(tl.int32))
-        of_state, here = _of_state(at, P)
-        log_M = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
-        tl.store(found.log_s + at.g * P.D_K * P.D_V + of_state, log_M, mask=here)
-        log_z = log_of_scaled(z, finite(key))
-        tl.store(found.log_z + at.g * P.D_K + at.d, log_z, mask=(at.d < P.D_K) & (at.block == 0))
+        log_s = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
+        store_state(state_of(found.state, at.g, at.g, P), 0, log_s, log_of_scaled(z, finite(key)), at, P)
     tl.store(doubtful + tiles * P.BLOCKS, lost)
 
 
@@ -150,19 +145,16 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
     last = N if P.CAUSAL else 0  # slot of the state after all keys
     if any_of(doubtful + at.g * (tiles + 1) * P.BLOCKS, (tiles + 1) * P.BLOCKS):
         return  # exact_backward computes this head
-    g_y, to, saved = head_of(g_of.log_y, at.g, x.H), gradients_of(to, x, at, P), _slots_of(saved, at.g, P)
-    x = heads_of(x, at.g, P)
-    of_state, state_mask = _of_state(at, P)
+    x, to, g_y = heads_of(x, at.g, P), gradients_of(to, at, P), head_of(g_of.log_y, at.g, x.H)
+    saved = _slots_of(saved, at.g, P)
 
     M, z, key, value = _saved(saved, last, at, P)
     g_M, g_z = empty(0.0, P.ACC, P)
-    if g_of.log_s is not None:
-        g_s = tl.load(g_of.log_s + at.g * P.D_K * P.D_V + of_state, mask=state_mask, other=0.0)
-        M_after = M.to(P.ACC)
-        g_M = tl.where(M_after == 0.0, 0.0, g_s / tl.where(M_after == 0.0, 1.0, M_after))
+    if g_of.state is not None:
+        g_s, g_n = load_state(state_of(g_of.state, at.g, at.g, P), 0, at, 0.0, P)
+        g_M = _over(g_s, M.to(P.ACC))
         if at.block == 0:
-            g_n = tl.load(g_of.log_z + at.g * P.D_K + at.d, mask=at.d < P.D_K, other=0.0)
-            g_z = tl.where(z == 0.0, 0.0, g_n / tl.where(z == 0.0, 1.0, z))
+            g_z = _over(g_n, z)
 
     if not P.CAUSAL:
         for n in tl.range(tiles, num_stages=P.STAGES):
@@ -225,12 +217,10 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
             g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
             g_z = times(g_z, gates.total) + tl.sum(e_q.to(P.ACC) * g_z_read[:, None], 0)
 
-    if x.log_s is not None:
-        s = tl.load(x.log_s + of_state, mask=state_mask, other=NOTHING)
-        z_first = tl.load(x.log_z + at.d, mask=at.d < P.D_K, other=NOTHING)
+    if x.state is not None:
+        s, n = load_state(x.state, 0, at, NOTHING, P)
         g_s = g_M * exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
-        tl.store(to.log_s + of_state, g_s, mask=state_mask)
-        tl.store(to.log_z + at.d, g_z * exp_measured(z_first, finite(key), P.ACC), mask=at.d < P.D_K)
+        store_state(to.state, 0, g_s, g_z * exp_measured(n, finite(key), P.ACC), at, P)
 
 
 @triton.jit
@@ -265,21 +255,13 @@ def _causal_sums(e_q, e_k, e_v, M, z, gates, within, P: tl.constexpr):
 
 
 @triton.jit
-def _of_state(at, P: tl.constexpr):
-    """Positions in a head's log_s (BK, BV), and which of them exist."""
-    return at.d[:, None] * P.D_V + at.e[None, :], (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
-
-
-@triton.jit
 def _first_state(x, at, P: tl.constexpr):
     """Return the state before the first token."""
-    if x.log_s is None:
+    if x.state is None:
         M, z = empty(0.0, P.ACC, P)
         key, value = tl.full(at.d.shape, NOTHING, P.ACC), tl.full(at.e.shape, NOTHING, P.ACC)
     else:
-        of_state, here = _of_state(at, P)
-        s = tl.load(x.log_s + of_state, mask=here, other=NOTHING)  # (BK, BV)
-        z = tl.load(x.log_z + at.d, mask=at.d < P.D_K, other=NOTHING)  # (BK,)
+        s, z = load_state(x.state, 0, at, NOTHING, P)
         key, value = frame_of(z * LOG2E, P.OPERAND), frame_of(tl.max(s - finite(z)[:, None], 0) * LOG2E, P.OPERAND)
         M = exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
         z = exp_measured(z, finite(key), P.ACC)
@@ -289,28 +271,23 @@ def _first_state(x, at, P: tl.constexpr):
 @triton.jit
 def _slots_of(saved, g, P: tl.constexpr):
     """What is saved of head g."""
-    of_keys = g * saved.slots * P.D_K
-    M, z, key = saved.M + g * saved.slots * P.D_K * P.D_V, saved.z + of_keys, saved.key + of_keys
-    return Saved(M, z, key, saved.value + g * saved.slots * P.D_V, saved.slots)
+    keys = g * saved.slots * P.D_K
+    state = Sums(saved.state.s + keys * P.D_V, saved.state.z + keys)
+    return Saved(state, saved.key + keys, saved.value + g * saved.slots * P.D_V, saved.slots)
 
 
 @triton.jit
 def _save(saved, n, state, at, P: tl.constexpr):
     """Store a state in slot n."""
-    of_state, here = _of_state(at, P)
-    M = state.M.to(saved.M.dtype.element_ty)
-    tl.store(saved.M + n * tl.cast(P.D_K * P.D_V, tl.int64) + of_state, M, mask=here)
-    tl.store(saved.z + n * P.D_K + at.d, state.z, mask=(at.d < P.D_K) & (at.block == 0))
-    tl.store(saved.key + n * P.D_K + at.d, state.key, mask=(at.d < P.D_K) & (at.block == 0))
+    store_state(saved.state, n, state.M, state.z, at, P)
+    tl.store(saved.key + n * P.D_K + at.d, state.key, mask=at.d < P.D_K)
     tl.store(saved.value + n * P.D_V + at.e, state.value, mask=at.e < P.D_V)
 
 
 @triton.jit
 def _saved(saved, n, at, P: tl.constexpr):
     """Undo `_save`."""
-    of_state, here = _of_state(at, P)
-    M = tl.load(saved.M + n * tl.cast(P.D_K * P.D_V, tl.int64) + of_state, mask=here, other=0.0)
-    z = tl.load(saved.z + n * P.D_K + at.d, mask=at.d < P.D_K, other=0.0)
+    M, z = load_state(saved.state, n, at, 0.0, P)
     key = tl.load(saved.key + n * P.D_K + at.d, mask=at.d < P.D_K, other=NOTHING)
     return State(M, z, key, tl.load(saved.value + n * P.D_V + at.e, mask=at.e < P.D_V, other=NOTHING))
 
@@ -332,42 +309,28 @@ def _some_doubtful(sums, z_sums, n, x, at, P: tl.constexpr):
 
 
 @triton.jit
-def _first_of_chunk(k, v, key_before, value_before, P: tl.constexpr):
-    """Return the chunk's first token with a key, and for each column the first with a nonzero value; C if none."""
-    rows = tl.arange(0, P.C)
-    alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
-    first_k = tl.min(tl.where(alive, rows, P.C), 0)
-    first_v = tl.min(tl.where(alive[:, None] & (v != NOTHING), rows[:, None], P.C), 0)  # (BV,)
-    before_k, before_v = _first_if_seen(key_before, value_before, P)
-    return tl.minimum(first_k, before_k), tl.minimum(first_v, before_v)
-
-
-@triton.jit
 def _first_if_seen(key, value, P: tl.constexpr):
-    """The same for earlier tokens: 0, or C if there are none."""
+    """0 for the normalizer, and for each column (BV,), if tokens in these frames are terms of its sum, else C."""
     first_k = tl.where(tl.max(key, 0) > NOTHING, 0, P.C)
     return first_k, tl.where(value > NOTHING, first_k, P.C)
 
 
 @triton.jit
-def _from_first(first_k, first_v, P: tl.constexpr):
-    """Whether the sums (C, BV) and those of the normalizer (C,) have terms, which later tokens keep."""
-    rows = tl.arange(0, P.C)
-    return rows[:, None] >= first_v[None, :], rows >= first_k
-
-
-@triton.jit
 def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
-    """The same where gates may be resets, which hide what is before them."""
+    """Whether the sums (C, BV) and those of the normalizer (C,) have terms: earlier ones that no reset hides."""
     rows = tl.arange(0, P.C)
-    visible = (between(gates) > NOTHING) & (rows[:, None] >= rows[None, :])  # (C, C)
     alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
     values = alive[:, None] & (v != NOTHING)
-    tokens = product(visible.to(P.ACC), values.to(P.ACC), P) > 0.0
     before_k, before_v = _first_if_seen(key_before, value_before, P)
-    start = gates.start > NOTHING
-    z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
-    return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (start & (before_k == 0))
+    if gates.of_head is None:  # all from the first on
+        first_k = tl.minimum(tl.min(tl.where(alive, rows, P.C), 0), before_k)
+        first_v = tl.minimum(tl.min(tl.where(values, rows[:, None], P.C), 0), before_v)
+        return rows[:, None] >= first_v[None, :], rows >= first_k
+    else:
+        visible, start = (between(gates) > NOTHING) & (rows[:, None] >= rows[None, :]), gates.start > NOTHING  # (C, C)
+        tokens = product(visible.to(P.ACC), values.to(P.ACC), P) > 0.0
+        z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
+        return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (start & (before_k == 0))
 
 
 @triton.jit
@@ -382,6 +345,10 @@ def _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P: tl.constexpr):
 @triton.jit
 def _gradient_of_sums(g_y, sums, z_sums, P: tl.constexpr):
     """Return gradients of sums and z_sums from that of log_y = log(sums / z_sums); 0 for empty sums."""
-    g_sums = tl.where(sums == 0.0, 0.0, g_y / tl.where(sums == 0.0, 1.0, sums))
-    g_z_sums = tl.where(z_sums == 0.0, 0.0, -tl.sum(g_y, 1) / tl.where(z_sums == 0.0, 1.0, z_sums))
-    return g_sums.to(P.OPERAND), g_z_sums
+    return _over(g_y, sums).to(P.OPERAND), _over(-tl.sum(g_y, 1), z_sums)
+
+
+@triton.jit
+def _over(a, b):
+    """a / b; 0 for an empty sum b."""
+    return tl.where(b == 0.0, 0.0, a / tl.where(b == 0.0, 1.0, b))
