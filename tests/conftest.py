@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common.console import console
+from common.files import write_atomic
 from common.settings import decode
 
 if not torch.cuda.is_available():
@@ -159,6 +160,19 @@ def command(monkeypatch, capsys):
         return Result(status, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def pictures():
+    """Asked for by tests of loss.png and eval.png."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """In other tests these are files that say so: drawing takes longer than a tiny run."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("trainer.run.draw_losses", lambda _, path, title: write_atomic(path, b"a picture"))
+        monkeypatch.setattr("inference.evaluate.draw_evaluation", lambda *_: b"a picture")
 
 
 @pytest.fixture

@@ -32,7 +32,13 @@ def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("size", compare.SIZES.values(), ids=compare.SIZES)
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(size, id=name, marks=pytest.mark.slow if name != "small" else ())
+        for name, size in compare.SIZES.items()
+    ],
+)
 def test_parameters_are_equal_within_one_percent(dataset_dir, size):
     models = models_of(dataset_dir, size)
     assert next(iter(models)) == CONTROL
