@@ -1,8 +1,8 @@
 """Properties of every attention mechanism in the registry: a new one is covered as soon as it is registered.
 
-A mechanism has settings of its own (OWN), optional parts that others have too (PARTS), and each test adds factors such as
-the length of the text. Not their full product is tried but every pair: every mechanism with every part and every factor,
-every part with every other and with every factor, and so on.
+A mechanism has settings of its own (OWN), optional parts that others have too (PARTS), and each test adds factors such
+as the length of the text. Not their full product is tried but every pair: every mechanism with every part and every
+factor, every part with every other and with every factor, and so on.
 """
 
 import functools
