@@ -791,7 +791,7 @@ def test_json_of_a_checkpoint_that_is_not_one_thing(checkpoint, name, first, mes
         lambda s: s.update({"\x1b[2J\n": 1}),
         lambda s: s["model"].update(_target_="os.system"),
         lambda s: s["model"].update(n_layer=10**6),
-        lambda s: s["model"].update(n_layer=1024),
+        lambda s: s["model"].update(n_layer=64),
         lambda s: s["model"].update(n_embd=2**17),
         lambda s: s["model"].update(n_vocab=10**400),
         lambda s: s["model"].update(head_dim=2**63),
