@@ -5,6 +5,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -114,6 +115,28 @@ def tiny(dataset_dir, tmp_path):
         return decode(TrainConfig, raw)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def kept_runs(tmp_path_factory):
+    """Where `run_of` keeps its runs, and the runs so far, by their settings."""
+    return tmp_path_factory.mktemp("kept"), {}
+
+
+@pytest.fixture
+def run_of(tiny, kept_runs):
+    """Gives a test's run_dir the run of tiny(changes), which is trained once for all tests and copied."""
+    from trainer.loop import fit
+
+    def copy(changes=None):
+        folder, kept = kept_runs
+        run_dir = tiny().run_dir
+        if (key := json.dumps(changes)) not in kept:
+            fit(tiny(changes))
+            kept[key] = run_dir.rename(folder / str(len(kept)))
+        return Path(shutil.copytree(kept[key], run_dir))
+
+    return copy
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def test_zeros_are_numbers_like_others(case):
         close(ours, theirs, atol=1e-11 * amplified, rtol=1e-11 * amplified)
 
 
-@on_pairs()
+@pytest.mark.parametrize("case", {row["own"]: case_of(row) for row in covering({})}.values(), ids=id_of)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # where the graph has a break
 @pytest.mark.slow
 def test_a_compiled_module_is_the_same(case):

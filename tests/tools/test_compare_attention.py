@@ -32,14 +32,9 @@ def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(size, id=name, marks=pytest.mark.slow if name != "small" else ())
-        for name, size in compare.SIZES.items()
-    ],
-)
+@pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.slow)])
 def test_parameters_are_equal_within_one_percent(dataset_dir, size):
+    size = compare.SIZES[size]
     models = models_of(dataset_dir, size)
     assert next(iter(models)) == CONTROL
     assert models.keys() == arms().keys()

@@ -9,6 +9,9 @@ from safetensors.torch import load_file
 
 from trainer.checkpoint import newest
 
+TORCHRUN = ["-m", "torch.distributed.run"]
+
+
 @pytest.fixture
 def args(tiny_args):
     return [*tiny_args, "max_steps=20", "runtime.micro_batch=1", "checkpoint.every=10", "eval.every=5"]
@@ -97,7 +100,7 @@ def test_two_agents_end_with_the_weights_of_one_process(command, run_process, ar
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     rendezvous = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test"]
-    agent = ["-m", "torch.distributed.run", *rendezvous, "--nproc_per_node=1", "train.py", *args]
+    agent = [*TORCHRUN, *rendezvous, "--nproc_per_node=1", "train.py", *args]
     for result in run_process(agent, agent):
         assert result.status == 0, result.err
     assert_same_steps(tmp_path / "one", tmp_path / "run", tolerance=1e-9)
