@@ -92,8 +92,7 @@ class WandbTracker(Tracker):
         """Wait for the last lines, but no longer than finish_seconds. Afterwards, nothing of wandb is running."""
         self._send(None)
         _pipe(self._process.stdin).close()
-        if not self._lost:
-            self._thread.join(self._finish_seconds)
+        self._thread.join(self._finish_seconds)  # its warning too is printed by then
         if self._thread.is_alive():
             self._give_up(f"it did not finish within {self._finish_seconds:g} seconds")
 

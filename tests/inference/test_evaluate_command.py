@@ -291,6 +291,7 @@ def png_size(content):
     return struct.unpack(">II", content[16:24])
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_picture_has_a_panel_for_each_table(trained, dataset_dir):
     run_dir = trained()
     assert png_size((run_dir / "eval.png").read_bytes()) if evaluated(run_dir) else None
