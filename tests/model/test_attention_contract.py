@@ -103,6 +103,8 @@ def id_of(case):
 
 
 def text_of(value):
+    if isinstance(value, tuple):
+        return f"{len(value)}_pieces"
     return getattr(value, "__name__", str(value).replace(" ", ""))
 
 
