@@ -3,6 +3,7 @@
 Files are data: they can neither configure Hydra itself nor read the environment.
 """
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,20 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = hydra.compose(config_name, [*overrides, *folder], return_hydra_config=True)
-            untouched = hydra.compose(overrides=folder, return_hydra_config=True)
+            expected = _untouched_settings(*folder)
     except (HydraException, errors.OmegaConfBaseException, OSError) as error:
         raise UserError(explain(error)) from error
-    given, expected = _hydra_settings(composed), _hydra_settings(untouched)
+    given = _hydra_settings(composed)
     for key in {**expected, **given}:
         if given.get(key) != expected.get(key):
             raise UserError(f"hydra.{key} is set by a configuration file, which is not allowed: remove it")
     return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+
+
+@functools.cache
+def _untouched_settings(*folder: str) -> dict[str, Any]:
+    """Return the settings of Hydra itself where no file and no option sets any; a sweep asks for every job."""
+    return _hydra_settings(hydra.compose(overrides=list(folder), return_hydra_config=True))
 
 
 def _hydra_settings(composed: DictConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from common.console import console
+from common.files import write_atomic
 from common.settings import decode
 
 if not torch.cuda.is_available():
@@ -115,6 +117,28 @@ def tiny(dataset_dir, tmp_path):
     return build
 
 
+@pytest.fixture(scope="session")
+def kept_runs(tmp_path_factory):
+    """Where `run_of` keeps its runs, and the runs so far, by their settings."""
+    return tmp_path_factory.mktemp("kept"), {}
+
+
+@pytest.fixture
+def run_of(tiny, kept_runs):
+    """Gives a test's run_dir the run of tiny(changes), which is trained once for all tests and copied."""
+    from trainer.loop import fit
+
+    def copy(changes=None):
+        folder, kept = kept_runs
+        run_dir = tiny().run_dir
+        if (key := json.dumps(changes)) not in kept:
+            fit(tiny(changes))
+            kept[key] = run_dir.rename(folder / str(len(kept)))
+        return Path(shutil.copytree(kept[key], run_dir))
+
+    return copy
+
+
 @pytest.fixture
 def tiny_args(dataset_dir, tmp_path):
     """The same tiny run as arguments of train.py."""
@@ -159,6 +183,19 @@ def command(monkeypatch, capsys):
         return Result(status, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def pictures():
+    """Asked for by tests of loss.png and eval.png."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """In other tests these are files that say so: drawing takes longer than a tiny run."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("trainer.run.draw_losses", lambda _, path, title: write_atomic(path, b"a picture"))
+        monkeypatch.setattr("inference.evaluate.draw_evaluation", lambda *_: b"a picture")
 
 
 @pytest.fixture

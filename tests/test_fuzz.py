@@ -19,7 +19,6 @@ from data.shards import parse_manifest, read_manifest
 from data.tokenizer import load_tokenizer, read_rank_file
 from trainer.checkpoint import load_model, newest, open_checkpoint
 from trainer.config import TrainConfig
-from trainer.loop import fit
 from trainer.tensor_file import read_tensors
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -130,7 +129,7 @@ def json_bytes(value):
 # ----- JSON and settings
 
 
-@fuzz(300)
+@fuzz(100)
 @given(data=st.data())
 def test_any_bytes_are_json_or_a_value_error(data):
     content = data.draw(
@@ -144,7 +143,7 @@ def test_any_bytes_are_json_or_a_value_error(data):
     json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
 
 
-@fuzz(300)
+@fuzz(100)
 @given(data=st.data())
 def test_any_settings_are_settings_or_a_user_error(tiny, data):
     raw = data.draw(mutated(tiny().model_dump(mode="json")))
@@ -185,7 +184,7 @@ def use_dataset(folder):
             list(read_records(folder, manifest, shard))
 
 
-@fuzz(200)
+@fuzz(80)
 @given(data=st.data())
 def test_any_bytes_of_a_manifest(dataset, data):
     path = dataset / "manifest.json"
@@ -193,7 +192,7 @@ def test_any_bytes_of_a_manifest(dataset, data):
         use_dataset(dataset)
 
 
-@fuzz(250)
+@fuzz(100)
 @given(data=st.data())
 def test_any_values_in_a_manifest(dataset, data):
     path = dataset / "manifest.json"
@@ -202,7 +201,7 @@ def test_any_values_in_a_manifest(dataset, data):
         use_dataset(dataset)
 
 
-@fuzz(100)
+@fuzz(50)
 @given(data=st.data())
 def test_any_bytes_of_an_index(dataset, data):
     """Content of the right length, because a wrong length is detected immediately; the sum is checked at the end."""
@@ -213,7 +212,7 @@ def test_any_bytes_of_an_index(dataset, data):
         use_dataset(dataset)
 
 
-@fuzz(100)
+@fuzz(50)
 @given(data=st.data())
 def test_any_values_in_a_tokenizer(dataset, data):
     path = dataset / "tokenizer.json"
@@ -222,7 +221,7 @@ def test_any_values_in_a_tokenizer(dataset, data):
         load_tokenizer(path)
 
 
-@fuzz(200)
+@fuzz(80)
 @given(data=st.data())
 def test_any_bytes_of_a_rank_file(rank_file, tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzzed.tiktoken"
@@ -235,20 +234,10 @@ def test_any_bytes_of_a_rank_file(rank_file, tmp_path_factory, data):
 # ----- checkpoints
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Where the first example leaves a run for all others."""
-    return tmp_path_factory.mktemp("fuzz") / "run"
-
-
 @pytest.fixture
-def checkpoint(tiny, run):
-    """Its only checkpoint, after 2 of 4 steps, whose files each example spoils and puts back."""
-    if not run.exists():
-        config = tiny({"max_steps": 4, "schedule.warmup_steps": 1, "stop_at": 2})
-        fit(config)
-        config.run_dir.rename(run)
-    return newest(run)
+def checkpoint(run_of):
+    """The only one of a run, after 2 of 4 steps, whose files each example spoils and puts back."""
+    return newest(run_of({"max_steps": 4, "schedule.warmup_steps": 1, "stop_at": 2}))
 
 
 def use_checkpoint(path):
@@ -266,7 +255,7 @@ def signed(path, name, content):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "tokenizer.json", "model.safetensors"])
-@fuzz(60)
+@fuzz(25)
 @given(data=st.data())
 def test_any_bytes_of_a_checkpoint(checkpoint, data, name):
     path = checkpoint / name
@@ -275,7 +264,7 @@ def test_any_bytes_of_a_checkpoint(checkpoint, data, name):
 
 
 @pytest.mark.parametrize("name", ["state.json", "tokenizer.json", "model.safetensors", "optimizer.safetensors"])
-@fuzz(60)
+@fuzz(25)
 @given(data=st.data())
 def test_any_bytes_of_a_checkpoint_with_right_sums(checkpoint, data, name):
     content = data.draw(damaged((checkpoint / name).read_bytes()))
@@ -287,7 +276,7 @@ def test_any_bytes_of_a_checkpoint_with_right_sums(checkpoint, data, name):
         use_checkpoint(checkpoint)
 
 
-@fuzz(100)
+@fuzz(50)
 @given(data=st.data())
 def test_any_values_in_a_checkpoints_manifest(checkpoint, data):
     path = checkpoint / "manifest.json"
@@ -296,7 +285,7 @@ def test_any_values_in_a_checkpoints_manifest(checkpoint, data):
         use_checkpoint(checkpoint)
 
 
-@fuzz(200)
+@fuzz(80)
 @given(data=st.data())
 def test_any_values_in_a_state(checkpoint, data):
     path = checkpoint / "state.json"
@@ -328,7 +317,7 @@ def tensor_bytes(header, body=bytes(32)):
     return struct.pack("<Q", len(header)) + header + body
 
 
-@fuzz(250)
+@fuzz(100)
 @given(data=st.data())
 def test_any_header_of_a_tensor_file(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
@@ -342,7 +331,7 @@ def test_any_header_of_a_tensor_file(tmp_path_factory, data):
         assert all(not tensor.count_nonzero() for tensor in read.values())  # it reads within the file
 
 
-@fuzz(150)
+@fuzz(60)
 @given(data=st.data())
 def test_any_bytes_of_a_tensor_file(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"

@@ -597,25 +597,18 @@ TENSORS = ["model.safetensors", "optimizer.safetensors", "random.safetensors"]
 FILES = [*TENSORS, "state.json", "tokenizer.json"]
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    """Where the first test leaves its run for all others."""
-    return tmp_path_factory.mktemp("pristine") / "run"
+FOUR_STEPS = {"max_steps": 4, "schedule.warmup_steps": 1}
 
 
 @pytest.fixture
 def config(tiny):
-    """Of a run of 4 steps."""
-    return tiny({"max_steps": 4, "schedule.warmup_steps": 1, "checkpoint.every": 2})
+    return tiny(FOUR_STEPS)
 
 
 @pytest.fixture
-def checkpoint(config, pristine):
+def checkpoint(run_of):
     """The folder of the only checkpoint of a run that was stopped after 2 of its 4 steps."""
-    if not pristine.exists():
-        fit(config.model_copy(update={"stop_at": 2}))
-        config.run_dir.rename(pristine)
-    return newest(shutil.copytree(pristine, config.run_dir))
+    return newest(run_of(FOUR_STEPS | {"stop_at": 2}))
 
 
 def sign(path):
@@ -712,6 +705,7 @@ def test_what_is_no_file_in_a_checkpoint(checkpoint, uses, name, replace):
         "checkpoints/step-00000004.tmp",
     ],
 )
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.slow
 def test_what_is_no_file_elsewhere_in_a_run(config, checkpoint, name, replace):
     """Training continues beside it, or names the obstacle; the target of a link is never written to."""
@@ -791,7 +785,7 @@ def test_json_of_a_checkpoint_that_is_not_one_thing(checkpoint, name, first, mes
         lambda s: s.update({"\x1b[2J\n": 1}),
         lambda s: s["model"].update(_target_="os.system"),
         lambda s: s["model"].update(n_layer=10**6),
-        lambda s: s["model"].update(n_layer=1024),
+        lambda s: s["model"].update(n_layer=64),
         lambda s: s["model"].update(n_embd=2**17),
         lambda s: s["model"].update(n_vocab=10**400),
         lambda s: s["model"].update(head_dim=2**63),

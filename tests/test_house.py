@@ -1,6 +1,7 @@
 """Allowed imports and forbidden calls, checked in the source, so that code that no test runs is checked too."""
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -35,10 +36,12 @@ OF_TRAINING = ("checkpoint", "distributed", "losses", "runtime")
 """What inference may import of trainer: checkpoints, the processes and devices a model runs on, and losses."""
 
 
+@functools.cache
 def tree_of(file):
     return ast.parse((ROOT / file).read_text(encoding="utf-8"), filename=str(file))
 
 
+@functools.cache
 def imported(file):
     """Full names of all modules that a file imports, anywhere, or that it names as "module:function"."""
     names = set()
@@ -62,21 +65,26 @@ def package(file):
     return file.parts[0] if len(file.parts) > 1 else file.stem
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if package(f) in PACKAGES], ids=str)
-def test_packages_import_only_what_stands_below_them(file):
-    for other in {*PACKAGES, "train", "eval", "sample", "scripts", "tests"} - MAY_IMPORT[package(file)]:
-        assert not imports(file, other), f"{file} imports {other}"
+def files_of(*packages):
+    return [file for file in FILES if package(file) in packages]
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if package(f) == "inference"], ids=str)
-def test_inference_imports_no_training(file):
-    of_trainer = {name.split(".")[1] for name in imported(file) if name.startswith("trainer.")}
-    assert of_trainer <= set(OF_TRAINING)
+@pytest.mark.parametrize("name", PACKAGES)
+def test_packages_import_only_what_stands_below_them(name):
+    others = {*PACKAGES, "train", "eval", "sample", "scripts", "tests"} - MAY_IMPORT[name]
+    for file in files_of(name):
+        assert [other for other in others if imports(file, other)] == [], file
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if package(f) in ("data", "trainer", "inference")], ids=str)
-def test_what_reads_data_does_not_prepare_it(file):
-    assert file.is_relative_to("data/prepare") or not imports(file, "data.prepare")
+def test_inference_imports_no_training():
+    for file in files_of("inference"):
+        of_trainer = {name.split(".")[1] for name in imported(file) if name.startswith("trainer.")}
+        assert of_trainer <= set(OF_TRAINING), file
+
+
+def test_what_reads_data_does_not_prepare_it():
+    for file in files_of("data", "trainer", "inference"):
+        assert file.is_relative_to("data/prepare") or not imports(file, "data.prepare"), file
 
 
 @pytest.mark.parametrize(
@@ -126,9 +134,8 @@ def offences(tree):
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_nothing_runs_or_unpickles_what_it_reads(file):
-    assert offences(tree_of(file)) == set()
+def test_nothing_runs_or_unpickles_what_it_reads():
+    assert {str(file): found for file in FILES if (found := offences(tree_of(file)))} == {}
 
 
 @pytest.mark.parametrize(
@@ -152,9 +159,9 @@ def test_what_runs_or_unpickles_is_seen(source, offence):
     assert offences(ast.parse(source)) == {offence}
 
 
-@pytest.mark.parametrize("name", ENTRY_POINTS)
-def test_entry_points_are_thin(name):
-    assert len((ROOT / name).read_text().splitlines()) < 60
+def test_entry_points_are_thin():
+    for name in ENTRY_POINTS:
+        assert len((ROOT / name).read_text().splitlines()) < 60, name
 
 
 def test_entry_points_and_scripts_are_checked_and_installed():

@@ -136,8 +136,8 @@ class _Joint:
             EmptySplit: one of the splits has no documents.
         """
         self._check_not_empty()
-        splits = {}
-        for name, counts, writer in zip(_SPLITS, self.counts.tolist(), self.writers, strict=True):
+        splits, counted = {}, self.counts[:, : len(self.set_names)]
+        for name, counts, writer in zip(_SPLITS, counted.tolist(), self.writers, strict=True):
             used = [(set_name, counts[i]) for set_name, i in sorted(self.set_names.items()) if counts[i][1]]
             sets = {set_name: Counts(tokens=n[0], documents=n[1], utf8_bytes=n[2]) for set_name, n in used}
             splits[name] = Split(sets=sets, shards=writer.finish())

@@ -113,7 +113,10 @@ def docstring(script):
 def test_the_commands_of_a_help_and_of_a_docstring(command, goes_to_work, tmp_path, script):
     pytest.importorskip(NEEDS.get(script, "torch"))
     text = f"{docstring(script)}\n{command(script, '--help').out}"
-    typed = [one for one in commands_in(text) if "-sc" not in one.arguments]  # test_the_shell_completes types that
+    typed = []
+    for one in commands_in(text):
+        if "-sc" not in one.arguments and one not in typed:  # test_the_shell_completes types that
+            typed.append(one)
     assert script in [one.script for one in typed]
     (tmp_path / "runs" / "bench_save" / "dataset").mkdir(parents=True)  # else the script prepares it: minutes
     for one in typed:

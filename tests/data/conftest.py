@@ -34,7 +34,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def config(corpus, tmp_path):
-    """Builds a PrepareConfig of the corpus, with other settings where the test gives them."""
+    """Builds a PrepareConfig of the corpus and one process, with other settings where the test gives them."""
 
     def build(**changes):
         raw = {
@@ -42,6 +42,7 @@ def config(corpus, tmp_path):
             "tokenizer": {"name": "bytes"},
             "out_dir": str(tmp_path / "out"),
             "val_fraction": 0.1,
+            "workers": 1,
         }
         return decode(PrepareConfig, raw | changes)
 

@@ -258,8 +258,8 @@ MILLION = 10**6
 
 @pytest.mark.parametrize(
     "text",
-    ["a" * MILLION, " " * MILLION, "!" * MILLION, "x" + " " * MILLION, "7" * MILLION, "日本語" * (MILLION // 3)],
-    ids=["a", "spaces", "marks", "x and spaces", "digits", "kanji"],
+    ["a" * MILLION, " " * MILLION, "!" * MILLION, "7" * MILLION, "日本語" * (MILLION // 3)],
+    ids=["a", "spaces", "marks", "digits", "kanji"],
 )
 def test_a_million_of_the_same(gpt2, text):
     assert gpt2.encode(text) == encode_ordinary(gpt2, text)

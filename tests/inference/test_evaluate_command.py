@@ -291,6 +291,7 @@ def png_size(content):
     return struct.unpack(">II", content[16:24])
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_picture_has_a_panel_for_several_sets(trained, dataset_dir):
     run_dir = trained()
     evaluated(run_dir)

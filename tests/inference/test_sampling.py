@@ -37,9 +37,8 @@ LEARNED = {"model.position": {"name": "learned", "max_len": 16}}
 
 
 @pytest.fixture
-def run_dir(tiny):
-    fit(tiny({"max_steps": 2}))
-    return tiny().run_dir
+def run_dir(run_of):
+    return run_of({"max_steps": 2})
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
 """Properties of every attention mechanism in the registry: a new one is covered as soon as it is registered.
 
-Each test runs on pairs, not on the full product of its settings: every pair of two settings' values is tried, and every
-value with every mechanism.
+A mechanism has settings of its own (OWN), optional parts that others have too (PARTS), and each test adds factors such
+as the length of the text. Not their full product is tried but every pair: every mechanism with every part and every
+factor, every part with every other and with every factor, and so on.
 """
 
 import functools
 import itertools
+import random
+import typing
 
 import pytest
 import torch
@@ -16,112 +19,135 @@ from common.console import say_once
 from common.settings import UserError, decode, variant_names
 from inference.generate import SamplingConfig, generate
 from model.attention import ATTENTION, AttentionConfig
+from model.attention.base import AttentionSettings
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
 from model.position import Order, RotaryPosition
 from model.state import cat_states, select_rows
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
-SMALL = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
-    "log_space": [
-        {},
-        {"d_key": 4, "d_val": 5},
-        {"decay": "feature", "conv": 4, "gate": "silu"},
-        {"decay": "head", "norm": True, "qk_norm": True},
-        {"decay": "fixed", "gate": "sigmoid"},
-    ],
-    "log_space_signed": [{}, {"d_key": 4, "d_val": 5}, {"decay": "feature"}],
-    "linear": [{}, {"decay": "feature", "conv": 4}, {"decay": "head", "norm": True}, {"decay": "fixed"}],
+OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
+    "log_space": [{}, {"d_key": 4, "d_val": 5}],
+    "log_space_signed": [{}, {"d_key": 4, "d_val": 5}],
     "projection": [{"values": v, "learned": learned} for v in ("keys", "own") for learned in (False, True)],
-    "softmax": [
-        {},
-        {"kernel": "flash"},
-        {"kernel": "math", "conv": 4, "gate": "silu", "norm": True, "qk_norm": True},
-        {"decay": "head", "gate": "sigmoid"},
-    ],
-    "sliding_window": [
-        {"window": 1},
-        {"window": 5, "conv": 4, "gate": "silu"},
-        {"window": [3, 5, 7, 70], "dilation": [None, 1, 3, None]},
-    ],
-    "longformer": [{"window": 5, "n_global": 3, "conv": 4, "qk_norm": True}, {"window": 2, "n_global": 50}],
+    "softmax": [{}, {"kernel": "flash"}, {"kernel": "math"}],
+    "sliding_window": [{"window": 1}, {"window": 5}, {"window": [3, 5, 7, 70], "dilation": [None, 1, 3, None]}],
+    "longformer": [{"window": 5, "n_global": 3}, {"window": 2, "n_global": 50}],
     "strided": [{"stride": 6, "merge": merge} for merge in (False, True)],
     "fixed": [{"size": 6, "width": 2, "merge": merge} for merge in (False, True)],
 }
+PARTS = [*AttentionSettings.model_fields, "decay", "n_kv_head"]
 CONSTANT = {"linear", "log_space", "log_space_signed", "longformer", "sliding_window"}
 """Mechanisms whose state has the same size after any number of tokens."""
 
 
-def variants():
-    """A mechanism with settings, and the numbers of key and value heads to try."""
-    for cls in ATTENTION:
-        name = variant_names(cls)[0]
-        heads = [None, 2, 1] if "n_kv_head" in cls.model_fields else [None]
-        for settings in SMALL.get(name, [{}]):
-            yield {"name": name, **settings}, heads
+def parts_of(cls):
+    """The values of the parts that a mechanism can have."""
+    parts = {}
+    for part in (part for part in PARTS if part in cls.model_fields):
+        annotation = cls.model_fields[part].annotation
+        several = {bool: (False, True), int | None: (None, 2, 1)}
+        parts[part] = several.get(annotation) or typing.get_args(annotation)
+    return parts
 
 
-VARIANTS = list(variants())
+def space_of(cls, factors):
+    """All values of everything that can vary for a mechanism."""
+    name = variant_names(cls)[0]
+    own = [(name, i) for i in range(len(OWN.get(name, [{}])))]
+    return {"name": [name], "own": own, **parts_of(cls), **factors}
 
 
-def with_heads(variant, n_kv_head):
-    return variant if n_kv_head is None else {**variant, "n_kv_head": n_kv_head}
+def pairs_in(space):
+    """All pairs of values in a space.
 
-
-CASES = [with_heads(variant, n) for variant, heads in VARIANTS for n in heads]
-
-
-def id_of(case):
-    return "-".join(f"{value}".replace(" ", "") for value in case.values())
-
-
-def pairs(*factors):
-    """Rows (case, one value of each factor) that contain every pair of two values, and no full product.
-
-    Each variant walks through all values of all factors at once. The variants begin at different values, so the values
-    of two factors meet in every combination.
+    A mechanism's own settings are paired with factors alone, and not with positions, which act on all alike.
     """
-    rows = []
-    for i, (variant, heads) in enumerate(VARIANTS):
-        for row in range(max(map(len, [heads, *factors]))):
-            values = [factor[(row + i // 2**n) % len(factor)] for n, factor in enumerate(factors)]
-            rows.append((with_heads(variant, heads[(row + i // 4) % len(heads)]), *values))
+    yield from ((("own", own),) for own in space["own"])
+    for a, b in itertools.combinations(space, 2):
+        if a != "own" or b not in [*PARTS, "position"]:
+            yield from (((a, x), (b, y)) for x, y in itertools.product(space[a], space[b]))
+
+
+def covering(factors, keep=lambda own: True):
+    """Rows that contain all pairs: each is the best of some random ones that have a pair that is still missing."""
+    rng, rows = random.Random(0), []
+    spaces = [space_of(cls, factors) for cls in ATTENTION]
+    spaces = [{**space, "own": own} for space in spaces if (own := [x for x in space["own"] if keep(settings_of(x))])]
+    missing = dict.fromkeys(pair for space in spaces for pair in pairs_in(space))
+
+    def pairs_of(row):
+        return pairs_in({key: [value] for key, value in row.items()})
+
+    while missing:
+        wanted = dict(next(iter(missing)))
+        fitting = [space for space in spaces if all(value in space.get(key, ()) for key, value in wanted.items())]
+        drawn = [{k: rng.choice(v) for k, v in rng.choice(fitting).items()} | wanted for _ in range(30)]
+        rows.append(max(drawn, key=lambda row: sum(pair in missing for pair in pairs_of(row))))
+        for pair in pairs_of(rows[-1]):
+            missing.pop(pair, None)
     return rows
 
 
-def on_pairs(**factors):
-    """Parametrizes a test with `case` and these factors."""
-    return pytest.mark.parametrize(
-        ("case", *factors),
-        [pytest.param(*row, id="-".join([id_of(row[0]), *map(text_of, row[1:])])) for row in pairs(*factors.values())],
-    )
+def settings_of(own):
+    name, i = own
+    return {"name": name, **OWN.get(name, [{}])[i]}
+
+
+def case_of(row):
+    return settings_of(row["own"]) | {part: row[part] for part in PARTS if part in row}
+
+
+def id_of(case):
+    return "-".join(str(value).replace(" ", "") for value in case.values() if value not in (None, False, 0, "none"))
 
 
 def text_of(value):
+    if isinstance(value, tuple):
+        return f"{len(value)}_pieces"
     return getattr(value, "__name__", str(value).replace(" ", ""))
 
 
-each_case = pytest.mark.parametrize("case", CASES, ids=id_of)
-each_variant = pytest.mark.parametrize(
-    "case", [with_heads(variant, heads[i % len(heads)]) for i, (variant, heads) in enumerate(VARIANTS)], ids=id_of
-)
+def on_pairs(keep=lambda own: True, **factors):
+    """Parametrizes a test with `case` and these factors."""
+    rows = [(case_of(row), *(row[factor] for factor in factors)) for row in covering(factors, keep)]
+    ids = ["-".join([id_of(case), *map(text_of, values)]) for case, *values in rows]
+    return pytest.mark.parametrize(("case", *factors), rows, ids=ids)
+
+
 ROTARY = [False, True]
 MODES = [torch.enable_grad, torch.inference_mode]
 LENGTHS = [1, 2, 31, 64, 100]
-PIECES = [[1] * 70, [17, 1, 1, 33, 18], [65, 5], [70]]
+PIECES = [(1,) * 70, (17, 1, 1, 33, 18), (65, 5), (70,)]
+POSITIONS = ["log_recurrence", "learned", "rotary", "none"]
 
 
-@pytest.mark.parametrize("factors", [[LENGTHS, ROTARY], [PIECES, ROTARY, MODES], [ROTARY, MODES], [[1, 5, 33], MODES]])
-def test_pairs_are_complete(factors):
-    rows = [[repr(value) for value in row] for row in pairs(*factors)]
-    columns = [{repr(case) for case in CASES}, *({repr(value) for value in factor} for factor in factors)]
-    for a, b in itertools.combinations(range(1, len(columns)), 2):
-        assert {(row[a], row[b]) for row in rows} == set(itertools.product(columns[a], columns[b]))
-    for i, (variant, heads) in enumerate(VARIANTS):
-        mine = [row for row in pairs(*factors) if {**row[0], "n_kv_head": None} == {**variant, "n_kv_head": None}]
-        assert {row[0].get("n_kv_head") for row in mine} == set(heads), i
-        for n, factor in enumerate(factors):
-            assert {repr(row[n + 1]) for row in mine} == {repr(value) for value in factor}
+@pytest.mark.parametrize(
+    "factors",
+    [
+        {},
+        {"T": LENGTHS, "rotary": ROTARY},
+        {"pieces": PIECES, "rotary": ROTARY, "mode": MODES},
+        {"position": POSITIONS},
+    ],
+    ids=lambda factors: "-".join(factors) or "none",
+)
+def test_every_pair_of_settings_is_tried(factors):
+    rows = covering(factors)
+    values = {part: {value for cls in ATTENTION for value in parts_of(cls).get(part, ())} for part in PARTS}
+    values |= {factor: set(several) for factor, several in factors.items()}
+    for a, b in itertools.combinations(values, 2):
+        if {a, b} != {"decay", "n_kv_head"}:  # of one mechanism, which has two kinds of decay
+            found = {(row[a], row[b]) for row in rows if a in row and b in row}
+            assert found == set(itertools.product(values[a], values[b])), (a, b)
+    for cls in ATTENTION:
+        mine = [row for row in rows if row["name"] == variant_names(cls)[0]]
+        for key, several in (parts_of(cls) | factors).items():
+            assert {row[key] for row in mine} == set(several), (cls, key)
+        for own in {row["own"] for row in mine}:
+            tried = [row for row in mine if row["own"] == own]
+            assert all({row[key] for row in tried} == set(factors[key]) for key in factors if key != "position"), own
+        assert len({row["own"] for row in mine}) == len(OWN.get(variant_names(cls)[0], [{}]))
 
 
 def build(case):
@@ -153,7 +179,7 @@ def order_of(case, x, rotary, before=None):
 def read(module, case, x, pieces, rotary, state=None, before=0):
     """Outputs and state of a text that comes in pieces."""
     outputs = []
-    for piece in x.split(pieces, dim=1):
+    for piece in x.split(pieces if isinstance(pieces, int) else list(pieces), dim=1):
         B, T, _ = piece.shape
         before = (before,) * B if isinstance(before, int) else before
         y, state = module(piece, order_of(case, piece, rotary, before), state, return_state=True)
@@ -182,7 +208,7 @@ def test_outputs_and_gradients_are_the_definitions(case, T, rotary):
         close(found, expected)
 
 
-@each_variant
+@on_pairs()
 def test_zeros_are_numbers_like_others(case):
     """Without biases, a token of zeros has queries, keys and values of exactly 0, with infinite logarithms."""
     module = build(case)
@@ -203,7 +229,7 @@ def test_zeros_are_numbers_like_others(case):
         close(ours, theirs, atol=1e-11 * amplified, rtol=1e-11 * amplified)
 
 
-@each_variant
+@pytest.mark.parametrize("case", {row["own"]: case_of(row) for row in covering({})}.values(), ids=id_of)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # where the graph has a break
 @pytest.mark.slow
 def test_a_compiled_module_is_the_same(case):
@@ -268,7 +294,7 @@ def test_a_state_stays_valid_after_it_was_passed_on(case, read_before, mode):
     module = build(case)
     with mode():
         _, state = read(module, case, text(read_before), read_before, False)
-        texts = [text(T, seed=seed) for seed, T in enumerate([1, 6, 1, 50])]
+        texts = [text(T, seed=seed) for seed, T in enumerate([1, 6, 1, 30])]
         first = [read(module, case, x, 1, False, state)[0] for x in texts]
         again = [read(module, case, x, 1, False, state)[0] for x in texts]
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -282,7 +308,7 @@ def n_bytes(state):
     return sum(map(n_bytes, state)) if isinstance(state, tuple) else 0
 
 
-@each_case
+@on_pairs()
 def test_a_state_is_as_small_as_it_is_said_to_be(case):
     """Constant, or linear in the tokens; if a text comes in pieces, up to 64 tokens may not be dropped yet."""
     module = build(case)
@@ -297,7 +323,7 @@ def test_a_state_is_as_small_as_it_is_said_to_be(case):
     assert sizes[400] <= in_pieces <= sizes[400] + 64 * token
 
 
-@each_variant
+@on_pairs()
 def test_bfloat16_errs_no_more_than_its_inputs_warrant(case):
     """Autocast rounds x, the weights, and their products: each to 2^-9 of its size.
 
@@ -333,7 +359,7 @@ def ids(T, B=1, seed=1):
     return torch.randint(11, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-@on_pairs(position=["log_recurrence", "learned", "rotary", "none"])
+@on_pairs(position=POSITIONS)
 def test_prompts_of_different_lengths_are_continued_as_each_alone(case, position):
     gpt = gpt_of(attention=case, position={"name": position})
     prompts = [ids(n, seed=n)[0] for n in (5, 1, 30)]
@@ -358,14 +384,13 @@ def test_prompts_of_different_lengths_are_continued_as_each_alone(case, position
 
 
 EOT = 10
-POSITIONS = [{"name": name} for name in ("log_recurrence", "learned", "rotary", "none")]
 RAGGED = [[5, 1, 2, 33, 17, 1, 30, 11], [64, 16, 20], [1, 99], [100]]
 """Lengths of documents in a row of 100 tokens; the first is the end of a longer one."""
 
 
 def with_documents(case, position, eot_id=EOT):
     """Return a model in which no part is still the identity; the weights do not depend on eot_id."""
-    gpt = GPT(gpt_config(attention=case, position=position, n_layer=2), eot_id).double()
+    gpt = GPT(gpt_config(attention=case, position={"name": position}, n_layer=2), eot_id).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in gpt.parameters():
@@ -384,10 +409,7 @@ def keeps_documents_apart(case):
     return case["name"] != "longformer" and case.get("kernel", "auto") == "auto"
 
 
-on_documents = [row for row in pairs(POSITIONS) if keeps_documents_apart(row[0])]
-on_documents = pytest.mark.parametrize(
-    ("case", "position"), on_documents, ids=[f"{id_of(case)}-{position['name']}" for case, position in on_documents]
-)
+on_documents = on_pairs(keeps_documents_apart, position=POSITIONS)
 
 
 @on_documents
@@ -448,30 +470,26 @@ def test_a_packed_text_in_pieces_is_the_whole(case, position):
         close(torch.cat(outputs, dim=1), wanted)
 
 
-@each_variant
-def test_documents_are_refused_in_one_line_where_they_have_no_meaning(case):
-    if not keeps_documents_apart(case):
-        with pytest.raises(ValueError, match=r"^attention: (longformer's global|kernel=).*: use ") as error:
-            with_documents(case, {"name": "none"})
-        assert "\n" not in str(error.value)
-        return
-    x, starts = text(5), torch.ones(2, 5, dtype=torch.bool)
-    with pytest.raises(ValueError, match="starts cannot be used with a state"):
-        build(case)(x, Order(starts=starts), return_state=True)
+def test_documents_are_refused_in_one_line_where_they_have_no_meaning():
+    for case in (settings_of(own) for cls in ATTENTION for own in space_of(cls, {})["own"]):
+        if keeps_documents_apart(case):
+            x, starts = text(5), torch.ones(2, 5, dtype=torch.bool)
+            with pytest.raises(ValueError, match="starts cannot be used with a state"):
+                build(case)(x, Order(starts=starts), return_state=True)
+        else:
+            with pytest.raises(ValueError, match=r"^attention: (longformer's global|kernel=).*: use ") as error:
+                with_documents(case, "none")
+            assert "\n" not in str(error.value)
 
 
 def test_a_compiled_model_keeps_documents_apart():
-    gpt, ids = with_documents({"name": "log_space", "conv": 4}, {"name": "rotary"}), packed(RAGGED[0])
+    gpt, ids = with_documents({"name": "log_space", "conv": 4}, "rotary"), packed(RAGGED[0])
     compiled = torch.compile(gpt.token_losses, backend="eager", fullgraph=True)
     close(compiled(ids[:, :-1], ids[:, 1:]), gpt.token_losses(ids[:, :-1], ids[:, 1:]))
 
 
-def pattern_of_all():
-    return [CASES[[case["name"] for case in CASES].index(name)] for name in dict.fromkeys(c["name"] for c in CASES)]
-
-
 def test_a_model_of_every_mechanism_streams_and_learns():
-    pattern = [{**case, **({"d_key": None} if "d_key" in case else {})} for case in pattern_of_all()]
+    pattern = [settings_of((variant_names(cls)[0], 0)) for cls in ATTENTION]
     gpt = gpt_of(attention_pattern=pattern, n_layer=len(pattern) + 2)
     names = [layer.name for layer in gpt.config.layers]
     assert names == [case["name"] for case in pattern] + [case["name"] for case in pattern[:2]]

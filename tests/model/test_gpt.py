@@ -50,15 +50,6 @@ def test_streaming_through_the_state_gives_the_same_logits(choice):
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=IDS)
-def test_later_tokens_do_not_change_earlier_logits(choice):
-    gpt = build(tiny(choice))
-    changed = ids(70)
-    changed[:, 40:] = (changed[:, 40:] + 1) % 11
-    torch.testing.assert_close(gpt(changed)[:, :40], gpt(ids(70))[:, :40], rtol=0, atol=1e-12)
-    assert not torch.allclose(gpt(changed)[:, 40:], gpt(ids(70))[:, 40:])
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
 def test_every_parameter_gets_a_gradient(choice):
     gpt = build(tiny(choice))
     gpt.loss(ids(33)[:, :-1], ids(33)[:, 1:]).backward()

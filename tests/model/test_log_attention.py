@@ -63,7 +63,7 @@ def interpreted(backends, sizes, least):
 
 
 @pytest.mark.parametrize("form", ["causal", "full"])
-@pytest.mark.parametrize(("backend", "scale"), interpreted(BACKENDS, [1, 5, 20, 80, 200], least=20))
+@pytest.mark.parametrize(("backend", "scale"), interpreted(BACKENDS, [1, 5, 20, 80, 200], least=5))
 def test_gives_the_published_numbers(backend, form, scale):
     file = golden()
     leaves = [file[f"scale{scale}/{name}"].clone().requires_grad_() for name in ("q", "k", "log_v")]
@@ -73,7 +73,7 @@ def test_gives_the_published_numbers(backend, form, scale):
     assert_all_close([log_y, *gradients], wanted, 1e-9)
 
 
-@pytest.mark.parametrize(("backend", "T"), interpreted(FAST, [1, 2, 63, 64, 65, 128, 500, 1000, 4097], least=128))
+@pytest.mark.parametrize(("backend", "T"), interpreted(FAST, [1, 2, 63, 64, 65, 128, 500, 4097], least=128))
 def test_causal_equals_the_definition_with_state_and_all_gradients(backend, T):
     leaves = inputs(T) if T <= 500 else [x.detach()[:1, :1].requires_grad_() for x in inputs(T)]  # one head
     got = results_and_gradients(log_attention, leaves, backend=backend)
@@ -118,7 +118,7 @@ def test_numerical_gradients(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_result_has_the_type_of_the_values_and_the_state_at_least_float32(backend, dtype):
-    q, k, log_v = (x.detach().to(dtype) for x in inputs(70)[:3])
+    q, k, log_v = (x.detach().to(dtype) for x in inputs(20)[:3])
     log_y, state = log_attention(q, k, log_v, return_state=True, backend=backend)
     truth = naive_log_attention(q.double(), k.double(), log_v.double())
     assert log_y.dtype == dtype
@@ -170,7 +170,7 @@ def test_triton_returns_what_the_next_projection_takes_as_it_is():
     assert log_y.transpose(1, 2).is_contiguous()  # (B, T, H, d_v)
 
 
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_masked_keys_and_values_of_zero_count_for_nothing(backend, causal):
     leaves = [x.detach().clone() for x in inputs(130)]

@@ -240,28 +240,23 @@ def maxima_of_gpus(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin))
 
 
-@pytest.mark.parametrize(("backend", "seeds"), [("naive", range(10)), ("chunked", range(60)), ("triton", range(4))])
-def test_any_input(backend, seeds):
+@pytest.mark.parametrize("gates", [False, True], ids=["", "gates"])
+@pytest.mark.parametrize(("backend", "seeds"), [("naive", range(5)), ("chunked", range(25)), ("triton", range(2))])
+def test_any_input(backend, seeds, gates):
     for seed in seeds:
-        check(seed, backend, *SMALL[backend])
-
-
-@pytest.mark.parametrize(("backend", "seeds"), [("naive", range(10)), ("chunked", range(60)), ("triton", range(4))])
-def test_any_gates(backend, seeds):
-    for seed in seeds:
-        check(seed, backend, *SMALL[backend], gates=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(i, i + 25) for i in range(1000, 1200, 25)], ids=lambda seeds: str(seeds.start))
-def test_many_inputs(seeds):
-    for seed in seeds:
-        check(seed, "chunked", *LARGE["chunked"])
+        check(seed, backend, *SMALL[backend], gates=gates)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gates", [False, True], ids=["", "gates"])
-@pytest.mark.parametrize(("backend", "seeds"), [("naive", range(1000, 1025)), ("triton", range(1000, 1010))])
-def test_many_inputs_of_slow_backends(backend, seeds, gates):
+@pytest.mark.parametrize(
+    ("backend", "seeds"),
+    [
+        *(("chunked", range(start, start + 25)) for start in range(1000, 1050, 25)),
+        ("naive", range(1000, 1010)),
+        ("triton", range(1000, 1005)),
+    ],
+)
+def test_many_inputs(backend, seeds, gates):
     for seed in seeds:
         check(seed, backend, *LARGE[backend], gates=gates)

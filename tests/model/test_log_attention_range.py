@@ -88,7 +88,7 @@ def test_published_inputs(backend, causal, scale):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("backend", "sd"), cases([1, 5, 10, 20, 40, 80, 200], few=[5, 200]))
+@pytest.mark.parametrize(("backend", "sd"), cases([1, 5, 20, 200], few=[5, 200]))
 @pytest.mark.parametrize("which", ["all", "q", "k", "v"])
 def test_standard_deviations_together_and_each_alone(backend, causal, sd, which):
     wide = {f"sd_{name}": sd for name in "qkv" if which in ("all", name)}
@@ -96,7 +96,7 @@ def test_standard_deviations_together_and_each_alone(backend, causal, sd, which)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("backend", "where"), cases([0, 100, 199], few=[35]))
+@pytest.mark.parametrize(("backend", "where"), cases([0, 199], few=[35]))
 @pytest.mark.parametrize("height", [50, 1000])
 @pytest.mark.parametrize("which", ["all", "q", "k", "v"])
 def test_one_token_that_dwarfs_the_rest(backend, causal, where, height, which):
@@ -123,7 +123,7 @@ def test_values_of_zero_masked_keys_and_constant_rows(backend, causal):
 @pytest.mark.parametrize("T", [4, 8, 200])
 @pytest.mark.parametrize("sd", [80, 200])
 def test_every_seed(causal, T, sd):
-    for seed in range(8):
+    for seed in range(3):
         assert_exact(normal(T=T, sd_v=sd, seed=seed), causal, "chunked")
 
 

@@ -28,7 +28,7 @@ def attend(q, k, v, **options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("T", "S", "causal"), [(1, 1, True), (63, 63, True), (130, 130, True), (7, 130, False)])
+@pytest.mark.parametrize(("T", "S", "causal"), [(1, 1, True), (65, 65, True), (7, 70, False)])
 def test_equals_the_definition_and_its_gradients(backend, T, S, causal):
     q, k, v = (x.requires_grad_() for x in inputs(T, S))
     (y,) = attend(q, k, v, causal=causal, backend=backend)

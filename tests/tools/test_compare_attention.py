@@ -32,8 +32,9 @@ def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("size", compare.SIZES.values(), ids=compare.SIZES)
+@pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.slow)])
 def test_parameters_are_equal_within_one_percent(dataset_dir, size):
+    size = compare.SIZES[size]
     models = models_of(dataset_dir, size)
     assert next(iter(models)) == CONTROL
     assert models.keys() == arms().keys()

@@ -23,10 +23,9 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 
 
 @pytest.fixture
-def run_dir(tiny):
+def run_dir(run_of):
     """A run of 6 steps: checkpoints after 4 and 6, the best after 6."""
-    fit(tiny())
-    return tiny().run_dir
+    return run_of()
 
 
 def contents(folder):

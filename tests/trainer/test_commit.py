@@ -1,6 +1,7 @@
 """A run killed at any disk operation resumes when it is started again, with the results of an uninterrupted run."""
 
 import random
+import re
 import shutil
 
 import pytest
@@ -27,6 +28,15 @@ def assert_all_whole(run_dir, why):
         assert not pointer.exists() or open_checkpoint(pointer), f"{why}: {name}"
 
 
+def first_and_last(operations, kills):
+    """Of operations that come in each of the three saves, the first and the last."""
+    found = {}
+    for kill in kills:
+        done = [done for done in operations if done.thread == kill.thread][kill.number - 1]
+        found.setdefault((done.thread, done.name, re.sub("[0-9]+", "", done.path)), []).append(kill)
+    return [kill for same in found.values() for kill in dict.fromkeys([same[0], same[-1]])]
+
+
 @pytest.mark.parametrize(
     ("how", "power"), [("before", False), ("half", False), ("before", True)], ids=["before", "in_a_write", "power_cut"]
 )
@@ -35,7 +45,7 @@ def test_killed_at_every_operation(server, quick, how, power):
     config = quick()
     expected, operations = undisturbed(server, config)
     count = 0
-    for kill in list(kills(operations, how, power))[:: 2 if power else 1]:  # what a save does comes three times anyway
+    for kill in first_and_last(operations, kills(operations, how, power)):
         life = server.live(config, kill=kill)
         assert life.killed, kill
         why = f"{kill}: {[done for done in life.operations if done.thread == kill.thread][-1]}"
@@ -46,7 +56,7 @@ def test_killed_at_every_operation(server, quick, how, power):
         assert_same(config.run_dir, expected, why)
         shutil.rmtree(config.run_dir)
         count += 1
-    assert count > {"before": 100, "half": 20}[how] / (2 if power else 1)
+    assert count > {"before": 60, "half": 15}[how]
 
 
 def test_what_is_counted_on_is_synced(server, quick):

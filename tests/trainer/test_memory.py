@@ -111,8 +111,7 @@ def allocated_peak(gpt, dtype, accumulated):
     return during + sum(p.nbytes for p in gpt.parameters()) * (4 if accumulated else 3)
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "accumulated"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 @pytest.mark.parametrize(
     ("attention", "block", "changes"),
     [

@@ -32,7 +32,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 @pytest.fixture
 def args(tiny_args):
-    return [*tiny_args, "max_steps=200", "checkpoint.every=1000", "eval.every=1000"]
+    return [*tiny_args, "runtime.micro_batch=4", "max_steps=200", "checkpoint.every=1000", "eval.every=1000"]
 
 
 @pytest.mark.parametrize(

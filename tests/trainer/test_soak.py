@@ -7,16 +7,16 @@ import time
 import pytest
 from faults import assert_same, result
 
-KILLS = 25
+KILLS = 15
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.slow
-def test_1500_steps_with_25_kills(server, quick, processes):
+def test_800_steps_with_15_kills(server, quick, processes):
     """Either of two processes is killed, or both at once."""
     config = quick(
         {
-            "max_steps": 1500,
+            "max_steps": 800,
             "checkpoint": {"every": 20, "keep_last": 2, "keep_every": 500},
             "eval.every": 150,
         }

@@ -30,20 +30,25 @@ def assert_same_steps(a, b, tolerance):
             assert one[key] == pytest.approx(two[key], rel=0, abs=scale * tolerance), (one["step"], key)
 
 
-def test_two_processes_take_the_steps_of_one(command, run_process, args, tmp_path):
+def in_two_processes(*arguments):
+    """What two processes print on standard output, together."""
+    results = ranks.run(2, *arguments)
+    assert [(result.status, result.err) for result in results] == [(0, "")] * 2
+    return "".join(result.out for result in results)
+
+
+def test_two_processes_take_the_steps_of_one(command, args, tmp_path):
     assert command("train", *args, f"run_dir={tmp_path / 'one'}").status == 0
-    (two,) = run_process([*TORCHRUN, "--standalone", "--nproc_per_node=2", "train.py", *args])
-    assert two.status == 0, two.err
+    out = in_two_processes("train.py", *args)
     assert_same_steps(tmp_path / "one", tmp_path / "run", tolerance=1e-5)
-    assert two.out.count("running on") == two.out.count("step 20 of 20") == 1  # one process speaks
+    assert out.count("running on") == out.count("step 20 of 20") == 1  # one process speaks
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == sorted(p.name for p in (tmp_path / "one").iterdir())
 
     evaluation = [f"checkpoint={tmp_path / 'run'}", "runtime.device=cpu", "runtime.dtype=float64", "micro_batch=3"]
     evaluation += ["stride=12", "contexts=[20,1000]"]
     assert command("eval", *evaluation).status == 0
     alone = json.loads((tmp_path / "run" / "eval.json").read_text())
-    (two,) = run_process([*TORCHRUN, "--standalone", "--nproc_per_node=2", "eval.py", *evaluation])
-    assert two.status == 0, two.err
+    in_two_processes("eval.py", *evaluation)
     together = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert_same_values(together, alone)
 

@@ -54,6 +54,7 @@ def make(files, tmp_path):
             "out_dir": str(tmp_path / folder),
             "val_fraction": 0.2,
             "shard_tokens": 700,
+            "workers": 1,
         }
         return prepare(decode(PrepareConfig, raw | changes))
 
@@ -95,7 +96,7 @@ def test_merged_bytes_are_those_of_one_machine(make, tmp_path, monkeypatch, dedu
 
 def test_parts_made_by_worker_processes(make, tmp_path, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 300)  # enough batches for worker processes
-    make("whole", workers=1)
+    make("whole")
     for i in range(2):
         make("parts", num_tasks=2, task_index=i, workers=2 + i)
     merge(tmp_path / "parts", tmp_path / "merged")

@@ -27,7 +27,7 @@ from data.prepare.dataset import prepare
 from data.prepare.parts import FINISHED, PLAN
 
 ROOT = Path(__file__).resolve().parents[3]
-KILLS = 20
+KILLS = 12
 DRIVER = """
 import json, sys
 import data.prepare.parts, data.prepare.encode
@@ -166,7 +166,7 @@ def run_until_call(config, n):
 @pytest.mark.slow
 def test_killed_at_every_step_of_saving_and_finishing(config, expected, memory, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 4000)
-    settings = config(dedup="exact", shard_tokens=1000, workers=1, out_dir=str(memory / "out"))
+    settings = config(dedup="exact", shard_tokens=1000, out_dir=str(memory / "out"))
     n = 0
     while run_until_call(settings, n):
         prepare(settings)
@@ -180,7 +180,7 @@ def test_killed_at_every_step_of_saving_and_finishing(config, expected, memory, 
 @pytest.mark.slow
 def test_killed_again_and_again(config, expected, memory):
     """Each run finishes some more parts; the last one has time enough to join them."""
-    settings = config(dedup="exact", shard_tokens=1000, workers=1, out_dir=str(memory / "out"))
+    settings = config(dedup="exact", shard_tokens=1000, out_dir=str(memory / "out"))
     kills = 0
     while run_until_call(settings, 45) and kills < 30:
         kills += 1
@@ -207,9 +207,9 @@ def stop_in_the_middle(config, monkeypatch, error=BROKEN):
 
 
 @pytest.mark.usefixtures("saves_often")
-@pytest.mark.parametrize("error", [BROKEN, KeyboardInterrupt(), MemoryError()], ids=repr)
-def test_whatever_stops_it_what_is_written_is_kept(config, expected, tmp_path, monkeypatch, capsys, error):
-    settings = config(dedup="exact", shard_tokens=1000)
+@pytest.mark.parametrize(("error", "workers"), [(BROKEN, 2), (KeyboardInterrupt(), 1), (MemoryError(), 1)], ids=repr)
+def test_whatever_stops_it_what_is_written_is_kept(config, expected, tmp_path, monkeypatch, capsys, error, workers):
+    settings = config(dedup="exact", shard_tokens=1000, workers=workers)
     stop_in_the_middle(settings, monkeypatch, error)
     assert n_parts(tmp_path / "out") == 3
     prepare(settings)
