@@ -19,8 +19,8 @@ from data.prepare.join import EmptySplit, existing, join, partial_dir
 from data.prepare.parts import FINISHED, Plan, read_parts, remove, start, write_part, writing
 from data.prepare.sources import FileSource, JsonlSource, PileSource, Source, StdlibSource, TextSource
 from data.prepare.tasks import Task
-from data.shards import MANIFEST, Manifest, TokenizerId
-from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId
+from data.tokenizer import TokenizerConfig, build_tokenizer
 
 SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | PileSource | Task, Field(discriminator="name")]
 
@@ -79,7 +79,7 @@ def prepare(config: PrepareConfig) -> Manifest | None:
     with writing(folder):
         start(folder, plan, tokenizer)
         if not (folder / FINISHED).exists():
-            _write_parts(config, source, tokenizer, folder)
+            _write_parts(config, source, folder)
         if is_task:
             say(f"{folder} is ready: when all {config.num_tasks} tasks are, run scripts/merge_dataset.py")
             return None
@@ -108,23 +108,21 @@ def _share(config: PrepareConfig) -> tuple[Source, Path]:
     return config.data.share(task_index, num_tasks), part_dir(config.out_dir, task_index, num_tasks)
 
 
-def _write_parts(config: PrepareConfig, source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+def _write_parts(config: PrepareConfig, source: Source, folder: Path) -> None:
     """Tokenize what follows the parts that are in the folder."""
     parts = read_parts(folder)
     after = parts[-1].position if parts else None
     if after:
         documents = sum(part.documents for part in parts)
         say(f"going on with {folder}: {documents:,} documents have been read, up to {after.input}:{after.number}")
-    with contextlib.closing(_read(config, source, tokenizer, after)) as batches:
+    with contextlib.closing(_read(config, source, folder, after)) as batches:
         for number in itertools.count(len(parts)):
             if not write_part(folder, number, batches):
                 break
     write_atomic(folder / FINISHED, "")
 
 
-def _read(
-    config: PrepareConfig, source: Source, tokenizer: Tokenizer, after: Position | None
-) -> Generator[Batch, None, None]:
+def _read(config: PrepareConfig, source: Source, folder: Path, after: Position | None) -> Generator[Batch, None, None]:
     """Yield the batches after a position and show the progress."""
     read = documents = utf8_bytes = 0
 
@@ -133,7 +131,7 @@ def _read(
         read += n_bytes
 
     workers = config.workers or os.cpu_count() or 1
-    batches = encode_all(source, tokenizer, workers, on_error=config.on_error, seen=count, after=after)
+    batches = encode_all(source, folder / TOKENIZER, workers, on_error=config.on_error, seen=count, after=after)
     if (first := next(batches, None)) is None:
         return
     started = time.monotonic()  # only now: a run that goes on first reads up to where it was

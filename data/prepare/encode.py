@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,13 +18,13 @@ from common.settings import UserError
 from data.prepare.items import Position, Raw, Seen, Unreadable
 from data.prepare.sources import Source
 from data.shards import token_dtype
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 
 LONG = 2**24
 """An item of more characters is encoded alone, in this process: few such items are in memory at a time."""
 _BATCH_CHARACTERS = 2**20
 _BATCH_ITEMS = 10_000
-_BATCHES_WORTH_WORKERS = 8  # that are encoded before worker processes start, which takes as long
+_BATCHES_WORTH_WORKERS = 4  # that are encoded before worker processes start, which takes as long
 
 OnError = Literal["skip", "stop"]
 
@@ -68,7 +69,7 @@ def document_digest(utf8: bytes) -> bytes:
 
 def encode_all(
     source: Source,
-    tokenizer: Tokenizer,
+    tokenizer_file: Path,
     workers: int,
     *,
     on_error: OnError = "skip",
@@ -86,7 +87,7 @@ def encode_all(
     Raises:
         UserError: an item cannot be read, and `on_error` is "stop".
     """
-    for batch in _in_order(_groups(source.documents(seen, after)), source, tokenizer, workers):
+    for batch in _in_order(_groups(source.documents(seen, after)), source, tokenizer_file, workers):
         for item in batch.items:
             if isinstance(item, Skipped) and on_error == "stop":
                 raise UserError(f"{item.where}: {item.reason}: correct it, or skip such items with on_error=skip")
@@ -110,10 +111,12 @@ def _groups(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
         yield group
 
 
-def _in_order(groups: Iterator[list[Raw]], source: Source, tokenizer: Tokenizer, workers: int) -> Iterator[Batch]:
+def _in_order(groups: Iterator[list[Raw]], source: Source, tokenizer_file: Path, workers: int) -> Iterator[Batch]:
     """Encode groups in worker processes; the first groups and long items in this process."""
     spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (source, tokenizer))  # starts workers as needed
+    # Workers get the tokenizer's file: the start of a process waits until it has read all that it is given.
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (source, tokenizer_file))  # starts workers as needed
+    tokenizer = load_tokenizer(tokenizer_file)
     pending: deque[Future[Batch]] = deque()
     try:
         for number, group in enumerate(groups):
@@ -167,9 +170,9 @@ def _encode(source: Source, tokenizer: Tokenizer, group: list[Raw]) -> Batch:
 _of_worker: tuple[Source, Tokenizer]  # of a worker process
 
 
-def _start_worker(source: Source, tokenizer: Tokenizer) -> None:
+def _start_worker(source: Source, tokenizer_file: Path) -> None:
     global _of_worker
-    _of_worker = source, tokenizer
+    _of_worker = source, load_tokenizer(tokenizer_file)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -22,7 +22,7 @@ from common.settings import UserError
 from data.prepare.encode import Encoded, Skipped, encode_all
 from data.prepare.items import Position
 from data.prepare.sources import FileSource, JsonlSource, TextSource
-from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer
+from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 CORPORA = ROOT.parent / "shared" / "corpora"
@@ -41,16 +41,19 @@ BAD_LINES = {
 GOOD_TEXTS = ["nul \0", "a\u2028b\u0085c", "<|endoftext|>", "crlf\r\n", "\ufeffmark", "half \U0001f600"]
 
 
-TOKENIZER = build_tokenizer(BytesConfig(name="bytes"))
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    save_tokenizer(build_tokenizer(BytesConfig(name="bytes")), tmp_path / "tokenizer.json")
+    return tmp_path / "tokenizer.json"
 
 
 @pytest.fixture
-def encode(monkeypatch):
+def encode(tokenizer_file, monkeypatch):
     """All batches of a source, as bytes, a few documents each."""
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 50)
 
     def run(source, workers=1, **options):
-        return list(encode_all(source, TOKENIZER, workers, **options))
+        return list(encode_all(source, tokenizer_file, workers, **options))
 
     return run
 
@@ -205,16 +208,16 @@ def test_a_worker_that_is_killed_is_an_error(encode):
         encode(Deadly(), workers=2)
 
 
-def test_workers_end_with_their_parent(tmp_path):
+def test_workers_end_with_their_parent(tmp_path, tokenizer_file):
     path = write_jsonl(tmp_path / "a.jsonl", (f"{i} " + "word " * 1000 for i in range(20_000)))
     code = f"""
 import multiprocessing
+from pathlib import Path
 from data.prepare.encode import encode_all
 from data.prepare.sources import JsonlSource
-from data.tokenizer import BytesConfig, build_tokenizer
 if __name__ == "__main__":
     source = JsonlSource(name="jsonl", path={str(path)!r})
-    for _ in encode_all(source, build_tokenizer(BytesConfig(name="bytes")), 2):
+    for _ in encode_all(source, Path({str(tokenizer_file)!r}), 2):
         pids = sorted(child.pid for child in multiprocessing.active_children())
         if len(pids) == 2:
             break
@@ -243,13 +246,14 @@ def alive(pid):
 
 
 @pytest.mark.skipif(not (CORPORA / "pile_sample.jsonl.zst").is_file(), reason="no sample of the Pile here")
-def test_documents_of_the_pile_have_the_ids_of_encode_ordinary(gpt2_ranks):
+def test_documents_of_the_pile_have_the_ids_of_encode_ordinary(gpt2_ranks, tmp_path):
     tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=gpt2_ranks))
     ranks = {token: rank for rank, token in enumerate(tokenizer.ranks)}
     of_tiktoken = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+    save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
     source = jsonl(CORPORA / "pile_sample.jsonl.zst")
     texts = (source.parse(raw).text for raw in source.documents())
-    batches = encode_all(source, tokenizer, 1)
+    batches = encode_all(source, tmp_path / "tokenizer.json", 1)
     for _ in range(5):
         for item in items_of([next(batches)]):
             assert item.ids == [*of_tiktoken.encode_ordinary(next(texts)), tokenizer.eot_id]
