@@ -34,7 +34,7 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 		'source .venv/bin/activate' \
 		'python sample.py checkpoint=$(RUN) prompt="class Tree:" num_samples=3' \
 		'python train.py experiment=quickstart run_dir=$(RUN) max_steps=8000          # on, with the schedule of a longer run' \
-		'python train.py experiment=quickstart run_dir=runs/softmax model/attention=softmax model/position=rotary' \
+		'python train.py experiment=quickstart run_dir=runs/softmax model=gpt_1m                     # softmax attention' \
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
 test: setup  ## run the tests that one runs while working: under 4 minutes on 2 cores

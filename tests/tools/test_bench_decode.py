@@ -53,7 +53,7 @@ def test_state_is_constant_in_log_space_and_grows_with_softmax(command, restored
 
 def test_every_mechanism_in_one_shape(command, restored_torch, tmp_path):
     models, _ = bench(command, tmp_path, "models=gpt2_124m", "attention=all", "positions=40")
-    assert {f"gpt2_124m, {given['name']}" for given in ATTENTION} == set(models)
+    assert {f"gpt2_124m, {given['name']}" for given in ATTENTION} < set(models)
     sizes = {
         name.partition(", ")[2]: {row["position"]: row["bytes_of_state"] for row in rows}
         for name, rows in models.items()

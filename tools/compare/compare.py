@@ -63,6 +63,7 @@ FORGETTING: dict[str, tuple[Raw, str]] = {
     "softmax_parts": ({"name": "softmax", **_PARTS}, "rotary"),
     "softmax_parts_norms": ({"name": "softmax", "qk_norm": True, **_PARTS}, "rotary"),
     "softmax_forgets": ({"name": "softmax", "decay": "head", **_PARTS}, "none"),
+    "softmax_forgets_rotary": ({"name": "softmax", "decay": "head", **_PARTS}, "rotary"),
 }
 """Attention and position of arms with gates, convolutions and output gates, the parts of the flagship, and of softmax
 controls with the same parts."""
