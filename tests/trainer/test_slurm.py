@@ -102,7 +102,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_its_next_start_finishes_the_run
     assert 20 <= saved < 200
     assert f"requeued, to go on from step-{saved:08}" in out
 
-    second = job(*steps, SLURM_RESTART_COUNT="1")
+    second = job(*steps, SLURM_RESTART_COUNT="1", SLURM_NTASKS="1")
     out, err = second.communicate(timeout=240)
     assert second.returncode == 0, err
     assert f"resuming {tmp_path / 'run'} after step {saved}" in out
