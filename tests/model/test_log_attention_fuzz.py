@@ -228,7 +228,7 @@ def check(seed, backend, largest, longest=1000, gates=False):
 
 
 SMALL = {"naive": (2**16, 300), "chunked": (2**16, 300), "triton": (2**12, 70)}  # triton's interpreter is slow
-LARGE = {"naive": (2**20, 1000), "chunked": (2**20, 1000), "triton": (2**14, 150)}
+LARGE = {"naive": (2**20, 1000), "chunked": (2**20, 1000), "triton": (2**12, 130)}
 
 
 @pytest.fixture(autouse=True)
@@ -254,7 +254,7 @@ def test_any_input(backend, seeds, gates):
     [
         *(("chunked", range(start, start + 25)) for start in range(1000, 1050, 25)),
         ("naive", range(1000, 1010)),
-        ("triton", range(1000, 1005)),
+        ("triton", range(1000, 1003)),
     ],
 )
 def test_many_inputs(backend, seeds, gates):

@@ -13,16 +13,16 @@ BACKENDS = ["naive", "chunked", pytest.param("triton", marks=pytest.mark.slow)] 
 @st.composite
 def inputs(draw, dtype=torch.float64):
     """q, k, log_v of random sizes, scales and numbers."""
-    T, d_k, d_v = draw(st.integers(1, 150)), draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    T, d_k, d_v = draw(st.integers(1, 130)), draw(st.integers(1, 8)), draw(st.integers(1, 8))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     scales = [draw(st.sampled_from([0.1, 1.0, 10.0])) for _ in range(3)]
-    shapes = [(1, 2, T, d_k), (1, 2, T, d_k), (1, 2, T, d_v)]
+    shapes = [(1, 1, T, d_k), (1, 1, T, d_k), (1, 1, T, d_v)]
     return [torch.randn(s, generator=generator, dtype=dtype) * x for s, x in zip(shapes, scales, strict=True)]
 
 
-# Logarithms here are below 100, and each result is a difference of sums of at most 151 terms in float64.
+# Logarithms here are below 100, and each result is a difference of sums of at most 131 terms in float64.
 CLOSE = {"rtol": 0, "atol": 1e-10}
-many = settings(max_examples=15, deadline=None, derandomize=True)
+many = settings(max_examples=8, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -160,7 +160,7 @@ def test_patterns_that_are_plainly_causal_are_known(pattern, T, causal):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("T", [40, 128, 300])
+@pytest.mark.parametrize("T", [128, 300])
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.slow
 def test_flex_attention_has_the_same_masks(name, T, monkeypatch):

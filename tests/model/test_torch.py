@@ -48,8 +48,7 @@ def test_operators_keep_the_promises_that_torch_asks_of_them(T):
     torch.library.opcheck(_recur, (log_p, k[0].detach().float().requires_grad_(), start))
 
 
-@pytest.mark.parametrize("T", [1, 70])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("T", "causal"), [(1, False), (70, True)])
 @pytest.mark.slow
 def test_kernels_keep_the_promises_that_torch_asks_of_them(T, causal):
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +105,7 @@ def test_fakes_have_the_strides_of_results(T):
 def test_compiled_for_one_length_it_takes_others():
     gpt = build()
     compiled = torch.compile(gpt.loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    for T in range(70, 1400, 111):  # more of them than torch would compile apart
+    for T in range(70, 500, 36):  # more of them than torch would compile apart
         batch = ids(T)
         torch.testing.assert_close(compiled(batch[:, :-1], batch[:, 1:]), gpt.loss(batch[:, :-1], batch[:, 1:]))
 

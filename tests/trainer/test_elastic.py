@@ -27,24 +27,19 @@ def train(tiny_args, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-9)])
 @pytest.mark.slow
-def test_a_run_goes_from_2_processes_to_1_and_to_4(train, dtype, tolerance):
+def test_a_run_goes_from_2_processes_to_1_and_to_4(train):
     """Same batches, same losses, at every step; a batch that was lost or came twice would be seen."""
-    options = f"runtime.dtype={dtype}", "runtime.micro_batch=1"
-    whole = train("whole", 1, *options)
+    whole = train("whole", 1, "runtime.micro_batch=1")
     for processes, stop_at in [(2, 7), (1, 12), (4, 20)]:
-        elastic = train("elastic", processes, f"stop_at={stop_at}", *options)
+        elastic = train("elastic", processes, f"stop_at={stop_at}", "runtime.micro_batch=1")
         assert newest(elastic).name == f"step-{stop_at:08}"
-    assert_same_steps(whole, elastic, tolerance)
+    assert_same_steps(whole, elastic, tolerance=1e-5)
     steps = [line["step"] for line in read_lines(elastic) if "loss" in line]
     assert steps == list(range(1, 21))
 
 
-@pytest.mark.parametrize(
-    ("processes", "sequences", "micro_batch"),
-    [(3, 4, 1), (3, 4, 8), (2, 3, 2), (4, 6, 1), (2, 7, 3)],
-)
+@pytest.mark.parametrize(("processes", "sequences", "micro_batch"), [(3, 4, 8), (4, 6, 1), (2, 7, 3)])
 @pytest.mark.slow
 def test_a_batch_need_not_be_divisible(train, processes, sequences, micro_batch):
     """Process r of W has sequences r*B//W to (r+1)*B//W, in as many micro-batches as it takes."""
@@ -72,11 +67,10 @@ def rank_of(pid):
     return int(dict(variable.split("=", 1) for variable in variables if "=" in variable)["RANK"])
 
 
-@pytest.mark.parametrize("lost_rank", [0, 1])
 @pytest.mark.slow
-def test_torchrun_restarts_a_run_that_lost_a_process(train, tiny_args, tmp_path, lost_rank):
-    """It recovers automatically and writes bit for bit what an undisturbed run writes."""
-    options = ["max_steps=200", "checkpoint.every=20", "eval.every=100", "runtime.hang_seconds=30"]
+def test_torchrun_restarts_a_run_that_lost_a_process(train, tiny_args, tmp_path):
+    """It recovers automatically from the loss of either and writes bit for bit what an undisturbed run writes."""
+    options = ["max_steps=100", "checkpoint.every=10", "eval.every=50", "runtime.hang_seconds=30"]
     undisturbed = train("undisturbed", 2, *options)
     log = tmp_path / "run" / "metrics.jsonl"
     torchrun = [sys.executable, *TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
@@ -89,16 +83,21 @@ def test_torchrun_restarts_a_run_that_lost_a_process(train, tiny_args, tmp_path,
         text=True,
         start_new_session=True,
     )
-    try:
-        wait_until(lambda: lines_in(log) > 50 or process.poll() is not None, "step 50")
+
+    def lose(rank, step):
+        wait_until(lambda: lines_in(log) > step or process.poll() is not None, f"step {step}")
         ranks_there_are = {rank_of(pid): pid for pid in children(process.pid)}
-        os.kill(ranks_there_are[lost_rank], signal.SIGKILL)
+        os.kill(ranks_there_are[rank], signal.SIGKILL)
+
+    try:
+        lose(rank=0, step=25)
+        lose(rank=1, step=65)
         out, err = process.communicate(timeout=240)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert process.returncode == 0, err
-    assert f"resuming {tmp_path / 'run'} after step" in out
-    assert "step 200 of 200 saved" in out
+    assert out.count(f"resuming {tmp_path / 'run'} after step") == 2
+    assert "step 100 of 100 saved" in out
     assert_same_steps(undisturbed, tmp_path / "run", tolerance=0)

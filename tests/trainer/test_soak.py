@@ -7,18 +7,18 @@ import time
 import pytest
 from faults import assert_same, result
 
-KILLS = 15
+KILLS = 12
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.slow
-def test_800_steps_with_15_kills(server, quick, processes):
+def test_400_steps_with_12_kills(server, quick, processes):
     """Either of two processes is killed, or both at once."""
     config = quick(
         {
-            "max_steps": 800,
-            "checkpoint": {"every": 20, "keep_last": 2, "keep_every": 500},
-            "eval.every": 150,
+            "max_steps": 400,
+            "checkpoint": {"every": 20, "keep_last": 2, "keep_every": 200},
+            "eval.every": 75,
         }
     )
     started = time.monotonic()

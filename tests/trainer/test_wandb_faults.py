@@ -4,12 +4,11 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from ranks import Process, environment
 
 from trainer.metrics import read_metrics
 
@@ -19,7 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found as Linux shows them"),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 150
 PATIENCE = 60.0
 """Seconds after which a process counts as one that hangs; wandb's own limits are longer."""
@@ -60,7 +58,7 @@ class Training:
     def find_wandb(self):
         """Stop training after its first lines; when wandb is under way: the ids of its process, and its service."""
         wait_for(lambda: (self.run_dir / "metrics.jsonl").exists() and read_metrics(self.run_dir / "metrics.jsonl"))
-        self.process.send_signal(signal.SIGSTOP)
+        os.kill(self.process.pid, signal.SIGSTOP)
         wait_for(lambda: any(path.stat().st_size for path in self.run_dir.glob("wandb/offline-run-*/*.wandb")))
         return self._only("trainer.metrics"), self._only("wandb-core")
 
@@ -70,12 +68,11 @@ class Training:
         return wait_for(lambda: len(named()) == 1 and named()[0])
 
     def go_on(self):
-        self.process.send_signal(signal.SIGCONT)
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def end(self):
-        """Exit status and both outputs, closed by everything that had them open."""
-        out, err = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, out, err
+        """Exit status and both outputs."""
+        return self.process.wait(PATIENCE)
 
     def steps(self):
         return [line["step"] for line in read_metrics(self.run_dir / "metrics.jsonl") if "loss" in line]
@@ -89,27 +86,19 @@ def train(tiny_args, tmp_path):
     def start(*arguments, mode="offline", finish_seconds=60.0, steps=STEPS, env=None):
         wandb = ["tracker=wandb", "tracker.every=1", f"tracker.mode={mode}", f"tracker.finish_seconds={finish_seconds}"]
         length = [f"max_steps={steps}", "checkpoint.every=100000", "eval.every=100000"]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-        process = subprocess.Popen(
-            [sys.executable, "train.py", *tiny_args, *wandb, *length, *arguments],
-            cwd=ROOT,
-            env=environment
-            | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0", "HOME": str(tmp_path)}
-            | (env or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+        clean = {key: value for key, value in environment().items() if not key.startswith("WANDB_")}
+        process = Process(
+            ["train.py", *tiny_args, *wandb, *length, *arguments], clean | {"HOME": str(tmp_path)} | (env or {})
         )
         started.append(process)
         return Training(process, tmp_path / "run")
 
     yield start
     for process in started:
-        for pid in [*descendants(process.pid), process.pid] if process.poll() is None else []:
+        for pid in descendants(process.pid) if process.poll() is None else []:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.communicate()
+        process.end()
 
 
 @pytest.fixture(params=["refuses", "is silent"])
@@ -189,6 +178,6 @@ def test_a_trainer_that_is_killed_leaves_nothing_of_wandb(state, train):
     own, service = training.find_wandb()
     if state == "stopped":
         os.kill(service, signal.SIGSTOP)
-    training.process.kill()
+    os.kill(training.process.pid, signal.SIGKILL)
     assert training.end()[0] == -signal.SIGKILL
     assert_gone(own, service)

@@ -27,7 +27,7 @@ from data.prepare.dataset import prepare
 from data.prepare.parts import FINISHED, PLAN
 
 ROOT = Path(__file__).resolve().parents[3]
-KILLS = 12
+KILLS = 8
 DRIVER = """
 import json, sys
 import data.prepare.parts, data.prepare.encode
