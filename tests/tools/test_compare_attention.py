@@ -67,7 +67,7 @@ def test_every_mechanism_is_in_it_and_log_space_on_equal_terms():
 def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypatch):
     result = compared()
     assert result.status == 0, result.err
-    whole = json.loads((tmp_path / "out" / "compare.json").read_text())
+    whole = json.loads((tmp_path / "out" / "compare.json").read_text())["small"]
     assert set(whole["arms"]) == set(PAIR)
     for row in whole["arms"].values():
         assert len(row["losses"]) == 3
@@ -80,11 +80,11 @@ def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypa
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
     # Finished runs are read, not run.
-    (tmp_path / "out" / "compare.json").unlink()
+    (tmp_path / "out" / "small" / "compare.json").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(compare, "fit", lambda config: pytest.fail("a finished run was begun again"))
         assert compared().status == 0
-    assert json.loads((tmp_path / "out" / "compare.json").read_text())["arms"] == whole["arms"]
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["small"]["arms"] == whole["arms"]
 
     # Stopped in the midst of the second run, and killed before the fourth.
     fit, begun = compare.fit, []
@@ -104,7 +104,7 @@ def test_it_trains_reports_and_goes_on_where_it_was(compared, tmp_path, monkeypa
         assert (result.status, result.err) == (130, "error: interrupted; run the same command again to continue\n")
     assert begun[1] == begun[2]
     assert compared(arms=[CONTROL], out="other").status == 0
-    other = json.loads((tmp_path / "other" / "compare.json").read_text())["arms"]
+    other = json.loads((tmp_path / "other" / "compare.json").read_text())["small"]["arms"]
     assert other.keys() == {CONTROL}
     for key in ("tried", "losses", "lr", "parameters"):
         assert other[CONTROL][key] == whole["arms"][CONTROL][key]
@@ -135,15 +135,17 @@ def test_the_grid_is_extended_while_the_best_is_at_an_edge(best, tried):
 
 def test_a_learning_rate_that_fails_a_seed_is_not_the_best():
     losses = {2.0: 1.5, 4.0: 1.0, 8.0: math.inf}
-    row = follow(lambda lr, seed: math.inf if (lr, seed) == (4.0, 2) else losses[lr] + seed / 100, [2.0, 4.0, 8.0])
+    row = follow(
+        lambda lr, seed: math.inf if (lr, seed) == (4.0, 2) else losses[lr] + seed / 100, [2.0, 4.0, 8.0], [1, 2, 3]
+    )
     assert row["lr"] == 2.0
     assert row["losses"] == [1.51, 1.52, 1.53]
     assert row["at_edge"]
-    assert follow(lambda lr, seed: math.inf, [2.0, 4.0, 8.0]) is None
+    assert follow(lambda lr, seed: math.inf, [2.0, 4.0, 8.0], [1, 2, 3]) is None
 
 
 def test_a_run_that_diverged_is_not_begun_again(tiny, tmp_path, monkeypatch, dataset_dir):
-    terms = compare.Terms(dataset_dir, tmp_path, SMALL, 2, [1.0, 2.0, 3.0])
+    terms = compare.Terms(dataset_dir, tmp_path, SMALL, 2, [1.0, 2.0, 3.0], [1, 2, 3])
 
     def diverge(config):
         (config.run_dir / "bad_steps").mkdir(parents=True)
@@ -165,5 +167,28 @@ def test_what_cannot_be_done_is_one_line(compared):
     result = compared(arms=["log_space glu non"])
     assert result.status == 1
     assert result.err.startswith("error: there is no arm 'log_space glu non'")
-    result = compared("learning_rates=1e-3,2e-3")
-    assert result.err == "error: give steps=1 or more, and three learning_rates or more, all above 0\n"
+    result = compared("learning_rates=0")
+    assert result.status == 1
+    assert result.err.startswith("error: config learning_rates='0'")
+
+
+def test_one_learning_rate_and_one_seed_are_one_run():
+    assert follow(lambda lr, seed: lr + seed, [2.0], [7]) == {
+        "lr": 2.0,
+        "at_edge": True,
+        "losses": [9.0],
+        "tried": {2.0: 9.0},
+    }
+
+
+def test_sizes_are_drawn_together(tmp_path):
+    row = {"lr": 1e-3, "at_edge": False, "losses": [2.0, 2.25], "mean": 2.125, "parameters": 1000}
+    arms = {CONTROL: row | {"tokens_per_second": 10.0, "times_as_fast": 1.0}}
+    for size in ("large", "small"):
+        (tmp_path / size).mkdir()
+        found = {"control": CONTROL, "tokens": 64, "seq_len": 32, "arms": arms}
+        (tmp_path / size / "compare.json").write_text(json.dumps(found))
+    compare_report.draw(tmp_path)
+    assert list(json.loads((tmp_path / "compare.json").read_text())) == ["small", "large"]
+    assert (tmp_path / "compare.md").read_text().count(f"| **{CONTROL}** | 2.1250 (2.0000 to 2.2500) | +0.0000 |") == 2
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")

@@ -51,7 +51,7 @@ OTHERS: dict[str, Any] = {
 }
 """Settings that replace the control's attention; a list is a pattern of layers. Other mechanisms replace it with their
 defaults. Windows and strides are scaled to the texts of size small."""
-FORGETTING: dict[str, tuple[Raw, str]] = {
+FORGETTING: dict[str, tuple[Raw | list[Raw], str]] = {
     "log_space_forgets": (_FORGETTING, "none"),
     "log_space_forgets_by_head": (_FORGETTING | {"decay": "head"}, "none"),
     "log_space_forgets_evenly": (_FORGETTING | {"decay": "fixed"}, "none"),
@@ -59,16 +59,18 @@ FORGETTING: dict[str, tuple[Raw, str]] = {
     "log_space_forgets_no_conv": (_FORGETTING | {"conv": 0}, "none"),
     "log_space_forgets_no_gate": (_FORGETTING | {"gate": "none"}, "none"),
     "log_space_forgets_nothing": (_FORGETTING | {"decay": "none"}, "log_recurrence"),
+    "hybrid_softmax": ([_FORGETTING] * 3 + [{"name": "softmax", "decay": "head", **_PARTS}], "none"),
+    "hybrid_window": ([_FORGETTING] * 3 + [_WINDOW | _PARTS], "none"),
     "linear_forgets": ({"name": "linear", "decay": "feature", **_PARTS}, "none"),
     "softmax_parts": ({"name": "softmax", **_PARTS}, "rotary"),
     "softmax_parts_norms": ({"name": "softmax", "qk_norm": True, **_PARTS}, "rotary"),
     "softmax_forgets": ({"name": "softmax", "decay": "head", **_PARTS}, "none"),
     "softmax_forgets_rotary": ({"name": "softmax", "decay": "head", **_PARTS}, "rotary"),
 }
-"""Attention and position of arms with gates, convolutions and output gates, the parts of the flagship, and of softmax
-controls with the same parts."""
-CONTROL = "softmax mlp rotary"
-SEEDS = (1, 2, 3)
+"""Attention, or a pattern of layers, and position of arms with gates, convolutions and output gates, the parts of the
+flagship, and of softmax controls with the same parts."""
+CONTROL = "softmax_forgets_rotary mlp rotary"
+"""The strongest softmax attention that we know: FoX (Lin et al. 2025), rotary positions and the flagship's parts."""
 _EXTENSIONS = 2  # learning rates beyond the grid
 _EVAL_WINDOWS = 128
 _DIVERGES = "left out, because it diverges at every learning rate: give lower learning rates, and another folder"
@@ -87,7 +89,7 @@ class Size:
 
 
 SIZES = {
-    "small": Size(3, 4, 24, 96, 256, 256),
+    "small": Size(3, 4, 24, 96, 256, 1024),
     "medium": Size(4, 6, 32, 192, 512, 1024),
     "large": Size(6, 8, 32, 256, 1024, 4096),
 }
@@ -103,15 +105,14 @@ class Terms:
     steps: int
     grid: list[float]
     """Learning rates."""
+    seeds: list[int]
 
     def open(self) -> None:
         """Make the folder.
 
         Raises:
-            UserError: these settings are invalid, or the folder has runs with other settings.
+            UserError: the folder has runs with other settings.
         """
-        if self.steps < 1 or len(set(self.grid)) < 3 or not 0 < min(self.grid) <= max(self.grid) < math.inf:
-            raise UserError("give steps=1 or more, and three learning_rates or more, all above 0")
         path = make_directory(self.out, "out") / "terms.json"
         terms = {"dataset": str(self.dataset.resolve()), **asdict(self.size), "steps": self.steps, "grid": self.grid}
         if not path.exists():
@@ -146,7 +147,7 @@ def arms() -> dict[str, Raw]:
     others = {f"{name} mlp rotary": arm(attention) for name, attention in (OTHERS | more).items()}
     forgetting = {f"{name} mlp {position}": arm(raw, "mlp", position) for name, (raw, position) in FORGETTING.items()}
     last = {name: equal.pop(name) for name in list(equal) if name.startswith("log_space_signed")}
-    return {CONTROL: equal[CONTROL]} | forgetting | equal | others | last
+    return {CONTROL: forgetting[CONTROL]} | forgetting | equal | others | last
 
 
 def models_of(dataset: Path, size: Size, names: list[str] | None = None) -> Models:
@@ -179,7 +180,12 @@ def equal_model(name: str, arm: Raw, n_vocab: int, wanted: int, size: Size) -> G
 
 
 def model_of(arm: Raw, n_vocab: int, n_embd: int, size: Size) -> GPTConfig:
-    """The arm's model. Layers of GPT-2's block, or twice as many of the published one, which has no MLP."""
+    """The arm's model. Layers of GPT-2's block, or twice as many of the published one, which has no MLP.
+
+    Of a pattern with more layers, the last ones are used.
+    """
+    if pattern := arm.get("attention_pattern"):
+        arm = arm | {"attention_pattern": pattern[-size.n_layer :]}
     glu, learned = arm["block"]["name"] == "glu", arm["position"]["name"] == "learned"
     position = arm["position"] | ({"max_len": size.seq_len} if learned else {})
     sizes = {"n_vocab": n_vocab, "n_head": size.n_head, "head_dim": size.head_dim, "n_embd": n_embd}
@@ -227,28 +233,33 @@ def _say_all(messages: Iterable[str]) -> None:
 
 def train_arm(terms: Terms, name: str, model: GPTConfig) -> str:
     """Finish the runs of an arm; returns a message about the outcome."""
-    row = follow(functools.partial(train, terms, name, model), terms.grid)
+    row = follow(functools.partial(train, terms, name, model), terms.grid, terms.seeds)
     losses = f"{', '.join(f'{loss:.4f}' for loss in row['losses'])} at {row['lr']:g}" if row else _DIVERGES
     return f"{name}: {losses}"
 
 
-def follow(loss_of: Callable[[float, int], float], grid: list[float]) -> Raw | None:
+def follow(loss_of: Callable[[float, int], float], grid: list[float], seeds: list[int]) -> Raw | None:
     """Search for the best learning rate with the first seed, then run the other seeds with it.
 
     A learning rate that diverges with any seed is not the best; None: all of them do.
     """
-    tried = search(lambda lr: loss_of(lr, SEEDS[0]), grid)
+    tried = search(lambda lr: loss_of(lr, seeds[0]), grid)
     for lr in sorted(tried, key=lambda lr: tried[lr]):
-        losses = [tried[lr], *(loss_of(lr, seed) for seed in SEEDS[1:])]
+        losses = [tried[lr], *(loss_of(lr, seed) for seed in seeds[1:])]
         if all(map(math.isfinite, losses)):
             return {"lr": lr, "at_edge": lr in (min(tried), max(tried)), "losses": losses, "tried": tried}
     return None
 
 
 def search(loss_of: Callable[[float], float], grid: list[float]) -> dict[float, float]:
-    """Losses by learning rate, over the grid and, as long as the best is at an edge, up to two steps beyond it."""
+    """Losses by learning rate, over the grid and, as long as the best is at an edge, up to two steps beyond it.
+
+    One learning rate is not a grid: it is the only one tried.
+    """
     grid = sorted(set(grid))
     losses = {lr: loss_of(lr) for lr in grid}
+    if len(grid) == 1:
+        return losses
     factor = grid[-1] / grid[-2]
     for _ in range(_EXTENSIONS):
         best = min(losses, key=lambda lr: losses[lr])

@@ -79,7 +79,7 @@ class Case:
         Raises:
             UserError: there is no such arm, or it does not fit head_dim.
         """
-        if self.arm not in (every := arms()):
+        if self.arm not in (every := compare.arms()):
             raise UserError(f"there is no arm {self.arm!r}: {nearest(self.arm, every)}")
         seq_len = self.places[-1] + 3
         size = Size(4, 2, self.head_dim, 64, seq_len, _BATCH * seq_len)
@@ -88,15 +88,6 @@ class Case:
     def result(self, out: Path) -> Path:
         """Where its result is written."""
         return out / "runs" / f"{'-'.join(filter(None, map(str, asdict(self).values()))).replace(' ', '-')}.json"
-
-
-def arms() -> dict[str, Raw]:
-    """The arms of the comparison on text, and hybrids of four layers."""
-    every = compare.arms()
-    forgets = every["log_space_forgets mlp none"]
-    last = {"hybrid_softmax": every["softmax_parts mlp rotary"], "hybrid_window": every["sliding_window mlp rotary"]}
-    patterns = {name: [*[forgets["attention"]] * 3, arm["attention"]] for name, arm in last.items()}
-    return every | {f"{name} mlp none": forgets | {"attention_pattern": pattern} for name, pattern in patterns.items()}
 
 
 def run(

@@ -15,18 +15,25 @@ from model.gpt import GPTConfig
 from tools.bench.harness import command_line, in_turn, machine, speedup, timed
 from tools.bench.train import Training
 from tools.compare import compare
-from tools.compare.compare import CONTROL, SEEDS, Models, Raw, Terms
+from tools.compare.compare import CONTROL, SIZES, Models, Raw, Terms
 
 _ROUNDS = 20  # of timed steps
 _COLORS = {"softmax": "dimgray", "log_space": "tab:orange", "log_space_signed": "tab:red"}
 
 
 def run(
-    dataset_dir: Path, out: Path, arms: list[str], size: str, steps: int, learning_rates: list[float], jobs: int
+    dataset_dir: Path,
+    out: Path,
+    arms: list[str],
+    size: str,
+    steps: int,
+    learning_rates: list[float],
+    seeds: list[int],
+    jobs: int,
 ) -> None:
     """Measure speed, train the unfinished arms, and report the finished ones."""
     torch.set_num_threads(1)  # the products are small, and the bits of a result depend on the number of threads
-    terms = Terms(dataset_dir, out, compare.SIZES[size], steps, learning_rates)
+    terms = Terms(dataset_dir, out / size, SIZES[size], steps, learning_rates, seeds)
     models = compare.models_of(dataset_dir, terms.size, arms or None)
     terms.open()
     parameters = compare.count(models[CONTROL])
@@ -66,14 +73,21 @@ def report(models: Models, speed: dict[str, list[float]], terms: Terms) -> None:
         "command": command_line(),
         "machine": machine(),
         "tokens": terms.tokens,
-        "seeds": SEEDS,
+        "seq_len": terms.size.seq_len,
         "control": CONTROL,
         "arms": rows,
     }
     write_json(terms.out / "compare.json", found)
-    write_atomic(terms.out / "compare.md", f"{table_of(rows)}\n{equal_terms(rows)}")
-    write_atomic(terms.out / "compare.png", picture_of(rows, terms.tokens))
-    say(f"{len(rows)} of {len(models)} arms are in {terms.out / 'compare.md'}")
+    draw(terms.out.parent)
+
+
+def draw(out: Path) -> None:
+    """Write compare.json, compare.md and compare.png of all sizes from the compare.json of each."""
+    sizes = {size: read_json(path) for size in SIZES if (path := out / size / "compare.json").exists()}
+    write_json(out / "compare.json", sizes)
+    write_atomic(out / "compare.md", "\n".join(tables_of(found) for found in sizes.values()))
+    write_atomic(out / "compare.png", picture_of(sizes))
+    say(f"{', '.join(sizes)}: results are in {out / 'compare.md'}")
 
 
 def row_of(name: str, model: GPTConfig, speed: list[float], terms: Terms) -> Raw | None:
@@ -85,7 +99,7 @@ def row_of(name: str, model: GPTConfig, speed: list[float], terms: Terms) -> Raw
         return loss
 
     try:
-        row = compare.follow(finished, terms.grid)
+        row = compare.follow(finished, terms.grid, terms.seeds)
     except LookupError:
         return None
     if row is None:
@@ -96,6 +110,14 @@ def row_of(name: str, model: GPTConfig, speed: list[float], terms: Terms) -> Raw
     return {**row, "tried": tried, "mean": statistics.mean(row["losses"]), **sizes, **rate}
 
 
+def tables_of(found: Raw) -> str:
+    """The tables of a size: all arms, the lowest loss first, and mechanisms on equal terms."""
+    rows = found["arms"]
+    parameters = f"{rows[CONTROL]['parameters']:,} parameters"
+    title = f"{parameters}, {found['tokens']:,} tokens a run in texts of {found['seq_len']:,}"
+    return "\n".join([f"{title}\n", table_of(rows), equal_terms(rows)])
+
+
 def table_of(rows: dict[str, Raw]) -> str:
     """All arms, the lowest loss first."""
     cells = []
@@ -104,12 +126,12 @@ def table_of(rows: dict[str, Raw]) -> str:
         above, edge = row["mean"] - rows[CONTROL]["mean"], " (edge)" if row["at_edge"] else ""
         speed = [f"{row['tokens_per_second']:,.0f}", f"{row['times_as_fast']:.2f}"]
         cells.append([label, _loss(row), f"{above:+.4f}", f"{row['lr']:g}{edge}", *speed])
-    columns = ["attention, block, position", "loss (3 seeds)", "above control", "learning rate"]
+    columns = ["attention, block, position", "loss (range of seeds)", "above control", "learning rate"]
     return _markdown([*columns, "tokens/s", "x control"], cells)
 
 
 def equal_terms(rows: dict[str, Raw]) -> str:
-    """Log-space attention beside softmax attention with the same block and position."""
+    """Log-space attention beside softmax attention with the same block and position, where both are among the arms."""
     softmax, *others = compare.ON_EQUAL_TERMS
     cells = []
     for place in (f"{block} {position}" for block in ("mlp", "glu") for position in compare.POSITIONS):
@@ -117,7 +139,7 @@ def equal_terms(rows: dict[str, Raw]) -> str:
             found = [rows.get(f"{name} {place}") for name in others]
             verdicts = [f"{_loss(row)}: {verdict(row['losses'], control['losses'])}" if row else "" for row in found]
             cells.append([place, _loss(control), *verdicts])
-    return _markdown(["block, position", *compare.ON_EQUAL_TERMS], cells)
+    return _markdown(["block, position", *compare.ON_EQUAL_TERMS], cells) if cells else ""
 
 
 def _markdown(columns: list[str], rows: list[list[str]]) -> str:
@@ -136,21 +158,27 @@ def verdict(losses: list[float], control: list[float]) -> str:
     return "worse" if min(losses) > max(control) else "level"
 
 
-def picture_of(rows: dict[str, Raw], tokens: int) -> bytes:
-    """A PNG: how much more loss than the control every arm has; a dot is a seed."""
-    control, names = rows[CONTROL]["mean"], list(rows)
-    colors = ["black" if n == CONTROL else _COLORS.get(n.split()[0], "tab:blue") for n in names]
-    figure = Figure(figsize=(9, 1.5 + 0.24 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(names, [rows[name]["mean"] - control for name in names], color=colors, alpha=0.5)
-    for name, color in zip(names, colors, strict=True):
-        axes.plot([loss - control for loss in rows[name]["losses"]], [name] * len(SEEDS), ".", color=color)
-    axes.axvline(0, color="black", linewidth=0.8)
-    for label in axes.get_yticklabels():
-        label.set_fontweight("bold" if label.get_text() == CONTROL else "normal")
-    axes.invert_yaxis()
-    axes.margins(y=0.01)
-    axes.set_xlabel("validation loss (nats per token) above the control's; dots: seeds")
-    axes.set_title(f"{tokens:,} tokens a run; the control, {CONTROL}, has {control:.3f}")
-    axes.grid(axis="x", alpha=0.3)
+def picture_of(sizes: dict[str, Raw]) -> bytes:
+    """A PNG: how much more loss than the control every arm has, a panel for each size; a dot is a seed."""
+    heights = [len(found["arms"]) for found in sizes.values()]
+    figure = Figure(figsize=(9, 1 + 0.8 * len(sizes) + 0.24 * sum(heights)), layout="constrained")
+    panels = figure.subplots(len(sizes), 1, squeeze=False, height_ratios=[height + 1 for height in heights])[:, 0]
+    for axes, found in zip(panels, sizes.values(), strict=True):
+        rows = found["arms"]
+        control, names = rows[CONTROL]["mean"], list(rows)
+        kinds = [name.split()[0].split("_forgets")[0] for name in names]
+        colors = ["black" if n == CONTROL else _COLORS.get(k, "tab:blue") for n, k in zip(names, kinds, strict=True)]
+        axes.barh(names, [rows[name]["mean"] - control for name in names], color=colors, alpha=0.5)
+        for name, color in zip(names, colors, strict=True):
+            losses = [loss - control for loss in rows[name]["losses"]]
+            axes.plot(losses, [name] * len(losses), ".", color=color)
+        axes.axvline(0, color="black", linewidth=0.8)
+        for label in axes.get_yticklabels():
+            label.set_fontweight("bold" if label.get_text() == CONTROL else "normal")
+        axes.invert_yaxis()
+        axes.margins(y=0.01)
+        parameters = f"{rows[CONTROL]['parameters']:,} parameters"
+        axes.set_title(f"{parameters}, {found['tokens']:,} tokens: the control has {control:.3f}", fontsize="medium")
+        axes.grid(axis="x", alpha=0.3)
+    panels[-1].set_xlabel("validation loss (nats per token) above the control's; dots: seeds")
     return png(figure)
