@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, silu
 from common.settings import Settings
 from model.attention import AttentionConfig
 from model.attention.base import Attention
+from model.ops.causal_conv import causal_conv, identity_conv
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
 from model.position import Order, PositionConfig
@@ -78,12 +79,24 @@ class MLPBlock(nn.Module):
                 nn.init.normal_(module.weight, std=to_stream if module in (self.proj, self.down) else std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        features = (n_embd, n_embd, self.up.out_features) if settings.conv else ()
+        self.convs = nn.ParameterList(identity_conv(settings.conv, n) for n in features)
 
     def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
-        """(B, T, n_embd) -> (B, T, n_embd), and the attention's state."""
-        a, state = self.attention(self.norm_attention(x), order, state, return_state)
+        """(B, T, n_embd) -> (B, T, n_embd), and the attention's state, with the inputs that convolutions still need."""
+        state, seen = state if self.convs and state is not None else (state, (None,) * 3)
+        h, to_attention = self._convolve(0, self.norm_attention(x), seen, order)
+        a, state = self.attention(h, order, state, return_state)
         x = x + self.proj(a)
-        return x + self.down(self.activation(self.up(self.norm_mlp(x)))), state
+        h, to_mlp = self._convolve(1, self.norm_mlp(x), seen, order)
+        h, hidden = self._convolve(2, self.up(h), seen, order)
+        x = x + self.down(self.activation(h))
+        return x, (state, (to_attention, to_mlp, hidden)) if self.convs else state
+
+    def _convolve(
+        self, i: int, x: Tensor, seen: tuple[Tensor | None, ...], order: Order
+    ) -> tuple[Tensor, Tensor | None]:
+        return causal_conv(x, self.convs[i], seen[i], order.starts) if self.convs else (x, None)
 
 
 class GLUConfig(Settings):
@@ -105,6 +118,9 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
     """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020); relu2: relu(x)^2."""
     zero_init: bool
     """Whether both projections back to the residual stream start at 0, so that the block starts as the identity."""
+    conv: Literal[0, 4]
+    """Width of causal convolutions over each feature of the attention's input, of the MLP's input and of its hidden
+    layer (Canon layers A, C and D of Allen-Zhu 2025), at first identities; 0: none. B is attention.conv."""
 
     def hidden(self, n_embd: int) -> int:
         """Hidden features of the MLP; a multiple of 8 with swiglu."""

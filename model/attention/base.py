@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm, sigmoid, silu
 
 from common.settings import Settings
 from model.attention.decay import Decay
-from model.ops.causal_conv import causal_conv
+from model.ops.causal_conv import causal_conv, identity_conv
 from model.position import NO_ORDER, Order, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
@@ -97,16 +97,16 @@ class Attention(nn.Module):
         """Create the parameters of the optional parts."""
         n_embd, n_qkv = self.qkv.in_features, self.qkv.out_features
         if settings.conv:
-            self.conv = nn.Parameter(torch.zeros(settings.conv * n_qkv))  # a vector: weight decay is for matrices
-            nn.init.ones_(self.conv[-n_qkv:])
+            self.conv = identity_conv(settings.conv, n_qkv)
         if settings.qk_norm:
             self.q_scale, self.k_scale = (nn.Parameter(torch.ones(query_dim)) for _ in range(2))
         if settings.norm:
             self.y_scale = nn.Parameter(torch.ones(self.n_out))
         if settings.gate != "none":
             self.gate, self.gate_function = nn.Linear(n_embd, self.n_out), _GATES[settings.gate]
-        if getattr(settings, "decay", "none") != "none":
-            self.decay = Decay(settings.decay, n_embd, self.n_head, query_dim)  # type: ignore[attr-defined]
+        decay = getattr(settings, "decay", "none")
+        if decay not in ("none", "tied"):  # tied gates are made of keys
+            self.decay = Decay(decay, n_embd, self.n_head, query_dim)
 
     def forward(
         self, x: Tensor, order: Order = NO_ORDER, state: Any = None, return_state: bool = False
@@ -138,11 +138,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs for later tokens."""
         features = self.qkv(x)
-        return (
-            (features, None)
-            if self.conv is None
-            else causal_conv(features, self.conv.view(-1, features.shape[2]), seen, starts)
-        )
+        return (features, None) if self.conv is None else causal_conv(features, self.conv, seen, starts)
 
     def mix(self, x: Tensor, features: Tensor, order: Order, state: Any, return_state: bool) -> tuple[Tensor, Any]:
         """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""

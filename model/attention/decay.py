@@ -7,8 +7,31 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 STEEPEST = 1.0  # the most that a feature's gate forgets at a token, in nats: see model/ops/gates.py
+_LARGEST_SHARE = -math.expm1(-STEEPEST)
 _RANK = 16  # of the map from tokens to the gates of features
 _SPANS = 1.5, 500.0  # tokens after which the first and the last gate keep 1 / e, at the start of training
+
+
+def _spans(n: int) -> Tensor:
+    first, last = map(math.log, _SPANS)
+    return torch.linspace(first, last, n).exp()
+
+
+class Uptake(nn.Module):
+    """Tied gates: a feature takes up a share w of each token, and forgets the same share of what it holds.
+
+    So it holds a moving average. Keys become log w and gates log(1 - w), with w = (1 - exp(-STEEPEST)) sigmoid(key +
+    bias); the form is that of HGRN2 (Qin et al. 2024) and of gated slot attention (Zhang et al. 2024).
+    """
+
+    def __init__(self, n_head: int, d_key: int) -> None:
+        super().__init__()
+        share = -torch.expm1(-1 / _spans(d_key)) / _LARGEST_SHARE
+        self.n_head, self.bias = n_head, nn.Parameter(torch.logit(share).repeat(n_head))
+
+    def forward(self, k: Tensor) -> Tensor:
+        """(B, n_head, T, d_key) -> log w."""
+        return logsigmoid(k + self.bias.view(self.n_head, 1, -1)) + math.log(_LARGEST_SHARE)
 
 
 class Decay(nn.Module):
@@ -23,8 +46,7 @@ class Decay(nn.Module):
     def __init__(self, kind: str, n_embd: int, n_head: int, query_dim: int) -> None:
         super().__init__()
         self.kind, self.n_head = kind, n_head
-        first, last = map(math.log, _SPANS)
-        spans = torch.linspace(first, last, n_head if kind == "head" else query_dim).exp()
+        spans = _spans(n_head if kind == "head" else query_dim)
         if kind == "head":
             self.to_gates = nn.Linear(n_embd, n_head, bias=False)
             self.bias = nn.Parameter(torch.logit((-1 / spans).exp()))

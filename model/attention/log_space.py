@@ -7,18 +7,20 @@ from pydantic import Field
 from torch import Tensor
 
 from model.attention.base import Attention, AttentionSettings, chunked_flops
+from model.attention.decay import Uptake
 from model.ops.gates import forgotten
 from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention
 from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.signed import split_signs
+from model.position import Rotation
 
 _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of float32 and bfloat16
 
 
 class _Sizes(AttentionSettings):
-    decay: Literal["none", "fixed", "head", "feature"]
-    """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
-    feature that depends on the token."""
+    decay: Literal["none", "fixed", "head", "feature", "tied"]
+    """What is forgotten of earlier tokens: nothing; a learned share for each feature; a share for each head or each
+    feature that depends on the token; or, tied, the share that the feature takes up of the token."""
     d_key: int | None = Field(ge=1)
     """Features of a head's queries and keys; null: head_dim."""
     d_val: int | None = Field(ge=1)
@@ -34,7 +36,7 @@ class LogSpaceConfig(_Sizes, defaults="model/attention/log_space"):
     name: Literal["log_space"]
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceAttention":
-        return LogSpaceAttention(n_embd, n_head, self.d_key or head_dim, self.d_val or head_dim)
+        return LogSpaceAttention(self, n_embd, n_head, head_dim)
 
 
 class LogSpaceSignedConfig(_Sizes, defaults="model/attention/log_space_signed"):
@@ -43,7 +45,7 @@ class LogSpaceSignedConfig(_Sizes, defaults="model/attention/log_space_signed"):
     name: Literal["log_space_signed"]
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LogSpaceSignedAttention":
-        return LogSpaceSignedAttention(n_embd, n_head, self.d_key or head_dim, self.d_val or head_dim)
+        return LogSpaceSignedAttention(self, n_embd, n_head, head_dim)
 
 
 class LogSpaceAttention(Attention):
@@ -51,9 +53,22 @@ class LogSpaceAttention(Attention):
 
     resets = True
 
-    def __init__(self, n_embd: int, n_head: int, d_key: int, d_val: int) -> None:
+    def __init__(self, settings: _Sizes, n_embd: int, n_head: int, head_dim: int) -> None:
+        d_key, d_val = settings.d_key or head_dim, settings.d_val or head_dim
         super().__init__(n_embd, n_head, n_head * d_val, n_head * (2 * d_key + d_val))
         self.d_key, self.d_val = d_key, d_val
+        self.uptake = Uptake(n_head, d_key) if settings.decay == "tied" else None
+
+    def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, log_v = super().project(features, rotation)
+        return q, k if self.uptake is None else self.uptake(k), log_v
+
+    def forgets(self, k: Tensor, log_f: Tensor | None) -> Tensor | None:
+        """Add tied gates to `log_f`, which is then None or resets."""
+        if self.uptake is None:
+            return log_f
+        kept = torch.log1p(-k.exp())
+        return kept if log_f is None else kept + log_f
 
     def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
@@ -71,13 +86,14 @@ class LogSpaceAttention(Attention):
         return_state: bool,
         log_f: Tensor | None = None,
     ) -> tuple[Tensor, LogAttentionState | None]:
+        log_f = self.forgets(k, log_f)
         if not return_state:  # the operator then skips checking that the state is exact
             return cast(Tensor, log_attention(q, k, log_v, log_f, state=state)), None
         log_y, after = log_attention(q, k, log_v, log_f, state=state, return_state=True)
         return log_y, cast(LogAttentionState, after)
 
     def naive_attend(self, q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None = None) -> Tensor:
-        return cast(Tensor, naive_log_attention(q, k, log_v, log_f))
+        return cast(Tensor, naive_log_attention(q, k, log_v, self.forgets(k, log_f)))
 
     def flops_per_token(self, seq_len: int) -> int:
         return chunked_flops(self.n_head, min(CHUNK, seq_len), self.d_key, self.d_val)
@@ -102,7 +118,7 @@ class LogSpaceSignedAttention(LogSpaceAttention):
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
         """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not matter."""
-        terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
+        terms, log_f = q.unsqueeze(3) + k.unsqueeze(2), self.forgets(k, log_f)  # (B, H, T, T, d_k)
         scores = (terms if log_f is None else terms + forgotten(log_f)).logsumexp(-1)  # (B, H, T, T)
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 

@@ -1,0 +1,137 @@
+"""GPT-2's block with every combination of its optional parts, against its definition, in float64."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from common.settings import decode
+from model.gpt import GPT, GPTConfig
+from model.ops.causal_conv import causal_conv
+from model.position import NO_ORDER
+from model.state import cat_states, select_rows
+
+ACTIVATIONS = {
+    "gelu": lambda x: x / 2 * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
+    "swiglu": lambda x: (lambda a, b: a * a.sigmoid() * b)(*x.chunk(2, dim=-1)),
+    "relu2": lambda x: torch.where(x > 0, x**2, 0),
+}
+
+
+def layer_norm(x, norm):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+
+
+def rms_norm(x, norm):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+
+
+NORMS = {"layer": layer_norm, "rms": rms_norm}
+EOT = 10
+# Sums of up to 100 products of numbers of order 1, as in test_attention_contract.
+close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)
+
+
+def gpt_of(block, attention="log_space", eot_id=None, **changes):
+    """A model in which no part is still the identity or 0; the weights do not depend on eot_id."""
+    sizes = {"n_vocab": 11, "n_layer": 2, "n_head": 2, "n_embd": 12}
+    parts = {"attention": {"name": attention}, "block": {"name": "mlp", **block}, "position": {"name": "none"}}
+    gpt = GPT(decode(GPTConfig, sizes | parts | changes), eot_id).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.copy_(0.4 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return gpt
+
+
+def ids(T, B=2, seed=1):
+    return torch.randint(EOT, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def convolved(x: Tensor, weight: Tensor) -> Tensor:
+    """y_t = sum_i w_i x_(t - i), token by token; the last weights are those of the token itself."""
+    rows = weight.view(-1, x.shape[2]).flip(0)
+    return torch.stack([sum(row * x[:, t - i] for i, row in enumerate(rows[: t + 1])) for t in range(x.shape[1])], 1)
+
+
+def defined(gpt: GPT, token_ids: Tensor) -> Tensor:
+    """Logits from the definition of block, norms and output layer."""
+    config, x = gpt.config, gpt.embed.weight[token_ids]
+    norm, activation = NORMS[config.norm], ACTIVATIONS[config.block.activation]
+    for block in gpt.blocks:
+        conv = [functools.partial(convolved, weight=w) for w in block.convs] or [lambda x: x] * 3
+        x = x + block.attention.naive(conv[0](norm(x, block.norm_attention))) @ block.proj.weight.T + block.proj.bias
+        h = conv[2](conv[1](norm(x, block.norm_mlp)) @ block.up.weight.T + block.up.bias)
+        x = x + activation(h) @ block.down.weight.T + block.down.bias
+    logits = norm(x, gpt.norm) @ (gpt.embed.weight if config.tied else gpt.output.weight).T
+    return logits if config.logit_cap is None else config.logit_cap * (logits / config.logit_cap).tanh()
+
+
+@pytest.mark.parametrize(
+    ("activation", "conv", "norm", "tied", "logit_cap"),
+    [
+        ("gelu", 0, "layer", True, None),
+        ("gelu", 4, "rms", False, 3.0),
+        ("swiglu", 0, "rms", False, None),
+        ("swiglu", 4, "layer", True, 3.0),
+        ("relu2", 0, "layer", False, 3.0),
+        ("relu2", 4, "rms", True, None),
+    ],
+)
+def test_logits_and_gradients_are_the_definitions(activation, conv, norm, tied, logit_cap):
+    gpt = gpt_of({"activation": activation, "conv": conv}, norm=norm, tied=tied, logit_cap=logit_cap)
+    found, wanted = gpt(ids(37)), defined(gpt, ids(37))
+    close(found, wanted)
+    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for ours, theirs in zip(*(torch.autograd.grad(y, gpt.parameters(), g) for y in (found, wanted)), strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("attention", ["log_space", "softmax"])
+def test_convolutions_go_on_from_a_state_and_in_batches(attention):
+    gpt, lengths = gpt_of({"conv": 4}, attention), (1, 2, 9)
+    texts = [ids(n + 12, B=1, seed=n) for n in lengths]
+    with torch.inference_mode():
+        whole = [gpt(text) for text in texts]
+        state = cat_states([gpt(text[:, :n], return_state=True)[1] for text, n in zip(texts, lengths, strict=True)])
+        outputs = []
+        for piece in torch.cat([text[:, -12:] for text in texts]).split([1, 2, 5, 1, 3], dim=1):
+            logits, state = gpt(piece, state, return_state=True)
+            outputs.append(logits)
+        close(torch.cat(outputs, 1), torch.cat([logits[:, -12:] for logits in whole]))
+        other, _ = gpt(ids(3, B=1), select_rows(state, [1]), return_state=True)
+        close(other, gpt(torch.cat([texts[1], ids(3, B=1)], 1))[:, -3:])
+
+
+def test_convolutions_do_not_cross_documents():
+    lengths = [3, 1, 2, 20]
+    row = ids(sum(lengths) + 1, B=1)
+    row[0, list(itertools.accumulate(lengths))] = EOT
+    gpt, alone = gpt_of({"conv": 4}, eot_id=EOT), gpt_of({"conv": 4})
+    documents = row.split([*lengths, 1], dim=1)
+    wanted = torch.cat([alone.features(document)[0] for document in documents], 1)
+    close(gpt.features(row)[0], wanted)
+    close(gpt.features(row, return_state=True)[0], wanted)
+
+
+def test_a_block_starts_as_the_identity_and_convolutions_do():
+    settings = {"attention": {"name": "softmax"}, "position": {"name": "none"}}
+    sizes = {"n_vocab": 11, "n_layer": 2, "n_head": 2, "n_embd": 12}
+    block = {"name": "mlp", "conv": 4, "zero_init": True}
+    gpt, x = GPT(decode(GPTConfig, sizes | settings | {"block": block})), torch.randn(2, 9, 12)
+    assert torch.equal(gpt.blocks[0](x, NO_ORDER)[0], x)
+    for weight, n in zip(gpt.blocks[0].convs, (12, 12, 48), strict=True):
+        x = torch.randn(2, 9, n)
+        assert torch.equal(causal_conv(x, weight)[0], x)
+
+
+def test_what_the_convolutions_read_adds_up_to_a_state_of_constant_size():
+    gpt = gpt_of({"conv": 4})
+    sizes = [sum(x.numel() for x in tree_leaves(gpt(ids(T), return_state=True)[1].layers)) for T in (1, 2, 50)]
+    seen = 2 * 2 * 3 * (12 + 12 + 48)  # layers, rows, tokens before this one, features
+    kept = 2 * 2 * 2 * (6 * 6 + 6)  # layers, rows, heads, log_s and log_z
+    assert sizes == [seen + kept] * 3
