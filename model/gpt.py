@@ -79,24 +79,19 @@ class MLPBlock(nn.Module):
                 nn.init.normal_(module.weight, std=to_stream if module in (self.proj, self.down) else std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        features = (n_embd, n_embd, self.up.out_features) if settings.conv else ()
-        self.convs = nn.ParameterList(identity_conv(settings.conv, n) for n in features)
+        self.conv_attention = identity_conv(settings.conv, n_embd) if settings.conv else None
+        self.conv_mlp = identity_conv(settings.conv, n_embd) if settings.conv else None
 
     def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_embd), and the attention's state, with the inputs that convolutions still need."""
-        state, seen = state if self.convs and state is not None else (state, (None,) * 3)
-        h, to_attention = self._convolve(0, self.norm_attention(x), seen, order)
+        has_conv = self.conv_mlp is not None
+        state, to_attention, to_mlp = state if has_conv and state is not None else (state, None, None)
+        h, to_attention = causal_conv(self.norm_attention(x), self.conv_attention, to_attention, order.starts)
         a, state = self.attention(h, order, state, return_state)
         x = x + self.proj(a)
-        h, to_mlp = self._convolve(1, self.norm_mlp(x), seen, order)
-        h, hidden = self._convolve(2, self.up(h), seen, order)
-        x = x + self.down(self.activation(h))
-        return x, (state, (to_attention, to_mlp, hidden)) if self.convs else state
-
-    def _convolve(
-        self, i: int, x: Tensor, seen: tuple[Tensor | None, ...], order: Order
-    ) -> tuple[Tensor, Tensor | None]:
-        return causal_conv(x, self.convs[i], seen[i], order.starts) if self.convs else (x, None)
+        h, to_mlp = causal_conv(self.norm_mlp(x), self.conv_mlp, to_mlp, order.starts)
+        x = x + self.down(self.activation(self.up(h)))
+        return x, (state, to_attention, to_mlp) if has_conv else state
 
 
 class GLUConfig(Settings):
@@ -119,8 +114,9 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
     zero_init: bool
     """Whether both projections back to the residual stream start at 0, so that the block starts as the identity."""
     conv: Literal[0, 4]
-    """Width of causal convolutions over each feature of the attention's input, of the MLP's input and of its hidden
-    layer (Canon layers A, C and D of Allen-Zhu 2025), at first identities; 0: none. B is attention.conv."""
+    """Width of causal convolutions over each feature that attention and MLP read, at first identities; 0: none.
+
+    They are the Canon layers A and C of Allen-Zhu 2025; attention.conv is B."""
 
     def hidden(self, n_embd: int) -> int:
         """Hidden features of the MLP; a multiple of 8 with swiglu."""

@@ -2,9 +2,9 @@
 
     python scripts/compare_attention.py dataset_dir=datasets/pile_bytes out=runs/compare size=small jobs=2
     python scripts/compare_attention.py dataset_dir=datasets/pile_bytes out=runs/compare size=medium \
-        arms='log_space_forgets mlp none' learning_rates=2e-3 seeds=1
+        arms=log_space_forgets learning_rates=2e-3 seeds=1
 
-The control is softmax attention with a forget gate, rotary positions, convolutions and an output gate in GPT-2's block:
+The control is softmax attention with forget gates, rotary positions, convolutions and an output gate in GPT-2's block,
 the strongest that we know. Every arm has its parameters within 1 %: models
 of `glu` blocks, which have no MLP, have twice the layers, as the published one does; n_embd makes up the rest, in steps
 of one, with the same heads. All see the same tokens in the same order, each at its own best learning rate by the

@@ -1,7 +1,7 @@
 """Train attention mechanisms on a recall task of growing difficulty, and draw how many answers they get right.
 
     python scripts/recall.py task=mqar difficulties=4,16,64 head_dim=8,32 out=runs/recall jobs=2
-    python scripts/recall.py task=mqar difficulties=64,256 settings=key_letters=2 arms='log_space_forgets mlp none'
+    python scripts/recall.py task=mqar difficulties=64,256 settings=key_letters=2 arms=log_space_forgets
     python scripts/recall.py task=induction difficulties=64,256,1024 out=runs/induction
 
 Every model has 4 layers of 64 features a token and 2 heads; head_dim sets the size of its state. As in Arora et al.
@@ -28,10 +28,10 @@ class Options(Settings):
     settings: Items[Annotated[str, Field(pattern=r"^\w+=\w+$")]] = []
     """other settings of the task, such as key_letters=2"""
     arms: Annotated[Items[str], Field(min_length=1)] = [
-        "softmax_parts mlp rotary",
-        "log_space_forgets mlp none",
-        "hybrid_softmax mlp none",
-        "hybrid_window mlp none",
+        "softmax_forgets_rotary",
+        "log_space_forgets",
+        "hybrid_softmax",
+        "hybrid_window",
         "log_space mlp log_recurrence",
         "linear mlp rotary",
         "sliding_window mlp rotary",

@@ -137,8 +137,7 @@ class Attention(nn.Module):
         self, x: Tensor, seen: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs for later tokens."""
-        features = self.qkv(x)
-        return (features, None) if self.conv is None else causal_conv(features, self.conv, seen, starts)
+        return causal_conv(self.qkv(x), self.conv, seen, starts)
 
     def mix(self, x: Tensor, features: Tensor, order: Order, state: Any, return_state: bool) -> tuple[Tensor, Any]:
         """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""

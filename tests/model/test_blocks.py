@@ -52,8 +52,10 @@ def ids(T, B=2, seed=1):
     return torch.randint(EOT, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-def convolved(x: Tensor, weight: Tensor) -> Tensor:
+def convolved(x: Tensor, weight: Tensor | None) -> Tensor:
     """y_t = sum_i w_i x_(t - i), token by token; the last weights are those of the token itself."""
+    if weight is None:
+        return x
     rows = weight.view(-1, x.shape[2]).flip(0)
     return torch.stack([sum(row * x[:, t - i] for i, row in enumerate(rows[: t + 1])) for t in range(x.shape[1])], 1)
 
@@ -63,9 +65,9 @@ def defined(gpt: GPT, token_ids: Tensor) -> Tensor:
     config, x = gpt.config, gpt.embed.weight[token_ids]
     norm, activation = NORMS[config.norm], ACTIVATIONS[config.block.activation]
     for block in gpt.blocks:
-        conv = [functools.partial(convolved, weight=w) for w in block.convs] or [lambda x: x] * 3
-        x = x + block.attention.naive(conv[0](norm(x, block.norm_attention))) @ block.proj.weight.T + block.proj.bias
-        h = conv[2](conv[1](norm(x, block.norm_mlp)) @ block.up.weight.T + block.up.bias)
+        a = block.attention.naive(convolved(norm(x, block.norm_attention), block.conv_attention))
+        x = x + a @ block.proj.weight.T + block.proj.bias
+        h = convolved(norm(x, block.norm_mlp), block.conv_mlp) @ block.up.weight.T + block.up.bias
         x = x + activation(h) @ block.down.weight.T + block.down.bias
     logits = norm(x, gpt.norm) @ (gpt.embed.weight if config.tied else gpt.output.weight).T
     return logits if config.logit_cap is None else config.logit_cap * (logits / config.logit_cap).tanh()
@@ -124,14 +126,13 @@ def test_a_block_starts_as_the_identity_and_convolutions_do():
     block = {"name": "mlp", "conv": 4, "zero_init": True}
     gpt, x = GPT(decode(GPTConfig, sizes | settings | {"block": block})), torch.randn(2, 9, 12)
     assert torch.equal(gpt.blocks[0](x, NO_ORDER)[0], x)
-    for weight, n in zip(gpt.blocks[0].convs, (12, 12, 48), strict=True):
-        x = torch.randn(2, 9, n)
+    for weight in (gpt.blocks[0].conv_attention, gpt.blocks[0].conv_mlp):
         assert torch.equal(causal_conv(x, weight)[0], x)
 
 
 def test_what_the_convolutions_read_adds_up_to_a_state_of_constant_size():
     gpt = gpt_of({"conv": 4})
     sizes = [sum(x.numel() for x in tree_leaves(gpt(ids(T), return_state=True)[1].layers)) for T in (1, 2, 50)]
-    seen = 2 * 2 * 3 * (12 + 12 + 48)  # layers, rows, tokens before this one, features
+    seen = 2 * 2 * 3 * (12 + 12)  # layers, rows, tokens before this one, features
     kept = 2 * 2 * 2 * (6 * 6 + 6)  # layers, rows, heads, log_s and log_z
     assert sizes == [seen + kept] * 3

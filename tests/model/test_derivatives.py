@@ -10,6 +10,7 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.nn.functional import cross_entropy, glu, linear, scaled_dot_product_attention
 
 from model.attention.log_space import LogSpaceConfig
+from model.ops.causal_conv import causal_conv
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.linear_cross_entropy import summed_loss, token_losses
@@ -25,6 +26,19 @@ CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
 SIGMA = torch.tensor([0.7, 1.3], dtype=torch.float64)
 HEADS = [(2, 2, T, 3)] * 3
 PATTERN = [window(3)]
+STARTS = torch.tensor([[False, False, True, False, False, True], [False] * T])
+
+
+def naive_causal_conv(x, weight, seen, starts):
+    """Token by token, with a document's number for each: the tokens of `seen` are of the first."""
+    rows, inputs = weight.view(-1, x.shape[2]), torch.cat([seen, x], dim=1)
+    number = torch.cat([torch.zeros(seen.shape[:2]), starts.cumsum(1)], dim=1)
+    outputs = []
+    for t in range(len(rows) - 1, inputs.shape[1]):
+        last = slice(t - len(rows) + 1, t + 1)
+        mine = (number[:, last] == number[:, t : t + 1]).unsqueeze(-1)
+        outputs.append((inputs[:, last] * mine * rows).sum(1))
+    return torch.stack(outputs, dim=1)
 
 
 def all_losses(x, weight):
@@ -41,6 +55,11 @@ OPERATORS = {
     "summed_loss": (lambda *a: summed_loss(*a, TARGETS), lambda *a: all_losses(*a).sum(), [(T, 3), (5, 3)]),
     "token_losses": (lambda *a: token_losses(*a, TARGETS), all_losses, [(T, 3), (5, 3)]),
     "gated_linear": (gated_linear, lambda x, weight: linear(glu(x), weight), [(2, T, 6), (4, 3)]),
+    "causal_conv": (
+        lambda x, weight, seen: causal_conv(x, weight, seen, STARTS)[0],
+        lambda x, weight, seen: naive_causal_conv(x, weight, seen, STARTS),
+        [(2, T, 3), (12,), (2, 3, 3)],
+    ),
     **{
         f"log_attention {backend}": (
             lambda *a, backend=backend: log_attention(*a, backend=backend),
@@ -74,6 +93,7 @@ REFUSALS = {  # the other operators refuse nothing
     "log_recurrence": "log_recurrence .* use naive_log_recurrence",
     "sparse_attention": "sparse_attention in tiles .* use naive_sparse_attention",
     "gated_linear": "forward mode AD|vmap support",  # these are torch's words
+    "causal_conv": "forward mode AD|vmap support",
     "projection_attention": "forward AD|is not implemented",
 }
 

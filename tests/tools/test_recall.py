@@ -9,7 +9,7 @@ import tools.compare.recall as recall
 from data.prepare.dataset import prepare
 from data.shards import TokenStream
 
-ARMS = ["softmax_parts mlp rotary", "hybrid_softmax mlp none"]
+ARMS = ["softmax_rotary", "hybrid_softmax"]
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def case(**changes):
 
 def test_hybrids_have_one_layer_in_four_of_the_other_mechanism():
     for name, last in (("hybrid_softmax", "softmax"), ("hybrid_window", "sliding_window")):
-        _, model = case(arm=f"{name} mlp none", head_dim=8).model()
+        _, model = case(arm=name, head_dim=8).model()
         assert [layer.name for layer in model.layers] == ["log_space"] * 3 + [last]
-        assert [layer.decay for layer in model.layers[:3]] == ["feature"] * 3
+        assert [layer.decay for layer in model.layers[:3]] == ["tied"] * 3
 
 
 def test_accuracy_counts_the_answers_of_all_held_out_documents(tmp_path):
@@ -64,7 +64,7 @@ def test_a_bigger_head_keeps_more_and_log_space_the_same_of_any_length(tmp_path)
         _, model = case(arm=arm, head_dim=head_dim).model()
         return recall.state_size(recall.GPT(model), tested)
 
-    fixed = "log_space_forgets mlp none"
+    fixed = "log_space_forgets"
     assert kept(fixed, 4, 2) == kept(fixed, 4, 5) < kept(fixed, 8, 2)
     assert kept(ARMS[0], 4, 5) - kept(ARMS[0], 4, 2) == 4 * 2 * 2 * 4 * 12, "layers, keys and values, heads, head_dim"
 

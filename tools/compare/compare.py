@@ -32,8 +32,6 @@ POSITIONS = ("rotary", "log_recurrence", "none", "learned")
 ON_EQUAL_TERMS = ("softmax", "log_space", "log_space_signed")
 """Mechanisms to compare in every block with every position."""
 _WINDOW = {"name": "sliding_window", "window": 64}
-_PARTS = {"conv": 4, "gate": "silu"}
-_FORGETTING = {"name": "log_space", "decay": "feature", **_PARTS}
 OTHERS: dict[str, Any] = {
     "projection": {"name": "projection"},
     "projection_keys": {"name": "projection", "values": "keys"},
@@ -51,25 +49,44 @@ OTHERS: dict[str, Any] = {
 }
 """Settings that replace the control's attention; a list is a pattern of layers. Other mechanisms replace it with their
 defaults. Windows and strides are scaled to the texts of size small."""
-FORGETTING: dict[str, tuple[Raw | list[Raw], str]] = {
-    "log_space_forgets": (_FORGETTING, "none"),
-    "log_space_forgets_by_head": (_FORGETTING | {"decay": "head"}, "none"),
-    "log_space_forgets_evenly": (_FORGETTING | {"decay": "fixed"}, "none"),
-    "log_space_forgets_norm": (_FORGETTING | {"norm": True}, "none"),
-    "log_space_forgets_no_conv": (_FORGETTING | {"conv": 0}, "none"),
-    "log_space_forgets_no_gate": (_FORGETTING | {"gate": "none"}, "none"),
-    "log_space_forgets_nothing": (_FORGETTING | {"decay": "none"}, "log_recurrence"),
-    "hybrid_softmax": ([_FORGETTING] * 3 + [{"name": "softmax", "decay": "head", **_PARTS}], "none"),
-    "hybrid_window": ([_FORGETTING] * 3 + [_WINDOW | _PARTS], "none"),
-    "linear_forgets": ({"name": "linear", "decay": "feature", **_PARTS}, "none"),
-    "softmax_parts": ({"name": "softmax", **_PARTS}, "rotary"),
-    "softmax_parts_norms": ({"name": "softmax", "qk_norm": True, **_PARTS}, "rotary"),
-    "softmax_forgets": ({"name": "softmax", "decay": "head", **_PARTS}, "none"),
-    "softmax_forgets_rotary": ({"name": "softmax", "decay": "head", **_PARTS}, "rotary"),
+_PARTS = {"conv": 4, "gate": "silu"}
+_OURS = {"name": "log_space", "decay": "tied", **_PARTS}
+_THEIRS = {"name": "softmax", "decay": "head", **_PARTS}
+
+
+def design(attention: Any, position: str = "none", conv: int = 4) -> Raw:
+    """The settings of an arm; a list of attentions is a pattern of layers."""
+    layers = {"attention_pattern": attention} if isinstance(attention, list) else {}
+    block = {"name": "mlp", "conv": conv}
+    return {
+        "attention": attention[0] if layers else attention,
+        **layers,
+        "block": block,
+        "position": {"name": position},
+    }
+
+
+DESIGNS: dict[str, Raw] = {
+    "softmax_forgets_rotary": design(_THEIRS, "rotary"),
+    "log_space_forgets": design(_OURS),
+    "log_space_forgets_by_head": design(_OURS | {"decay": "head"}),
+    "log_space_forgets_by_feature": design(_OURS | {"decay": "feature"}),
+    "log_space_forgets_evenly": design(_OURS | {"decay": "fixed"}),
+    "log_space_forgets_nothing": design(_OURS | {"decay": "none"}, "log_recurrence"),
+    "log_space_forgets_norm": design(_OURS | {"norm": True}),
+    "log_space_forgets_no_gate": design(_OURS | {"gate": "none"}),
+    "log_space_forgets_no_conv": design(_OURS | {"conv": 0}),
+    "log_space_forgets_no_block_conv": design(_OURS, conv=0),
+    "hybrid_softmax": design([_OURS] * 3 + [_THEIRS]),
+    "hybrid_window": design([_OURS] * 3 + [_WINDOW | _PARTS]),
+    "linear_forgets": design({"name": "linear", "decay": "feature", **_PARTS}),
+    "softmax_forgets": design(_THEIRS),
+    "softmax_forgets_rotary_norms": design(_THEIRS | {"qk_norm": True}, "rotary"),
+    "softmax_forgets_rotary_no_block_conv": design(_THEIRS, "rotary", conv=0),
+    "softmax_rotary": design({"name": "softmax", **_PARTS}, "rotary"),
 }
-"""Attention, or a pattern of layers, and position of arms with gates, convolutions and output gates, the parts of the
-flagship, and of softmax controls with the same parts."""
-CONTROL = "softmax_forgets_rotary mlp rotary"
+"""The flagship, its control, what each of their parts is worth, and hybrids."""
+CONTROL = "softmax_forgets_rotary"
 """The strongest softmax attention that we know: FoX (Lin et al. 2025), rotary positions and the flagship's parts."""
 _EXTENSIONS = 2  # learning rates beyond the grid
 _EVAL_WINDOWS = 128
@@ -131,23 +148,16 @@ class Terms:
 
 
 def arms() -> dict[str, Raw]:
-    """The settings of each arm's model, by "attention block position"; the most informative arms come first."""
-
-    def arm(attention: Any, block: str = "mlp", position: str = "rotary") -> Raw:
-        layers = {"attention_pattern": attention} if isinstance(attention, list) else {}
-        first = attention[0] if layers else attention
-        return {"attention": first, **layers, "block": {"name": block}, "position": {"name": position}}
-
+    """The settings of each arm's model; without the designs' parts, its name is "attention block position"."""
     equal = {
-        f"{name} {block} {position}": arm({"name": name}, block, position)
+        f"{name} {block} {position}": design({"name": name}, position, 0) | {"block": {"name": block}}
         for name, position, block in itertools.product(ON_EQUAL_TERMS, POSITIONS, ("mlp", "glu"))
     }
     known = {*ON_EQUAL_TERMS, *(value["name"] for value in OTHERS.values() if isinstance(value, dict))}
     more = {name: {"name": name} for cls in ATTENTION for name in variant_names(cls) if name not in known}
-    others = {f"{name} mlp rotary": arm(attention) for name, attention in (OTHERS | more).items()}
-    forgetting = {f"{name} mlp {position}": arm(raw, "mlp", position) for name, (raw, position) in FORGETTING.items()}
+    others = {f"{name} mlp rotary": design(attention, "rotary", 0) for name, attention in (OTHERS | more).items()}
     last = {name: equal.pop(name) for name in list(equal) if name.startswith("log_space_signed")}
-    return {CONTROL: forgetting[CONTROL]} | forgetting | equal | others | last
+    return DESIGNS | equal | others | last
 
 
 def models_of(dataset: Path, size: Size, names: list[str] | None = None) -> Models:
