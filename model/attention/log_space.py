@@ -25,6 +25,14 @@ class _Sizes(AttentionSettings):
     """Features of a head's queries and keys; null: head_dim."""
     d_val: int | None = Field(ge=1)
     """Features of a head's values; null: head_dim."""
+    product: bool
+    """Whether the similarity is a product of two, each of half of the features: the state then has a feature for each
+    pair of one in the first half and one in the second, (d_key / 2)^2 in all."""
+
+    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
+        """Raise ValueError if there are no halves."""
+        if self.product and self.query_dim(head_dim) % 2:
+            raise ValueError(f"product=true needs halves of the {self.query_dim(head_dim)} features: set d_key even")
 
     def query_dim(self, head_dim: int) -> int:
         return self.d_key or head_dim
@@ -56,12 +64,20 @@ class LogSpaceAttention(Attention):
     def __init__(self, settings: _Sizes, n_embd: int, n_head: int, head_dim: int) -> None:
         d_key, d_val = settings.d_key or head_dim, settings.d_val or head_dim
         super().__init__(n_embd, n_head, n_head * d_val, n_head * (2 * d_key + d_val))
-        self.d_key, self.d_val = d_key, d_val
-        self.uptake = Uptake(n_head, d_key) if settings.decay == "tied" else None
+        self.d_key, self.d_val, self.product = d_key, d_val, settings.product
+        self.uptake = Uptake(n_head, d_key, settings.product) if settings.decay == "tied" else None
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, log_v = super().project(features, rotation)
-        return q, k if self.uptake is None else self.uptake(k), log_v
+        k = k if self.uptake is None else self.uptake(k)
+        return (pairs_of(q), pairs_of(k), log_v) if self.product else (q, k, log_v)
+
+    def gates(self, x: Tensor, starts: Tensor | None = None) -> dict[str, Tensor]:
+        """The arguments of `attend`; of pairs, the mean of both gates."""
+        gates = super().gates(x, starts)
+        if self.product and "log_f" in gates and gates["log_f"].shape[-1] > 1:
+            gates["log_f"] = pairs_of(gates["log_f"]) / 2
+        return gates
 
     def forgets(self, k: Tensor, log_f: Tensor | None) -> Tensor | None:
         """Add tied gates to `log_f`, which is then None or resets."""
@@ -95,8 +111,13 @@ class LogSpaceAttention(Attention):
     def naive_attend(self, q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None = None) -> Tensor:
         return cast(Tensor, naive_log_attention(q, k, log_v, self.forgets(k, log_f)))
 
+    @property
+    def state_features(self) -> int:
+        """Rows of a head's state."""
+        return (self.d_key // 2) ** 2 if self.product else self.d_key
+
     def flops_per_token(self, seq_len: int) -> int:
-        return chunked_flops(self.n_head, min(CHUNK, seq_len), self.d_key, self.d_val)
+        return chunked_flops(self.n_head, min(CHUNK, seq_len), self.state_features, self.d_val)
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):
@@ -123,7 +144,7 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 
     def flops_per_token(self, seq_len: int) -> int:
-        return chunked_flops(self.n_head, min(CHUNK, seq_len), self.d_key, 2 * self.d_val)
+        return chunked_flops(self.n_head, min(CHUNK, seq_len), self.state_features, 2 * self.d_val)
 
 
 class _Split(torch.autograd.Function):
@@ -146,6 +167,12 @@ class _Split(torch.autograd.Function):
         for part, gradient in zip(whole.split(ctx.sizes, dim=-1), gradients, strict=True):
             part.copy_(gradient)
         return whole, *no_gradients
+
+
+def pairs_of(x: Tensor) -> Tensor:
+    """(..., 2 n) -> (..., n^2): a_i + b_j for each a_i of the first half and b_j of the second."""
+    a, b = x.chunk(2, dim=-1)
+    return (a.unsqueeze(-1) + b.unsqueeze(-2)).flatten(-2)
 
 
 def _away_from_zero(v: Tensor) -> Tensor:

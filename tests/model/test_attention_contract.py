@@ -27,8 +27,8 @@ from model.state import cat_states, select_rows
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
-    "log_space": [{}, {"d_key": 4, "d_val": 5}],
-    "log_space_signed": [{}, {"d_key": 4, "d_val": 5}],
+    "log_space": [{}, {"d_key": 4, "d_val": 5}, {"product": True}],
+    "log_space_signed": [{}, {"d_key": 4, "d_val": 5}, {"product": True}],
     "projection": [{"values": v, "learned": learned} for v in ("keys", "own") for learned in (False, True)],
     "softmax": [{}, {"kernel": "flash"}, {"kernel": "math"}],
     "sliding_window": [{"window": 1}, {"window": 5}, {"window": [3, 5, 7, 70], "dilation": [None, 1, 3, None]}],
