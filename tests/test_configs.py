@@ -15,6 +15,7 @@ from inference.harness import HarnessConfig
 from inference.sample import SampleConfig
 from inference.server.config import ServeConfig
 from model.gpt import GPT
+from tools.compare.compare import CONTROL, arms
 from tools.plan.plan import PlanConfig
 from trainer.config import TrainConfig
 
@@ -136,12 +137,11 @@ def test_the_shipped_models_have_the_parameters_they_claim(name):
 def test_the_ladder_is_one_design_beside_its_control(size):
     ours, control = model_of(f"log_gpt2_{size}"), model_of(f"gpt_{size}")
     assert abs(n_params(f"log_gpt2_{size}") / n_params(f"gpt_{size}") - 1) < 0.01
-    parts = {"conv": 4, "gate": "silu"}
-    assert ours.attention.model_dump().items() >= {"name": "log_space", "decay": "tied", **parts}.items()
-    assert control.attention.model_dump().items() >= {"name": "softmax", "decay": "head", **parts}.items()
+    assert ours.attention.model_dump().items() >= arms()["log_space_forgets"]["attention"].items()
+    assert control.attention.model_dump().items() >= arms()[CONTROL]["attention"].items()
     assert (ours.position.name, control.position.name) == ("none", "rotary")
     assert ours.block.conv == control.block.conv == 4
-    different = {"attention", "position"}
+    different = {"attention", "position", "n_head"}
     assert ours.model_dump(exclude=different) == control.model_dump(exclude=different)
 
 

@@ -49,9 +49,8 @@ OTHERS: dict[str, Any] = {
 }
 """Settings that replace the control's attention; a list is a pattern of layers. Other mechanisms replace it with their
 defaults. Windows and strides are scaled to the texts of size small."""
-_PARTS = {"conv": 4, "gate": "silu"}
-_OURS = {"name": "log_space", "decay": "tied", **_PARTS}
-_THEIRS = {"name": "softmax", "decay": "head", **_PARTS}
+_OURS = {"name": "log_space", "decay": "tied", "product": True, "d_key": 16, "gate": "silu"}
+_THEIRS = {"name": "softmax", "decay": "head", "gate": "silu"}
 
 
 def design(attention: Any, position: str = "none", conv: int = 4) -> Raw:
@@ -75,15 +74,17 @@ DESIGNS: dict[str, Raw] = {
     "log_space_forgets_nothing": design(_OURS | {"decay": "none"}, "log_recurrence"),
     "log_space_forgets_norm": design(_OURS | {"norm": True}),
     "log_space_forgets_no_gate": design(_OURS | {"gate": "none"}),
-    "log_space_forgets_no_conv": design(_OURS | {"conv": 0}),
-    "log_space_forgets_no_block_conv": design(_OURS, conv=0),
+    "log_space_forgets_no_product": design(_OURS | {"product": False, "d_key": None}),
+    "log_space_forgets_no_conv": design(_OURS, conv=0),
+    "log_space_forgets_attention_conv": design(_OURS | {"conv": 4}),
     "hybrid_softmax": design([_OURS] * 3 + [_THEIRS]),
-    "hybrid_window": design([_OURS] * 3 + [_WINDOW | _PARTS]),
-    "linear_forgets": design({"name": "linear", "decay": "feature", **_PARTS}),
+    "hybrid_window": design([_OURS] * 3 + [_WINDOW | {"gate": "silu"}]),
+    "linear_forgets": design({"name": "linear", "decay": "feature", "gate": "silu"}),
     "softmax_forgets": design(_THEIRS),
     "softmax_forgets_rotary_norms": design(_THEIRS | {"qk_norm": True}, "rotary"),
-    "softmax_forgets_rotary_no_block_conv": design(_THEIRS, "rotary", conv=0),
-    "softmax_rotary": design({"name": "softmax", **_PARTS}, "rotary"),
+    "softmax_forgets_rotary_no_conv": design(_THEIRS, "rotary", conv=0),
+    "softmax_forgets_rotary_attention_conv": design(_THEIRS | {"conv": 4}, "rotary"),
+    "softmax_rotary": design({"name": "softmax", "gate": "silu"}, "rotary"),
 }
 """The flagship, its control, what each of their parts is worth, and hybrids."""
 CONTROL = "softmax_forgets_rotary"
