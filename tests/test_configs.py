@@ -141,7 +141,7 @@ def test_the_ladder_is_one_design_beside_its_control(size):
     assert control.attention.model_dump().items() >= arms()[CONTROL]["attention"].items()
     assert (ours.position.name, control.position.name) == ("none", "rotary")
     assert ours.block.conv == control.block.conv == 4
-    different = {"attention", "position", "n_head"}
+    different = {"attention", "position", "n_head", "head_dim"}
     assert ours.model_dump(exclude=different) == control.model_dump(exclude=different)
 
 

@@ -1,5 +1,6 @@
 """Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant size."""
 
+import math
 from typing import Any, Literal, cast
 
 import torch
@@ -22,7 +23,7 @@ class _Sizes(AttentionSettings):
     """What is forgotten of earlier tokens: nothing; a learned share for each feature; a share for each head or each
     feature that depends on the token; or, tied, the share that the feature takes up of the token."""
     d_key: int | None = Field(ge=1)
-    """Features of a head's queries and keys; null: head_dim."""
+    """Features of a head's queries and keys; null: head_dim, or as many as have about head_dim pairs."""
     d_val: int | None = Field(ge=1)
     """Features of a head's values; null: head_dim."""
     product: bool
@@ -35,7 +36,7 @@ class _Sizes(AttentionSettings):
             raise ValueError(f"product=true needs halves of the {self.query_dim(head_dim)} features: set d_key even")
 
     def query_dim(self, head_dim: int) -> int:
-        return self.d_key or head_dim
+        return self.d_key or (2 * math.ceil(head_dim**0.5) if self.product else head_dim)
 
 
 class LogSpaceConfig(_Sizes, defaults="model/attention/log_space"):
@@ -62,7 +63,7 @@ class LogSpaceAttention(Attention):
     resets = True
 
     def __init__(self, settings: _Sizes, n_embd: int, n_head: int, head_dim: int) -> None:
-        d_key, d_val = settings.d_key or head_dim, settings.d_val or head_dim
+        d_key, d_val = settings.query_dim(head_dim), settings.d_val or head_dim
         super().__init__(n_embd, n_head, n_head * d_val, n_head * (2 * d_key + d_val))
         self.d_key, self.d_val, self.product = d_key, d_val, settings.product
         self.uptake = Uptake(n_head, d_key, settings.product) if settings.decay == "tied" else None

@@ -49,7 +49,7 @@ OTHERS: dict[str, Any] = {
 }
 """Settings that replace the control's attention; a list is a pattern of layers. Other mechanisms replace it with their
 defaults. Windows and strides are scaled to the texts of size small."""
-_OURS = {"name": "log_space", "decay": "tied", "product": True, "d_key": 16, "gate": "silu"}
+_OURS = {"name": "log_space", "decay": "tied", "product": True, "gate": "silu"}
 _THEIRS = {"name": "softmax", "decay": "head", "gate": "silu"}
 
 
@@ -74,7 +74,7 @@ DESIGNS: dict[str, Raw] = {
     "log_space_forgets_nothing": design(_OURS | {"decay": "none"}, "log_recurrence"),
     "log_space_forgets_norm": design(_OURS | {"norm": True}),
     "log_space_forgets_no_gate": design(_OURS | {"gate": "none"}),
-    "log_space_forgets_no_product": design(_OURS | {"product": False, "d_key": None}),
+    "log_space_forgets_no_product": design(_OURS | {"product": False}),
     "log_space_forgets_no_conv": design(_OURS, conv=0),
     "log_space_forgets_attention_conv": design(_OURS | {"conv": 4}),
     "hybrid_softmax": design([_OURS] * 3 + [_THEIRS]),
