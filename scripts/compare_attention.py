@@ -5,10 +5,10 @@
         arms=log_space_forgets learning_rates=2e-3 seeds=1
 
 The control is softmax attention with forget gates, rotary positions, convolutions and an output gate in GPT-2's block,
-the strongest that we know. Every arm has its parameters within 1 %: models
-of `glu` blocks, which have no MLP, have twice the layers, as the published one does; n_embd makes up the rest, in steps
-of one, with the same heads. All see the same tokens in the same order, each at its own best learning rate by the
-first seed; while the best is at an edge of the grid, up to two more are tried. The other seeds show the spread.
+the strongest that we know. Every arm has its parameters within 1 %: models of `glu` blocks, which have no MLP, have
+twice the layers, as the published one does; n_embd makes up the rest, in steps of one, with the same heads. All see the
+same tokens in the same order, each at its own best learning rate by the first seed; while the best is at an edge of the
+grid, up to two more are tried. The other seeds show the spread.
 Speed is measured separately, before training: on the CPU, an arm's steps and the control's in turns.
 
 Every run is a folder under `out`/`size`, as train.py makes them: after any interruption, the same command continues.
