@@ -85,13 +85,13 @@ class MLPBlock(nn.Module):
     def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_embd), and the attention's state, with the inputs that convolutions still need."""
         has_conv = self.conv_mlp is not None
-        state, to_attention, to_mlp = state if has_conv and state is not None else (state, None, None)
-        h, to_attention = causal_conv(self.norm_attention(x), self.conv_attention, to_attention, order.starts)
+        state, seen_attention, seen_mlp = state if has_conv and state is not None else (state, None, None)
+        h, seen_attention = causal_conv(self.norm_attention(x), self.conv_attention, seen_attention, order.starts)
         a, state = self.attention(h, order, state, return_state)
         x = x + self.proj(a)
-        h, to_mlp = causal_conv(self.norm_mlp(x), self.conv_mlp, to_mlp, order.starts)
+        h, seen_mlp = causal_conv(self.norm_mlp(x), self.conv_mlp, seen_mlp, order.starts)
         x = x + self.down(self.activation(self.up(h)))
-        return x, (state, to_attention, to_mlp) if has_conv else state
+        return x, (state, seen_attention, seen_mlp) if has_conv and return_state else state
 
 
 class GLUConfig(Settings):

@@ -31,7 +31,7 @@ class Options(Settings):
     arms: Items[str] = []
     """some of the arms, such as 'log_space glu none'; []: all"""
     size: Literal["small", "medium", "large"] = "small"
-    """about 0.4, 1.8 or 5 million parameters; texts of 256, 512 or 1,024 tokens, and 4, 2 or 4 of them a step"""
+    """about 0.4, 2 or 5 million parameters; texts of 256, 512 or 1,024 tokens, and 4, 2 or 4 of them a step"""
     steps: PositiveInt = 2000
     """steps of a run"""
     learning_rates: Annotated[Items[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)] = [

@@ -1,6 +1,5 @@
 """Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant size."""
 
-import math
 from typing import Any, Literal, cast
 
 import torch
@@ -11,7 +10,7 @@ from model.attention.base import Attention, AttentionSettings, chunked_flops
 from model.attention.decay import Uptake
 from model.ops.gates import forgotten
 from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention
-from model.ops.log_attention.chunks import CHUNK
+from model.ops.log_attention.chunks import CHUNK, SHORT_CHUNK
 from model.ops.log_attention.signed import split_signs
 from model.position import Rotation
 
@@ -23,7 +22,7 @@ class _Sizes(AttentionSettings):
     """What is forgotten of earlier tokens: nothing; a learned share for each feature; a share for each head or each
     feature that depends on the token; or, tied, the share that the feature takes up of the token."""
     d_key: int | None = Field(ge=1)
-    """Features of a head's queries and keys; null: head_dim, or as many as have about head_dim pairs."""
+    """Features of a head's queries and keys; null: head_dim, or with a product 2 sqrt(head_dim)."""
     d_val: int | None = Field(ge=1)
     """Features of a head's values; null: head_dim."""
     product: bool
@@ -33,10 +32,10 @@ class _Sizes(AttentionSettings):
     def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
         """Raise ValueError if there are no halves."""
         if self.product and self.query_dim(head_dim) % 2:
-            raise ValueError(f"product=true needs halves of the {self.query_dim(head_dim)} features: set d_key even")
+            raise ValueError(f"d_key={self.d_key} is odd: product=true needs an even number")
 
     def query_dim(self, head_dim: int) -> int:
-        return self.d_key or (2 * math.ceil(head_dim**0.5) if self.product else head_dim)
+        return self.d_key or (2 * round(head_dim**0.5) if self.product else head_dim)
 
 
 class LogSpaceConfig(_Sizes, defaults="model/attention/log_space"):
@@ -67,6 +66,7 @@ class LogSpaceAttention(Attention):
         super().__init__(n_embd, n_head, n_head * d_val, n_head * (2 * d_key + d_val))
         self.d_key, self.d_val, self.product = d_key, d_val, settings.product
         self.uptake = Uptake(n_head, d_key, settings.product) if settings.decay == "tied" else None
+        self.chunk = CHUNK if settings.decay in ("none", "head") else SHORT_CHUNK
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, log_v = super().project(features, rotation)
@@ -118,7 +118,7 @@ class LogSpaceAttention(Attention):
         return (self.d_key // 2) ** 2 if self.product else self.d_key
 
     def flops_per_token(self, seq_len: int) -> int:
-        return chunked_flops(self.n_head, min(CHUNK, seq_len), self.state_features, self.d_val)
+        return chunked_flops(self.n_head, min(self.chunk, seq_len), self.state_features, self.d_val)
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):
@@ -145,7 +145,7 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 
     def flops_per_token(self, seq_len: int) -> int:
-        return chunked_flops(self.n_head, min(CHUNK, seq_len), self.state_features, 2 * self.d_val)
+        return chunked_flops(self.n_head, min(self.chunk, seq_len), self.state_features, 2 * self.d_val)
 
 
 class _Split(torch.autograd.Function):

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from model.ops.autocast import as_autocast
+
 
 def identity_conv(width: int, n_features: int) -> nn.Parameter:
     """Weights (width * n_features,) with which `causal_conv` is the identity; a vector, which has no weight decay."""
@@ -31,6 +33,7 @@ def causal_conv(
     """
     if weight is None:
         return x, None
+    (x,) = as_autocast(x)  # what follows is a product, for which x would be rounded anyway
     weight = weight.view(-1, x.shape[2]).to(x.dtype)
     W, T = len(weight), x.shape[1]
     before = x.new_zeros(len(x), W - 1, x.shape[2]) if seen is None else seen.to(x.dtype)

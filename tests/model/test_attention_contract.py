@@ -519,6 +519,10 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
             {"attention": {"name": "softmax", "n_kv_head": 3}},
             "n_kv_head=3 does not divide n_head=4: use one of 1, 2, 4",
         ),
+        (
+            {"attention": {"name": "log_space", "product": True, "d_key": 7}},
+            "attention: d_key=7 is odd: product=true needs an even number",
+        ),
         ({"attention": {"name": "softmax", "n_kv_head": 0}}, "attention.n_kv_head=0: .* greater than or equal to 1"),
         ({"attention_pattern": ["softmax", {"name": "softmax", "n_kv_head": 8}]}, "pattern.1: n_kv_head=8 does not"),
         ({"attention_pattern": []}, "attention_pattern.* at least 1 item"),

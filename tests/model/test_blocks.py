@@ -136,3 +136,23 @@ def test_what_the_convolutions_read_adds_up_to_a_state_of_constant_size():
     seen = 2 * 2 * 3 * (12 + 12)  # layers, rows, tokens before this one, features
     kept = 2 * 2 * 2 * (6 * 6 + 6)  # layers, rows, heads, log_s and log_z
     assert sizes == [seen + kept] * 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_block_is_the_same():
+    gpt, token_ids = gpt_of({"conv": 4}), ids(20)
+    leaves = list(gpt.parameters())
+    torch.compiler.reset()
+    compiled = torch.compile(gpt.features, backend="aot_eager")
+    found, wanted = (torch.autograd.grad(f(token_ids)[0].square().sum(), leaves) for f in (compiled, gpt.features))
+    for ours, theirs in zip(found, wanted, strict=True):
+        close(ours, theirs)
+
+
+def test_convolutions_have_autocasts_type():
+    x, weight = torch.randn(2, 30, 5), torch.randn(20)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, seen = causal_conv(x, weight)
+    assert (y.dtype, seen.dtype) == (torch.bfloat16, torch.bfloat16)
+    wanted, sizes = convolved(x.double(), weight.double()), convolved(x.double().abs(), weight.double().abs())
+    assert ((y - wanted).abs() <= 6 * 2**-9 * sizes).all()  # x and w are rounded, and each of four sums

@@ -218,6 +218,14 @@ def test_tied_gates_begin_with_spans_from_the_shortest_to_the_longest():
         assert (spans.min().item(), spans.max().item()) == (pytest.approx(1.5), pytest.approx(64))
 
 
+def test_pairs_forget_the_mean_of_what_both_features_forget():
+    module, x, (q, k, log_v) = parts_of("feature", True)
+    pairs = [a.unsqueeze(-1) + b.unsqueeze(-2) for a, b in (y.split(3, dim=-1) for y in (q, k, module.decay(x)))]
+    q, k, log_f = (y.flatten(-2) for y in pairs)
+    wanted = by_pairs(q, k, log_v, log_f / 2).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(module(x)[0], wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_a_product_weighs_tokens_by_two_similarities():
     module, x, (q, k, log_v) = parts_of("none", True)
     halves = ((q[..., :3], k[..., :3]), (q[..., 3:], k[..., 3:]))

@@ -150,11 +150,15 @@ def test_a_run_that_diverged_is_not_begun_again(tiny, tmp_path, monkeypatch, dat
     def diverge(config):
         (config.run_dir / "bad_steps").mkdir(parents=True)
         (config.run_dir / "metrics.jsonl").write_text("")
+        (config.run_dir / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
         raise UserError("step 1: loss is nan")
 
     monkeypatch.setattr(compare, "fit", diverge)
     model = models_of(dataset_dir, SMALL, [CONTROL])[CONTROL]
     assert [compare.train(terms, CONTROL, model, 1.0, 1) for _ in range(2)] == [math.inf, math.inf]
+    other = model.model_copy(update={"n_layer": 2})
+    with pytest.raises(UserError, match=f"has another model than {CONTROL} now has: give another out$"):
+        compare.train(terms, CONTROL, other, 1.0, 1)
 
 
 def test_better_is_better_by_every_seed():
@@ -175,7 +179,7 @@ def test_what_cannot_be_done_is_one_line(compared):
 def test_one_learning_rate_and_one_seed_are_one_run():
     assert follow(lambda lr, seed: lr + seed, [2.0], [7]) == {
         "lr": 2.0,
-        "at_edge": True,
+        "at_edge": False,
         "losses": [9.0],
         "tried": {2.0: 9.0},
     }

@@ -19,13 +19,13 @@ NAMES = [variant_names(config)[0] for config in ATTENTION if "n_kv_head" in conf
 HEADS, DIM = 6, 4
 
 
-def gpt_of(attention, n_kv_head=None, dtype=torch.float64, **changes):
+def gpt_of(attention, n_kv_head=None, dtype=torch.float64, conv=0, **changes):
     raw = {
         "n_vocab": 11,
         "n_layer": 2,
         "n_head": HEADS,
         "n_embd": HEADS * DIM,
-        "attention": {"name": attention, "n_kv_head": n_kv_head},
+        "attention": {"name": attention, "n_kv_head": n_kv_head, "conv": conv},
         "block": {"name": "glu"},
         "position": {"name": "rotary"},
     }
@@ -37,7 +37,9 @@ def unshared(fewer, n_kv_head, wanted):
     """A model in which each of `fewer`'s key and value heads stands several times, as `wanted` has room for."""
     tensors = {}
     for name, value in fewer.state_dict().items():
-        rows = len(wanted.state_dict()[name])
+        width = 4 if name.endswith(".conv") else 1  # weights of a feature
+        rows = len(wanted.state_dict()[name]) // width
+        value = value.unflatten(0, (width, -1)).transpose(0, 1)
         if rows != len(value):
             kinds = (rows - len(value)) // ((HEADS - n_kv_head) * DIM)
             own = len(value) - kinds * n_kv_head * DIM
@@ -45,18 +47,23 @@ def unshared(fewer, n_kv_head, wanted):
             for heads in value[own:].split(n_kv_head * DIM):
                 parts += [head for head in heads.split(DIM) for _ in range(HEADS // n_kv_head)]
             value = torch.cat(parts)
-        tensors[name] = value
+        tensors[name] = value.transpose(0, 1).flatten(0, 1)
     wanted.load_state_dict(tensors)
     return wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n_kv_head", [1, 2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_equal_heads_give_the_same_model(name, n_kv_head, dtype):
-    before = unshared(gpt_of(name, n_kv_head, dtype), n_kv_head, gpt_of(name, dtype=dtype))
+@pytest.mark.parametrize(("name", "conv"), [*((name, 0) for name in NAMES), (NAMES[0], 4)])
+def test_equal_heads_give_the_same_model(name, conv, n_kv_head, dtype):
+    fewer = gpt_of(name, n_kv_head, dtype, conv)
+    with torch.no_grad():
+        for key, value in fewer.named_parameters():
+            if key.endswith(".conv"):
+                value.add_(0.1 * torch.randn_like(value))
+    before = unshared(fewer, n_kv_head, gpt_of(name, dtype=dtype, conv=conv))
     after = shared(before, n_kv_head)
-    for key, value in gpt_of(name, n_kv_head, dtype).state_dict().items():
+    for key, value in fewer.state_dict().items():
         assert torch.equal(after.state_dict()[key], value), key
     token_ids = torch.randint(11, (2, 40), generator=torch.Generator().manual_seed(1))
     # The same products, in an order that the kernels choose: some tens of roundings of logits of size about 1.

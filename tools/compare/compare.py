@@ -47,8 +47,8 @@ OTHERS: dict[str, Any] = {
     "mqa": {"name": "softmax", "n_kv_head": 1},
     "mixed": [{"name": "log_space"}, {"name": "log_space"}, _WINDOW],
 }
-"""Settings that replace the control's attention; a list is a pattern of layers. Other mechanisms replace it with their
-defaults. Windows and strides are scaled to the texts of size small."""
+"""Settings of attention with rotary positions, without the designs' parts; a list is a pattern of layers. Mechanisms
+that are not named have their defaults. Windows and strides are scaled to the texts of size small."""
 _OURS = {"name": "log_space", "decay": "tied", "product": True, "gate": "silu"}
 _THEIRS = {"name": "softmax", "decay": "head", "gate": "silu"}
 
@@ -149,7 +149,7 @@ class Terms:
 
 
 def arms() -> dict[str, Raw]:
-    """The settings of each arm's model; without the designs' parts, its name is "attention block position"."""
+    """The settings of each arm's model. Arms outside DESIGNS are named "attention block position"."""
     equal = {
         f"{name} {block} {position}": design({"name": name}, position, 0) | {"block": {"name": block}}
         for name, position, block in itertools.product(ON_EQUAL_TERMS, POSITIONS, ("mlp", "glu"))
@@ -193,10 +193,11 @@ def equal_model(name: str, arm: Raw, n_vocab: int, wanted: int, size: Size) -> G
 def model_of(arm: Raw, n_vocab: int, n_embd: int, size: Size) -> GPTConfig:
     """The arm's model. Layers of GPT-2's block, or twice as many of the published one, which has no MLP.
 
-    Of a pattern with more layers, the last ones are used.
+    A pattern's last attention is that of the last layer.
     """
     if pattern := arm.get("attention_pattern"):
-        arm = arm | {"attention_pattern": pattern[-size.n_layer :]}
+        layers = [pattern[i % len(pattern)] for i in range(-size.n_layer, 0)]
+        arm = arm | {"attention_pattern": layers, "attention": layers[0]}
     glu, learned = arm["block"]["name"] == "glu", arm["position"]["name"] == "learned"
     position = arm["position"] | ({"max_len": size.seq_len} if learned else {})
     sizes = {"n_vocab": n_vocab, "n_head": size.n_head, "head_dim": size.head_dim, "n_embd": n_embd}
@@ -258,7 +259,12 @@ def follow(loss_of: Callable[[float, int], float], grid: list[float], seeds: lis
     for lr in sorted(tried, key=lambda lr: tried[lr]):
         losses = [tried[lr], *(loss_of(lr, seed) for seed in seeds[1:])]
         if all(map(math.isfinite, losses)):
-            return {"lr": lr, "at_edge": lr in (min(tried), max(tried)), "losses": losses, "tried": tried}
+            return {
+                "lr": lr,
+                "at_edge": len(tried) > 1 and lr in (min(tried), max(tried)),
+                "losses": losses,
+                "tried": tried,
+            }
     return None
 
 
@@ -282,9 +288,15 @@ def search(loss_of: Callable[[float], float], grid: list[float]) -> dict[float, 
 
 
 def train(terms: Terms, name: str, model: GPTConfig, lr: float, seed: int) -> float:
-    """The run's validation loss; starts or resumes the run if it is not finished."""
+    """The run's validation loss; starts or resumes the run if it is not finished.
+
+    Raises:
+        UserError: the run is of another model.
+    """
     run_dir = terms.run_dir(name, lr, seed)
     if (loss := loss_in(run_dir)) is not None:
+        if read_json(run_dir / "config.json")["model"] != model.model_dump(mode="json"):
+            raise UserError(f"{run_dir} has another model than {name} now has: give another out")
         return loss
     quiet, console.quiet = console.quiet, True  # hides what the run says
     try:

@@ -18,7 +18,7 @@ from tools.compare import compare
 from tools.compare.compare import CONTROL, SIZES, Models, Raw, Terms
 
 _ROUNDS = 20  # of timed steps
-_COLORS = {"softmax": "dimgray", "log_space": "tab:orange", "log_space_signed": "tab:red"}
+_COLORS = {"softmax": "dimgray", "log_space_signed": "tab:red", "log_space": "tab:orange"}
 
 
 def run(
@@ -74,6 +74,8 @@ def report(models: Models, speed: dict[str, list[float]], terms: Terms) -> None:
         "machine": machine(),
         "tokens": terms.tokens,
         "seq_len": terms.size.seq_len,
+        "learning_rates": terms.grid,
+        "seeds": terms.seeds,
         "control": CONTROL,
         "arms": rows,
     }
@@ -126,7 +128,7 @@ def table_of(rows: dict[str, Raw]) -> str:
         above, edge = row["mean"] - rows[CONTROL]["mean"], " (edge)" if row["at_edge"] else ""
         speed = [f"{row['tokens_per_second']:,.0f}", f"{row['times_as_fast']:.2f}"]
         cells.append([label, _loss(row), f"{above:+.4f}", f"{row['lr']:g}{edge}", *speed])
-    columns = ["attention, block, position", "loss (range of seeds)", "above control", "learning rate"]
+    columns = ["arm", "loss (range of seeds)", "above control", "learning rate"]
     return _markdown([*columns, "tokens/s", "x control"], cells)
 
 
@@ -166,7 +168,7 @@ def picture_of(sizes: dict[str, Raw]) -> bytes:
     for axes, found in zip(panels, sizes.values(), strict=True):
         rows = found["arms"]
         control, names = rows[CONTROL]["mean"], list(rows)
-        kinds = [name.split()[0].split("_forgets")[0] for name in names]
+        kinds = [next((kind for kind in _COLORS if name.startswith(kind)), "") for name in names]
         colors = ["black" if n == CONTROL else _COLORS.get(k, "tab:blue") for n, k in zip(names, kinds, strict=True)]
         axes.barh(names, [rows[name]["mean"] - control for name in names], color=colors, alpha=0.5)
         for name, color in zip(names, colors, strict=True):

@@ -46,7 +46,10 @@ def shared(gpt: GPT, n_kv_head: int) -> GPT:
         n_before, n_after = (getattr(each, "n_kv_head", 0) for each in (gpt.get_submodule(path), module))
         for name, parameter in module.named_parameters(path) if n_before != n_after else ():
             if parameter.shape != tensors[name].shape:
-                tensors[name] = pooled(tensors[name], len(parameter), n_before, n_after, gpt.config.head_features)
+                width = 4 if name.endswith(".conv") else 1  # weights of one feature, in as many rows of one vector
+                rows = tensors[name].unflatten(0, (width, -1)).transpose(0, 1)
+                fewer_rows = pooled(rows, len(parameter) // width, n_before, n_after, gpt.config.head_features)
+                tensors[name] = fewer_rows.transpose(0, 1).flatten(0, 1)
     fewer.load_state_dict(tensors, assign=True)
     return fewer.requires_grad_()
 
