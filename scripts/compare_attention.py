@@ -1,8 +1,7 @@
 """Train every attention mechanism in the same small model, on equal terms, and compare it with softmax attention.
 
     python scripts/compare_attention.py dataset_dir=datasets/pile_bytes out=runs/compare size=small jobs=2
-    python scripts/compare_attention.py dataset_dir=datasets/pile_bytes out=runs/compare size=medium \
-        arms=log_space_forgets learning_rates=2e-3 seeds=1
+    python scripts/compare_attention.py dataset_dir=datasets/pile_bytes arms=log_space_forgets seeds=1
 
 The control is softmax attention with forget gates, rotary positions, convolutions and an output gate in GPT-2's block,
 the strongest that we know. Every arm has its parameters within 1 %: models of `glu` blocks, which have no MLP, have
