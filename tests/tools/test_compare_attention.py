@@ -150,7 +150,7 @@ def test_a_run_that_diverged_is_not_begun_again(tiny, tmp_path, monkeypatch, dat
     def diverge(config):
         (config.run_dir / "bad_steps").mkdir(parents=True)
         (config.run_dir / "metrics.jsonl").write_text("")
-        (config.run_dir / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+        (config.run_dir / "config.json").write_text(json.dumps({"config": config.model_dump(mode="json")}))
         raise UserError("step 1: loss is nan")
 
     monkeypatch.setattr(compare, "fit", diverge)

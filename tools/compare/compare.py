@@ -295,7 +295,7 @@ def train(terms: Terms, name: str, model: GPTConfig, lr: float, seed: int) -> fl
     """
     run_dir = terms.run_dir(name, lr, seed)
     if (loss := loss_in(run_dir)) is not None:
-        if read_json(run_dir / "config.json")["model"] != model.model_dump(mode="json"):
+        if read_json(run_dir / "config.json")["config"]["model"] != model.model_dump(mode="json"):
             raise UserError(f"{run_dir} has another model than {name} now has: give another out")
         return loss
     quiet, console.quiet = console.quiet, True  # hides what the run says
