@@ -46,7 +46,7 @@ def causal_conv(
 
 
 class _CausalConv(torch.autograd.Function):
-    """The sum over weights. Its gradients take a quarter of the time of autograd's, which copy every slice."""
+    """The sum over weights. Its gradients are faster than autograd's, which copy every slice."""
 
     @staticmethod
     def forward(padded: Tensor, weight: Tensor, others: Tensor | None) -> Tensor:
