@@ -136,7 +136,8 @@ def _verdict(status: int | None, printed: str, seconds: float) -> str | None:
         return f"failed a check: it did not end within {seconds:g} seconds"
     if status < 0:
         return f"failed a check: its process crashed ({signal.Signals(-status).name})"
-    return f"failed a check: {(printed.split() and printed.strip().splitlines()[-1]) or 'it printed nothing'}"
+    *_, last = "", *printed.strip().splitlines()
+    return f"failed a check: {last or f'exit status {status}'}"
 
 
 class Outputs(NamedTuple):
@@ -166,7 +167,7 @@ def compare(
 ) -> None:
     """Compare an operator with its definition in float64 on the CPU: results with and without gradients, and gradients.
 
-    Errors may be twice those of the definition in the operator's own type, plus `rounding` and 1e-6.
+    Errors may be twice those of the definition in the operator's own type, plus `rounding`, 1e-6, and a last place.
 
     Args:
         case: what is compared, for messages.
@@ -195,7 +196,9 @@ def judge(case: str, got: Outputs, own: Outputs, exact: Outputs, rounding: float
     largest = max(x.abs().max().item() for x in exact.gradients.values())
     for part, name in ((kind, name) for kind in Outputs._fields for name in getattr(got, kind)):
         y, y_own, truth = (getattr(outputs, part)[name].detach().double().cpu() for outputs in (got, own, exact))
-        error, own_error, size = ((x - z).abs().max().item() for x, z in ((y, truth), (y_own, truth), (truth, 0)))
+        last_place = torch.finfo(getattr(got, part)[name].dtype).eps * truth.abs()
+        error = ((y - truth).abs() - last_place).max().item()
+        own_error, size = (y_own - truth).abs().max().item(), truth.abs().max().item()
         floor = rounding + 1e-6 * max(1.0, size) if part == "results" else (rounding + 1e-6) * largest
         if not error <= (allowed := 2 * own_error + floor):  # NaN is wrong too
             raise Wrong(f"{name} is off by {error:.1e}, and {allowed:.1e} is allowed ({case})")
