@@ -113,6 +113,14 @@ def test_take_views_of_any_strides(quick_scan):
     assert torch.equal(by_kernel(log_p.mT.contiguous().mT, h.mT.contiguous().mT), wanted)
 
 
+def test_derivatives_that_are_not_there_are_refused(quick_scan):
+    leaves = inputs(2)
+    with pytest.raises(NotImplementedError, match="use naive_log_recurrence"):
+        torch.autograd.grad(by_kernel(*leaves[:2]).sum(), leaves[:2], create_graph=True)
+    with pytest.raises(NotImplementedError, match="use naive_log_recurrence"):
+        torch.func.grad(lambda h: by_kernel(leaves[0].detach(), h).sum())(leaves[1].detach())
+
+
 @pytest.mark.slow
 def test_little_forgotten_in_many_tokens_keeps_float32s_digits(quick_scan):
     """Errors of 1,000 tokens do not add up: about 1e-7 times |s| < 10, and not 1,000 times as much."""
