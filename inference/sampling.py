@@ -8,12 +8,11 @@ from torch import Tensor
 
 from common.settings import Settings
 
-
 NOT_FINITE = "the model's output is not finite in float32: its weights are damaged, or its training diverged"
 
 _ONE = 2**52
-"""The weight of probability 1. Weights are integers, so sums do not depend on the order of their terms, and every device
-draws the same token from the same logits. float64 represents all integers up to 2^53."""
+"""The weight of probability 1. Weights are integers, because their sums do not depend on the order of the terms, so a
+draw does not depend on the device or on other texts. They are exact in float64, which has all integers up to 2^53."""
 
 _CPU_ROWS = 4  # rows at once on a CPU: more do not fit into its caches
 
@@ -67,8 +66,9 @@ def _draw(logits: Tensor, seen: Tensor, sampling: SamplingConfig, uniform: Tenso
 
 
 def weigh(logits: Tensor, seen: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Ids and weights, int64 (B, K), of tokens that include all that can be drawn: weights are in proportion to
-    probabilities, which are below 2^-52 where a weight is 0.
+    """Ids and weights, both int64 (B, K), of all tokens that can be drawn; a weight of 0 is never drawn.
+
+    Weights are in proportion to probabilities, in multiples of 2^-52 before top_p and min_p remove tokens.
 
     Probabilities are computed in float64, in which no accepted setting makes a logit infinite.
 

@@ -24,8 +24,8 @@ class DeviceConfig(Settings, defaults="device"):
     dtype: Literal["auto", "float32", "bfloat16", "float64"]
     """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that support it, else float32."""
     deterministic: Literal["auto"] | bool
-    """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. On GPUs this is slower: it
-    also turns off padding and autotuning in compiled code."""
+    """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is slower on GPUs,
+    where it also turns off padding and autotuning in compiled code."""
 
 
 class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
