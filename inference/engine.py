@@ -69,7 +69,9 @@ class Generation:
         before: Texts | None = None,
     ) -> None:
         """`ids`: the tokens to read first. They may be empty if `before`, the text that they continue, is given."""
-        self.ids, self.sampling, self.generator = ids, sampling, generator
+        self.ids, self.generator = ids, generator
+        # A class that has more settings would keep apart texts that are drawn in the same way.
+        self.sampling = SamplingConfig(**{name: getattr(sampling, name) for name in SamplingConfig.model_fields})
         self.n_read = 0
         """How many of `ids` the model has read."""
         self.texts: Texts | None = None
