@@ -23,6 +23,9 @@ class DeviceConfig(Settings, defaults="device"):
     """auto: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"]
     """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that support it, else float32."""
+    deterministic: Literal["auto"] | bool
+    """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is slower on GPUs,
+    where it also turns off padding and autotuning in compiled code."""
 
 
 class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
@@ -56,7 +59,9 @@ class Runtime:
 
     def announce(self) -> None:
         """Print the choice."""
-        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}")
+        exact = torch.are_deterministic_algorithms_enabled()
+        how = "" if exact else ", without the same bits in every run (runtime.deterministic=true is slower)"
+        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}")
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -69,7 +74,7 @@ class Runtime:
 
 
 def open_runtime(config: DeviceConfig) -> Runtime:
-    """Choose device and dtype, and make torch deterministic.
+    """Choose device and dtype, and whether torch is deterministic.
 
     Raises:
         UserError: runtime.device is cuda, but torch sees no GPU.
@@ -81,8 +86,10 @@ def open_runtime(config: DeviceConfig) -> Runtime:
         name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     else:
         name = config.dtype
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
-    torch.use_deterministic_algorithms(True)
+    deterministic = device.type == "cpu" if config.deterministic == "auto" else config.deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
+    torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow
     torch.set_float32_matmul_precision("high")
     return Runtime(device, getattr(torch, name))
