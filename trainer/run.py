@@ -82,7 +82,7 @@ class Run:
         seed_process(f"{config.seed} 0 {world.rank}")
         summed_loss = SummedLoss(self.gpt)
         parts = self.gpt.blocks if config.runtime.strategy == "fsdp" else [summed_loss]
-        maybe_compile(parts, config.runtime, world.device)
+        maybe_compile(parts, config.runtime, self.runtime, config.model)
         self.summed_loss = world.wrap(summed_loss, config.runtime.strategy)
         self.optimizer = config.optim.build(self.gpt)
         self.state = new_state(config, self.manifest)

