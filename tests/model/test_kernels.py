@@ -15,6 +15,7 @@ from model.ops.linear_cross_entropy import summed_loss
 from model.ops.log_recurrence import log_recurrence
 
 ROOT = Path(__file__).resolve().parents[2]
+SLOWER = "the loss uses plain torch, which is slower: backend='triton'"
 OPERATORS = {
     "summed_loss": lambda **options: summed_loss(
         torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), **options
@@ -34,19 +35,18 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("major", "backend", "line"),
+    ("major", "failure", "backend", "line"),
     [
-        (8, "triton", "the loss uses a Triton kernel"),
-        (
-            7,
-            "chunked",
-            "the loss uses plain torch, which is slower: backend='triton' needs a GPU of compute capability",
-        ),
+        (8, None, "triton", "the loss uses a Triton kernel"),
+        (8, "failed a check: it is wrong", "chunked", f"{SLOWER} failed a check: it is wrong"),
+        (7, None, "chunked", f"{SLOWER} needs a GPU of compute capability"),
     ],
 )
-def test_auto_takes_kernels_on_gpus_that_have_them(gpu, capsys, major, backend, line):
+def test_auto_takes_kernels_on_gpus_that_pass_their_check(gpu, monkeypatch, capsys, major, failure, backend, line):
     gpu.major = major
-    assert [_fastest_on_gpu("the loss", 0) for _ in range(2)] == [backend] * 2
+    monkeypatch.setattr("model.ops.checks.failed_check", lambda *given, **more: failure)
+    package = "model.ops.linear_cross_entropy"
+    assert [_fastest_on_gpu("the loss", package, 0, torch.bfloat16) for _ in range(2)] == [backend] * 2
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith(line)
 

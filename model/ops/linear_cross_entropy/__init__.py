@@ -51,8 +51,8 @@ def summed_loss(
         ValueError: the backend does not exist or is not supported here.
     """
     refuse_transforms(_ITSELF, _OTHER, x, weight)
-    backend = choose_backend("the loss", backend, _FORMS, x.device)
     x, weight = as_autocast(x, weight)
+    backend = choose_backend("the loss", __name__, backend, _FORMS, x)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _summed_loss(x, weight, targets, wanted, cap, backend)[0]
 

@@ -47,5 +47,5 @@ def log_recurrence(
         raise ValueError(f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} must both be (B, T, D), with T at least 1")
     if state is not None and state.shape != h[:, 0].shape:
         raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
-    backend = choose_backend("the log recurrence", backend, BACKENDS, h.device)
+    backend = choose_backend("the log recurrence", __name__, backend, BACKENDS, h)
     return BACKENDS[backend](log_p, h, state=state, return_state=return_state)

@@ -197,7 +197,7 @@ def recurrence_backward(
         later, s_later = _last_row(local, C) + across * later, s_first
 
 
-def check(device: torch.device | str, dtype: torch.dtype) -> None:
+def check(device: str, dtype: str) -> None:
     """Compare the kernels with the definition in float64, and two runs with each other, at a few lengths.
 
     Raises:
@@ -205,7 +205,7 @@ def check(device: torch.device | str, dtype: torch.dtype) -> None:
     """
     for B, T, D in ((2, 1, 1), (1, 2 * _TOKENS + 1, _FEATURES + 3)):
         generator = torch.Generator().manual_seed(T)
-        log_p, h, g_s = (torch.rand(B, T, D, generator=generator).to(device, dtype) for _ in range(3))
+        log_p, h, g_s = (torch.rand(B, T, D, generator=generator).to(device, getattr(torch, dtype)) for _ in range(3))
         log_p, state, g_last = log_p.neg(), h[:, 0].float() - 1, torch.ones(B, D, device=device)
         log_p[:, T // 2] = -torch.inf
         given = [log_p, h, state]
@@ -215,7 +215,7 @@ def check(device: torch.device | str, dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), what + "two runs differ"
         # Six sums of logarithms a scan, and one with what is carried. Gradients are products of shares, whose errors
         # are those of two sums and of 32 exponents. No term is negative, so that errors stay relative.
-        eps, largest = torch.finfo(torch.promote_types(dtype, torch.float32)).eps, 1 + wanted[0].abs().max()
+        eps, largest = torch.finfo(torch.promote_types(h.dtype, torch.float32)).eps, 1 + wanted[0].abs().max()
         for name, a, b in zip(
             ("s", "the state", "the gradient of log_p", "of h", "of the state"), found, wanted, strict=True
         ):
