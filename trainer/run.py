@@ -83,7 +83,7 @@ class Run:
         summed_loss = SummedLoss(self.gpt)
         parts = self.gpt.blocks if config.runtime.strategy == "fsdp" else [summed_loss]
         maybe_compile(parts, config.runtime, world.device)
-        self.summed_loss = world.wrap(summed_loss, config.runtime.strategy)
+        self.summed_loss = world.wrap(summed_loss, config.runtime.strategy, self.runtime.dtype)
         self.optimizer = config.optim.build(self.gpt)
         self.state = new_state(config, self.manifest)
         if checkpoint is not None:

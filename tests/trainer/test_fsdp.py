@@ -75,6 +75,18 @@ def test_float32_too(train):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_in_bfloat16_the_bytes_are_those_of_ddp(train, accumulated):
+    """Blocks' matrices are sent in bfloat16, to which autocast rounds them: every operation is the same.
+
+    The sum of two processes' gradients has no order. Gradients are not clipped, because the norm sums in another order.
+    """
+    options = "runtime.dtype=bfloat16", "optim.grad_clip=null", f"runtime.micro_batch={2 // accumulated}"
+    whole, shared = (train(name, 2, f"runtime.strategy={name}", *options) for name in ("ddp", "fsdp"))
+    assert_same_checkpoint(newest(whole), newest(shared), tolerance=0)
+
+
+@pytest.mark.slow
 def test_an_evaluation_that_cannot_be_shared_evenly_ends(train):
     """One process has windows left when the other has none; it takes part in every pass all the same."""
     options = "eval.batches=null", "runtime.micro_batch=3", "eval.every=2", "batch_tokens=96"
@@ -147,7 +159,7 @@ with join_world(torch.device("cpu")) as world:
     torch.manual_seed(1)
     module = Loss().double()
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    wrapped = world.wrap(module, "fsdp")
+    wrapped = world.wrap(module, "fsdp", torch.float64)
     for key, value in module.state_dict().items():
         assert isinstance(value, DTensor), key
         assert torch.equal(world.full(value), before[key]), key
@@ -166,6 +178,7 @@ with join_world(torch.device("cpu")) as world:
     for now in (False, True):
         with world.sync_gradients(wrapped, now):
             wrapped(x).backward()
+        assert all((p.grad is not None) == now for p in module.parameters())  # nothing is sent before the last
     mean = sum(1.0 + rank for rank in range(world.size)) / world.size
     gradient = module.gpt.blocks[0].weight.grad
     expected = torch.full((5, 3), 2 * 2 * 2.0 * mean, dtype=torch.float64)
@@ -174,6 +187,20 @@ with join_world(torch.device("cpu")) as world:
     assert type(norm) is torch.Tensor and norm.dim() == 0 and norm > gradient.to_local().norm()
     seen = world.gather(torch.tensor([world.rank], dtype=torch.uint8))
     assert [int(value) for value in seen] == list(range(world.size))
+
+    module = Loss()
+    world.wrap(module, "fsdp", torch.bfloat16)
+    def whole(block, inputs):
+        assert not isinstance(block.weight, DTensor)
+        assert (block.weight.dtype, module.gpt.scale.dtype) == (torch.bfloat16, torch.float32)
+        assert inputs[0].dtype == torch.float32  # the residual stream is not rounded
+        seen.append(block)
+    module.gpt.blocks[0].register_forward_pre_hook(whole)
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        module(x.float()).backward()
+    assert len(seen) == 1
+    assert {t.dtype for p in module.parameters() for t in (p, p.grad)} == {torch.float32}
 """
 
 
