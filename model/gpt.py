@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from common.settings import Settings
 from model.attention import AttentionConfig
@@ -24,6 +25,8 @@ from model.position import Order, PositionConfig
 from model.state import cat_states, select_rows
 
 _LARGEST_SIZE = 2**24
+
+Recompute = Literal["none", "block", "selective"]
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -388,6 +391,25 @@ class GPT(nn.Module):
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not negative."""
         return self.summed_loss(token_ids, targets) / (targets >= 0).sum()
+
+    def recompute(self, what: Recompute) -> None:
+        """Choose what a backward pass computes again instead of keeping it. Results and gradients stay the same.
+
+        Args:
+            what: "block": all of a block but its input; "selective": all but its input and its products with weights.
+        """
+        if what == "none":
+            return
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        kept: dict[str, Any] = {}
+        if what == "selective":
+            kept["context_fn"] = partial(create_selective_checkpoint_contexts, products)
+
+        def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: checkpoint(forward, *args, use_reentrant=False, **kept)
+
+        for block in self.blocks:  # within the block, so that hooks and torch.compile are around it
+            block.forward = recomputing(block.forward)
 
     def n_params(self) -> int:
         """Number of parameters, without counting shared ones twice."""

@@ -79,6 +79,7 @@ class Run:
         torch.manual_seed(config.seed)
         eot_id = config.data.reset_at(self.tokenizer.eot_id)
         self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
+        self.gpt.recompute(config.runtime.recompute)
         seed_process(f"{config.seed} 0 {world.rank}")
         summed_loss = SummedLoss(self.gpt)
         parts = self.gpt.blocks if config.runtime.strategy == "fsdp" else [summed_loss]
@@ -101,7 +102,8 @@ class Run:
             share, seq_len = -(-self.config.batch_size // world.size), self.config.seq_len
 
             def predict(size: int) -> int:
-                memory = step_memory(self.gpt, size, seq_len, self.runtime, world.size)
+                recompute = self.config.runtime.recompute
+                memory = step_memory(self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute)
                 return memory.peak - memory.weights - memory.optimizer
 
             size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world)

@@ -104,12 +104,26 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(tiny_args):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_train_as_well(train):
-    plain = train("plain", 1, "max_steps=2", "schedule.warmup_steps=1")
-    shared = train(
-        "shared", 2, "max_steps=2", "schedule.warmup_steps=1", "runtime.strategy=fsdp", "runtime.compile=true"
-    )
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_compiled_blocks_train_as_well(train, recompute):
+    short = "max_steps=2", "schedule.warmup_steps=1"
+    plain = train("plain", 1, *short)
+    how = "runtime.strategy=fsdp", "runtime.compile=true", f"runtime.recompute={recompute}"
+    shared = train("shared", 2, *short, *how)
     assert_same_steps(plain, shared, tolerance=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_what_is_computed_again_has_the_same_bytes(train, recompute):
+    """With ddp and fsdp, in bfloat16; gradients are not clipped, as above."""
+    options = "runtime.dtype=bfloat16", "optim.grad_clip=null", "max_steps=2", "schedule.warmup_steps=1"
+    kept, *again = (
+        newest(train(f"{strategy}-{how}", 2, f"runtime.strategy={strategy}", f"runtime.recompute={how}", *options))
+        for strategy, how in [("ddp", "none"), ("ddp", recompute), ("fsdp", recompute)]
+    )
+    for checkpoint in again:
+        assert_same_checkpoint(kept, checkpoint, tolerance=0)
 
 
 @pytest.mark.slow
