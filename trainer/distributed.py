@@ -84,7 +84,8 @@ class World:
         """Move the module to this process's device, and average its gradients over all processes.
 
         Args:
-            module: on the CPU, with the same weights in every process; its attribute `gpt` is the model.
+            module: on the CPU, with the same weights in every process; its attribute `gpt` is the model. With fsdp it
+                may be on the meta device, and stays there.
             strategy: with ddp, every process holds the whole model. With fsdp, it holds a part of every parameter:
                 parameters become DTensors in place, so build the optimizer afterwards. A device holds at most one
                 whole block and the embeddings at a time.

@@ -225,3 +225,44 @@ def test_parts_and_wholes(processes):
     for result in ranks.run(processes, "-c", PARTS):
         assert result.status == 0, result.err
         assert result.err == ""
+
+
+INITIAL = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+from tests.trainer.test_memory import allocations, config_of
+from model.gpt import GPT
+from trainer.distributed import join_world
+from trainer.resume import initialise
+from trainer.step import SummedLoss
+
+with join_world(torch.device("cpu")) as world:
+    for changes in ({"n_layer": 12}, {"block": "mlp", "position": "learned", "tied": False, "norm": "rms"}):
+        config = config_of(**changes)
+        with torch.device("meta"):
+            gpt = GPT(config).double()
+        world.wrap(SummedLoss(gpt), "fsdp", torch.float64)
+        torch.manual_seed(7)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            initialise(gpt, world, torch.float64)
+        last = torch.rand(1)
+        torch.manual_seed(7)
+        expected = GPT(config).double().state_dict()
+        assert torch.equal(torch.rand(1), last)
+        for key, value in gpt.state_dict().items():
+            assert torch.equal(world.full(value), expected[key]), key
+        peak, held = 0, 0
+        for event in allocations(profiled):
+            held += event.nbytes()
+            peak = max(peak, held)
+        if config.n_layer == 12:
+            weights = sum(value.nbytes for value in expected.values())
+            block = sum(value.nbytes for key, value in expected.items() if key.startswith("blocks.0."))
+            assert peak < weights / world.size + 4 * block < 0.9 * weights, (peak, weights, block)
+"""
+
+
+@pytest.mark.slow
+def test_first_weights_are_those_of_ddp_and_are_never_whole():
+    for result in ranks.run(2, "-c", INITIAL):
+        assert result.status == 0, result.err
