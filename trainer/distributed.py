@@ -119,8 +119,8 @@ class World:
     def sync_gradients(self, module: nn.Module, now: bool) -> AbstractContextManager[None]:
         """Average gradients in the backward passes inside (`now`), or leave that to a later micro-batch.
 
-        Gradients are sent once a step. Until then every process holds whole gradients, with fsdp too: a step of a
-        single micro-batch, such as with runtime.recompute, needs room for those of a block only.
+        So gradients are sent once a step. Until then, every process holds whole gradients, also with fsdp; only in
+        steps of a single micro-batch, fsdp shares them block by block.
         """
         if isinstance(module, DistributedDataParallel) and not now:
             return module.no_sync()
