@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from common.settings import Settings
 from model.attention import AttentionConfig
 from model.attention.base import Attention
-from model.ops.causal_conv import causal_conv, identity_conv
+from model.ops.causal_conv import causal_conv, initial_conv
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
 from model.position import Order, PositionConfig
@@ -83,8 +83,8 @@ class MLPBlock(nn.Module):
                 nn.init.normal_(module.weight, std=to_stream if module in (self.proj, self.down) else std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        self.conv_attention = identity_conv(settings.conv, n_embd) if settings.conv else None
-        self.conv_mlp = identity_conv(settings.conv, n_embd) if settings.conv else None
+        self.conv_attention = initial_conv(settings.conv, n_embd) if settings.conv else None
+        self.conv_mlp = initial_conv(settings.conv, n_embd) if settings.conv else None
 
     def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_embd), and the attention's state, with the inputs that convolutions still need."""
@@ -118,7 +118,7 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
     zero_init: bool
     """Whether both projections back to the residual stream start at 0, so that the block starts as the identity."""
     conv: Literal[0, 4]
-    """Width of causal convolutions over each feature that attention and MLP read, at first identities; 0: none.
+    """Width of causal convolutions over each feature that attention and MLP read; 0: none.
 
     They are the Canon layers A and C of Allen-Zhu 2025; attention.conv is B."""
 

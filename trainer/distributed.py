@@ -97,7 +97,8 @@ class World:
         """
         if strategy == "ddp":
             module.to(self.device)
-            return DistributedDataParallel(module) if self.size > 1 else module
+            # Gradients as views of what is sent are not copied back after they are averaged.
+            return DistributedDataParallel(module, gradient_as_bucket_view=True) if self.size > 1 else module
         if not dist.is_initialized():
             start = "start them with torchrun --standalone --nproc_per_node=2 instead of python"
             raise UserError(f"runtime.strategy=fsdp needs several processes: {start}, or use runtime.strategy=ddp")
@@ -162,20 +163,21 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
     rank, size = _read_environment()
     device = _own_device(device)
     console.quiet = rank != 0
-    watchdog = None
+    watchdog, abort = None, False
     try:
         # Longer than the watchdog needs, because it knows which process the others wait for.
         timeout = timedelta(seconds=1800 if hang_seconds is None else 2 * hang_seconds + min(10 * hang_seconds, 60))
         hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun hosts it
         store = _connect(hosts_store, size, timeout)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        how: dict[str, Any] = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout, **how)
         if size > 1:
             # A connection of its own, because the group's may be in use when everything hangs.
             own = dist.PrefixStore("watchdog", _connect(False, size, timedelta(seconds=hang_seconds or 60)))
             watchdog = Watchdog(own, dist.group.WORLD, hang_seconds, hosts_store)
         yield World(device, rank, size, watchdog)
     except BaseException as error:
+        abort = device.type == "cuda" and (_is_own(error) or _is_lost_peer(error))
         verdict = None if watchdog is None else watchdog.end(failed=_is_own(error))
         _forget_frames(error)  # they hold the module: see below
         if not _is_lost_peer(error):
@@ -188,7 +190,9 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         gc.collect()
         if watchdog is not None:
             watchdog.end()
-        if dist.is_initialized():
+        if abort and dist.group.WORLD is not None:
+            dist.group.WORLD.abort()  # NCCL would wait for its operations, which the others may never begin
+        elif dist.is_initialized():
             dist.destroy_process_group()
         if watchdog is not None:
             watchdog.let_others_read()

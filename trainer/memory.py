@@ -82,8 +82,7 @@ def step_memory(
         copy = V * D * narrow
 
     at_once = min(tokens, max(1, linear_cross_entropy.CHUNK[runtime.device.type] // V))
-    following = min(at_once, tokens - at_once)
-    loss = max(2 * at_once, at_once + 2 * following) * V * wide + copy  # logits of one part, and of the part before
+    loss = 2 * at_once * V * wide + copy
     layer: float = D * wide + max(part.out_features for part in linear) * narrow  # gradients, input and product
     outside, kept = kept_per_token(gpt.config, seq_len, runtime.dtype)
     if recompute != "none":

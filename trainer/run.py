@@ -84,7 +84,7 @@ class Run:
         self.gpt.recompute(config.runtime.recompute)
         summed_loss = SummedLoss(self.gpt)
         parts = self.gpt.blocks if fsdp else [summed_loss]
-        maybe_compile(parts, config.runtime, world.device)
+        maybe_compile(parts, config.runtime, self.runtime, config.model)
         self.summed_loss = world.wrap(summed_loss, config.runtime.strategy, self.runtime.dtype)
         if fsdp:
             initialise(self.gpt, world, self.runtime.param_dtype)
@@ -173,7 +173,8 @@ class Run:
         if result.refused is not None:
             return self._bad_step(result, lr)
         self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
-        return self._line(loss=result.loss, lr=lr, grad_norm=result.grad_norm)
+        tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
+        return self._line(loss=result.loss, lr=lr, grad_norm=result.grad_norm, **tiles)
 
     def _bad_step(self, result: StepResult, lr: float) -> dict[str, Any]:
         """Halt, roll back or skip, as runtime.on_nonfinite says."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -13,24 +14,31 @@ from torch import nn
 
 from common.console import say_once
 from common.settings import Settings, UserError
-from model.gpt import Recompute
+from model.compiled import check, shortened
+from model.gpt import GPTConfig, Recompute
+from model.ops.checks import failed_check
 from trainer.devices import device_of_gpu
+
+_SECONDS_TO_COMPILE = 500.0  # of a small model, and to check its kernels; less than the default of hang_seconds
 
 
 class DeviceConfig(Settings, defaults="device"):
     """Device and dtype, for everything that runs a model."""
 
     device: Literal["auto", "cpu", "cuda"]
-    """auto: a GPU if there is one."""
+    """auto: a GPU if there is one; an error if there is one that torch does not see."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"]
-    """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that support it, else float32."""
+    """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that compute in it, else float32."""
+    deterministic: Literal["auto"] | bool
+    """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is slower on GPUs,
+    where it also turns off padding and autotuning in compiled code."""
 
 
 class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     """Device, dtype, and how a step runs."""
 
     compile: Literal["auto"] | bool
-    """torch.compile; auto: on GPUs."""
+    """torch.compile; auto: on GPUs where it passes a check."""
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"]
     """Most sequences per forward pass of a process; gradients are accumulated up to the global batch.
     auto: as many as fit in memory."""
@@ -60,7 +68,9 @@ class Runtime:
 
     def announce(self) -> None:
         """Print the choice."""
-        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}")
+        exact = torch.are_deterministic_algorithms_enabled()
+        how = "" if exact else ", without the same bits in every run (runtime.deterministic=true is slower)"
+        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}")
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -73,27 +83,52 @@ class Runtime:
 
 
 def open_runtime(config: DeviceConfig) -> Runtime:
-    """Choose device and dtype, and make torch deterministic.
+    """Choose device and dtype, and whether torch is deterministic.
 
     Raises:
-        UserError: runtime.device is cuda, but torch sees no GPU.
+        UserError: torch sees no GPU, and runtime.device is cuda, or it is auto and there is one.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("runtime.device=cuda, but torch sees no GPU here: use runtime.device=cpu or auto")
+    if config.device == "auto" and (why := why_gpu_is_unseen()):
+        raise UserError(f"this machine has a GPU that torch does not see: {why}; or use runtime.device=cpu")
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     if config.dtype == "auto":
-        name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "bfloat16" if fast else "float32"
     else:
         name = config.dtype
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
-    torch.use_deterministic_algorithms(True)
+    deterministic = device.type == "cpu" if config.deterministic == "auto" else config.deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
+    torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow
     torch.set_float32_matmul_precision("high")
     return Runtime(device, getattr(torch, name))
 
 
-def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, device: torch.device) -> None:
-    """Compile the modules in place, if the configuration or the device requires it."""
+def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
+    """Return why torch does not see this machine's NVIDIA GPU, and what to do; None if it does, or if there is none.
+
+    A GPU that CUDA_VISIBLE_DEVICES hides counts as none.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    if hidden or not any(dev.glob("nvidia[0-9]*")) or torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA: install a build of torch with it"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        cause = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
+        built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+        return f"{cause}, and {built}: update the driver, or install a build of torch for it"
+    return "torch.cuda.is_available() is false"
+
+
+def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: Runtime, model: GPTConfig) -> None:
+    """Compile the modules of a model in place, if the configuration or the device requires it."""
+    device = runtime.device
     wanted = device.type == "cuda" if config.compile == "auto" else config.compile
     if not wanted:
         why = "compiling takes longer than it saves on a CPU" if config.compile == "auto" else "runtime.compile=false"
@@ -102,8 +137,19 @@ def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, device: t
     if device.type == "cuda" and find_spec("triton") is None:
         say_once("not compiled: torch.compile needs the package triton on a GPU")
         return
+    if config.compile == "auto" and (why_not := why_not_compiled(runtime, model)):
+        say_once(f"not compiled: torch.compile {why_not}")
+        return
     for module in modules:
         module.compile()
+
+
+def why_not_compiled(runtime: Runtime, model: GPTConfig) -> str | None:
+    """Return why torch.compile fails its check with models like this one, or None if it passes."""
+    dtype, device = str(runtime.dtype).removeprefix("torch."), f"cuda:{torch.cuda.current_device()}"
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    arguments = {"model": shortened(model), "dtype": dtype, "deterministic": deterministic}
+    return failed_check("torch.compile", check, device, _SECONDS_TO_COMPILE, **arguments)
 
 
 def device_name(device: torch.device) -> str:

@@ -331,11 +331,12 @@ def gpu(monkeypatch):
         (7, torch.bfloat16, 32, "chunked"),
     ],
 )
-def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, capsys, major, dtype, d_k, backend):
+def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, monkeypatch, capsys, major, dtype, d_k, backend):
     gpu.major = major
     say_once.cache_clear()
-    assert _fastest_on_gpu(0, dtype, d_k) == backend
-    assert _fastest_on_gpu(0, dtype, d_k) == backend
+    monkeypatch.setattr("model.ops.checks.failed_check", lambda *_, **__: None)
+    assert _fastest_on_gpu(0, *[(dtype, d_k)] * 3) == backend
+    assert _fastest_on_gpu(0, *[(dtype, d_k)] * 3) == backend
     (line,) = capsys.readouterr().out.splitlines()  # said once
     assert ("Triton kernels" in line) == (backend == "triton")
 
@@ -346,7 +347,7 @@ def test_triton_where_it_cannot_be_is_refused_in_one_line_with_the_remedy(gpu, m
         ValueError, match=r"^backend='triton' needs an NVIDIA GPU .* on cpu; backend='chunked' takes anything$"
     ):
         log_attention(x, x, x, backend="triton")
-    monkeypatch.setattr("model.ops.log_attention.find_spec", lambda name: None)
+    monkeypatch.setattr("model.ops.kernels.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install triton; backend='chunked' takes anything$"):
         log_attention(x, x, x, backend="triton")
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from common.console import say_once
 from model.ops.gates import check_gates
+from model.ops.kernels import why_not_triton
 from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
 from model.ops.log_attention.repair import Fallback as fallback
@@ -25,6 +25,7 @@ __all__ = [
     "merge_states",
     "naive_log_attention",
     "signed_log_attention",
+    "why_not_on_gpu",
 ]
 
 
@@ -72,7 +73,7 @@ def log_attention(
         state: the state after earlier tokens; None before the first.
         return_state: also return the state after these tokens. Its size is constant.
         backend: "auto", or one of BACKENDS. "auto" uses `log_attention_step` for a single causal token without
-            gradients; otherwise "triton" on GPUs that support it, and "chunked" elsewhere.
+            gradients; otherwise "triton" on GPUs where it passes its check, and "chunked" elsewhere.
 
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
@@ -92,7 +93,10 @@ def log_attention(
         if causal and q.shape[2] == 1 and not torch.is_grad_enabled():
             state = empty_state(q, log_v) if state is None else state
             return log_attention_step(q, k, log_v, log_f, state=state, return_state=return_state)
-        backend = _fastest_on_gpu(q.device.index, q.dtype, q.shape[3]) if q.device.type == "cuda" else "chunked"
+        backend = "chunked"
+        if q.device.type == "cuda":
+            given = (q, k, log_v) if log_f is None else (q, k, log_v, log_f)
+            backend = _fastest_on_gpu(q.device.index, *((x.dtype, x.shape[3]) for x in given))
     return BACKENDS[backend](q, k, log_v, log_f, causal=causal, state=state, return_state=return_state)
 
 
@@ -131,10 +135,9 @@ def signed_log_attention(
 
 
 @torch.compiler.assume_constant_result
-def _fastest_on_gpu(index: int, dtype: torch.dtype, d_k: int) -> str:
-    """Choose the backend for many tokens, and log the choice once."""
-    why_not = _why_not_triton("cuda", index, dtype, d_k)
-    if why_not:
+def _fastest_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str:
+    """Choose the backend for many tokens of these types and sizes of heads, and log the choice once."""
+    if why_not := why_not_on_gpu(index, *given):
         say_once(f"log attention uses plain torch, which is slower: backend='triton' {why_not}")
         return "chunked"
     say_once("log attention uses Triton kernels")
@@ -144,17 +147,13 @@ def _fastest_on_gpu(index: int, dtype: torch.dtype, d_k: int) -> str:
 @torch.compiler.assume_constant_result
 def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int) -> str | None:
     """Return why the kernels cannot run, or None if they can."""
-    if find_spec("triton") is None:
-        return "needs the package triton, which is not installed: pip install triton"
+    if why_not := why_not_triton(device, index):
+        return why_not
     if d_k > 128:
         return f"supports up to 128 key features a head, not {d_k}: use more heads"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    if device != "cuda":
-        return f"needs an NVIDIA GPU (or TRITON_INTERPRET=1, for tests), and the tensors are on {device}"
     gpu = torch.cuda.get_device_properties(index)
-    if gpu.major < 8:
-        return f"needs a GPU of compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
     # Wider types need more shared memory, which most GPUs have less of, and more compilation time, which in float64
     # takes minutes: docs/kernels.md.
     bits = 16 if dtype == torch.bfloat16 else max(32, 8 * dtype.itemsize)
@@ -162,6 +161,22 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     if d_k > most:
         return f"supports up to {most} key features a head in {dtype} on {gpu.name}, not {d_k}: use bfloat16"
     return None
+
+
+def why_not_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str | None:
+    """Return why `auto` does not use the kernels on this GPU, or None if they pass their check (model/ops/checks.py).
+
+    Args:
+        given: types and last dimensions of q, k, log_v and, with gates, log_f.
+    """
+    if why_not := _why_not_triton("cuda", index, *given[0]):
+        return why_not
+    from model.ops.checks import failed_check  # only GPUs need it
+    from model.ops.log_attention.check import check
+
+    types, sizes = (str(dtype).removeprefix("torch.") for dtype, _ in given), (size for _, size in given)
+    what = "the Triton kernels of log attention"
+    return failed_check(what, check, f"cuda:{index}", dtypes=tuple(types), sizes=tuple(sizes))
 
 
 def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState | None, causal: bool) -> None:

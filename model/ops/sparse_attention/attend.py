@@ -32,8 +32,8 @@ _SHORT = 128  # tokens: for shorter sequences, preparing tiles takes longer than
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where each query attends to the keys of its head's pattern.
 
-    CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention: both skip masked blocks.
-    Otherwise attention is dense with a mask, and a message says so.
+    CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention where it passes its check: both
+    skip masked blocks. Otherwise attention is dense with a mask, and a message says so.
 
     Args:
         q: (B, H, T, D).
@@ -55,7 +55,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     if q.numel() == 0:  # the kernels would divide by 0
         return q.clone()
     k, v = (x if G == H else x.repeat_interleave(H // G, dim=1) for x in (k, v))
-    form = _form(q.device.type, q.dtype, q.shape[3])
+    form = _form(q.device, q.dtype, q.shape[3])
     kinds = list(dict.fromkeys(patterns))
     if len(kinds) == 1:
         return _attend(form, q, k, v, kinds[0])
@@ -65,13 +65,22 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     return torch.cat(parts, dim=1)[:, order]
 
 
-def _form(device: str, dtype: torch.dtype, head_dim: int) -> str:
+def _form(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Choose "tiles", "flex" or "masks"."""
-    if device == "cpu":
+    if device.type == "cpu":
         return "tiles"
-    if device == "cuda" and head_dim >= 16 and dtype != torch.float64:
+    if device.type != "cuda":
+        why: str | None = "is for CUDA GPUs"
+    elif head_dim < 16 or dtype == torch.float64:
+        why = "needs 16 features a head and a smaller type than float64"
+    else:
+        from model.ops.checks import failed_check  # only GPUs need it
+        from model.ops.sparse_attention.check import check
+
+        name = str(dtype).removeprefix("torch.")
+        why = failed_check("compiled FlexAttention", check, str(device), dtype=name, head_dim=head_dim)
+    if why is None:
         return "flex"
-    why = "needs 16 features a head and a smaller type than float64" if device == "cuda" else "is for CUDA GPUs"
     say_once(f"sparse attention computes masked scores too, which is slower: FlexAttention {why}")
     return "masks"
 
@@ -168,11 +177,7 @@ def _mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
 
 
 def _by_flex_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """Attend by FlexAttention's block masks.
-
-    Compiled, and with its backward pass, this has not run on a GPU. A test compares its masks, and its forward pass
-    uncompiled, with the definition.
-    """
+    """Attend by FlexAttention's block masks. `_form` chooses this only where it passes its check."""
     attend, _ = _flex_attention()
     y: Tensor = attend(q, k, v, block_mask=_block_mask(pattern, q.shape[2], q.device))
     return y

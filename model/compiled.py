@@ -1,0 +1,60 @@
+"""The check of torch.compile, which runs before a GPU trains with it: see model/ops/checks.py."""
+
+import contextlib
+import json
+from copy import deepcopy
+
+import torch
+from torch import Tensor
+
+from common.settings import decode
+from model.gpt import GPT, GPTConfig
+from model.ops.checks import Outputs, judge, require_same_bits
+
+_SEQUENCES, _TOKENS = 2, 130
+
+
+def shortened(config: GPTConfig) -> str:
+    """Return the same model with few layers and tokens, as JSON: what `check` compiles."""
+    n_layer = min(config.n_layer, max(2, len(config.attention_pattern or [])))
+    n_vocab = min(config.n_vocab, 512)
+    return json.dumps(config.model_dump(mode="json") | {"n_layer": n_layer, "n_vocab": n_vocab}, sort_keys=True)
+
+
+def check(device: str, model: str, dtype: str, deterministic: bool) -> None:
+    """Compare the loss and all gradients of a compiled model with those of the same model in float64 on the CPU.
+
+    Args:
+        model: GPTConfig as JSON.
+        dtype: bfloat16 is autocast.
+        deterministic: whether torch's algorithms are deterministic; then two runs must have the same bits.
+
+    Raises:
+        Wrong: an error is more than twice that of the model that is not compiled, or a second run has other bits.
+    """
+    torch.use_deterministic_algorithms(deterministic)
+    torch.manual_seed(0)
+    config = decode(GPTConfig, json.loads(model))
+    ids = torch.randint(config.n_vocab, (_SEQUENCES, min(_TOKENS, config.max_len or _TOKENS) + 1))
+    truth = GPT(config).double()
+    gpt = deepcopy(truth).to(device, torch.float32 if dtype == "bfloat16" else getattr(torch, dtype))
+    exact, own = _loss_and_gradients(truth, ids, "float64"), _loss_and_gradients(gpt, ids, dtype)
+    gpt.summed_loss = torch.compile(gpt.summed_loss)  # type: ignore[method-assign]
+    runs = [_loss_and_gradients(gpt, ids, dtype) for _ in range(2)]
+    judge("compiled", runs[0], own, exact, 4 * torch.finfo(torch.bfloat16).eps if dtype == "bfloat16" else 0.0)
+    if deterministic:
+        require_same_bits("compiled", *runs)
+
+
+def _loss_and_gradients(gpt: GPT, ids: Tensor, dtype: str) -> Outputs:
+    """The mean loss of the tokens, as in a training step."""
+    ids = ids.to(gpt.embed.weight.device)
+    with torch.autocast(ids.device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext():
+        loss = gpt.summed_loss(ids[:, :-1], ids[:, 1:])
+    loss = loss / ids[:, 1:].numel()
+    names, params = zip(*gpt.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss, params)
+    return Outputs(
+        {"the loss": loss.detach()},
+        {f"the gradient of {name}": x for name, x in zip(names, gradients, strict=True)},
+    )

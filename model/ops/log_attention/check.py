@@ -1,0 +1,64 @@
+"""The check of the Triton kernels of log attention, which `auto` runs before it uses them: see model/ops/checks.py."""
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from model.ops.checks import Tensors, compare
+from model.ops.log_attention import LogAttentionState, log_attention
+from model.ops.log_attention.state import empty_state
+
+DEVIATIONS = (1, 80)  # at 80, plain exponentials under- and overflow, and the exact form computes most tiles
+_FORGOTTEN = 0.05  # times the deviation: a head's gates of a chunk add up to about -2.6, or -200
+
+
+def check(device: str, dtypes: Sequence[str], sizes: Sequence[int], T: int = 130) -> None:
+    """Compare the kernels with the definition, causal and not, with and without a state, near 0 and far from it.
+
+    Args:
+        dtypes: types of q, k, log_v and, with gates, log_f.
+        sizes: their last dimensions.
+        T: tokens; 130 are two chunks and the beginning of a third.
+
+    Raises:
+        Wrong: a result or a gradient is wrong, or a second run has other bits.
+    """
+    for causal, has_state, deviation in itertools.product((True, False), (False, True), DEVIATIONS):
+        if len(sizes) == 4 and not causal:  # with gates, all attention is causal
+            continue
+        case = f"{'causal' if causal else 'full'}, {'a state' if has_state else 'no state'}, deviation {deviation}"
+        kernels, definition = (partial(attend, causal, backend) for backend in ("triton", "naive"))
+        compare(case, kernels, definition, inputs(torch.device(device), dtypes, sizes, T, has_state, deviation))
+
+
+def inputs(
+    device: torch.device, dtypes: Sequence[str], sizes: Sequence[int], T: int, has_state: bool, deviation: int
+) -> Tensors:
+    """Random q, k, log_v and perhaps log_f, in the memory layout of a model, and the state; (1, 2, T, sizes) each."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = {}
+    for name, dtype, size in zip(("q", "k", "log_v", "log_f"), dtypes, sizes, strict=False):
+        x = deviation * torch.randn(1, T, 2, size, generator=generator)
+        x = x if name != "log_f" else -_FORGOTTEN * x.abs()
+        leaves[name] = x.to(device, getattr(torch, dtype)).transpose(1, 2)
+    if has_state:
+        empty = empty_state(leaves["q"], leaves["log_v"])
+        state = (deviation * torch.randn(x.shape, generator=generator).to(x) for x in empty)
+        leaves |= zip(LogAttentionState._fields, state, strict=True)
+    return leaves
+
+
+def attend(
+    causal: bool, backend: str, /, log_s: Tensor | None = None, log_z: Tensor | None = None, **given: Tensor
+) -> Tensors:
+    """Log attention as a function of `inputs`; the state after the tokens is wanted if one is given."""
+    state = None if log_s is None or log_z is None else LogAttentionState(log_s, log_z)
+    found = log_attention(**given, causal=causal, state=state, return_state=state is not None, backend=backend)
+    if state is None:
+        return {"log_y": cast(Tensor, found)}
+    log_y, after = cast(tuple[Tensor, LogAttentionState], found)
+    return {"log_y": log_y, **after._asdict()}

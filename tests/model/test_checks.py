@@ -1,0 +1,212 @@
+"""Kernels are used once they pass their check, which may also crash or hang; the outcome is kept."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import fake_checks
+import pytest
+import torch
+
+from common.console import say_once
+from model.ops import checks, log_attention
+from model.ops.checks import Wrong, failed_check
+from model.ops.log_attention import check as log_attention_check
+from model.ops.sparse_attention import attend, sparse_attention
+from model.ops.sparse_attention import check as sparse_attention_check
+
+AGAIN = "to check again, remove log_gpt/checks/"
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """The folder of outcomes, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    failed_check.cache_clear()
+    say_once.cache_clear()
+    yield tmp_path / "log_gpt" / "checks"
+    failed_check.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("check", "seconds", "reason"),
+    [
+        (fake_checks.crashes, 60, "failed a check: its process crashed (SIGABRT)"),
+        (fake_checks.hangs, 0.5, "failed a check: it did not end within 0.5 seconds"),
+        pytest.param(
+            *(fake_checks.does_not_compile, 60, "failed a check: RuntimeError: PassManager::run failed"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_fails_is_said_and_kept(kept, monkeypatch, check, seconds, reason):
+    assert failed_check("a kernel", check, "cpu", seconds).startswith(f"{reason} ({AGAIN}")
+    (file,) = kept.glob("*.json")
+    assert json.loads(file.read_text())["failure"] == reason
+    failed_check.cache_clear()
+    monkeypatch.setattr(checks, "_run", None)  # it does not run again
+    assert failed_check("a kernel", check, "cpu", seconds).startswith(reason)
+
+
+def test_what_passes_runs_once_for_each_version(kept, monkeypatch, tmp_path, capsys):
+    ran = []
+    monkeypatch.setattr(checks, "_run", lambda check, arguments, seconds: (ran.append(arguments), (None, ""))[1])
+
+    def run(**arguments):
+        failed_check.cache_clear()
+        assert failed_check("a kernel", fake_checks.passes, "cpu", **arguments) is None
+        return len(ran)
+
+    assert run(d=1) == run(d=1) == 1
+    assert run(d=2) == 2
+    for file in kept.glob("*.json"):
+        file.write_text("{")  # damaged
+    assert (run(d=1), run(d=2), run(d=1)) == (3, 4, 4)
+    monkeypatch.setattr(checks, "triton_version", lambda: "0.0")
+    assert run(d=1) == 5
+    path = tmp_path / "new.py"
+    path.write_text("")
+    monkeypatch.setattr(checks.inspect, "getfile", lambda check: str(path))
+    assert run(d=1) == 6
+    path.write_text("# changed")
+    assert run(d=1) == 7
+    assert capsys.readouterr().out.splitlines() == [
+        "checking a kernel on this machine (cpu), once: this takes a minute or two"
+    ]
+
+
+def test_without_a_folder_nothing_is_used(kept, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    why = failed_check("a kernel", fake_checks.passes, "cpu")
+    assert why.startswith("cannot be checked: XDG_CACHE_HOME=")
+    assert why.endswith("choose another folder")
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_runs_it(kept, tmp_path):
+    log = tmp_path / "log"
+    code = f"""
+from model.ops.checks import failed_check
+import fake_checks
+assert failed_check("a kernel", fake_checks.passes, "cpu", log={str(log)!r}, sleep=2) is None
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
+    assert [process.wait(200) for process in running] == [0, 0]
+    assert log.read_text() == "ran\n"
+
+
+@pytest.mark.parametrize(
+    ("operator", "reason"),
+    [
+        ("off", r"^y is off by 1.0e-03, and 1\.\de-06 is allowed \(squares\)$"),
+        ("gradient_off", "^the gradient of x is off by"),
+        ("Unsteady", r"^y has other bits in a second run \(squares\)$"),
+    ],
+)
+def test_wrong_numbers_and_other_bits(operator, reason):
+    with pytest.raises(Wrong, match=reason):
+        fake_checks.compares("cpu", operator)
+
+
+def test_right_numbers_pass_and_nan_does_not():
+    fake_checks.compares("cpu", "square")
+    with pytest.raises(Wrong, match="y is off by nan"):
+        checks.compare(
+            "", lambda x: {"y": x.square() * torch.nan}, fake_checks.square, {"x": torch.ones(2, dtype=torch.bfloat16)}
+        )
+
+
+@pytest.mark.slow
+def test_wrong_numbers_of_a_process_are_a_reason(kept):
+    why = failed_check("a kernel", fake_checks.compares, "cpu", operator="off")
+    assert why.startswith("failed a check: y is off by 1.0e-03")
+
+
+@pytest.mark.parametrize("change", [1.0, 1.01])
+@pytest.mark.parametrize("gates", [False, True], ids=["", "gates"])
+def test_the_check_of_log_attention_tells_right_from_wrong(monkeypatch, gates, change):
+    """With the chunked form in place of the kernels."""
+
+    def form(q, k, log_v, log_f, **options):
+        found = log_attention.chunked_log_attention(q * change, k, log_v, log_f, **options)
+        return found
+
+    monkeypatch.setitem(log_attention.BACKENDS, "triton", form)
+    dtypes, sizes = (["float32"] * 4, [4, 4, 3, 4]) if gates else (["float32"] * 3, [4, 4, 3])
+    check = partial(log_attention_check.check, "cpu", dtypes, sizes, T=70)
+    if change == 1:
+        check()
+    else:
+        with pytest.raises(Wrong, match=r"^log_y is off by .* \(causal, no state, deviation 1\)$"):
+            check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "sizes"), [("float32", (4, 4, 3)), ("bfloat16", (4, 4, 3, 1))])
+def test_the_kernels_pass_in_the_interpreter(kept, dtype, sizes):
+    pytest.importorskip("triton")
+    dtypes = (dtype,) * 3 + ("float32",) * (len(sizes) - 3)
+    check = log_attention_check.check
+    assert failed_check("kernels", check, "cpu", 900.0, dtypes=dtypes, sizes=sizes, T=5) is None
+
+
+def test_a_perturbed_kernel_fails(monkeypatch):
+    """In Triton's interpreter, one case: a kernel that loses a thousandth of the last token's key."""
+    from model.ops.log_attention import triton
+
+    form = triton.triton_log_attention
+
+    def perturbed(q, k, log_v, log_f=None, **options):
+        return form(q, torch.cat([k[:, :, :-1], k[:, :, -1:] * 1.001], 2), log_v, log_f, **options)
+
+    monkeypatch.setattr(triton, "triton_log_attention", perturbed)
+    leaves = log_attention_check.inputs(torch.device("cpu"), ["float32"] * 3, [4, 4, 3], 3, False, 1)
+    kernels, definition = (partial(log_attention_check.attend, True, name) for name in ("triton", "naive"))
+    with pytest.raises(Wrong, match="log_y is off by"):
+        checks.compare("causal", kernels, definition, leaves)
+    monkeypatch.setattr(triton, "triton_log_attention", form)
+    checks.compare("causal", kernels, definition, leaves)
+
+
+@pytest.mark.parametrize(("change", "dtype"), [(1.0, "float32"), (1.0, "bfloat16"), (1.1, "float32")])
+def test_the_check_of_flex_attention_tells_right_from_wrong(monkeypatch, change, dtype):
+    """FlexAttention has no backward pass on CPUs: tiles stand in for it."""
+    monkeypatch.setattr(attend, "_by_flex_attention", lambda q, k, v, p: sparse_attention(q * change, k, v, [p]))
+    if change == 1:
+        sparse_attention_check.check("cpu", dtype, 16, T=140)
+    else:
+        with pytest.raises(Wrong, match=r"^y is off by .* \(window\)$"):
+            sparse_attention_check.check("cpu", dtype, 16, T=140)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A fake GPU."""
+    facts = SimpleNamespace(name="NVIDIA Test", major=10, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+@pytest.mark.parametrize("failure", [None, "failed a check: its process crashed (SIGABRT)"])
+def test_kernels_are_used_where_they_pass(gpu, kept, monkeypatch, capsys, failure):
+    runs = []
+    monkeypatch.setattr(checks, "_run", lambda *arguments: (runs.append(arguments), (failure, ""))[1])
+    given = [(torch.bfloat16, 32)] * 3 + [(torch.float32, 1)]
+    for _ in range(2):
+        chosen = log_attention._fastest_on_gpu(0, *given)
+        assert chosen == ("triton" if failure is None else "chunked")
+        assert attend._form(torch.device("cuda:0"), torch.bfloat16, 32) == ("flex" if failure is None else "masks")
+    (check, arguments, _), (other, _, _) = runs
+    assert check == "model.ops.log_attention.check:check"
+    assert arguments == {"device": "cuda:0", "dtypes": ("bfloat16",) * 3 + ("float32",), "sizes": (32, 32, 32, 1)}
+    assert other == "model.ops.sparse_attention.check:check"
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("checking the Triton kernels of log attention on this machine (NVIDIA Test, compute cap")
+    if failure is not None:
+        assert lines[0].startswith(f"log attention uses plain torch, which is slower: backend='triton' {failure}")
+        assert lines[2].endswith(f"{failure} ({lines[2].partition('SIGABRT) (')[2]}")

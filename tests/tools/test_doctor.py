@@ -1,0 +1,138 @@
+"""scripts/doctor.py describes the machine, says what is wrong with it, and names nobody."""
+
+import getpass
+import json
+import platform
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tools.doctor import examine as doctor
+from tools.doctor import machine, rates
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+SMALL = [
+    "model=log_gpt2_1m",
+    "model.n_layer=1",
+    "model.n_embd=16",
+    "model.n_head=2",
+    "model.n_vocab=64",
+    "seq_len=16",
+    "runtime.device=cpu",
+    "batch_tokens=64",
+]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A model and matrices of no size, on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "FLAGSHIP", SMALL)
+    monkeypatch.setattr(rates, "SIZES", {"cpu": 16})
+    monkeypatch.setattr(rates, "BYTES", {"cpu": 2**12})
+    monkeypatch.setattr(rates, "_SECONDS", 0.001)
+
+
+def test_a_cpu_is_examined(small, command, tmp_path):
+    out = tmp_path / "doctor.json"
+    result = command("scripts/doctor", f"out={out}")
+    assert result.status == 0, result.err
+    found = json.loads(out.read_text())
+    assert found["machine"]["torch"] == torch.__version__
+    assert {row["type"] for row in found["rates"]} == {"bfloat16", "float32", "float64"}
+    assert all(row["TFLOP_per_s"] > 0 and row["GB_per_s"] > 0 for row in found["rates"])
+    training = found["training"]
+    assert training["hours"] == pytest.approx(training["tokens"] / training["tokens_per_second"] / 3600)
+    for word in ("not checked", "torch", "time of pile 125m", "GB per s"):
+        assert word in result.out.replace("_", " ")
+
+
+def test_no_names_are_written():
+    names = str(Path.home()), getpass.getuser(), platform.node()
+    text = doctor.without_names(json.dumps([f"{name}/x: {name} failed" for name in names]))
+    assert all(not doctor.re.search(rf"(?<!\w){doctor.re.escape(name)}(?!\w)", text) for name in names)
+
+
+def test_what_breaks_is_a_finding_and_the_rest_goes_on(small, monkeypatch, capsys):
+    def broken(device):
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    monkeypatch.setattr(doctor, "rates", broken)
+    doctor.examine(None)
+    out = capsys.readouterr().out
+    assert "- rates fails (RuntimeError: CUDA error: an illegal memory access): report it" in out
+    assert "tokens per second" in out.replace("_", " ")
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Where devices are listed: none, and torch sees none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = {"dev": tmp_path / "dev", "bus": tmp_path / "bus"}
+    for folder in found.values():
+        folder.mkdir()
+    return found
+
+
+def findings(places, free=1e12):
+    return list(machine.findings({"here": free}, **places))
+
+
+def test_findings_of_a_gpu_that_is_not_used(places, monkeypatch):
+    assert findings(places) == []
+    card = places["bus"] / "0000:01:00.0"
+    card.mkdir()
+    (card / "vendor").write_text("0x10de\n")
+    (card / "class").write_text("0x030200\n")
+    (line,) = findings(places)
+    assert line.startswith("there is an NVIDIA GPU, but no /dev/nvidia0: install its driver")
+    (places["dev"] / "nvidia0").touch()
+    (line,) = findings(places)
+    assert line.startswith("torch does not see the GPU: ")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert findings(places) == ["CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"]
+
+
+def test_findings_of_the_machine(places, monkeypatch, tmp_path):
+    (line,) = findings(places, free=1e9)
+    assert line == "only 1.0 GB are free here: give train.py a run_dir on a larger disk"
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    assert findings(places)[0].startswith("other work is running (load 1000.0 on ")
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    mismatch = "Failed to initialize NVML: Driver/library version mismatch"
+    smi = SimpleNamespace(returncode=18, stdout=f"{mismatch}\n", stderr="")
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: smi)
+    (line,) = findings(places)
+    assert line.startswith(f"nvidia-smi fails ({mismatch})")
+
+
+@pytest.mark.parametrize(
+    ("emulated", "built", "said"), [(True, "sm_75", "emulates bfloat16"), (False, "sm_90", "has no kernels")]
+)
+def test_findings_of_a_gpu(places, monkeypatch, emulated, built, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="T4", major=7, minor=5))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [built])
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not emulated)
+    monkeypatch.setattr(machine, "triton_version", lambda: "3.7.1")
+    (line,) = findings(places)
+    assert said in line
+
+
+def test_the_drivers_version(tmp_path):
+    path = tmp_path / "version"
+    assert machine.driver(path) is None
+    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12.2\n")
+    assert machine.driver(path) == "535.129.03"
+
+
+@pytest.mark.slow
+def test_sums_over_processes_are_timed():
+    assert rates.all_reduce_rate(2) > 0

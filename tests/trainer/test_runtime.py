@@ -1,0 +1,112 @@
+"""Devices, types and compilation are chosen for what the machine has; what is wrong with it is an error."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.console import say_once
+from common.settings import UserError, decode
+from model import compiled
+from model.gpt import GPTConfig
+from model.ops import checks
+from model.ops.checks import Wrong
+from trainer import runtime
+from trainer.runtime import DeviceConfig, Runtime, RuntimeConfig, maybe_compile, open_runtime, why_gpu_is_unseen
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+COMPILE = torch.compile
+MODEL = {
+    "n_vocab": 50,
+    "n_layer": 3,
+    "n_head": 2,
+    "n_embd": 8,
+    "attention": {"name": "log_space"},
+    "block": {"name": "glu"},
+    "position": {"name": "log_recurrence"},
+}
+
+
+@pytest.fixture
+def gpu_node(tmp_path, monkeypatch):
+    """A folder of devices with a GPU, which torch does not see."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "nvidia0").touch()
+    return tmp_path
+
+
+def test_a_gpu_that_torch_does_not_see_has_a_cause(gpu_node, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert why_gpu_is_unseen(gpu_node).endswith("is built without CUDA: install a build of torch with it")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def refuse():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Please update\nit.")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    assert why_gpu_is_unseen(gpu_node).startswith(
+        "The NVIDIA driver on your system is too old (found version 12020), and torch"
+    )
+
+
+def test_a_gpu_that_is_hidden_or_absent_is_no_cause(gpu_node, monkeypatch, tmp_path):
+    assert why_gpu_is_unseen(tmp_path / "none") is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert why_gpu_is_unseen(gpu_node) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert why_gpu_is_unseen(gpu_node) is None
+
+
+def test_training_does_not_fall_back_to_the_cpu_in_silence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(runtime, "why_gpu_is_unseen", lambda: "the driver is too old: update it")
+    with pytest.raises(UserError, match=r"^this machine has a GPU .* too old: update it; or use runtime\.device=cpu$"):
+        open_runtime(decode(DeviceConfig, {"device": "auto"}))
+    assert open_runtime(decode(DeviceConfig, {"device": "cpu"})).device.type == "cpu"
+
+
+@pytest.mark.parametrize(("emulated", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_auto_takes_float32_where_bfloat16_is_emulated(monkeypatch, emulated, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or not emulated
+    )
+    assert open_runtime(decode(DeviceConfig, {"device": "auto"})).dtype == dtype
+
+
+@pytest.mark.parametrize("failure", [None, "failed a check: the loss is off by 1"])
+def test_a_gpu_compiles_what_passes(monkeypatch, capsys, tmp_path, failure):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    facts = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checks, "_run", lambda *arguments: (failure, ""))
+    checks.failed_check.cache_clear()
+    say_once.cache_clear()
+    module, here = torch.nn.Linear(1, 1), Runtime(torch.device("cuda"), torch.bfloat16)
+    maybe_compile([module], decode(RuntimeConfig, {}), here, decode(GPTConfig, MODEL))
+    assert (module._compiled_call_impl is None) == (failure is not None)
+    if failure:
+        assert f"not compiled: torch.compile {failure}" in capsys.readouterr().out
+
+
+def faked(monkeypatch, backend):
+    monkeypatch.setattr(torch, "compile", lambda function: COMPILE(function, backend=backend))
+
+
+def test_a_compiled_model_is_compared_with_eager(monkeypatch):
+    model = compiled.shortened(decode(GPTConfig, MODEL))
+    assert '"n_layer": 2' in model
+    faked(monkeypatch, "eager")
+    compiled.check("cpu", model, "float32", True)
+
+    def off(graph, inputs):
+        return lambda *given: [x * 1.01 if x.requires_grad else x for x in graph(*given)]
+
+    torch.compiler.reset()
+    faked(monkeypatch, off)
+    with pytest.raises(Wrong, match=r"^the loss is off by"):
+        compiled.check("cpu", model, "float32", True)

@@ -1,0 +1,120 @@
+"""The doctor's rounds: what this machine is, its checks and rates, a training step, and what to do."""
+
+import getpass
+import json
+import platform
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.console import say
+from common.files import write_json
+from common.settings import decode
+from model.gpt import GPT
+from model.ops.log_attention import why_not_on_gpu
+from tools.bench.harness import Row, composed, print_table, timed
+from tools.bench.train import Training
+from tools.doctor.machine import disks, findings, versions
+from tools.doctor.rates import all_reduce_rate, rates
+from tools.plan.measure import measure_rate
+from tools.plan.report import duration, gigabytes
+from trainer.config import TrainConfig
+from trainer.runtime import Runtime, open_runtime, peak_flops, why_not_compiled
+
+FLAGSHIP = ["experiment=pile_125m", "model=log_gpt2_125m"]
+_CPU_TOKENS = 64
+_PASSED = "passed"
+
+
+def examine(out: Path | None) -> None:
+    """Print tables of this machine and lines of what to do; write all of it to `out`, too."""
+    config, disk, problems = decode(TrainConfig, composed(FLAGSHIP)), disks(), []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    runtime = open_runtime(config.runtime.model_copy(update={"device": device}))
+
+    def part(name: str, work: Callable[[], Any]) -> Any:
+        """What `work` returns; if the machine fails at it, that is a finding."""
+        say(f"{name} ...")
+        try:
+            return work()
+        except (RuntimeError, OSError) as error:
+            first = str(error).strip().partition("\n")[0]
+            problems.append(f"{name} fails ({type(error).__name__}: {first}): report it with out=doctor.json")
+            return None
+
+    about = part("versions", versions)
+    checks = part("checks", lambda: kernels(config, runtime)) if device == "cuda" else {}
+    measured = part("rates", lambda: rates(runtime.device))
+    n_gpu = torch.cuda.device_count()
+    reduced = part("all-reduce", lambda: all_reduce_rate(n_gpu)) if n_gpu > 1 else None
+    training = part("a training step", lambda: step(config, runtime, max(1, n_gpu)))
+    failed = [f"{name} {outcome}" for name, outcome in (checks or {}).items() if outcome != _PASSED]
+    problems = [*findings(disk), *failed, *problems]
+    found = {"machine": about, "disk": disk, "checks": checks, "rates": measured, "all_reduce_GB_per_s": reduced}
+    found |= {"training": training, "findings": problems}
+    show(found)
+    if out is not None:
+        write_json(out, json.loads(without_names(json.dumps(found))))
+        say(f"written to {out}")
+
+
+def show(found: Row) -> None:
+    """Print the tables, and what to do last."""
+    about = dict(found["machine"] or {})
+    about |= {"free_memory": gigabytes(about.get("free_memory"))}
+    about |= {f"disk_{name}": gigabytes(free) for name, free in found["disk"].items()}
+    about |= found["checks"] or {"kernels": "not checked: they need a GPU"}
+    training = dict(found["training"] or {})
+    if training:
+        training["time_of_pile_125m"] = duration(3600 * training.pop("hours"))
+    about |= {"all_reduce_GB_per_s": found["all_reduce_GB_per_s"]} | training
+    about = {name: "none" if value is None else value for name, value in about.items()}
+    print_table("this machine", [{"what": name, "found": value} for name, value in about.items()])
+    if found["rates"]:
+        print_table("matrix products, and copies (bytes read and written)", found["rates"])
+    for line in found["findings"] or ["nothing is wrong"]:
+        say(f"- {line}")
+
+
+def without_names(text: str) -> str:
+    """Replace the names of host and user, and the user's folder."""
+    for name, stand_in in ((str(Path.home()), "~"), (platform.node(), "HOST"), (getpass.getuser(), "USER")):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", stand_in, text) if len(name) > 1 else text
+    return text
+
+
+def kernels(config: TrainConfig, runtime: Runtime) -> dict[str, str]:
+    """Run the checks that training would run; says "passed", or why it would not use these kernels."""
+    index, model = torch.cuda.current_device(), config.model
+    given = [(runtime.dtype, model.head_features)] * 3
+    outcomes = {"log attention": why_not_on_gpu(index, *given), "torch.compile": why_not_compiled(runtime, model)}
+    return {name: why_not or _PASSED for name, why_not in outcomes.items()}
+
+
+def step(config: TrainConfig, runtime: Runtime, n_device: int) -> Row:
+    """Tokens per second of one device in a run of this configuration, and what follows from them."""
+    sequences = config.batch_size // n_device
+    if runtime.device.type == "cuda":
+        rate = measure_rate(config, min(int(config.runtime.micro_batch), sequences), sequences)
+        seq_len = config.seq_len
+    else:  # a single short sequence, since a step takes minutes; the update's time is left out, as a batch is large
+        seq_len = min(_CPU_TOKENS, config.seq_len)
+        training = Training(config.model_copy(update={"seq_len": seq_len}), 1)
+        training.step()
+        rate = seq_len / timed(training.one_more)()
+    with torch.device("meta"):
+        flops = GPT(config.model).flops_per_token(seq_len)
+    peak = peak_flops(runtime.device, runtime.dtype)
+    tokens = config.max_steps * config.batch_tokens
+    return {
+        "model": "log_gpt2_125m",
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "seq_len": seq_len,
+        "tokens_per_second": rate,
+        "mfu": peak and rate * flops / peak,
+        "tokens": tokens,
+        "hours": tokens / (rate * n_device) / 3600,
+    }
