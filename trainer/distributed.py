@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,14 +80,17 @@ class World:
         if self.watchdog is not None:
             self.watchdog.end(failed=error is not None and _is_own(error))
 
-    def wrap(self, module: nn.Module, strategy: Strategy = "ddp") -> nn.Module:
+    def wrap(self, module: nn.Module, strategy: Strategy = "ddp", dtype: torch.dtype = torch.float32) -> nn.Module:
         """Move the module to this process's device, and average its gradients over all processes.
 
         Args:
-            module: on the CPU, with the same weights in every process; its attribute `gpt` is the model.
+            module: on the CPU, with the same weights in every process; its attribute `gpt` is the model. With fsdp it
+                may be on the meta device, and stays there.
             strategy: with ddp, every process holds the whole model. With fsdp, it holds a part of every parameter:
                 parameters become DTensors in place, so build the optimizer afterwards. A device holds at most one
                 whole block and the embeddings at a time.
+            dtype: the runtime's. With bfloat16, fsdp sends the matrices of blocks in it, and autocast has nothing left
+                to cast: results are those of ddp. Parameters and sums of gradients stay float32.
 
         Raises:
             UserError: strategy is fsdp and no launcher started this process.
@@ -100,10 +104,15 @@ class World:
             raise UserError(f"runtime.strategy=fsdp needs several processes: {start}, or use runtime.strategy=ddp")
         gpt: Any = module.gpt
         mesh = init_device_mesh(self.device.type, (self.size,))
-        for part in [*gpt.blocks, gpt]:
-            # By default, the root's parameters stay whole after a forward pass, even one without a backward pass:
-            # a checkpoint after an evaluation would not hold the parameters that the optimizer updates.
-            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        # By default, the root's parameters stay whole after a forward pass, even one without a backward pass:
+        # a checkpoint after an evaluation would not hold the parameters that the optimizer updates.
+        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=True)
+        # The root has what autocast computes with in float32: embeddings, and the few other parameters of blocks.
+        matrices = {m.weight for block in gpt.blocks for m in block.modules() if isinstance(m, nn.Linear)}
+        shard(gpt, ignored_params=matrices)
+        policy = MixedPrecisionPolicy(dtype, torch.promote_types(dtype, torch.float32), cast_forward_inputs=False)
+        for block in gpt.blocks:
+            shard(block, ignored_params=set(block.parameters()) - matrices, mp_policy=policy)
         for method in ("summed_loss", "token_losses"):  # methods called besides forward()
             register_fsdp_forward_method(gpt, method)
         return module
@@ -111,11 +120,14 @@ class World:
     def sync_gradients(self, module: nn.Module, now: bool) -> AbstractContextManager[None]:
         """Average gradients in the backward passes inside (`now`), or leave that to a later micro-batch.
 
-        With fsdp, gradients are always averaged: otherwise every process would keep whole gradients.
+        So gradients are sent once a step. Until then, every process holds whole gradients, also with fsdp; only in
+        steps of a single micro-batch, fsdp shares them block by block.
         """
-        if now or not isinstance(module, DistributedDataParallel):
-            return contextlib.nullcontext()
-        return module.no_sync()
+        if isinstance(module, DistributedDataParallel) and not now:
+            return module.no_sync()
+        if isinstance(gpt := getattr(module, "gpt", None), FSDPModule):
+            gpt.set_requires_gradient_sync(now)
+        return contextlib.nullcontext()
 
     def full(self, tensor: Tensor) -> Tensor:
         """The whole of a sharded tensor; other tensors are returned unchanged. Every process must call this."""

@@ -15,7 +15,7 @@ from torch import nn
 from common.console import say_once
 from common.settings import Settings, UserError
 from model.compiled import check, shortened
-from model.gpt import GPTConfig
+from model.gpt import GPTConfig, Recompute
 from model.ops.checks import failed_check
 from trainer.devices import device_of_gpu
 
@@ -44,6 +44,9 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     auto: as many as fit in memory."""
     strategy: Literal["ddp", "fsdp"]
     """ddp: every process holds the whole model; fsdp: each holds a part, for models too large for one GPU."""
+    recompute: Recompute
+    """Activations that the backward pass computes again instead of keeping them. block: all but the inputs of blocks;
+    selective: all but these and blocks' products with weights."""
     on_nonfinite: Literal["halt", "skip", "rollback"]
     """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: skip the batch; rollback: return to
     the last checkpoint, and skip the batch when it is reached again."""
