@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.sampling import SamplingConfig, draw, next_token_probabilities
+from common.settings import UserError
+from inference.sampling import NOT_FINITE, SamplingConfig, draw
 from model.gpt import GPT, GPTState
 from model.state import cat_states, select_rows
 
@@ -34,9 +35,9 @@ class Texts(NamedTuple):
     """
 
     logits: Tensor
-    """Logits of the next token, (B, n_vocab), on the CPU: there a seed draws the same text whatever the device."""
+    """Logits of the next token, (B, n_vocab)."""
     seen: Tensor
-    """Tokens that occur in the text, except the one that ends texts, bool (B, n_vocab), on the CPU."""
+    """Tokens that occur in the text, except the one that ends texts, bool (B, n_vocab)."""
     state: GPTState
 
 
@@ -48,12 +49,13 @@ def read(gpt: GPT, token_ids: Tensor, n_vocab: int, before: Texts | None = None)
         n_vocab: ids from here on, the padding of the embedding, are never drawn; the last, n_vocab - 1, ends texts.
         before: the texts that these tokens continue; None: they begin here.
     """
-    logits, state = gpt(token_ids.to(gpt.embed.weight.device), before and before.state, return_state=True)
-    seen = before.seen.clone() if before else torch.zeros(len(token_ids), n_vocab, dtype=torch.bool)
-    seen.scatter_(1, token_ids.cpu(), True)
-    seen[:, n_vocab - 1] = False
+    token_ids = token_ids.to(gpt.embed.weight.device)
+    logits, state = gpt(token_ids, before and before.state, return_state=True)
     logits = logits[..., :n_vocab]
-    return Texts(logits[:, -1].cpu(), seen, state), logits
+    seen = before.seen.clone() if before else torch.zeros_like(logits[:, -1], dtype=torch.bool)
+    seen.scatter_(1, token_ids, True)
+    seen[:, n_vocab - 1] = False
+    return Texts(logits[:, -1].clone(), seen, state), logits  # a view would keep the logits of all tokens
 
 
 class Generation:
@@ -67,7 +69,9 @@ class Generation:
         before: Texts | None = None,
     ) -> None:
         """`ids`: the tokens to read first. They may be empty if `before`, the text that they continue, is given."""
-        self.ids, self.sampling, self.generator = ids, sampling, generator
+        self.ids, self.generator = ids, generator
+        # A class that has more settings would keep apart texts that are drawn in the same way.
+        self.sampling = SamplingConfig(**{name: getattr(sampling, name) for name in SamplingConfig.model_fields})
         self.n_read = 0
         """How many of `ids` the model has read."""
         self.texts: Texts | None = None
@@ -178,14 +182,18 @@ class Engine:
         return not generation.finished
 
     def _draw(self) -> None:
-        for row, generation in enumerate(self._writing):
-            assert self._texts is not None
-            logits, seen = self._texts.logits[row], self._texts.seen[row]
-            with _failing([generation]):
-                probabilities = next_token_probabilities(logits, generation.sampling, seen)
-                generation.token_id = draw(probabilities, generation.generator)
-                generation.accept(generation.token_id, logits)
-        self._keep_unfinished()
+        if self._texts is not None:
+            texts = self._writing
+            with _failing(texts):
+                settings, generators = [text.sampling for text in texts], [text.generator for text in texts]
+                drawn = draw(self._texts.logits, self._texts.seen, settings, generators)
+                for text, token_id, logits in zip(texts, drawn, self._texts.logits, strict=True):
+                    with _failing([text]):
+                        if token_id < 0:
+                            raise UserError(NOT_FINITE)
+                        text.token_id = token_id
+                        text.accept(token_id, logits)
+            self._keep_unfinished()
 
     def _keep_unfinished(self) -> None:
         """Remove the rows of texts that have ended or are cancelled."""

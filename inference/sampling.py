@@ -1,10 +1,20 @@
-"""How a next token is drawn: the settings, the probabilities that they give, and the draw."""
+"""How next tokens are drawn: the settings, the weights that they give to tokens, and the draw."""
+
+from collections.abc import Sequence
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from common.settings import Settings, UserError
+from common.settings import Settings
+
+NOT_FINITE = "the model's output is not finite in float32: its weights are damaged, or its training diverged"
+
+_ONE = 2**52
+"""The weight of probability 1. Weights are integers, because their sums do not depend on the order of the terms, so a
+draw does not depend on the device or on other texts. They are exact in float64, which has all integers up to 2^53."""
+
+_CPU_ROWS = 4  # rows at once on a CPU: more do not fit into its caches
 
 
 class SamplingConfig(Settings):
@@ -22,47 +32,88 @@ class SamplingConfig(Settings):
     """Sample among the tokens at least this many times as likely as the most likely one; null: all."""
 
 
-def next_token_probabilities(logits: Tensor, sampling: SamplingConfig, seen: Tensor) -> Tensor:
-    """Probabilities (V,) float32 of the next token of one text.
+def draw(
+    logits: Tensor, seen: Tensor, samplings: Sequence[SamplingConfig], generators: Sequence[torch.Generator | None]
+) -> list[int]:
+    """Draw the next token of every text, on the device of the logits; -1 if a text's logits are not finite in float32.
 
-    They are computed in float64, in which no accepted setting rounds to 0 or makes a logit infinite.
+    A token depends only on the row, settings and generator of its own text.
 
     Args:
-        logits: (V,).
-        seen: the tokens that repetition_penalty applies to, bool (V,).
-
-    Raises:
-        UserError: the logits are not finite.
+        logits: (B, V).
+        seen: the tokens that repetition_penalty applies to, bool (B, V).
+        generators: sources of randomness, on the CPU, one for each text; None: torch's own. A draw takes one number.
     """
+    uniform = torch.stack([torch.rand((), dtype=torch.float64, generator=each) for each in generators])
+    uniform = uniform.to(logits.device)
+    drawn = torch.empty_like(uniform, dtype=torch.int64)
+    for sampling in dict.fromkeys(samplings):
+        rows = torch.tensor([row for row, each in enumerate(samplings) if each == sampling], device=logits.device)
+        for some in rows.split(_CPU_ROWS if logits.is_cpu else len(rows)):
+            drawn[some] = _draw(logits.index_select(0, some), seen[some], sampling, uniform[some])
+    return drawn.tolist()
+
+
+def _draw(logits: Tensor, seen: Tensor, sampling: SamplingConfig, uniform: Tensor) -> Tensor:
+    """Draw (B,) by the same settings for all rows, given numbers (B,) in [0, 1)."""
     logits = logits.float()
-    if not logits.isfinite().all():
-        raise UserError(
-            "the model's output is not finite in float32: its weights are damaged, or its training diverged"
-        )
-    logits, n_vocab, order = logits.double(), len(logits), None
+    finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()
+    ids, weights = weigh(logits, seen, sampling)  # of rows that are not finite, any
+    sums = weights.cumsum(-1)
+    found = torch.searchsorted(sums, (uniform * sums[:, -1]).long().unsqueeze(-1), right=True)  # (B, 1)
+    found = found.clamp(max=sums.shape[-1] - 1)
+    return ids.gather(-1, found).squeeze(-1).where(finite, -1)
+
+
+def weigh(logits: Tensor, seen: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Ids and weights, both int64 (B, K), of all tokens that can be drawn; a weight of 0 is never drawn.
+
+    Weights are in proportion to probabilities, in multiples of 2^-52 before top_p and min_p remove tokens.
+
+    Probabilities are computed in float64, in which no accepted setting makes a logit infinite.
+
+    Args:
+        logits: finite, float32 (B, V).
+        seen: bool (B, V).
+    """
+    n_vocab = logits.shape[-1]
     if sampling.repetition_penalty != 1:
         # Keskar et al. 2019 (CTRL), eq. 1, divides logits by the penalty. Negative ones are multiplied by it, as other
         # programs do: dividing them would make the token more likely.
-        penalty = sampling.repetition_penalty
+        logits, penalty = logits.double(), sampling.repetition_penalty
         logits = logits.where(~seen, torch.where(logits > 0, logits / penalty, logits * penalty))
     if sampling.temperature == 0:
-        return torch.nn.functional.one_hot(logits.argmax(), n_vocab).float()
-    # With the largest logit at 0, no temperature makes exp overflow.
-    logits = (logits - logits.max()) / sampling.temperature
+        ids = logits.argmax(-1, keepdim=True)
+        return ids, torch.ones_like(ids)
+    # With the largest logit at 0, no temperature makes exp overflow. GPUs divide by multiplying with the reciprocal.
+    largest, temperature = logits.amax(-1, keepdim=True).double(), max(sampling.temperature, 1e-300)
     if sampling.top_k is not None and sampling.top_k < n_vocab:
-        logits, order = logits.topk(sampling.top_k)  # descending
-    elif sampling.top_p is not None:
-        logits, order = logits.sort(descending=True, stable=True)
-    probabilities = logits.softmax(-1)
+        ids, logits = _largest(logits, sampling.top_k)
+    else:
+        ids = torch.arange(n_vocab, device=logits.device).expand_as(logits)
+    weights = (logits - largest).div_(temperature).softmax(-1).mul_(_ONE).long()
     if sampling.top_p is not None and sampling.top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities  # the probability of all more likely tokens
-        probabilities = probabilities.where(before < sampling.top_p, 0)
+        found, weights = _nucleus(logits, weights, sampling.top_p)
+        ids = ids.gather(-1, found)
     if sampling.min_p is not None:  # Nguyen et al. 2024, section 3
-        probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.max(), 0)
-    probabilities = (probabilities / probabilities.sum()).float()
-    return probabilities if order is None else torch.zeros(n_vocab).scatter(0, order, probabilities)
+        least = (sampling.min_p * weights.amax(-1, keepdim=True).double()).ceil().long()
+        weights = weights.where(weights >= least, 0)
+    return ids, weights
 
 
-def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
-    """Draw one token from probabilities (V,)."""
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+def _nucleus(logits: Tensor, weights: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Indices and weights (B, n) of the nucleus, descending; weights outside it are 0. Of equals, the first come in."""
+    total = weights.sum(-1, keepdim=True).double()
+    # Weights below this add up to less than 1 - top_p, so the nucleus has none of them, and most need not be sorted.
+    n_large = (weights >= ((1 - top_p) / weights.shape[-1] * total).long()).sum(-1)
+    indices, logits = _largest(logits, max(1, int(n_large.max())))
+    indices = indices.gather(-1, logits.sort(dim=-1, descending=True, stable=True).indices)
+    weights = weights.gather(-1, indices)
+    before = weights.cumsum(-1) - weights  # the weight of all more likely tokens
+    return indices, weights.where(before < top_p * total, 0)
+
+
+def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Indices, ascending, and values of the k largest in each row (B, K), both (B, k)."""
+    indices = x.topk(k).indices.sort(-1).values
+    return indices, x.gather(-1, indices)

@@ -4,8 +4,9 @@ The file reads in order: blocks, GPTConfig, GPT. Attention mechanisms are in mod
 model/position.py.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -13,17 +14,20 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from common.settings import Settings
 from model.attention import AttentionConfig
 from model.attention.base import Attention
-from model.ops.causal_conv import causal_conv, identity_conv
+from model.ops.causal_conv import causal_conv, initial_conv
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
 from model.position import Order, PositionConfig
 from model.state import cat_states, select_rows
 
 _LARGEST_SIZE = 2**24
+
+Recompute = Literal["none", "block", "selective"]
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -79,8 +83,8 @@ class MLPBlock(nn.Module):
                 nn.init.normal_(module.weight, std=to_stream if module in (self.proj, self.down) else std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        self.conv_attention = identity_conv(settings.conv, n_embd) if settings.conv else None
-        self.conv_mlp = identity_conv(settings.conv, n_embd) if settings.conv else None
+        self.conv_attention = initial_conv(settings.conv, n_embd) if settings.conv else None
+        self.conv_mlp = initial_conv(settings.conv, n_embd) if settings.conv else None
 
     def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_embd), and the attention's state, with the inputs that convolutions still need."""
@@ -114,7 +118,7 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
     zero_init: bool
     """Whether both projections back to the residual stream start at 0, so that the block starts as the identity."""
     conv: Literal[0, 4]
-    """Width of causal convolutions over each feature that attention and MLP read, at first identities; 0: none.
+    """Width of causal convolutions over each feature that attention and MLP read; 0: none.
 
     They are the Canon layers A and C of Allen-Zhu 2025; attention.conv is B."""
 
@@ -241,6 +245,21 @@ class GPTConfig(Settings):
         """Rows of the embedding, which is also the number of logits."""
         return -(-self.n_vocab // self.pad_vocab) * self.pad_vocab
 
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Create the model's modules one by one: their names and modules, in the order in which they draw numbers."""
+        bound = self.n_embd**-0.5
+        embed = nn.Embedding(self.n_vocab_padded, self.n_embd)
+        nn.init.uniform_(embed.weight, -bound, bound)
+        yield "embed", embed
+        yield "position", self.position.build(self.n_embd, self.query_dim)
+        for i, layer in enumerate(self.layers):
+            yield f"blocks.{i}", self.block.build(self, layer.build(self.n_embd, self.n_head, self.head_features))
+        yield "norm", self.new_norm()
+        if not self.tied:
+            output = nn.Linear(self.n_embd, self.n_vocab_padded, bias=False)
+            nn.init.uniform_(output.weight, -bound, bound)
+            yield "output", output
+
     def new_norm(self) -> nn.Module:
         """Create a norm of n_embd features."""
         return nn.LayerNorm(self.n_embd) if self.norm == "layer" else nn.RMSNorm(self.n_embd, eps=1e-6)
@@ -290,16 +309,13 @@ class GPT(nn.Module):
         if eot_id is not None:
             config.check_documents()
         self.config, self.eot_id = config, eot_id
-        self.embed = nn.Embedding(config.n_vocab_padded, config.n_embd)
-        bound = config.n_embd**-0.5
-        nn.init.uniform_(self.embed.weight, -bound, bound)
-        self.position = config.position.build(config.n_embd, config.query_dim)
-        attentions = (layer.build(config.n_embd, config.n_head, config.head_features) for layer in config.layers)
-        self.blocks = nn.ModuleList(config.block.build(config, attention) for attention in attentions)
-        self.norm = config.new_norm()
+        parts = (module for _, module in config.parts())
+        self.embed: nn.Embedding = next(parts)
+        self.position: nn.Module = next(parts)
+        self.blocks = nn.ModuleList(itertools.islice(parts, config.n_layer))
+        self.norm: nn.Module = next(parts)
         if not config.tied:
-            self.output = nn.Linear(config.n_embd, config.n_vocab_padded, bias=False)
-            nn.init.uniform_(self.output.weight, -bound, bound)
+            self.output: nn.Linear = next(parts)
 
     @property
     def output_weight(self) -> Tensor:
@@ -388,6 +404,25 @@ class GPT(nn.Module):
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not negative."""
         return self.summed_loss(token_ids, targets) / (targets >= 0).sum()
+
+    def recompute(self, what: Recompute) -> None:
+        """Choose what a backward pass computes again instead of keeping it. Results and gradients stay the same.
+
+        Args:
+            what: "block": all of a block but its input; "selective": all but its input and its products with weights.
+        """
+        if what == "none":
+            return
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        kept: dict[str, Any] = {}
+        if what == "selective":
+            kept["context_fn"] = partial(create_selective_checkpoint_contexts, products)
+
+        def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: checkpoint(forward, *args, use_reentrant=False, **kept)
+
+        for block in self.blocks:  # within the block, so that hooks and torch.compile are around it
+            block.forward = recomputing(block.forward)
 
     def n_params(self) -> int:
         """Number of parameters, without counting shared ones twice."""

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,30 +80,39 @@ class World:
         if self.watchdog is not None:
             self.watchdog.end(failed=error is not None and _is_own(error))
 
-    def wrap(self, module: nn.Module, strategy: Strategy = "ddp") -> nn.Module:
+    def wrap(self, module: nn.Module, strategy: Strategy = "ddp", dtype: torch.dtype = torch.float32) -> nn.Module:
         """Move the module to this process's device, and average its gradients over all processes.
 
         Args:
-            module: on the CPU, with the same weights in every process; its attribute `gpt` is the model.
+            module: on the CPU, with the same weights in every process; its attribute `gpt` is the model. With fsdp it
+                may be on the meta device, and stays there.
             strategy: with ddp, every process holds the whole model. With fsdp, it holds a part of every parameter:
                 parameters become DTensors in place, so build the optimizer afterwards. A device holds at most one
                 whole block and the embeddings at a time.
+            dtype: the runtime's. With bfloat16, fsdp sends the matrices of blocks in it, and autocast has nothing left
+                to cast: results are those of ddp. Parameters and sums of gradients stay float32.
 
         Raises:
             UserError: strategy is fsdp and no launcher started this process.
         """
         if strategy == "ddp":
             module.to(self.device)
-            return DistributedDataParallel(module) if self.size > 1 else module
+            # Gradients as views of what is sent are not copied back after they are averaged.
+            return DistributedDataParallel(module, gradient_as_bucket_view=True) if self.size > 1 else module
         if not dist.is_initialized():
             start = "start them with torchrun --standalone --nproc_per_node=2 instead of python"
             raise UserError(f"runtime.strategy=fsdp needs several processes: {start}, or use runtime.strategy=ddp")
         gpt: Any = module.gpt
         mesh = init_device_mesh(self.device.type, (self.size,))
-        for part in [*gpt.blocks, gpt]:
-            # By default, the root's parameters stay whole after a forward pass, even one without a backward pass:
-            # a checkpoint after an evaluation would not hold the parameters that the optimizer updates.
-            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        # By default, the root's parameters stay whole after a forward pass, even one without a backward pass:
+        # a checkpoint after an evaluation would not hold the parameters that the optimizer updates.
+        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=True)
+        # The root has what autocast computes with in float32: embeddings, and the few other parameters of blocks.
+        matrices = {m.weight for block in gpt.blocks for m in block.modules() if isinstance(m, nn.Linear)}
+        shard(gpt, ignored_params=matrices)
+        policy = MixedPrecisionPolicy(dtype, torch.promote_types(dtype, torch.float32), cast_forward_inputs=False)
+        for block in gpt.blocks:
+            shard(block, ignored_params=set(block.parameters()) - matrices, mp_policy=policy)
         for method in ("summed_loss", "token_losses"):  # methods called besides forward()
             register_fsdp_forward_method(gpt, method)
         return module
@@ -110,11 +120,14 @@ class World:
     def sync_gradients(self, module: nn.Module, now: bool) -> AbstractContextManager[None]:
         """Average gradients in the backward passes inside (`now`), or leave that to a later micro-batch.
 
-        With fsdp, gradients are always averaged: otherwise every process would keep whole gradients.
+        So gradients are sent once a step. Until then, every process holds whole gradients, also with fsdp; only in
+        steps of a single micro-batch, fsdp shares them block by block.
         """
-        if now or not isinstance(module, DistributedDataParallel):
-            return contextlib.nullcontext()
-        return module.no_sync()
+        if isinstance(module, DistributedDataParallel) and not now:
+            return module.no_sync()
+        if isinstance(gpt := getattr(module, "gpt", None), FSDPModule):
+            gpt.set_requires_gradient_sync(now)
+        return contextlib.nullcontext()
 
     def full(self, tensor: Tensor) -> Tensor:
         """The whole of a sharded tensor; other tensors are returned unchanged. Every process must call this."""
@@ -150,20 +163,21 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
     rank, size = _read_environment()
     device = _own_device(device)
     console.quiet = rank != 0
-    watchdog = None
+    watchdog, abort = None, False
     try:
         # Longer than the watchdog needs, because it knows which process the others wait for.
         timeout = timedelta(seconds=1800 if hang_seconds is None else 2 * hang_seconds + min(10 * hang_seconds, 60))
         hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun hosts it
         store = _connect(hosts_store, size, timeout)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        how: dict[str, Any] = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout, **how)
         if size > 1:
             # A connection of its own, because the group's may be in use when everything hangs.
             own = dist.PrefixStore("watchdog", _connect(False, size, timedelta(seconds=hang_seconds or 60)))
             watchdog = Watchdog(own, dist.group.WORLD, hang_seconds, hosts_store)
         yield World(device, rank, size, watchdog)
     except BaseException as error:
+        abort = device.type == "cuda" and (_is_own(error) or _is_lost_peer(error))
         verdict = None if watchdog is None else watchdog.end(failed=_is_own(error))
         _forget_frames(error)  # they hold the module: see below
         if not _is_lost_peer(error):
@@ -176,7 +190,9 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         gc.collect()
         if watchdog is not None:
             watchdog.end()
-        if dist.is_initialized():
+        if abort and dist.group.WORLD is not None:
+            dist.group.WORLD.abort()  # NCCL would wait for its operations, which the others may never begin
+        elif dist.is_initialized():
             dist.destroy_process_group()
         if watchdog is not None:
             watchdog.let_others_read()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import AttentionConfig
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, Recompute
 from model.ops import linear_cross_entropy
 from trainer.runtime import Runtime
 
@@ -29,7 +29,8 @@ class Memory(NamedTuple):
     activations: int
     """Kept by a micro-batch for its backward pass, including copies of weights in the dtype of products."""
     working: int
-    """Temporary: the logits of some tokens and the loss's intermediate results, or a layer's gradients."""
+    """Temporary: the logits of some tokens and the loss's intermediate results, or a layer's gradients, and what of a
+    block is computed again."""
 
     @property
     def peak(self) -> int:
@@ -38,59 +39,85 @@ class Memory(NamedTuple):
 
 
 def step_memory(
-    gpt: GPT, micro_batch: int, seq_len: int, runtime: Runtime, n_device: int = 1, fsdp: bool = False
+    gpt: GPT,
+    micro_batch: int,
+    seq_len: int,
+    runtime: Runtime,
+    n_device: int = 1,
+    fsdp: bool = False,
+    recompute: Recompute = "none",
+    accumulated: bool = True,
 ) -> Memory:
     """The memory of a step with micro-batches of `micro_batch` sequences on each of n_device devices.
 
     With ddp on several devices, each holds the gradients twice, once in the buckets that are sent. With fsdp, devices
-    share weights, gradients and optimizer, and each temporarily holds the embeddings and two whole blocks, with their
-    gradients.
+    share weights and optimizer, and each temporarily holds the embeddings and two whole blocks, the matrices of which
+    are in the dtype of products. It holds whole gradients from the first micro-batch of a step to the last.
 
     Args:
         gpt: may be on the meta device.
         runtime: of the training; its device need not exist.
+        accumulated: whether a step has several micro-batches; matters for fsdp only.
     """
     wide, narrow = runtime.param_dtype.itemsize, runtime.dtype.itemsize
     weights = gpt.n_params() * wide
-    own, whole = weights, 0
-    if fsdp:
-        blocks = [sum(p.numel() for p in block.parameters()) * wide for block in gpt.blocks]
-        own, whole = -(-weights // n_device), 2 * (weights - sum(blocks) + 2 * max(blocks))
-
-    linear = [module for module in gpt.modules() if isinstance(module, nn.Linear)]
+    linear, in_blocks = _linear(gpt), [_linear(block) for block in gpt.blocks]
     linear = linear if gpt.config.tied else linear[:-1]  # without the output layer, whose logits come in parts
+    autocast = sum(layer.weight.numel() for layer in linear)
+    own, gradients, whole = weights, weights if n_device == 1 else 2 * weights, 0
+    if fsdp:
+        autocast -= sum(layer.weight.numel() for layers in in_blocks for layer in layers)
+        blocks = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
+        root, block = weights - sum(blocks) * wide, max(blocks)
+        own = -(-weights // n_device)
+        gradients = weights + own if accumulated else own
+        whole = root + 2 * block * narrow + (block * wide if accumulated else root + 2 * block * wide)
+
     V, D = gpt.embed.weight.shape
     tokens = micro_batch * seq_len
     of_weights = V * D * wide  # the loss computes the gradient of the output layer
     copy = 0
     if narrow < wide:
-        of_weights += sum(layer.weight.numel() for layer in linear) * narrow
+        of_weights += autocast * narrow
         copy = V * D * narrow
 
     at_once = min(tokens, max(1, linear_cross_entropy.CHUNK[runtime.device.type] // V))
-    following = min(at_once, tokens - at_once)
-    loss = max(2 * at_once, at_once + 2 * following) * V * wide + copy  # logits of one part, and of the part before
-    layer = tokens * (D * wide + max(layer.out_features for layer in linear) * narrow)  # gradients, input and product
+    loss = 2 * at_once * V * wide + copy
+    layer: float = D * wide + max(part.out_features for part in linear) * narrow  # gradients, input and product
+    outside, kept = kept_per_token(gpt.config, seq_len, runtime.dtype)
+    if recompute != "none":
+        layer += max(kept)
+        products = [sum(part.out_features for part in layers) * narrow for layers in in_blocks]
+        kept = [D * wide + (size if recompute == "selective" else 0) for size in products]
     return Memory(
         weights=own,
-        gradients=own if fsdp or n_device == 1 else 2 * own,
+        gradients=gradients,
         optimizer=2 * own,
-        activations=round(tokens * kept_per_token(gpt.config, seq_len, runtime.dtype)) + of_weights,
-        working=whole + max(loss, layer),
+        activations=round(tokens * (outside + sum(kept))) + of_weights,
+        working=whole + max(loss, round(tokens * layer)),
     )
 
 
-def kept_per_token(config: GPTConfig, seq_len: int, dtype: torch.dtype) -> float:
-    """Bytes that a forward pass keeps for each token, from models with one layer of each kind."""
+def _linear(module: nn.Module) -> list[nn.Linear]:
+    return [part for part in module.modules() if isinstance(part, nn.Linear)]
 
-    def measured(*layers: AttentionConfig) -> float:
+
+def kept_per_token(config: GPTConfig, seq_len: int, dtype: torch.dtype) -> tuple[float, list[float]]:
+    """Bytes that a forward pass keeps for each token outside of blocks, and in each block, its input included.
+
+    They are measured in models with one layer of each kind.
+    """
+
+    def measured(*layers: AttentionConfig, recompute: Recompute = "none") -> float:
         small = {"n_layer": len(layers), "attention_pattern": list(layers), "n_vocab": 64, "pad_vocab": 1}
         shape = config.model_copy(update=small).model_dump_json()
-        return _measured(shape, min(seq_len, _MEASURED_TOKENS), dtype)
+        return _measured(shape, min(seq_len, _MEASURED_TOKENS), dtype, recompute)
 
     first, *others = [_without_kernel(layer) for layer in config.layers]
     one = measured(first)
-    return one + sum(measured(first, layer) - one for layer in others)
+    of_input = config.n_embd * Runtime(torch.device("cpu"), dtype).param_dtype.itemsize
+    outside = measured(first, recompute="block") - of_input
+    return outside, [one - outside, *(measured(first, layer) - one for layer in others)]
 
 
 def _without_kernel(layer: AttentionConfig) -> AttentionConfig:
@@ -100,11 +127,12 @@ def _without_kernel(layer: AttentionConfig) -> AttentionConfig:
 
 
 @cache
-def _measured(config_json: str, tokens: int, dtype: torch.dtype) -> float:
+def _measured(config_json: str, tokens: int, dtype: torch.dtype, recompute: Recompute) -> float:
     """Bytes that each further token keeps in a model of this configuration on the CPU."""
     runtime = Runtime(torch.device("cpu"), dtype)
     with torch.random.fork_rng(devices=[]):
         gpt = GPT(GPTConfig.model_validate_json(config_json)).to(runtime.param_dtype)
+    gpt.recompute(recompute)
     # A single sequence can need fewer copies; the third adds as much as every further one.
     two, three = (_kept(gpt, torch.zeros(n, tokens, dtype=torch.int64), runtime) for n in (2, 3))
     return (three - two) / tokens

@@ -37,6 +37,17 @@ def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
     )
 
 
+def initialise(gpt: GPT, world: World, dtype: torch.dtype) -> None:
+    """Give a sharded model that is on the meta device the weights that GPT(gpt.config) would have here.
+
+    Each process draws all of them, one block at a time, and keeps its parts.
+    """
+    weights = gpt.to_empty(device=world.device).state_dict()
+    for name, module in gpt.config.parts():
+        for key, value in module.to(dtype).state_dict(prefix=f"{name}.").items():
+            weights[key].copy_(world.like(value, weights[key]))
+
+
 def find_checkpoint(run_dir: Path, world: World) -> Path | None:
     """The newest whole checkpoint of a run, the same in all processes, or None if it has no checkpoints.
 

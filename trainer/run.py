@@ -29,7 +29,7 @@ from trainer.micro_batch import choose_micro_batch, out_of_memory
 from trainer.optim import named_state, set_lr
 from trainer.plot import draw_losses
 from trainer.randomness import RANDOM, random_state, seed_process
-from trainer.resume import find_checkpoint, new_state, restore, write_config
+from trainer.resume import find_checkpoint, initialise, new_state, restore, write_config
 from trainer.runtime import Runtime, device_name, maybe_compile, peak_flops
 from trainer.saving import Saver
 from trainer.signals import StopSignals
@@ -78,12 +78,17 @@ class Run:
             raise UserError(f"run_dir={config.run_dir} holds a run, and resume=never: choose another, or resume=auto")
         torch.manual_seed(config.seed)
         eot_id = config.data.reset_at(self.tokenizer.eot_id)
-        self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
-        seed_process(f"{config.seed} 0 {world.rank}")
+        fsdp = config.runtime.strategy == "fsdp"
+        with torch.device("meta") if fsdp else contextlib.nullcontext():  # fsdp: for models that do not fit here
+            self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
+        self.gpt.recompute(config.runtime.recompute)
         summed_loss = SummedLoss(self.gpt)
-        parts = self.gpt.blocks if config.runtime.strategy == "fsdp" else [summed_loss]
+        parts = self.gpt.blocks if fsdp else [summed_loss]
         maybe_compile(parts, config.runtime, self.runtime, config.model)
-        self.summed_loss = world.wrap(summed_loss, config.runtime.strategy)
+        self.summed_loss = world.wrap(summed_loss, config.runtime.strategy, self.runtime.dtype)
+        if fsdp:
+            initialise(self.gpt, world, self.runtime.param_dtype)
+        seed_process(f"{config.seed} 0 {world.rank}")
         self.optimizer = config.optim.build(self.gpt)
         self.state = new_state(config, self.manifest)
         if checkpoint is not None:
@@ -101,7 +106,8 @@ class Run:
             share, seq_len = -(-self.config.batch_size // world.size), self.config.seq_len
 
             def predict(size: int) -> int:
-                memory = step_memory(self.gpt, size, seq_len, self.runtime, world.size)
+                recompute = self.config.runtime.recompute
+                memory = step_memory(self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute)
                 return memory.peak - memory.weights - memory.optimizer
 
             size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world)
@@ -167,7 +173,8 @@ class Run:
         if result.refused is not None:
             return self._bad_step(result, lr)
         self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
-        return self._line(loss=result.loss, lr=lr, grad_norm=result.grad_norm)
+        tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
+        return self._line(loss=result.loss, lr=lr, grad_norm=result.grad_norm, **tiles)
 
     def _bad_step(self, result: StepResult, lr: float) -> dict[str, Any]:
         """Halt, roll back or skip, as runtime.on_nonfinite says."""

@@ -15,7 +15,7 @@ from torch import nn
 from common.console import say_once
 from common.settings import Settings, UserError
 from model.compiled import check, shortened
-from model.gpt import GPTConfig
+from model.gpt import GPTConfig, Recompute
 from model.ops.checks import failed_check
 from trainer.devices import device_of_gpu
 
@@ -29,6 +29,9 @@ class DeviceConfig(Settings, defaults="device"):
     """auto: a GPU if there is one; an error if there is one that torch does not see."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"]
     """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that compute in it, else float32."""
+    deterministic: Literal["auto"] | bool
+    """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is slower on GPUs,
+    where it also turns off padding and autotuning in compiled code."""
 
 
 class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
@@ -41,6 +44,9 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     auto: as many as fit in memory."""
     strategy: Literal["ddp", "fsdp"]
     """ddp: every process holds the whole model; fsdp: each holds a part, for models too large for one GPU."""
+    recompute: Recompute
+    """Activations that the backward pass computes again instead of keeping them. block: all but the inputs of blocks;
+    selective: all but these and blocks' products with weights."""
     on_nonfinite: Literal["halt", "skip", "rollback"]
     """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: skip the batch; rollback: return to
     the last checkpoint, and skip the batch when it is reached again."""
@@ -62,7 +68,9 @@ class Runtime:
 
     def announce(self) -> None:
         """Print the choice."""
-        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}")
+        exact = torch.are_deterministic_algorithms_enabled()
+        how = "" if exact else ", without the same bits in every run (runtime.deterministic=true is slower)"
+        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}")
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -75,7 +83,7 @@ class Runtime:
 
 
 def open_runtime(config: DeviceConfig) -> Runtime:
-    """Choose device and dtype, and make torch deterministic.
+    """Choose device and dtype, and whether torch is deterministic.
 
     Raises:
         UserError: torch sees no GPU, and runtime.device is cuda, or it is auto and there is one.
@@ -90,8 +98,10 @@ def open_runtime(config: DeviceConfig) -> Runtime:
         name = "bfloat16" if fast else "float32"
     else:
         name = config.dtype
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
-    torch.use_deterministic_algorithms(True)
+    deterministic = device.type == "cpu" if config.deterministic == "auto" else config.deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
+    torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow
     torch.set_float32_matmul_precision("high")
     return Runtime(device, getattr(torch, name))

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from model.gpt import GPT
+from model.ops.log_attention import fallback
 from trainer.distributed import World
 from trainer.runtime import Runtime
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
-"""Token ids and targets, int64 (sequences, seq_len), on any device; targets below 0 are not counted."""
+"""Token ids and targets, int64 (sequences, seq_len); targets below 0 are not counted. On the CPU, best in pinned memory
+if a GPU trains: counting targets that are on a GPU waits for it."""
 
 
 class SummedLoss(nn.Module):
@@ -37,6 +39,8 @@ class StepResult(NamedTuple):
     """Sum of the losses of this process's micro-batches."""
     stop: bool
     """Whether any process was asked to stop."""
+    exact_tiles: int = 0
+    """Tiles of log attention that forward passes of all processes computed again by the exact form."""
     refused: str | None = None
     """Why the weights were not updated, with the gradients left in place; None: the weights were updated."""
 
@@ -68,15 +72,20 @@ def train_step(
         name: the step's name, for the watchdog's messages.
     """
     world = world or World(runtime.device)
+    params = list(summed_loss.parameters())
+    repaired = fallback.counter("forward", params[0].device)  # (1,)
+    repaired_before = repaired.clone()
     n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
-    valid = world.sum(torch.tensor(n_valid, dtype=torch.float64, device=world.device))
+    valid = world.sum(torch.full((), n_valid, dtype=torch.float64, device=world.device))
     own_loss = accumulate_gradients(summed_loss, micro_batches, runtime, world, scale=world.size / valid, name=name)
     world.at(f"{name}: loss")
-    total, asked = world.sum(torch.stack([own_loss, own_loss.new_tensor(float(asked_to_stop))])).unbind()
+    own = own_loss, own_loss.new_full((), asked_to_stop), (repaired - repaired_before).double().squeeze()
+    total, asked, tiles = world.sum(torch.stack(own))
     world.at(f"{name}: optimizer")
-    params = list(summed_loss.parameters())
     norm = world.full(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
-    result = StepResult((total / valid).item(), norm.item(), own_loss, stop=bool(asked > 0))
+    # Nothing else in a step makes the CPU wait for a GPU.
+    loss, grad_norm, asked, tiles = torch.stack([total / valid, norm.double(), asked, tiles]).tolist()
+    result = StepResult(loss, grad_norm, own_loss, stop=asked > 0, exact_tiles=int(tiles))
     if (reason := refuse(result.loss, result.grad_norm)) is not None:
         return result._replace(refused=reason)
     if grad_clip is not None:

@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm, sigmoid, silu
 
 from common.settings import Settings
 from model.attention.decay import Decay
-from model.ops.causal_conv import causal_conv, identity_conv
+from model.ops.causal_conv import causal_conv, initial_conv
 from model.position import NO_ORDER, Order, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
@@ -21,7 +21,7 @@ class AttentionSettings(Settings, defaults="attention_parts"):
     """Base of the mechanisms' configurations, with the parts that any mechanism can have."""
 
     conv: Literal[0, 4]
-    """Width of a causal convolution over each feature of queries, keys and values, at first the identity; 0: none."""
+    """Width of a causal convolution over each feature of queries, keys and values; 0: none."""
     qk_norm: bool
     """Whether queries and keys are divided by their root mean square, with a learned factor for each feature."""
     norm: bool
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         """Create the parameters of the optional parts."""
         n_embd, n_qkv = self.qkv.in_features, self.qkv.out_features
         if settings.conv:
-            self.conv = identity_conv(settings.conv, n_qkv)
+            self.conv = initial_conv(settings.conv, n_qkv)
         if settings.qk_norm:
             self.q_scale, self.k_scale = (nn.Parameter(torch.ones(query_dim)) for _ in range(2))
         if settings.norm:

@@ -63,7 +63,7 @@ PLACES = {  # where a text says what to type, and the test that types it
     "common/command.py": "test_extras_that_are_to_be_installed_exist",
     "data/prepare/merge.py": "test_a_part_that_is_missing_is_made_by_what_is_printed",
     "data/prepare/parts.py": "test_a_damaged_part_is_named",
-    "model/ops/log_attention/__init__.py": "test_extras_that_are_to_be_installed_exist",
+    "model/ops/kernels.py": "test_extras_that_are_to_be_installed_exist",
     "tools/convert/gqa.py": "test_the_settings_to_go_on_with_are_printed",
     "tools/convert/import_gpt2.py": "test_training_goes_on_by_the_command_that_is_printed",
     "trainer/distributed.py": "test_without_a_launcher_it_is_told_how",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.settings import UserError, decode
 from inference.engine import read
 from inference.generate import generate
-from inference.sampling import SamplingConfig, draw, next_token_probabilities
+from inference.sampling import SamplingConfig, draw, weigh
 from model.gpt import GPT, GPTConfig
 
 COMBINATIONS = list(
@@ -54,10 +54,14 @@ SAMPLINGS = [
 
 
 def probabilities_of(logits, sampling, seen=None):
-    """`next_token_probabilities` of every row; `sampling` one for all, or one for each."""
+    """The probabilities of every row (B, V), float64; `sampling` one for all, or one for each."""
     samplings = [sampling] * len(logits) if isinstance(sampling, SamplingConfig) else sampling
     seen = torch.zeros(logits.shape, dtype=torch.bool) if seen is None else seen
-    return torch.stack([next_token_probabilities(*row) for row in zip(logits, samplings, seen, strict=True)])
+    found = torch.zeros(logits.shape, dtype=torch.float64)
+    for row, one in enumerate(samplings):
+        (ids,), (weights,) = weigh(logits[row : row + 1], seen[row : row + 1], one)
+        found[row, ids] = weights / weights.sum().double()
+    return found
 
 
 def rows_of(n, V=40):
@@ -72,8 +76,9 @@ def test_filters_are_their_definition_with_settings_of_its_own_for_each_row():
     expected = torch.stack(
         [brute_force(x, s, ids.nonzero()[:, 0]) for x, s, ids in zip(logits, SAMPLINGS, seen, strict=True)]
     )
-    torch.testing.assert_close(probabilities.double(), expected, rtol=1e-5, atol=1e-7)  # float32 sums of 40
-    assert ((probabilities > 0) == (expected > 1e-30)).all()
+    torch.testing.assert_close(probabilities, expected, rtol=1e-12, atol=2**-50)  # weights are multiples of 2^-52
+    assert (probabilities[expected == 0] == 0).all()
+    assert (probabilities[expected > 2**-50] > 0).all()
 
 
 def test_the_penalty_makes_what_was_seen_less_likely_whatever_the_sign_of_its_logit():
@@ -151,7 +156,7 @@ def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
     probabilities = found[0].tolist()
     assert all(0 <= p <= 1 for p in probabilities)  # not so of NaN
     assert sum(probabilities) == pytest.approx(1, abs=1e-6)
-    assert probabilities[draw(found[0], None)] > 0
+    assert probabilities[draw(torch.tensor([logits]), torch.tensor([seen]), [sampling], [None])[0]] > 0
     largest = max(map(abs, penalized))
     # float64 rounds logits, and after their division by the temperature it has nothing between 0 and 5e-324
     rounding = largest / 2**50 + Decimal("5e-324") * Decimal(sampling.temperature)
@@ -186,12 +191,11 @@ def test_settings_beyond_the_range_of_float32_have_their_limits(raw):
 @settings(max_examples=20, deadline=None)
 def test_no_setting_hides_that_the_logits_are_not_finite(bad, row):
     logits, seen, raw = row
-    with pytest.raises(UserError, match="not finite in float32"):
-        probabilities_of(
-            torch.tensor([[*logits, bad]], dtype=torch.float64),
-            decode(SamplingConfig, raw),
-            torch.tensor([[*seen, True]]),
-        )
+    rows = torch.tensor([[*logits, 0.0], [*logits, bad]], dtype=torch.float64)
+    settings = [decode(SamplingConfig, raw)] * 2
+    good, refused = draw(rows, torch.tensor([[*seen, True]] * 2), settings, [None, None])
+    assert 0 <= good < len(rows[0])
+    assert refused == -1
 
 
 @pytest.mark.parametrize("penalty", [0, 0.0009, 1000.1, 1e39, torch.inf, torch.nan])
@@ -204,18 +208,35 @@ def test_penalties_that_leave_nothing_of_the_logits_are_refused(penalty):
 def test_no_temperature_is_too_low_or_too_high(temperature):
     probabilities = probabilities_of(torch.tensor([[80.0, 3.0, -90.0]]), SamplingConfig(temperature=temperature))
     expected = [[1, 0, 0]] if temperature < 1 else [[1 / 3] * 3]
-    torch.testing.assert_close(probabilities, torch.tensor(expected).float())
-
-
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_are_refused(temperature, bad):
-    with pytest.raises(UserError, match="not finite"):
-        probabilities_of(torch.tensor([[1.0, bad]]), SamplingConfig(temperature=temperature))
+    torch.testing.assert_close(probabilities, torch.tensor(expected).double())
 
 
 def test_top_k_keeps_exactly_k_of_equals():
     assert (probabilities_of(torch.zeros(1, 10), SamplingConfig(top_k=3)) > 0).sum() == 3
+
+
+def test_a_nucleus_takes_the_first_of_equals():
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 1.0]])
+    kept = probabilities_of(logits, SamplingConfig(top_p=0.7)) > 0  # 0.40 of the second token, 0.15 of each other
+    assert kept.tolist() == [[True, True, True, False, False]]
+
+
+def test_a_token_depends_on_its_own_row_alone():
+    """Rows of many settings, some with many equal logits, drawn together, in another order, and one by one."""
+    samplings = [*SAMPLINGS[::11], SamplingConfig(temperature=0)] * 2
+    logits, seen = rows_of(len(samplings), V=300)
+    logits[::3] = logits[::3].round()
+    logits[::7] = 1.0
+
+    def drawn(rows):
+        generators = [torch.Generator().manual_seed(row) for row in rows]
+        return draw(logits[rows], seen[rows], [samplings[row] for row in rows], generators)
+
+    rows = list(range(len(samplings)))
+    together = drawn(rows)
+    assert together == drawn(rows[::-1])[::-1]
+    assert together == [token for row in rows for token in drawn([row])]
+    assert len(set(together)) > 50
 
 
 @pytest.mark.parametrize(("attention", "block", "position"), COMBINATIONS)
@@ -285,7 +306,8 @@ def test_tokens_come_as_often_as_their_probabilities():
     n = 4_000
     shared = torch.Generator().manual_seed(0)
     texts, _ = read(gpt, torch.zeros(1, 1, dtype=torch.long), 50)
-    probabilities = next_token_probabilities(texts.logits[0], SamplingConfig(), texts.seen[0])
-    counts = torch.bincount(torch.tensor([draw(probabilities, shared) for _ in range(n)]), minlength=50)
+    rows = [0] * n
+    tokens = draw(texts.logits[rows], texts.seen[rows], [SamplingConfig()] * n, [shared] * n)
+    counts = torch.bincount(torch.tensor(tokens), minlength=50)
     chi2 = ((counts - n * expected) ** 2 / (n * expected)).sum().item()
     assert chi2 < 49 + 6 * (2 * 49) ** 0.5  # mean and six deviations of chi-squared with 49 degrees of freedom

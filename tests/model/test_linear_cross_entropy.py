@@ -116,4 +116,6 @@ def test_holds_no_more_than_some_logits(tokens_at_a_time):
 def test_keeps_the_promises_that_torch_asks_of_an_operator(cap):
     x, weight, targets = inputs()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth goes back twice
-    torch.library.opcheck(linear_cross_entropy._summed_loss, (x, weight, targets, True, cap), test_utils=checks)
+    torch.library.opcheck(
+        linear_cross_entropy._summed_loss, (x, weight, targets, True, cap, "chunked"), test_utils=checks
+    )

@@ -347,7 +347,7 @@ def test_triton_where_it_cannot_be_is_refused_in_one_line_with_the_remedy(gpu, m
         ValueError, match=r"^backend='triton' needs an NVIDIA GPU .* on cpu; backend='chunked' takes anything$"
     ):
         log_attention(x, x, x, backend="triton")
-    monkeypatch.setattr("model.ops.log_attention.find_spec", lambda name: None)
+    monkeypatch.setattr("model.ops.kernels.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install triton; backend='chunked' takes anything$"):
         log_attention(x, x, x, backend="triton")
 

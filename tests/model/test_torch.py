@@ -91,7 +91,10 @@ def test_fakes_have_the_strides_of_results(T):
         (_attend_backward, ([log_v, narrow], [q, k, log_v, None, narrow], results, True)),
         (_recur, (s, s, s[:, 0].clone())),
         (_recur_backward, (s, s, s, s[:, 0].clone(), s)),
-        (_summed_loss, (torch.randn(7, 3), torch.randn(4, 3), torch.zeros(7, dtype=torch.int64), True, None)),
+        (
+            _summed_loss,
+            (torch.randn(7, 3), torch.randn(4, 3), torch.zeros(7, dtype=torch.int64), True, None, "chunked"),
+        ),
     ]
     for operator, arguments in calls:
         with FakeTensorMode() as mode:
@@ -180,7 +183,7 @@ def test_deterministic_algorithms_are_enough():
 @pytest.mark.slow
 def test_kernels_compile_for_gpus_that_are_not_here(run_process):
     pytest.importorskip("triton.backends.nvidia")
-    arguments = ["dtype=bfloat16", "head_dim=32", "gates=none,head,feature"]
+    arguments = ["operator=log_attention", "dtype=bfloat16", "head_dim=32", "gates=none,head,feature"]
     [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", *arguments])
     assert result.status == 0, result.err
     rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]

@@ -75,6 +75,18 @@ def test_float32_too(train):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_in_bfloat16_the_bytes_are_those_of_ddp(train, accumulated):
+    """Blocks' matrices are sent in bfloat16, to which autocast rounds them: every operation is the same.
+
+    The sum of two processes' gradients has no order. Gradients are not clipped, because the norm sums in another order.
+    """
+    options = "runtime.dtype=bfloat16", "optim.grad_clip=null", f"runtime.micro_batch={2 // accumulated}"
+    whole, shared = (train(name, 2, f"runtime.strategy={name}", *options) for name in ("ddp", "fsdp"))
+    assert_same_checkpoint(newest(whole), newest(shared), tolerance=0)
+
+
+@pytest.mark.slow
 def test_an_evaluation_that_cannot_be_shared_evenly_ends(train):
     """One process has windows left when the other has none; it takes part in every pass all the same."""
     options = "eval.batches=null", "runtime.micro_batch=3", "eval.every=2", "batch_tokens=96"
@@ -92,12 +104,26 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(tiny_args):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_train_as_well(train):
-    plain = train("plain", 1, "max_steps=2", "schedule.warmup_steps=1")
-    shared = train(
-        "shared", 2, "max_steps=2", "schedule.warmup_steps=1", "runtime.strategy=fsdp", "runtime.compile=true"
-    )
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_compiled_blocks_train_as_well(train, recompute):
+    short = "max_steps=2", "schedule.warmup_steps=1"
+    plain = train("plain", 1, *short)
+    how = "runtime.strategy=fsdp", "runtime.compile=true", f"runtime.recompute={recompute}"
+    shared = train("shared", 2, *short, *how)
     assert_same_steps(plain, shared, tolerance=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_what_is_computed_again_has_the_same_bytes(train, recompute):
+    """With ddp and fsdp, in bfloat16; gradients are not clipped, as above."""
+    options = "runtime.dtype=bfloat16", "optim.grad_clip=null", "max_steps=2", "schedule.warmup_steps=1"
+    kept, *again = (
+        newest(train(f"{strategy}-{how}", 2, f"runtime.strategy={strategy}", f"runtime.recompute={how}", *options))
+        for strategy, how in [("ddp", "none"), ("ddp", recompute), ("fsdp", recompute)]
+    )
+    for checkpoint in again:
+        assert_same_checkpoint(kept, checkpoint, tolerance=0)
 
 
 @pytest.mark.slow
@@ -147,7 +173,7 @@ with join_world(torch.device("cpu")) as world:
     torch.manual_seed(1)
     module = Loss().double()
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    wrapped = world.wrap(module, "fsdp")
+    wrapped = world.wrap(module, "fsdp", torch.float64)
     for key, value in module.state_dict().items():
         assert isinstance(value, DTensor), key
         assert torch.equal(world.full(value), before[key]), key
@@ -166,6 +192,7 @@ with join_world(torch.device("cpu")) as world:
     for now in (False, True):
         with world.sync_gradients(wrapped, now):
             wrapped(x).backward()
+        assert all((p.grad is not None) == now for p in module.parameters())  # nothing is sent before the last
     mean = sum(1.0 + rank for rank in range(world.size)) / world.size
     gradient = module.gpt.blocks[0].weight.grad
     expected = torch.full((5, 3), 2 * 2 * 2.0 * mean, dtype=torch.float64)
@@ -174,6 +201,20 @@ with join_world(torch.device("cpu")) as world:
     assert type(norm) is torch.Tensor and norm.dim() == 0 and norm > gradient.to_local().norm()
     seen = world.gather(torch.tensor([world.rank], dtype=torch.uint8))
     assert [int(value) for value in seen] == list(range(world.size))
+
+    module = Loss()
+    world.wrap(module, "fsdp", torch.bfloat16)
+    def whole(block, inputs):
+        assert not isinstance(block.weight, DTensor)
+        assert (block.weight.dtype, module.gpt.scale.dtype) == (torch.bfloat16, torch.float32)
+        assert inputs[0].dtype == torch.float32  # the residual stream is not rounded
+        seen.append(block)
+    module.gpt.blocks[0].register_forward_pre_hook(whole)
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        module(x.float()).backward()
+    assert len(seen) == 1
+    assert {t.dtype for p in module.parameters() for t in (p, p.grad)} == {torch.float32}
 """
 
 
@@ -184,3 +225,44 @@ def test_parts_and_wholes(processes):
     for result in ranks.run(processes, "-c", PARTS):
         assert result.status == 0, result.err
         assert result.err == ""
+
+
+INITIAL = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+from tests.trainer.test_memory import allocations, config_of
+from model.gpt import GPT
+from trainer.distributed import join_world
+from trainer.resume import initialise
+from trainer.step import SummedLoss
+
+with join_world(torch.device("cpu")) as world:
+    for changes in ({"n_layer": 12}, {"block": "mlp", "position": "learned", "tied": False, "norm": "rms"}):
+        config = config_of(**changes)
+        with torch.device("meta"):
+            gpt = GPT(config).double()
+        world.wrap(SummedLoss(gpt), "fsdp", torch.float64)
+        torch.manual_seed(7)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            initialise(gpt, world, torch.float64)
+        last = torch.rand(1)
+        torch.manual_seed(7)
+        expected = GPT(config).double().state_dict()
+        assert torch.equal(torch.rand(1), last)
+        for key, value in gpt.state_dict().items():
+            assert torch.equal(world.full(value), expected[key]), key
+        peak, held = 0, 0
+        for event in allocations(profiled):
+            held += event.nbytes()
+            peak = max(peak, held)
+        if config.n_layer == 12:
+            weights = sum(value.nbytes for value in expected.values())
+            block = sum(value.nbytes for key, value in expected.items() if key.startswith("blocks.0."))
+            assert peak < weights / world.size + 4 * block < 0.9 * weights, (peak, weights, block)
+"""
+
+
+@pytest.mark.slow
+def test_first_weights_are_those_of_ddp_and_are_never_whole():
+    for result in ranks.run(2, "-c", INITIAL):
+        assert result.status == 0, result.err

@@ -1,5 +1,6 @@
 """The predicted memory is what autograd saves, what torch allocates, and what a process takes."""
 
+import gc
 import itertools
 
 import pytest
@@ -71,6 +72,31 @@ def test_activations_are_what_autograd_saves(attention, block, position, dtype):
     assert predicted == pytest.approx(saved_bytes(GPT(config), dtype), rel=0.02)
 
 
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("attention", "block"), [("log_space", "glu"), ("softmax", "mlp"), ("log_space_signed", "mlp")]
+)
+def test_what_is_computed_again_is_not_kept(attention, block, dtype, recompute):
+    """Of each further layer, the predicted bytes are those that torch holds more between forward and backward pass."""
+    predicted, held = [], []
+    for n_layer in (2, 5):
+        config = config_of(attention, block, "rotary", n_layer=n_layer)
+        tokens, of_weights = (
+            step_memory(on_meta(config), *size, runtime(dtype), recompute=recompute).activations
+            for size in ((B, T), (0, T))
+        )
+        predicted.append(tokens - of_weights)
+        gpt = GPT(config)
+        gpt.recompute(recompute)
+        gc.collect()  # not later: blocks that compute again refer to themselves
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            loss = loss_of(gpt, dtype)
+        held.append(sum(event.nbytes() for event in allocations(profiled)))
+        del loss
+    assert predicted[1] - predicted[0] == pytest.approx(held[1] - held[0], rel=0.02)
+
+
 def test_layers_that_take_turns_and_shared_heads_are_counted_each_as_it_is():
     pattern = ["log_space", {"name": "softmax", "n_kv_head": 2}, "linear"]
     config = config_of(attention_pattern=pattern, n_layer=4, pad_vocab=64, head_dim=16)
@@ -96,7 +122,13 @@ def test_a_kernel_that_this_machine_lacks_keeps_the_same():
     assert own == asked
 
 
-def allocated_peak(gpt, dtype, accumulated):
+def allocations(profiled):
+    """What was allocated (positive) and freed, in order."""
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return sorted(events, key=lambda event: event.start_ns())
+
+
+def allocated_peak(gpt, dtype, accumulated=True):
     """The most that torch holds at any time of a whole step, the model and its optimizer included."""
     optimizer = AdamWConfig(name="adamw").build(gpt)
     if accumulated:
@@ -106,8 +138,7 @@ def allocated_peak(gpt, dtype, accumulated):
         loss_of(gpt, dtype).backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         optimizer.step()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    during = max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    during = max(itertools.accumulate(event.nbytes() for event in allocations(profiled)))
     return during + sum(p.nbytes for p in gpt.parameters()) * (4 if accumulated else 3)
 
 
@@ -125,6 +156,19 @@ def test_the_peak_is_what_torch_allocates(attention, block, changes, dtype, accu
     config = config_of(attention, block, **changes)
     predicted = step_memory(on_meta(config), B, T, runtime(dtype)).peak
     assert predicted == pytest.approx(allocated_peak(GPT(config), dtype, accumulated), rel=0.15)
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_the_peak_falls_as_predicted(recompute):
+    config = config_of("log_space", "mlp", n_layer=6)
+    plain, predicted = (
+        step_memory(on_meta(config), B, T, runtime(torch.float32), recompute=how).peak for how in ("none", recompute)
+    )
+    gpt = GPT(config)
+    gpt.recompute(recompute)
+    allocated = allocated_peak(gpt, torch.float32)
+    assert predicted == pytest.approx(allocated, rel=0.15)
+    assert allocated < 0.8 * plain
 
 
 CHILD = """
@@ -159,8 +203,12 @@ def test_processes_share_or_send():
     gpt = on_meta(config_of(n_layer=6))
     cuda = runtime(torch.bfloat16, "cuda")
     one, ddp = (step_memory(gpt, 1, T, cuda, n) for n in (1, 4))
-    fsdp = step_memory(gpt, 1, T, cuda, 4, fsdp=True)
+    parts = step_memory(gpt, 1, T, cuda, 4, fsdp=True)
+    at_once = step_memory(gpt, 1, T, cuda, 4, fsdp=True, accumulated=False)
     assert one.weights == one.gradients == gpt.n_params() * 4
     assert ddp == one._replace(gradients=2 * one.gradients)
-    assert [4 * part for part in fsdp[:3]] == pytest.approx(one[:3], abs=16)
-    assert fsdp.activations == one.activations
+    assert (4 * parts.weights, 4 * parts.optimizer) == pytest.approx((one.weights, one.optimizer), abs=16)
+    assert parts.gradients == one.gradients + parts.weights  # whole until the last micro-batch
+    assert at_once.gradients == parts.weights
+    matrices = sum(m.weight.numel() for m in gpt.blocks.modules() if isinstance(m, torch.nn.Linear))
+    assert parts.activations == at_once.activations == one.activations - 2 * matrices  # autocast has nothing to cast

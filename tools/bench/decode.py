@@ -81,7 +81,8 @@ def measure(raw: Row, hf_raw: Row | None, positions: list[int], steps: int) -> l
 
 def configuration(raw: Row, max_len: int) -> tuple[GPTConfig, torch.device]:
     """A model for texts of at least `max_len` tokens, and its device."""
-    runtime = open_runtime(DeviceConfig(device=raw["runtime"]["device"], dtype="float32"))
+    given = {name: raw["runtime"][name] for name in DeviceConfig.model_fields}
+    runtime = open_runtime(decode(DeviceConfig, given | {"dtype": "float32"}))
     torch.manual_seed(0)
     return decode(GPTConfig, with_room(raw["model"], max_len)), runtime.device
 

@@ -1,9 +1,11 @@
-"""What the kernels of log attention need on GPUs that need not be present."""
+"""What the Triton kernels need on GPUs that need not be present."""
 
 import itertools
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,39 +16,70 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from model.ops.linear_cross_entropy.triton import cross_entropy_
 from model.ops.log_attention.triton import triton_log_attention
+from model.ops.log_recurrence.triton import triton_log_recurrence
 
 
-def inspect(capability: int, dtype: list[str], head_dim: list[int], gates: list[str]) -> None:
+def inspect(capability: int, operator: list[str], dtype: list[str], head_dim: list[int], gates: list[str]) -> None:
     """Print the table, a few rows as soon as their kernels are compiled; 90 is compute capability 9.0."""
     print("| type | features | gates | kernel | warps | registers | stack, bytes | shared memory, KiB |")
     print("|---|---|---|---|---|---|---|---|")
-    for type_name, d, kind in itertools.product(dtype, head_dim, gates):
-        for name, binary in compiled(getattr(torch, type_name), d, kind, capability).items():
-            print(f"| {type_name} | {d} | {kind} | {name} | {resources(binary)} |", flush=True)
+    for type_name, name in itertools.product(dtype, operator):
+        variants = list(itertools.product(head_dim, gates)) if name == "log_attention" else [()]
+        for variant in variants:
+            d, kind = variant or ("-", "-")
+            launched = compiled(partial(_LAUNCH[name], getattr(torch, type_name), *variant), capability)
+            for kernel, binary in launched.items():
+                print(f"| {type_name} | {d} | {kind} | {kernel} | {resources(binary)} |", flush=True)
 
 
-def compiled(dtype: torch.dtype, d: int, gates: str, capability: int) -> dict[str, Any]:
-    """The kernels that a causal forward and backward pass over heads of d features launches, compiled and not run."""
+def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
+    """The kernels that `launch` launches, compiled for a GPU of this compute capability and not run."""
     target = GPUTarget("cuda", capability, 32)
     gpu = SimpleNamespace(
         get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
     )
     found: dict[str, Any] = {}
-    launch = JITFunction.run
+    run = JITFunction.run
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        found[kernel.__name__] = launch(kernel, *arguments, grid=grid, warmup=True, **options)
+        found[kernel.__name__] = run(kernel, *arguments, grid=grid, warmup=True, **options)
 
+    driver.set_active(gpu)
+    with patch.object(JITFunction, "run", compile_only), torch.enable_grad():
+        launch()
+    return found
+
+
+def _log_attention(dtype: torch.dtype, d: int, gates: str) -> None:
+    """A causal forward and backward pass over heads of d features."""
     tensors = torch.zeros(16, 1024, 24, 4 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
     q, k, log_v, of_features = (x.detach().requires_grad_() for x in tensors)
     log_f = {"none": None, "head": of_features[..., :1], "feature": of_features}[gates]
-    driver.set_active(gpu)
-    with patch.object(JITFunction, "run", compile_only), torch.enable_grad():
-        log_y = triton_log_attention(q, k, log_v, log_f)
-        assert isinstance(log_y, torch.Tensor)
-        log_y.sum().backward()
-    return found
+    log_y = triton_log_attention(q, k, log_v, log_f)
+    assert isinstance(log_y, torch.Tensor)
+    log_y.sum().backward()
+
+
+def _loss(dtype: torch.dtype) -> None:
+    """GPT-2's vocabulary, padded to a multiple of 64, with gradients."""
+    cross_entropy_(torch.zeros(16, 50304, dtype=dtype), torch.zeros(16, dtype=torch.int64), 50257, True, None)
+
+
+def _log_recurrence(dtype: torch.dtype) -> None:
+    """A forward and backward pass over the two halves of a projection."""
+    log_p, h = (x.detach().requires_grad_() for x in torch.zeros(16, 1024, 2 * 768, dtype=dtype).chunk(2, dim=-1))
+    s = triton_log_recurrence(log_p, h)
+    assert isinstance(s, torch.Tensor)
+    s.sum().backward()
+
+
+_LAUNCH: dict[str, Callable[..., None]] = {
+    "log_attention": _log_attention,
+    "loss": _loss,
+    "log_recurrence": _log_recurrence,
+}
 
 
 def resources(binary: Any) -> str:

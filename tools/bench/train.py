@@ -66,6 +66,7 @@ class Training:
         self.runtime, self.grad_clip = open_runtime(config.runtime), config.optim.grad_clip
         torch.manual_seed(config.seed)
         gpt = GPT(config.model).to(self.runtime.device, self.runtime.param_dtype)
+        gpt.recompute(config.runtime.recompute)
         self.optimizer, self.summed_loss = config.optim.build(gpt), SummedLoss(gpt)
         maybe_compile([self.summed_loss], config.runtime, self.runtime, config.model)
         shape = (sequences, config.seq_len + 1)

@@ -71,9 +71,9 @@ def _model(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _memory(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     memory, device, step = found["memory"], found["device"], found["step"]
-    ddp = memory["gradients"] > memory["weights"]
+    sent = memory["gradients"] > memory["weights"]
     yield "weights", gigabytes(memory["weights"]), ""
-    yield "gradients", gigabytes(memory["gradients"]), "and the buckets that are sent" if ddp else ""
+    yield "gradients", gigabytes(memory["gradients"]), "whole, and the parts that are sent" if sent else ""
     yield "optimizer", gigabytes(memory["optimizer"]), "AdamW's two means"
     yield "activations", gigabytes(memory["activations"]), "kept for a micro-batch's backward pass"
     yield "working memory", gigabytes(memory["working"]), "logits, or gradients of a layer"

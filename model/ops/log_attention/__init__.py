@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from common.console import say_once
 from model.ops.gates import check_gates
+from model.ops.kernels import why_not_triton
 from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
 from model.ops.log_attention.repair import Fallback as fallback
@@ -147,17 +147,13 @@ def _fastest_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str:
 @torch.compiler.assume_constant_result
 def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int) -> str | None:
     """Return why the kernels cannot run, or None if they can."""
-    if find_spec("triton") is None:
-        return "needs the package triton, which is not installed: pip install triton"
+    if why_not := why_not_triton(device, index):
+        return why_not
     if d_k > 128:
         return f"supports up to 128 key features a head, not {d_k}: use more heads"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    if device != "cuda":
-        return f"needs an NVIDIA GPU (or TRITON_INTERPRET=1, for tests), and the tensors are on {device}"
     gpu = torch.cuda.get_device_properties(index)
-    if gpu.major < 8:
-        return f"needs a GPU of compute capability 8.0, and {gpu.name} has {gpu.major}.{gpu.minor}"
     # Wider types need more shared memory, which most GPUs have less of, and more compilation time, which in float64
     # takes minutes: docs/kernels.md.
     bits = 16 if dtype == torch.bfloat16 else max(32, 8 * dtype.itemsize)

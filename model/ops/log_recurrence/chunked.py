@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from model.ops.derivatives import refuse_second_order, refuse_transforms
 
-_ITSELF, _OTHER = "log_recurrence", "naive_log_recurrence"
+NAMES = "log_recurrence", "naive_log_recurrence"  # the operator, and the form that has all derivatives
 CHUNK = 32  # tokens: T / C chunks of C steps take C + T / C dependent steps, fewest near C = sqrt(T)
 
 
@@ -29,7 +29,7 @@ def chunked_log_recurrence(
     log_p: Tensor, h: Tensor, *, state: Tensor | None = None, return_state: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As `log_recurrence`."""
-    refuse_transforms(_ITSELF, _OTHER, log_p, h, *([] if state is None else [state]))
+    refuse_transforms(*NAMES, log_p, h, *([] if state is None else [state]))
     dtype, acc = h.dtype, torch.promote_types(h.dtype, torch.float32)
     start = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
     s = _recur(log_p.to(acc), h.to(acc), start)
@@ -81,7 +81,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> 
 
 
 def _backward(ctx: Any, g_s: Tensor) -> tuple[Tensor, ...]:
-    refuse_second_order(_ITSELF, _OTHER)
+    refuse_second_order(*NAMES)
     return _recur_backward(g_s, *ctx.saved_tensors)
 
 

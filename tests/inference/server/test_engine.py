@@ -10,7 +10,7 @@ import torch
 from data.tokenizer import BytesConfig, build_tokenizer
 from inference.completion import Completion, Piece, TextRequest
 from inference.engine import PIECE, Engine
-from inference.sampling import SamplingConfig, draw, next_token_probabilities
+from inference.sampling import SamplingConfig, draw
 from inference.server.errors import ApiError
 from inference.server.worker import Worker
 
@@ -76,9 +76,9 @@ def alone(engine, request):
     for _ in range(request.max_tokens):
         ids = torch.tensor([*request.ids, *drawn])
         with torch.no_grad():
-            logits = engine.gpt(ids.unsqueeze(0))[0, -1, :257]
+            logits = engine.gpt(ids.unsqueeze(0))[:, -1, :257]
         seen = torch.bincount(ids, minlength=257).bool() & (torch.arange(257) < 256)
-        drawn.append(draw(next_token_probabilities(logits, request.sampling, seen), generator))
+        drawn += draw(logits, seen.unsqueeze(0), [request.sampling], [generator])
     text = bytes(itertools.takewhile(lambda token: token < 256, drawn)).decode(errors="replace")
     ends = [text.find(stop) for stop in request.stop if stop in text]
     return text[: min(ends)] if ends else text

@@ -1,0 +1,86 @@
+"""The choice between kernels and plain torch, and the compilation of kernels for GPUs that are not here."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.console import say_once
+from model.ops.kernels import _fastest_on_gpu
+from model.ops.linear_cross_entropy import summed_loss
+from model.ops.log_recurrence import log_recurrence
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOWER = "the loss uses plain torch, which is slower: backend='triton'"
+OPERATORS = {
+    "summed_loss": lambda **options: summed_loss(
+        torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), **options
+    ),
+    "log_recurrence": lambda **options: log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), **options),
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A fake GPU with adjustable properties."""
+    facts = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    say_once.cache_clear()
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("major", "failure", "backend", "line"),
+    [
+        (8, None, "triton", "the loss uses a Triton kernel"),
+        (8, "failed a check: it is wrong", "chunked", f"{SLOWER} failed a check: it is wrong"),
+        (7, None, "chunked", f"{SLOWER} needs a GPU of compute capability"),
+    ],
+)
+def test_auto_takes_kernels_on_gpus_that_pass_their_check(gpu, monkeypatch, capsys, major, failure, backend, line):
+    gpu.major = major
+    monkeypatch.setattr("model.ops.checks.failed_check", lambda *given, **more: failure)
+    package = "model.ops.linear_cross_entropy"
+    assert [_fastest_on_gpu("the loss", package, 0, torch.bfloat16) for _ in range(2)] == [backend] * 2
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith(line)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_auto_is_plain_torch_on_a_cpu(gpu, name):
+    assert torch.equal(OPERATORS[name](), OPERATORS[name](backend="chunked"))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_backend_that_cannot_be_is_refused_in_one_line(gpu, monkeypatch, name):
+    with pytest.raises(ValueError, match=r"^backend='fast' does not exist: choose one of auto, .*chunked, triton$"):
+        OPERATORS[name](backend="fast")
+    with pytest.raises(ValueError, match=r"^backend='triton' needs an NVIDIA GPU .* on cpu; backend='chunked' takes"):
+        OPERATORS[name](backend="triton")
+    monkeypatch.setattr("model.ops.kernels.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install triton; backend='chunked' takes anything$"):
+        OPERATORS[name](backend="triton")
+
+
+@pytest.mark.slow
+def test_triton_is_imported_when_a_kernel_is_used():
+    code = "import sys, model.gpt; sys.exit(any(name.endswith('.triton') for name in sys.modules if 'model' in name))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.slow
+def test_kernels_of_loss_and_recurrence_compile_for_gpus_that_are_not_here(run_process, capability):
+    pytest.importorskip("triton.backends.nvidia")
+    arguments = [f"capability={capability}", "operator=loss,log_recurrence", "dtype=bfloat16,float32"]
+    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", *arguments])
+    assert result.status == 0, result.err
+    rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]
+    kernels = ["cross_entropy_kernel", "recurrence_forward", "recurrence_backward"]
+    assert [(row[0], row[3]) for row in rows] == list(itertools.product(["bfloat16", "float32"], kernels))
+    assert all(int(row[6]) == 0 for row in rows)  # nothing spills
