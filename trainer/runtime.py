@@ -137,14 +137,14 @@ def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: 
     if device.type == "cuda" and find_spec("triton") is None:
         say_once("not compiled: torch.compile needs the package triton on a GPU")
         return
-    if config.compile == "auto" and (why_not := why_not_compiled(runtime, model)):
+    if config.compile == "auto" and (why_not := _why_not_compiled(runtime, model)):
         say_once(f"not compiled: torch.compile {why_not}")
         return
     for module in modules:
         module.compile()
 
 
-def why_not_compiled(runtime: Runtime, model: GPTConfig) -> str | None:
+def _why_not_compiled(runtime: Runtime, model: GPTConfig) -> str | None:
     """Return why torch.compile fails its check with models like this one, or None if it passes."""
     dtype, device = str(runtime.dtype).removeprefix("torch."), f"cuda:{torch.cuda.current_device()}"
     deterministic = torch.are_deterministic_algorithms_enabled()

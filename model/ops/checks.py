@@ -35,6 +35,9 @@ SECONDS = 300.0  # of a check: compiling all variants of a kernel takes up to a 
 
 Tensors = dict[str, Tensor]
 
+outcomes: dict[str, str | None] = {}
+"""What this process has asked `failed_check`, by name: why it fails, or None."""
+
 
 class Wrong(Exception):
     """A kernel's result is wrong."""
@@ -71,7 +74,8 @@ def failed_check(
             outcome = {"name": name, **about, "failure": failure, "seconds": time.monotonic() - started}
             write_json(path, outcome | {"output": output})
     again = f"to check again, remove log_gpt/checks/{path.name} from the folder of caches"
-    return outcome["failure"] and f"{outcome['failure']} ({again})"
+    outcomes[name] = outcome["failure"] and f"{outcome['failure']} ({again})"
+    return outcomes[name]
 
 
 def cache_folder() -> Path:

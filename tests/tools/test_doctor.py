@@ -9,8 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.settings import decode
+from model.gpt import GPT
+from tools.bench.harness import composed
 from tools.doctor import examine as doctor
 from tools.doctor import machine, rates
+from trainer.config import TrainConfig
+from trainer.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -31,6 +36,7 @@ def small(monkeypatch):
     """A model and matrices of no size, on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "FLAGSHIP", SMALL)
+    monkeypatch.setattr(doctor, "outcomes", {})
     monkeypatch.setattr(rates, "SIZES", {"cpu": 16})
     monkeypatch.setattr(rates, "BYTES", {"cpu": 2**12})
     monkeypatch.setattr(rates, "_SECONDS", 0.001)
@@ -65,6 +71,27 @@ def test_what_breaks_is_a_finding_and_the_rest_goes_on(small, monkeypatch, capsy
     out = capsys.readouterr().out
     assert "- rates fails (RuntimeError: CUDA error: an illegal memory access): report it" in out
     assert "tokens per second" in out.replace("_", " ")
+
+
+def test_a_gpu_takes_half_of_what_should_fit(small, monkeypatch):
+    """Everything but the GPU: the plan is that of this machine."""
+    taken = []
+    monkeypatch.setattr(doctor, "measure_rate", lambda config, size, sequences: taken.append((size, sequences)) or 1e6)
+    monkeypatch.setattr(doctor, "peak_flops", lambda device, dtype: 1e15)
+    config = decode(TrainConfig, composed(SMALL))
+    found = doctor.step(config, Runtime(torch.device("cuda"), torch.bfloat16), 2)
+    assert taken == [(1, 2)]  # of 4 sequences a step, on 2 devices
+    assert found["hours"] == pytest.approx(config.max_steps * config.batch_tokens / 2e6 / 3600)
+    with torch.device("meta"):
+        assert found["mfu"] == pytest.approx(1e-9 * GPT(config.model).flops_per_token(16))
+
+
+def test_kernels_that_failed_are_findings(small, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "outcomes", {"the kernels": "failed a check: y is off", "torch.compile": None})
+    doctor.examine(None)
+    out = capsys.readouterr().out
+    assert "- the kernels failed a check: y is off" in out
+    assert "torch.compile" in out.partition("passed")[0]
 
 
 @pytest.fixture

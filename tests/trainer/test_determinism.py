@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 @pytest.mark.parametrize("deterministic", ["auto", True, False])
 def test_auto_is_deterministic_on_cpus_only(monkeypatch, capsys, device, deterministic):
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")

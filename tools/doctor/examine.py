@@ -10,23 +10,24 @@ from typing import Any
 
 import torch
 
+from cli import compose, to_dict
 from common.console import say
 from common.files import write_json
 from common.settings import decode
 from model.gpt import GPT
-from model.ops.log_attention import why_not_on_gpu
+from model.ops.checks import outcomes
 from tools.bench.harness import Row, composed, print_table, timed
 from tools.bench.train import Training
 from tools.doctor.machine import disks, findings, versions
 from tools.doctor.rates import all_reduce_rate, rates
 from tools.plan.measure import measure_rate
+from tools.plan.plan import PlanConfig, plan
 from tools.plan.report import duration, gigabytes
 from trainer.config import TrainConfig
-from trainer.runtime import Runtime, open_runtime, peak_flops, why_not_compiled
+from trainer.runtime import Runtime, open_runtime, peak_flops
 
 FLAGSHIP = ["experiment=pile_125m", "model=log_gpt2_125m"]
 _CPU_TOKENS = 64
-_PASSED = "passed"
 
 
 def examine(out: Path | None) -> None:
@@ -46,13 +47,12 @@ def examine(out: Path | None) -> None:
             return None
 
     about = part("versions", versions)
-    checks = part("checks", lambda: kernels(config, runtime)) if device == "cuda" else {}
     measured = part("rates", lambda: rates(runtime.device))
     n_gpu = torch.cuda.device_count()
     reduced = part("all-reduce", lambda: all_reduce_rate(n_gpu)) if n_gpu > 1 else None
     training = part("a training step", lambda: step(config, runtime, max(1, n_gpu)))
-    failed = [f"{name} {outcome}" for name, outcome in (checks or {}).items() if outcome != _PASSED]
-    problems = [*findings(disk), *failed, *problems]
+    checks = {name: why or "passed" for name, why in outcomes.items()}  # those that the step needed
+    problems = [*findings(disk), *(f"{name} {why}" for name, why in outcomes.items() if why), *problems]
     found = {"machine": about, "disk": disk, "checks": checks, "rates": measured, "all_reduce_GB_per_s": reduced}
     found |= {"training": training, "findings": problems}
     show(found)
@@ -66,7 +66,7 @@ def show(found: Row) -> None:
     about = dict(found["machine"] or {})
     about |= {"free_memory": gigabytes(about.get("free_memory"))}
     about |= {f"disk_{name}": gigabytes(free) for name, free in found["disk"].items()}
-    about |= found["checks"] or {"kernels": "not checked: they need a GPU"}
+    about |= found["checks"] or {"kernels": "not checked, because no kernel can be used here"}
     training = dict(found["training"] or {})
     if training:
         training["time_of_pile_125m"] = duration(3600 * training.pop("hours"))
@@ -86,19 +86,12 @@ def without_names(text: str) -> str:
     return text
 
 
-def kernels(config: TrainConfig, runtime: Runtime) -> dict[str, str]:
-    """Run the checks that training would run; says "passed", or why it would not use these kernels."""
-    index, model = torch.cuda.current_device(), config.model
-    given = [(runtime.dtype, model.head_features)] * 3
-    outcomes = {"log attention": why_not_on_gpu(index, *given), "torch.compile": why_not_compiled(runtime, model)}
-    return {name: why_not or _PASSED for name, why_not in outcomes.items()}
-
-
 def step(config: TrainConfig, runtime: Runtime, n_device: int) -> Row:
     """Tokens per second of one device in a run of this configuration, and what follows from them."""
-    sequences = config.batch_size // n_device
     if runtime.device.type == "cuda":
-        rate = measure_rate(config, min(int(config.runtime.micro_batch), sequences), sequences)
+        planned = plan(decode(PlanConfig, to_dict(compose("plan", [*FLAGSHIP, f"n_device={n_device}"]))))
+        most = planned["memory"]["largest_micro_batch"] or 1
+        rate = measure_rate(config, -(-most // 2), config.batch_size // n_device)  # half, as GPUs may need more memory
         seq_len = config.seq_len
     else:  # a single short sequence, since a step takes minutes; the update's time is left out, as a batch is large
         seq_len = min(_CPU_TOKENS, config.seq_len)

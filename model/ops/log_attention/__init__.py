@@ -25,7 +25,6 @@ __all__ = [
     "merge_states",
     "naive_log_attention",
     "signed_log_attention",
-    "why_not_on_gpu",
 ]
 
 
@@ -137,7 +136,7 @@ def signed_log_attention(
 @torch.compiler.assume_constant_result
 def _fastest_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str:
     """Choose the backend for many tokens of these types and sizes of heads, and log the choice once."""
-    if why_not := why_not_on_gpu(index, *given):
+    if why_not := _why_not_on_gpu(index, *given):
         say_once(f"log attention uses plain torch, which is slower: backend='triton' {why_not}")
         return "chunked"
     say_once("log attention uses Triton kernels")
@@ -163,7 +162,7 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     return None
 
 
-def why_not_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str | None:
+def _why_not_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str | None:
     """Return why `auto` does not use the kernels on this GPU, or None if they pass their check (model/ops/checks.py).
 
     Args:
