@@ -177,10 +177,11 @@ def test_deterministic_algorithms_are_enough():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 32), ("float32", 16), ("float64", 16)])
 @pytest.mark.slow
-def test_kernels_compile_for_gpus_that_are_not_here(run_process):
+def test_kernels_compile_for_gpus_that_are_not_here(run_process, dtype, head_dim):
     pytest.importorskip("triton.backends.nvidia")
-    arguments = ["dtype=bfloat16", "head_dim=32", "gates=none,head,feature"]
+    arguments = [f"dtype={dtype}", f"head_dim={head_dim}", "gates=none,head,feature"]
     [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", *arguments])
     assert result.status == 0, result.err
     rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]
