@@ -23,7 +23,8 @@ PARTS = {"attention": {"name": "log_space"}, "block": {"name": "mlp"}, "position
 
 def build(**sizes):
     torch.manual_seed(0)
-    return GPT(GPTConfig(**{"n_vocab": 11, "n_layer": 2, "n_head": 3, "n_embd": 12, **PARTS, **sizes}))
+    gpt = GPT(GPTConfig(**{"n_vocab": 11, "n_layer": 2, "n_head": 3, "n_embd": 12, **PARTS, **sizes}))
+    return gpt.to(ids().device)
 
 
 def ids(T=70):
@@ -139,11 +140,12 @@ def test_compiles_without_a_graph_break_forward_and_backward():
         torch.testing.assert_close(a, b)
 
 
-def test_sums_stay_float32_under_autocast():
+@pytest.mark.gpu
+def test_sums_stay_float32_under_autocast(device):
     """The result differs from float32 by what bfloat16 does to the linear layers: 8 bits in each of a few."""
     gpt = build()
     exact = gpt.loss(ids()[:, :-1], ids()[:, 1:])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         _, state = gpt(ids(), return_state=True)
         loss = gpt.loss(ids()[:, :-1], ids()[:, 1:])
     assert {x.dtype for layer in state.layers for x in layer} == {torch.float32}
@@ -153,6 +155,7 @@ def test_sums_stay_float32_under_autocast():
     assert all(x.isfinite().all() for x in loss_and_gradients(gpt, loss))
 
 
+@pytest.mark.gpu
 def test_recomputed_activations_give_the_same_bits():
     gpt = build()
     wanted = loss_and_gradients(gpt, gpt.loss(ids()[:, :-1], ids()[:, 1:]))
@@ -167,6 +170,7 @@ def test_is_a_pure_function_of_its_parameters():
     assert torch.equal(functional_call(gpt, doubled, (ids(),)), other(ids()))
 
 
+@pytest.mark.gpu
 def test_deterministic_algorithms_are_enough():
     gpt = build()
     torch.use_deterministic_algorithms(True)
