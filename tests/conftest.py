@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-SIMULATED = os.environ.get("SIMULATED_GPU") == "1"
-if SIMULATED:
-    import simulated_gpu  # before torch
+import simulated_gpu  # before torch
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -39,10 +36,10 @@ WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日�
 def pytest_configure(config):
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch first looks for GPUs
-    elif SIMULATED:
+    elif simulated_gpu.ASKED_FOR:
         simulated_gpu.begin()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as trainer/runtime.py sets it
-    if SIMULATED or not torch.cuda.is_available():
+    if simulated_gpu.ASKED_FOR or not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 
@@ -53,14 +50,14 @@ def pytest_runtest_setup(item):
         return
     if item.config.option.markexpr == "gpu" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and torch sees none")
-    if marker.kwargs.get("alone") and (SIMULATED or not torch.cuda.is_available()):
+    if marker.kwargs.get("alone") and (simulated_gpu.ASKED_FOR or not torch.cuda.is_available()):
         pytest.skip("runs on a GPU only: python -m pytest -m gpu")
 
 
 class MadeOn(TorchFunctionMode):
-    """Tensors that the tests' own code makes are made on the CPU, where a seed always gives the same numbers, and moved.
+    """Tensors that a test itself makes are made on the CPU, where a seed always gives the same numbers, and moved.
 
-    The program must name its devices itself.
+    The program names its devices itself.
     """
 
     def __init__(self, device):

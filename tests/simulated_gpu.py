@@ -1,7 +1,8 @@
 """A GPU made of the CPU: its tensors say that they are on "cuda", and the CPU computes what is done with them.
 
 So tests for GPUs run without one: SIMULATED_GPU=1 python -m pytest -m gpu. As on a GPU, an operation on tensors of two
-devices is an error. Memory, streams, inference mode, compiled code and speed are not simulated; kernels run in Triton's interpreter.
+devices is an error. Memory, streams, inference mode, compiled code and speed are not simulated, and kernels run in
+Triton's interpreter.
 
 A tensor of this GPU wraps one of the CPU. Operations arrive here after autograd, which believes in the GPU because of
 simulated_gpu.cpp: that is compiled by g++, and must be loaded before torch.
@@ -10,6 +11,7 @@ simulated_gpu.cpp: that is compiled by g++, and must be loaded before torch.
 import contextlib
 import ctypes
 import importlib.util
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -25,7 +27,9 @@ def _load_guard():
         ctypes.CDLL(str(library))
 
 
-_load_guard()
+ASKED_FOR = os.environ.get("SIMULATED_GPU") == "1"
+if ASKED_FOR:
+    _load_guard()
 
 import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -76,6 +80,9 @@ def compute(func, args, kwargs):
     if own_code is not None and "triton" not in name and any(on_gpu):
         with Operations():  # operators of this project: what they do is checked too
             return own_code._init_fn(*args, **kwargs)
+    strict = torch.are_deterministic_algorithms_enabled() and any(on_gpu)
+    if strict and name == "aten::cumsum" and tensors[0].is_floating_point():
+        raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")  # the GPU's own words
     free = name in COPIES or (name.startswith(TAKES_INDICES_OF_THE_CPU) and on_gpu[0])
     if any(on_gpu) and not free and any(x.dim() for x, here in zip(tensors, on_gpu, strict=True) if not here):
         raise RuntimeError(f"{name}: tensors on cuda and cpu: {[(x.device.type, tuple(x.shape)) for x in tensors]}")
