@@ -6,7 +6,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 pytho
 VENV := .venv/bin
 RUN := runs/demo
 
-.PHONY: help setup train test test-slow test-all test-gpu mutations check format bench clean
+.PHONY: help setup train test test-slow test-all test-gpu gpu-hour mutations check format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 12
@@ -46,9 +46,12 @@ test-slow: setup  ## run the other tests: kills at every operation, long fuzzing
 test-all: setup  ## run all tests: under 12 minutes on 2 cores
 	$(VENV)/python -m pytest -n 3 --dist worksteal
 
-test-gpu: setup  ## run the tests that need a GPU
+test-gpu: setup  ## run on a GPU all tests that can run there: minutes
 	@$(VENV)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: torch sees no GPU here: run make test-gpu on a machine with one")'
 	$(VENV)/python -m pytest -m gpu
+
+gpu-hour: setup  ## test, check, time and profile on a GPU within an hour; goes on where it was cut off
+	$(VENV)/python scripts/gpu_hour.py
 
 mutations: setup  ## break the code in ten ways and check that a test of `make test` notices each
 	$(VENV)/python tests/mutations.py

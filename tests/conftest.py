@@ -1,4 +1,8 @@
-"""What the tests of trainer, commands and configs share: a tiny dataset, a tiny run, and commands in this process."""
+"""What tests share: the device that they run on, a tiny dataset, a tiny run, and commands in this process.
+
+Tests run on the CPU, with kernels in Triton's interpreter, and see no GPU. Only `pytest -m gpu` sees it: tests marked
+gpu then make their tensors there. The same tests also run on the CPU, except those that need what only a GPU has.
+"""
 
 import base64
 import json
@@ -12,14 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import simulated_gpu  # before torch
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from common.console import console
 from common.files import write_atomic
 from common.settings import decode
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels run in triton's interpreter; read when triton is imported
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C; what they start inherits this
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests run side by side
@@ -28,9 +33,53 @@ ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日本", "🙂"]
 
 
+def pytest_configure(config):
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch first looks for GPUs
+    elif simulated_gpu.ASKED_FOR:
+        simulated_gpu.begin()
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as trainer/runtime.py sets it
+    if simulated_gpu.ASKED_FOR or not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+    """Skip tests marked gpu where they cannot run, and everywhere else those marked gpu(alone=True)."""
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    if item.config.option.markexpr == "gpu" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU, and torch sees none")
+    if marker.kwargs.get("alone") and (simulated_gpu.ASKED_FOR or not torch.cuda.is_available()):
+        pytest.skip("runs on a GPU only: python -m pytest -m gpu")
+
+
+class MadeOn(TorchFunctionMode):
+    """Tensors that a test itself makes are made on the CPU, where a seed always gives the same numbers, and moved.
+
+    The program names its devices itself.
+    """
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        of_a_test = Path(sys._getframe(1).f_code.co_filename).is_relative_to(ROOT / "tests")
+        if not of_a_test or func not in _device_constructors() or (kwargs or {}).get("device") is not None:
+            return made
+        return made.detach().to(self.device).requires_grad_(made.requires_grad)
+
+
+@pytest.fixture(autouse=True)
+def device(request):
+    """The GPU for tests marked gpu under `pytest -m gpu`, else the CPU. What the test makes is there."""
+    if not (request.node.get_closest_marker("gpu") and torch.cuda.is_available()):
+        yield torch.device("cpu")
+        return
+    with MadeOn(torch.device("cuda")) as mode:
+        yield mode.device
 
 
 class Result(NamedTuple):
@@ -216,7 +265,7 @@ def run_process():
     running = []
 
     def run(*command_lines):
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
         started = [
             subprocess.Popen(
                 [sys.executable, *map(str, line)],

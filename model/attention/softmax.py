@@ -15,6 +15,7 @@ from common.settings import UserError
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import remember
 from model.ops.gates import forgotten
+from model.ops.running_sum import running_sum
 from model.ops.sparse_attention import masked_attention
 
 _KERNELS = {
@@ -90,7 +91,7 @@ class SoftmaxAttention(MultiHeadAttention):
         """
         k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))  # a is that of a query head
         cache, before = state or (None, 0.0)
-        a = log_f.double().cumsum(2) + before  # (B, H, T, 1)
+        a = running_sum(log_f.double(), 2) + before  # (B, H, T, 1)
         rest, parts = a * self.head_dim**0.5, []
         for _ in range(_PARTS):
             parts.append(rest.to(q.dtype))

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.ops.running_sum import running_sum
+
 # The most that a feature may forget in a chunk: exp(-REACH) is far above CERTAIN, and the rounding of a is small.
 REACH = {torch.float32: 40.0, torch.float64: 500.0}
 HEAD_REACH = {torch.float32: 1e8, torch.float64: 500.0}  # the same for a head's gate, whose sums are in float64
@@ -53,17 +55,18 @@ def check_gates(log_f: Tensor, shape: torch.Size) -> None:
 def gates_of(log_f: Tensor) -> Gates:
     """Return the factors of gates log_f (n, B, H, C, d_k or 1), in the accumulation type."""
     reset = (log_f == -torch.inf).all(-1, keepdim=True)
-    has_resets = bool(reset.any())
+    on_cpu = log_f.device.type == "cpu"  # elsewhere to ask would be to wait: both answers have a form that fits
+    has_resets = not on_cpu or bool(reset.any())
     if log_f.shape[-1] > 1:
         gates = NO_GATES._replace(a=sums_of(log_f, reset))
         if not has_resets:
             return gates
         within, start, end, kept = (log_f.new_ones(()),) * 4
     else:
-        a = log_f.masked_fill(reset, 0).double().cumsum(-2)  # large gates must not round small ones away
+        a = running_sum(log_f.masked_fill(reset, 0).double(), -2)  # large gates must not round small ones away
         last = a[..., -1:, :]
         start, end, kept = (x.exp().to(log_f.dtype) for x in (a, last - a, last))
-        if last.amin() > -REACH[log_f.dtype]:  # a product is faster than a difference and its exponential
+        if on_cpu and last.amin() > -REACH[log_f.dtype]:  # a product is faster than a difference and its exponential
             within = start * (-a).exp().to(log_f.dtype).mT
         else:
             within = (a - a.mT).clamp(max=0).to(log_f.dtype).exp_()  # above the diagonal it would be infinite
@@ -78,7 +81,7 @@ def gates_of(log_f: Tensor) -> Gates:
 
 def sums_of(log_f: Tensor, reset: Tensor) -> Tensor:
     """Cumulative sums of log_f (n, B, H, C, d_k) in each chunk; tokens at a reset (n, B, H, C, 1) count as 0."""
-    return log_f.masked_fill(reset, 0).cumsum(-2).clamp_(min=-4 * REACH[log_f.dtype])
+    return running_sum(log_f.masked_fill(reset, 0), -2).clamp_(min=-4 * REACH[log_f.dtype])
 
 
 def times(x: Tensor, factor: Tensor | None) -> Tensor:
@@ -95,7 +98,7 @@ def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> 
     Args:
         g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times its gradient.
     """
-    g = (g_q - g_k).flip(-2).cumsum(-2).flip(-2).add_(g_after)
+    g = running_sum((g_q - g_k).flip(-2), -2).flip(-2).add_(g_after)
     return (g.sum(-1, keepdim=True) if log_f.shape[-1] == 1 else g).masked_fill_(log_f == -torch.inf, 0)
 
 

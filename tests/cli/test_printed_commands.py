@@ -31,6 +31,7 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/bench_attention": "tools.bench.attention.bench",
     "scripts/bench_data": "tools.bench.data.bench",
     "scripts/bench_decode": "tools.bench.decode.measure",
+    "scripts/bench_launches": "tools.bench.launches.bench",
     "scripts/bench_loader": "tools.bench.loader.bench",
     "scripts/bench_recurrence": "tools.bench.recurrence.bench",
     "scripts/bench_save": "tools.bench.harness.Run",
@@ -41,6 +42,7 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/doctor": "tools.doctor.examine.examine",
     "scripts/draw_attention": "tools.report.attention_masks.draw",
     "scripts/export_hf": "tools.convert.export_hf.export",
+    "scripts/gpu_hour": "tools.bench.gpu_hour.run",
     "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",
     "scripts/inspect_dataset": "data.shards.read_manifest",
     "scripts/inspect_kernels": "tools.bench.kernels.inspect",
@@ -48,12 +50,13 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/merge_dataset": "data.prepare.merge.merge",
     "scripts/plan": "tools.plan.report.run_plan",
     "scripts/prepare_data": "data.prepare.dataset.prepare",
+    "scripts/profile_step": "tools.bench.profile.bench",
     "scripts/recall": "tools.compare.recall.Case",
     "scripts/report": "tools.report.write.write_report",
     "scripts/serve": "inference.server.serve.serve",
     "scripts/verify_dataset": "data.prepare.verify.verify",
 }
-NEEDS = {"scripts/inspect_kernels": "triton", "scripts/serve": "uvicorn"}
+NEEDS = {"scripts/bench_launches": "triton", "scripts/inspect_kernels": "triton", "scripts/serve": "uvicorn"}
 SCRIPTS = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.glob("scripts/*.py"))
 PLACES = {  # where a text says what to type, and the test that types it
     "cli/help.py": "test_the_shell_completes",
@@ -64,6 +67,7 @@ PLACES = {  # where a text says what to type, and the test that types it
     "data/prepare/merge.py": "test_a_part_that_is_missing_is_made_by_what_is_printed",
     "data/prepare/parts.py": "test_a_damaged_part_is_named",
     "model/ops/kernels.py": "test_extras_that_are_to_be_installed_exist",
+    "tools/bench/packages.py": "test_a_missing_package_is_one_line",
     "tools/convert/gqa.py": "test_the_settings_to_go_on_with_are_printed",
     "tools/convert/import_gpt2.py": "test_training_goes_on_by_the_command_that_is_printed",
     "trainer/distributed.py": "test_without_a_launcher_it_is_told_how",

@@ -153,7 +153,7 @@ def test_every_pair_of_settings_is_tried(factors):
 def build(case):
     torch.manual_seed(0)
     config = TypeAdapter(AttentionConfig).validate_python(case)
-    module = config.build(N_EMBD, N_HEAD, HEAD_DIM).double()
+    module = config.build(N_EMBD, N_HEAD, HEAD_DIM).to(text(1))
     with torch.no_grad():  # parameters that begin equal must not be interchangeable
         for p in module.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -193,6 +193,7 @@ def read(module, case, x, pieces, rotary, state=None, before=0):
 close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.gpu
 @on_pairs(T=LENGTHS, rotary=ROTARY)
 def test_outputs_and_gradients_are_the_definitions(case, T, rotary):
     module = build(case)
@@ -251,6 +252,7 @@ def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
     assert not torch.allclose(before[:, 40], after[:, 40])
 
 
+@pytest.mark.gpu
 @on_pairs(pieces=PIECES, rotary=ROTARY, mode=MODES)
 def test_a_text_in_pieces_is_the_whole(case, pieces, rotary, mode):
     module, x = build(case), text(70)
@@ -323,8 +325,9 @@ def test_a_state_is_as_small_as_it_is_said_to_be(case):
     assert sizes[400] <= in_pieces <= sizes[400] + 64 * token
 
 
+@pytest.mark.gpu
 @on_pairs()
-def test_bfloat16_errs_no_more_than_its_inputs_warrant(case):
+def test_bfloat16_errs_no_more_than_its_inputs_warrant(case, device):
     """Autocast rounds x, the weights, and their products: each to 2^-9 of its size.
 
     The mechanism's own definition gives the effect: the change of its outputs in float64 when x and the weights are
@@ -338,7 +341,7 @@ def test_bfloat16_errs_no_more_than_its_inputs_warrant(case):
         for p in rounded.parameters():
             p.copy_(p.bfloat16())
         change = (rounded.naive(x.bfloat16().double()) - wanted).abs().max()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             y = module.float()(x.float())[0]
     assert y.isfinite().all()
     assert (y.double() - wanted).abs().max() <= 4 * change + 2**-8 * wanted.abs().max()
@@ -352,13 +355,14 @@ def gpt_config(**changes):
 
 def gpt_of(**changes):
     torch.manual_seed(0)
-    return GPT(gpt_config(**changes)).double()
+    return GPT(gpt_config(**changes)).to(text(1))
 
 
 def ids(T, B=1, seed=1):
     return torch.randint(11, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.gpu
 @on_pairs(position=POSITIONS)
 def test_prompts_of_different_lengths_are_continued_as_each_alone(case, position):
     gpt = gpt_of(attention=case, position={"name": position})
@@ -390,7 +394,7 @@ RAGGED = [[5, 1, 2, 33, 17, 1, 30, 11], [64, 16, 20], [1, 99], [100]]
 
 def with_documents(case, position, eot_id=EOT):
     """Return a model in which no part is still the identity; the weights do not depend on eot_id."""
-    gpt = GPT(gpt_config(attention=case, position={"name": position}, n_layer=2), eot_id).double()
+    gpt = GPT(gpt_config(attention=case, position={"name": position}, n_layer=2), eot_id).to(text(1))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in gpt.parameters():
@@ -412,6 +416,7 @@ def keeps_documents_apart(case):
 on_documents = on_pairs(keeps_documents_apart, position=POSITIONS)
 
 
+@pytest.mark.gpu
 @on_documents
 def test_a_document_has_the_losses_and_gradients_that_it_has_alone(case, position):
     gpt, alone = with_documents(case, position), with_documents(case, position, eot_id=None)
@@ -488,6 +493,7 @@ def test_a_compiled_model_keeps_documents_apart():
     close(compiled(ids[:, :-1], ids[:, 1:]), gpt.token_losses(ids[:, :-1], ids[:, 1:]))
 
 
+@pytest.mark.gpu
 def test_a_model_of_every_mechanism_streams_and_learns():
     pattern = [settings_of((variant_names(cls)[0], 0)) for cls in ATTENTION]
     gpt = gpt_of(attention_pattern=pattern, n_layer=len(pattern) + 2)

@@ -33,6 +33,7 @@ def by_pairs(q, k, log_v, log_f):
     return log_y - weights.logsumexp(3, keepdim=True)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("D", [1, 5])
 @pytest.mark.parametrize("T", [1, 2, 31, 65, 130])
@@ -52,6 +53,7 @@ def test_gates_of_zero_forget_nothing(D):
     torch.testing.assert_close(found, log_attention(q, k, log_v), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("D", [1, 5])
 def test_a_reset_begins_a_new_text(backend, D):
@@ -71,6 +73,7 @@ def test_a_reset_begins_a_new_text(backend, D):
     torch.testing.assert_close([x.double() for x in state], list(parts[-1][1]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", NAMES)
 def test_nothing_flows_back_across_a_reset(backend):
     leaves = inputs(40, 5, H=1)
@@ -107,10 +110,11 @@ def test_the_gradient_of_gates_does_not_lose_digits_in_a_long_text(D):
     assert (found - wanted).abs().max() < 100 * torch.finfo(torch.float32).eps * wanted.abs().max()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fixed", "head", "feature"])
-def test_the_gates_of_a_model_need_no_fallback(kind):
+def test_the_gates_of_a_model_need_no_fallback(kind, device):
     torch.manual_seed(0)
-    gates = Decay(kind, 32, 3, 8)
+    gates = Decay(kind, 32, 3, 8).to(device)
     for parameter in gates.parameters():
         torch.nn.init.normal_(parameter, std=3)  # far steeper than at the start of training
     q, k, log_v, _ = (x.detach() for x in inputs(4096, 1, torch.float32, d_k=8))
@@ -136,6 +140,7 @@ def test_gates_that_do_not_fit_are_refused_in_one_line(log_f, causal, message, b
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("gate", [-1e-3, -3.0, -30.0])
 def test_linear_attention_has_finite_gradients_for_any_gate_of_a_head(gate):
     q, k, v, _ = inputs(130, 1)
@@ -161,15 +166,16 @@ def test_linear_attention_refuses_gates_that_it_cannot_have(log_f, message):
         linear_attention(q, k, v, log_f=log_f)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("parts", [{}, {"conv": 4, "qk_norm": True}])
-def test_softmax_attention_that_forgets_keeps_its_digits_under_autocast(parts):
+def test_softmax_attention_that_forgets_keeps_its_digits_under_autocast(parts, device):
     torch.manual_seed(0)
-    exact = SoftmaxConfig(name="softmax", decay="head", **parts).build(32, 4, 8).double()
-    rounded = SoftmaxConfig(name="softmax", decay="head", **parts).build(32, 4, 8)
+    exact = SoftmaxConfig(name="softmax", decay="head", **parts).build(32, 4, 8).to(device).double()
+    rounded = SoftmaxConfig(name="softmax", decay="head", **parts).build(32, 4, 8).to(device)
     rounded.load_state_dict(exact.state_dict())
     x = torch.randn(1, 1024, 32)
     wanted = exact(x.double())[0]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device.type, torch.bfloat16):
         found = rounded(x)[0]
     assert (found - wanted).norm() < 0.02 * wanted.norm()  # some roundings of 2^-9
     bias = [module.decay.bias for module in (exact, rounded)]

@@ -1,5 +1,6 @@
 """Linear(GLU(x)) without its gated features, against torch's own."""
 
+import pytest
 import torch
 from torch.func import grad
 from torch.nn.functional import glu, linear
@@ -12,6 +13,7 @@ def inputs(dtype=torch.float64):
     return [torch.randn(*s, generator=generator, dtype=dtype).requires_grad_() for s in ((2, 5, 14), (3, 7))]
 
 
+@pytest.mark.gpu
 def test_equals_the_definition_with_gradients():
     x, weight = inputs()
     wanted = linear(glu(x), weight)

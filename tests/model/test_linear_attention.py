@@ -37,6 +37,7 @@ def test_the_naive_form_is_the_definition(T):
     assert_all_close(got, with_gradients(by_hand(*leaves), leaves))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 2, 31, CHUNK - 1, CHUNK, CHUNK + 1, 100, 3 * CHUNK])
 def test_chunks_equal_the_naive_form_with_all_gradients(T):
     leaves = inputs(T)
@@ -44,6 +45,7 @@ def test_chunks_equal_the_naive_form_with_all_gradients(T):
     assert_all_close(got, with_gradients(naive_linear_attention(*leaves), leaves))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("pieces", [[1] * 100, [99, 1], [1, 99], [64, 36], [37, 26, 37]], ids=str)
 def test_pieces_through_the_state_equal_the_whole_with_all_gradients(pieces):
     leaves = inputs(100)

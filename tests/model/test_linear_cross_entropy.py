@@ -31,6 +31,7 @@ def tokens_at_a_time(request, monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 11 * request.param)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_equals_the_definition_with_gradients(cap):
     x, weight, targets = inputs()
@@ -43,6 +44,7 @@ def test_equals_the_definition_with_gradients(cap):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.gpu
 def test_gradients_of_token_losses_are_for_any_weights():
     x, weight, targets = inputs()
     weights = torch.randn(70, dtype=torch.float64)
@@ -76,6 +78,7 @@ def test_going_back_twice_is_refused_rather_than_wrong(hooks):
         loss.backward()
 
 
+@pytest.mark.gpu
 def test_any_negative_target_is_not_counted():
     x, weight, targets = inputs()
     others = torch.where(targets < 0, -100, targets)

@@ -56,6 +56,7 @@ def assert_all_close(got, wanted, tolerance):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("backend", "form", "scale"),
     [
@@ -66,9 +67,9 @@ def assert_all_close(got, wanted, tolerance):
         pytest.param("triton", "causal", 200, marks=pytest.mark.slow),
     ],
 )
-def test_gives_the_published_numbers(backend, form, scale):
+def test_gives_the_published_numbers(backend, form, scale, device):
     heads = slice(1 if (backend, scale) == ("triton", 200) else None)  # where Triton's interpreter takes ten seconds
-    file = {name: tensor[:, heads] for name, tensor in golden().items()}
+    file = {name: tensor[:, heads].to(device) for name, tensor in golden().items()}
     leaves = [file[f"scale{scale}/{name}"].clone().requires_grad_() for name in ("q", "k", "log_v")]
     log_y = log_attention(*leaves, causal=form == "causal", backend=backend)
     gradients = torch.autograd.grad(log_y, leaves, file[f"scale{scale}/{form}/grad_out"])
@@ -76,6 +77,7 @@ def test_gives_the_published_numbers(backend, form, scale):
     assert_all_close([log_y, *gradients], wanted, 1e-9)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("backend", "T"),
     [
@@ -92,6 +94,7 @@ def test_causal_equals_the_definition_with_state_and_all_gradients(backend, T):
     assert_all_close(got, wanted, 1e-11)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 63), (130, 7), (63, 500), (65, 65)])
 def test_full_equals_the_definition_with_state_and_all_gradients(backend, T, S):
@@ -126,6 +129,7 @@ def test_numerical_gradients(backend):
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=backend == "triton")  # in some random directions
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_result_has_the_type_of_the_values_and_the_state_at_least_float32(backend, dtype):
@@ -138,6 +142,7 @@ def test_result_has_the_type_of_the_values_and_the_state_at_least_float32(backen
     torch.testing.assert_close(log_y.double(), truth, rtol=0, atol=4 * torch.finfo(dtype).eps + 4e-6)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gradients_have_the_types_of_the_inputs(backend, dtype):
@@ -152,6 +157,7 @@ def test_gradients_have_the_types_of_the_inputs(backend, dtype):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=max(4 * torch.finfo(dtype).eps, 4e-6) * b.abs().max())
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_element_of_a_result_is_written(backend, causal):
@@ -165,6 +171,7 @@ def test_every_element_of_a_result_is_written(backend, causal):
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_takes_views_of_any_strides(backend):
     """Such as the parts of one projection, in which heads lie side by side; and dimensions with gaps."""
@@ -176,11 +183,13 @@ def test_takes_views_of_any_strides(backend):
         torch.testing.assert_close(log_attention(*views, backend=backend), wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.gpu
 def test_triton_returns_what_the_next_projection_takes_as_it_is():
     log_y = log_attention(*inputs(70)[:3], backend="triton")
     assert log_y.transpose(1, 2).is_contiguous()  # (B, T, H, d_v)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_masked_keys_and_values_of_zero_count_for_nothing(backend, causal):
@@ -197,6 +206,7 @@ def test_masked_keys_and_values_of_zero_count_for_nothing(backend, causal):
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["naive", *FAST_SLOW])
 def test_any_split_into_pieces_with_the_state_carried_equals_one_call(backend):
     q, k, log_v = (x.detach() for x in inputs(200, B=1)[:3])

@@ -114,6 +114,7 @@ def test_one_token_that_dwarfs_the_rest(backend, where, height, causal, which):
     assert_exact([x.float().double() for x in inputs], causal, backend)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_values_of_zero_masked_keys_and_constant_rows(backend, causal):
@@ -160,6 +161,7 @@ def test_a_mask_may_be_a_large_finite_number(backend, causal, which, mask):
         torch.testing.assert_close(log_y, log_v, rtol=1e-6, atol=0)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
 def test_tokens_before_which_nothing_is_seen_spoil_no_other(backend):
     """Padding at the left, next to values of zero: the padding's results are NaN, and all gradients are finite."""
@@ -246,6 +248,7 @@ def test_keys_and_states_beyond_what_bfloat16_is_made_for(backend, causal):
     assert log_attention(q, k - 700, log_v, causal=causal, state=state, backend=backend).flatten().tolist() == [1, 1]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize(
     ("q", "k", "log_v", "wanted"),
@@ -288,6 +291,7 @@ def test_values_of_zero_in_every_token_are_no_reason_to_fall_back(T):
     assert tiles(lambda: log_y_and_gradients(log_attention, inputs, True, backend="chunked")) == (0, 0)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
 def test_state_of_a_wide_range_and_its_gradients(backend, causal):
@@ -320,6 +324,7 @@ def test_ordinary_inputs_never_need_the_fallback(backend, causal):
     assert tiles(lambda: log_y_and_gradients(log_attention, inputs, causal, backend=backend)) == (0, 0)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize(("features", "steepest"), [(1, 1e-4), (1, 8), (1, 1e4), (16, 1e-4), (16, 1.2)])
 def test_gates_and_resets_never_need_the_fallback(backend, features, steepest):
@@ -349,6 +354,7 @@ def test_the_fallback_is_for_the_chunks_that_need_it(backend, T, most):
     assert 1 <= backward <= most  # with triton, all chunks of the head
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
 def test_a_hostile_input_needs_it_everywhere_and_gives_the_same_bits_twice(backend):
     inputs = [x.float() for x in normal(T=65, sd_q=200, sd_k=200, sd_v=200, H=1)]
@@ -361,6 +367,7 @@ def test_a_hostile_input_needs_it_everywhere_and_gives_the_same_bits_twice(backe
     assert all(torch.equal(a, b) for a, b in zip(gradients, same_gradients, strict=True))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("backend", "causal", "dtype"),
     [

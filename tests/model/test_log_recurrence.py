@@ -23,6 +23,7 @@ def results_and_gradients(recurrence, leaves):
     return [s, last, *torch.autograd.grad(loss, leaves)]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 2, 31, 32, 33, 500])
 def test_equals_the_definition_with_state_and_all_gradients(T):
     leaves = inputs(T)
@@ -31,6 +32,7 @@ def test_equals_the_definition_with_state_and_all_gradients(T):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 2, 33, 500])
 def test_a_token_that_keeps_nothing_forgets_all_before(T):
     """log_p = -inf, at borders of chunks too: as the definition, and as if the text began there with s = -inf."""
@@ -57,6 +59,7 @@ def test_starts_from_zero():
     torch.testing.assert_close(log_recurrence(log_p, h), torch.logaddexp(log_p, h))
 
 
+@pytest.mark.gpu
 def test_pieces_with_the_state_carried_equal_one_call():
     log_p, h, _ = (x.detach() for x in inputs(100))
     whole, last = log_recurrence(log_p, h, return_state=True)

@@ -179,6 +179,7 @@ def test_flex_attention_has_the_same_masks(name, T, monkeypatch):
         assert torch.equal(ours.to_dense(), torchs.to_dense())
 
 
+@pytest.mark.gpu
 def test_huge_scores_stay_finite():
     """Scores of about 10^6, where rounding is far below 1, so that recomputed weights are at most e."""
     q, k, v, g = inputs(100, dtype=torch.float32)

@@ -23,7 +23,8 @@ PARTS = {"attention": {"name": "log_space"}, "block": {"name": "mlp"}, "position
 
 def build(**sizes):
     torch.manual_seed(0)
-    return GPT(GPTConfig(**{"n_vocab": 11, "n_layer": 2, "n_head": 3, "n_embd": 12, **PARTS, **sizes}))
+    gpt = GPT(GPTConfig(**{"n_vocab": 11, "n_layer": 2, "n_head": 3, "n_embd": 12, **PARTS, **sizes}))
+    return gpt.to(ids().device)
 
 
 def ids(T=70):
@@ -142,11 +143,12 @@ def test_compiles_without_a_graph_break_forward_and_backward():
         torch.testing.assert_close(a, b)
 
 
-def test_sums_stay_float32_under_autocast():
+@pytest.mark.gpu
+def test_sums_stay_float32_under_autocast(device):
     """The result differs from float32 by what bfloat16 does to the linear layers: 8 bits in each of a few."""
     gpt = build()
     exact = gpt.loss(ids()[:, :-1], ids()[:, 1:])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         _, state = gpt(ids(), return_state=True)
         loss = gpt.loss(ids()[:, :-1], ids()[:, 1:])
     assert {x.dtype for layer in state.layers for x in layer} == {torch.float32}
@@ -156,6 +158,7 @@ def test_sums_stay_float32_under_autocast():
     assert all(x.isfinite().all() for x in loss_and_gradients(gpt, loss))
 
 
+@pytest.mark.gpu
 def test_recomputed_activations_give_the_same_bits():
     gpt = build()
     wanted = loss_and_gradients(gpt, gpt.loss(ids()[:, :-1], ids()[:, 1:]))
@@ -170,6 +173,7 @@ def test_is_a_pure_function_of_its_parameters():
     assert torch.equal(functional_call(gpt, doubled, (ids(),)), other(ids()))
 
 
+@pytest.mark.gpu
 def test_deterministic_algorithms_are_enough():
     gpt = build()
     torch.use_deterministic_algorithms(True)
@@ -180,10 +184,11 @@ def test_deterministic_algorithms_are_enough():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 32), ("float32", 16), ("float64", 16)])
 @pytest.mark.slow
-def test_kernels_compile_for_gpus_that_are_not_here(run_process):
+def test_kernels_compile_for_gpus_that_are_not_here(run_process, dtype, head_dim):
     pytest.importorskip("triton.backends.nvidia")
-    arguments = ["operator=log_attention", "dtype=bfloat16", "head_dim=32", "gates=none,head,feature"]
+    arguments = ["operator=log_attention", f"dtype={dtype}", f"head_dim={head_dim}", "gates=none,head,feature"]
     [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", *arguments])
     assert result.status == 0, result.err
     rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from model.ops.gates import NO_GATES, REACH, check_gates, gates_of, times
 from model.ops.log_attention.chunks import chunk_size
+from model.ops.running_sum import running_sum
 
 CHUNK = 64  # tokens, about as many as a head has features: scores and products with the state then cost the same
 
@@ -99,7 +100,7 @@ def _chunks(
     S = torch.cat([state.S.unsqueeze(2), to_end.mT @ v], dim=2)  # (B, H, N + 1, d, d_v)
     z = torch.cat([state.z.unsqueeze(2), to_end.sum(3)], dim=2).unsqueeze(-1)  # (B, H, N + 1, d, 1)
     left = None if gates.a is None else gates.a[..., -1, :].exp().unsqueeze(-1)  # (B, H, N, d, 1)
-    S, z = (x.cumsum(2) if log_f is None else _decayed_sums(x, gates.kept, left) for x in (S, z))
+    S, z = (running_sum(x, 2) if log_f is None else _decayed_sums(x, gates.kept, left) for x in (S, z))
     A = (q @ k.mT).tril() if gates.within is None else (q @ k.mT) * gates.within  # (B, H, N, C, C)
     from_start = times(q, gates.start)
     sums = from_start @ S[:, :, :-1] + A @ v  # (B, H, N, C, d_v)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.log_attention.exponentials import Inputs
+from model.ops.running_sum import running_sum
 
 LARGEST = 2**24  # elements of a temporary
 
@@ -25,7 +26,7 @@ def states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
     _, N, C, d_k = k.shape
     before = [log_s]
     heads = max(1, LARGEST // (C * d_k * log_v.shape[-1]))
-    kept = log_f.flip(2).cumsum(2).flip(2)  # (G, N, C, .): of what was there before a token, at the chunk's end
+    kept = running_sum(log_f.flip(2), 2).flip(2)  # (G, N, C, .): of what was there before a token, at the chunk's end
     k = k + pad(kept[:, :, 1:], (0, 0, 0, 1))
     for n in range(N):
         parts = [

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from model.ops.gates import HEAD_REACH, NO_GATES, REACH, Gates, gates_of, sums_of
 from model.ops.log_attention.chunks import blocks, chunk_size, maxima, split
 from model.ops.log_attention.frames import FAR, LN2, finite, frame_above, scaled_exp
+from model.ops.running_sum import running_sum
 
 _LARGEST_STEP = {torch.float32: 20, torch.float64: 33}  # binary digits by which the frame of a chunk may shrink
 
@@ -90,7 +91,8 @@ def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, T
     top, kept, reset = (torch.cat(x) for x in zip(*_forgotten(inputs), strict=True))  # (N, B, H, d_k or 1)
     by_feature = kept.shape[-1] == top.shape[-1] > 1
     # What is measured in the frame of a chunk: the keys before it, as far as they are left, and its own.
-    passed = pad(kept.double().masked_fill(reset, -torch.inf).clamp(min=-1e9).cumsum(0), (0, 0) * 3 + (1, 0))
+    sums = running_sum(kept.double().masked_fill(reset, -torch.inf).clamp(min=-1e9), 0)
+    passed = pad(sums, (0, 0) * 3 + (1, 0))
     at_end = top + kept if by_feature else top
     left = passed + (torch.cat([log_z[None], at_end]) - passed).cummax(0).values  # (1 + N, B, H, d_k)
     key = frame_above(torch.maximum(left[:-1], top).to(log_z.dtype) / LN2)

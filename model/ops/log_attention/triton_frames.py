@@ -71,7 +71,8 @@ def exp_measured(x, frame, OPERAND: tl.constexpr):
     else:
         wide: tl.constexpr = x.dtype == tl.float64
         large: tl.constexpr = 1.5 * 2.0**52 if wide else 1.5 * 2.0**23
-        x = tl.clamp(x, -(2.0**21), 2.0**21, propagate_nan=tl.PropagateNan.ALL)
+        # In float64, Triton 3.7 compiles limits of equal size to an instruction that only float32 has.
+        x = tl.clamp(x, -(2.0**21), 2.0**21 + (1.0 if wide else 0.0), propagate_nan=tl.PropagateNan.ALL)
         n = (x * LOG2E + large) - large
         rest = (x - n * LN2_HIGH) - n * LN2_LOW  # x - n ln 2, between -0.35 and 0.35
         return tl.exp2(rest * LOG2E) * power_of_two(n - frame)

@@ -1,0 +1,111 @@
+"""Whole parts on a GPU: training, resuming, several processes, compiled code. Operators are tested in tests/model.
+
+On the CPU, the tests that need no GPU of their own compare the CPU with itself.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model.gpt import GPT, GPTConfig
+from model.ops.sparse_attention import naive_sparse_attention, sparse_attention
+from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
+from trainer.checkpoint import load_model, newest
+from trainer.loop import fit
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("restored_torch")]
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines for key in ("loss", "val_loss") if key in line]
+
+
+@pytest.mark.parametrize(
+    ("attention", "decay"),
+    [("log_space", "none"), ("softmax", "none"), ("linear", "none"), ("sliding_window", None), ("log_space", "feature")]
+    + [(name, "head") for name in ("log_space", "softmax", "linear")],
+)
+def test_a_gpu_trains_as_the_cpu_does(tiny, tmp_path, device, attention, decay):
+    """In float64. Adam divides gradients by their size plus 1e-8, so a rounding of 1e-16 becomes one of 1e-8, and a
+    step moves weights by 1e-2 of that: losses after 4 steps are some 1e-9 apart."""
+    mechanism = {"name": attention} | ({} if decay is None else {"decay": decay})
+    settings = {"model.attention": mechanism, "runtime.dtype": "float64", "runtime.compile": False, "max_steps": 4}
+    settings |= {"eval.batches": 1}
+    for place in ("cpu", device.type):
+        fit(tiny(settings | {"runtime.device": place, "run_dir": tmp_path / place}))
+    torch.testing.assert_close(losses(tmp_path / device.type), losses(tmp_path / "cpu"), rtol=0, atol=1e-7)
+
+
+def test_a_run_goes_on_with_the_same_bits(tiny, tmp_path, device):
+    settings = {"runtime.device": device.type, "runtime.dtype": "bfloat16", "runtime.compile": False, "max_steps": 4}
+    settings |= {"eval.batches": 1}
+    for run, stops in (("whole", [4]), ("parts", [2, 4])):
+        for stop_at in stops:
+            fit(tiny(settings | {"run_dir": tmp_path / run, "stop_at": stop_at}))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    for name in ("model", "optimizer", "random"):
+        parts, whole = (load_file(newest(tmp_path / run) / f"{name}.safetensors") for run in ("parts", "whole"))
+        assert all(torch.equal(parts[key], value) for key, value in whole.items())
+    gpt, _ = load_model(tmp_path / "parts")
+    assert gpt.to(device)(torch.zeros(1, 3, dtype=torch.int64)).isfinite().all()
+
+
+@pytest.mark.gpu(alone=True)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_process_of_torchrun_is_as_none(run_process, tiny_args, tmp_path, strategy):
+    """With NCCL. float32 products have 10 bits, as TF32, and may be summed in another order: 2^-11 of a loss of 6."""
+    args = ["train.py", *tiny_args, "runtime.device=cuda", "runtime.compile=false"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    runs = {"alone": [], "launched": [*launcher]}
+    for run, before in runs.items():
+        options = [f"run_dir={tmp_path / run}", *([f"runtime.strategy={strategy}"] if before else [])]
+        [result] = run_process([*before, *args, *options])
+        assert result.status == 0, result.err
+    torch.testing.assert_close(losses(tmp_path / "launched"), losses(tmp_path / "alone"), rtol=0, atol=2e-2)
+
+
+@pytest.mark.gpu(alone=True)
+@pytest.mark.parametrize("attention", ["log_space", "softmax", "linear"])
+def test_compiled_is_eager(attention, device):
+    """In float64, by inductor: sums of some hundred terms in another order."""
+    torch.manual_seed(0)
+    parts = {"attention": {"name": attention}, "block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
+    gpt = GPT(GPTConfig(n_vocab=11, n_layer=2, n_head=2, n_embd=32, **parts)).to(device, torch.float64)
+    ids = torch.randint(11, (2, 71))
+    results = []
+    for loss in (gpt.summed_loss, torch.compile(gpt.summed_loss)):
+        gpt.zero_grad()
+        value = loss(ids[:, :-1], ids[:, 1:])
+        value.backward()
+        results.append([value.detach(), *(p.grad.clone() for p in gpt.parameters())])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu(alone=True)
+@pytest.mark.parametrize("pattern", [window(40), window(9, 3), strided(16), fixed(32, 4), longformer(50, 5)], ids=str)
+@pytest.mark.parametrize("T", [1, 128, 300])
+def test_flex_attention_is_the_definition_in_both_passes(pattern, T):
+    """In float32, sums of 300 terms of size about 1: each is off by up to 300 x 2^-24 = 2e-5 of it."""
+    q, k, v, g = (torch.randn(2, 2, T, 16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    results = []
+    for attend in (sparse_attention, naive_sparse_attention):
+        y = attend(*leaves, [pattern])
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, g)])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu(alone=True)
+def test_the_flagship_trains_as_it_is_set_up(command, tiny_args, tmp_path):
+    """Compiled, in bfloat16, with micro_batch=auto, then evaluated and sampled from."""
+    defaults = [word for word in tiny_args if not word.startswith("runtime.")]
+    assert command("train", *defaults, "runtime.device=cuda", "runtime.micro_batch=auto", "max_steps=60").status == 0
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0] - 0.5
+    assert command("eval", f"checkpoint={tmp_path / 'run'}").status == 0
+    result = command("sample", f"checkpoint={tmp_path / 'run'}", "prompt=self", "max_new_tokens=20", "seed=1")
+    assert result.status == 0
+    assert "self" in result.out

@@ -1,0 +1,151 @@
+"""Stages that run one after another within a time limit, each a process, and go on where they were cut off."""
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from common.console import say
+from common.files import make_directory, read_json, write_atomic, write_json
+from common.settings import UserError
+from tools.bench.harness import Row, machine, print_table
+from tools.bench.packages import refuse_without
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("pytest", "hypothesis", "hydra", "tiktoken", "triton", "numpy", "safetensors", "matplotlib", "orjson")
+_LINES_SHOWN = 40
+_SECONDS_TO_STOP = 10.0
+
+
+class Stage(NamedTuple):
+    """A command, and how long it may take."""
+
+    name: str
+    command: list[str]
+    minutes: float
+    missing: str | None = None
+    """Why it cannot run on this machine."""
+
+
+def run(minutes: float, out: Path) -> None:
+    """Run all stages on this machine's GPU.
+
+    Raises:
+        UserError: torch sees no GPU.
+        SystemExit: a package is not installed.
+    """
+    refuse_without(*NEEDED)
+    if not torch.cuda.is_available():
+        raise UserError("torch sees no GPU here: run make gpu-hour on a machine with one")
+    run_stages(stages_on_gpu(out), minutes, out)
+
+
+def stages_on_gpu(out: Path) -> list[Stage]:
+    """The stages in order of priority."""
+    tests = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py") if _has_gpu_tests(path))
+    sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
+    missing = None if shutil.which(sanitizer) else "compute-sanitizer is not installed (it comes with the CUDA toolkit)"
+    quick = _script("bench_attention", out / "quick", "device=cuda", "quick=true")
+    check = [sanitizer, "--target-processes=all", "--error-exitcode=1"]
+    models = "models=log_gpt_125m,log_gpt_mlp_124m"
+    return [
+        Stage("suite", [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--durations=20", *tests], 15),
+        Stage("racecheck", [*check, "--tool=racecheck", *quick], 8, missing),
+        Stage("memcheck", [*check, "--tool=memcheck", *quick], 8, missing),
+        Stage("bench_attention", _script("bench_attention", out / "bench_attention", "device=cuda"), 12),
+        Stage("bench_train", _script("bench_train", out / "bench_train", models, "batch=16", "steps=10"), 10),
+        Stage("profile", _script("profile_step", out / "profile"), 4),
+        Stage("launches", _script("bench_launches", out / "launches"), 12),
+        Stage("bench_decode", _script("bench_decode", out / "bench_decode", "models=log_gpt_125m,gpt2_124m"), 6),
+        Stage("bench_loader", _script("bench_loader", out / "bench_loader", "set=runtime.micro_batch=16"), 5),
+        Stage("bench_save", _script("bench_save", out / "bench_save"), 5),
+    ]
+
+
+def _has_gpu_tests(path: Path) -> bool:
+    return "pytest.mark.gpu" in path.read_text(encoding="utf-8")
+
+
+def _script(name: str, out: Path, *options: str) -> list[str]:
+    return [sys.executable, f"scripts/{name}.py", *options, f"out={out}"]
+
+
+def run_stages(stages: Sequence[Stage], minutes: float, out: Path) -> None:
+    """Run the stages that have no outcome yet, until the time is over; write the report after each."""
+    out, end = make_directory(out, "out").absolute(), time.monotonic() + 60 * minutes
+    for stage in stages:
+        outcome = out / f"{stage.name}.json"
+        if stage.missing is None and not outcome.exists() and (left := end - time.monotonic()) > 0:
+            say(f"{stage.name}: {shlex.join(stage.command)}")
+            found = _run(stage, min(60 * stage.minutes, left), out / f"{stage.name}.txt")
+            if found["outcome"] == "stopped" and left <= 60 * stage.minutes:
+                say(f"{stage.name}: cut off, because {minutes:g} minutes are over")
+            else:
+                write_json(outcome, found)
+        _report(stages, out)
+    print_table("stages", _rows(stages, out))
+    say(f"written to {out / 'report.md'}")
+
+
+def _run(stage: Stage, seconds: float, output: Path) -> Row:
+    """Run a stage to its end or for so many seconds; the result is for its .json file."""
+    started = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with open(output, "wb") as file:
+        process = subprocess.Popen(
+            stage.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(seconds)
+            outcome = "passed" if status == 0 else f"failed with status {status}"
+        except subprocess.TimeoutExpired:
+            outcome = "stopped"
+        finally:
+            _end(process)
+    return {"outcome": outcome, "minutes": round((time.monotonic() - started) / 60, 2), "command": stage.command}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_STOP)
+
+
+def _rows(stages: Sequence[Stage], out: Path) -> list[Row]:
+    rows: list[Row] = []
+    for stage in stages:
+        path = out / f"{stage.name}.json"
+        found: dict[str, Any] = read_json(path) if path.exists() else {"minutes": None, "outcome": "not run yet"}
+        if found["outcome"] == "stopped":
+            found["outcome"] = f"took longer than {stage.minutes:g} minutes"
+        if stage.missing is not None:
+            found["outcome"] = f"skipped: {stage.missing}"
+        rows.append({"stage": stage.name, "outcome": found["outcome"], "minutes": found["minutes"]})
+    return rows
+
+
+def _report(stages: Sequence[Stage], out: Path) -> None:
+    """Write report.json, with the figures of all stages, and report.md, with the end of their output."""
+    rows, about = _rows(stages, out), machine()
+    figures = {stage.name: read_json(path) for stage in stages if (path := out / stage.name / "bench.json").exists()}
+    write_json(out / "report.json", {"machine": about, "stages": rows, "figures": figures})
+    lines = [f"# {about['gpu'] or about['cpu']}", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
+    lines += ["| stage | minutes | outcome |", "|---|---|---|"]
+    lines += [f"| {row['stage']} | {row['minutes'] or ''} | {row['outcome']} |" for row in rows]
+    for stage in stages:
+        if (output := out / f"{stage.name}.txt").exists():
+            text = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES_SHOWN:]
+            lines += ["", f"## {stage.name}", "", f"    {shlex.join(stage.command)}", "", "```", *text, "```"]
+    write_atomic(out / "report.md", "\n".join(lines) + "\n")
