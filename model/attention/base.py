@@ -104,8 +104,7 @@ class Attention(nn.Module):
             self.y_scale = nn.Parameter(torch.ones(self.n_out))
         if settings.gate != "none":
             self.gate, self.gate_function = nn.Linear(n_embd, self.n_out), _GATES[settings.gate]
-        decay = getattr(settings, "decay", "none")
-        if decay not in ("none", "tied"):  # tied gates are made of keys
+        if (decay := getattr(settings, "decay", "none")) != "none":
             self.decay = Decay(decay, n_embd, self.n_head, query_dim)
 
     def forward(

@@ -9,32 +9,6 @@ from torch.nn.functional import logsigmoid
 STEEPEST = 1.0  # the most that a feature's gate forgets at a token, in nats: see model/ops/gates.py
 _RANK = 16  # of the map from tokens to the gates of features
 _SPANS = 1.5, 500.0  # tokens after which the first and the last gate keep 1 / e, at the start of training
-_TIED_SPANS = 1.5, 64.0  # with longer ones, the first steps learn less
-
-
-def _spread(n: int, spans: tuple[float, float]) -> Tensor:
-    first, last = map(math.log, spans)
-    return torch.linspace(first, last, n).exp()
-
-
-class Uptake(nn.Module):
-    """Tied gates: a feature takes up a share w of each token, and forgets the same share of what it holds.
-
-    So it holds a moving average. Keys become log w and gates log(1 - w), with w = (1 - exp(-STEEPEST)) sigmoid(key +
-    bias); the form is that of HGRN2 (Qin et al. 2024) and of gated slot attention (Zhang et al. 2024). If features are
-    pairs, w is a product, and each of its two factors has the square root of that range.
-    """
-
-    def __init__(self, n_head: int, d_key: int, product: bool) -> None:
-        super().__init__()
-        factors = 2 if product else 1
-        self.n_head, self.log_largest = n_head, math.log(-math.expm1(-STEEPEST)) / factors
-        log_share = (-torch.expm1(-1 / _spread(d_key // factors, _TIED_SPANS))).log() / factors
-        self.bias = nn.Parameter(torch.logit((log_share - self.log_largest).exp()).repeat(factors * n_head))
-
-    def forward(self, k: Tensor) -> Tensor:
-        """(B, n_head, T, d_key) -> log w, or the logarithms of its factors."""
-        return logsigmoid(k + self.bias.view(self.n_head, 1, -1)) + self.log_largest
 
 
 class Decay(nn.Module):
@@ -49,7 +23,7 @@ class Decay(nn.Module):
     def __init__(self, kind: str, n_embd: int, n_head: int, query_dim: int) -> None:
         super().__init__()
         self.kind, self.n_head = kind, n_head
-        spans = _spread(n_head if kind == "head" else query_dim, _SPANS)
+        spans = torch.linspace(*map(math.log, _SPANS), n_head if kind == "head" else query_dim).exp()
         if kind == "head":
             self.to_gates = nn.Linear(n_embd, n_head, bias=False)
             self.bias = nn.Parameter(torch.logit((-1 / spans).exp()))

@@ -7,7 +7,6 @@ from pydantic import Field
 from torch import Tensor
 
 from model.attention.base import Attention, AttentionSettings, chunked_flops
-from model.attention.decay import Uptake
 from model.ops.gates import forgotten
 from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention
 from model.ops.log_attention.chunks import CHUNK, SHORT_CHUNK
@@ -18,9 +17,9 @@ _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of fl
 
 
 class _Sizes(AttentionSettings):
-    decay: Literal["none", "fixed", "head", "feature", "tied"]
-    """What is forgotten of earlier tokens: nothing; a learned share for each feature; a share for each head or each
-    feature that depends on the token; or, tied, the share that the feature takes up of the token."""
+    decay: Literal["none", "fixed", "head", "feature"]
+    """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
+    feature that depends on the token."""
     d_key: int | None = Field(ge=1)
     """Features of a head's queries and keys; null: head_dim, or with a product 2 sqrt(head_dim)."""
     d_val: int | None = Field(ge=1)
@@ -65,12 +64,10 @@ class LogSpaceAttention(Attention):
         d_key, d_val = settings.query_dim(head_dim), settings.d_val or head_dim
         super().__init__(n_embd, n_head, n_head * d_val, n_head * (2 * d_key + d_val))
         self.d_key, self.d_val, self.product = d_key, d_val, settings.product
-        self.uptake = Uptake(n_head, d_key, settings.product) if settings.decay == "tied" else None
         self.chunk = CHUNK if settings.decay in ("none", "head") else SHORT_CHUNK
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, log_v = super().project(features, rotation)
-        k = k if self.uptake is None else self.uptake(k)
         return (pairs_of(q), pairs_of(k), log_v) if self.product else (q, k, log_v)
 
     def gates(self, x: Tensor, starts: Tensor | None = None) -> dict[str, Tensor]:
@@ -79,13 +76,6 @@ class LogSpaceAttention(Attention):
         if self.product and "log_f" in gates and gates["log_f"].shape[-1] > 1:
             gates["log_f"] = pairs_of(gates["log_f"]) / 2
         return gates
-
-    def forgets(self, k: Tensor, log_f: Tensor | None) -> Tensor | None:
-        """Add tied gates to `log_f`, which is then None or resets."""
-        if self.uptake is None:
-            return log_f
-        kept = torch.log1p(-k.exp())
-        return kept if log_f is None else kept + log_f
 
     def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
@@ -103,14 +93,13 @@ class LogSpaceAttention(Attention):
         return_state: bool,
         log_f: Tensor | None = None,
     ) -> tuple[Tensor, LogAttentionState | None]:
-        log_f = self.forgets(k, log_f)
         if not return_state:  # the operator then skips checking that the state is exact
             return cast(Tensor, log_attention(q, k, log_v, log_f, state=state)), None
         log_y, after = log_attention(q, k, log_v, log_f, state=state, return_state=True)
         return log_y, cast(LogAttentionState, after)
 
     def naive_attend(self, q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None = None) -> Tensor:
-        return cast(Tensor, naive_log_attention(q, k, log_v, self.forgets(k, log_f)))
+        return cast(Tensor, naive_log_attention(q, k, log_v, log_f))
 
     @property
     def state_features(self) -> int:
@@ -140,7 +129,7 @@ class LogSpaceSignedAttention(LogSpaceAttention):
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
         """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not matter."""
-        terms, log_f = q.unsqueeze(3) + k.unsqueeze(2), self.forgets(k, log_f)  # (B, H, T, T, d_k)
+        terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
         scores = (terms if log_f is None else terms + forgotten(log_f)).logsumexp(-1)  # (B, H, T, T)
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from model.attention.decay import STEEPEST, Decay
-from model.attention.log_space import LogSpaceConfig, pairs_of
+from model.attention.decay import Decay
+from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
 from model.ops.gates import forgotten
 from model.ops.linear_attention import linear_attention, naive_linear_attention
@@ -191,37 +191,6 @@ def parts_of(decay, product):
     module = LogSpaceConfig(**sizes).build(12, 2, 4).double()
     x = torch.randn(2, 30, 12, dtype=torch.float64)
     return module, x, module.split(module.qkv(x))
-
-
-@pytest.mark.parametrize("product", [False, True])
-def test_features_with_tied_gates_hold_moving_averages(product):
-    module, x, (q, k, log_v) = parts_of("tied", product)
-    logits = k + module.uptake.bias.view(2, 1, 6)
-    largest = 1 - math.exp(-STEEPEST)
-    if product:
-        q = (q[..., :3, None] + q[..., None, 3:]).flatten(-2)
-        w = largest * (logits[..., :3, None].sigmoid() * logits[..., None, 3:].sigmoid()).flatten(-2)
-    else:
-        w = largest * logits.sigmoid()
-    s, z, outputs = 0.0, 0.0, []
-    for t in range(30):
-        new = w[:, :, t].unsqueeze(-1)
-        s = (1 - new) * s + new * log_v[:, :, t].exp().unsqueeze(-2)
-        z = (1 - new) * z + new
-        p = q[:, :, t].exp().unsqueeze(-1)
-        outputs.append(((p * s).sum(2) / (p * z).sum(2)).log())
-    wanted = torch.stack(outputs, 2).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(module(x)[0], wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_tied_gates_begin_with_spans_from_the_shortest_to_the_longest():
-    for product in (False, True):
-        module, _, (_, k, _) = parts_of("tied", product)
-        log_w = module.uptake(torch.zeros_like(k))[0, 0, 0]
-        log_w = pairs_of(log_w) if product else log_w
-        kept = 1 - log_w.exp()
-        spans = -1 / kept.log()
-        assert (spans.min().item(), spans.max().item()) == (pytest.approx(1.5), pytest.approx(64))
 
 
 def test_pairs_forget_the_mean_of_what_both_features_forget():

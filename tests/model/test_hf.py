@@ -58,7 +58,7 @@ def configs():
         yield name, config_of(attention=attention, block={"name": ["glu", "mlp"][i % 2]}, position=position)
     yield "gpt2", config_of()
     yield "gpt2_wide", config_of(pad_vocab=64, block={"name": "mlp", "expansion": 3}, n_head=3)
-    flagship = {"name": "log_space", "decay": "tied", "product": True, "conv": 4, "gate": "silu"}
+    flagship = {"name": "log_space", "decay": "head", "product": True, "conv": 4, "gate": "silu"}
     yield "flagship", config_of(attention=flagship, block={"name": "mlp", "conv": 4}, position={"name": "none"})
     pattern = ["log_space", {"name": "sliding_window", "window": 5}]
     changes = {"attention": {"name": "log_space"}, "attention_pattern": pattern, "position": {"name": "none"}}

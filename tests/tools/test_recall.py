@@ -32,7 +32,7 @@ def test_hybrids_have_one_layer_in_four_of_the_other_mechanism():
     for name, last in (("hybrid_softmax", "softmax"), ("hybrid_window", "sliding_window")):
         _, model = case(arm=name, head_dim=8).model()
         assert [layer.name for layer in model.layers] == ["log_space"] * 3 + [last]
-        assert [layer.decay for layer in model.layers[:3]] == ["tied"] * 3
+        assert [layer.decay for layer in model.layers[:3]] == ["head"] * 3
 
 
 def test_accuracy_counts_the_answers_of_all_held_out_documents(tmp_path):

@@ -49,7 +49,7 @@ OTHERS: dict[str, Any] = {
 }
 """Settings of attention with rotary positions, without the designs' parts; a list is a pattern of layers. Mechanisms
 that are not named have their defaults. Windows and strides are scaled to the texts of size small."""
-_OURS = {"name": "log_space", "decay": "tied", "product": True, "gate": "silu"}
+_OURS = {"name": "log_space", "decay": "head", "product": True, "d_key": 16, "gate": "silu"}
 _THEIRS = {"name": "softmax", "decay": "head", "gate": "silu"}
 
 
@@ -68,13 +68,12 @@ def design(attention: Any, position: str = "none", conv: int = 4) -> Raw:
 DESIGNS: dict[str, Raw] = {
     "softmax_forgets_rotary": design(_THEIRS, "rotary"),
     "log_space_forgets": design(_OURS),
-    "log_space_forgets_by_head": design(_OURS | {"decay": "head"}),
     "log_space_forgets_by_feature": design(_OURS | {"decay": "feature"}),
     "log_space_forgets_evenly": design(_OURS | {"decay": "fixed"}),
     "log_space_forgets_nothing": design(_OURS | {"decay": "none"}, "log_recurrence"),
     "log_space_forgets_norm": design(_OURS | {"norm": True}),
     "log_space_forgets_no_gate": design(_OURS | {"gate": "none"}),
-    "log_space_forgets_no_product": design(_OURS | {"product": False}),
+    "log_space_forgets_no_product": design(_OURS | {"product": False, "d_key": None}),
     "log_space_forgets_no_conv": design(_OURS, conv=0),
     "log_space_forgets_attention_conv": design(_OURS | {"conv": 4}),
     "hybrid_softmax": design([_OURS] * 3 + [_THEIRS]),
