@@ -12,7 +12,7 @@ NOT_FINITE = "the model's output is not finite in float32: its weights are damag
 
 _ONE = 2**52
 """The weight of probability 1. Weights are integers, because their sums do not depend on the order of the terms, so a
-draw does not depend on the device or on other texts. They are exact in float64, which has all integers up to 2^53."""
+draw does not depend on other texts. They are exact in float64, which has all integers up to 2^53."""
 
 _CPU_ROWS = 4  # rows at once on a CPU: more do not fit into its caches
 

@@ -1,7 +1,7 @@
 """What this machine can do, what is wrong with it, and how long the flagship would train here.
 
 python scripts/doctor.py                      # about a minute; kernels that were never checked take some more
-python scripts/doctor.py out=doctor.json      # for a bug report: no names of the host or the user, no paths
+python scripts/doctor.py out=doctor.json      # for a bug report: without the names of host, user and home folder
 """
 
 from pathlib import Path

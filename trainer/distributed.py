@@ -191,6 +191,8 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         if watchdog is not None:
             watchdog.end()
         if abort and dist.group.WORLD is not None:
+            if watchdog is not None:
+                watchdog.let_others_leave()  # an abort would crash them (status 134), as if nobody had to act
             dist.group.WORLD.abort()  # NCCL would wait for its operations, which the others may never begin
         elif dist.is_initialized():
             dist.destroy_process_group()

@@ -122,7 +122,9 @@ def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
     except RuntimeError as error:
         cause = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
         built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-        return f"{cause}, and {built}: update the driver, or install a build of torch for it"
+        if "driver" in cause:
+            return f"{cause}, and {built}: update the driver, or install a build of torch for it"
+        return f"{cause}: see whether CUDA_VISIBLE_DEVICES or the job's allocation names a GPU that is there"
     return "torch.cuda.is_available() is false"
 
 

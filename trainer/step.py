@@ -40,7 +40,8 @@ class StepResult(NamedTuple):
     stop: bool
     """Whether any process was asked to stop."""
     exact_tiles: int = 0
-    """Tiles of log attention that forward passes of all processes computed again by the exact form."""
+    """Tiles of log attention that all processes computed again by the exact form in forward passes, including those of
+    recomputation."""
     refused: str | None = None
     """Why the weights were not updated, with the gradients left in place; None: the weights were updated."""
 

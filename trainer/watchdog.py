@@ -116,6 +116,11 @@ class Watchdog:
         self._thread.join(_ANSWER_SECONDS)
         return self.verdict
 
+    def let_others_leave(self) -> None:
+        """If this process has failed, wait until the others, who may be inside NCCL, have left by its verdict."""
+        if self._failed:
+            time.sleep((_PATIENCE + 2) * self._interval)
+
     def let_others_read(self) -> None:
         """Give the others time to read the verdict, if there is one, before this process ends."""
         if self.verdict is not None:

@@ -23,7 +23,8 @@ class Decay(nn.Module):
     def __init__(self, kind: str, n_embd: int, n_head: int, query_dim: int) -> None:
         super().__init__()
         self.kind, self.n_head = kind, n_head
-        spans = torch.linspace(*map(math.log, _SPANS), n_head if kind == "head" else query_dim).exp()
+        first, last = map(math.log, _SPANS)
+        spans = torch.linspace(first, last, n_head if kind == "head" else query_dim).exp()
         if kind == "head":
             self.to_gates = nn.Linear(n_embd, n_head, bias=False)
             self.bias = nn.Parameter(torch.logit((-1 / spans).exp()))

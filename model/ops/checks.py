@@ -33,6 +33,9 @@ from common.settings import UserError
 
 SECONDS = 300.0  # of a check: compiling all variants of a kernel takes up to a minute or two
 
+_PASSING = ("out of memory", "busy or unavailable", "SIGKILL")  # in messages of failures that may pass by themselves
+_NESTED = "LOG_GPT_IN_A_CHECK"  # set in the environment of checks
+
 Tensors = dict[str, Tensor]
 
 outcomes: dict[str, str | None] = {}
@@ -50,7 +53,7 @@ def failed_check(
     """Return why a check fails here, in the rest of a sentence, or None if it passes.
 
     It runs if its outcome is not known yet for this kind of GPU, these arguments, these versions of torch and Triton,
-    and the Python files in its folder. Of several processes, one runs it and the others wait.
+    and the Python files of operators and in its folder. Of several processes, one runs it and the others wait.
 
     Args:
         name: what is checked, for messages.
@@ -61,26 +64,34 @@ def failed_check(
     about = _about(check, device, arguments)
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     try:
-        folder = make_directory(cache_folder(), "XDG_CACHE_HOME")
-    except UserError as error:
-        return f"cannot be checked: {error}"
-    path = folder / f"{key}.json"
-    with owned(folder / f"{key}.lock", taken=None):
+        path = make_directory(cache_folder(), "XDG_CACHE_HOME") / f"{key}.json"
         outcome = _read(path)
         if outcome is None:
             say_once(f"checking {name} on this machine ({about['device']}), once: this takes a minute or two")
-            started = time.monotonic()
-            failure, output = _run(about["check"], {"device": device, **arguments}, seconds)
-            outcome = {"name": name, **about, "failure": failure, "seconds": time.monotonic() - started}
-            write_json(path, outcome | {"output": output})
+            with owned(path.with_suffix(".lock"), taken=None):
+                outcome = _read(path) or _run_and_keep(path, name, about, {"device": device, **arguments}, seconds)
+    except (UserError, OSError) as error:
+        return f"cannot be checked: {error}"
     again = f"to check again, remove log_gpt/checks/{path.name} from the folder of caches"
-    outcomes[name] = outcome["failure"] and f"{outcome['failure']} ({again})"
+    outcomes[name] = outcome["failure"] and f"{outcome['failure']} ({again if path.exists() else 'not kept'})"
     return outcomes[name]
+
+
+def _run_and_keep(
+    path: Path, name: str, about: dict[str, Any], arguments: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+    """Run a check. Its outcome is kept, unless it fails for want of memory or of a free GPU."""
+    started = time.monotonic()
+    failure, output = _run(about["check"], arguments, seconds)
+    outcome = {"name": name, **about, "failure": failure, "seconds": time.monotonic() - started}
+    if failure is None or not any(words in failure + output for words in _PASSING):
+        write_json(path, outcome | {"output": output})
+    return outcome
 
 
 def cache_folder() -> Path:
     """The folder of the outcomes, one JSON file each."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "log_gpt" / "checks"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "log_gpt" / "checks"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -93,7 +104,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _about(check: Callable[..., None], device: str, arguments: dict[str, Hashable]) -> dict[str, Any]:
     """Return all that an outcome depends on."""
     digest = hashlib.sha256()
-    for file in sorted(Path(inspect.getfile(check)).parent.rglob("*.py")):
+    folders = Path(__file__).parent, Path(inspect.getfile(check)).parent
+    for file in sorted({file for folder in folders for file in folder.rglob("*.py")}):
         digest.update(file.read_bytes())
     gpu = torch.cuda.get_device_properties(device) if device != "cpu" else None
     return {
@@ -114,10 +126,11 @@ def triton_version() -> str | None:
 def _run(check: str, arguments: dict[str, Any], seconds: float) -> tuple[str | None, str]:
     """Run a check in its own process. Return why it failed, or None, and the end of what it printed."""
     line = [sys.executable, "-m", __name__, check, json.dumps(arguments)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _NESTED: "1"}
+    own_group = _NESTED not in os.environ  # a check inside a check ends with it
     with tempfile.TemporaryFile() as output:  # processes that it leaves behind could keep a pipe open
         process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
+            line, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=own_group
         )
         status = None
         try:
@@ -126,7 +139,10 @@ def _run(check: str, arguments: dict[str, Any], seconds: float) -> tuple[str | N
             pass
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with its compilers
+                if own_group:
+                    os.killpg(process.pid, signal.SIGKILL)  # with its compilers
+                else:
+                    process.kill()
             process.wait()
         output.seek(0)
         printed = output.read().decode(errors="replace")[-4000:]

@@ -51,6 +51,15 @@ def test_what_fails_is_said_and_kept(kept, monkeypatch, check, seconds, reason):
     assert failed_check("a kernel", check, "cpu", seconds).startswith(reason)
 
 
+def test_what_may_pass_by_itself_is_not_kept(kept, monkeypatch):
+    outcomes = [("failed a check: OutOfMemoryError: CUDA out of memory", "many lines"), (None, "")]
+    monkeypatch.setattr(checks, "_run", lambda check, arguments, seconds: outcomes.pop(0))
+    assert failed_check("a kernel", fake_checks.passes, "cpu").endswith("CUDA out of memory (not kept)")
+    failed_check.cache_clear()
+    assert failed_check("a kernel", fake_checks.passes, "cpu") is None
+    assert len(list(kept.glob("*.json"))) == 1
+
+
 def test_what_passes_runs_once_for_each_version(kept, monkeypatch, tmp_path, capsys):
     ran = []
     monkeypatch.setattr(checks, "_run", lambda check, arguments, seconds: (ran.append(arguments), (None, ""))[1])

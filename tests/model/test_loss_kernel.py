@@ -51,6 +51,12 @@ def test_equals_the_definition_with_gradients(at_once, N, V, tokens, cap):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
 
 
+def test_targets_may_be_a_column_of_a_table():
+    x, weight, targets = inputs()
+    table = torch.stack([targets, targets.new_zeros(len(targets))], 1)
+    assert torch.equal(by_kernel(x, weight, table[:, 0]), by_kernel(x, weight, targets))
+
+
 def test_only_one_gradient_may_be_wanted():
     x, weight, targets = inputs()
     loss = by_kernel(x, weight.detach(), targets)

@@ -3,6 +3,7 @@
 import getpass
 import json
 import platform
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,6 +139,13 @@ def test_findings_of_the_machine(places, monkeypatch, tmp_path):
     monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: smi)
     (line,) = findings(places)
     assert line.startswith(f"nvidia-smi fails ({mismatch})")
+
+    def hang(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(machine.subprocess, "run", hang)
+    (line,) = findings(places)
+    assert line.startswith("nvidia-smi fails (no answer within 30 seconds)")
 
 
 @pytest.mark.parametrize(

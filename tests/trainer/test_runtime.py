@@ -50,6 +50,12 @@ def test_a_gpu_that_torch_does_not_see_has_a_cause(gpu_node, monkeypatch):
         "The NVIDIA driver on your system is too old (found version 12020), and torch"
     )
 
+    def find_none():
+        raise RuntimeError("No CUDA GPUs are available")
+
+    monkeypatch.setattr(torch.cuda, "init", find_none)
+    assert why_gpu_is_unseen(gpu_node).startswith("No CUDA GPUs are available: see whether CUDA_VISIBLE_DEVICES")
+
 
 def test_a_gpu_that_is_hidden_or_absent_is_no_cause(gpu_node, monkeypatch, tmp_path):
     assert why_gpu_is_unseen(tmp_path / "none") is None

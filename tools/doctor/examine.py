@@ -2,8 +2,10 @@
 
 import getpass
 import json
+import os
 import platform
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ def examine(out: Path | None) -> None:
         say(f"{name} ...")
         try:
             return work()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
             first = str(error).strip().partition("\n")[0]
             problems.append(f"{name} fails ({type(error).__name__}: {first}): report it with out=doctor.json")
             return None
@@ -81,7 +83,11 @@ def show(found: Row) -> None:
 
 def without_names(text: str) -> str:
     """Replace the names of host and user, and the user's folder."""
-    for name, stand_in in ((str(Path.home()), "~"), (platform.node(), "HOST"), (getpass.getuser(), "USER")):
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = ""
+    for name, stand_in in ((os.path.expanduser("~"), "~"), (platform.node(), "HOST"), (user, "USER")):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", stand_in, text) if len(name) > 1 else text
     return text
 

@@ -99,6 +99,9 @@ def _of_nvidia_smi() -> str | None:
     """Return the first line of what nvidia-smi prints if it fails, or None."""
     if shutil.which("nvidia-smi") is None:
         return None
-    answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return "no answer within 30 seconds"
     said = (answer.stdout + answer.stderr).strip() or f"status {answer.returncode}"
     return said.splitlines()[0] if answer.returncode else None

@@ -22,7 +22,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, 
     wide, block = losses.dtype == torch.float64, min(_BLOCK, triton.next_power_of_2(logits.shape[1]))
     with torch.cuda.device_of(logits):  # kernels are launched on the current device
         cross_entropy_kernel[(len(logits),)](
-            *(logits, targets, losses, n_vocab, logits.shape[1]),
+            *(logits, targets.contiguous(), losses, n_vocab, logits.shape[1]),
             **{"WANTED": wanted, "CAP": cap, "ACC": tl.float64 if wide else tl.float32, "BLOCK": block, "num_warps": 8},
         )
     return losses
