@@ -356,7 +356,7 @@ def room_for(monkeypatch):
     """Simulates a machine on which half of the memory is enough for so many sequences."""
 
     def room_for(sequences):
-        monkeypatch.setattr("trainer.run.step_memory", lambda gpt, size, *rest: Memory(0, 0, 0, size, 0))
+        monkeypatch.setattr("trainer.run.step_memory", lambda gpt, size, *rest, recompute: Memory(0, 0, 0, size, 0))
         monkeypatch.setattr(micro_batch, "available_memory", lambda: 2 * sequences)
 
     return room_for
@@ -412,7 +412,7 @@ def test_no_memory_for_one_sequence_is_one_line(command, monkeypatch, tiny_args)
     assert result.err.count("\n") == 1
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_a_gpus_memory_is_used_but_for_a_reserve():
     runtime = Runtime(torch.device("cuda"), torch.float32)
     module = tiny_gpt().cuda()
