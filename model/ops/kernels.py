@@ -16,7 +16,7 @@ def choose_backend(operator: str, package: str, backend: str, backends: Iterable
 
     Args:
         operator: name for messages.
-        package: where it is; its module `triton` has a `check` of a device and the name of a dtype.
+        package: where it is; its module `check` has a `check` of a device and the name of a dtype.
         backends: all that exist.
         x: has the device and the dtype of the operator's inputs.
 
@@ -40,7 +40,7 @@ def _fastest_on_gpu(operator: str, package: str, index: int | None, dtype: torch
     if why_not is None:
         from model.ops.checks import failed_check  # only GPUs need it
 
-        check = resolve_name(f"{package}.triton:check")
+        check = resolve_name(f"{package}.check:check")
         name = str(dtype).removeprefix("torch.")
         why_not = failed_check(f"the Triton kernel of {operator}", check, f"cuda:{index}", dtype=name)
     if why_not:

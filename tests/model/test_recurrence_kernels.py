@@ -8,8 +8,10 @@ import torch
 from gradients import assert_all_close
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
+from model.ops.checks import Wrong
+from model.ops.log_recurrence import BACKENDS, log_recurrence, naive_log_recurrence
 from model.ops.log_recurrence import triton as kernels
+from model.ops.log_recurrence.check import check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OTHERS = [torch.float16, torch.float32, torch.float64]
@@ -133,16 +135,16 @@ def test_little_forgotten_in_many_tokens_keeps_float32s_digits(quick_scan):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)], ids=str)
 def test_pass_their_check(quick_scan, dtype):
-    kernels.check(DEVICE, str(dtype).removeprefix("torch."))
+    check(DEVICE, str(dtype).removeprefix("torch."))
 
 
 def test_a_fault_does_not_pass_the_check(quick_scan, monkeypatch):
     def wrong(*arguments, **options):
         return [1.001 * x for x in naive_log_recurrence(*arguments, **options)]
 
-    monkeypatch.setattr(kernels, "triton_log_recurrence", wrong)
-    with pytest.raises(AssertionError, match=r"log recurrence kernels, 1 tokens in float32: s is off by"):
-        kernels.check(DEVICE, "float32")
+    monkeypatch.setitem(BACKENDS, "triton", wrong)
+    with pytest.raises(Wrong, match=r"^s is off by .* allowed \(1 tokens\)"):
+        check(DEVICE, "float32")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 from torch.nn.functional import pad
 
 from model.ops.derivatives import refuse_second_order, refuse_transforms
@@ -76,16 +77,20 @@ def _(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[
     return log_p.new_empty(log_p.shape), h.new_empty(h.shape), start.new_empty(start.shape)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs, output)
+def differentiate(recur: CustomOpDef, recur_backward: CustomOpDef) -> None:
+    """Make the second operator the gradient of the first."""
+
+    def save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    def backward(ctx: Any, g_s: Tensor) -> Any:
+        refuse_second_order(*NAMES)
+        return recur_backward(g_s, *ctx.saved_tensors)
+
+    recur.register_autograd(backward, setup_context=save)
 
 
-def _backward(ctx: Any, g_s: Tensor) -> tuple[Tensor, ...]:
-    refuse_second_order(*NAMES)
-    return _recur_backward(g_s, *ctx.saved_tensors)
-
-
-_recur.register_autograd(_backward, setup_context=_save_for_backward)
+differentiate(_recur, _recur_backward)
 
 
 def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:

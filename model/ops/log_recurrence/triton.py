@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.derivatives import refuse_second_order, refuse_transforms
-from model.ops.log_recurrence.chunked import NAMES
-from model.ops.log_recurrence.naive import naive_log_recurrence
+from model.ops.derivatives import refuse_transforms
+from model.ops.log_recurrence.chunked import NAMES, differentiate
 
 _TOKENS, _FEATURES = 32, 32  # of a program at a time
 
@@ -58,16 +57,7 @@ def _empty_gradients(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Te
     return log_p.new_empty(log_p.shape), h.new_empty(h.shape), start.new_empty(start.shape)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs, output)
-
-
-def _backward(ctx: Any, g_s: Tensor) -> tuple[Tensor, ...]:
-    refuse_second_order(*NAMES)
-    return _recur_backward(g_s, *ctx.saved_tensors)
-
-
-_recur.register_autograd(_backward, setup_context=_save_for_backward)
+differentiate(_recur, _recur_backward)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -195,37 +185,3 @@ def recurrence_backward(
         s_first = _last_row(now, C)
         across = tl.exp(tl.sum(p_after.to(tl.float64), 0) + s_first - s_later)
         later, s_later = _last_row(local, C) + across * later, s_first
-
-
-def check(device: str, dtype: str) -> None:
-    """Compare the kernels with the definition in float64, and two runs with each other, at a few lengths.
-
-    Raises:
-        AssertionError: says what differs.
-    """
-    for B, T, D in ((2, 1, 1), (1, 2 * _TOKENS + 1, _FEATURES + 3)):
-        generator = torch.Generator().manual_seed(T)
-        log_p, h, g_s = (torch.rand(B, T, D, generator=generator).to(device, getattr(torch, dtype)) for _ in range(3))
-        log_p, state, g_last = log_p.neg(), h[:, 0].float() - 1, torch.ones(B, D, device=device)
-        log_p[:, T // 2] = -torch.inf
-        given = [log_p, h, state]
-        wanted = _results([x.double() for x in given], [g_s, g_last], naive_log_recurrence)
-        found, again = (_results(given, [g_s, g_last], triton_log_recurrence) for _ in range(2))
-        what = f"log recurrence kernels, {T} tokens in {dtype}: "
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), what + "two runs differ"
-        # Six sums of logarithms a scan, and one with what is carried. Gradients are products of shares, whose errors
-        # are those of two sums and of 32 exponents. No term is negative, so that errors stay relative.
-        eps, largest = torch.finfo(torch.promote_types(h.dtype, torch.float32)).eps, 1 + wanted[0].abs().max()
-        for name, a, b in zip(
-            ("s", "the state", "the gradient of log_p", "of h", "of the state"), found, wanted, strict=True
-        ):
-            error = (a.double() - b).abs() - torch.finfo(a.dtype).eps * b.abs()
-            assert (error <= 128 * eps * largest).all(), what + f"{name} is off by {error.max()}"
-
-
-def _results(given: list[Tensor], g: list[Tensor], recurrence: Any) -> list[Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in given]
-    outputs = recurrence(leaves[0], leaves[1], state=leaves[2], return_state=True)
-    with torch.enable_grad():
-        gradients = torch.autograd.grad(outputs, leaves, [x.to(y.dtype) for x, y in zip(g, outputs, strict=True)])
-    return [*(x.detach() for x in outputs), *gradients]
