@@ -135,7 +135,7 @@ class Watchdog:
                 if waited > _PATIENCE:
                     self._look_around()
             if self.verdict is not None:
-                self._obey(self.verdict)
+                return self._obey(self.verdict)  # the store may end before this process does
             if self._failed:
                 line = f"process {self._rank} ended with an error, see its message"
                 self._publish(Verdict([self._rank], line, self._rank, failed=True))
