@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import nn
 
 from common.console import say_once
@@ -32,6 +32,13 @@ class DeviceConfig(Settings, defaults="device"):
     deterministic: Literal["auto"] | bool
     """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is slower on GPUs,
     where it also turns off padding and autotuning in compiled code."""
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _supported(cls, device: Any) -> Any:
+        if device == "mps":
+            raise ValueError("Apple's GPUs have no float64, which sums of forget gates need: use cpu")
+        return device
 
 
 class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
