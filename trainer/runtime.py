@@ -31,8 +31,8 @@ class DeviceConfig(Settings, defaults="device"):
     device: Literal["auto", "cpu", "cuda"]
     """auto: a GPU if there is one; an error if there is one that torch does not see."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"]
-    """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that compute in it, and on CPUs with AMX where it is
-    faster, else float32."""
+    """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that compute in it, and on CPUs with AMX where
+    it is faster, else float32."""
     deterministic: Literal["auto"] | bool
     """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is slower on GPUs,
     where it also turns off padding and autotuning in compiled code."""

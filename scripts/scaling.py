@@ -1,0 +1,38 @@
+"""Fit a scaling law to runs, and extrapolate it: L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022).
+
+    python train.py -m experiment=quickstart run_dir=runs/ladder model.n_head=4 model.head_dim=null \
+        model.n_embd=64,96,128,192 max_steps=300,600,1200,2400 schedule.warmup_steps=100
+    python scripts/scaling.py folders=runs/ladder parameters=1e8 loss=1.0
+
+N are parameters, D tokens, L nats per token. The first command trains a ladder of models: as any sweep, it continues
+when it is started again. Of each run, the last validation loss counts; runs that have not finished are left out.
+Intervals hold 90 % of the laws that are fitted to resampled runs.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from common.command import Items, Settings, run_script
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Options(Settings):
+    folders: Items[Path] = []
+    """folders of runs or of sweeps"""
+    csv: Path | None = None
+    """a table of other runs, with columns parameters, tokens and loss; beside those of folders"""
+    out: Path = Path("runs/scaling")
+    """folder of scaling.json and scaling.png"""
+    parameters: Positive | None = None
+    """size of the model to extrapolate to; null: none"""
+    loss: Positive | None = None
+    """loss that the model should reach; null: that after 20 tokens for each parameter is shown alone"""
+    resamples: Annotated[int, Field(ge=100, le=100_000)] = 1000
+    """laws from which the intervals are taken"""
+
+
+if __name__ == "__main__":
+    run_script(__doc__, Options, "tools.scaling.report:run")

@@ -1,0 +1,108 @@
+"""A scaling law is found again in losses that were computed from it, and predictions say how far they reach."""
+
+import json
+
+import numpy as np
+import pytest
+
+from common.settings import UserError
+from tools.scaling.fit import Law, fit
+from tools.scaling.report import run
+
+TRUE = Law(*map(np.float64, (1.69, 406.4, 0.34, 410.7, 0.28)))  # Hoffmann et al. 2022, eq. 10
+N, D = (x.ravel() for x in np.meshgrid([1e5, 3e5, 1e6, 3e6], [1e6, 3e6, 1e7, 3e7, 1e8], indexing="ij"))
+
+
+def losses(noise=0.0, seed=1):
+    return TRUE.loss(N, D) * np.exp(np.random.default_rng(seed).normal(0, noise, len(N)))
+
+
+def test_the_law_is_found_again():
+    law, samples = fit(N, D, losses(), resamples=100)
+    assert law == pytest.approx(TRUE, rel=1e-6)
+    assert np.median(samples.E) == pytest.approx(TRUE.E, rel=1e-4)
+
+
+def test_one_run_that_went_wrong_changes_little():
+    """The Huber loss counts it linearly."""
+    wrong = losses()
+    wrong[7] *= 1.1
+    law, _ = fit(N, D, wrong, resamples=1)
+    assert law.loss(1e7, 1e9) == pytest.approx(TRUE.loss(1e7, 1e9), rel=0.01)
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say():
+    """Of 12 intervals that should each hold it with a chance of 90 %, at most 4 miss: more would have one of 200."""
+    held = 0
+    for seed in range(12):
+        _, samples = fit(N, D, losses(noise=0.003, seed=seed), resamples=100)
+        low, high = np.percentile(samples.loss(1e7, 3e8), (5, 95))
+        held += bool(low <= TRUE.loss(1e7, 3e8) <= high)
+    assert held >= 8
+
+
+def test_tokens_and_the_best_size_are_those_of_the_law():
+    assert TRUE.loss(1e7, TRUE.tokens(1e7, 5.5)) == pytest.approx(5.5, rel=1e-12)
+    assert TRUE.tokens(1e5, 5.0) == np.inf  # more parameters are needed
+    size, tokens = TRUE.best(1e18)
+    assert 6 * size * tokens == pytest.approx(1e18)
+    nearby = [TRUE.loss(size * factor, tokens / factor) for factor in (0.9, 1.1)]
+    assert TRUE.loss(size, tokens) < min(nearby)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (slice(0, 6), "at least 7 runs, and there are 6"),
+        (slice(0, 10), "2 sizes and 5 numbers of tokens"),
+    ],
+)
+def test_too_few_runs_are_refused(rows, message):
+    with pytest.raises(UserError, match=message):
+        fit(N[rows], D[rows], losses()[rows])
+
+
+def test_runs_whose_tokens_follow_from_their_size_are_refused():
+    sizes = np.geomspace(1e5, 1e8, 8)
+    with pytest.raises(UserError, match="tokens follow from size"):
+        fit(sizes, 20 * sizes, TRUE.loss(sizes, 20 * sizes))
+
+
+def table(path, rows):
+    path.write_text("\n".join(["loss,parameters,tokens", *(f"{loss},{n},{d}" for n, d, loss in rows)]))
+    return path
+
+
+def test_a_table_of_runs_becomes_predictions_and_a_picture(tmp_path, capsys):
+    csv = table(tmp_path / "runs.csv", zip(N, D, losses(0.003), strict=True))
+    run([], csv, tmp_path / "out", 1e7, 6.0, resamples=100)
+    near = capsys.readouterr().out
+    assert "1e+07 parameters, 3.33 x the largest model, and 2 x the longest run:" in near
+    assert "no more can be said" not in near
+    low, middle, high = json.loads((tmp_path / "out/scaling.json").read_text())["predictions"]["tokens to a loss of 6"]
+    assert low < middle < high
+    assert middle == pytest.approx(TRUE.tokens(1e7, 6.0), rel=0.2)
+    assert (tmp_path / "out/scaling.png").stat().st_size > 10_000
+    run([], csv, tmp_path / "out", 1e9, 2.0, resamples=100)
+    assert "so far outside the runs, no more can be said" in capsys.readouterr().out
+
+
+def test_finished_runs_of_a_folder_count(tmp_path, capsys):
+    for i, (n, d, loss) in enumerate(zip(N, D, losses(), strict=True)):
+        folder = tmp_path / f"runs/{i}"
+        folder.mkdir(parents=True)
+        steps = 10 if i else 5  # the first has not finished
+        (folder / "config.json").write_text(json.dumps({"config": {"max_steps": 10}, "environment": {"n_params": n}}))
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": steps, "tokens": d, "val_loss": loss}) + "\n")
+    run([tmp_path / "runs"], None, tmp_path / "out", None, None, resamples=100)
+    told = capsys.readouterr()
+    assert "1 runs are not finished, and are left out" in told.err + told.out
+    law = json.loads((tmp_path / "out/scaling.json").read_text())["law"]
+    assert law["alpha"] == pytest.approx(0.34, rel=1e-4)
+
+
+@pytest.mark.parametrize("cell", ["x", "-1", "inf", "", "0"])
+def test_a_cell_that_is_no_positive_number_is_named(tmp_path, cell):
+    csv = table(tmp_path / "runs.csv", [(1e5, 1e6, 3.0), (1e5, 1e6, cell)])
+    with pytest.raises(UserError, match=r"runs.csv, line 3: .*numbers"):
+        run([], csv, tmp_path, None, None, 100)

@@ -1,0 +1,1 @@
+"""Scaling laws: how the loss depends on parameters and tokens, fitted to runs."""

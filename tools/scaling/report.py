@@ -1,0 +1,128 @@
+"""Reads the runs, and says and draws what the law that fits them predicts."""
+
+import csv as tables
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from common.console import say, warn
+from common.figures import png, short_count
+from common.files import make_directory, write_atomic, write_json
+from common.settings import UserError
+from tools.report.records import read_records
+from tools.scaling.fit import Array, Law, fit
+
+_TOKENS_PER_PARAMETER = 20  # near the optimum of Hoffmann et al. 2022
+_NEAR = 10  # an extrapolation to more than this times the largest run gives the order of magnitude only
+_COLUMNS = ("parameters", "tokens", "loss")
+
+
+class Runs(NamedTuple):
+    """Parameters, tokens and loss of each run."""
+
+    N: Array
+    D: Array
+    L: Array
+
+
+def run(
+    folders: list[Path], csv: Path | None, out: Path, parameters: float | None, loss: float | None, resamples: int
+) -> None:
+    """Fit the law, print and draw it, and write scaling.json.
+
+    Raises:
+        UserError: the runs do not determine a law, or an option is missing.
+    """
+    if not folders and csv is None:
+        raise UserError("no runs are given: give folders=runs/ladder, or csv=table.csv")
+    rows = [*_trained(folders), *([] if csv is None else _read_csv(csv))]
+    runs = Runs(*np.array(rows, dtype=float).reshape(-1, 3).T)
+    law, samples = fit(*runs, resamples)
+    off = 100 * np.abs(np.log(law.loss(runs.N, runs.D) / runs.L))
+    say(f"{len(rows)} runs; the law is off by {np.median(off):.2g} % in the median, at most {off.max():.2g} %")
+    for name, value, sampled in zip(Law._fields, law, samples, strict=True):
+        say(f"  {name:6} {value:.4g} ({' to '.join(f'{x:.4g}' for x in np.percentile(sampled, (5, 95)))})")
+    predictions = {} if parameters is None else _predict(runs, samples, parameters, loss)
+    make_directory(out, "out")
+    constants = {name: float(value) for name, value in law._asdict().items()}
+    write_json(out / "scaling.json", {"law": constants, "runs": rows, "predictions": predictions})
+    write_atomic(out / "scaling.png", _draw(runs, law, samples))
+    say(f"written: {out / 'scaling.json'}, {out / 'scaling.png'}")
+
+
+def _trained(folders: list[Path]) -> list[tuple[float, float, float]]:
+    """Parameters, tokens and last validation loss of the finished runs."""
+    rows, unfinished = [], 0
+    for record in read_records(folders) if folders else []:
+        last = record.val[-1] if record.val else None
+        if last is None or last["step"] != record.figures["max_steps"] or record.figures["n_params"] is None:
+            unfinished += 1
+        else:
+            rows.append((record.figures["n_params"], last["tokens"], last["val_loss"]))
+    if unfinished:
+        warn(f"{unfinished} runs are not finished, and are left out")
+    return rows
+
+
+def _read_csv(path: Path) -> list[tuple[float, float, float]]:
+    """The rows of a table with these columns, in any order.
+
+    Raises:
+        UserError: a column is missing, or a value is not a positive number.
+    """
+    rows = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for i, row in enumerate(tables.DictReader(file), start=2):
+            try:
+                values = tuple(float(row[column]) for column in _COLUMNS)
+            except (KeyError, TypeError, ValueError):
+                raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be numbers, one column each") from None
+            if not all(0 < value < float("inf") for value in values):
+                raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be positive numbers")
+            rows.append(values)
+    return rows  # type: ignore[return-value]
+
+
+def _predict(runs: Runs, samples: Law, N: float, loss: float | None) -> dict[str, list[float | None]]:
+    """Print and return what the laws say of a model of N parameters: 5 %, 50 % and 95 % of them; None is infinite."""
+    D = _TOKENS_PER_PARAMETER * N
+    laws = {f"loss after {D:.3g} tokens": samples.loss(N, D)}
+    if loss is not None:
+        laws[f"tokens to a loss of {loss:g}"] = samples.tokens(N, loss)
+    found = {what: np.percentile(values, (5, 50, 95), method="nearest") for what, values in laws.items()}
+    larger, longer = N / runs.N.max(), max(D, *(middle for _, middle, _ in found.values())) / runs.D.max()
+    say(f"{N:.4g} parameters, {larger:.3g} x the largest model, and {longer:.3g} x the longest run:")
+    for what, (low, middle, high) in found.items():
+        if max(larger, longer) > _NEAR:
+            say(f"  {what}: {low:.2g} to {high:.2g}; so far outside the runs, no more can be said")
+        else:
+            say(f"  {what}: {middle:.4g} ({low:.4g} to {high:.4g})")
+    return {what: [float(x) if np.isfinite(x) else None for x in values] for what, values in found.items()}
+
+
+def _draw(runs: Runs, law: Law, samples: Law) -> bytes:
+    """Draw loss over tokens for each size, and the lowest loss for a number of operations."""
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    D = np.geomspace(runs.D.min() / 1.5, runs.D.max() * 3)
+    sizes = sorted(set(runs.N))
+    for i, N in enumerate(sizes):
+        own, colour = runs.N == N, f"C{i % 10}"
+        left.plot(runs.D[own], runs.L[own], "o", color=colour, label=f"{short_count(N, 0)} parameters")
+        left.plot(D, law.loss(N, D), color=colour, linewidth=1)
+    left.set(xscale="log", xlabel="tokens D", ylabel="validation loss (nats per token)", title="Runs, and the law")
+    left.legend(fontsize="small")
+    flops = 6 * runs.N * runs.D
+    C = np.geomspace(flops.min(), flops.max() * 10)
+    front = np.array([samples.loss(*samples.best(c)) for c in C])  # (operations, laws)
+    bands = np.percentile(front, (5, 95), axis=1)
+    right.fill_between(C, *bands, alpha=0.25, linewidth=0, label="90 % of resampled laws")
+    right.plot(C, [law.loss(*law.best(c)) for c in C], label="lowest loss by the law")
+    right.plot(flops, runs.L, ".", color="dimgray", label="runs")
+    right.set(xscale="log", xlabel="training operations, 6 N D", title="The lowest loss for a number of operations")
+    right.legend(fontsize="small")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    return png(figure)
