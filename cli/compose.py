@@ -52,14 +52,14 @@ def _hydra_settings(composed: DictConfig) -> dict[str, Any]:
     return dict(settings)
 
 
-def to_dict(composed: DictConfig) -> dict[str, Any]:
-    """Return a composed configuration as plain data.
+def to_dict(composed: DictConfig, complete: bool = True) -> dict[str, Any]:
+    """Return a composed configuration as plain data. If it need not be complete, "???" stands for required values.
 
     Raises:
         UserError: a required value is missing, or a value refers to something that does not exist.
     """
     try:
-        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=complete)  # type: ignore[return-value]
     except errors.MissingMandatoryValue as error:
         key = error.full_key
         raise UserError(f"config key '{key}' is missing: give it a value, as in {key}=...") from None

@@ -56,8 +56,15 @@ class Settings(BaseModel):
                 hint = {"key": str(key), "hint": nearest(str(key), cls.model_fields)}
                 raise PydanticCustomError("unknown_key", "{hint}", hint)
         missing = cls.model_fields.keys() - given.keys()
-        files = cls._files if missing else ()  # exported models bring complete settings, and no files
-        return {key: value for file in files for key, value in _defaults(file).items() if key in missing} | given
+        if not missing:  # exported models bring complete settings, and no files
+            return given
+        return {key: value for key, value in cls.default_values().items() if key in missing} | given
+
+    @classmethod
+    def default_values(cls) -> dict[str, Any]:
+        """Return the values in the class's files, by field."""
+        values = {key: value for file in cls._files for key, value in _defaults(file).items()}
+        return {key: value for key, value in values.items() if key in cls.model_fields}
 
 
 @functools.cache

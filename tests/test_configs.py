@@ -17,6 +17,7 @@ from inference.server.config import ServeConfig
 from model.gpt import GPT
 from tools.compare.compare import CONTROL, arms
 from tools.plan.plan import PlanConfig
+from tools.reference import PAGE, reference
 from trainer.config import TrainConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -164,3 +165,7 @@ def test_the_quickstart_is_of_bytes():
     config = decode(TrainConfig, compose("train", "experiment=quickstart"))
     assert config.model.n_vocab == 257
     assert config.dataset_dir == Path("datasets/x")
+
+
+def test_the_page_of_all_keys_is_current():
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run python -m tools.reference"

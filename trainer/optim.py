@@ -1,12 +1,18 @@
-"""The optimizer: AdamW with weight decay for matrices and embeddings, not for biases and scales."""
+"""The optimizers: AdamW, and Muon for the matrices of blocks."""
 
-from typing import Annotated, Literal
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from common.settings import Settings
+from model.attention.base import Attention
+from model.attention.decay import Decay
+from model.gpt import GPT
+from trainer.distributed import World
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -26,9 +32,16 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
     grad_clip: float | None = Field(gt=0, allow_inf_nan=False)
     """Largest norm of the whole gradient; null: no clipping."""
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+    def build(self, gpt: GPT, world: World | None = None) -> torch.optim.Optimizer:
         """Build the optimizer, with a fused update and its state allocated."""
-        params = list(model.parameters())
+        return self._adamw(list(gpt.parameters()))
+
+    def schedule(self, optimizer: torch.optim.Optimizer, factor: float, progress: float) -> None:
+        """Set what changes during a run: the learning rate. `progress` is the share of steps that are done."""
+        for group in optimizer.param_groups:
+            group["lr"] = self.max_lr * factor
+
+    def _adamw(self, params: list[nn.Parameter]) -> torch.optim.AdamW:
         groups = [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
@@ -40,13 +53,109 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
         return optimizer
 
 
-OptimConfig = AdamWConfig
+class MuonConfig(AdamWConfig, defaults="optim/muon"):
+    """Muon (Jordan et al. 2024) for the matrices of blocks, and AdamW for all else.
+
+    Each update is scaled to the size that AdamW's would have (Liu et al. 2025), so one learning rate serves both.
+    """
+
+    name: Literal["muon"]  # type: ignore[assignment]
+    momentum: float = Field(ge=0, lt=1)
+    """Decay of the running mean of a matrix's gradient."""
+    weight_decay_end: float = Field(ge=0, le=1)
+    """Weight decay of the matrices at the end of the run, as a factor of that at the beginning; linear between."""
+
+    def build(self, gpt: GPT, world: World | None = None) -> torch.optim.Optimizer:
+        """Build both, with their state allocated."""
+        matrices = dict(block_matrices(gpt))
+        adamw = self._adamw([p for p in gpt.parameters() if p not in matrices])
+        return Muon(matrices, adamw, self.max_lr, self.momentum, self.weight_decay, world or World(torch.device("cpu")))
+
+    def schedule(self, optimizer: torch.optim.Optimizer, factor: float, progress: float) -> None:
+        super().schedule(optimizer, factor, progress)
+        left = 1 + (self.weight_decay_end - 1) * progress
+        optimizer.param_groups[0]["weight_decay"] = self.weight_decay * left
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
+
+Parts = tuple[int, Sequence[int]]
+"""A weight's rows are this many equal groups, each with so many rows of one matrix after the other."""
+
+
+def block_matrices(gpt: GPT) -> Iterator[tuple[Tensor, Parts]]:
+    """Yield the weights of linear layers in blocks, except those of forget gates, and the matrices that they hold."""
+    for block in gpt.blocks:
+        gates = {m for decay in block.modules() if isinstance(decay, Decay) for m in decay.modules()}
+        fused = {m.qkv: (m.n_group, m.parts) for m in block.modules() if isinstance(m, Attention)}
+        for module in block.modules():
+            if isinstance(module, nn.Linear) and module not in gates:
+                yield module.weight, fused.get(module, (1, [module.out_features]))
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates along the nearest orthogonal matrix of the gradient's running mean.
+
+    torch.optim.Muon takes neither the parts of a fused weight nor weights that fsdp shards; with whole weights, this
+    is its update with adjust_lr_fn="match_rms_adamw" (which a test compares). Sharded gradients are gathered, and every
+    process computes all updates.
+    """
+
+    def __init__(
+        self,
+        matrices: dict[Tensor, Parts],
+        adamw: torch.optim.AdamW,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        world: World,
+    ) -> None:
+        super().__init__(list(matrices), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        for p in matrices:
+            self.state[p] = {"mean": torch.zeros_like(p)}
+        self._adamw, self._parts, self._world = adamw, matrices, world
+        self.param_groups += adamw.param_groups
+        self.state.update(adamw.state)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters."""
+        self._adamw.step()
+        group = self.param_groups[0]
+        by_shape = defaultdict[torch.Size, list[Tensor]](list)
+        params = [p for p in group["params"] if p.grad is not None]
+        for p in params:
+            mean = self.state[p]["mean"].lerp_(p.grad, 1 - group["momentum"])
+            whole = self._world.full(p.grad.lerp(mean, group["momentum"]))  # Nesterov's momentum
+            for matrix in _split(whole, self._parts[p]):
+                by_shape[matrix.shape].append(matrix)
+        updates = {shape: iter(orthogonal(torch.stack(same))) for shape, same in by_shape.items()}
+        for p in params:
+            n_group, rows = self._parts[p]
+            parts = [next(updates[torch.Size((n_group * n, p.shape[1]))]) for n in rows]
+            parts = [0.2 * max(part.shape) ** 0.5 * part for part in parts]
+            update = torch.cat([part.unflatten(0, (n_group, -1)) for part in parts], 1).flatten(0, 1)
+            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._world.like(update, p), alpha=group["lr"])
+
+
+def _split(weight: Tensor, parts: Parts) -> list[Tensor]:
+    """The matrices of a weight."""
+    n_group, rows = parts
+    return [part.flatten(0, 1) for part in weight.unflatten(0, (n_group, -1)).split(list(rows), dim=1)]
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Bring all singular values of matrices (N, rows, columns) near 1, to about 0.7 to 1.2, by Newton-Schulz iteration.
+
+    Five steps of the polynomial of Jordan et al. 2024; in bfloat16 on GPUs.
+    """
+    y = x.bfloat16() if x.is_cuda else x
+    y = y.mT if x.shape[1] > x.shape[2] else y
+    y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        square = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
+    return (y.mT if x.shape[1] > x.shape[2] else y).to(x.dtype)
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from trainer.losses import evaluate
 from trainer.memory import step_memory
 from trainer.metrics import MetricsLog, Tracker, read_metrics
 from trainer.micro_batch import choose_micro_batch, out_of_memory
-from trainer.optim import named_state, set_lr
+from trainer.optim import named_state
 from trainer.plot import draw_losses
 from trainer.randomness import RANDOM, random_state, seed_process
 from trainer.resume import find_checkpoint, initialise, new_state, restore, write_config
@@ -88,7 +88,7 @@ class Run:
         if fsdp:
             initialise(self.gpt, world, self.runtime.param_dtype)
         seed_process(f"{config.seed} 0 {world.rank}")
-        self.optimizer = config.optim.build(self.gpt)
+        self.optimizer = config.optim.build(self.gpt, world)
         self.state = new_state(config, self.manifest)
         if checkpoint is not None:
             self.state = restore(checkpoint, self.state, self.gpt, self.optimizer, world)
@@ -153,8 +153,9 @@ class Run:
         config = self.config
         self.world.at(f"step {self.step + 1}: data")
         micro_batches = self.share(self.step) if self._ahead is None else next(self._ahead)
-        lr = config.optim.max_lr * config.schedule.factor(self.step, config.max_steps)
-        set_lr(self.optimizer, lr)
+        factor = config.schedule.factor(self.step, config.max_steps)
+        config.optim.schedule(self.optimizer, factor, self.step / config.max_steps)
+        lr = config.optim.max_lr * factor
         result = train_step(
             self.summed_loss,
             self.optimizer,

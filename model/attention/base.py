@@ -1,6 +1,6 @@
 """The interface of attention mechanisms, and the projections that most of them share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -81,11 +81,16 @@ class Attention(nn.Module):
     resets = False
     """Whether log_f = -inf makes a token the first of a document."""
 
-    def __init__(self, n_embd: int, n_head: int, n_out: int, n_qkv: int) -> None:
-        """Args: `n_out`, features returned for all heads; `n_qkv`, features of all queries, keys and values."""
+    def __init__(self, n_embd: int, n_head: int, n_out: int, parts: Sequence[int], n_group: int = 1) -> None:
+        """Create the projection.
+
+        Args:
+            n_out: features returned for all heads.
+            parts: features of queries, keys and values, which follow each other in each of `n_group` equal groups.
+        """
         super().__init__()
-        self.n_head, self.n_out = n_head, n_out
-        self.qkv = nn.Linear(n_embd, n_qkv)
+        self.n_head, self.n_out, self.parts, self.n_group = n_head, n_out, parts, n_group
+        self.qkv = nn.Linear(n_embd, n_group * sum(parts))
         self.conv: nn.Parameter | None = None
         self.q_scale: nn.Parameter | None = None
         self.k_scale: nn.Parameter | None = None
@@ -201,7 +206,7 @@ class MultiHeadAttention(Attention):
         """`own_values=False`: keys are the values too."""
         n_kv_head = n_kv_head or n_head
         heads = [n_head, n_kv_head, n_kv_head] if own_values else [n_head, n_kv_head]
-        super().__init__(n_embd, n_head, n_head * head_dim, sum(heads) * head_dim)
+        super().__init__(n_embd, n_head, n_head * head_dim, [n * head_dim for n in heads])
         self.n_kv_head, self.head_dim, self.own_values, self._heads = n_kv_head, head_dim, own_values, heads
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:

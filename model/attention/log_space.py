@@ -62,7 +62,7 @@ class LogSpaceAttention(Attention):
 
     def __init__(self, settings: _Sizes, n_embd: int, n_head: int, head_dim: int) -> None:
         d_key, d_val = settings.query_dim(head_dim), settings.d_val or head_dim
-        super().__init__(n_embd, n_head, n_head * d_val, n_head * (2 * d_key + d_val))
+        super().__init__(n_embd, n_head, n_head * d_val, (d_key, d_key, d_val), n_group=n_head)
         self.d_key, self.d_val, self.product = d_key, d_val, settings.product
         self.chunk = CHUNK if settings.decay in ("none", "head") else SHORT_CHUNK
 
@@ -79,8 +79,8 @@ class LogSpaceAttention(Attention):
 
     def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
-        heads, sizes = features.unflatten(2, (self.n_head, -1)), (self.d_key, self.d_key, self.d_val)
-        parts = _Split.apply(heads, *sizes) if torch.is_grad_enabled() else heads.split(sizes, dim=-1)
+        heads = features.unflatten(2, (self.n_head, -1))
+        parts = _Split.apply(heads, *self.parts) if torch.is_grad_enabled() else heads.split(self.parts, dim=-1)
         q, k, log_v = (part.transpose(1, 2) for part in parts)
         return q, k, log_v
 

@@ -67,7 +67,7 @@ def failed_check(
         path = make_directory(cache_folder(), "XDG_CACHE_HOME") / f"{key}.json"
         outcome = _read(path)
         if outcome is None:
-            say_once(f"checking {name} on this machine ({about['device']}), once: this takes a minute or two")
+            say_once(f"checking {name} on this machine ({about['device']}), once: this may take a minute or two")
             with owned(path.with_suffix(".lock"), taken=None):
                 outcome = _read(path) or _run_and_keep(path, name, about, {"device": device, **arguments}, seconds)
     except (UserError, OSError) as error:

@@ -51,6 +51,7 @@ def assert_one_line(result, *fragments):
         ("optim.max_lr=inf", ["optim.max_lr=inf", "finite"]),
         ("optim.max_lr=nan", ["optim.max_lr=nan"]),
         ("runtime.device=gpu", ["runtime.device='gpu'", "'auto', 'cpu' or 'cuda'"]),
+        ("runtime.device=mps", ["runtime.device='mps'", "float64", "use cpu"]),
         ("resume=maybe", ["resume='maybe'", "'auto' or 'never'"]),
         ("run_dir=${nothing}", ["'nothing'"]),
         ("run_dir=${oc.env:HOME}", ["run_dir: ${oc.env:...} is not available", "write the value, in a shell as"]),

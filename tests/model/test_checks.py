@@ -83,7 +83,7 @@ def test_what_passes_runs_once_for_each_version(kept, monkeypatch, tmp_path, cap
     path.write_text("# changed")
     assert run(d=1) == 7
     assert capsys.readouterr().out.splitlines() == [
-        "checking a kernel on this machine (cpu), once: this takes a minute or two"
+        "checking a kernel on this machine (cpu), once: this may take a minute or two"
     ]
 
 

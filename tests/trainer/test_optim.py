@@ -1,13 +1,14 @@
-"""Parameter groups, and an optimizer's state by name."""
+"""Parameter groups, an optimizer's state by name, and Muon against its definition and torch's own."""
 
 import pytest
 import torch
 from safetensors.torch import load, save
 
 from model.gpt import GPT
-from trainer.optim import AdamWConfig, named_state, set_lr
+from trainer.optim import AdamWConfig, MuonConfig, _split, block_matrices, named_state, orthogonal
 
 OPTIM = AdamWConfig(name="adamw", max_lr=1e-2, weight_decay=0.3)
+MUON = MuonConfig(name="muon", max_lr=1e-2, weight_decay=0.3)
 
 
 def train(gpt, optimizer, steps):
@@ -33,22 +34,22 @@ def test_a_decay_step_without_gradient_scales_by_one_minus_lr_times_decay(tiny):
     optimizer = OPTIM.build(gpt)
     for p in gpt.parameters():
         p.grad = torch.zeros_like(p)
-    set_lr(optimizer, 0.5)
+    OPTIM.schedule(optimizer, factor=50.0, progress=0.0)
     optimizer.step()
     for name, p in gpt.named_parameters():
         factor = 1 - 0.5 * 0.3 if p.dim() >= 2 else 1.0
         torch.testing.assert_close(p, before[name] * factor, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("regrouped", [False, True])
-def test_training_goes_on_to_the_bit_from_state_that_was_saved_by_name(tiny, regrouped):
+@pytest.mark.parametrize(("config", "regrouped"), [(OPTIM, False), (OPTIM, True), (MUON, False)])
+def test_training_goes_on_to_the_bit_from_state_that_was_saved_by_name(tiny, config, regrouped):
     first, second = GPT(tiny().model), GPT(tiny().model)
-    optimizer = OPTIM.build(first)
+    optimizer = config.build(first)
     train(first, optimizer, range(5))
     weights, state = save(first.state_dict()), save(named_state(first, optimizer))
 
     second.load_state_dict(load(weights))
-    restored = OPTIM.build(second)
+    restored = config.build(second)
     if regrouped:  # another order of parameters, as another version may have
         restored.param_groups.reverse()
     loaded = load(state)
@@ -72,3 +73,77 @@ def test_state_that_is_there_from_the_start_changes_no_bit(tiny):
     for a, b in zip(ours.parameters(), torchs.parameters(), strict=True):
         assert torch.equal(a, b)
     assert {name: (v.dtype, v.shape) for name, v in named_state(torchs, optimizers[1]).items()} == made
+
+
+FLAGSHIP = {"model.attention": {"name": "log_space", "decay": "head", "product": True, "d_key": 4, "gate": "silu"}}
+FEATURE_GATES = {
+    "model.attention": {"name": "linear", "decay": "feature", "conv": 4},
+    "model.block": {"name": "glu"},
+}
+
+
+@pytest.mark.parametrize("changes", [{}, FLAGSHIP, FEATURE_GATES])
+def test_muon_updates_all_matrices_of_blocks_and_nothing_else(tiny, changes):
+    gpt = GPT(tiny(changes).model)
+    names = {p: name for name, p in gpt.named_parameters()}
+    matrices = {names[p] for p, _ in block_matrices(gpt)}
+    expected = {n for n, p in gpt.named_parameters() if n.startswith("blocks.") and p.dim() == 2}
+    assert matrices == {n for n in expected if "decay" not in n}
+    kinds = {name.rpartition("/")[0]: name.rpartition("/")[2] for name in named_state(gpt, MUON.build(gpt))}
+    assert {name for name, kind in kinds.items() if kind == "mean"} == matrices
+    assert kinds.keys() == set(names.values())
+
+
+@pytest.mark.parametrize("attention", ["log_space", "linear", "softmax"])
+def test_the_parts_of_a_fused_weight_are_what_gives_queries_keys_and_values(tiny, attention):
+    """A feature's weights belong to q if changing them changes q."""
+    grouped = {"n_kv_head": 1} if attention == "softmax" else {}
+    gpt = GPT(tiny({"model.attention": {"name": attention, **grouped}}).model)
+    module = gpt.blocks[0].attention
+    parts = dict(block_matrices(gpt))[module.qkv.weight]
+    rows = _split(torch.arange(module.qkv.out_features)[:, None], parts)
+    features = torch.arange(module.qkv.out_features, dtype=torch.float64).view(1, 1, -1)
+    for part, expected in zip(rows, module.split(features), strict=True):
+        assert sorted(part.flatten().tolist()) == sorted(expected.flatten().tolist())
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (16, 16), (40, 9)])
+def test_orthogonal_applies_its_polynomial_to_the_singular_values(shape):
+    x = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    s = s / s.norm(dim=1, keepdim=True)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    torch.testing.assert_close(orthogonal(x), u * s[:, None] @ v, rtol=0, atol=1e-12)
+    assert orthogonal(torch.zeros(1, *shape)).eq(0).all()
+
+
+def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch):
+    """In float64, without the rounding to bfloat16 that is part of torch's."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    gpt = GPT(tiny(FLAGSHIP).model).double()
+    whole = dict(block_matrices(gpt))
+    matrices = [part.clone() for p, parts in whole.items() for part in _split(p.detach(), parts)]
+    torchs = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    ours = MUON.build(gpt)
+    for seed in range(3):
+        ids = torch.randint(257, (2, 9), generator=torch.Generator().manual_seed(seed))
+        gpt.loss(ids[:, :-1], ids[:, 1:]).backward()
+        gradients = [part for p, parts in whole.items() for part in _split(p.grad, parts)]
+        for matrix, gradient in zip(matrices, gradients, strict=True):
+            matrix.grad = gradient.clone()
+        torchs.step()
+        ours.step()
+        ours.zero_grad()
+    found = [part for p, parts in whole.items() for part in _split(p.detach(), parts)]
+    for mine, theirs in zip(found, matrices, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+def test_muons_weight_decay_has_its_own_schedule(tiny):
+    gpt = GPT(tiny().model)
+    config = MUON.model_copy(update={"weight_decay_end": 0.5})
+    optimizer = config.build(gpt)
+    config.schedule(optimizer, factor=0.1, progress=0.5)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.3 * 0.75, 0.3, 0.0])
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-3] * 3)

@@ -1,5 +1,6 @@
 """Devices, types and compilation are chosen for what the machine has; what is wrong with it is an error."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +82,23 @@ def test_auto_takes_float32_where_bfloat16_is_emulated(monkeypatch, emulated, dt
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or not emulated
     )
     assert open_runtime(decode(DeviceConfig, {"device": "auto"})).dtype == dtype
+
+
+@pytest.mark.parametrize(("failure", "dtype"), [(None, torch.bfloat16), ("failed a check", torch.float32)])
+def test_auto_takes_bfloat16_on_a_cpu_that_has_amx_and_passes_a_check(monkeypatch, tmp_path, failure, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checks, "_run", lambda *arguments: (failure, ""))
+    checks.failed_check.cache_clear()
+    assert open_runtime(decode(DeviceConfig, {"device": "cpu"})).dtype == dtype
+    assert open_runtime(decode(DeviceConfig, {"device": "cpu", "dtype": "float64"})).dtype == torch.float64
+
+
+def test_bfloat16_that_is_not_faster_fails_its_check(monkeypatch):
+    ticks = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, 1.2]))  # seconds in bfloat16, then in float32
+    monkeypatch.setattr(runtime.time, "perf_counter", lambda: next(ticks))
+    with pytest.raises(Wrong, match=r"float32 takes 1\.20 x as long"):
+        runtime.check_bfloat16("cpu", "here")
 
 
 @pytest.mark.parametrize("failure", [None, "failed a check: the loss is off by 1"])

@@ -25,7 +25,6 @@ from tools.bench.harness import command_line, machine
 from tools.bench.train import Training
 from tools.compare import compare
 from tools.compare.compare import Raw, Size
-from trainer.optim import set_lr
 
 DIFFICULTY = {"mqar": "n_pairs", "selective_copy": "n_letters", "induction": "length", "passkey": "length"}
 """The setting of each task that is varied."""
@@ -131,7 +130,7 @@ def train(case: Case, out: Path) -> str:
         answers = np.full_like(targets, IGNORED)
         answers[:, places] = targets[:, places]
         training.batch = [(torch.from_numpy(ids), torch.from_numpy(answers))]
-        set_lr(training.optimizer, case.lr * config.schedule.factor(step, case.steps))
+        config.optim.schedule(training.optimizer, config.schedule.factor(step, case.steps), step / case.steps)
         training.step()
         if step + 1 in evaluations and (right := accuracy(training.summed_loss.gpt, tested, places)) >= _LEARNED:
             break
