@@ -2,19 +2,22 @@
 
 A checkpoint is a folder `step-00001000` with
 
-    model.safetensors optimizer.safetensors    tensors by parameter name
+    model.safetensors optimizer.safetensors    tensors by parameter name, or parts of them, one of each process:
+                                               model-00001-of-00004.safetensors has the first rows of every tensor
     random.safetensors                         the state of every process's random numbers
     state.json                                 the rest of the run's state: TrainState
     tokenizer.json                             so that a checkpoint alone is enough to sample from
     manifest.json                              sha256 of each of the others, written last
 
 It is written under another name, synced, and renamed: a crash leaves nothing half-written under a checkpoint's name.
+Where every process writes a part, the main process writes the manifest when it has the sums of all parts.
 The sums detect later damage, and the previous checkpoint is used. `latest` and `best` beside the checkpoints are
 text files that hold a checkpoint's name, for people; a run is resumed from the newest checkpoint that is whole.
 """
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -36,13 +39,15 @@ from data.mixture import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT, GPTConfig
 from trainer.guard import LossStatistics
-from trainer.tensor_file import Expected, read_tensors
+from trainer.tensor_file import Expected, read_parts
 
-FORMAT_VERSION: Literal[2] = 2
+FORMAT_VERSION: Literal[3] = 3
+_READABLE = (2, FORMAT_VERSION)  # 2 had no parts
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
 _TENSORS = ("model", "optimizer", "random")
 _FILES = (*(f"{name}.safetensors" for name in _TENSORS), "state.json", "tokenizer.json")
+_IN_PARTS = ("model.safetensors", "optimizer.safetensors")
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -83,7 +88,7 @@ class Kept(Settings):
 class TrainState(Kept):
     """The state of a run besides its tensors."""
 
-    format_version: Literal[2] = FORMAT_VERSION
+    format_version: Literal[2, 3] = FORMAT_VERSION
     step: int = Field(ge=0, lt=10**18)
     """Steps done."""
     best_val_loss: float | None = None
@@ -121,13 +126,17 @@ class Checkpoint:
         path = self.path if len(self.path.parts) > 2 else self.path.absolute()
         return path.parent.parent if path.parent.name == "checkpoints" else path
 
-    def tensors(self, name: str, expected: Expected) -> dict[str, Tensor]:
-        """The tensors of one of its files, "model", "optimizer" or "random", on the CPU.
+    def tensors(self, name: str, expected: Expected, rows: Mapping[str, slice] | None = None) -> dict[str, Tensor]:
+        """The tensors of "model", "optimizer" or "random", on the CPU.
+
+        Args:
+            rows: what to read of some tensors; the others are read whole.
 
         Raises:
-            UserError: the file does not hold exactly the expected tensors.
+            UserError: the checkpoint does not hold exactly the expected tensors.
         """
-        return read_tensors(self.path / f"{name}.safetensors", expected)
+        files = _sums(self.path)[f"{name}.safetensors"]
+        return read_parts([self.path / file for file in files], expected, rows or {})
 
     def leave(self, name: str, content: bytes | str) -> None:
         """Write a file into the run directory and print its path. Only warns if the directory is read-only."""
@@ -249,47 +258,112 @@ def open_model(path: str | Path) -> Checkpoint:
     return open_checkpoint(path, ("model.safetensors", "state.json", "tokenizer.json"))
 
 
-def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer) -> Path:
+def save_checkpoint(
+    run_dir: Path,
+    tensors: Tensors,
+    state: TrainState,
+    tokenizer: Tokenizer,
+    before: Callable[[], None] = lambda: None,
+    rank: int = 0,
+    exchange: Callable[[str], list[str]] = lambda text: [text],
+) -> Path:
     """Write a checkpoint. A crash or an error leaves earlier checkpoints unchanged.
 
+    Several processes may write one together: all call this at the same time, and an error in one is an error in all.
+
     Args:
-        tensors: on the CPU, contiguous.
+        tensors: on the CPU, contiguous. Of model and optimizer, each process has some rows, in the order of ranks.
+        before: is called before anything is written. Its errors are those of the save.
+        rank: of this process; 0 writes all but the parts of others.
+        exchange: from the text of each process, the texts of all, by rank.
 
     Raises:
         OSError, SafetensorError: the checkpoint cannot be written.
     """
-    folder, path = checkpoints_dir(run_dir), checkpoint_path(run_dir, state.step)
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        sync_directory(run_dir)
-        sync_directory(run_dir.absolute().parent)
+    path = checkpoint_path(run_dir, state.step)
     beside = path.with_name(path.name + ".tmp")
-    _clear(beside)
+
+    def begin() -> str:
+        before()
+        if rank == 0:
+            _make_folder(beside)
+        return ""
+
     try:
-        beside.mkdir()
-        _write(beside, tensors, state, tokenizer)
-        if path.exists():  # a damaged checkpoint: the run was resumed from an earlier one
-            _remove(path)
-        os.rename(beside, path)
+        count = len(_together(exchange, begin))
+        sums = _together(exchange, lambda: _write_part(beside, tensors, rank, count))
+        if rank == 0:
+            _write_rest(beside, tensors, state, tokenizer, sums)
+            if path.exists():  # a damaged checkpoint: the run was resumed from an earlier one
+                _remove(path)
+            os.rename(beside, path)
+            sync_directory(path.parent)
     except (OSError, SafetensorError):
-        _clear(beside)  # makes room on a full disk
+        if rank == 0:
+            _clear(beside)  # makes room on a full disk
         raise
-    sync_directory(folder)
     return path
 
 
-def _write(folder: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer) -> None:
-    for name in _TENSORS:
-        file = folder / f"{name}.safetensors"
-        save_file(dict(tensors[name]), file)
-        _sync(file)
+def _together(exchange: Callable[[str], list[str]], work: Callable[[], str]) -> list[str]:
+    """What `work` returns in each process. All processes wait for each other, even if one fails.
+
+    Raises:
+        OSError, SafetensorError: it failed in this process, or in another one.
+    """
+    failed = "failed: "
+    try:
+        done = work()
+    except (OSError, SafetensorError) as error:
+        exchange(f"{failed}{getattr(error, 'strerror', None) or error}")
+        raise
+    texts = exchange(done)
+    for rank, text in enumerate(texts):
+        if text.startswith(failed):
+            raise OSError(f"process {rank}: {text.removeprefix(failed)}")
+    return texts
+
+
+def _make_folder(path: Path) -> None:
+    """Make an empty folder for a checkpoint, in checkpoints_dir(run_dir)."""
+    folder = path.parent
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        sync_directory(folder.parent)
+        sync_directory(folder.parent.absolute().parent)
+    _clear(path)
+    path.mkdir()
+
+
+def _names(file: str, count: int) -> list[str]:
+    """The names of the files that stand for `file` where `count` processes write parts."""
+    if count == 1 or file not in _IN_PARTS:
+        return [file]
+    stem, _, kind = file.partition(".")
+    return [f"{stem}-{number:05}-of-{count:05}.{kind}" for number in range(1, count + 1)]
+
+
+def _write_part(folder: Path, tensors: Tensors, rank: int, count: int) -> str:
+    """Write this process's parts of model and optimizer; returns their sums, with a blank between them."""
+    files = [folder / _names(file, count)[rank] for file in _IN_PARTS]
+    for name, file in zip(("model", "optimizer"), files, strict=True):
+        _write_tensors(file, tensors[name])
+    return " ".join(map(sha256_file, files))
+
+
+def _write_rest(folder: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer, parts: list[str]) -> None:
+    """Write the other files, and the manifest with the sums of the `parts`, last."""
+    _write_tensors(folder / "random.safetensors", tensors["random"])
     save_tokenizer(tokenizer, folder / "tokenizer.json")
-    write_json(folder / "state.json", state.model_dump(mode="json"))
-    sums = Sums(format_version=FORMAT_VERSION, sha256={name: sha256_file(folder / name) for name in _FILES})
-    write_json(folder / "manifest.json", sums.model_dump())
+    write_json(folder / "state.json", state.model_dump(mode="json") | {"format_version": FORMAT_VERSION})
+    sums = {name: sha256_file(folder / name) for name in _FILES if name not in _IN_PARTS}
+    for file, of_parts in zip(_IN_PARTS, zip(*map(str.split, parts), strict=True), strict=True):
+        sums |= dict(zip(_names(file, len(parts)), of_parts, strict=True))
+    write_json(folder / "manifest.json", Sums(format_version=FORMAT_VERSION, sha256=sums).model_dump())
 
 
-def _sync(path: Path) -> None:
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file(dict(tensors), path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
@@ -349,7 +423,7 @@ def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lamb
         Damaged: a file is missing or differs, or the manifest has another format.
     """
     sums = _sums(path)
-    for name in files:
+    for name, sha256 in itertools.chain.from_iterable(sums[file].items() for file in files):
         at(f"reading {path.name}/{name}")
         try:
             found = sha256_file(path / name)
@@ -357,24 +431,26 @@ def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lamb
             if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
                 raise  # it may pass, or a person can fix it; EIO means a damaged disk
             raise Damaged(f"{path / name} is missing or damaged: {error}") from None
-        if found != sums[name]:
+        if found != sha256:
             raise Damaged(f"{path / name} is missing or damaged: its sha256 is not the manifest's")
 
 
-def _sums(path: Path) -> dict[str, str]:
+def _sums(path: Path) -> dict[str, dict[str, str]]:
+    """The sums in a checkpoint's manifest: for each of _FILES, those of its parts, by name and in order."""
     try:
-        manifest = decode(Sums, read_json(path / "manifest.json", limit=2**16))
+        manifest = decode(Sums, read_json(path / "manifest.json", limit=_LARGEST_STATE))
     except UserError as error:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
-    if manifest.format_version != FORMAT_VERSION:
-        message = f"{path} has format version {manifest.format_version}; this program reads {FORMAT_VERSION}"
+    if manifest.format_version not in _READABLE:
+        message = f"{path} has format version {manifest.format_version}; this program reads 2 and {FORMAT_VERSION}"
         if manifest.format_version == _version_of_state(path):  # not damage, but another program's
             raise UserError(f"{message}: use another run_dir")
         raise Damaged(message)
-    sums = manifest.sha256
-    if set(sums) != set(_FILES):
-        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}")
-    return sums
+    count = sum(name.startswith("model") for name in manifest.sha256)
+    names = {file: _names(file, count) for file in _FILES}
+    if set(manifest.sha256) != set(itertools.chain.from_iterable(names.values())):
+        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}, or all of their parts")
+    return {file: {name: manifest.sha256[name] for name in names[file]} for file in _FILES}
 
 
 def _version_of_state(path: Path) -> Any:

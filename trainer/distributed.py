@@ -5,7 +5,7 @@ import gc
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,6 +39,8 @@ class World:
     rank: int = 0
     size: int = 1
     watchdog: Watchdog | None = field(default=None, repr=False, compare=False)
+    group: Any = field(default=None, repr=False, compare=False)
+    """The connections that collective operations use, a ProcessGroup; None: torch's default."""
 
     @property
     def is_main(self) -> bool:
@@ -53,7 +55,7 @@ class World:
     def sum(self, value: Tensor) -> Tensor:
         """The sum of `value` over all processes, on all of them."""
         if self.size > 1:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self.group)
         return value
 
     def gather(self, value: Tensor) -> list[Tensor]:
@@ -61,13 +63,26 @@ class World:
         if self.size == 1:
             return [value]
         values = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(values, value.contiguous())
+        dist.all_gather(values, value.contiguous(), group=self.group)
         return values
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every process's `text`, or its first 500 bytes, by rank, on all of them."""
+        own = torch.tensor(list(text.encode()[:500].ljust(500, b"\0")), dtype=torch.uint8, device=self.device)
+        return [bytes(other.tolist()).rstrip(b"\0").decode(errors="replace") for other in self.gather(own)]
+
+    def aside(self) -> "World":
+        """The same processes, for a thread whose collective operations do not mix with those of this one.
+
+        Every process must call this. Tensors are on the CPU.
+        """
+        group = dist.new_group(backend="gloo") if self.size > 1 else None
+        return World(torch.device("cpu"), self.rank, self.size, group=group)
 
     def wait_for_all(self) -> None:
         """Return once every process has called this."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Let the others continue without this process, which may take any time for its last work.
@@ -132,6 +147,15 @@ class World:
     def full(self, tensor: Tensor) -> Tensor:
         """The whole of a sharded tensor; other tensors are returned unchanged. Every process must call this."""
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """The rows of a sharded tensor that this process holds, as a view; other tensors are returned unchanged."""
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+    def rows(self, tensors: Mapping[str, Tensor]) -> dict[str, slice]:
+        """The rows of each sharded tensor that this process holds. Those of rank 0 are the first."""
+        chunks = {n: t.__create_chunk_list__()[0] for n, t in tensors.items() if isinstance(t, DTensor)}
+        return {name: slice(at.offsets[0], at.offsets[0] + at.sizes[0]) for name, at in chunks.items()}
 
     def like(self, full: Tensor, param: Tensor) -> Tensor:
         """The part of `full` that this process holds of `param`, with its sharding, device and dtype.

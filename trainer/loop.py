@@ -64,8 +64,7 @@ def _train_on(run: Run, config: TrainConfig) -> None:
     track = Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens)
     with run.reading_ahead(), track:
         while not run.ended:
-            if run.world.is_main:
-                run.saver.check()
+            run.saver.check()
             line = run.train_step()
             track.advance(config.batch_tokens, f"tokens, loss {line['loss']:.3f}" if "loss" in line else "")
             if "event" in line:

@@ -50,21 +50,22 @@ def step_memory(
 ) -> Memory:
     """The memory of a step with micro-batches of `micro_batch` sequences on each of n_device devices.
 
-    With ddp on several devices, each holds the gradients twice, once in the buckets that are sent. With fsdp, devices
-    share weights and optimizer, and each temporarily holds the embeddings and two whole blocks, the matrices of which
-    are in the dtype of products. It holds whole gradients from the first micro-batch of a step to the last.
+    With ddp on several devices, gradients are views of the buckets that are sent; only between the first micro-batch of
+    a step and the last, each device holds them twice. With fsdp, devices share weights and optimizer, and each
+    temporarily holds the embeddings and two whole blocks, the matrices of which are in the dtype of products. It holds
+    whole gradients from the first micro-batch of a step to the last.
 
     Args:
         gpt: may be on the meta device.
         runtime: of the training; its device need not exist.
-        accumulated: whether a step has several micro-batches; matters for fsdp only.
+        accumulated: whether a step has several micro-batches; matters for several devices only.
     """
     wide, narrow = runtime.param_dtype.itemsize, runtime.dtype.itemsize
     weights = gpt.n_params() * wide
     linear, in_blocks = _linear(gpt), [_linear(block) for block in gpt.blocks]
     linear = linear if gpt.config.tied else linear[:-1]  # without the output layer, whose logits come in parts
     autocast = sum(layer.weight.numel() for layer in linear)
-    own, gradients, whole = weights, weights if n_device == 1 else 2 * weights, 0
+    own, gradients, whole = weights, 2 * weights if n_device > 1 and accumulated else weights, 0
     if fsdp:
         autocast -= sum(layer.weight.numel() for layers in in_blocks for layer in layers)
         blocks = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]

@@ -83,10 +83,11 @@ def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Opti
     _check_same_run(path, state, fresh)
     for name, tensors in (("model", gpt.state_dict()), ("optimizer", named_state(gpt, optimizer))):
         world.at(f"reading {name}")
-        stored = checkpoint.tensors(name, {key: (value.shape, (value.dtype,)) for key, value in tensors.items()})
+        expected = {key: (value.shape, (value.dtype,)) for key, value in tensors.items()}
+        stored = checkpoint.tensors(name, expected, world.rows(tensors))
         with torch.no_grad():
             for key, value in tensors.items():
-                value.copy_(world.like(stored[key], value))
+                world.own(value).copy_(stored[key])
     saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))
     if (state.processes, state.device) == (world.size, world.device.type):
         set_random_state(saved_states[RANDOM][world.rank], world.device)

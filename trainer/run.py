@@ -1,7 +1,6 @@
 """A run in progress: its model, its data and its files, and what happens when a step goes wrong."""
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -242,8 +241,7 @@ class Run:
 
     def roll_back(self, bad: RollBack) -> None:
         """Go back to the newest checkpoint, and remember to skip the step that went wrong."""
-        if self.world.is_main:
-            self.saver.wait()
+        self.saver.wait()
         self.world.wait_for_all()
         path = find_checkpoint(self.config.run_dir, self.world)
         if path is None:
@@ -314,39 +312,37 @@ class Run:
         world = self.world
         world.at(f"step {self.step + 1}: save")
         states = world.gather(random_state(world.device).to(world.device))
+        if not world.is_main and not self._in_parts:
+            return
         parts = [
-            ("model", self._whole(self.gpt.state_dict())),
-            ("optimizer", self._whole(named_state(self.gpt, self.optimizer))),
-            ("random", iter([(RANDOM, torch.stack(states))])),
+            ("model", self._own(self.gpt.state_dict())),
+            ("optimizer", self._own(named_state(self.gpt, self.optimizer))),
+            ("random", [(RANDOM, torch.stack(states))]),
         ]
-        if world.is_main:
-            where = {"processes": world.size, "device": world.device.type}
-            self.saver.save(parts, self.state.model_copy(update=where))
-            if wait:
-                self.saver.finish()
-        else:  # with fsdp, the main process gathers the parts of all processes
-            for _ in itertools.chain.from_iterable(tensors for _, tensors in parts):
-                pass
+        where = {"processes": world.size, "device": world.device.type}
+        self.saver.save(parts, self.state.model_copy(update=where))
+        if wait:
+            self.saver.finish()
 
-    def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.world.full(value)) for name, value in tensors.items())
+    @property
+    def _in_parts(self) -> bool:
+        """Whether every process writes a part of each checkpoint."""
+        return self.config.runtime.strategy == "fsdp"
+
+    def _own(self, tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+        """What this process saves: its rows of sharded tensors, and the main process all of the others."""
+        rows = self.world.rows(tensors)
+        return [(name, self.world.own(value)) for name, value in tensors.items() if self.world.is_main or name in rows]
 
     @contextlib.contextmanager
     def open_files(self) -> Iterator[None]:
         """Write config.json; keep metrics, tracker and saver open while the context lasts."""
-        config, run_dir = self.config, self.config.run_dir
         self.world.wait_for_all()  # until every process has read what the main process is about to change
-        if not self.world.is_main:
-            yield
-            return
-        dumped, flops = config.model_dump(mode="json"), self.gpt.flops_per_token(config.seq_len)
-        found = {"micro_batch": self.micro_batch, "n_params": self.gpt.n_params(), "flops_per_token": flops}
-        write_config(run_dir / "config.json", dumped, self.world, found, resumed=self.step > 0)
-        self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
-        self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
-        self.saver = Saver(run_dir, self.tokenizer, config.checkpoint, self.log)
-        batch = f"{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
-        say(f"{self.gpt.n_params():,} parameters, {batch}, {config.max_steps * config.batch_tokens:,} tokens")
+        if self.world.is_main:
+            self._open_log()
+        writers = self.world.aside() if self._in_parts else World(torch.device("cpu"))
+        log = self.log if self.world.is_main else None
+        self.saver = Saver(self.config.run_dir, self.tokenizer, self.config.checkpoint, log, writers)
         try:
             yield
             self.world.leave()  # the others do not wait for the last save
@@ -354,12 +350,25 @@ class Run:
         except BaseException as error:
             self.world.leave(error)
             self.saver.wait()
-            self.tracker.finish()
-            with contextlib.suppress(OSError):  # a warning was printed, and `error` matters more
-                self.log.close()
+            if self.world.is_main:
+                self.tracker.finish()
+                with contextlib.suppress(OSError):  # a warning was printed, and `error` matters more
+                    self.log.close()
             raise
-        self.tracker.finish()
-        self.log.close()
+        if self.world.is_main:
+            self.tracker.finish()
+            self.log.close()
+
+    def _open_log(self) -> None:
+        """Write config.json, and open metrics and tracker."""
+        config, run_dir = self.config, self.config.run_dir
+        dumped, flops = config.model_dump(mode="json"), self.gpt.flops_per_token(config.seq_len)
+        found = {"micro_batch": self.micro_batch, "n_params": self.gpt.n_params(), "flops_per_token": flops}
+        write_config(run_dir / "config.json", dumped, self.world, found, resumed=self.step > 0)
+        self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
+        self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
+        batch = f"{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
+        say(f"{self.gpt.n_params():,} parameters, {batch}, {config.max_steps * config.batch_tokens:,} tokens")
 
 
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:

@@ -13,6 +13,7 @@ from common.settings import UserError
 from data.tokenizer import Tokenizer
 from trainer.checkpoint import TrainState, retain, save_checkpoint
 from trainer.config import CheckpointConfig
+from trainer.distributed import World
 from trainer.metrics import MetricsLog
 
 Parts = Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]
@@ -20,10 +21,19 @@ Parts = Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]
 
 
 class Saver:
-    """Writes one checkpoint at a time in a thread; the next save waits for it. Used by the main process only."""
+    """Writes one checkpoint at a time in a thread; the next save waits for it."""
 
-    def __init__(self, run_dir: Path, tokenizer: Tokenizer, config: CheckpointConfig, log: MetricsLog) -> None:
+    def __init__(
+        self, run_dir: Path, tokenizer: Tokenizer, config: CheckpointConfig, log: MetricsLog | None, writers: World
+    ) -> None:
+        """Prepare to save.
+
+        Args:
+            log: in the main process, the run's.
+            writers: the processes that write parts of a checkpoint, with connections of their own.
+        """
         self._run_dir, self._tokenizer, self._config, self._log = run_dir, tokenizer, config, log
+        self._writers = writers
         self._copies: dict[tuple[str, str], Tensor] = {}  # reused: copying into new memory takes 30 times as long
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -56,6 +66,8 @@ class Saver:
             return
         if not isinstance(error, OSError | SafetensorError):
             raise error
+        if not self._writers.is_main:
+            return  # the main process has an error, too
         why = getattr(error, "strerror", None) or error
         problem = f"the save after step {self.saved_step} failed ({why}); earlier checkpoints are whole"
         if last or self._config.on_error == "stop":
@@ -93,8 +105,10 @@ class Saver:
 
     def _write(self, tensors: dict[str, dict[str, Tensor]], state: TrainState) -> None:
         try:
-            self._log.sync()  # the checkpoint relies on these lines
-            save_checkpoint(self._run_dir, tensors, state, self._tokenizer)
-            retain(self._run_dir, state, self._config.keep_last, self._config.keep_every)
+            before = self._log.sync if self._log else lambda: None  # the checkpoint relies on these lines
+            rank, exchange = self._writers.rank, self._writers.gather_text
+            save_checkpoint(self._run_dir, tensors, state, self._tokenizer, before, rank, exchange)
+            if self._writers.is_main:
+                retain(self._run_dir, state, self._config.keep_last, self._config.keep_every)
         except BaseException as error:  # `check` and `finish` raise it
             self._error = error

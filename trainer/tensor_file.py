@@ -5,7 +5,8 @@ and types can be checked first. Links, pipes, and headers far longer than needed
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,22 +29,53 @@ def read_tensors(path: Path, expected: Expected) -> dict[str, Tensor]:
         UserError: the file is missing, damaged or of another format, or a tensor is missing, unknown, or has another
             shape or type. The message names the file and the tensor.
     """
-    wrong = f"{path} does not hold the tensors it should: "
-    with _opened(path) as file:
-        names = set(file.keys())
-        if missing := sorted(expected.keys() - names):
-            raise UserError(f"{wrong}{_listed(missing)} missing")
-        if unknown := sorted(names - expected.keys()):
-            raise UserError(f"{wrong}{_listed(unknown)} unknown")
-        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in expected}
+    return read_parts([path], expected, {})
+
+
+def read_parts(paths: Sequence[Path], expected: Expected, rows: Mapping[str, slice]) -> dict[str, Tensor]:
+    """The tensors of several files, each of which has some of their rows, in order; on the CPU.
+
+    Args:
+        rows: what to read of some tensors; the others are read whole.
+
+    Raises:
+        UserError: as `read_tensors`.
+    """
+    wrong = f"{paths[0]} does not hold the tensors it should: "
+    parts: dict[str, list[Tensor]] = {}
+    for path in paths:
+        with _opened(path) as file:
+            for name in sorted(file.keys()):
+                parts.setdefault(name, []).append(file.get_tensor(name))  # mapped: nothing is read yet
+    if missing := sorted(expected.keys() - parts.keys()):
+        raise UserError(f"{wrong}{_listed(missing)} missing")
+    if unknown := sorted(parts.keys() - expected.keys()):
+        raise UserError(f"{wrong}{_listed(unknown)} unknown")
     for name, (shape, dtypes) in expected.items():
-        found = tensors[name]
-        if found.shape != shape:
-            raise UserError(f"{wrong}{name} has the shape {list(found.shape)}, must have {list(shape)}")
-        if found.dtype not in dtypes:
-            allowed = " or ".join(sorted(_short(dtype) for dtype in dtypes))
-            raise UserError(f"{wrong}{name} has the type {_short(found.dtype)}, must have {allowed}")
-    return tensors
+        if (found := _joined_shape(parts[name])) != shape:
+            raise UserError(f"{wrong}{name} has the shape {list(found)}, must have {list(shape)}")
+        for part in parts[name]:
+            if part.dtype not in dtypes:
+                allowed = " or ".join(sorted(_short(dtype) for dtype in dtypes))
+                raise UserError(f"{wrong}{name} has the type {_short(part.dtype)}, must have {allowed}")
+    return {name: _join(parts[name], rows.get(name)) for name in expected}
+
+
+def _joined_shape(parts: list[Tensor]) -> torch.Size:
+    """The shape of the tensor that has the rows of all parts, or that of a part that does not fit the first."""
+    first, *others = (part.shape for part in parts)
+    if not others:
+        return first
+    odd = (shape for shape in others if shape[1:] != first[1:])
+    return next(odd, torch.Size([sum(part.shape[:1].numel() for part in parts), *first[1:]]))
+
+
+def _join(parts: list[Tensor], rows: slice | None) -> Tensor:
+    if rows is None:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    firsts = itertools.accumulate(map(len, parts), initial=0)
+    pieces = zip(parts, firsts, strict=False)
+    return torch.cat([part[max(rows.start - n, 0) : max(rows.stop - n, 0)] for part, n in pieces])
 
 
 def tensor_names(path: Path) -> list[str]:

@@ -70,7 +70,7 @@ class Life:
     out: str
     err: str
     operations: list[Operation] = field(default_factory=list)
-    """Of rank 0, as they were begun."""
+    """Of one process, as they were begun."""
 
     @property
     def killed(self) -> bool:
@@ -98,17 +98,18 @@ class ForkServer:
             text=True,
         )
 
-    def live(self, config, processes=1, kill=None, seconds=None, victims=None):
+    def live(self, config, processes=1, kill=None, seconds=None, victims=None, rank=0):
         """Train by `config` until it ends, or until it is killed.
 
         Args:
-            kill: the operation at which rank 0 kills itself.
+            kill: the operation at which `rank` kills itself.
             seconds: after this time, `victims` (ranks; None: all) are killed from outside.
         """
         job = {
             "config": config.model_dump(mode="json"),
             "processes": processes,
             "kill": kill and asdict(kill),
+            "rank": rank,
             "seconds": seconds,
             "victims": list(range(processes)) if victims is None else victims,
         }
@@ -119,9 +120,9 @@ class ForkServer:
         assert -signal.SIGABRT not in life.statuses, f"it hangs:\n{life.err}"
         return life
 
-    def finish(self, config, processes=1):
-        """Train by `config` to its end; all must be well."""
-        life = self.live(config, processes)
+    def finish(self, config, processes=1, rank=0):
+        """Train by `config` to its end; all must be well. The operations are those of `rank`."""
+        life = self.live(config, processes, rank=rank)
         assert life.finished, f"{life.statuses}\n{life.err}"
         return life
 
@@ -386,7 +387,7 @@ def _train(job, rank, folder):
         os.environ.update(job["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
     secrets.token_hex = lambda n: "0" * 2 * n  # the run's id; it would be the only difference between two runs
     register_optimizer_step_pre_hook(functools.partial(_draw, 1 + rank))
-    if rank == 0:
+    if rank == job["rank"]:
         Disk(job["kill"] and Kill(**job["kill"]), folder / "operations").install()
     status = 1
     try:

@@ -203,6 +203,7 @@ def test_processes_share_or_send():
     gpt = on_meta(config_of(n_layer=6))
     cuda = runtime(torch.bfloat16, "cuda")
     one, ddp = (step_memory(gpt, 1, T, cuda, n) for n in (1, 4))
+    assert one == step_memory(gpt, 1, T, cuda, 4, accumulated=False)  # gradients are sent from where they are
     parts = step_memory(gpt, 1, T, cuda, 4, fsdp=True)
     at_once = step_memory(gpt, 1, T, cuda, 4, fsdp=True, accumulated=False)
     assert one.weights == one.gradients == gpt.n_params() * 4

@@ -15,6 +15,7 @@ from common.settings import UserError
 from data.tokenizer import BytesConfig, build_tokenizer
 from trainer.checkpoint import TrainState, checkpoints_dir, open_checkpoint
 from trainer.config import CheckpointConfig
+from trainer.distributed import World
 from trainer.loop import fit
 from trainer.metrics import MetricsLog
 from trainer.saving import Saver
@@ -26,7 +27,10 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 def saver(tmp_path):
     """Makes a saver of a run that has nothing but a log."""
     log = MetricsLog(tmp_path / "metrics.jsonl", resumed_at=0)
-    yield lambda **config: Saver(tmp_path, build_tokenizer(BytesConfig(name="bytes")), CheckpointConfig(**config), log)
+    writers = World(torch.device("cpu"))
+    yield lambda **config: Saver(
+        tmp_path, build_tokenizer(BytesConfig(name="bytes")), CheckpointConfig(**config), log, writers
+    )
     log.close()
 
 

@@ -108,3 +108,39 @@ def test_two_agents_end_with_the_weights_of_one_process(command, run_process, ar
     assert one.keys() == two.keys()
     for name in one:
         assert (one[name] - two[name]).abs().max() <= 1e-9, name
+
+
+MEMORY = """
+import itertools
+import torch
+from torch.profiler import ProfilerActivity, profile
+from tests.trainer.test_memory import GPT, allocations, config_of, on_meta, runtime, step_memory
+from trainer.distributed import join_world
+from trainer.optim import AdamWConfig
+from trainer.step import SummedLoss
+
+with join_world(torch.device("cpu")) as world:
+    config, ids = config_of(n_layer=6, n_embd=192), torch.zeros(1, 64, dtype=torch.int64)
+    gpt = GPT(config)
+    module = world.wrap(SummedLoss(gpt))
+    optimizer = AdamWConfig(name="adamw").build(gpt)
+    for pieces in (1, 2):
+        for _ in range(3):  # DDP allocates its buckets again after the first
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+                for piece in range(pieces):
+                    with world.sync_gradients(module, now=piece == pieces - 1):
+                        module(ids, ids).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        during = max(itertools.accumulate(event.nbytes() for event in allocations(profiled)))
+        held = 4 * sum(p.nbytes for p in gpt.parameters())  # weights, buckets, optimizer
+        predicted = step_memory(on_meta(config), 1, 64, runtime(torch.float32), world.size, accumulated=pieces > 1)
+        assert 0.9 < predicted.peak / (held + during) < 1.1, (pieces, predicted, held, during)
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_step_is_as_predicted():
+    """Gradients are a fifth of it, so that they are seen if they are counted once too often."""
+    for result in ranks.run(2, "-c", MEMORY):
+        assert result.status == 0, result.err
