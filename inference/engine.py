@@ -116,7 +116,7 @@ class Engine:
     """Continues texts, up to `max_streams` at once; the others wait."""
 
     def __init__(self, gpt: GPT, n_vocab: int, max_streams: int, interleave: bool = False, eot_id: int = -1) -> None:
-        """`n_vocab`, `eot_id`: as for `read`. `interleave`: read prompts piece by piece between the tokens of other texts."""
+        """`n_vocab`, `eot_id`: as for `read`. `interleave`: read prompts piece by piece between other texts' tokens."""
         self.gpt, self.n_vocab, self.eot_id = gpt, n_vocab, eot_id
         self.max_streams, self.interleave = max_streams, interleave
         self.waiting: deque[Generation] = deque()

@@ -22,7 +22,7 @@ def inspect(**given: Any) -> None:
     """
     options = SimpleNamespace(**given)
     state = None if options.run_dir is None else open_checkpoint(options.run_dir, files=["state.json"]).state
-    dataset_dir = options.dataset_dir or (state and state.dataset_dir)
+    dataset_dir = state.dataset_dir if options.dataset_dir is None and state else options.dataset_dir
     if dataset_dir is None:
         raise UserError("nothing to look into: give dataset_dir, or run_dir and step")
     manifest = read_manifest(dataset_dir)
