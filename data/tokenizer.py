@@ -197,7 +197,7 @@ def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig) -> Tokenizer:
     if isinstance(config, BytesConfig):
         return RankTokenizer("bytes", _SINGLE_BYTES)
     if isinstance(config, HFConfig):
-        from data.hf_tokenizer import read_hf_tokenizer  # needs a library that not every installation has
+        from data.tokenizer_json import read_hf_tokenizer  # needs a library that not every installation has
 
         return read_hf_tokenizer(config.path)
     return RankTokenizer("gpt2", read_rank_file(config.path) if config.path else _download_gpt2())
@@ -245,7 +245,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         raw = read_json(path, LARGEST_FILE)
         if isinstance(raw, dict) and "model" in raw:
-            from data.hf_tokenizer import HFTokenizer  # needs a library that not every installation has
+            from data.tokenizer_json import HFTokenizer  # needs a library that not every installation has
 
             return HFTokenizer(raw)
         saved = decode(_Saved, raw)

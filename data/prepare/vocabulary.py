@@ -11,9 +11,9 @@ from common.console import say
 from common.files import write_atomic
 from common.settings import UserError
 from data.documents import documents_in
-from data.hf_tokenizer import HFTokenizer
 from data.shards import TOKENIZER, TokenStream, read_manifest
 from data.tokenizer import END_OF_TEXT, byte_characters, load_tokenizer
+from data.tokenizer_json import HFTokenizer
 
 
 def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:

@@ -57,7 +57,12 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/train_tokenizer": "data.prepare.vocabulary.learn",
     "scripts/verify_dataset": "data.prepare.verify.verify",
 }
-NEEDS = {"scripts/bench_launches": "triton", "scripts/inspect_kernels": "triton", "scripts/serve": "uvicorn"}
+NEEDS = {
+    "scripts/bench_launches": "triton",
+    "scripts/inspect_kernels": "triton",
+    "scripts/serve": "uvicorn",
+    "scripts/train_tokenizer": "tokenizers",
+}
 SCRIPTS = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.glob("scripts/*.py"))
 PLACES = {  # where a text says what to type, and the test that types it
     "cli/help.py": "test_the_shell_completes",

@@ -188,11 +188,23 @@ def test_other_files_are_refused(tmp_path, content):
         build_tokenizer(HFConfig(name="hf", path=tmp_path / "tokenizer.json"))
 
 
-def test_a_saved_tokenizer_without_its_end_is_refused(build, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"added_tokens": []}, r"it has no <\|endoftext\|>"),
+        ({"added_tokens": None}, "it is no tokenizer.json"),
+        ({"added_tokens": [{"id": "x", "content": 3}]}, "it is no tokenizer.json"),
+        ({"model": []}, "it is no tokenizer.json"),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "its ids do not spell every text"),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}}}, "it is no tokenizer.json"),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "it is no tokenizer.json"),
+    ],
+)
+def test_a_saved_tokenizer_that_cannot_be_is_refused(build, tmp_path, change, message):
     save_tokenizer(build(), tmp_path / "saved.json")
     saved = json.loads((tmp_path / "saved.json").read_text())
-    (tmp_path / "saved.json").write_text(json.dumps(saved | {"added_tokens": []}))
-    with pytest.raises(UserError, match=r"saved\.json is not a tokenizer: it has no <\|endoftext\|>"):
+    (tmp_path / "saved.json").write_text(json.dumps(saved | change))
+    with pytest.raises(UserError, match=rf"saved\.json is not a tokenizer: {message}"):
         load_tokenizer(tmp_path / "saved.json")
 
 
@@ -234,7 +246,7 @@ def test_a_checkpoint_is_enough_when_the_file_has_moved(build, make_dataset, tin
 
 def test_without_the_library_it_is_named(config, monkeypatch, command, tmp_path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    for module in ("data.hf_tokenizer", "data.prepare.vocabulary"):
+    for module in ("data.tokenizer_json", "data.prepare.vocabulary"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     (tmp_path / "tokenizer.json").write_text("{}")
     path = f"tokenizer.path={tmp_path / 'tokenizer.json'}"
