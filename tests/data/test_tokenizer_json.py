@@ -262,11 +262,11 @@ def test_without_the_library_it_is_named(config, monkeypatch, command, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_vocabulary_of_4096_for_the_standard_library(command, tmp_path):
+def test_a_vocabulary_of_4096_for_the_standard_library(tmp_path):
     from data.prepare.vocabulary import learn
 
-    def prepared(name, **tokenizer):
-        raw = {"data": {"name": "stdlib"}, "tokenizer": tokenizer, "out_dir": str(tmp_path / name)}
+    def prepared(folder, **tokenizer):
+        raw = {"data": {"name": "stdlib"}, "tokenizer": tokenizer, "out_dir": str(tmp_path / folder)}
         return prepare(decode(PrepareConfig, raw)).splits["train"].total
 
     in_bytes = prepared("bytes", name="bytes")
