@@ -1,7 +1,7 @@
 """From a dataset directory to batches: what training reads. Nothing here knows of models, devices or processes.
 
-1. `tokenizer`  Text becomes token ids: `bytes` or `gpt2`. A tokenizer saves itself as one JSON file, so a dataset or a
-                checkpoint carries its own and works offline.
+1. `tokenizer`  Text becomes token ids: `bytes`, `gpt2`, or any byte-level BPE (`tokenizer_json`). A tokenizer saves
+                itself as one JSON file, so a dataset or a checkpoint carries its own and works offline.
 2. `prepare/`   Documents become a dataset directory.
 3. `shards`     The dataset directory: shards of token ids, tokenizer.json, and a manifest with counts and checksums.
                 `documents` finds the documents in the shards.

@@ -3,7 +3,7 @@
 manifest.json               what follows, as JSON
 tokenizer.json              the tokenizer that made the ids
 train-00000.bin ...         token ids, little-endian, 2 bytes each (4 if n_vocab needs it); every document is ended
-val-00000.bin ...           by <|endoftext|>, the highest id. A document never spans two shards
+val-00000.bin ...           by <|endoftext|>. A document never spans two shards
 train-00000.idx ...         which documents these are: HEADER (32 bytes), then a RECORD (22 bytes) for each, in order
 val-00000.idx ...
 
@@ -107,11 +107,21 @@ class TokenizerId(Strict):
     n_vocab: Annotated[int, Field(ge=2, le=2**32)]
     sha256: Sha256
     """As in `Tokenizer.sha256`."""
+    eot_id: Count = -1
+    """The id of <|endoftext|>; in older manifests, which do not name it, the last."""
 
-    @property
-    def eot_id(self) -> int:
-        """The id of <|endoftext|>, always the last."""
-        return self.n_vocab - 1
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_end(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and isinstance(raw.get("n_vocab"), int):
+            return {"eot_id": raw["n_vocab"] - 1} | raw
+        return raw
+
+    @model_validator(mode="after")
+    def _check_end(self) -> "TokenizerId":
+        if self.eot_id >= self.n_vocab:
+            raise ValueError(f"eot_id={self.eot_id} is not one of {self.n_vocab} ids")
+        return self
 
 
 class Manifest(Strict):

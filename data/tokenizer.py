@@ -1,10 +1,11 @@
-"""Text to token ids and back: tiktoken encodings, each saved as one JSON file that needs no network."""
+"""Text to token ids and back. Each tokenizer is saved as one JSON file that needs no network."""
 
 import base64
 import functools
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,7 @@ from common.settings import Settings, UserError, decode
 from data.shards import Strict
 
 END_OF_TEXT = "<|endoftext|>"
-_LARGEST_FILE = 2**24  # fifteen times GPT-2's
+LARGEST_FILE = 2**26  # that of 262,144 tokens with their merges has 33 MB
 
 # Where a text is split before byte pairs are merged. Fixed by name: a file never brings its own regular expression.
 # GPT-2's is tiktoken's, except that the first group has no possessive signs (++) or lookahead: one automaton then
@@ -57,10 +58,66 @@ class GPT2Config(Settings, defaults="tokenizer/gpt2"):
     """A local rank file (.tiktoken: lines of "base64 rank"). null: tiktoken downloads it, or finds it in its cache."""
 
 
-TokenizerConfig = Annotated[BytesConfig | GPT2Config, Field(discriminator="name")]
+class HFConfig(Settings, defaults="tokenizer/hf"):
+    """A byte-level BPE in the format of Hugging Face's tokenizers, such as scripts/train_tokenizer.py makes."""
+
+    name: Literal["hf"]
+    path: Path
+    """The tokenizer.json."""
 
 
-class Tokenizer:
+TokenizerConfig = Annotated[BytesConfig | GPT2Config | HFConfig, Field(discriminator="name")]
+
+
+class Tokenizer(ABC):
+    """What every tokenizer does. Each id spells the same bytes everywhere, so that texts are the bytes of their ids."""
+
+    name: str
+    tokens: Sequence[bytes]
+    """The bytes of each id; for <|endoftext|> and other special tokens, their names."""
+    eot_id: int
+    """The id of <|endoftext|>."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of ids, which are 0 to n_vocab - 1."""
+        return len(self.tokens)
+
+    @property
+    @abstractmethod
+    def sha256(self) -> str:
+        """A hex digest that is equal only for tokenizers with the same ids."""
+
+    @property
+    @abstractmethod
+    def saved(self) -> dict[str, Any]:
+        """All that `load_tokenizer` needs, as JSON."""
+
+    @abstractmethod
+    def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
+        """Yield the token ids of a text as consecutive arrays, in little memory. <|endoftext|> is ordinary text."""
+
+    def normalized(self, text: str) -> str:
+        """Return the text that the ids of `text` spell."""
+        return text
+
+    @functools.cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """Number of UTF-8 bytes of each id, int64 (n_vocab,); 0 for <|endoftext|>."""
+        lengths = np.array([*map(len, self.tokens)], dtype=np.int64)
+        lengths[self.eot_id] = 0
+        return lengths
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, as `encode_arrays` gives them."""
+        return [token for ids in self.encode_arrays(text) for token in ids.tolist()]
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes of `ids`; a character may be cut at either end."""
+        return b"".join([self.tokens[i] for i in ids])
+
+
+class RankTokenizer(Tokenizer):
     """A tiktoken encoding: token i is the bytes `ranks[i]`, and the last id is <|endoftext|>."""
 
     def __init__(self, name: str, ranks: Sequence[bytes]) -> None:
@@ -72,8 +129,8 @@ class Tokenizer:
         _check_ranks(name, ranks)
         self.name = name
         self.ranks = ranks
+        self.tokens = [*ranks, END_OF_TEXT.encode()]
         self.eot_id = len(ranks)
-        self.n_vocab = len(ranks) + 1
         self.encoding = tiktoken.Encoding(
             name,
             pat_str=_SPLIT_PATTERNS[name],
@@ -88,14 +145,11 @@ class Tokenizer:
         lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.ranks))
         return hashlib.sha256(b"".join(lines)).hexdigest()
 
-    @functools.cached_property
-    def byte_lengths(self) -> np.ndarray:
-        """Number of UTF-8 bytes of each id, int64 (n_vocab,); 0 for <|endoftext|>."""
-        return np.array([*map(len, self.ranks), 0], dtype=np.int64)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, as `encode_arrays` gives them."""
-        return [token for ids in self.encode_arrays(text) for token in ids.tolist()]
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The ranks in base64, with their digest."""
+        ranks = [base64.b64encode(token).decode() for token in self.ranks]
+        return {"format_version": 1, "name": self.name, "sha256": self.sha256, "ranks": ranks}
 
     def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
         """Yield the token ids of a text as consecutive arrays, in little memory.
@@ -110,16 +164,15 @@ class Tokenizer:
         for piece in pieces(text):
             yield self.encoding.encode_to_numpy(piece, disallowed_special=())
 
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of `ids`; a character may be cut at either end."""
-        return self.encoding.decode_bytes(ids)
 
+def pieces(text: str, cuts: re.Pattern[str] = _EXACT_CUT) -> Iterator[str]:
+    """Yield a text in pieces, cut where `cuts` matches, or at _LONGEST_PIECE.
 
-def pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces, cut where a match of GPT-2's pattern surely begins, or at _LONGEST_PIECE."""
+    The default matches only where a match of GPT-2's pattern begins.
+    """
     start = 0
     while len(text) - start > _PIECE:
-        cut = _EXACT_CUT.search(text, start + _PIECE, start + _LONGEST_PIECE)
+        cut = cuts.search(text, start + _PIECE, start + _LONGEST_PIECE)
         stop = cut.start() if cut else start + _LONGEST_PIECE
         yield text[start:stop]
         start = stop
@@ -127,15 +180,27 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start:]
 
 
-def build_tokenizer(config: BytesConfig | GPT2Config) -> Tokenizer:
+@functools.cache
+def byte_characters() -> dict[int, str]:
+    """A printable character for every byte, as in GPT-2's encoder.py: itself, or one from U+0100 on."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {byte: chr(byte) for byte in own} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig) -> Tokenizer:
     """Build the tokenizer that `config` describes.
 
     Raises:
-        UserError: the rank file is invalid, or GPT-2's ranks cannot be downloaded.
+        UserError: its file is invalid, or GPT-2's ranks cannot be downloaded.
     """
     if isinstance(config, BytesConfig):
-        return Tokenizer("bytes", _SINGLE_BYTES)
-    return Tokenizer("gpt2", read_rank_file(config.path) if config.path else _download_gpt2())
+        return RankTokenizer("bytes", _SINGLE_BYTES)
+    if isinstance(config, HFConfig):
+        from data.tokenizer_json import read_hf_tokenizer  # needs a library that not every installation has
+
+        return read_hf_tokenizer(config.path)
+    return RankTokenizer("gpt2", read_rank_file(config.path) if config.path else _download_gpt2())
 
 
 def read_rank_file(path: Path) -> list[bytes]:
@@ -146,11 +211,11 @@ def read_rank_file(path: Path) -> list[bytes]:
     """
     try:
         with open_file(path.resolve()) as file:
-            content = file.read(_LARGEST_FILE + 1)
+            content = file.read(LARGEST_FILE + 1)
     except OSError as error:
         raise UserError(f"tokenizer.path={path} cannot be read ({error.strerror}): give a .tiktoken file") from None
-    if len(content) > _LARGEST_FILE:
-        raise UserError(f"tokenizer.path={path} is larger than {_LARGEST_FILE:,} bytes: give a .tiktoken file")
+    if len(content) > LARGEST_FILE:
+        raise UserError(f"tokenizer.path={path} is larger than {LARGEST_FILE:,} bytes: give a .tiktoken file")
     lines = content.splitlines()
     tokens: dict[int, bytes] = {}
     for number, line in enumerate(lines, start=1):
@@ -168,9 +233,7 @@ def read_rank_file(path: Path) -> list[bytes]:
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     """Write everything that `load_tokenizer` needs as one JSON file."""
-    ranks = [base64.b64encode(token).decode() for token in tokenizer.ranks]
-    saved = {"format_version": 1, "name": tokenizer.name, "sha256": tokenizer.sha256, "ranks": ranks}
-    write_atomic(path, json.dumps(saved) + "\n")
+    write_atomic(path, json.dumps(tokenizer.saved) + "\n")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -180,8 +243,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
         UserError: the file is missing or damaged, or its format version is another.
     """
     try:
-        saved = decode(_Saved, read_json(path, _LARGEST_FILE))
-        tokenizer = Tokenizer(saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks])
+        raw = read_json(path, LARGEST_FILE)
+        if isinstance(raw, dict) and "model" in raw:
+            from data.tokenizer_json import HFTokenizer  # needs a library that not every installation has
+
+            return HFTokenizer(raw)
+        saved = decode(_Saved, raw)
+        tokenizer = RankTokenizer(saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks])
     except ValueError as error:  # a UserError, or not base64
         raise UserError(f"{path} is not a tokenizer: {error}") from None
     if tokenizer.sha256 != saved.sha256:

@@ -66,7 +66,7 @@ class Conversation:
         # One more token than wanted: at its limit, a completion would show an incomplete last character.
         answer = Completion(TextRequest((), n_new + 1, self._sampling, 0, self._stop), self._tokenizer)
         answer.texts, answer.generator = self._texts, self._generator
-        engine = Engine(self._gpt, self._tokenizer.n_vocab, max_streams=1)
+        engine = Engine(self._gpt, self._tokenizer.n_vocab, max_streams=1, eot_id=self._tokenizer.eot_id)
         engine.submit([answer])
         try:
             for piece in islice(stream(engine, answer), n_new):
@@ -99,7 +99,8 @@ class Conversation:
     def _read(self, ids: list[int]) -> None:
         texts = self._texts
         for start in range(0, len(ids), PIECE):
-            texts, _ = read(self._gpt, torch.tensor([ids[start : start + PIECE]]), self._tokenizer.n_vocab, texts)
+            piece, vocabulary = torch.tensor([ids[start : start + PIECE]]), self._tokenizer
+            texts, _ = read(self._gpt, piece, vocabulary.n_vocab, texts, vocabulary.eot_id)
         self._texts = texts
 
 

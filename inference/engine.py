@@ -42,19 +42,22 @@ class Texts(NamedTuple):
 
 
 @torch.inference_mode()
-def read(gpt: GPT, token_ids: Tensor, n_vocab: int, before: Texts | None = None) -> tuple[Texts, Tensor]:
+def read(
+    gpt: GPT, token_ids: Tensor, n_vocab: int, before: Texts | None = None, eot_id: int = -1
+) -> tuple[Texts, Tensor]:
     """Read (B, T) more tokens of B texts: the texts then, and the logits after each token, (B, T, n_vocab).
 
     Args:
-        n_vocab: ids from here on, the padding of the embedding, are never drawn; the last, n_vocab - 1, ends texts.
+        n_vocab: ids from here on, the padding of the embedding, are never drawn.
         before: the texts that these tokens continue; None: they begin here.
+        eot_id: the token that ends texts; -1: the last, n_vocab - 1.
     """
     token_ids = token_ids.to(gpt.embed.weight.device)
     logits, state = gpt(token_ids, before and before.state, return_state=True)
     logits = logits[..., :n_vocab]
     seen = before.seen.clone() if before else torch.zeros_like(logits[:, -1], dtype=torch.bool)
     seen.scatter_(1, token_ids, True)
-    seen[:, n_vocab - 1] = False
+    seen[:, eot_id] = False
     return Texts(logits[:, -1].clone(), seen, state), logits  # a view would keep the logits of all tokens
 
 
@@ -112,9 +115,10 @@ def _failing(generations: Sequence[Generation]) -> Iterator[None]:
 class Engine:
     """Continues texts, up to `max_streams` at once; the others wait."""
 
-    def __init__(self, gpt: GPT, n_vocab: int, max_streams: int, interleave: bool = False) -> None:
-        """`n_vocab`: as for `read`. `interleave`: read prompts piece by piece between the tokens of other texts."""
-        self.gpt, self.n_vocab, self.max_streams, self.interleave = gpt, n_vocab, max_streams, interleave
+    def __init__(self, gpt: GPT, n_vocab: int, max_streams: int, interleave: bool = False, eot_id: int = -1) -> None:
+        """`n_vocab`, `eot_id`: as for `read`. `interleave`: read prompts piece by piece between other texts' tokens."""
+        self.gpt, self.n_vocab, self.eot_id = gpt, n_vocab, eot_id
+        self.max_streams, self.interleave = max_streams, interleave
         self.waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
         self._writing: list[Generation] = []
@@ -154,7 +158,7 @@ class Engine:
         if self._writing:
             with _failing(self._writing):
                 drawn = torch.tensor([[generation.token_id] for generation in self._writing])
-                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts)
+                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts, self.eot_id)
             self._keep_unfinished()
 
     def _read_prompts(self) -> None:
@@ -172,7 +176,7 @@ class Engine:
         with _failing([generation]):
             while generation.n_read < len(generation.ids):
                 piece = torch.tensor([generation.ids[generation.n_read : generation.n_read + PIECE]])
-                generation.texts, logits = read(self.gpt, piece, self.n_vocab, generation.texts)
+                generation.texts, logits = read(self.gpt, piece, self.n_vocab, generation.texts, self.eot_id)
                 generation.accept_prompt(logits[0])
                 generation.n_read += piece.shape[1]
                 if self.interleave and generation.n_read < len(generation.ids):

@@ -79,7 +79,7 @@ class HarnessModel(TemplateLM):
             Completion(self._request(request.args[0], request.args[1], seed), self.texts)
             for seed, request in enumerate(requests)
         ]
-        engine = Engine(self.gpt, self.texts.n_vocab, self.micro_batch)
+        engine = Engine(self.gpt, self.texts.n_vocab, self.micro_batch, eot_id=self.texts.eot_id)
         engine.submit(sorted(texts, key=lambda text: -len(text.ids)))
         with Track("continuations", len(texts)) as track:
             for text in texts:

@@ -103,7 +103,7 @@ def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> None:
         request = TextRequest(ids, config.max_new_tokens, config, config.seed + i, config.stop)
         request.check_length(loaded.gpt.config.max_len)
         samples.append((prompt, Completion(request, tokenizer)))
-    engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch)
+    engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch, eot_id=tokenizer.eot_id)
     engine.submit(sample for _, sample in samples)
     started = time.perf_counter()
     try:

@@ -1,6 +1,7 @@
-"""From compressed text to verified shards: the rate beside tiktoken's own in one thread, and the memory it takes.
+"""From compressed text to verified shards: the rate beside the tokenizer library's own, and the memory it takes.
 
     python scripts/bench_data.py files='pile/*.jsonl.zst' ranks=gpt2.tiktoken workers=2
+    python scripts/bench_data.py files='pile/*.jsonl.zst' tokenizer_json=tokenizer.json workers=2
 
 Each round encodes the documents with tiktoken's encode_ordinary in one thread of one process, which has them in memory,
 and then runs scripts/prepare_data.py and scripts/verify_dataset.py as a user would: the time includes starting Python,
@@ -23,6 +24,8 @@ class Options(Settings):
     """key of the text in a line"""
     ranks: Path | None = None
     """GPT-2's rank file; null: tiktoken downloads it"""
+    tokenizer_json: Path | None = None
+    """this tokenizer instead: beside encode_batch_fast of Hugging Face's tokenizers, with a thread for each worker"""
     workers: PositiveInt = os.cpu_count() or 1
     """worker processes of scripts/prepare_data.py; default: one per CPU"""
     rounds: PositiveInt = 3

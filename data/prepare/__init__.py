@@ -10,5 +10,6 @@
                 a hash of its text, `writer` fills the shards. A rename makes the dataset whole or absent.
 5. `verify`     Recomputes everything the manifest says; `inspect` shows a dataset.
 
-`dataset` runs stages 1 to 4 on one machine, `merge` runs stage 4 for several.
+`dataset` runs stages 1 to 4 on one machine, `merge` runs stage 4 for several. `vocabulary` learns a tokenizer from a
+dataset.
 """

@@ -15,7 +15,7 @@ from common.files import write_atomic
 from common.settings import Settings, UserError
 from data.prepare.encode import Batch, Encoded, OnError, encode_all
 from data.prepare.items import Position
-from data.prepare.join import EmptySplit, existing, join, partial_dir
+from data.prepare.join import EmptySplit, Unusable, existing, join, partial_dir
 from data.prepare.parts import FINISHED, Plan, read_parts, remove, start, write_part, writing
 from data.prepare.sources import FileSource, JsonlSource, PileSource, Source, StdlibSource, TextSource
 from data.prepare.tasks import Task
@@ -65,27 +65,39 @@ class PrepareConfig(Settings, defaults="prepare"):
 def prepare(config: PrepareConfig) -> Manifest | None:
     """Make the dataset `config.out_dir`, or go on with it. With num_tasks, write only the parts of one task: None.
 
+    If documents are too few for two splits, they are cut into pieces, which fall into both.
+
     Raises:
         UserError: the folder holds something else, or the dataset cannot be made.
     """
+    try:
+        return _prepare(config)
+    except EmptySplit as error:
+        if isinstance(config.data, Task):  # its documents are questions with their answers
+            raise
+        cut = f"documents are cut into pieces of about {error.piece:,} characters, which count as documents"
+        say(f"{str(error).partition(':')[0]}: {cut}")
+        return _prepare(config, error.piece)
+
+
+def _prepare(config: PrepareConfig, piece: int | None = None) -> Manifest | None:
     is_task = config.num_tasks > 1
     source, folder = _share(config) if is_task else (config.data, partial_dir(config.out_dir))
     prepared = config.recorded()
     if not is_task and (manifest := existing(config.out_dir, prepared)) is not None:
         return manifest
     tokenizer = build_tokenizer(config.tokenizer)
-    tokenizer_id = TokenizerId(name=tokenizer.name, n_vocab=tokenizer.n_vocab, sha256=tokenizer.sha256)
-    plan = Plan(prepared=prepared, tokenizer=tokenizer_id)
+    tokenizer_id = TokenizerId(**{name: getattr(tokenizer, name) for name in TokenizerId.model_fields})
     with writing(folder):
-        start(folder, plan, tokenizer)
+        plan = start(folder, Plan(prepared=prepared, tokenizer=tokenizer_id, piece=piece), tokenizer)
         if not (folder / FINISHED).exists():
-            _write_parts(config, source, folder)
+            _write_parts(config, source.in_pieces(plan.piece), folder)
         if is_task:
             say(f"{folder} is ready: when all {config.num_tasks} tasks are, run scripts/merge_dataset.py")
             return None
         try:
             return join([folder], plan, config.out_dir)
-        except EmptySplit:
+        except Unusable:
             remove(folder)  # so that the same command works with another val_fraction or input
             raise
 

@@ -154,13 +154,16 @@ def _encode(source: Source, tokenizer: Tokenizer, group: list[Raw]) -> Batch:
     for raw in group:
         try:
             text, set_name = source.parse(raw)
-            utf8 = text.encode()
+            texts = [tokenizer.normalized(piece) for piece in source.cut(text)]
+            in_utf8 = [piece.encode() for piece in texts]
         except Unreadable as error:
             items.append(Skipped(raw.position, str(error)))
+            continue
         except UnicodeEncodeError:  # JSON's "\ud800" is half a character, which UTF-8 cannot hold
             items.append(Skipped(raw.position, "lone surrogate"))
-        else:
-            ids = [*(ids.astype(dtype) for ids in tokenizer.encode_arrays(text)), end]
+            continue
+        for piece, utf8 in zip(texts, in_utf8, strict=True):
+            ids = [*(ids.astype(dtype) for ids in tokenizer.encode_arrays(piece)), end]
             tokens = sum(part.size for part in ids)
             items.append(Encoded(raw.position, set_name, tokens, len(utf8), document_digest(utf8)))
             arrays += ids

@@ -17,6 +17,10 @@ class Unreadable(Exception):
     """An item is no document. The reason, such as "malformed JSON", is counted."""
 
 
+NO_TEXT = "missing text"
+"""The reason for a document without its text_field."""
+
+
 class Raw(NamedTuple):
     """An item as it was read, before the source's `parse`."""
 

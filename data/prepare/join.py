@@ -13,6 +13,7 @@ from common.console import Track, say, show_table
 from common.files import sync_directory, write_json
 from common.settings import UserError
 from data.prepare.inspect import sets_table
+from data.prepare.items import NO_TEXT
 from data.prepare.parts import Part, Plan, changes_between, damaged, read_parts, remove
 from data.prepare.writer import ShardWriter
 from data.shards import MANIFEST, MAX_SETS, RECORD, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest
@@ -21,11 +22,20 @@ from data.tokenizer import load_tokenizer, save_tokenizer
 _SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 _DROPPED = -1  # in place of the number of a split
 _DUPLICATE = "duplicate document"
+_SHORTEST_PIECE, _LONGEST_PIECE = 256, 16_384  # characters
 _DOCUMENTS_AT_ONCE = 2**23  # whose digests are sorted together, which takes some 400 MB
 
 
-class EmptySplit(UserError):
-    """Nothing is left to train or to validate on."""
+class Unusable(UserError):
+    """The corpus is empty, has no text in its text_field, or leaves nothing to train or to validate on."""
+
+
+class EmptySplit(Unusable):
+    """All documents fell into one split, but cut into pieces of about `piece` characters they fall into both."""
+
+    def __init__(self, message: str, piece: int) -> None:
+        super().__init__(message)
+        self.piece = piece
 
 
 def partial_dir(out_dir: Path) -> Path:
@@ -56,7 +66,7 @@ def join(folders: list[Path], plan: Plan, out_dir: Path) -> Manifest:
     """Make the dataset `out_dir` from the parts in `folders`, in order. It is written beside its place and then moved.
 
     Raises:
-        EmptySplit: nothing is left to train or to validate on.
+        Unusable: nothing is left to train or to validate on.
         UserError: a part is damaged, or there are too many sets.
     """
     started, partial = time.monotonic(), partial_dir(out_dir)
@@ -92,6 +102,8 @@ class _Joint:
         self.counts = np.zeros((len(_SPLITS), MAX_SETS, 3), np.int64)
         """Tokens, documents and bytes of text, by split and set."""
         self.skipped: Counter[str] = Counter()
+        self.below: float = plan.prepared["val_fraction"]
+        """Documents whose place is below this are for validation."""
         self.first: dict[str, str] = {}
         """Where each reason to skip a document was met first."""
 
@@ -99,6 +111,9 @@ class _Joint:
         """Write the shards."""
         total = sum(part.documents for part in parts)
         exact = self.plan.prepared["dedup"] == "exact"
+        if self.plan.piece:  # of few pieces, one goes to either split at least
+            places = np.concatenate([document_places(part.entries()) for part in parts])
+            self.below = min(max(self.below, np.nextafter(places.min(), 1)), places.max())
         duplicates = find_duplicates(parts) if exact else np.zeros(total, bool)
         with Track("joining, documents", total) as track:
             for part in parts:
@@ -113,7 +128,7 @@ class _Joint:
             self.first.setdefault(_DUPLICATE, f"{part.inputs[found['input']]}:{found['number']}")
         self.first = part.first | self.first
         self.skipped.update({**part.skipped, _DUPLICATE: int(duplicate.sum())})
-        is_val = document_places(entries) < self.plan.prepared["val_fraction"]
+        is_val = document_places(entries) < self.below
         split = np.where(duplicate, _DROPPED, is_val.astype(np.int64))
         sets = _renumber(entries["set"], ~duplicate, part.set_names, self.set_names)
         if len(self.set_names) > MAX_SETS:
@@ -133,7 +148,7 @@ class _Joint:
         """Finish the shards and return what was written.
 
         Raises:
-            EmptySplit: one of the splits has no documents.
+            Unusable: most documents have no text, or one of the splits has no documents.
         """
         self._check_not_empty()
         splits, counted = {}, self.counts[:, : len(self.set_names)]
@@ -152,15 +167,24 @@ class _Joint:
 
     def _check_not_empty(self) -> None:
         documents = self.counts[:, :, 1].sum(axis=1).tolist()
+        missing, n_items = self.skipped[NO_TEXT], sum(documents) + self.skipped.total()
+        if 2 * missing > n_items:
+            given = f"data.text_field={self.plan.prepared['data']['text_field']}"
+            what = f"{given} is missing in {missing:,} of {n_items:,} documents (first: {self.first[NO_TEXT]})"
+            raise Unusable(f"{what}: give the key that holds their text")
         if not any(documents):
             why = ", ".join(f"{n} x {reason}" for reason, n in (+self.skipped).items()) or "it has no documents"
-            raise EmptySplit(f"the corpus is empty ({why}): check data.path")
+            raise Unusable(f"the corpus is empty ({why}): check data.path")
         if not all(documents):
+            fraction = self.plan.prepared["val_fraction"]
             empty = _SPLITS[documents.index(0)]
             change = "larger" if empty == "val" else "smaller"
-            what = f"'{empty}' with val_fraction={self.plan.prepared['val_fraction']}"
             remedy = f"give a {change} val_fraction, or add documents with other texts"
-            raise EmptySplit(f"none of {sum(documents)} documents went to {what}: {remedy}")
+            message = f"none of {sum(documents)} documents went to '{empty}' with val_fraction={fraction}: {remedy}"
+            wanted = int(self.counts[:, :, 2].sum() * min(fraction, 1 - fraction))  # bytes of the smaller split
+            if self.plan.piece or not wanted:
+                raise Unusable(message)
+            raise EmptySplit(message, min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE))
 
 
 def document_places(entries: np.ndarray) -> np.ndarray:

@@ -56,6 +56,8 @@ class Plan(Strict):
     prepared: dict[str, Any]
     """The settings that decide what the dataset holds, and its input files with their sizes."""
     tokenizer: TokenizerId
+    piece: int | None = None
+    """About how many characters long documents are cut into; None: not cut."""
 
     def changes(self, now: "Plan") -> str:
         """Describe the settings that differ, for a message; empty if none does."""
@@ -131,20 +133,21 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def start(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
-    """Begin to write parts into `folder`, or check that those in it are of the same plan.
+def start(folder: Path, plan: Plan, tokenizer: Tokenizer) -> Plan:
+    """Begin to write parts into `folder`, or check that those in it are of the same plan; return the plan in use.
 
     Raises:
         UserError: they are not, or the plan is damaged.
     """
     if (folder / PLAN).exists():
-        if changes := read_plan(folder).changes(plan):
+        if changes := (begun := read_plan(folder)).changes(plan):
             raise UserError(f"{folder} was begun with {changes}: go on with the same, or delete it to start again")
-        return
+        return begun
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     save_tokenizer(tokenizer, folder / TOKENIZER)
     write_json(folder / PLAN, plan.model_dump(mode="json"))
+    return plan
 
 
 def read_plan(folder: Path) -> Plan:

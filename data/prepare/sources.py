@@ -13,14 +13,14 @@ import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
-from common.console import warn
+from common.console import say, warn
 from common.settings import Settings, UserError
 from data.prepare.archives import read_bytes, read_lines
-from data.prepare.items import Document, Position, Raw, Seen, Unreadable
+from data.prepare.items import NO_TEXT, Document, Position, Raw, Seen, Unreadable
 
 
 def _nobody(_: int) -> None:
@@ -33,6 +33,20 @@ class Source(Settings):
     usual_val_fraction: ClassVar[float] = 0.05
     name: str
     """Also the set of a document that does not name its own."""
+    _piece: int | None = None  # about how many characters documents are cut into
+
+    def in_pieces(self, size: int | None) -> Self:
+        """Return this source with its documents cut into pieces of about `size` characters; None: not cut."""
+        source = self.model_copy()
+        source._piece = size
+        return source
+
+    def cut(self, text: str) -> list[str]:
+        """Cut a document's text into pieces: after the end of a line, else after a space, else anywhere."""
+        if self._piece is None:
+            return [text]
+        some = f".{{{self._piece},{2 * self._piece}}}?"
+        return re.findall(rf"(?s){some}\n|{some}\s|.{{1,{2 * self._piece}}}", text)
 
     def inputs(self) -> dict[str, int | None]:
         """Return the names of all inputs in reading order, with their sizes in bytes; None if a size is not known."""
@@ -154,31 +168,66 @@ class NamedFiles(FileSource):
     """A source of files that the user names."""
 
     path: str | list[str]
-    """A file, a glob (`**` reaches into folders), or a list of them."""
+    """A file, a folder (all files in it), a glob (`**` reaches into folders), or a list of them."""
+    text_field: str
+    """The key that holds the text of a JSON line. The set is `meta.pile_set_name` where there is one, else `name`."""
 
     def paths(self) -> dict[str, Path]:
         """Return each file that `path` names once: patterns in the given order, the files of a pattern sorted."""
         found: dict[str, str] = {}  # by their real paths
         for pattern in [self.path] if isinstance(self.path, str) else self.path:
-            matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-            files = [match for match in matches if not os.path.isdir(match)]
+            files = [pattern] if os.path.isfile(pattern) else self._matches(pattern)
             if not files:
-                raise UserError(f"data.path={pattern} matches no file: give a file or a glob such as 'folder/**/*.txt'")
+                what = f"data.path={pattern} matches no file that data={self.name} reads"
+                raise UserError(f"{what}: give a file, a folder, or a glob such as 'folder/**/*.txt'")
             for file in files:
                 found.setdefault(os.path.realpath(file), file)
         return {file: Path(file) for file in found.values()}
 
+    def _matches(self, pattern: str) -> list[str]:
+        """Return the files that a glob matches, or those in a folder, in order."""
+        if os.path.isdir(pattern):
+            found = glob.glob(os.path.join(glob.escape(pattern), "**"), recursive=True)
+            return sorted(file for file in found if not os.path.isdir(file) and self.takes(file))
+        return sorted(file for file in glob.glob(pattern, recursive=True) if not os.path.isdir(file))
+
+    def takes(self, file: str) -> bool:
+        """Whether a file in a folder is read."""
+        return True
+
+    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
+        """Yield the lines of a file of JSON lines; a blank line is not a document."""
+        for line in read_lines(path, seen):
+            yield Unreadable("line too long") if line is None else line if line.strip() else None
+
+    def text_and_set(self, content: Any) -> tuple[Any, str]:
+        """Parse a line."""
+        return _of_record(parse_line(content), self.text_field, self.name)
+
 
 class TextSource(NamedFiles, defaults="data/text"):
-    """Text files in UTF-8."""
+    """Text files in UTF-8. Files whose names say JSON lines are read as such."""
 
     name: Literal["text"]
 
+    def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
+        """Read the files in order, and say how many are JSON lines."""
+        if lines := [name for name, _ in self._paths() if _has_json_lines(name)]:
+            say(f"read as JSON lines, with the text in {self.text_field!r}: {len(lines):,} files, the first {lines[0]}")
+        yield from super().documents(seen, after)
+
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, so that the split by hash has a choice."""
+        if _has_json_lines(path.name):
+            yield from super().read(path, seen)
+            return
         for _ in _text(path, _nobody):  # a file with an error is refused as a whole
             pass
         yield from passages(_text(path, seen))
+
+    def text_and_set(self, content: Any) -> tuple[Any, str]:
+        """Return a passage, or parse a line."""
+        return (content, self.name) if isinstance(content, str) else super().text_and_set(content)
 
 
 class JsonlSource(NamedFiles, defaults="data/jsonl"):
@@ -187,17 +236,14 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
     usual_val_fraction: ClassVar[float] = 0.005
 
     name: Literal["jsonl"]
-    text_field: str
-    """The key that holds the text. The set is `meta.pile_set_name` where there is one, else `jsonl`."""
 
-    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
-        """Yield the lines of a file; a blank line is not a document."""
-        for line in read_lines(path, seen):
-            yield Unreadable("line too long") if line is None else line if line.strip() else None
+    def takes(self, file: str) -> bool:
+        """Whether the file's name says JSON lines."""
+        return _has_json_lines(file)
 
-    def text_and_set(self, content: Any) -> tuple[Any, str]:
-        """Parse a line."""
-        return _of_record(parse_line(content), self.text_field, self.name)
+
+def _has_json_lines(name: str) -> bool:
+    return name.lower().endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
 
 
 class PileSource(Source, defaults="data/pile"):
@@ -327,7 +373,7 @@ def parse_line(line: bytes | bytearray) -> Any:
 
 def _of_record(record: Any, text_field: str, default_set: str) -> tuple[Any, str]:
     if not isinstance(record, dict) or record.get(text_field) is None:
-        raise Unreadable("missing text")
+        raise Unreadable(NO_TEXT)
     meta = record.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
     if not (isinstance(name, str) and name and name.isprintable()):  # it is printed to terminals

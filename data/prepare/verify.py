@@ -78,7 +78,8 @@ def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np
     records = open_index(dataset_dir, shard)
     if wrong := wrong_record(records, 0, manifest, shard):
         raise damaged(index_path, wrong)
-    ends, eot_id = records["end"].astype(np.int64), manifest.tokenizer.eot_id
+    ends = records["end"].astype(np.int64)
+    eot_id, n_vocab = manifest.tokenizer.eot_id, manifest.tokenizer.n_vocab
     if ends[-1] != shard.tokens:
         raise damaged(index_path, f"its last document ends at token {ends[-1]} of {shard.tokens}")
     sets = np.zeros((len(manifest.set_names), len(_UNITS)), np.int64)
@@ -88,8 +89,8 @@ def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np
             last = max(first + 1, int(np.searchsorted(ends, begin + _IDS_AT_ONCE)))
             mine = ends[first:last] - begin
             ids = np.frombuffer(file.read(int(mine[-1]) * manifest.dtype.itemsize), manifest.dtype)
-            if (highest := int(ids.max())) > eot_id:
-                raise damaged(path, f"it holds the id {highest}, its tokenizer's last is {eot_id}")
+            if (highest := int(ids.max())) >= n_vocab:
+                raise damaged(path, f"it holds the id {highest}, its tokenizer's last is {n_vocab - 1}")
             if not np.array_equal(np.flatnonzero(ids == eot_id) + 1, mine):
                 raise damaged(path, f"documents {first + 1} to {last} do not end where its index says")
             starts = np.concatenate([[0], mine[:-1]])
@@ -113,7 +114,7 @@ def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.nda
     """Return the bytes of text of each id (n_vocab,); 0 (1,) and a problem if the tokenizer is not the manifest's."""
     try:
         tokenizer = load_tokenizer(path)
-        if (tokenizer.sha256, tokenizer.n_vocab) == (manifest.tokenizer.sha256, manifest.tokenizer.n_vocab):
+        if all(getattr(tokenizer, name) == stated for name, stated in manifest.tokenizer):
             return tokenizer.byte_lengths.astype(np.min_scalar_type(tokenizer.byte_lengths.max()))
         problems.append(f"{path} is not the tokenizer of {MANIFEST}: prepare the dataset again")
     except UserError as error:

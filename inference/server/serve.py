@@ -29,7 +29,7 @@ def serve(config: ServeConfig) -> None:
     """
     loaded = load(config)
     gpt = loaded.place(loaded.runtime.device, autocast=False)
-    engine = Engine(gpt, loaded.tokenizer.n_vocab, config.max_streams, interleave=True)
+    engine = Engine(gpt, loaded.tokenizer.n_vocab, config.max_streams, interleave=True, eot_id=loaded.tokenizer.eot_id)
     worker = Worker(engine, config.max_queue)
     name = loaded.checkpoint.run_dir.resolve().name
     with listen(config.host, config.port) as listener:

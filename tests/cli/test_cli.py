@@ -92,6 +92,46 @@ def test_a_mistake_in_another_command_is_one_clear_line_too(command):
     assert_one_line(command("sample", "checkpoint=x", "runtime.compile=true"), "unknown config key 'runtime.compile'")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ("prepare_data data=text data.path=nowhere", ["data.path=nowhere matches no file", "give a file, a folder"]),
+        ("prepare_data data=jsonl data.path=notes", ["data.path=notes matches no file that data=jsonl reads"]),
+        ("prepare_data data=text data.path=lines.jsonl data.text_field=body", ["data.text_field=body is missing in 1"]),
+        ("prepare_data data=passkey tokenizer=hf", ["'tokenizer.path' is missing: give it a value"]),
+        (
+            "prepare_data data=passkey tokenizer=hf tokenizer.path=none.json",
+            ["tokenizer.path=none.json cannot be used", "No such"],
+        ),
+        (
+            "prepare_data data=passkey tokenizer=hf tokenizer.path=lines.jsonl",
+            ["tokenizer.path=lines.jsonl cannot be used"],
+        ),
+        ("train_tokenizer n_vocab=4096", ["config key 'dataset_dir' is missing"]),
+        ("train_tokenizer n_vocab=256 dataset_dir=dataset", ["n_vocab=256 is too small", "are 257"]),
+        (
+            "train_tokenizer n_vocab=90000 dataset_dir=dataset",
+            ["is more than the text of dataset gives", "at most n_vo"],
+        ),
+        ("inspect_dataset", ["give dataset_dir, or run_dir and step"]),
+        ("inspect_dataset run=x step=1", ["unknown config key 'run': did you mean 'run_dir'?"]),
+        ("inspect_dataset run_dir=nowhere step=1", ["nowhere holds no checkpoint"]),
+    ],
+)
+def test_a_mistake_with_data_is_one_clear_line(command, dataset_dir, tmp_path, monkeypatch, arguments, fragments):
+    script, *options = arguments.split()
+    if "tokenizer" in arguments and fragments[0] != "config key 'dataset_dir' is missing":
+        pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[tokenizers]'")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("text")
+    (tmp_path / "lines.jsonl").write_text('{"text": "text"}\n')
+    (tmp_path / "dataset").symlink_to(dataset_dir)
+    if script == "prepare_data":
+        options = ["tokenizer=bytes", "out_dir=out", "workers=1", *options]
+    assert_one_line(command(f"scripts/{script}", *options), *fragments)
+
+
 def test_a_dataset_of_more_tokens_than_the_model_has_is_refused(command, tiny_args, make_dataset, rank_file):
     other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
     result = command("train", *tiny_args, f"dataset_dir={other}")

@@ -44,7 +44,7 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/export_hf": "tools.convert.export_hf.export",
     "scripts/gpu_hour": "tools.bench.gpu_hour.run",
     "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",
-    "scripts/inspect_dataset": "data.shards.read_manifest",
+    "scripts/inspect_dataset": "tools.report.dataset.inspect",
     "scripts/inspect_kernels": "tools.bench.kernels.inspect",
     "scripts/lm_eval": "inference.harness.run_harness",
     "scripts/merge_dataset": "data.prepare.merge.merge",
@@ -54,9 +54,15 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/recall": "tools.compare.recall.Case",
     "scripts/report": "tools.report.write.write_report",
     "scripts/serve": "inference.server.serve.serve",
+    "scripts/train_tokenizer": "data.prepare.vocabulary.learn",
     "scripts/verify_dataset": "data.prepare.verify.verify",
 }
-NEEDS = {"scripts/bench_launches": "triton", "scripts/inspect_kernels": "triton", "scripts/serve": "uvicorn"}
+NEEDS = {
+    "scripts/bench_launches": "triton",
+    "scripts/inspect_kernels": "triton",
+    "scripts/serve": "uvicorn",
+    "scripts/train_tokenizer": "tokenizers",
+}
 SCRIPTS = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.glob("scripts/*.py"))
 PLACES = {  # where a text says what to type, and the test that types it
     "cli/help.py": "test_the_shell_completes",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.settings import UserError
-from data.tokenizer import BytesConfig, GPT2Config, Tokenizer, build_tokenizer
+from data.tokenizer import BytesConfig, GPT2Config, RankTokenizer, build_tokenizer
 from tools.convert.hf_tokenizer import read_tokenizer_json, tokenizer_files
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[hf]'")
@@ -34,7 +34,7 @@ PAIRS = [
     b"aaaa",
     b"abab",
 ]
-SMALL = Tokenizer("gpt2", [*(bytes([i]) for i in range(256)), *PAIRS])
+SMALL = RankTokenizer("gpt2", [*(bytes([i]) for i in range(256)), *PAIRS])
 NASTY = st.text(st.sampled_from("aabbccxyz1 \n\r\t's!é日🙂\x1c\x85\u2028\u3000")) | st.text()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.console import say
 from common.files import make_directory, write_json
 from common.settings import UserError, decode
-from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
 from tools.convert.hf_tokenizer import tokenizer_files
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_config, gpt2_name, is_gpt2, turned
@@ -110,7 +110,7 @@ def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool) -> str
             tokenizer=tokenizer,
             training=_training(state),
             trust="" if plain else ", trust_remote_code=True",
-            end=END_OF_TEXT,
+            end=tokenizer.tokens[tokenizer.eot_id].decode(),
             code="" if plain else (_HERE / "model_card_code.md").read_text(encoding="utf-8"),
         )
     )

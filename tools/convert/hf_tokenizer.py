@@ -1,6 +1,5 @@
 """Convert tokenizers to and from the tokenizer.json of Hugging Face: byte-level BPE."""
 
-import functools
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -10,44 +9,40 @@ from pydantic import ConfigDict
 from common.console import warn
 from common.files import read_json
 from common.settings import Settings, UserError, decode
-from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.tokenizer import END_OF_TEXT, LARGEST_FILE, RankTokenizer, Tokenizer, byte_characters
 
-_LARGEST_FILE = 2**26
 _HERE = Path(__file__).parent
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-@functools.cache
-def _characters() -> dict[int, str]:
-    """A printable character for every byte, as in GPT-2's encoder.py: itself, or one from U+0100 on."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {byte: chr(byte) for byte in own} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
 def _text(token: bytes) -> str:
-    return "".join(_characters()[byte] for byte in token)
+    return "".join(byte_characters()[byte] for byte in token)
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> dict[str, Any]:
     """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, except in texts with the characters
     <|endoftext|>, which Hugging Face reads as that token. A word that is a token is never split (ignore_merges), as in
-    tiktoken; padding is on the left, so that prompts of several lengths can be continued together.
+    tiktoken; padding is on the left, so that prompts of several lengths can be continued together. A vocabulary that
+    came as a tokenizer.json stays as it is.
 
     Args:
         max_len: most tokens that the model takes; None: no limit.
     """
     tokenizer_json, settings = (json.loads((_HERE / name).read_text(encoding="utf-8")) for name in _FILES)
-    tokenizer_json["added_tokens"][0]["id"] = tokenizer.eot_id
-    for part in ("pre_tokenizer", "decoder"):
-        tokenizer_json[part]["use_regex"] = tokenizer.name == "gpt2"
-    vocab = {_text(token): rank for rank, token in enumerate(tokenizer.ranks)}
-    tokenizer_json["model"] |= {"vocab": vocab, "merges": _merges(tokenizer)}
+    if isinstance(tokenizer, RankTokenizer):
+        tokenizer_json["added_tokens"][0]["id"] = tokenizer.eot_id
+        for part in ("pre_tokenizer", "decoder"):
+            tokenizer_json[part]["use_regex"] = tokenizer.name == "gpt2"
+        vocab = {_text(token): rank for rank, token in enumerate(tokenizer.ranks)}
+        tokenizer_json["model"] |= {"vocab": vocab, "merges": _merges(tokenizer)}
+    else:
+        tokenizer_json = tokenizer.saved
+        settings |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.tokens[tokenizer.eot_id].decode())
     limit = {} if max_len is None else {"model_max_length": max_len}
     return dict(zip(_FILES, (tokenizer_json, settings | limit), strict=True))
 
 
-def _merges(tokenizer: Tokenizer) -> list[str]:
+def _merges(tokenizer: RankTokenizer) -> list[str]:
     """Every pair of tokens whose concatenation is a token, in the order of its rank: the pairs that tiktoken merges."""
     known = set(tokenizer.ranks)
     return [
@@ -88,20 +83,20 @@ class _TokenizerJson(_Lenient):
     model: _Model
 
 
-def read_tokenizer_json(path: Path) -> Tokenizer:
+def read_tokenizer_json(path: Path) -> RankTokenizer:
     """Read a GPT-2's tokenizer.json, or one that `tokenizer_files` made.
 
     Raises:
         UserError: it is missing, damaged, or of another kind, whose ids we cannot reproduce.
     """
-    raw = read_json(path, _LARGEST_FILE)
+    raw = read_json(path, LARGEST_FILE)
     try:
         return _tokenizer(decode(_TokenizerJson, raw), path)
     except UserError as error:
         raise UserError(f"{path} is not a tokenizer of GPT-2's kind: {error}") from None
 
 
-def _tokenizer(file: _TokenizerJson, path: Path) -> Tokenizer:
+def _tokenizer(file: _TokenizerJson, path: Path) -> RankTokenizer:
     added = {token.content: token.id for token in file.added_tokens}
     eot_id = added.get(END_OF_TEXT)
     if eot_id is None:
@@ -111,15 +106,15 @@ def _tokenizer(file: _TokenizerJson, path: Path) -> Tokenizer:
     ranks = _ranks(file.model.vocab, eot_id)
     _check_merges(file.model)
     if file.pre_tokenizer.use_regex:
-        return Tokenizer("gpt2", ranks)
-    return Tokenizer("bytes", ranks)
+        return RankTokenizer("gpt2", ranks)
+    return RankTokenizer("bytes", ranks)
 
 
 def _ranks(vocab: dict[str, int], eot_id: int) -> list[bytes]:
     texts = {id_: text for text, id_ in vocab.items() if id_ < eot_id}
     if len(texts) != eot_id or min(texts, default=0) < 0:
         raise UserError(f"{END_OF_TEXT} is token {eot_id}, but must be the last token")
-    byte = {character: byte for byte, character in _characters().items()}
+    byte = {character: byte for byte, character in byte_characters().items()}
     try:
         return [bytes(byte[character] for character in texts[id_]) for id_ in range(eot_id)]
     except KeyError as error:

@@ -100,6 +100,26 @@ def test_provenance_of_a_run(inspect, dataset, tokens_of, tiny, monkeypatch, mix
 
 
 @pytest.mark.usefixtures("restored_torch")
+def test_a_run_and_a_step_are_enough_and_show_the_text(command, dataset, tiny):
+    config = tiny({"dataset_dir": str(dataset), "max_steps": 2})
+    fit(config)
+    result = command("scripts/inspect_dataset", f"run_dir={config.run_dir}", "step=1")
+    assert result.status == 0, result.err
+    stream = TokenStream(dataset, read_manifest(dataset), "train")
+    ids, targets = TrainBatches(stream, config.seq_len, config.batch_size, config.seed).batch(0)
+    for row, window in enumerate(np.concatenate([ids, targets[:, -1:]], axis=1).tolist()):
+        text = "".join("<|endoftext|>" if i == 256 else chr(i) for i in window)
+        assert f"--- row {row}, all of 17 tokens:\n{text}\n" in result.out
+    few = command("scripts/inspect_dataset", f"run_dir={config.run_dir}", "step=1", "tokens=3").out
+    text = "".join("<|endoftext|>" if i == 256 else chr(i) for i in ids[0, :3].tolist())
+    assert f"--- row 0, the first 3 of 17 tokens:\n{text}\n--- row 1" in few
+    manifest = json.loads((dataset / "manifest.json").read_text())
+    (dataset / "manifest.json").write_text(json.dumps(manifest | {"set_names": [*manifest["set_names"], "C"]}))
+    changed = command("scripts/inspect_dataset", f"run_dir={config.run_dir}", "step=1")
+    assert f"error: {dataset} has changed since {config.run_dir} was trained on it: prepare" in changed.err
+
+
+@pytest.mark.usefixtures("restored_torch")
 def test_a_run_on_another_dataset_is_refused(tiny, command, dataset):
     config = tiny({"max_steps": 2})
     fit(config)

@@ -5,10 +5,12 @@ from collections import Counter
 
 import pytest
 
+import data.prepare.dataset
 import data.prepare.encode
 import data.prepare.parts
 from common.settings import UserError
 from data.prepare.dataset import prepare
+from data.prepare.merge import merge
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 
@@ -177,6 +179,89 @@ def test_an_empty_split_says_how_to_fill_it_and_leaves_nothing(config, tmp_path,
         prepare(config(val_fraction=val_fraction))
     assert not (tmp_path / "out.partial").exists()
     assert all(split.total.documents for split in prepare(config(val_fraction=0.1)).splits.values())
+
+
+LINES = "".join(f"Line {i} of a text.\n" for i in range(100))
+
+
+@pytest.mark.parametrize(
+    ("given", "val_fraction"),
+    [
+        ([LINES], 0.05),
+        ([LINES, "short", LINES[::-1]], 0.05),
+        (["word " * 500], 0.3),
+        (["x" * 2000], 0.05),
+        ([LINES], 0.99),
+    ],
+    ids=["lines", "three", "words", "no spaces", "train"],
+)
+def test_few_documents_are_split_by_pieces(config, corpus, tmp_path, capsys, given, val_fraction):
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in given))
+    manifest = prepare(config(val_fraction=val_fraction))
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        rf"none of {len(given)} documents went to '\w+' .*: documents are cut into pieces of about \d+", said
+    )
+    pieces = [text for split in ("train", "val") for text in texts(tmp_path / "out", split)]
+    assert all(split.total.documents for split in manifest.splits.values())
+    assert sorted("".join(pieces)) == sorted("".join(given))
+    assert all(any(piece in text for text in given) for piece in pieces)
+    assert max(map(len, pieces)) <= 513
+    if "\n" in given[0]:
+        assert sum(piece[-1] != "\n" for piece in pieces) <= len(given)
+    before = contents(tmp_path / "out")
+    prepare(config(val_fraction=val_fraction))
+    assert "already prepared" in " ".join(capsys.readouterr().out.split())
+    prepare(config(val_fraction=val_fraction, out_dir=str(tmp_path / "again")))
+    assert contents(tmp_path / "again") == before
+
+
+def test_pieces_go_on_after_a_stop(config, corpus, tmp_path, monkeypatch):
+    corpus.write_text("".join(json.dumps({"text": f"{i} " + LINES}) + "\n" for i in range(3)))
+    monkeypatch.setattr("data.prepare.encode._BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("data.prepare.parts._TOKENS_OF_A_PART", 1000)
+    prepare(config(val_fraction=0.02, out_dir=str(tmp_path / "expected")))
+    write, written = data.prepare.dataset.write_part, []
+
+    def stopping(folder, number, batches):
+        written.append(number)
+        if len(written) == 6:  # three parts of whole documents and the end of the input, one part of pieces
+            raise KeyboardInterrupt
+        return write(folder, number, batches)
+
+    monkeypatch.setattr("data.prepare.dataset.write_part", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(val_fraction=0.02))
+    assert written == [0, 1, 2, 3, 0, 1]
+    prepare(config(val_fraction=0.02))
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_few_questions_are_not_cut(config):
+    with pytest.raises(UserError, match="none of 2 documents went to"):
+        prepare(config(data={"name": "passkey", "n_documents": 2, "length": 4000}, val_fraction=0.01))
+
+
+def test_a_text_field_that_most_lines_lack(config, corpus, tmp_path):
+    with corpus.open("a") as file:
+        file.write('{"content": "x"}\n' * 201)
+    second = tmp_path / "second.jsonl"
+    second.write_text('{"content": "x"}\n')
+    paths = {"name": "jsonl", "path": [str(corpus), str(second)]}
+    message = f"data.text_field=text is missing in 202 of 402 documents (first: {corpus}:201): give the key that holds"
+    with pytest.raises(UserError, match=re.escape(message)):
+        prepare(config(data=paths))
+    assert not (tmp_path / "out.partial").exists()
+    for i in range(2):
+        prepare(config(data=paths, num_tasks=2, task_index=i))
+    with pytest.raises(UserError, match=re.escape(message)):
+        merge(tmp_path / "out", tmp_path / "merged")
+
+
+def test_a_text_field_that_half_of_the_lines_lack_is_no_mistake(config, corpus):
+    corpus.write_text('{"content": "x"}\n{"text": "y"}\n')
+    with pytest.raises(UserError, match="none of 1 documents went to"):
+        prepare(config())
 
 
 def test_one_long_text_file_is_enough(config, tmp_path):

@@ -175,9 +175,34 @@ def test_text_files(tmp_path):
     ]
 
 
+def test_a_folder_is_the_files_in_it_and_kinds_mix(tmp_path, capsys):
+    folder = tmp_path / "a[1]" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "b.txt").write_text("b")
+    (folder.parent / "a.JSONL").write_text('{"text": "a", "meta": {"pile_set_name": "A"}}\n\n{"body": 1}\n')
+    (folder / "c.jsonl.zst").write_bytes(compress(b'{"text": "c"}\n', ".zst"))
+    (folder / "d.md").write_text("d")
+    (folder / "empty").mkdir()
+    a, c = (str(folder.parent / name) for name in ("a.JSONL", "deep/c.jsonl.zst"))
+    missing = ("missing text", a, 3)
+    of_a = [Document("a", "A"), missing]
+    text = TextSource(name="text", path=str(tmp_path / "a[1]"))
+    assert parsed(text) == [*of_a, Document("b", "text"), Document("c", "text"), Document("d", "text")]
+    said = "".join(capsys.readouterr().out.split())
+    assert "".join(f"read as JSON lines, with the text in 'text': 2 files, the first {a}".split()) in said
+    assert jsonl(tmp_path / "a[1]") == [*of_a, Document("c", "jsonl")]
+    assert parsed(text, after=Position(c, 1)) == [Document("d", "text")]
+    mixed = TextSource(name="text", path=[str(folder / "d.md"), a], text_field="body")
+    assert parsed(mixed) == [Document("d", "text"), ("missing text", a, 1), ("text is not a string", a, 3)]
+    with pytest.raises(UserError, match="matches no file that data=jsonl reads"):
+        jsonl(folder / "empty")
+
+
 @pytest.mark.parametrize("path", ["none*.txt", "none.txt", "."])
 def test_a_path_without_files_is_named(tmp_path, path):
-    with pytest.raises(UserError, match=r"matches no file: give a file or a glob") as error:
+    with pytest.raises(
+        UserError, match=r"matches no file that data=text reads: give a file, a folder, or a glob"
+    ) as error:
         list(TextSource(name="text", path=str(tmp_path / path)).documents())
     assert str(tmp_path / path) in str(error.value)
 

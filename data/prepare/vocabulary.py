@@ -1,0 +1,47 @@
+"""Learning a vocabulary from a dataset: byte-level BPE, in a tokenizer.json."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from common.console import say
+from common.files import write_atomic
+from common.settings import UserError
+from data.documents import documents_in
+from data.shards import TOKENIZER, TokenStream, read_manifest
+from data.tokenizer import END_OF_TEXT, byte_characters, load_tokenizer
+from data.tokenizer_json import HFTokenizer
+
+
+def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
+    """Learn a byte-level BPE of `n_vocab` ids from a dataset's training documents, and write its tokenizer.json.
+
+    Words are those of GPT-2's pattern. <|endoftext|> is the last id.
+
+    Raises:
+        UserError: there is no such dataset, or n_vocab is less than 257 or more than its text gives.
+    """
+    alphabet = sorted(byte_characters().values())
+    if n_vocab <= len(alphabet):
+        raise UserError(f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are {len(alphabet) + 1}")
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=n_vocab - 1, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(_texts(dataset_dir), trainer)
+    bpe.add_special_tokens([END_OF_TEXT])
+    if (found := bpe.get_vocab_size()) < n_vocab:
+        raise UserError(f"n_vocab={n_vocab} is more than the text of {dataset_dir} gives: use at most n_vocab={found}")
+    learned = HFTokenizer(json.loads(bpe.to_str()))
+    write_atomic(out, bpe.to_str(pretty=True) + "\n")
+    say(f"{out} has {learned.n_vocab:,} ids; prepare data with: tokenizer=hf tokenizer.path={out}")
+
+
+def _texts(dataset_dir: Path) -> Iterator[str]:
+    manifest = read_manifest(dataset_dir)
+    stream, tokenizer = TokenStream(dataset_dir, manifest, "train"), load_tokenizer(dataset_dir / TOKENIZER)
+    for place in documents_in(dataset_dir, manifest, "train", 0, stream.n_tokens):
+        yield tokenizer.decode_bytes(stream.read(place.start, place.stop - 1).tolist()).decode()

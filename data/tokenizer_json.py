@@ -1,0 +1,124 @@
+"""Vocabularies in a tokenizer.json, by Hugging Face's tokenizers library, which not every installation has."""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+
+from common.console import say
+from common.files import read_json
+from common.settings import UserError
+from data.tokenizer import END_OF_TEXT, LARGEST_FILE, Tokenizer, byte_characters, pieces
+
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # the names that tokenizers give the end of a text
+# Whatever pattern a file brings, a token that holds a letter does not go on with the end of a line or with a new word.
+_CUTS = re.compile(r"(?<=[A-Za-z])(?:\n| (?=[A-Za-z]))")
+# Every byte that UTF-8 has, spaces in all places, and what must be ordinary text.
+_PROBE = "".join(
+    [
+        *map(chr, range(0x300)),
+        *(chr(i << 12) for i in (*range(1, 17), 0x40, 0x80, 0xC0, 0x100)),
+        *(f"  {name} a\n\n  b" for name in _ENDS),
+    ]
+)
+_SPECIAL = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+class HFTokenizer(Tokenizer):
+    """What a tokenizer.json describes."""
+
+    name = "hf"
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        """`raw`: the content of the file.
+
+        Raises:
+            UserError: the library does not read it, it has no end of text, or its ids do not spell every text.
+        """
+        self._raw, self._backend = raw, _backend(raw)
+        self._backend.encode_special_tokens = True  # as ordinary text
+        self.tokens = _tokens(self._backend)
+        end = _end(raw)
+        eot_id = None if end is None else self._backend.token_to_id(end)
+        if eot_id is None:
+            raise UserError(f"it has no {END_OF_TEXT}")
+        self.eot_id = eot_id
+        ids = self.encode(_PROBE)
+        if self.eot_id in ids or self.decode_bytes(ids) != self.normalized(_PROBE).encode():
+            raise UserError("its ids do not spell every text: give a byte-level BPE without add_prefix_space")
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hex digest of the content, whatever its spaces and the order of its keys."""
+        return hashlib.sha256(json.dumps(self._raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The content of its file."""
+        return self._raw
+
+    def normalized(self, text: str) -> str:
+        """Return the text as its normalizer leaves it; most have none, others make it NFC."""
+        normalizer = self._backend.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
+
+    def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
+        """Yield the token ids of a text as consecutive arrays; <|endoftext|> is ordinary text."""
+        for piece in pieces(text, _CUTS):
+            (encoded,) = self._backend.encode_batch_fast([piece], add_special_tokens=False)
+            yield np.array(encoded.ids, np.uint32)
+
+
+def read_hf_tokenizer(path: Path) -> HFTokenizer:
+    """Read a tokenizer.json. If it has no end of text, one is added after its last id.
+
+    Raises:
+        UserError: it is missing, damaged, or no byte-level BPE.
+    """
+    try:
+        raw = read_json(path, LARGEST_FILE)
+        n_ids = len(_tokens(_backend(raw)))
+        raw |= {"truncation": None, "padding": None, "post_processor": None}  # they cut texts, or add to them
+        raw["model"]["dropout"] = None
+        if _end(raw) is None:
+            raw["added_tokens"] = [*raw.get("added_tokens", []), {"id": n_ids, "content": END_OF_TEXT} | _SPECIAL]
+            say(f"{path} has no {END_OF_TEXT}: it is added as id {n_ids}")
+        next(token for token in raw["added_tokens"] if token["content"] == _end(raw))["special"] = True
+        return HFTokenizer(raw)
+    except UserError as error:
+        raise UserError(f"tokenizer.path={path} cannot be used: {error}") from None
+
+
+def _backend(raw: Any) -> Backend:
+    try:
+        return Backend.from_str(json.dumps(raw))
+    except Exception as error:  # the library has no class of its own
+        raise UserError(f"it is no tokenizer.json of Hugging Face's tokenizers ({error})") from None
+
+
+def _end(raw: dict[str, Any]) -> str | None:
+    """Return the name of the end of text among the added tokens."""
+    names = {token["content"] for token in raw.get("added_tokens", [])}
+    return next((name for name in _ENDS if name in names), None)
+
+
+def _tokens(backend: Backend) -> list[bytes]:
+    """Return the bytes of each id; none for an id that no token has."""
+    vocab, added = backend.get_vocab(with_added_tokens=True), backend.get_added_tokens_decoder()
+    n_ids = max(vocab.values(), default=-1) + 1
+    if n_ids > 2 * len(vocab):
+        raise UserError(f"it has {len(vocab):,} tokens, but ids up to {n_ids - 1:,}")
+    byte = {character: byte for byte, character in byte_characters().items()}
+    tokens = [b""] * n_ids
+    for text, id_ in vocab.items():
+        try:
+            tokens[id_] = text.encode() if id_ in added else bytes(byte[character] for character in text)
+        except KeyError as error:
+            raise UserError(f"{error} in its token {text!r} stands for no byte: give a byte-level BPE") from None
+    return tokens

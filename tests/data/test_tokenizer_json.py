@@ -1,0 +1,277 @@
+"""tokenizer=hf: any byte-level BPE of Hugging Face's, and the one that scripts/train_tokenizer.py learns."""
+
+import json
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import data.tokenizer
+from common.settings import UserError, decode
+from data.prepare.dataset import PrepareConfig, prepare
+from data.prepare.verify import verify
+from data.shards import read_manifest
+from data.tokenizer import END_OF_TEXT, HFConfig, build_tokenizer, byte_characters, load_tokenizer, save_tokenizer
+
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install -e '.[tokenizers]'")
+
+# As in Llama 3's and cl100k's files: words are not those of GPT-2.
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEXTS = st.lists(st.sampled_from([*"ab1 \n\r\t.'é日🙂\0\u0301", "the ", "re", END_OF_TEXT, "  ", "\n\n"])).map("".join)
+
+
+@pytest.fixture(scope="module")
+def raw(dataset_dir, tmp_path_factory):
+    """The content of a tokenizer.json of 280 ids, learned from the dataset of most tests."""
+    from data.prepare.vocabulary import learn
+
+    path = tmp_path_factory.mktemp("learned") / "tokenizer.json"
+    learn(dataset_dir, 280, path)
+    return json.loads(path.read_text())
+
+
+@pytest.fixture
+def build(raw, tmp_path):
+    """Builds the tokenizer of a file with these changes."""
+
+    def build(**changes):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(raw | changes))
+        return build_tokenizer(HFConfig(name="hf", path=tmp_path / "tokenizer.json"))
+
+    return build
+
+
+def ids_of(raw, text):
+    """What the library itself gives."""
+    backend = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    backend.encode_special_tokens = True
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+def added(raw, **changes):
+    return [raw["added_tokens"][0] | changes]
+
+
+def split_by(pattern):
+    words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [words, byte_level(use_regex=False)]}
+
+
+def byte_level(**changes):
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True} | changes
+
+
+def test_a_learned_vocabulary(raw, build, dataset_dir, tmp_path):
+    from data.prepare.vocabulary import learn
+
+    tokenizer = build()
+    assert (tokenizer.name, tokenizer.n_vocab, tokenizer.eot_id) == ("hf", 280, 279)
+    assert tokenizer.byte_lengths[tokenizer.eot_id] == 0
+    words = "def self return the of "
+    assert len(tokenizer.encode(words)) < 0.8 * len(words)
+    learn(dataset_dir, 280, tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == raw
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXTS | st.text())
+def test_any_text_has_the_ids_of_the_library(raw, build, text):
+    tokenizer = build()
+    ids = tokenizer.encode(text)
+    assert ids == ids_of(raw, text)
+    assert tokenizer.eot_id not in ids
+    assert tokenizer.decode_bytes(ids) == text.encode()
+    assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("words", [byte_level(), split_by(LLAMA)], ids=["gpt2", "llama"])
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXTS)
+def test_long_texts_have_the_ids_of_the_library(raw, build, monkeypatch, words, text):
+    monkeypatch.setattr(data.tokenizer, "_PIECE", 2)
+    tokenizer = build(pre_tokenizer=words)
+    assert tokenizer.encode(text) == ids_of(raw | {"pre_tokenizer": words}, text)
+
+
+def test_texts_are_cut(build, monkeypatch):
+    monkeypatch.setattr(data.tokenizer, "_PIECE", 2)
+    tokenizer = build()
+    assert len(list(tokenizer.encode_arrays("the return of the\nself"))) == 5
+
+
+def test_an_end_of_text_is_added_and_said(build, raw, capsys):
+    tokenizer = build(added_tokens=[])
+    assert (tokenizer.n_vocab, tokenizer.eot_id) == (280, 279)
+    assert f"has no {END_OF_TEXT}: it is added as id 279" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [END_OF_TEXT, "</s>"])
+def test_the_end_of_text_may_be_any_id_and_no_special_token(build, raw, name, config, tmp_path, capsys):
+    """As the library's own trainer places it."""
+    vocab = {name: 0} | {token: id_ + 1 for token, id_ in raw["model"]["vocab"].items()}
+    end = added(raw, id=0, content=name, special=False)
+    tokenizer = build(model=raw["model"] | {"vocab": vocab}, added_tokens=end)
+    assert (tokenizer.n_vocab, tokenizer.eot_id, tokenizer.byte_lengths[0]) == (280, 0, 0)
+    assert 0 not in tokenizer.encode(f"a{name}b")
+    manifest = prepare(config(tokenizer={"name": "hf", "path": str(tmp_path / "tokenizer.json")}))
+    assert manifest.tokenizer.eot_id == read_manifest(tmp_path / "out").tokenizer.eot_id == 0
+    assert verify(tmp_path / "out") == []
+    assert "is added" not in capsys.readouterr().out
+
+
+def test_what_would_change_texts_is_left_out(build, raw):
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
+    changed = build(truncation=truncation, padding=padding, model=raw["model"] | {"dropout": 0.9})
+    text = "the return of the self " * 5
+    assert changed.encode(text) == ids_of(raw, text)
+    assert changed.sha256 == build().sha256
+
+
+def test_a_normalized_text_is_the_document(build, config, corpus, tmp_path):
+    tokenizer = build(normalizer={"type": "NFC"})
+    assert tokenizer.decode_bytes(tokenizer.encode("e\u0301")) == "é".encode()
+    corpus.write_text("".join(json.dumps({"text": f"e\u0301 {i}"}) + "\n" for i in range(200)))
+    manifest = prepare(config(tokenizer={"name": "hf", "path": str(tmp_path / "tokenizer.json")}))
+    assert sum(split.total.utf8_bytes for split in manifest.splits.values()) == sum(
+        len(f"é {i}".encode()) for i in range(200)
+    )
+    assert verify(tmp_path / "out") == []
+
+
+def test_save_and_load(build, raw, tmp_path):
+    tokenizer = build()
+    save_tokenizer(tokenizer, tmp_path / "saved.json")
+    loaded = load_tokenizer(tmp_path / "saved.json")
+    assert (loaded.name, loaded.sha256, loaded.eot_id) == ("hf", tokenizer.sha256, tokenizer.eot_id)
+    assert loaded.encode("the return") == tokenizer.encode("the return")
+    assert build(normalizer={"type": "NFC"}).sha256 != tokenizer.sha256
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "saved.json"))
+    assert library.encode(f"the{END_OF_TEXT}").ids == [*tokenizer.encode("the"), tokenizer.eot_id]
+
+
+NOT_A_BYTE = {character: i for i, character in enumerate([*byte_characters().values(), "日"])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, "it is no tokenizer.json of Hugging Face's tokenizers"),
+        ({"pre_tokenizer": byte_level(add_prefix_space=True)}, "its ids do not spell every text"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "its ids do not spell every text"),
+        ({"pre_tokenizer": None}, "its ids do not spell every text"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "its ids do not spell every text"),
+        (
+            {"model": {"type": "BPE", "vocab": {"a": 10**9}, "merges": []}},
+            "it has 2 tokens, but ids up to 1,000,000,000",
+        ),
+        ({"model": {"type": "BPE", "vocab": NOT_A_BYTE, "merges": []}}, "'日' in its token '日' stands for no byte"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value),
+)
+def test_what_cannot_be_used_is_one_line(build, changes, message):
+    with pytest.raises(UserError, match=r"^tokenizer.path=.*tokenizer.json cannot be used: ") as error:
+        build(**changes)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"model": 1}', '{"ranks": []}'])
+def test_other_files_are_refused(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer\.path=.* cannot be used: "):
+        build_tokenizer(HFConfig(name="hf", path=tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"added_tokens": []}, r"it has no <\|endoftext\|>"),
+        ({"added_tokens": None}, "it is no tokenizer.json"),
+        ({"added_tokens": [{"id": "x", "content": 3}]}, "it is no tokenizer.json"),
+        ({"model": []}, "it is no tokenizer.json"),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "its ids do not spell every text"),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}}}, "it is no tokenizer.json"),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "it is no tokenizer.json"),
+    ],
+)
+def test_a_saved_tokenizer_that_cannot_be_is_refused(build, tmp_path, change, message):
+    save_tokenizer(build(), tmp_path / "saved.json")
+    saved = json.loads((tmp_path / "saved.json").read_text())
+    (tmp_path / "saved.json").write_text(json.dumps(saved | change))
+    with pytest.raises(UserError, match=rf"saved\.json is not a tokenizer: {message}"):
+        load_tokenizer(tmp_path / "saved.json")
+
+
+@pytest.mark.slow
+def test_the_bytes_do_not_depend_on_the_number_of_workers(build, config, monkeypatch, tmp_path):
+    build()
+    monkeypatch.setattr("data.prepare.encode._BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("data.prepare.encode._BATCHES_WORTH_WORKERS", 1)
+    tokenizer = {"name": "hf", "path": str(tmp_path / "tokenizer.json")}
+    for workers in (1, 2):
+        prepare(config(tokenizer=tokenizer, workers=workers, out_dir=str(tmp_path / f"by{workers}")))
+    assert read_manifest(tmp_path / "by1") == read_manifest(tmp_path / "by2")
+
+
+@pytest.mark.usefixtures("restored_torch")
+def test_a_checkpoint_is_enough_when_the_file_has_moved(build, make_dataset, tiny, tmp_path, command, dataset_dir):
+    from trainer.loop import fit
+
+    tokenizer = build()
+    dataset = make_dataset(tokenizer={"name": "hf", "path": str(tmp_path / "tokenizer.json")})
+    (tmp_path / "tokenizer.json").unlink()
+    run_dir = tiny({"dataset_dir": str(dataset), "model.n_vocab": 280, "max_steps": 2}).run_dir
+    fit(tiny({"dataset_dir": str(dataset), "model.n_vocab": 280, "max_steps": 2}))
+    sampled = command("sample", f"checkpoint={run_dir}", "prompt=the return", "max_new_tokens=5")
+    assert sampled.status == 0, sampled.err
+    assert "the return" in sampled.out
+    mixed = command("eval", f"checkpoint={run_dir}", f"dataset_dir={dataset_dir}")
+    assert mixed.err == (
+        f"error: dataset_dir={dataset_dir} was made with tokenizer bytes (n_vocab 257), the model with hf "
+        "(n_vocab 280): prepare the dataset with the model's tokenizer\n"
+    )
+    exported = command("scripts/export_hf", f"checkpoint={run_dir}", f"out_dir={tmp_path / 'export'}")
+    assert exported.status == 0, exported.err
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "export" / "tokenizer.json"))
+    assert library.encode("the return\n").ids == tokenizer.encode("the return\n")
+    again = command("scripts/train_tokenizer", f"dataset_dir={dataset}", "n_vocab=260", f"out={tmp_path / 'b.json'}")
+    assert again.status == 0, again.err
+
+
+def test_without_the_library_it_is_named(config, monkeypatch, command, tmp_path):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for module in ("data.tokenizer_json", "data.prepare.vocabulary"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    path = f"tokenizer.path={tmp_path / 'tokenizer.json'}"
+    for script, *arguments in (
+        ("scripts/prepare_data", "data=passkey", "tokenizer=hf", path, f"out_dir={tmp_path / 'out'}"),
+        ("scripts/train_tokenizer", "dataset_dir=nowhere", "n_vocab=280"),
+    ):
+        result = command(script, *arguments)
+        assert (result.status, result.err) == (
+            1,
+            "error: tokenizers is not installed: pip install -e '.[tokenizers]'\n",
+        )
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_4096_for_the_standard_library(tmp_path):
+    from data.prepare.vocabulary import learn
+
+    def prepared(folder, **tokenizer):
+        raw = {"data": {"name": "stdlib"}, "tokenizer": tokenizer, "out_dir": str(tmp_path / folder)}
+        return prepare(decode(PrepareConfig, raw)).splits["train"].total
+
+    in_bytes = prepared("bytes", name="bytes")
+    learn(tmp_path / "bytes", 4096, tmp_path / "tokenizer.json")
+    total = prepared("4096", name="hf", path=str(tmp_path / "tokenizer.json"))
+    assert (total.documents, total.utf8_bytes) == (in_bytes.documents, in_bytes.utf8_bytes)
+    assert total.tokens < in_bytes.tokens / 3
+    assert verify(tmp_path / "4096") == []

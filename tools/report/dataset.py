@@ -1,0 +1,75 @@
+"""What scripts/inspect_dataset.py shows: the sets of a dataset, its text, and what a training step read."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from common.console import say, show_table
+from common.settings import UserError
+from data.loader import TrainBatches, step_windows
+from data.mixture import open_mixture
+from data.prepare.inspect import documents_table, draw_sets, sets_table, window_text
+from data.shards import Manifest, SplitName, TokenStream, read_manifest
+from trainer.checkpoint import TrainState, open_checkpoint
+
+
+def inspect(**given: Any) -> None:
+    """Show what the options of scripts/inspect_dataset.py ask for.
+
+    Raises:
+        UserError: there is no such dataset, run or token, or the run was trained on another dataset.
+    """
+    options = SimpleNamespace(**given)
+    state = None if options.run_dir is None else open_checkpoint(options.run_dir, files=["state.json"]).state
+    dataset_dir = state.dataset_dir if options.dataset_dir is None and state else options.dataset_dir
+    if dataset_dir is None:
+        raise UserError("nothing to look into: give dataset_dir, or run_dir and step")
+    manifest = read_manifest(dataset_dir)
+    if options.step is not None:
+        batches = _batches(options, dataset_dir, manifest, state)
+        return _show(dataset_dir, manifest, "train", step_windows(batches, options.step), options.tokens)
+    n_tokens = manifest.splits[options.split].total.tokens
+    places = options.window + [random.randrange(max(1, n_tokens)) for _ in range(options.random)]
+    for token in places:
+        _show(dataset_dir, manifest, options.split, [(token, token + options.tokens)], options.tokens)
+    if not places:
+        show_table(sets_table(manifest))
+    if options.chart:
+        draw_sets(manifest, options.chart, f"{dataset_dir}: tokens of its sets")
+        say(f"drawn into {options.chart}")
+
+
+def _batches(options: Any, dataset_dir: Path, manifest: Manifest, state: TrainState | None) -> TrainBatches:
+    """Return the batches of the run, or of a run with the given settings."""
+    if state and state.dataset_fingerprint != manifest.fingerprint:
+        if dataset_dir == state.dataset_dir:
+            raise UserError(
+                f"{dataset_dir} has changed since {options.run_dir} was trained on it: prepare it as it was"
+            )
+        what = f"{options.run_dir} was trained on {state.dataset_dir}, not on {dataset_dir}"
+        raise UserError(f"{what}: use dataset_dir={state.dataset_dir}")
+    run = state or options
+    seed, seq_len, batch_tokens = run.seed, run.seq_len, run.batch_tokens
+    if None in (seed, seq_len, batch_tokens):
+        raise UserError("step needs a run: give run_dir, or seed, seq_len and batch_tokens")
+    if batch_tokens % seq_len:
+        raise UserError(f"batch_tokens={batch_tokens} is not a multiple of seq_len={seq_len}: no run has these")
+    stream = TokenStream(dataset_dir, manifest, "train")
+    batches = TrainBatches(stream, seq_len, batch_tokens // seq_len, seed)
+    if state and state.data.mixture is not None:
+        batches.mixture = open_mixture(dataset_dir, manifest, state.data.mixture, seq_len, seed)
+    return batches
+
+
+def _show(
+    dataset_dir: Path, manifest: Manifest, split: SplitName, windows: list[tuple[int, int]], n_tokens: int
+) -> None:
+    """Show the documents behind windows [start, stop) of a split, and the first `n_tokens` tokens of each as text."""
+    texts = [window_text(dataset_dir, manifest, split, start, min(stop - start, n_tokens)) for start, stop in windows]
+    show_table(documents_table(dataset_dir, manifest, split, windows))
+    for row, (text, (start, stop)) in enumerate(zip(texts, windows, strict=True)):
+        if len(windows) > 1:
+            shown = min(stop - start, n_tokens)
+            say(f"--- row {row}, {'all' if shown == stop - start else f'the first {shown}'} of {stop - start} tokens:")
+        say(text)
