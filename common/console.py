@@ -3,6 +3,7 @@
 import functools
 import sys
 import time
+from typing import Any, Self
 from unicodedata import category
 
 from rich.console import Console
@@ -73,7 +74,7 @@ class Track:
         times = [TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")]
         self._bar = Progress(*columns, *times, TextColumn("{task.fields[note]}"), console=console)
 
-    def __enter__(self) -> "Track":
+    def __enter__(self) -> Self:
         if self.live:
             self._task = self._bar.add_task(self.what, total=self.total, completed=self.done, **self._fields())
             self._bar.start()
@@ -110,7 +111,7 @@ class Track:
     def _counted(self) -> str:
         return f"{self.done:,}" if self.total is None else f"{self.done:,} of {self.total:,}"
 
-    def _fields(self) -> dict[str, str]:
+    def _fields(self) -> dict[str, Any]:
         return {"counted": self._counted(), "note": self.note}
 
     def _print_line(self) -> None:

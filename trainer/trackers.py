@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -139,7 +140,7 @@ class TensorBoardTracker:
         """Write the numbers of a line. After a failure, lines are in metrics.jsonl only."""
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
         for key, value in numbers.items():
-            self._try(lambda key=key, value=value: self._writer.add_scalar(key, value, line["step"]))
+            self._try(partial(self._writer.add_scalar, key, value, line["step"]))
 
     def finish(self) -> None:
         """Write what is left."""

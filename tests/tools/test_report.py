@@ -73,8 +73,8 @@ def test_the_figures_are_those_of_the_lines(tmp_path):
         (128, 1280, 3, 3.0),
         (192, 1920, 7, 2.0),
     ]
-    val = [(p["step"], p["seconds"], p["value"]) for p in record.curves["val_loss"]]
-    assert val == [(2, 3, 3.5), (3, 7, 2.5), (4, 7, 2.75)]
+    evaluated = [(p["step"], p["seconds"], p["value"]) for p in record.curves["val_loss"]]
+    assert evaluated == [(2, 3, 3.5), (3, 7, 2.5), (4, 7, 2.75)]
     assert [p["value"] for p in record.curves["lr"] + record.curves["grad_norm"]] == [0.1] * 3 + [1.0] * 3
 
 
@@ -360,4 +360,4 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(sweep, tmp_path):
     frame.write_text(
         f"<script>{listen}</script><iframe src={path.as_uri()} width=360 height=800 frameborder=0></iframe>"
     )
-    assert "<title>360</title>" in dom_of(frame, tmp_path)
+    assert int(re.search(r"<title>(\d+)</title>", dom_of(frame, tmp_path))[1]) <= 360

@@ -22,6 +22,7 @@ _DASHES = ((), (6, 2), (1, 2), (6, 2, 1, 2))
 _COLOURS = 7  # of the style's, without its grey
 _MOST_NAMED = _COLOURS * len(_DASHES)  # in a legend; more runs are coloured by their loss
 _PANELS_IN_A_ROW = 6
+_HIGHEST = 1e100  # matplotlib's margins overflow above
 _MOST_PANELS = 24
 _MOST_TICKS = 8  # of a panel
 _X_AXES = {"tokens": "tokens", "flops": "training FLOPs", "seconds": "training time ({unit})"}
@@ -61,7 +62,8 @@ def draw_curves(records: Sequence[Record], title: str) -> bytes:
     with matplotlib.rc_context({"text.parse_math": False}):
         heights = [5.0, 2.6] + [0.3 + 0.21 * len(records)] * (len(records) <= _MOST_NAMED)
         figure = Figure(figsize=(max(9.0, 4.6 * len(known)), sum(heights)))
-        upper, lower, *legend = figure.subfigures(len(heights), 1, height_ratios=heights)
+        parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
+        upper, lower, *legend = parts
         panels = upper.subplots(1, len(known), sharey=True, squeeze=False)[0]
         unit = _unit(records)
         for axes, key in zip(panels, known, strict=True):
@@ -98,7 +100,8 @@ def _draw(axes: Axes, records: Sequence[Record], curve: str, x: str, size: float
             _plot(axes, member.curves[curve], x, size, **style | {"linewidth": 0.7, "alpha": 0.6})
         label = "\u200b" + name  # matplotlib hides labels that begin with _
         _plot(axes, record.curves[curve], x, size, **style, label=label)
-    values = [y for line in axes.lines for y in line.get_ydata() if y > 0]
+    runs = [one for record in records for one in (record, *record.members)]
+    values = [point["value"] for run in runs for point in run.curves[curve] if point["value"] > 0]
     if values and max(values) > 10 * min(values):
         log_scale(axes)
     axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -109,7 +112,9 @@ def _draw(axes: Axes, records: Sequence[Record], curve: str, x: str, size: float
 def _plot(axes: Axes, points: Sequence[Point], x: str, size: float, **style: Any) -> None:
     marker = "o" if len(points) <= 60 and "low" not in (points[0] if points else ()) else ""
     known = [point for point in points if point[x] is not None]
-    axes.plot([p[x] / size for p in known], [p["value"] for p in known], marker=marker, markersize=3, **style)
+    axes.plot(
+        [p[x] / size for p in known], [min(p["value"], _HIGHEST) for p in known], marker=marker, markersize=3, **style
+    )
 
 
 def _unit(records: Sequence[Record]) -> str:

@@ -91,7 +91,8 @@ def grouped(records: Sequence[Record]) -> list[Record]:
     keys = [key for key in varying_settings(records) if key != "seed"]
     groups: dict[str, dict[str, list[Record]]] = {}
     for record in records:
-        alike = json.dumps([record.settings.get(key) for key in keys])
+        alone = record.name if record.settings.get("seed") is None else None
+        alike = json.dumps([alone, *(record.settings.get(key) for key in keys)])
         groups.setdefault(alike, {}).setdefault(json.dumps(record.settings.get("seed")), []).append(record)
     joined = []
     for seeds in groups.values():
