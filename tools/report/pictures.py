@@ -98,6 +98,9 @@ def _draw(axes: Axes, records: Sequence[Record], curve: str, x: str, size: float
         style: dict[str, Any] = {"color": colour, "linestyle": (0, dash) if dash else "-"}
         for member in record.members:
             _plot(axes, member.curves[curve], x, size, **style | {"linewidth": 0.7, "alpha": 0.6})
+        if not record.members and (parts := [point for point in record.curves[curve] if "low" in point]):
+            lows, highs = ([min(part[end], _HIGHEST) for part in parts] for end in ("low", "high"))
+            axes.fill_between([part[x] / size for part in parts], lows, highs, color=colour, alpha=0.2, linewidth=0)
         label = "\u200b" + name  # matplotlib hides labels that begin with _
         _plot(axes, record.curves[curve], x, size, **style, label=label)
     runs = [one for record in records for one in (record, *record.members)]

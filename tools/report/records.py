@@ -97,7 +97,8 @@ def grouped(records: Sequence[Record]) -> list[Record]:
     joined = []
     for seeds in groups.values():
         runs = [record for same in seeds.values() for record in same]
-        joined += [_together(runs)] if len(seeds) > 1 else runs
+        distinct = 1 < len(seeds) == len(runs)  # two of one seed differ in something that no setting tells
+        joined += [_together(runs)] if distinct else runs
     return joined
 
 
@@ -119,8 +120,8 @@ def _mean_of_known(values: Sequence[float | None]) -> float | None:
 
 def _mean_curve(curves: Sequence[list[Point]]) -> list[Point]:
     """Return the mean at the steps that are in all of the curves."""
-    by_step = [{point["step"]: point for point in curve} for curve in curves]
-    steps = [step for step in by_step[0] if all(step in points for points in by_step)]
+    by_step = [{point["step"]: point for point in curve} for curve in curves if curve]
+    steps = [step for step in (by_step[0] if by_step else ()) if all(step in points for points in by_step)]
     return [
         {key: _mean_of_known([points[step][key] for points in by_step]) for key in by_step[0][step]} for step in steps
     ]
