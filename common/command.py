@@ -23,7 +23,7 @@ from common.settings import Settings, UserError, decode
 __all__ = ["Items", "Settings", "drop_output", "overrides", "refuse_flag", "reported", "run_script"]
 
 EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "transformers": "hf"} | {
-    name: name for name in ("lm_eval", "tokenizers", "triton")
+    name: name for name in ("lm_eval", "tensorboard", "tokenizers", "triton")
 }
 """Packages that not every installation has, and the extra of pyproject.toml that installs each."""
 

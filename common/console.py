@@ -3,11 +3,12 @@
 import functools
 import sys
 import time
+from typing import Any, Self
 from unicodedata import category
 
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segments
 from rich.table import Table
 
@@ -57,45 +58,66 @@ def print_error(message: object) -> None:
 class Track:
     """Context manager that shows progress through `total` units and the time left.
 
-    It shows a live bar on a terminal and elsewhere a plain line every few seconds. `total=None`: the end is unknown.
+    It shows a live bar on a terminal and elsewhere a plain line every few seconds, and every minute after a while.
+    `total=None`: the end is unknown.
     """
 
+    lines_beside_bar = False
+
     def __init__(self, what: str, total: int | None, done: int = 0) -> None:
-        self.what, self.total, self.done, self.first = what, total, done, done
+        self.what, self.total = what, total
+        self.first = self.done = self.printed = done
         self.note = ""
         self.live = console.is_terminal and not console.quiet
         self.started = self.last_line = time.monotonic()
-        self._bar = Progress(*Progress.get_default_columns(), TextColumn("{task.fields[note]}"), console=console)
+        columns = [TextColumn("{task.description} {task.fields[counted]}"), BarColumn(), TaskProgressColumn()]
+        times = [TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")]
+        self._bar = Progress(*columns, *times, TextColumn("{task.fields[note]}"), console=console)
 
-    def __enter__(self) -> "Track":
+    def __enter__(self) -> Self:
         if self.live:
-            self._task = self._bar.add_task(self.what, total=self.total, completed=self.done, note="")
+            self._task = self._bar.add_task(self.what, total=self.total, completed=self.done, **self._fields())
             self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self.first < self.printed < self.done:
+            self._print_line()
         if self.live:
             self._bar.stop()
-        elif self.last_line > self.started:
-            self._print_line()
 
     def advance(self, units: int, note: str = "") -> None:
         """Add `units` to those done. `note` is shown beside them: the loss, the rate."""
         self.done += units
         self.note = note or self.note
         if self.live:
-            self._bar.update(self._task, completed=self.done, note=self.note)
-        elif time.monotonic() - self.last_line >= _SECONDS_BETWEEN_LINES:
+            self._bar.update(self._task, completed=self.done, **self._fields())
+        now = time.monotonic()
+        if now - self.last_line >= min(max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0):
             self._print_line()
 
+    def line(self) -> str:
+        """Return the plain line."""
+        times = [f"{clock(time.monotonic() - self.started)} elapsed", *self.left()]
+        return f"{self.what} {self._counted()} ({', '.join(times)}) {self.note}".rstrip()
+
+    def left(self) -> list[str]:
+        """Return the time left, as in ["2:00 left"], or nothing if it is unknown."""
+        if self.total is None or not self.first < self.done < self.total:
+            return []
+        spent = time.monotonic() - self.started
+        return [f"{clock(spent / (self.done - self.first) * (self.total - self.done))} left"]
+
+    def _counted(self) -> str:
+        return f"{self.done:,}" if self.total is None else f"{self.done:,} of {self.total:,}"
+
+    def _fields(self) -> dict[str, Any]:
+        return {"counted": self._counted(), "note": self.note}
+
     def _print_line(self) -> None:
-        self.last_line = time.monotonic()
-        spent = self.last_line - self.started
-        counted = f"{self.done:,}" if self.total is None else f"{self.done:,}/{self.total:,}"
-        left = ""
-        if self.total is not None and self.first < self.done < self.total:
-            left = f", {clock(spent / (self.done - self.first) * (self.total - self.done))} left"
-        say(f"{self.what} {counted} ({clock(spent)}{left}) {self.note}".rstrip())
+        self.last_line, self.printed = time.monotonic(), self.done
+        if self.lines_beside_bar or not self.live:
+            say(self.line())
 
 
 def clock(seconds: float) -> str:

@@ -1,15 +1,35 @@
-"""Helpers for all plots."""
+"""Helpers for all plots, which share one style."""
 
 import io
+from pathlib import Path
 
+import matplotlib.style
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+matplotlib.style.use(Path(__file__).with_name("style.mplstyle"))
 
 
 def png(figure: Figure) -> bytes:
     """Return the figure as the content of a PNG file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
+    figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def log_scale(axes: Axes) -> None:
+    """Make the y axis logarithmic, with plain numbers at its ticks."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def literally(text: str) -> str:
+    """Return a text that matplotlib draws as it is: it takes what stands between dollars for a formula."""
+    return text.replace("$", r"\$")
 
 
 def short_count(x: float, _: float) -> str:

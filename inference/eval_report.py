@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.console import say, show_table
-from common.figures import png
+from common.figures import literally, png
 
 _MOST_BARS = 30
 _FIRST_POSITION = 16  # beside long contexts: the loss of the first tokens is so high that it would flatten the rest
@@ -53,13 +53,13 @@ def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
     """
     sets = list(result["sets"].items())[:_MOST_BARS]
     heights = [4.5] + [1.2 + 0.28 * len(sets)] * (len(sets) > 1)
-    figure = Figure(figsize=(8, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(8, sum(heights)))
     grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
     _draw_positions(grid[0, 0], result, trained_on)
     if len(sets) > 1:
         _draw_sets(grid[1, 0], sets, result["loss"])
     title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
-    figure.suptitle(title.replace("$", r"\$"))
+    figure.suptitle(literally(f"loss {_number(result['loss'], 4)} nats per token: {title}"))
     return png(figure)
 
 
@@ -73,28 +73,26 @@ def _draw_positions(axes: Axes, result: dict[str, Any], trained_on: int) -> None
         middles = [(row["start"] + row["stop"] + 1) / 2 for row in known]
         axes.plot(middles, [row["loss"] for row in known], marker="o", markersize=3, label=label)
     means = [(row["context"], row["loss"]) for row in result["contexts"] if row["loss"] is not None]
-    axes.plot(*zip(*means or [((), ())], strict=True), "ks--", label="mean over a context")
-    axes.axvline(trained_on, color="tab:gray", linestyle=":", label=f"trained on {trained_on:,}")
+    axes.plot(*zip(*means or [((), ())], strict=True), "s--", color="black", label="mean over a context")
+    axes.axvline(trained_on, color="C7", linestyle=":", label=f"trained on {trained_on:,}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="tokens read so far", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend()
 
 
 def _draw_sets(axes: Axes, sets: list[tuple[str, dict[str, Any]]], mean: float | None) -> None:
     worst_last = sorted(sets, key=lambda item: item[1]["loss"] or 0)
-    names = [name.replace("$", r"\$") for name, _ in worst_last]  # matplotlib reads text between dollars as formulas
-    drawn = axes.barh(names, [row["loss"] or 0 for _, row in worst_last], color="tab:blue")
+    names = [literally(name) for name, _ in worst_last]
+    drawn = axes.barh(names, [row["loss"] or 0 for _, row in worst_last], color="C0")
     labels = [_number(row["loss"], 3) for _, row in worst_last]
     axes.bar_label(drawn, labels, label_type="center", color="white", fontsize=9)
     title = "Sets" if len(sets) < _MOST_BARS else f"The {len(sets)} largest sets"
     if mean is not None:
-        axes.axvline(mean, color="tab:gray", linestyle="--")
+        axes.axvline(mean, color="C7", linestyle="--")
         title += f"; dashed: all text, {mean:.3f}"
     axes.margins(x=0.02, y=0.02)
     axes.set_xlabel("loss (nats per token)")
-    axes.set_title(title, fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
+    axes.set_title(title)
+    axes.grid(axis="y", visible=False)

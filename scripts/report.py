@@ -2,6 +2,7 @@
 
 python scripts/report.py folders=runs/sweep                          # all runs of a sweep, or of any folder
 python scripts/report.py folders=runs/demo,runs/pile out=compared    # some runs; the report goes into compared/
+python scripts/report.py folders=runs/sweep watch=true               # a page that follows runs under way
 """
 
 from pathlib import Path
@@ -14,7 +15,9 @@ class Options(Settings):
     """folders of a run, of a sweep, or of many runs"""
     out: Path | None = None
     """folder of the report; null: the one that holds all the runs"""
+    watch: bool = False
+    """true: keep the page up to date while runs go on; reload it in a browser once, then it reloads itself"""
 
 
 if __name__ == "__main__":
-    run_script(__doc__, Options, "tools.report.write:write_report")
+    run_script(__doc__, Options, "tools.report.write:write_report", when_interrupted="no longer following the runs")

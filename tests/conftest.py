@@ -153,7 +153,6 @@ def tiny(dataset_dir, tmp_path):
             "runtime": {"device": "cpu", "dtype": "float32", "micro_batch": 2},
             "checkpoint": {"every": 2},
             "eval": {"every": 3, "batches": 4},
-            "tracker": {"name": "local"},
         }
         for key, value in (changes or {}).items():
             *path, last = key.split(".")

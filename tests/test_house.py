@@ -92,7 +92,8 @@ def test_what_reads_data_does_not_prepare_it():
     [
         (["hydra", "omegaconf"], [f"cli/{name}.py" for name in ("command", "compose", "sweep")]),
         (["torch.distributed", "torch.nn.parallel"], ["trainer/distributed.py"]),
-        (["wandb"], ["trainer/metrics.py"]),
+        (["wandb"], ["trainer/trackers.py"]),
+        (["tensorboard", "torch.utils.tensorboard"], ["trainer/trackers.py"]),
         (["pickle", "_pickle", "pickletools", "marshal", "shelve", "dill", "joblib", "cloudpickle", "dbm"], []),
         (["torch.package", "torch.hub", "torch.jit", "torch.distributed.checkpoint", "torch.serialization"], []),
     ],
@@ -184,7 +185,7 @@ def test_without_a_gpu_its_tests_are_refused_in_one_line():
 def test_the_walk_sees_imports():
     """Without this, the tests above could pass because they find nothing at all."""
     assert imports(Path("trainer/distributed.py"), "torch.distributed")
-    assert imports(Path("trainer/metrics.py"), "wandb")
+    assert imports(Path("trainer/trackers.py"), "wandb")
     assert imports(Path("cli/command.py"), "hydra")
     assert imports(Path("train.py"), "trainer.loop.fit")
     assert imports(Path("trainer/run.py"), "data.loader")

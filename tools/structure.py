@@ -119,7 +119,7 @@ def shown(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
 
 def picture(arrows: set[tuple[str, str]]) -> bytes:
     """Boxes for the rooms, and arrows from each to those it imports."""
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(8, 6))
     axes = figure.subplots()
     axes.set_xlim(-0.4, 2.6)
     axes.set_ylim(-0.5, 6.5)

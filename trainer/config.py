@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 
 from common.settings import Settings
 from trainer.checkpoint import Kept
-from trainer.metrics import TrackerConfig
 from trainer.optim import OptimConfig
 from trainer.runtime import RuntimeConfig
 from trainer.schedule import ScheduleConfig
+from trainer.trackers import TrackerConfig
 
 
 class CheckpointConfig(Settings, defaults="train:checkpoint"):

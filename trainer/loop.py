@@ -2,12 +2,13 @@
 
 import contextlib
 
-from common.console import Track, say
+from common.console import say
 from common.exits import AGAIN
 from common.files import make_directory
 from trainer.checkpoint import retain
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
+from trainer.progress import TrainingProgress
 from trainer.resume import own_run
 from trainer.run import RollBack, Run
 from trainer.runtime import open_runtime
@@ -22,8 +23,10 @@ def fit(config: TrainConfig) -> float | None:
 
     Raises:
         UserError: the user must fix something; no checkpoint is lost.
+        ModuleNotFoundError: a package that the configuration needs is not installed.
         SystemExit: the run was asked to stop, or lost a process: the same command resumes it (exits.AGAIN).
     """
+    config.tracker.import_packages()
     runtime = open_runtime(config.runtime)
     make_directory(config.run_dir, "run_dir")
     with (
@@ -61,16 +64,12 @@ def _train(run: Run, config: TrainConfig) -> float | None:
 
 def _train_on(run: Run, config: TrainConfig) -> None:
     """Train to the end of the run, or until a signal stops it, and save the last step."""
-    track = Track("training", config.last_step * config.batch_tokens, run.step * config.batch_tokens)
-    with run.reading_ahead(), track:
+    with run.reading_ahead(), TrainingProgress(config.last_step, run.step, run.curves) as progress:
         while not run.ended:
             run.saver.check()
             line = run.train_step()
-            track.advance(config.batch_tokens, f"tokens, loss {line['loss']:.3f}" if "loss" in line else "")
-            if "event" in line:
-                run.write(line)
-            elif run.due(config.tracker.every):
-                run.write(line | run.speed())
+            run.write(line)
+            progress.take(line)
             improved = run.due(config.eval.every) and run.evaluate()
             if improved or run.due(config.checkpoint.every) or run.ended:
                 run.save()

@@ -1,192 +1,17 @@
-"""Writes a run's numbers to metrics.jsonl, and to wandb if asked for. The only file that imports wandb."""
+"""metrics.jsonl: a run's numbers, a line for every step."""
 
 import contextlib
+import io
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, BinaryIO
 
-from pydantic import Field
-
-from common.console import console, errors, say, warn
+from common.console import warn
 from common.files import file_size, sync_directory, write_atomic
-from common.settings import Settings, UserError
-
-_PIPE_BYTES = 2**20  # the most that Linux gives to any user
-
-
-class LocalTrackerConfig(Settings, defaults="tracker/local"):
-    """Writes metrics.jsonl and loss.png to the run directory. Needs no account."""
-
-    name: Literal["local"]
-    every: int = Field(ge=1)
-    """Steps between training lines."""
-
-    def open(self, run_id: str, run_dir: Path, config: dict[str, Any]) -> "Tracker":
-        """Start the tracker of a run."""
-        return Tracker()
-
-
-class WandbTrackerConfig(Settings, defaults="tracker/wandb"):
-    """Sends the same lines to Weights & Biases too. Training goes on even if that fails."""
-
-    name: Literal["wandb"]
-    every: int = Field(ge=1)
-    """Steps between training lines."""
-    mode: Literal["online", "offline", "disabled"]
-    """offline writes under the run directory, for `wandb sync` later."""
-    project: str
-    """wandb's project."""
-    run_name: str | None
-    """Name of the run in wandb; null: the name of the run directory."""
-    finish_seconds: float = Field(gt=0)
-    """Longest time that the end of training waits for the last uploads."""
-
-    def open(self, run_id: str, run_dir: Path, config: dict[str, Any]) -> "Tracker":
-        """Start the tracker of a run."""
-        settings = {"program": sys.argv[0], "x_stats_pid": os.getpid()}  # this process, not the one that wandb runs in
-        about = {"project": self.project, "name": self.run_name or run_dir.name, "dir": str(run_dir), "config": config}
-        how = {"id": run_id, "resume": "allow", "mode": self.mode, "settings": settings}
-        return WandbTracker(about | how, self.finish_seconds)
-
-
-TrackerConfig = Annotated[LocalTrackerConfig | WandbTrackerConfig, Field(discriminator="name")]
-
-
-class Tracker:
-    """Receives the lines of metrics.jsonl. The base class ignores them."""
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Take a line. Never blocks, never raises."""
-
-    def finish(self) -> None:
-        """Send what is left, in bounded time."""
-
-
-class WandbTracker(Tracker):
-    """Runs wandb in a separate process: if wandb hangs, fails or crashes, training continues with a warning.
-
-    In this process, wandb would wrap stdout and stderr, and wait for its service process at exit without a limit. A
-    process, with all that it started, can be killed. It prints its own reports, and gets lines of JSON through a pipe,
-    which holds some thousands of them.
-    """
-
-    def __init__(self, settings: dict[str, Any], finish_seconds: float) -> None:
-        self._finish_seconds = finish_seconds
-        self._process = _start_process()
-        assert self._process.stdin is not None
-        self._pipe = self._process.stdin
-        os.set_blocking(self._pipe.fileno(), False)
-        self.log({"settings": settings, "trainer": os.getpid(), "finish_seconds": finish_seconds})
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Send a line. If wandb is too far behind, or gone, the line is in metrics.jsonl only."""
-        if not self._pipe.closed:
-            try:
-                os.write(self._pipe.fileno(), json.dumps(line).encode() + b"\n")
-            except BlockingIOError:
-                self._kill("it does not keep up")
-            except BrokenPipeError:
-                self._wait()
-
-    def finish(self) -> None:
-        """Wait for the last lines, but no longer than finish_seconds. Afterwards, nothing of wandb is running."""
-        self.log({})  # the end: without it, training was killed
-        if not self._pipe.closed:
-            self._wait()
-
-    def _wait(self) -> None:
-        self._pipe.close()
-        try:
-            if status := self._process.wait(self._finish_seconds):
-                _warn(f"its process ended with status {status}")
-        except subprocess.TimeoutExpired:
-            self._kill(f"it did not finish within {self._finish_seconds:g} seconds")
-
-    def _kill(self, why: str) -> None:
-        self._pipe.close()
-        _kill_tree(self._process.pid)
-        self._process.wait()
-        _warn(why)
-
-
-def _warn(why: str) -> None:
-    warn(f"wandb failed ({why}); training goes on, and metrics.jsonl has every line")
-
-
-def _start_process() -> "subprocess.Popen[bytes]":
-    """Run this file as a program that ignores the signals that stop training: it ends when its input does."""
-    ignored = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # a new process inherits the mask
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainer.metrics"],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            pipesize=_PIPE_BYTES,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _serve() -> None:
-    """Run wandb with the lines that WandbTracker sends."""
-    lines, console.file, errors.file = (os.fdopen(os.dup(fd), mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(nowhere, fd)  # for wandb, and for its service process, which would keep the pipes open
-    try:
-        first = json.loads(lines.readline())
-        limit = (first["trainer"], first["finish_seconds"])
-        threading.Thread(target=_outlive, args=limit, daemon=True).start()
-        import wandb
-
-        run = wandb.init(**first["settings"])
-        if url := getattr(run, "url", None):
-            say(f"wandb: {url}")
-        # A resumed run repeats some steps: with an axis of their own, steps need not increase.
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        line: Any = None
-        for text in lines:
-            if line := json.loads(text):
-                run.log(line)
-        run.finish(exit_code=int(line != {}))
-    except BaseException as error:  # no failure of wandb is worth a run
-        with contextlib.suppress(OSError):
-            _warn(" ".join(f"{type(error).__name__}: {error}".split()))
-        _kill_tree(os.getpid())  # a normal exit would wait for its service process, which may be what failed
-
-
-def _outlive(trainer: int, seconds: float) -> None:
-    """End this process `seconds` after its parent has ended, even if it hangs."""
-    while os.getppid() == trainer:
-        time.sleep(1.0)
-    time.sleep(seconds)
-    _kill_tree(os.getpid())
-
-
-def _kill_tree(pid: int) -> None:
-    """Kill a process and, on Linux, everything that it started, parents first. This process itself just ends."""
-    children: list[str] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            children += path.read_text().split()
-    if pid != os.getpid():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for child in children:
-        _kill_tree(int(child))
-    if pid == os.getpid():
-        os._exit(0)
+from common.settings import UserError
 
 
 class MetricsLog:
@@ -201,22 +26,22 @@ class MetricsLog:
 
     def __init__(self, path: Path, resumed_at: int) -> None:
         """Open the log of a run that continues after step `resumed_at`, and drop later lines."""
-        self._path = path
+        self.path = path
         self._warned = False
         self._lock = threading.Lock()  # guards everything here
         self._open(resumed_at)
 
     def _open(self, step: int) -> None:
         """Open the file, cut to its lines up to `step`."""
-        new = file_size(self._path) is None  # refuses a link to another file
+        new = file_size(self.path) is None  # refuses a link to another file
         if not new:
-            _drop_later(self._path, step)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            _drop_later(self.path, step)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         self._synced = os.fstat(self._file).st_size  # bytes on disk
         self._recent = bytearray()  # lines since the last sync, which may still be lost
         self._written = 0  # how many of their bytes are in the file
         if new:
-            sync_directory(self._path.parent)
+            sync_directory(self.path.parent)
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line. Others can read it at once, or as soon as there is room."""
@@ -281,14 +106,14 @@ class MetricsLog:
         self._warned = False
 
     def _with_path(self, error: OSError) -> OSError:
-        return OSError(error.errno, error.strerror, str(self._path))
+        return OSError(error.errno, error.strerror, str(self.path))
 
 
 def _drop_later(path: Path, step: int) -> None:
     """Keep the lines up to `step`. Usually the others come last, and cutting them off needs no room on disk."""
-    content, kept = path.read_bytes(), b""
+    content, kept = path.read_bytes(), bytearray()
     damage: UserError | None = None
-    for number, text in _numbered_lines(content):
+    for number, text in _numbered_lines(io.BytesIO(content)):
         try:
             later = _parse(path, number, text)["step"] > step
         except UserError as error:  # after a power cut, the lines since the last sync may hold anything
@@ -297,25 +122,28 @@ def _drop_later(path: Path, step: int) -> None:
         if not later:
             if damage is not None:
                 raise damage
-            kept += text + b"\n"
+            kept += text
     if content.startswith(kept):
         os.truncate(path, len(kept))
     else:
-        write_atomic(path, kept)
+        write_atomic(path, bytes(kept))
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl. An incomplete last line, left by a crash, is ignored.
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a metrics.jsonl, one at a time. An incomplete last line, left by a crash, is ignored.
 
     Raises:
         UserError: a line is damaged.
     """
-    return [_parse(path, number, text) for number, text in _numbered_lines(path.read_bytes())]
+    with open(path, "rb") as file:
+        for number, text in _numbered_lines(file):
+            yield _parse(path, number, text)
 
 
-def _numbered_lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    lines = enumerate(content.split(b"\n")[:-1], start=1)
-    return ((number, text) for number, text in lines if text.strip())
+def _numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the whole lines that are not empty."""
+    lines = enumerate(file, start=1)
+    return ((number, text) for number, text in lines if text.endswith(b"\n") and text.strip())
 
 
 def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
@@ -327,7 +155,3 @@ def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
         remedy = "fix or delete that line, or use another run_dir"
         raise UserError(f"{path} is damaged in line {number} ({error}): {remedy}") from None
     return line
-
-
-if __name__ == "__main__":
-    _serve()

@@ -2,40 +2,46 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from common.console import warn
-from common.figures import png, short_count
+from common.figures import literally, log_scale, png, short_count
 from common.files import write_atomic
+from trainer.curves import Curve, RunCurves
+
+_EACH, _MEAN, _VAL = "C5", "C0", "C1"
+_MOST_DOTS = 60
 
 
-def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw training and validation loss over tokens from the lines of metrics.jsonl, without its events.
+def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
+    """Draw training and validation loss over tokens, and learning rate and gradient norm below.
 
     Only warns if the picture cannot be written.
     """
-    lines = [line for line in lines if "event" not in line]
-    train = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
-    val = [(line["tokens"], line["val_loss"]) for line in lines if "val_loss" in line]
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    if train:
-        axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
-        axes.plot(*zip(*_running_mean(train), strict=True), color="tab:blue", linewidth=1.6, label="training, mean")
-    if val:
-        label = f"validation (last {val[-1][1]:.3f})"
-        axes.plot(*zip(*val, strict=True), color="tab:orange", marker="o", markersize=4, linewidth=1.6, label=label)
-        axes.set_ylim(*_limits([loss for _, loss in train[len(train) // 20 :]] + [loss for _, loss in val]))
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_title(title)
-    axes.xaxis.set_major_formatter(short_count)
-    axes.grid(alpha=0.3)
-    if train or val:
-        axes.legend()
+    figure = Figure(figsize=(8, 7))
+    losses, rates, norms = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1, 1.4])
+    title, above = literally(name), _limit(losses, curves)
+    if curves.loss.stretches:
+        _draw(losses, curves.loss, 0.02, f"training, every step{above}", "training, mean")
+        title = f"training loss {curves.loss.smoothed(0.02)[-1]:.4f} nats per token: {literally(name)}"
+    if curves.val:
+        marker = "o" if len(curves.val) <= _MOST_DOTS else ""
+        losses.plot(*zip(*curves.val, strict=True), color=_VAL, marker=marker, label="validation")
+        title = f"validation loss {curves.val[-1][1]:.4f} nats per token: {literally(name)}"
+    losses.set_title(title)
+    if curves.val or curves.loss.stretches:
+        losses.legend(loc="upper right")
+    _draw(rates, curves.lr, 0.0)
+    _draw(norms, curves.grad_norm, 0.02)
+    if any(stretch.low > 0 for stretch in curves.grad_norm.stretches):
+        log_scale(norms)
+    for axes, quantity in ((losses, "loss (nats per token)"), (rates, "learning rate"), (norms, "gradient norm")):
+        axes.set_ylabel(quantity)
+    figure.align_ylabels()
+    norms.set_xlabel("tokens")
+    norms.xaxis.set_major_formatter(short_count)
     try:
         write_atomic(path, png(figure))
     except OSError as error:
@@ -44,18 +50,27 @@ def draw_losses(lines: list[dict[str, Any]], path: Path, title: str) -> None:
         warn(f"{path} could not be redrawn ({error.strerror or error})")
 
 
-def _running_mean(points: list[tuple[int, float]], share: float = 0.02) -> list[tuple[int, float]]:
-    """At each point, the mean over the last `share` of all points."""
-    window = max(1, int(len(points) * share))
-    tokens, losses = zip(*points, strict=True)
-    sums = np.cumsum([0.0, *losses])
-    ends = np.arange(1, len(points) + 1)
-    starts = np.maximum(ends - window, 0)
-    return list(zip(tokens, (sums[ends] - sums[starts]) / (ends - starts), strict=True))
+def _draw(axes: Axes, curve: Curve[int], share: float, each: str = "", mean: str = "") -> None:
+    """Draw the range of the values and, over it, the mean of the last `share` of all values; with their labels."""
+    places = [stretch.place for stretch in curve.stretches]
+    lows, highs = [stretch.low for stretch in curve.stretches], [stretch.high for stretch in curve.stretches]
+    if lows == highs:  # as many stretches as steps
+        axes.plot(places, highs, color=_EACH, linewidth=0.8, label=each)
+    else:
+        axes.fill_between(places, lows, highs, color=_EACH, alpha=0.5, linewidth=0, label=each)
+    axes.plot(places, curve.smoothed(share), color=_MEAN, label=mean)
 
 
-def _limits(losses: list[float]) -> tuple[float, float]:
-    """The range of the losses, without the steep fall at the start."""
-    low, high = min(losses), max(losses)
-    margin = 0.05 * (high - low) or 0.05  # a single loss has no range
-    return low - margin, high + margin
+def _limit(axes: Axes, curves: RunCurves) -> str:
+    """Fit the axis to the means after the first fall, and return what is above it, for the legend."""
+    stretches, means = curves.loss.stretches, curves.loss.smoothed(0.02)
+    points = [(stretch.place, mean) for stretch, mean in zip(stretches, means, strict=True)] + curves.val
+    if not points:
+        return ""
+    last = max(tokens for tokens, _ in points)
+    later = [loss for tokens, loss in points if tokens >= 0.05 * last]
+    low, high = min([*later, *(stretch.low for stretch in stretches)]), max(later)
+    margin = 0.08 * (high - low) or 0.05  # a single loss has no range
+    axes.set_ylim(low - margin, high + margin)
+    highest = max([*(stretch.high for stretch in stretches), *(loss for _, loss in curves.val)])
+    return f" (up to {highest:.4g}, above this picture)" if highest > high + margin else ""

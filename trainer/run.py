@@ -19,11 +19,12 @@ from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
 from trainer.config import TrainConfig
+from trainer.curves import RunCurves, curves_of
 from trainer.distributed import World
 from trainer.guard import bad_steps_before, keep_evidence, why_bad
 from trainer.losses import evaluate
 from trainer.memory import step_memory
-from trainer.metrics import MetricsLog, Tracker, read_metrics
+from trainer.metrics import MetricsLog, read_metrics
 from trainer.micro_batch import choose_micro_batch, out_of_memory
 from trainer.optim import named_state
 from trainer.plot import draw_losses
@@ -33,6 +34,7 @@ from trainer.runtime import Runtime, device_name, maybe_compile, peak_flops
 from trainer.saving import Saver
 from trainer.signals import StopSignals
 from trainer.step import MicroBatches, StepResult, SummedLoss, train_step
+from trainer.trackers import TrackedRun
 
 
 class RollBack(Exception):
@@ -66,7 +68,8 @@ class Run:
         self.windows = EvalBatches(val, config.seq_len, n_windows)
         self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)
         self._begin()
-        self._since: tuple[int, float] = (0, 0.0)  # tokens and seconds of training since the last line
+        self.curves = RunCurves()
+        """The run's metrics so far, in the main process."""
 
     def _begin(self) -> None:
         """Build model and optimizer from the seed, or restore them from the run's newest checkpoint."""
@@ -145,9 +148,7 @@ class Run:
                 raise
             where = f"step {self.step + 1} with micro-batches of {self.micro_batch} sequences"
             raise UserError(f"out of memory in {where}: lower runtime.micro_batch") from error
-        tokens, seconds = self._since
-        self._since = (tokens + self.config.batch_tokens, seconds + time.perf_counter() - started)
-        return line
+        return line if "event" in line else line | self._speed(time.perf_counter() - started)
 
     def _step(self) -> dict[str, Any]:
         config = self.config
@@ -249,9 +250,9 @@ class Run:
         passed_over = self.state.passed_over | bad.skip
         restored = restore(path, new_state(self.config, self.manifest), self.gpt, self.optimizer, self.world)
         self.state = restored.model_copy(update={"passed_over": passed_over})
-        self._since = (0, 0.0)
         if self.world.is_main:
             self.log.truncate(self.step)
+            self.curves = curves_of(read_metrics(self.log.path))
         warn(f"{bad}; back to step {self.step}, and that step will be skipped")
 
     def share(self, step: int) -> MicroBatches:
@@ -273,10 +274,9 @@ class Run:
             finally:
                 self._ahead = None
 
-    def speed(self) -> dict[str, float | None]:
-        """Throughput since the last call."""
-        (tokens, seconds), self._since = self._since, (0, 0.0)
-        rate = tokens / seconds
+    def _speed(self, seconds: float) -> dict[str, float | None]:
+        """Throughput of a step that took so many seconds."""
+        rate = self.config.batch_tokens / seconds
         peak = peak_flops(self.world.device, self.runtime.dtype)
         flops = self.gpt.flops_per_token(self.config.seq_len)
         mfu = rate * flops / (peak * self.world.size) if peak else None
@@ -298,14 +298,14 @@ class Run:
     def draw(self) -> None:
         """Redraw loss.png."""
         if self.world.is_main:
-            run_dir = self.config.run_dir
-            draw_losses(read_metrics(run_dir / "metrics.jsonl"), run_dir / "loss.png", title=str(run_dir))
+            draw_losses(self.curves, self.config.run_dir / "loss.png", str(self.config.run_dir))
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write a line to metrics.jsonl and to the tracker."""
+        """Write a line to metrics.jsonl and to the trackers."""
         if self.world.is_main:
             self.log.write(line)
-            self.tracker.log(line)
+            self.curves.add(line)
+            self.trackers.log(line)
 
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint in the background, and delete those that need not be kept; `wait` until that is done."""
@@ -336,7 +336,7 @@ class Run:
 
     @contextlib.contextmanager
     def open_files(self) -> Iterator[None]:
-        """Write config.json; keep metrics, tracker and saver open while the context lasts."""
+        """Write config.json; keep metrics, trackers and saver open while the context lasts."""
         self.world.wait_for_all()  # until every process has read what the main process is about to change
         if self.world.is_main:
             self._open_log()
@@ -351,22 +351,23 @@ class Run:
             self.world.leave(error)
             self.saver.wait()
             if self.world.is_main:
-                self.tracker.finish()
+                self.trackers.finish()
                 with contextlib.suppress(OSError):  # a warning was printed, and `error` matters more
                     self.log.close()
             raise
         if self.world.is_main:
-            self.tracker.finish()
+            self.trackers.finish()
             self.log.close()
 
     def _open_log(self) -> None:
-        """Write config.json, and open metrics and tracker."""
+        """Write config.json, and open metrics and trackers."""
         config, run_dir = self.config, self.config.run_dir
         dumped, flops = config.model_dump(mode="json"), self.gpt.flops_per_token(config.seq_len)
         found = {"micro_batch": self.micro_batch, "n_params": self.gpt.n_params(), "flops_per_token": flops}
         write_config(run_dir / "config.json", dumped, self.world, found, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
-        self.tracker: Tracker = config.tracker.open(self.state.run_id, run_dir, dumped)
+        self.curves = curves_of(read_metrics(self.log.path))
+        self.trackers = config.tracker.open(TrackedRun(self.state.run_id, run_dir, dumped, resumed_at=self.step))
         batch = f"{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
         say(f"{self.gpt.n_params():,} parameters, {batch}, {config.max_steps * config.batch_tokens:,} tokens")
 

@@ -36,25 +36,24 @@ def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
     names, tokens = bars(manifest)
     from matplotlib.figure import Figure  # here, because importing it is slow
 
-    from common.figures import png, short_count
+    from common.figures import literally, png, short_count
 
     def short(n: int) -> str:
         return short_count(float(f"{n:.3g}"), 0)
 
-    figure = Figure(figsize=(9, 1.6 + 0.3 * len(names)), layout="constrained")
+    figure = Figure(figsize=(9, 1.6 + 0.3 * len(names)))
     axes = figure.subplots()
     begins = np.zeros(len(names))
-    for split, widths, color in zip(manifest.splits, tokens, ("tab:blue", "tab:orange"), strict=True):
+    for split, widths, color in zip(manifest.splits, tokens, ("C0", "C1"), strict=True):
         label = f"{split}, {short(int(widths.sum()))} tokens"
-        drawn = axes.barh(names, widths, left=begins, color=color, label=label)
+        drawn = axes.barh(list(map(literally, names)), widths, left=begins, color=color, label=label)
         begins += widths
     axes.bar_label(drawn, [f" {short(int(n))}, {n / tokens.sum():.1%}" for n in begins], fontsize=9)
     axes.margins(x=0.2, y=0.01)
     axes.xaxis.set_major_formatter(short_count)
     axes.set_xlabel("tokens")
     axes.set_title(title)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
+    axes.grid(axis="y", visible=False)
     axes.legend(loc="lower right")
     write_atomic(path, png(figure))
 
@@ -64,7 +63,7 @@ def bars(manifest: Manifest) -> tuple[list[str], np.ndarray]:
     splits = manifest.splits.values()
     sizes = [[split.sets[name].tokens if name in split.sets else 0 for split in splits] for name in manifest.set_names]
     by_size = sorted(zip(sizes, manifest.set_names, strict=True), key=lambda bar: sum(bar[0]))
-    names = [visible(name).replace("$", r"\$") for _, name in by_size]  # between dollars, matplotlib reads formulas
+    names = [visible(name) for _, name in by_size]
     tokens = np.array([numbers for numbers, _ in by_size]).T
     if (small := len(by_size) - _BARS) > 0:
         names = [f"{small + 1:,} other sets", *names[small + 1 :]]

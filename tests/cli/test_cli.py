@@ -41,7 +41,7 @@ def assert_one_line(result, *fragments):
         ("model/atention=softmax", ["unknown config key 'model/atention'"]),
         ("model.attention=softmax", ["write model/attention=softmax"]),
         ("model.attention.name=sofmax", ["model.attention.name='sofmax' does not exist: did you mean 'softmax'?"]),
-        ("tracker=wandb tracker.mod=offline", ["'tracker.mod': did you mean 'tracker.mode'?"]),
+        ("tracker=wandb tracker.mode=offline", ["'tracker.mode': did you mean 'tracker.wandb.mode'?"]),
         ("+optim.lr=1", ["unknown config key 'optim.lr'"]),
         ("~optim.eps optim.eps=1", ["optim.eps"]),
         ("seed=abc", ["seed='abc'", "integer"]),

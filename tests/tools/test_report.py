@@ -11,7 +11,8 @@ import subprocess
 import pytest
 
 from common.settings import UserError
-from tools.report.records import MOST_SETTINGS, labels, read_records, varying_settings
+from tools.report.page import page_of
+from tools.report.records import labels, read_records, varying_settings
 from tools.report.write import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -65,30 +66,67 @@ def test_the_figures_are_those_of_the_lines(tmp_path):
     assert record.figures == {
         **{"step": 4, "tokens": 256, "flops": 2560, "seconds": seconds, "max_steps": 10, "n_params": 7},
         **{"best": 2.5, "best_step": 3, "bits": 2.5 / math.log(2), "loss": 2.0, "rate": 32.0},
+        **{"low": 2.5, "high": 2.5, "runs": 1},
     }
-    assert [(p["tokens"], p["flops"], p["seconds"], p["loss"]) for p in record.train] == [
+    assert [(p["tokens"], p["flops"], p["seconds"], p["value"]) for p in record.curves["loss"]] == [
         (64, 640, 1, 4.0),
         (128, 1280, 3, 3.0),
         (192, 1920, 7, 2.0),
     ]
-    assert [(p["step"], p["seconds"], p["val_loss"]) for p in record.val] == [(2, 3, 3.5), (3, 7, 2.5), (4, 7, 2.75)]
+    evaluated = [(p["step"], p["seconds"], p["value"]) for p in record.curves["val_loss"]]
+    assert evaluated == [(2, 3, 3.5), (3, 7, 2.5), (4, 7, 2.75)]
+    assert [p["value"] for p in record.curves["lr"] + record.curves["grad_norm"]] == [0.1] * 3 + [1.0] * 3
 
 
-def test_a_long_run_is_thinned_to_means(tmp_path):
+def test_a_long_run_is_thinned_to_means_and_ranges(tmp_path):
     make_run(tmp_path / "run", [train(i, float(i)) for i in range(1, 3001)])
     (record,) = read_records([tmp_path / "run"])
-    assert len(record.train) == 300
-    assert [p["loss"] for p in record.train[:2]] == pytest.approx([5.5, 15.5])
-    assert [p["step"] for p in record.train[-2:]] == [2990, 3000]
+    points = record.curves["loss"]
+    assert len(points) == 188  # 16 steps each, as 300 points of 8 would not do
+    assert [p["value"] for p in points[:2]] == pytest.approx([8.5, 24.5])
+    assert [(p["low"], p["high"]) for p in points[:2]] == [(1, 16), (17, 32)]
+    assert [p["step"] for p in points[-2:]] == [2992, 3000]
 
 
 def test_the_settings_that_vary_name_the_runs_and_the_best_comes_first(sweep):
     records = read_records([sweep])
     keys = varying_settings(records)
-    assert keys == ["optim.max_lr", "seed"]
-    assert [record.name for record in records[:2]] == ["optim.max_lr=0.001,seed=1", "optim.max_lr=0.001,seed=2"]
-    assert labels(records, keys)[0] == "max_lr=0.001, seed=1"
-    assert [record.figures["best"] for record in records] == pytest.approx([1.2, 1.3, 2.1, 2.2, 4.1, 4.2])
+    assert keys == ["optim.max_lr"]
+    assert records[0].name == "optim.max_lr=0.001,seed=1, optim.max_lr=0.001,seed=2"
+    assert labels(records, keys)[0] == "max_lr=0.001 (mean of 2 runs)"
+
+
+def test_seeds_are_one_row_with_their_mean_range_and_number(sweep):
+    records = read_records([sweep])
+    found = [[record.figures[key] for key in ("best", "low", "high", "runs")] for record in records]
+    assert found == [pytest.approx(row) for row in ([1.25, 1.2, 1.3, 2], [2.15, 2.1, 2.2, 2], [4.15, 4.1, 4.2, 2])]
+    assert records[0].settings["seed"] == "1, 2"
+    assert [p["value"] for p in records[0].curves["val_loss"]] == pytest.approx([7.25 - i for i in range(1, 7)])
+
+
+def test_seeds_of_which_one_is_behind_lose_no_point(sweep):
+    path = sweep / "optim.max_lr=0.001,seed=2" / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]))
+    record = next(record for record in read_records([sweep]) if record.settings["optim.max_lr"] == 0.001)
+    assert record.figures["step"] == 3
+    assert [p["step"] for p in record.curves["val_loss"]] == [1, 2, 3]
+    assert [len(member.curves["val_loss"]) for member in record.members] == [6, 3]
+    members = next(run for run in data_of(page_of([record], "x"))["runs"])["members"]
+    assert [len(member["curves"]["val_loss"]["value"]) for member in members] == [6, 3]
+
+
+def test_runs_that_may_differ_in_more_than_the_seed_are_no_group(tmp_path):
+    for i, config in enumerate([{"seed": 1}, {"seed": 2}, {"seed": 2}, {"seed": 3, "n": 2}, {}]):
+        make_run(tmp_path / str(i), [val(1, 3.0)], config)
+    assert [record.members for record in read_records([tmp_path])] == [()] * 5
+
+
+def test_every_setting_that_differs_is_listed_and_no_other(tmp_path):
+    for i in range(2):
+        make_run(tmp_path / str(i), [val(1, 3.0)], {f"x{n}": i for n in range(40)} | {"same": 1, "seed": i})
+    assert data_of(write_report([tmp_path], None)[0].read_text())["keys"] == sorted(
+        ["seed", *(f"x{n}" for n in range(40))]
+    )
 
 
 def test_a_report_is_one_page_and_pictures(sweep, tmp_path):
@@ -97,17 +135,18 @@ def test_a_report_is_one_page_and_pictures(sweep, tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in paths)
     assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in paths[1:])
     data = data_of(paths[0].read_text())
-    assert data["keys"] == ["optim.max_lr", "seed"]
-    assert data["runs"][0]["settings"] == {"optim.max_lr": 0.001, "seed": 1}
-    assert data["runs"][0]["val"]["val_loss"][-1] == pytest.approx(1.2)
-    assert data["runs"][0]["val"]["flops"][-1] == 64 * 6 * 6000
+    assert data["keys"] == ["optim.max_lr"]
+    assert data["runs"][0]["settings"] == {"optim.max_lr": 0.001}
+    assert data["runs"][0]["curves"].keys() == {"val_loss", "val_bits_per_byte", "loss", "lr", "grad_norm"}
+    assert data["runs"][0]["curves"]["val_loss"]["value"][-1] == pytest.approx(1.25)
+    assert data["runs"][0]["curves"]["val_loss"]["flops"][-1] == 64 * 6 * 6000
     assert not re.search(r"(src|href)\s*=|https?://(?!www\.w3\.org/2000/svg)|@import|fetch\(", paths[0].read_text())
 
 
 def test_runs_of_several_folders_are_compared_where_they_meet(sweep, tmp_path):
     make_run(tmp_path / "other", [val(1, 9.0)], {"seed": 3})
     write_report([sweep, tmp_path / "other", sweep], None)
-    assert len(data_of((tmp_path / "report.html").read_text())["runs"]) == 7
+    assert len(data_of((tmp_path / "report.html").read_text())["runs"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -129,8 +168,8 @@ def test_runs_of_several_folders_are_compared_where_they_meet(sweep, tmp_path):
     ids=range(12),
 )
 def test_any_lines_make_a_report(tmp_path, lines):
-    make_run(tmp_path / "a", lines, {"seed": 1})
-    make_run(tmp_path / "b", [val(1, 3.0)], {"seed": 2})
+    make_run(tmp_path / "a", lines, {"n": 1})
+    make_run(tmp_path / "b", [val(1, 3.0)], {"n": 2})
     data = data_of(write_report([tmp_path], None)[0].read_text())
     assert len(data["runs"]) == 2
 
@@ -141,7 +180,7 @@ def test_numbers_that_are_none_are_no_losses(tmp_path):
         path.read_text() + '{"step": 2, "tokens": 128, "val_loss": NaN}\n{"step": 3, "tokens": 1, "val_loss": 1e999}\n'
     )
     (record,) = read_records([tmp_path])
-    assert [p["val_loss"] for p in record.val] == [3.0]
+    assert [p["value"] for p in record.curves["val_loss"]] == [3.0]
 
 
 @pytest.mark.parametrize("config", [None, [], "x", {"a": {"b": [1, {"c": HOSTILE}]}}, {str(i): i for i in range(1000)}])
@@ -149,14 +188,14 @@ def test_any_configuration_makes_a_report(tmp_path, config):
     make_run(tmp_path / "a", [val(1, 3.0)], config)
     make_run(tmp_path / "b", [val(1, 3.0), val(2, 2.0)], {"seed": 2})
     data = data_of(write_report([tmp_path], None)[0].read_text())
-    assert len(data["keys"]) <= MOST_SETTINGS
+    assert len(data["runs"]) == 2
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
 @pytest.mark.parametrize("replace", ["link", "pipe", "folder", "damaged"])
 def test_what_is_no_file_costs_a_warning(tmp_path, capsys, name, replace):
-    make_run(tmp_path / "good", [val(1, 3.0)], {"seed": 1})
-    path = make_run(tmp_path / "bad", [val(1, 2.0)], {"seed": 2}) / name
+    make_run(tmp_path / "good", [val(1, 3.0)], {"n": 1})
+    path = make_run(tmp_path / "bad", [val(1, 2.0)], {"n": 2}) / name
     path.unlink()
     if replace == "link":
         path.symlink_to("/dev/zero")
@@ -176,7 +215,7 @@ def test_what_is_no_file_costs_a_warning(tmp_path, capsys, name, replace):
 def test_links_lead_nowhere(sweep, tmp_path):
     (sweep / "again").symlink_to(sweep)
     (sweep / "elsewhere").symlink_to(make_run(tmp_path / "private", [val(1, 1.0)]))
-    assert len(read_records([sweep])) == 6
+    assert sum(len(record.members) for record in read_records([sweep])) == 6
 
 
 @pytest.mark.parametrize("given", ["empty", "missing", "file"])
@@ -194,10 +233,29 @@ def test_without_a_run_there_is_one_line(command, tmp_path, given):
 def test_every_path_that_is_printed_exists(command, sweep):
     result = command("scripts/report", f"folders={sweep}")
     assert result.status == 0
-    assert "6 runs; lowest validation loss 1.2000: max_lr=0.001, seed=1" in result.out
+    assert "6 runs; lowest validation loss 1.2500: max_lr=0.001 (mean of 2 runs)" in result.out
     paths = re.findall(r"written: (.*)", result.out)
     assert len(paths) == 3
     assert all(os.path.isfile(path) for path in paths)
+
+
+def test_a_page_follows_running_runs_until_their_end(tmp_path, monkeypatch):
+    """It is loaded again and again, and shows what the run has written since; the last one stays as it is."""
+    run, pages = make_run(tmp_path / "run", [val(1, 3.0)], {"max_steps": 3}), []
+
+    def wait(seconds):
+        page = (tmp_path / "report.html").read_text()
+        pages.append(
+            (f'http-equiv="refresh" content="{seconds:g}"' in page, data_of(page)["runs"][0]["figures"]["step"])
+        )
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(val(len(pages) + 1, 2.0)) + "\n")
+
+    monkeypatch.setattr("tools.report.write.time.sleep", wait)
+    (page, *_) = write_report([tmp_path], None, watch=True)
+    assert pages == [(True, 1), (True, 2)]
+    assert 'http-equiv="refresh"' not in page.read_text()
+    assert data_of(page.read_text())["runs"][0]["figures"]["step"] == 3
 
 
 def test_torch_is_not_imported(run_process):
@@ -265,7 +323,7 @@ def test_in_a_browser_names_stay_text(hostile, tmp_path):
     assert not [attributes for _, attributes in elements if any(name.startswith("on") for name in attributes)]
     assert "<title>owned" not in dom
     assert sum(tag == "path" for tag, _ in elements) == 3  # parallel coordinates
-    assert sum(tag == "polyline" for tag, _ in elements) == 3
+    assert sum(tag == "polyline" for tag, _ in elements) == 3 * 3
 
 
 CLICKS = """
@@ -284,7 +342,22 @@ def test_in_a_browser_the_table_is_sorted_and_runs_are_hidden(sweep, tmp_path):
     path.write_text(page.replace("</body>", f"<script>{CLICKS}</script></body>"), encoding="utf-8")
     dom = dom_of(path, tmp_path)
     rows = re.findall(r'<tr data-run="(\d)" class="(\w*)">(.*?)</tr>', dom)
-    assert [run for run, _, _ in rows] == ["4", "5", "2", "3", "0", "1"]
-    assert [shade for _, shade, _ in rows] == ["off", "", "", "", "", ""]
-    assert dom.count("<polyline") == 5
+    assert [run for run, _, _ in rows] == ["2", "1", "0"]
+    assert [shade for _, shade, _ in rows] == ["off", "", ""]
+    assert dom.count("<polyline") == 2 * 3 * 3  # groups, with their mean and two runs, in three charts
     assert re.search(r"#runs|best of|1\.2000", dom)
+
+
+@needs_chromium
+def test_on_a_phone_nothing_is_wider_than_the_screen(sweep, tmp_path):
+    path = write_report([sweep], None)[0]
+    frame = tmp_path / "phone.html"
+    page = re.sub(r"script-src 'sha256-[^']*'", "script-src 'unsafe-inline'", path.read_text(encoding="utf-8"))
+    path.write_text(
+        page.replace("</body>", "<script>parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>")
+    )
+    listen = "onmessage = (event) => { document.title = event.data; };"
+    frame.write_text(
+        f"<script>{listen}</script><iframe src={path.as_uri()} width=360 height=800 frameborder=0></iframe>"
+    )
+    assert int(re.search(r"<title>(\d+)</title>", dom_of(frame, tmp_path))[1]) <= 360

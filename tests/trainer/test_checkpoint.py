@@ -196,7 +196,7 @@ def test_a_crash_anywhere_in_saving_leaves_whole_checkpoints_and_right_pointers(
     def run(run_dir, stop_at, *losses):
         losses = iter(losses)
         monkeypatch.setattr("trainer.run.evaluate", lambda *_: Loss(nats=next(losses), tokens=1, bytes=1))
-        settings = {"checkpoint.keep_last": 1, "eval.every": 2, "tracker.every": 100}
+        settings = {"checkpoint.keep_last": 1, "eval.every": 2}
         fit(tiny(settings | {"run_dir": run_dir, "stop_at": stop_at}))
 
     run(tmp_path / "whole", 6, 5.0, 3.0, 4.0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import resource
@@ -9,16 +10,20 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+import types
 
 import pytest
 
 from common.settings import UserError
+from trainer import metrics
 from trainer.loop import fit
-from trainer.metrics import MetricsLog, WandbTracker, WandbTrackerConfig, read_metrics
+from trainer.metrics import MetricsLog
+from trainer.trackers import TrackedRun, WandbConfig, WandbTracker
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
-WANDB = {"tracker": {"name": "wandb", "every": 1, "finish_seconds": 60.0}}
+WANDB = {"tracker": {"wandb": {"every": 1, "finish_seconds": 60.0}}}
 
 
 @pytest.fixture
@@ -42,6 +47,10 @@ def opened(path):
 
 def train(step):
     return {"step": step, "tokens": 64 * step, "loss": 3 / step}
+
+
+def read_metrics(path):
+    return list(metrics.read_metrics(path))
 
 
 def steps(path):
@@ -171,6 +180,15 @@ def written_until_full(log, path, first=1):
         if steps(path)[-1:] != [step]:
             return step
     raise AssertionError("the disk is not full")
+
+
+def test_a_long_log_is_cut_in_a_time_that_its_length_explains(path):
+    """A run of 100,000 steps resumes in a second or so: to copy what is kept for each line would take minutes."""
+    path.write_bytes(b"".join(b'{"step": %d, "tokens": 1, "padding": "%s"}\n' % (i, b"x" * 80) for i in range(100_000)))
+    started = time.process_time()
+    MetricsLog(path, resumed_at=99_000).close()
+    assert time.process_time() - started < 20
+    assert steps(path)[-1] == 99_000
 
 
 @pytest.mark.parametrize("room", [0, 1, 70, 1000])
@@ -309,6 +327,8 @@ def test_syncs_of_another_thread_lose_no_line(path, opened):
     assert steps(path) == list(range(1, 2001))
 
 
+OFFLINE = ["tracker.wandb.mode=offline", "tracker.wandb.every=1"]
+
 FAKE = """
 import json, os, time
 print("noise")
@@ -403,7 +423,7 @@ def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb):
 def test_training_goes_on_whatever_wandb_does(tiny, wandb, capfd, behaviour):
     wandb(**behaviour)
     seconds = 0.5 if "hang" in behaviour else 60.0
-    thread = threading.Thread(target=fit, args=(tiny(WANDB | {"tracker.finish_seconds": seconds}),), daemon=True)
+    thread = threading.Thread(target=fit, args=(tiny(WANDB | {"tracker.wandb.finish_seconds": seconds}),), daemon=True)
     thread.start()
     thread.join(50)
     assert not thread.is_alive(), "training hangs"
@@ -457,10 +477,97 @@ def test_training_imports_no_wandb(tiny, wandb, monkeypatch):
     assert "wandb" not in sys.modules
 
 
+class FakeWriter:
+    """In place of torch's SummaryWriter."""
+
+    made = ()
+
+    def __init__(self, folder, purge_step):
+        FakeWriter.made += (self,)
+        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False
+
+    def add_scalar(self, key, value, step):
+        if key == "lr" and step == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.scalars.append((step, key, value))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    """Puts a fake TensorBoard in place of the real one, and returns a function that gives the writers so far."""
+    monkeypatch.setattr(FakeWriter, "made", ())
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FakeWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return lambda: FakeWriter.made
+
+
+def test_trackers_at_once_each_get_some_lines_and_metrics_jsonl_has_every_step(tiny, wandb, writers, capsys):
+    fake = wandb()
+    both = {"tracker": {"wandb": {"every": 3}, "tensorboard": {"every": 2}}}
+    fit(tiny(both | {"stop_at": 4}))
+    lines = read_metrics(tiny().run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4]
+    assert fake.lines == lines[2:4]
+    (writer,) = writers()
+    figures = [line for line in lines if line["step"] in (2, 4) or "val_loss" in line]
+    expected = [(line["step"], k, v) for line in figures for k, v in line.items() if k != "step" and v is not None]
+    assert writer.scalars == expected
+    assert (writer.folder, writer.purge_step, writer.closed) == (str(tiny().run_dir / "tensorboard"), 1, True)
+    fit(tiny(both))
+    assert writers()[1].purge_step == 5
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_under_tensorboard_is_one_warning(tiny, writers, capsys):
+    fit(tiny({"tracker": {"tensorboard": {"every": 1}}}))
+    assert capsys.readouterr().err.count("tensorboard failed") == 1
+    assert max(step for step, *_ in writers()[0].scalars) == 5
+    assert steps(tiny().run_dir / "metrics.jsonl") == [1, 2, 3, 3, 4, 5, 6, 6]
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(command, tiny_args, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    real = importlib.import_module
+
+    def without(name, package=None):
+        if name == "tensorboard":
+            raise ModuleNotFoundError("No module named 'tensorboard'", name="tensorboard")
+        return real(name, package)
+
+    monkeypatch.setattr("importlib.import_module", without)
+    result = command("train", *tiny_args, "tracker=[local,tensorboard]")
+    assert result.err == "error: tensorboard is not installed: pip install -e '.[tensorboard]'\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_real_tensorboard(tiny):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fit(tiny({"tracker": {"tensorboard": {"every": 1}}}))
+    events = EventAccumulator(str(tiny().run_dir / "tensorboard")).Reload()
+    stored = {(key, event.step): event.value for key in events.Tags()["scalars"] for event in events.Scalars(key)}
+    for line in read_metrics(tiny().run_dir / "metrics.jsonl"):
+        for key in line.keys() & {"loss", "val_loss", "lr"}:
+            assert stored[key, line["step"]] == pytest.approx(line[key], rel=1e-6)  # it stores float32
+
+
+@pytest.mark.parametrize("name", ["local", "wandb"])
+def test_the_tracker_of_older_runs_is_understood(tiny, name):
+    tracker = tiny({"tracker": {"name": name, "every": 7}}).tracker
+    assert (tracker.wandb and tracker.wandb.every) == (7 if name == "wandb" else None)
+
+
 def test_wandb_settings_of_a_run_can_be_named(tmp_path, wandb):
     fake = wandb()
-    config = WandbTrackerConfig(name="wandb", mode="offline", project="p", run_name="n")
-    config.open("abc", tmp_path, {"x": 1}).finish()
+    config = WandbConfig(mode="offline", project="p", run_name="n")
+    config.open(TrackedRun("abc", tmp_path, {"x": 1}, resumed_at=0)).finish()
     ((settings,),) = fake.calls("init")
     assert settings == {
         "id": "abc",
@@ -477,7 +584,7 @@ def test_wandb_settings_of_a_run_can_be_named(tmp_path, wandb):
 @pytest.mark.slow
 def test_the_real_wandb_offline(run_process, tiny_args, tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    (result,) = run_process(["train.py", *tiny_args, "tracker=wandb", "tracker.mode=offline", "tracker.every=1"])
+    (result,) = run_process(["train.py", *tiny_args, "tracker=wandb", *OFFLINE])
     assert result.status == 0, result.err
     assert "wandb failed" not in result.err
     (stored,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")

@@ -3,14 +3,16 @@
 import resource
 import struct
 
+import numpy as np
 import pytest
 
 from common.figures import short_count
-from trainer.plot import _running_mean, draw_losses
+from trainer.curves import Curve, curves_of, mean_of
+from trainer.plot import draw_losses
 
 
 def train(step, loss=3.0):
-    return {"step": step, "tokens": 64 * step, "loss": loss / step}
+    return {"step": step, "tokens": 64 * step, "loss": loss / step, "lr": 0.1 / step, "grad_norm": 2.0 % step}
 
 
 def val(step, loss=3.0):
@@ -49,20 +51,42 @@ def event(step, **more):
 def test_a_picture_of(lines, tmp_path):
     path = tmp_path / "loss.png"
     path.write_bytes(b"an older picture")
-    draw_losses(lines, path, title="runs/[x] $y$ _z")
+    draw_losses(curves_of(lines), path, "runs/[x] $y$ _z")
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content.endswith(b"IEND\xaeB`\x82")
-    assert struct.unpack(">II", content[16:24]) == (960, 600)
+    assert struct.unpack(">II", content[16:24]) == (960, 840)
     assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
 
 
-def test_running_mean_is_over_the_last_share_of_the_points():
-    points = [(64 * i, float(i * i)) for i in range(10)]
-    tokens, means = zip(*_running_mean(points, share=0.3), strict=True)
-    assert tokens == tuple(64 * i for i in range(10))
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000])
+def test_a_curve_is_in_stretches_of_equally_many_values(n):
+    values, curve = np.random.default_rng(n).normal(size=n), Curve(most=8)
+    for i, value in enumerate(values):
+        curve.add(i, value)
+    size = next(size for size in (1, 2, 4, 128) if n <= 8 * size)
+    parts = [values[i : i + size] for i in range(0, n, size)]
+    assert [(s.count, s.low, s.high) for s in curve.stretches] == [(len(p), p.min(), p.max()) for p in parts]
+    assert [s.mean for s in curve.stretches] == pytest.approx([p.mean() for p in parts])
+    assert [s.place for s in curve.stretches] == [min(i + size, n) - 1 for i in range(0, n, size)]
+    if n:
+        assert mean_of(curve.stretches) == pytest.approx(values.mean())
+
+
+def test_huge_values_have_a_mean():
+    curve = Curve(most=2)
+    for i in range(5):
+        curve.add(i, 1e308)
+    assert mean_of(curve.stretches) == pytest.approx(1e308)
+
+
+def test_a_curve_is_smoothed_over_the_last_share_of_it():
+    curve = Curve(most=1000)
+    for i in range(10):
+        curve.add(i, float(i * i))
     expected = [sum(j * j for j in range(max(0, i - 2), i + 1)) / min(3, i + 1) for i in range(10)]
-    assert means == pytest.approx(expected)
+    assert curve.smoothed(0.3) == pytest.approx(expected)
+    assert curve.smoothed(0.0) == [i * i for i in range(10)]
 
 
 def test_tokens_are_written_as_people_read_them():
@@ -72,23 +96,24 @@ def test_tokens_are_written_as_people_read_them():
 
 def test_events_change_no_picture(tmp_path):
     lines = [train(1), train(2), val(2), train(3)]
-    draw_losses(lines, tmp_path / "without.png", title="run")
-    draw_losses([event(1), *lines[:2], event(2, loss=1e30), *lines[2:]], tmp_path / "with.png", title="run")
+    draw_losses(curves_of(lines), tmp_path / "without.png", "run")
+    with_events = [event(1), *lines[:2], event(2, loss=1e30), *lines[2:]]
+    draw_losses(curves_of(with_events), tmp_path / "with.png", "run")
     assert (tmp_path / "with.png").read_bytes() == (tmp_path / "without.png").read_bytes()
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     path = tmp_path / "loss.png"
-    draw_losses([train(1)], path, title="run")
+    draw_losses(curves_of([train(1)]), path, "run")
     before = path.read_bytes()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
-        draw_losses([train(1), train(2)], path, title="run")
+        draw_losses(curves_of([train(1), train(2)]), path, "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert capsys.readouterr().err == f"warning: {path} could not be redrawn (File too large)\n"
     assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
     assert path.read_bytes() == before
-    draw_losses([train(1), train(2)], path, title="run")
+    draw_losses(curves_of([train(1), train(2)]), path, "run")
     assert path.read_bytes() != before

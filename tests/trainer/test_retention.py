@@ -16,7 +16,7 @@ from common.settings import UserError
 from trainer.checkpoint import open_checkpoint
 from trainer.loop import fit
 from trainer.losses import Loss
-from trainer.metrics import Tracker
+from trainer.trackers import Trackers
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -40,7 +40,7 @@ def before_step(monkeypatch):
                     thread.join()
             calls[line["step"]]()
 
-    monkeypatch.setattr(Tracker, "log", log)
+    monkeypatch.setattr(Trackers, "log", log)
     return calls.__setitem__
 
 

@@ -57,10 +57,12 @@ class Training:
 
     def find_wandb(self):
         """Stop training after its first lines; when wandb is under way: the ids of its process, and its service."""
-        wait_for(lambda: (self.run_dir / "metrics.jsonl").exists() and read_metrics(self.run_dir / "metrics.jsonl"))
+        wait_for(
+            lambda: (self.run_dir / "metrics.jsonl").exists() and any(read_metrics(self.run_dir / "metrics.jsonl"))
+        )
         os.kill(self.process.pid, signal.SIGSTOP)
         wait_for(lambda: any(path.stat().st_size for path in self.run_dir.glob("wandb/offline-run-*/*.wandb")))
-        return self._only("trainer.metrics"), self._only("wandb-core")
+        return self._only("trainer.trackers"), self._only("wandb-core")
 
     def _only(self, name):
         """The id of the process with this name; while it is being started there can be two."""
@@ -84,7 +86,8 @@ def train(tiny_args, tmp_path):
     started = []
 
     def start(*arguments, mode="offline", finish_seconds=60.0, steps=STEPS, env=None):
-        wandb = ["tracker=wandb", "tracker.every=1", f"tracker.mode={mode}", f"tracker.finish_seconds={finish_seconds}"]
+        given = {"every": 1, "mode": mode, "finish_seconds": finish_seconds}
+        wandb = ["tracker=wandb", *(f"tracker.wandb.{key}={value}" for key, value in given.items())]
         length = [f"max_steps={steps}", "checkpoint.every=100000", "eval.every=100000"]
         clean = {key: value for key, value in environment().items() if not key.startswith("WANDB_")}
         process = Process(

@@ -173,7 +173,7 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 def picture(rows: list[Row], machine: Row) -> bytes:
     """Draw time over length, of one head, so that shapes with many heads and with few share a line."""
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = Figure(figsize=(11, 5))
     figure.suptitle(f"Causal attention in {machine['dtype']} on {machine['device']}, threads: {machine['threads']}")
     names, head_sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("contender", "d"))
     lengths = sorted({row["T"] for row in rows})
@@ -188,7 +188,6 @@ def picture(rows: list[Row], machine: Row) -> bytes:
         axes.minorticks_off()
         axes.yaxis.set_major_formatter("{x:g}")
         axes.tick_params(labelleft=True)
-        axes.grid(alpha=0.3)
         axes.legend()
     return png(figure)
 

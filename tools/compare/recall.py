@@ -174,7 +174,7 @@ def report(cases: list[Case], out: Path) -> None:
 def picture_of(rows: list[Raw]) -> bytes:
     """A PNG: accuracy over difficulty, a line for each arm, a panel for each head_dim."""
     sizes, task = sorted({row["head_dim"] for row in rows}), rows[0]["task"]
-    figure = Figure(figsize=(1 + 5 * len(sizes), 6), layout="constrained")
+    figure = Figure(figsize=(1 + 5 * len(sizes), 6))
     for axes, head_dim in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes, strict=True):
         for arm in dict.fromkeys(row["arm"] for row in rows):
             line = [row for row in rows if (row["arm"], row["head_dim"]) == (arm, head_dim)]
@@ -183,8 +183,7 @@ def picture_of(rows: list[Raw]) -> bytes:
         axes.set(xscale="log", xlabel=f"{task}: {DIFFICULTY[task]}", title=f"head_dim {head_dim}", ylim=(-0.02, 1.02))
         axes.xaxis.set(major_locator=FixedLocator(sorted({row["difficulty"] for row in rows})))
         axes.xaxis.set(major_formatter=ScalarFormatter(), minor_locator=NullLocator())
-        axes.grid(alpha=0.3)
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
-        axes.legend(fontsize="small", title="numbers kept of the longest document", **below)
+        axes.legend(title="numbers kept of the longest document", **below)
     figure.axes[0].set_ylabel("share of answers that are right")
     return png(figure)

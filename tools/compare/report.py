@@ -18,7 +18,7 @@ from tools.compare import compare
 from tools.compare.compare import CONTROL, SIZES, Models, Raw, Terms
 
 _ROUNDS = 20  # of timed steps
-_COLORS = {"softmax": "dimgray", "log_space_signed": "tab:red", "log_space": "tab:orange"}
+_COLORS = {"softmax": "C7", "log_space_signed": "C1", "log_space": "C4"}
 
 
 def run(
@@ -163,13 +163,13 @@ def verdict(losses: list[float], control: list[float]) -> str:
 def picture_of(sizes: dict[str, Raw]) -> bytes:
     """A PNG: how much more loss than the control every arm has, a panel for each size; a dot is a seed."""
     heights = [len(found["arms"]) for found in sizes.values()]
-    figure = Figure(figsize=(9, 1 + 0.8 * len(sizes) + 0.24 * sum(heights)), layout="constrained")
+    figure = Figure(figsize=(9, 1 + 0.8 * len(sizes) + 0.24 * sum(heights)))
     panels = figure.subplots(len(sizes), 1, squeeze=False, height_ratios=[height + 1 for height in heights])[:, 0]
     for axes, found in zip(panels, sizes.values(), strict=True):
         rows = found["arms"]
         control, names = rows[CONTROL]["mean"], list(rows)
         kinds = [next((kind for kind in _COLORS if name.startswith(kind)), "") for name in names]
-        colors = ["black" if n == CONTROL else _COLORS.get(k, "tab:blue") for n, k in zip(names, kinds, strict=True)]
+        colors = ["black" if n == CONTROL else _COLORS.get(k, "C0") for n, k in zip(names, kinds, strict=True)]
         axes.barh(names, [rows[name]["mean"] - control for name in names], color=colors, alpha=0.5)
         for name, color in zip(names, colors, strict=True):
             losses = [loss - control for loss in rows[name]["losses"]]
@@ -180,7 +180,7 @@ def picture_of(sizes: dict[str, Raw]) -> bytes:
         axes.invert_yaxis()
         axes.margins(y=0.01)
         parameters = f"{rows[CONTROL]['parameters']:,} parameters"
-        axes.set_title(f"{parameters}, {found['tokens']:,} tokens: the control has {control:.3f}", fontsize="medium")
-        axes.grid(axis="x", alpha=0.3)
+        axes.set_title(f"{parameters}, {found['tokens']:,} tokens: the control has {control:.3f}")
+        axes.grid(axis="y", visible=False)
     panels[-1].set_xlabel("validation loss (nats per token) above the control's; dots: seeds")
     return png(figure)

@@ -121,7 +121,7 @@ def picture(labels: list[str], panels: Panels) -> bytes:
     columns = min(4, len(panels))
     rows = math.ceil(len(panels) / columns)
     side = max(2.6, 0.17 * len(labels))
-    figure = Figure(figsize=(columns * side + 0.8, rows * (side + 0.3) + 0.8), layout="constrained")
+    figure = Figure(figsize=(columns * side + 0.8, rows * (side + 0.3) + 0.8))
     ticks, angle = range(len(labels)), 90 if max(map(len, labels)) > 2 else 0
     between = [tick - 0.5 for tick in ticks]
     for n, (title, (weights, mask)) in enumerate(panels.items()):
@@ -134,6 +134,7 @@ def picture(labels: list[str], panels: Panels) -> bytes:
         axes.set_yticks(ticks, labels if n % columns == 0 else [], fontsize=7)
         axes.set_xticks(between, minor=True)
         axes.set_yticks(between, minor=True)
+        axes.grid(visible=False)
         axes.grid(which="minor", color="white", linewidth=0.6)
         axes.tick_params(which="both", length=0)
         axes.spines[:].set_visible(False)

@@ -4,10 +4,12 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs;
 const X_AXES = { tokens: "tokens", flops: "training FLOPs", seconds: "training time", step: "steps" };
 const Y_AXES = {
-  val_loss: ["val", "validation loss (nats per token)"],
-  loss: ["train", "training loss (nats per token)"],
-  bits: ["val", "validation loss (bits per byte)"],
+  val_loss: "validation loss (nats per token)",
+  loss: "training loss (nats per token)",
+  val_bits_per_byte: "validation loss (bits per byte)",
 };
+const BELOW = { lr: "learning rate", grad_norm: "gradient norm" };
+const MOST_AXES = 12; // of the parallel coordinates
 const view = { x: "tokens", y: "val_loss", logX: false, logY: false, zoom: null, brushes: {}, off: new Set(), sort: null };
 
 // ----- elements and numbers
@@ -31,7 +33,7 @@ function draw(parent, name, attributes = {}, text = null) {
 
 function canvas(holder, height) {
   holder.replaceChildren();
-  const width = Math.max(320, holder.clientWidth);
+  const width = Math.max(240, holder.clientWidth);
   const svg = draw(holder, "svg", { viewBox: `0 0 ${width} ${height}`, height });
   return [svg, width];
 }
@@ -134,43 +136,49 @@ function forget() {
 
 // ----- curves
 
-function pointsOf(run) {
-  const [kind] = Y_AXES[view.y];
-  const xs = run[kind][view.x] ?? [], ys = run[kind][view.y] ?? [];
+function pointsOf(run, name, logY) {
+  const columns = run.curves[name] ?? { value: [] }, xs = columns[view.x];
   const points = [];
-  ys.forEach((y, i) => {
-    if (y === null || xs[i] === null || (view.logX && xs[i] <= 0) || (view.logY && y <= 0)) return;
-    points.push([xs[i], y, run[kind].step[i]]);
+  columns.value.forEach((y, i) => {
+    if (y === null || xs[i] === null || (view.logX && xs[i] <= 0) || (logY && y <= 0)) return;
+    points.push([xs[i], y, columns.step[i], columns.low?.[i] ?? y, columns.high?.[i] ?? y]);
   });
   return points;
 }
 
-function limits(curves) {
-  // The first fall, and runs that went astray, would flatten all the rest.
-  const later = curves.flatMap((c) => c.points.slice(c.points.length > 4 ? Math.ceil(c.points.length / 20) : 0));
-  const ys = later.map((p) => p[1]).sort((a, b) => a - b);
-  const xs = curves.flatMap((c) => c.points.map((p) => p[0]));
-  const low = ys[0], middle = ys[ys.length >> 1], high = Math.min(ys[ys.length - 1], middle + 6 * (middle - low) || Infinity);
-  const margin = 0.06 * (high - low) || 0.05 * Math.abs(low) || 1;
-  const [left, right] = [Math.min(...xs), Math.max(...xs)];
+function limits(lines, logY) {
+  const points = lines.flatMap((line) => line.points);
+  const least = (values) => values.reduce((a, b) => Math.min(a, b)), most = (values) => values.reduce((a, b) => Math.max(a, b));
+  const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]);
+  const [low, high, left, right] = [least(ys), most(ys), least(xs), most(xs)];
+  const margin = 0.04 * (high - low) || 0.05 * Math.abs(low) || 1;
   return {
     x: view.logX ? [left, right > left ? right : left * 2] : [Math.min(0, left), right || 1],
-    y: [view.logY ? low * 0.98 : low - margin, high + margin],
+    y: logY ? [low * 0.97, high * 1.03] : [low - margin, high + margin],
   };
 }
 
 function drawCurves() {
-  const height = 430, left = 66, right = 20, top = 16, bottom = 50;
-  const [svg, width] = canvas(byId("curves"), height);
   drawLegend();
-  const curves = runs.map((run, index) => ({ run, index, points: visible(index) ? pointsOf(run) : [] }));
-  const shownCurves = curves.filter((c) => c.points.length);
+  drawChart("curves", view.y, Y_AXES[view.y], 430, view.logY);
+  for (const [name, title] of Object.entries(BELOW)) drawChart(name, name, title, 200, name === "grad_norm");
+}
+
+function drawChart(id, name, title, height, logY) {
+  const left = 66, right = 20, top = 16, bottom = 50;
+  const [svg, width] = canvas(byId(id), height);
+  const lines = runs.flatMap((run, index) => (visible(index) ? [...run.members, run] : []).map((one) => ({
+    run, index, name: one.name, thin: one !== run, points: pointsOf(one, name, logY),
+  })));
+  const shownCurves = lines.filter((line) => line.points.length);
   if (!shownCurves.length) {
     draw(svg, "text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "No run that is shown has these figures.");
     return;
   }
-  const range = view.zoom ?? limits(shownCurves);
-  const x = scale(...range.x, left, width - right, view.logX), y = scale(...range.y, height - bottom, top, view.logY);
+  const range = limits(shownCurves, logY);
+  if (view.zoom) range.x = view.zoom.x;
+  if (view.zoom?.y && id === "curves") range.y = view.zoom.y;
+  const x = scale(...range.x, left, width - right, view.logX), y = scale(...range.y, height - bottom, top, logY);
   const xTicks = view.x === "seconds" && !view.logX ? timeTicks(...range.x) : x.ticks();
   let edge = -Infinity;
   for (const v of xTicks) {
@@ -187,31 +195,37 @@ function drawCurves() {
   draw(svg, "text", { class: "name", x: (left + width - right) / 2, y: height - 10, "text-anchor": "middle" }, X_AXES[view.x]);
   const middle = (top + height - bottom) / 2;
   const turned = { class: "name", x: 16, y: middle, "text-anchor": "middle", transform: `rotate(-90 16 ${middle})` };
-  draw(svg, "text", turned, Y_AXES[view.y][1]);
-  draw(draw(svg, "clipPath", { id: "inside" }), "rect", { x: left, y: top, width: width - left - right, height: height - top - bottom });
-  const inside = draw(svg, "g", { "clip-path": "url(#inside)" });
-  for (const { run, index, points } of [...shownCurves].reverse()) {
-    const path = points.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ");
-    draw(inside, "polyline", { class: "run", points: path, stroke: run.colour, "data-run": index });
-    if (points.length <= 40 && shownCurves.length <= 12)
+  draw(svg, "text", turned, title);
+  draw(draw(svg, "clipPath", { id: "inside-" + id }), "rect", { x: left, y: top, width: width - left - right, height: height - top - bottom });
+  const inside = draw(svg, "g", { "clip-path": `url(#inside-${id})` });
+  const path = (points, at) => points.map((p) => `${x(p[0]).toFixed(1)},${y(Math.max(p[at], logY ? range.y[0] : -Infinity)).toFixed(1)}`).join(" ");
+  for (const { run, index, thin, points } of [...shownCurves].reverse()) {
+    const band = points.some((p) => p[3] < p[4]) && !thin && !run.members.length;
+    if (band) draw(inside, "polygon", { class: "band", points: path(points, 3) + " " + path([...points].reverse(), 4), fill: run.colour });
+    draw(inside, "polyline", { class: thin ? "run thin" : "run", points: path(points, 1), stroke: run.colour, "stroke-dasharray": run.dash, "data-run": index });
+    if (points.length <= 40 && shownCurves.length <= 12 && !thin)
       for (const p of points) draw(inside, "circle", { class: "dot", cx: x(p[0]), cy: y(p[1]), r: 2.6, fill: run.colour, "data-run": index });
   }
   const area = draw(svg, "rect", { class: "catch", x: left, y: top, width: width - left - right, height: height - top - bottom });
-  listenToCurves(svg, area, shownCurves, x, y);
+  listenToCurves(svg, area, shownCurves, x, y, title);
 }
 
 function drawLegend() {
-  const named = runs.length <= 12;
-  byId("legend").replaceChildren(...(named ? runs.map((run, index) => entry(run, index)) : ["Colours: from blue, the lowest loss, to yellow, the highest."]));
+  byId("legend").replaceChildren(...runs.map((run, index) => entry(run, index)));
 }
 
 function entry(run, index) {
-  const swatch = make("span", { class: "swatch" });
-  swatch.style.background = run.colour;
-  const el = make("span", { class: visible(index) ? "entry" : "entry off", title: run.name }, swatch, " " + brief(run.label, 90));
+  const el = make("span", { class: visible(index) ? "entry" : "entry off", title: run.name }, swatchOf(run), " " + run.label);
   el.addEventListener("pointerenter", () => lookAt(index));
   el.addEventListener("pointerleave", forget);
   return el;
+}
+
+function swatchOf(run) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  for (const [key, value] of Object.entries({ class: "swatch", viewBox: "0 0 24 10" })) svg.setAttribute(key, value);
+  draw(svg, "line", { x1: 0, x2: 24, y1: 5, y2: 5, stroke: run.colour, "stroke-dasharray": run.dash });
+  return svg;
 }
 
 function place(svg, event) {
@@ -220,7 +234,7 @@ function place(svg, event) {
   return [(event.clientX - box.left) * factor, (event.clientY - box.top) * factor];
 }
 
-function listenToCurves(svg, area, curves, x, y) {
+function listenToCurves(svg, area, curves, x, y, title) {
   let start = null, frame = null;
   area.addEventListener("pointerdown", (event) => { start = place(svg, event); area.setPointerCapture(event.pointerId); });
   area.addEventListener("pointermove", (event) => {
@@ -239,7 +253,7 @@ function listenToCurves(svg, area, curves, x, y) {
       }
     if (!best) return forget();
     lookAt(best.curve.index);
-    tell(event, best.curve.run.label, [`${plain(best.p[1], 5)} ${Y_AXES[view.y][1]}`, `after ${SAY[view.x](best.p[0])} ${view.x === "seconds" ? "" : X_AXES[view.x]} (step ${amount(best.p[2])})`]);
+    tell(event, best.curve.thin ? best.curve.name : best.curve.run.label, [`${plain(best.p[1], 5)} ${title}`, `after ${SAY[view.x](best.p[0])} ${view.x === "seconds" ? "" : X_AXES[view.x]} (step ${amount(best.p[2])})`]);
   });
   area.addEventListener("pointerup", (event) => {
     const [px, py] = place(svg, event), from = start;
@@ -248,7 +262,9 @@ function listenToCurves(svg, area, curves, x, y) {
     frame = null;
     if (!from || Math.abs(px - from[0]) < 8 || Math.abs(py - from[1]) < 8) return;
     const sorted = (scale_, a, b) => [scale_.inverse(a), scale_.inverse(b)].sort((u, v) => u - v);
+    const before = view.zoom;
     view.zoom = { x: sorted(x, px, from[0]), y: sorted(y, py, from[1]) };
+    if (svg.parentNode.id !== "curves") view.zoom = { x: view.zoom.x, y: before?.y };
     drawCurves();
   });
   area.addEventListener("dblclick", () => { view.zoom = null; drawCurves(); });
@@ -257,7 +273,8 @@ function listenToCurves(svg, area, curves, x, y) {
 
 // ----- parallel coordinates
 
-const axes = data.keys.length ? [...data.keys, "best"].map(axisOf) : [];
+const axisKeys = data.keys.filter((key) => key !== "seed" || runs.every((run) => !run.members.length));
+const axes = axisKeys.length ? [...axisKeys.slice(0, MOST_AXES), "best"].map(axisOf) : [];
 
 function axisOf(name) {
   const values = [...new Set(runs.map((run) => valueOn(name, run)).filter((v) => v !== null && v !== undefined))];
@@ -293,7 +310,8 @@ function drawParallel() {
   axes.forEach((axis, i) => drawAxis(svg, axis, x(i), i, gap));
 }
 
-const lossOf = (run) => (run.figures.best === null ? "not evaluated" : `lowest validation loss ${run.figures.best.toFixed(4)}`);
+const rangeOf = ({ runs: n, low, high }) => (n > 1 && low !== null ? `${loss4(low)} to ${loss4(high)} (${n} runs)` : "");
+const lossOf = (run) => (run.figures.best === null ? "not evaluated" : `lowest validation loss ${run.figures.best.toFixed(4)} ${rangeOf(run.figures)}`);
 
 function drawAxis(svg, axis, x, i, gap) {
   const room = Math.max(6, Math.floor((i === 0 ? 180 : gap * 0.92) / 7));
@@ -334,7 +352,7 @@ function listenToAxis(svg, axis, area) {
 
 // ----- heat map
 
-const heatKeys = data.keys.filter((key) => axisValues(key).length <= 12); // a search gives every run values of its own
+const heatKeys = axisKeys.filter((key) => axisValues(key).length <= 12); // a search gives every run values of its own
 
 function drawHeat() {
   byId("heat-section").hidden = heatKeys.length < 2;
@@ -353,6 +371,7 @@ function heatCell(found) {
   if (!found.length) return make("td", {}, "–");
   const td = make("td", {}, found[0].figures.best.toFixed(4));
   if (found.length > 1) td.append(make("small", {}, `best of ${found.length}`));
+  if (found[0].members.length) td.append(make("small", {}, rangeOf(found[0].figures)));
   td.style.background = found[0].shade;
   td.style.color = isBright(found[0].shade) ? "#10151a" : "#ffffff";
   td.title = found[0].label;
@@ -374,11 +393,11 @@ function axisValues(key) {
 
 const loss4 = (x) => x.toFixed(4);
 const COLUMNS = [
-  ["", "validation loss", "best", loss4], ["", "at step", "best_step", (x) => x.toLocaleString("en")],
+  ["", "validation loss", "best", loss4], ["", "range of runs", "range", null], ["", "at step", "best_step", (x) => x.toLocaleString("en")],
   ["", "bits/byte", "bits", loss4], ["", "training loss", "loss", loss4],
   ["", "steps", "step", null], ["", "tokens", "tokens", amount], ["", "FLOPs", "flops", power],
   ["", "time", "seconds", clock], ["", "tokens/s", "rate", amount], ["", "parameters", "n_params", amount],
-].filter(([, , key]) => runs.some((run) => run.figures[key] !== null));
+].filter(([, , key]) => (key === "range" ? runs.some((run) => run.members.length) : runs.some((run) => run.figures[key] !== null)));
 
 function steps(run) {
   const { step, max_steps: most } = run.figures;
@@ -392,7 +411,7 @@ function tableColumns() {
     const last = parts.pop();
     return { head: parts.join("."), name: last, id: key, value: (run) => run.settings[key], say: setting, text: runs.some((run) => typeof run.settings[key] !== "number") };
   });
-  const figures = COLUMNS.map(([head, name, key, say]) => ({ head, name, id: "figure " + key, value: (run) => run.figures[key], say, run: key === "step" ? steps : null }));
+  const figures = COLUMNS.map(([head, name, key, say]) => ({ head, name, id: "figure " + key, value: (run) => run.figures[key === "range" ? "high" : key], say, run: { step: steps, range: (run) => rangeOf(run.figures) || "–" }[key] }));
   return [...settings, ...figures, { head: "", name: "folder", id: "folder", value: (run) => run.name, say: (v) => v, text: true }];
 }
 
@@ -422,14 +441,13 @@ function drawTable() {
 }
 
 function rowOf(index, columns) {
-  const run = runs[index], swatch = make("span", { class: "swatch" });
-  swatch.style.background = run.colour;
+  const run = runs[index];
   const cells = columns.map((column) => {
     const value = column.value(run);
     const text = column.run ? column.run(run) : value === null || value === undefined ? "–" : column.say(value);
-    return make("td", { class: column.text ? "text long" : "", title: column.text ? String(value) : "" }, text);
+    return make("td", { class: column.text ? "text long" : "", "data-name": column.head ? column.id : column.name, title: column.text ? String(value) : "" }, text);
   });
-  const row = make("tr", { "data-run": index, class: visible(index) ? "" : "off" }, make("td", {}, swatch), ...cells);
+  const row = make("tr", { "data-run": index, class: visible(index) ? "" : "off" }, make("td", {}, swatchOf(run)), ...cells);
   row.addEventListener("click", () => { view.off[view.off.has(index) ? "delete" : "add"](index); update(); });
   row.addEventListener("pointerenter", () => lookAt(index));
   row.addEventListener("pointerleave", () => lookAt(null));
@@ -447,27 +465,47 @@ function choice(holder, label, options, key, redraw) {
 
 function tick(holder, label, key) {
   const box = make("input", { type: "checkbox" });
+  box.checked = view[key];
   box.addEventListener("change", () => { view[key] = box.checked; view.zoom = null; drawCurves(); });
   holder.append(make("label", {}, box, " " + label));
 }
 
 function drawHead() {
-  byId("made").textContent = `${runs.length} ${runs.length === 1 ? "run" : "runs"}, ${data.made}`;
+  const all = runs.reduce((total, run) => total + run.figures.runs, 0);
+  const groups = all > runs.length ? ` in ${runs.length} groups of seeds` : "", again = data.refresh ? `, read again every ${data.refresh} s` : "";
+  byId("made").textContent = `${all} ${all === 1 ? "run" : "runs"}${groups}, ${data.made}${again}`;
   document.querySelector("h1").textContent = document.title = data.title;
-  const sum = (key) => runs.reduce((total, run) => total + (run.figures[key] ?? 0), 0);
+  const sum = (key) => runs.reduce((total, run) => total + (run.figures[key] ?? 0) * run.figures.runs, 0);
   const known = (key) => {
     const some = runs.filter((run) => run.figures[key] !== null && run.figures[key] !== undefined).length;
-    return some < runs.length ? `of ${some} of ${runs.length} runs` : runs.length > 1 ? "all runs together" : "";
+    return some < runs.length ? `of ${some} of ${runs.length} rows` : all > 1 ? "all runs together" : "";
   };
   const best = runs[0].figures.best === null ? null : runs[0];
-  const ended = runs.filter((run) => run.figures.max_steps !== null && run.figures.step >= run.figures.max_steps).length;
+  const atEnd = (run) => run.figures.max_steps !== null && run.figures.step >= run.figures.max_steps;
+  const ended = runs.reduce((total, run) => total + (atEnd(run) ? run.figures.runs : 0), 0);
   const cards = [
-    ["lowest validation loss", best ? best.figures.best.toFixed(4) : "–", best ? best.label : "no run has been evaluated"],
-    ["runs at their end", `${ended} of ${runs.length}`, ""], ["tokens", amount(sum("tokens")), ""],
+    ["lowest validation loss", best ? best.figures.best.toFixed(4) : "–", best ? `${best.label} ${rangeOf(best.figures).replace(/ \(.*/, "")}` : "no run has been evaluated"],
+    ["runs at their end", `${ended} of ${all}`, ""], ["tokens", amount(sum("tokens")), ""],
     ["training time", clock(sum("seconds")), known("seconds")], ["training FLOPs", power(sum("flops")), known("flops")],
   ].filter(([name]) => !(name === "training FLOPs" && !sum("flops")) && !(name === "training time" && !sum("seconds")));
   byId("cards").append(...cards.map(([name, value, note]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, note)))));
-  byId("omitted").textContent = data.omitted ? ` ${data.omitted} more settings differ, and are not shown.` : "";
+  const omitted = axisKeys.length - MOST_AXES;
+  byId("omitted").textContent = omitted > 0 ? `${omitted} more settings differ: they are in the table.` : "";
+}
+
+// A page that is loaded again shows what it showed before, as far as the browser keeps it.
+function recall() {
+  try {
+    const kept = JSON.parse(sessionStorage.getItem("view " + data.title) ?? "{}");
+    const off = runs.flatMap((run, index) => (kept.off ?? []).includes(run.name) ? [index] : []);
+    Object.assign(view, kept, { off: new Set(off) });
+  } catch (error) {
+    console.warn(error); // a browser may forbid it
+  }
+  addEventListener("pagehide", () => {
+    const kept = { ...view, brushes: {}, off: [...view.off].map((index) => runs[index].name) };
+    sessionStorage.setItem("view " + data.title, JSON.stringify(kept));
+  });
 }
 
 function update() {
@@ -479,15 +517,16 @@ function update() {
 
 function begin() {
   drawHead();
-  const has = (kind, key) => runs.some((run) => (run[kind][key] ?? []).some((v) => v !== null));
-  const ys = Object.entries(Y_AXES).filter(([key, [kind]]) => has(kind, key)).map(([key, [, name]]) => [key, name]);
-  const xs = Object.entries(X_AXES).filter(([key]) => has("val", key) || has("train", key));
+  recall();
+  const ys = Object.entries(Y_AXES).filter(([key]) => runs.some((run) => run.curves[key]));
+  const known = (key) => (run) => Object.values(run.curves).some((columns) => columns[key].some((v) => v !== null));
+  const xs = Object.entries(X_AXES).filter(([key]) => runs.some(known(key)));
   if (ys.length && !ys.some(([key]) => key === view.y)) view.y = ys[0][0];
   choice(byId("controls"), "Show", ys, "y", drawCurves);
   choice(byId("controls"), "over", xs, "x", drawCurves);
   tick(byId("controls"), "logarithmic x", "logX");
   tick(byId("controls"), "logarithmic y", "logY");
-  [view.row, view.column] = heatKeys;
+  if (!heatKeys.includes(view.row) || !heatKeys.includes(view.column)) [view.row, view.column] = heatKeys;
   const keys = heatKeys.map((key) => [key, key]);
   choice(byId("heat-controls"), "Rows", keys, "row", drawHeat);
   choice(byId("heat-controls"), "Columns", keys, "column", drawHeat);

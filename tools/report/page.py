@@ -13,40 +13,42 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tools.report.pictures import colours, shades
-from tools.report.records import MOST_SETTINGS, Point, Record, labels, printable, shown, varying_settings
+from tools.report.pictures import colours, dashes, shades
+from tools.report.records import Point, Record, labels, printable, shown, varying_settings
 
 _HERE = Path(__file__).parent
+CURVES = ("val_loss", "val_bits_per_byte", "loss", "lr", "grad_norm")
 
 
-def page_of(records: Sequence[Record], title: str) -> str:
-    """Return the report as one HTML file."""
-    varying = varying_settings(records)
-    keys = varying[:MOST_SETTINGS]
-    runs = zip(records, labels(records, keys), colours(records), shades(records), strict=True)
+def page_of(records: Sequence[Record], title: str, refresh: float | None = None) -> str:
+    """Return the report as one HTML file. `refresh`: seconds after which a browser loads it again."""
+    keys = varying_settings(records)
+    runs = zip(records, labels(records, keys), colours(records), dashes(records), shades(records), strict=True)
     data = {
         "title": printable(title),
-        "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "refresh": refresh,
         "keys": keys,
-        "omitted": len(varying) - len(keys),
         "runs": [
             {
                 "name": record.name,
                 "label": label,
                 "colour": colour,
+                "dash": " ".join(map(str, dash)),
                 "shade": shade,
                 "settings": {key: shown(record.settings.get(key)) for key in keys},
                 "figures": {key: _rounded(value) for key, value in record.figures.items()},
-                "train": _columns(record.train),
-                "val": _columns(record.val),
+                "curves": _columns(record),
+                "members": [{"name": member.name, "curves": _columns(member)} for member in record.members],
             }
-            for record, label, colour, shade in runs
+            for record, label, colour, dash, shade in runs
         ],
     }
     script, style = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
     page = (_HERE / "page.html").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    parts = {"STYLE": style, "SCRIPT": script, "SCRIPT_SHA256": digest, "DATA": _json(data)}
+    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh:g}">'
+    parts = {"REFRESH": again, "STYLE": style, "SCRIPT": script, "SCRIPT_SHA256": digest, "DATA": _json(data)}
     return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], page)  # one pass: what parts contain stays
 
 
@@ -56,8 +58,12 @@ def _json(data: dict[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _columns(points: Sequence[Point]) -> dict[str, list[float | None]]:
-    return {key: [_rounded(point[key]) for point in points] for key in (points[0] if points else ()) if key != "rate"}
+def _columns(record: Record) -> dict[str, dict[str, list[float | None]]]:
+    return {name: _column(points) for name, points in record.curves.items() if points and name in CURVES}
+
+
+def _column(points: Sequence[Point]) -> dict[str, list[float | None]]:
+    return {key: [_rounded(point[key]) for point in points] for key in points[0]}
 
 
 def _rounded(value: float | None) -> float | None:

@@ -3,11 +3,12 @@
 Neither file is trusted: a value that is not a number is ignored, and a damaged file causes a warning.
 """
 
+import functools
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,32 +18,40 @@ from pydantic import ConfigDict, Field
 from common.console import warn
 from common.files import file_size, read_json
 from common.settings import Settings, UserError, decode, differences
+from trainer.curves import Curve
 from trainer.metrics import read_metrics
 
-MOST_SETTINGS = 12
-"""Settings that a report shows."""
-_MOST_POINTS = 300  # of a curve
+_MOST_POINTS = 300  # of a curve of training
 _NOT_COMPARED = ("run_dir",)
 _COMPARED_LAST = ("checkpoint.", "dataset_dir", "eval.", "resume", "runtime.", "stop_at", "tracker.")
 
+TRAINING = ("loss", "lr", "grad_norm", "tokens_per_second")
+EVALUATION = ("val_loss", "val_bits_per_byte")
+
 Point = dict[str, Any]
-"""A point of a curve: step, tokens, flops (None if unknown), seconds (None if unknown) and its loss."""
+"""A point of a curve: step, tokens, flops (None if unknown), seconds (None if unknown), value; or a run's figures.
+
+A point of training stands for several steps: value is their mean, low and high their range.
+"""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One run."""
+    """One run, or the runs that differ in their seeds only."""
 
     name: str
     """Its folder, relative to the one that holds all runs of the report."""
     settings: dict[str, Any]
     """Its configuration, flat: {"optim.max_lr": 0.01}; null and absent are the same."""
-    train: list[Point]
-    """Training: "loss", averaged over equal numbers of lines."""
-    val: list[Point]
-    """Evaluations: "val_loss", in nats per token, and "bits" per byte."""
+    curves: dict[str, list[Point]]
+    """Points by what they are of, as TRAINING and EVALUATION name it; of several runs, the mean where all have one."""
     figures: Point
-    """The table's figures: best, best_step, bits, loss, step, max_steps, tokens, flops, seconds, rate, n_params."""
+    """best, best_step, bits, loss, step, max_steps, tokens, flops, seconds, rate, n_params; of several runs, the mean.
+
+    low and high are the range of best, and runs is how many there are.
+    """
+    members: tuple["Record", ...] = ()
+    """The runs, if there are several."""
 
 
 class _Stored(Settings):
@@ -55,7 +64,7 @@ class _Stored(Settings):
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
-    """Return all runs in these folders, the best first, those without an evaluation last.
+    """Return all runs in these folders, seeds together, the best first, those without an evaluation last.
 
     Raises:
         UserError: a folder is missing, or none has a run in it.
@@ -65,10 +74,57 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
             raise UserError(f"{path} is not a folder: give the folder of a run, of a sweep, or of many runs")
     folders = list(dict.fromkeys(folder for path in paths for folder in _runs_in(path)))
     common = common_folder(paths if len(folders) > 1 else [folder.absolute().parent for folder in folders] or paths)
-    records = [record for folder in folders if (record := _read(folder, common)) is not None]
+    found = (_read(folder, common, _stamp(folder)) for folder in folders)
+    records = [record for record in found if record is not None]
     if not records:
         raise UserError(f"no run in {', '.join(map(str, paths))}: a run has a metrics.jsonl")
-    return sorted(records, key=lambda record: (record.figures["best"] or math.inf, record.name))
+    return sorted(grouped(records), key=_rank)
+
+
+def _rank(record: Record) -> tuple[float, str]:
+    best = record.figures["best"]
+    return math.inf if best is None else best, record.name
+
+
+def grouped(records: Sequence[Record]) -> list[Record]:
+    """Put runs together that differ in their seeds only."""
+    keys = [key for key in varying_settings(records) if key != "seed"]
+    groups: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        alone = record.name if record.settings.get("seed") is None else None
+        alike = json.dumps([alone, *(record.settings.get(key) for key in keys)])
+        groups.setdefault(alike, {}).setdefault(json.dumps(record.settings.get("seed")), []).append(record)
+    joined = []
+    for seeds in groups.values():
+        runs = [record for same in seeds.values() for record in same]
+        distinct = 1 < len(seeds) == len(runs)  # two of one seed differ in something that no setting tells
+        joined += [_together(runs)] if distinct else runs
+    return joined
+
+
+def _together(runs: Sequence[Record]) -> Record:
+    bests = [best for run in runs if (best := run.figures["best"]) is not None]
+    seeds = sorted((run.settings.get("seed") for run in runs), key=str)
+    figures = {key: _mean_of_known([run.figures[key] for run in runs]) for key in runs[0].figures}
+    figures["step"] = min(run.figures["step"] or 0.0 for run in runs)
+    figures |= {"best_step": None, "low": min(bests, default=None), "high": max(bests, default=None), "runs": len(runs)}
+    curves = {key: _mean_curve([run.curves[key] for run in runs]) for key in runs[0].curves}
+    settings = runs[0].settings | {"seed": ", ".join(map(brief, seeds))}
+    return Record(", ".join(run.name for run in runs), settings, curves, figures, tuple(sorted(runs, key=_rank)))
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(value / len(known) for value in known) if known else None  # a sum of huge losses would overflow
+
+
+def _mean_curve(curves: Sequence[list[Point]]) -> list[Point]:
+    """Return the mean at the steps that are in all of the curves."""
+    by_step = [{point["step"]: point for point in curve} for curve in curves if curve]
+    steps = [step for step in (by_step[0] if by_step else ()) if all(step in points for points in by_step)]
+    return [
+        {key: _mean_of_known([points[step][key] for points in by_step]) for key in by_step[0][step]} for step in steps
+    ]
 
 
 def common_folder(paths: Sequence[Path]) -> Path:
@@ -85,31 +141,43 @@ def _runs_in(path: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _read(folder: Path, common: Path) -> Record | None:
+def _stamp(folder: Path) -> tuple[int, ...]:
+    """Return what changes when a run writes."""
+    found = [path.stat() for name in ("metrics.jsonl", "config.json") if (path := folder / name).exists()]
+    return tuple(number for stat in found for number in (stat.st_size, stat.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=1000)
+def _read(folder: Path, common: Path, _: tuple[int, ...]) -> Record | None:
+    """Read a run. A page that follows runs reads only those again that have changed since."""
     try:
         file_size(folder / "metrics.jsonl")  # raises if it is not a regular file
-        lines = read_metrics(folder / "metrics.jsonl")
+        stored = _stored(folder)
+        curves = _curves(read_metrics(folder / "metrics.jsonl"), _number(stored.environment.get("flops_per_token")))
     except (UserError, OSError) as error:
         warn(f"skipping {folder}: {error}")
         return None
+    known = {"max_steps": stored.config.get("max_steps"), "n_params": stored.environment.get("n_params")}
+    figures = {**{key: _number(value) for key, value in known.items()}, **_figures(curves)}
+    settings = {key: value for key, (value, _) in differences(stored.config, {}).items()}
+    return Record(printable(os.path.relpath(folder.absolute(), common)), settings, curves, figures)
+
+
+def _stored(folder: Path) -> _Stored:
     try:
-        stored = decode(_Stored, read_json(folder / "config.json"))
+        return decode(_Stored, read_json(folder / "config.json"))
     except UserError as error:
         warn(f"the settings of {folder} are unknown: {error}")
-        stored = decode(_Stored, {})
-    train, val = _points(lines, _number(stored.environment.get("flops_per_token")))
-    known = {"max_steps": stored.config.get("max_steps"), "n_params": stored.environment.get("n_params")}
-    figures = {**{key: _number(value) for key, value in known.items()}, **_figures(train, val)}
-    settings = {key: value for key, (value, _) in differences(stored.config, {}).items()}
-    return Record(printable(os.path.relpath(folder.absolute(), common)), settings, _thinned(train), val, figures)
+        return decode(_Stored, {})
 
 
-def _points(lines: list[dict[str, Any]], flops_per_token: float | None) -> tuple[list[Point], list[Point]]:
+def _curves(lines: Iterable[dict[str, Any]], flops_per_token: float | None) -> dict[str, list[Point]]:
     """Return the points of training and of evaluations.
 
     Seconds count training alone, from the rate in each line: without evaluations, saves and breaks.
     """
-    train, val = [], []
+    train = {key: Curve[Point](_MOST_POINTS) for key in TRAINING}
+    val: dict[str, list[Point]] = {key: [] for key in EVALUATION}
     seconds, timed_tokens = 0.0, 0.0
     for line in lines:
         numbers = {key: number for key, value in line.items() if (number := _number(value)) is not None}
@@ -120,36 +188,34 @@ def _points(lines: list[dict[str, Any]], flops_per_token: float | None) -> tuple
             seconds, timed_tokens = seconds + (tokens - timed_tokens) / rate, tokens
         flops = None if flops_per_token is None else _number(tokens * flops_per_token)
         place = {"step": numbers["step"], "tokens": tokens, "flops": flops, "seconds": _number(seconds) or None}
-        if "loss" in numbers:
-            train.append({**place, "loss": numbers["loss"], "rate": numbers.get("tokens_per_second")})
-        if "val_loss" in numbers:
-            val.append({**place, "val_loss": numbers["val_loss"], "bits": numbers.get("val_bits_per_byte")})
-    return train, val
+        for key in TRAINING:
+            if key in numbers:
+                train[key].add(place, numbers[key])
+        for key in EVALUATION:
+            if key in numbers:
+                val[key].append({**place, "value": numbers[key]})
+    points = {
+        key: [{**part.place, "value": part.mean, "low": part.low, "high": part.high} for part in curve.stretches]
+        for key, curve in train.items()
+    }
+    return points | val
 
 
-def _figures(train: list[Point], val: list[Point]) -> Point:
-    last: Point = max((points[-1] for points in (train, val) if points), key=lambda point: point["step"], default={})
-    best: Point = min(val, key=lambda point: point["val_loss"], default={})
-    rates = sorted(point["rate"] for point in train if point["rate"] is not None)
+def _figures(curves: dict[str, list[Point]]) -> Point:
+    ends = [curves[key][-1] for key in ("loss", "val_loss") if curves[key]]
+    last: Point = max(ends, key=lambda point: point["step"], default={})
+    best: Point = min(curves["val_loss"], key=lambda point: point["value"], default={})
+    bits = [point["value"] for point in curves["val_bits_per_byte"] if point["step"] == best.get("step")]
+    late = curves["loss"][-max(1, len(curves["loss"]) // 20) :]
+    rates = sorted(point["value"] for point in curves["tokens_per_second"])
     return {
         **{key: last.get(key) for key in ("step", "tokens", "flops", "seconds")},
-        "best": best.get("val_loss"),
+        **{"best": best.get("value"), "low": best.get("value"), "high": best.get("value"), "runs": 1},
         "best_step": best.get("step"),
-        "bits": best.get("bits"),
-        "loss": _mean(train[-max(1, len(train) // 20) :]) if train else None,
+        "bits": bits[-1] if bits else None,
+        "loss": _mean_of_known([point["value"] for point in late]),
         "rate": rates[len(rates) // 2] if rates else None,
     }
-
-
-def _thinned(points: list[Point]) -> list[Point]:
-    """Average runs of consecutive points, so that at most _MOST_POINTS are left, each at the place of its last."""
-    size = math.ceil(len(points) / _MOST_POINTS) or 1
-    groups = (points[i : i + size] for i in range(0, len(points), size))
-    return [{**group[-1], "loss": _mean(group)} for group in groups]
-
-
-def _mean(points: list[Point]) -> float:
-    return sum(point["loss"] / len(points) for point in points)  # a sum of huge losses would overflow
 
 
 def _number(value: Any) -> float | None:
@@ -179,8 +245,12 @@ def shown(value: Any) -> float | str:
 
 def labels(records: Sequence[Record], keys: Sequence[str]) -> list[str]:
     """Return short names: the settings in which the runs differ, or their folders if the settings are not enough."""
+    keys = [key for key in keys if key != "seed" or all(not record.members for record in records)]
     short = [", ".join(f"{key.rpartition('.')[2]}={brief(r.settings.get(key))}" for key in keys) for r in records]
-    return short if keys and len(set(short)) == len(short) and max(map(len, short)) <= 80 else [r.name for r in records]
+    enough = keys and len(set(short)) == len(short) and max(map(len, short)) <= 80
+    names = short if enough else [record.members[0].name if record.members else record.name for record in records]
+    counts = [f" (mean of {len(record.members)} runs)" if record.members else "" for record in records]
+    return [name + count for name, count in zip(names, counts, strict=True)]
 
 
 def brief(value: Any) -> str:

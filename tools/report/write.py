@@ -1,5 +1,7 @@
 """Write a report: the page, the pictures, and a line on the best run."""
 
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,23 +9,36 @@ from common.console import say
 from common.files import make_directory, write_atomic
 from tools.report.page import page_of
 from tools.report.pictures import draw_curves, draw_settings
-from tools.report.records import common_folder, labels, printable, read_records, varying_settings
+from tools.report.records import Record, common_folder, labels, printable, read_records, varying_settings
+
+_REFRESH = 10.0
+"""Seconds between two looks at running runs."""
 
 
-def write_report(folders: Sequence[Path], out: Path | None) -> list[Path]:
+def write_report(folders: Sequence[Path], out: Path | None, watch: bool = False) -> list[Path]:
     """Compare all runs in `folders`; return the paths of the files written into `out`, the page first.
+
+    With `watch`, first keep a page up to date that browsers load again and again, until every run is at its end.
 
     Raises:
         UserError: there is no run, or `out` cannot be written to.
     """
     records = read_records(folders)
     out = make_directory(out or (folders[0] if len(folders) == 1 else common_folder(folders)), "out")
+    page = out / "report.html"
     title = printable(", ".join(map(str, folders[:3])) + (f" and {len(folders) - 3} more" if len(folders) > 3 else ""))
+    if watch and not _ended(records):
+        say(f"open {page.absolute().as_uri()} in a browser: it follows the runs until all are at their end (or Ctrl-C)")
+    while watch and not _ended(records):
+        write_atomic(page, page_of(records, title, _REFRESH).encode())
+        time.sleep(_REFRESH)
+        records = read_records(folders)
     best, name = records[0].figures["best"], labels(records, varying_settings(records))[0]
     lowest = "" if best is None else f"; lowest validation loss {best:.4f}: {name}"
-    say(f"{len(records)} run{'s' * (len(records) > 1)}{lowest}")
+    n_runs = sum(record.figures["runs"] for record in records)
+    say(f"{n_runs} run{'s' * (n_runs > 1)}{lowest}")
     contents = {
-        "report.html": page_of(records, title).encode(),
+        page.name: page_of(records, title).encode(),
         "report_curves.png": draw_curves(records, title),
         "report_settings.png": draw_settings(records, title),
     }
@@ -32,3 +47,8 @@ def write_report(folders: Sequence[Path], out: Path | None) -> list[Path]:
         write_atomic(path, content)
         say(f"written: {path}")
     return list(paths)
+
+
+def _ended(records: Sequence[Record]) -> bool:
+    """Whether every run is at the last step of its schedule."""
+    return all((record.figures["step"] or 0) >= (record.figures["max_steps"] or math.inf) for record in records)

@@ -55,12 +55,13 @@ def run(
 def _trained(folders: list[Path]) -> list[tuple[float, float, float]]:
     """Parameters, tokens and last validation loss of the finished runs."""
     rows, unfinished = [], 0
-    for record in read_records(folders) if folders else []:
-        last = record.val[-1] if record.val else None
-        if last is None or last["step"] != record.figures["max_steps"] or record.figures["n_params"] is None:
+    records = read_records(folders) if folders else []
+    for run in (run for record in records for run in record.members or (record,)):
+        evaluations, n_params = run.curves["val_loss"], run.figures["n_params"]
+        if not evaluations or evaluations[-1]["step"] != run.figures["max_steps"] or n_params is None:
             unfinished += 1
         else:
-            rows.append((record.figures["n_params"], last["tokens"], last["val_loss"]))
+            rows.append((n_params, evaluations[-1]["tokens"], evaluations[-1]["value"]))
     if unfinished:
         warn(f"{unfinished} runs are not finished, and are left out")
     return rows

@@ -1,0 +1,46 @@
+"""What one sees while training: a line per interval, and on a terminal a bar below the lines."""
+
+from statistics import harmonic_mean, mean
+from typing import Any
+
+from common.console import Track
+from trainer.curves import RunCurves
+
+
+class TrainingProgress(Track):
+    """Follows the lines of metrics.jsonl."""
+
+    lines_beside_bar = True
+
+    def __init__(self, total: int, done: int, curves: RunCurves) -> None:
+        """`total`: the step after which this run stops. `curves`: the run's, which know the last validation loss."""
+        super().__init__("training: step", total, done)
+        self._curves = curves
+        self._lines: list[dict[str, Any]] = []  # of training, since the last that was printed
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Count a step."""
+        if "loss" in line:
+            self._lines.append(line)
+        self.advance(1)
+
+    def line(self) -> str:
+        """Return what is printed: the step, then figures of the steps since the last line, and the time left."""
+        lines, self._lines = self._lines, []
+        figures = _figures(lines) if lines else []
+        if self._curves.val:
+            figures[1:1] = [f"validation {self._curves.val[-1][1]:.4f}"]
+        total = f"{self.total:,}"
+        return ", ".join([f"step {self.done:{len(total)},} of {total}", *figures, *self.left()])
+
+
+def _figures(lines: list[dict[str, Any]]) -> list[str]:
+    last = lines[-1]
+    rates = {key: [line[key] for line in lines if line[key]] for key in ("tokens_per_second", "mfu")}
+    return [
+        f"loss {last['loss']:.4f} (mean {mean(line['loss'] for line in lines):.4f})",
+        f"learning rate {last['lr']:.3g}",
+        f"gradient norm {last['grad_norm']:.3g}",
+        *(f"{harmonic_mean(found):,.0f} tokens/s" for found in [rates["tokens_per_second"]] if found),
+        *(f"MFU {harmonic_mean(found):.1%}" for found in [rates["mfu"]] if found),
+    ]

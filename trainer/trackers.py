@@ -1,0 +1,280 @@
+"""Sends a run's metrics to wandb and TensorBoard, if asked to. The only file that imports them."""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import Field, model_validator
+
+from common.console import console, errors, say, warn
+from common.settings import Settings
+
+_PIPE_BYTES = 2**20  # the most that Linux gives to any user
+
+
+class Tracker(Protocol):
+    """Receives lines of metrics.jsonl. Neither method raises."""
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Take a line, without waiting."""
+
+    def finish(self) -> None:
+        """Send what is left, in bounded time."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told about the run."""
+
+    run_id: str
+    run_dir: Path
+    config: dict[str, Any]
+    resumed_at: int
+    """The step after which the run goes on; 0 for a new run."""
+
+
+class WandbConfig(Settings, defaults="tracker/wandb:wandb"):
+    """Sends the metrics to Weights & Biases. Training goes on even if that fails."""
+
+    every: int = Field(ge=1)
+    """Steps between training lines that are sent."""
+    mode: Literal["online", "offline", "disabled"]
+    """offline writes under the run directory, for `wandb sync` later."""
+    project: str
+    """wandb's project."""
+    run_name: str | None
+    """Name of the run in wandb; null: the name of the run directory."""
+    finish_seconds: float = Field(gt=0)
+    """Longest time that the end of training waits for the last uploads."""
+
+    def open(self, run: TrackedRun) -> Tracker:
+        """Start the tracker of a run."""
+        settings = {"program": sys.argv[0], "x_stats_pid": os.getpid()}  # this process, not the one that wandb runs in
+        name = self.run_name or run.run_dir.name
+        about = {"project": self.project, "name": name, "dir": str(run.run_dir), "config": run.config}
+        how = {"id": run.run_id, "resume": "allow", "mode": self.mode, "settings": settings}
+        return WandbTracker(about | how, self.finish_seconds)
+
+
+class TensorBoardConfig(Settings, defaults="tracker/tensorboard:tensorboard"):
+    """Writes the metrics for TensorBoard to the folder tensorboard in the run directory."""
+
+    every: int = Field(ge=1)
+    """Steps between training lines that are written."""
+
+    def open(self, run: TrackedRun) -> Tracker:
+        """Start the tracker of a run."""
+        return TensorBoardTracker(run.run_dir / "tensorboard", run.resumed_at)
+
+
+class TrackerConfig(Settings, defaults="train:tracker"):
+    """Where the metrics go, besides metrics.jsonl and loss.png."""
+
+    wandb: WandbConfig | None
+    """Weights & Biases; null: not used."""
+    tensorboard: TensorBoardConfig | None
+    """TensorBoard; null: not used."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, given: Any) -> Any:
+        """Accept {"name": "wandb", ...}, as config.json has it in runs from when there could only be one tracker."""
+        if not isinstance(given, dict) or given.get("name") not in ("local", "wandb"):
+            return given
+        own = {key: value for key, value in given.items() if key != "name"}
+        return {} if given["name"] == "local" else {"wandb": own}
+
+    def import_packages(self) -> None:
+        """Import what is not installed everywhere, before anything is made.
+
+        Raises:
+            ModuleNotFoundError: a package is missing.
+        """
+        if self.tensorboard is not None:
+            importlib.import_module("tensorboard")
+
+    def open(self, run: TrackedRun) -> "Trackers":
+        """Start the trackers of a run."""
+        return Trackers([(one.every, one.open(run)) for one in (self.wandb, self.tensorboard) if one is not None])
+
+
+class Trackers:
+    """All trackers of a run. Each gets every line but those of training, and of these one in so many steps."""
+
+    def __init__(self, trackers: Sequence[tuple[int, Tracker]]) -> None:
+        self._trackers = trackers
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Hand on a line."""
+        for every, tracker in self._trackers:
+            if "loss" not in line or line["step"] % every == 0:
+                tracker.log(line)
+
+    def finish(self) -> None:
+        """Send what is left, in bounded time."""
+        for _, tracker in self._trackers:
+            tracker.finish()
+
+
+class TensorBoardTracker:
+    """Writes event files. TensorBoard ignores the earlier lines of steps that a resumed run repeats."""
+
+    def __init__(self, folder: Path, resumed_at: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here, because importing it is slow
+
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_at + 1)
+        self._failed = False
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Write the numbers of a line. After a failure, lines are in metrics.jsonl only."""
+        numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+        for key, value in numbers.items():
+            self._try(partial(self._writer.add_scalar, key, value, line["step"]))
+
+    def finish(self) -> None:
+        """Write what is left."""
+        self._try(self._writer.close)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """Write, unless that has failed before."""
+        if not self._failed:
+            try:
+                write()
+            except OSError as error:
+                self._failed = True
+                warn(f"tensorboard failed ({error}); training goes on, and metrics.jsonl has every line")
+
+
+class WandbTracker:
+    """Runs wandb in a separate process: if wandb hangs, fails or crashes, training continues with a warning.
+
+    In this process, wandb would wrap stdout and stderr, and wait for its service process at exit without a limit. A
+    process, with all that it started, can be killed. It prints its own reports, and gets lines of JSON through a pipe,
+    which holds some thousands of them.
+    """
+
+    def __init__(self, settings: dict[str, Any], finish_seconds: float) -> None:
+        self._finish_seconds = finish_seconds
+        self._process = _start_process()
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+        os.set_blocking(self._pipe.fileno(), False)
+        self.log({"settings": settings, "trainer": os.getpid(), "finish_seconds": finish_seconds})
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Send a line. If wandb is too far behind, or gone, the line is in metrics.jsonl only."""
+        if not self._pipe.closed:
+            try:
+                os.write(self._pipe.fileno(), json.dumps(line).encode() + b"\n")
+            except BlockingIOError:
+                self._kill("it does not keep up")
+            except BrokenPipeError:
+                self._wait()
+
+    def finish(self) -> None:
+        """Wait for the last lines, but no longer than finish_seconds. Afterwards, nothing of wandb is running."""
+        self.log({})  # the end: without it, training was killed
+        if not self._pipe.closed:
+            self._wait()
+
+    def _wait(self) -> None:
+        self._pipe.close()
+        try:
+            if status := self._process.wait(self._finish_seconds):
+                _warn(f"its process ended with status {status}")
+        except subprocess.TimeoutExpired:
+            self._kill(f"it did not finish within {self._finish_seconds:g} seconds")
+
+    def _kill(self, why: str) -> None:
+        self._pipe.close()
+        _kill_tree(self._process.pid)
+        self._process.wait()
+        _warn(why)
+
+
+def _warn(why: str) -> None:
+    warn(f"wandb failed ({why}); training goes on, and metrics.jsonl has every line")
+
+
+def _start_process() -> "subprocess.Popen[bytes]":
+    """Run this file as a program that ignores the signals that stop training: it ends when its input does."""
+    ignored = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # a new process inherits the mask
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "trainer.trackers"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            pipesize=_PIPE_BYTES,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve() -> None:
+    """Run wandb with the lines that WandbTracker sends."""
+    lines, console.file, errors.file = (os.fdopen(os.dup(fd), mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nowhere, fd)  # for wandb, and for its service process, which would keep the pipes open
+    try:
+        first = json.loads(lines.readline())
+        limit = (first["trainer"], first["finish_seconds"])
+        threading.Thread(target=_outlive, args=limit, daemon=True).start()
+        import wandb
+
+        run = wandb.init(**first["settings"])
+        if url := getattr(run, "url", None):
+            say(f"wandb: {url}")
+        # A resumed run repeats some steps: with an axis of their own, steps need not increase.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        line: Any = None
+        for text in lines:
+            if line := json.loads(text):
+                run.log(line)
+        run.finish(exit_code=int(line != {}))
+    except BaseException as error:  # no failure of wandb is worth a run
+        with contextlib.suppress(OSError):
+            _warn(" ".join(f"{type(error).__name__}: {error}".split()))
+        _kill_tree(os.getpid())  # a normal exit would wait for its service process, which may be what failed
+
+
+def _outlive(trainer: int, seconds: float) -> None:
+    """End this process `seconds` after its parent has ended, even if it hangs."""
+    while os.getppid() == trainer:
+        time.sleep(1.0)
+    time.sleep(seconds)
+    _kill_tree(os.getpid())
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and, on Linux, everything that it started, parents first. This process itself just ends."""
+    children: list[str] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += path.read_text().split()
+    if pid != os.getpid():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for child in children:
+        _kill_tree(int(child))
+    if pid == os.getpid():
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()
