@@ -53,6 +53,7 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/profile_step": "tools.bench.profile.bench",
     "scripts/recall": "tools.compare.recall.Case",
     "scripts/report": "tools.report.write.write_report",
+    "scripts/scaling": "tools.scaling.report.run",
     "scripts/serve": "inference.server.serve.serve",
     "scripts/train_tokenizer": "data.prepare.vocabulary.learn",
     "scripts/verify_dataset": "data.prepare.verify.verify",
@@ -132,7 +133,8 @@ def test_the_commands_of_a_help_and_of_a_docstring(command, goes_to_work, tmp_pa
     (tmp_path / "runs" / "bench_save" / "dataset").mkdir(parents=True)  # else the script prepares it: minutes
     for one in typed:
         n_jobs = goes_to_work(*one)
-        assert n_jobs == (4 if "-m" in one.arguments else 1), one
+        sweep = 16 if script == "scripts/scaling" else 4
+        assert n_jobs == (sweep if "-m" in one.arguments else 1), one
 
 
 def test_all_scripts_are_typed():
