@@ -23,17 +23,18 @@ help:  ## this list
 
 setup: .venv/installed-dev  ## create .venv and install everything into it, what tests need included
 
-train: .venv/installed  ## prepare the embedded corpus, train a small log-space GPT, evaluate it, sample from it
+train: .venv/installed  ## prepare the embedded corpus, train a small log-space GPT, sample from it, evaluate it in brief
 	$(VENV)/python scripts/prepare_data.py data=stdlib tokenizer=bytes out_dir=datasets/stdlib
 	$(VENV)/python train.py experiment=quickstart run_dir=$(RUN)
-	$(VENV)/python eval.py checkpoint=$(RUN)
 	printf 'import os\n\n\nclass Parser:\n    def __init__(self' | \
 		$(VENV)/python sample.py checkpoint=$(RUN) prompt=- max_new_tokens=400
+	$(VENV)/python eval.py checkpoint=$(RUN) batches=100 contexts=[1024] context_windows=8
 	@printf '\nNext:\n'
 	@printf '  %s\n' 'see $(RUN)/loss.png and $(RUN)/metrics.jsonl' \
 		'source .venv/bin/activate' \
+		'python eval.py checkpoint=$(RUN)                                # the whole split, and contexts up to 64K: minutes' \
 		'python sample.py checkpoint=$(RUN) prompt="class Tree:" num_samples=3' \
-		'python train.py experiment=quickstart run_dir=$(RUN) max_steps=8000          # on, with the schedule of a longer run' \
+		'python train.py run_dir=$(RUN) max_steps=8000                    # on, with the schedule of a longer run' \
 		'python train.py experiment=quickstart run_dir=runs/softmax model=gpt_1m                     # softmax attention' \
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 

@@ -1,7 +1,6 @@
 """What every command does: read the options, compose a configuration, run, and report mistakes in one line."""
 
 import argparse
-import json
 import logging
 import os
 import re
@@ -13,10 +12,13 @@ from typing import Any, NoReturn
 import hydra
 from omegaconf import OmegaConf
 
+from cli.completion import offers
 from cli.compose import CONFIGS, compose, to_dict
-from cli.help import help_of
+from cli.help import help_of, with_comments
+from cli.options import refuse_misplaced
+from cli.resume import compose_training
 from cli.sweep import Command, run_sweep
-from common.command import refuse_flag, reported
+from common.command import reported
 from common.settings import UserError, decode
 
 
@@ -51,19 +53,36 @@ def command(
 def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool) -> None:
     flags, options = _parser().parse_known_args()
     texts = dict(option.split("=", 1) for option in options if option.partition("=")[0] in text_keys)
-    overrides = [_bare_keys(option) for option in options if option.partition("=")[0] not in text_keys]
+    overrides = [option for option in options if option.partition("=")[0] not in text_keys]
     if flags.help:
         return print(help_of(config_name))
+    if flags.shell_completion and "query=bash" in options:
+        return print(*_completions(config_name))
     if flags.shell_completion:
         return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(lambda _: None)()
     for option in overrides:
-        _refuse_misplaced(option, config_name, flags.multirun)
+        refuse_misplaced(option, config_name, flags.multirun)
     if flags.multirun:
         return run_sweep(config_name, overrides, flags.config_dir, lambda config: run(config | texts), debug)
-    composed = compose(config_name, overrides, flags.config_dir)
     if flags.cfg:
-        return print(OmegaConf.to_yaml(composed), end="")
-    run(to_dict(composed) | texts)
+        composed = compose(config_name, overrides, flags.config_dir)
+        plain: Any = OmegaConf.to_container(composed)
+        return print(with_comments(OmegaConf.to_yaml(composed), plain, config_name), end="")
+    if config_name == "train":
+        run(compose_training(overrides, flags.config_dir))
+    else:
+        run(to_dict(compose(config_name, overrides, flags.config_dir)) | texts)
+
+
+def _completions(config_name: str) -> list[str]:
+    """Return what the shell may offer for the last word of the line that is being typed."""
+    *given, word = re.split(r"\s+", os.environ["COMP_LINE"].partition(".py ")[2])
+    try:
+        composed = compose(config_name, [option for option in given if not option.startswith("-")])
+    except UserError:  # it will be said when the line is run
+        composed = compose(config_name, [])
+    plain: Any = OmegaConf.to_container(composed)
+    return offers(config_name, word, plain)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,28 +97,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-cd", "--config-dir")
     return parser
-
-
-def _bare_keys(option: str) -> str:
-    """Turn KEY={"Pile-CC": 2} (JSON) into KEY={Pile-CC: 2}, as Hydra's grammar has no quotes around keys."""
-    key, _, value = option.partition("=")
-    try:
-        mapping = json.loads(value) if value.startswith("{") else None
-    except ValueError:
-        return option
-    if not mapping:
-        return option
-    members = (re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", name) + ": " + json.dumps(mapping[name]) for name in mapping)
-    return f"{key}={{{', '.join(members)}}}"
-
-
-def _refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
-    """Raise UserError for options that have another form here."""
-    refuse_flag(option)
-    key, _, value = option.partition("=")
-    if re.match(r"[+~]*hydra[./]", key) and not in_sweep:
-        raise UserError(f"{option} is for sweeps: add -m")
-    if key in ("data", "tokenizer") and config_name != "prepare":
-        raise UserError(f"'{key}' is for scripts/prepare_data.py: give {config_name}.py its result, dataset_dir=...")
-    if "." in key and (CONFIGS / key.replace(".", "/") / f"{value}.yaml").is_file():
-        raise UserError(f"{option} sets a value, not a group: write {key.replace('.', '/')}={value}")

@@ -10,9 +10,11 @@ from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, errors
 
+from cli.options import as_text, bare_keys, groups_of, meant
 from common.settings import CONFIGS, UserError, nearest
 
 OmegaConf.clear_resolver("oc.env")  # a downloaded experiment could send the environment elsewhere; shells have $HOME
@@ -28,15 +30,42 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra.compose(config_name, [*overrides, *folder], return_hydra_config=True)
+            composed = hydra.compose(config_name, [*read_options(overrides), *folder], return_hydra_config=True)
             expected = _untouched_settings(*folder)
     except (HydraException, errors.OmegaConfBaseException, OSError) as error:
-        raise UserError(explain(error)) from error
+        raise UserError(explain(error, config_name)) from error
     given = _hydra_settings(composed)
     for key in {**expected, **given}:
         if given.get(key) != expected.get(key):
             raise UserError(f"hydra.{key} is set by a configuration file, which is not allowed: remove it")
     return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+
+
+def read_options(options: list[str], in_sweep: bool = False) -> list[str]:
+    """Return options as Hydra's grammar writes them.
+
+    Raises:
+        UserError: a bracket or a quote is not closed, or an option has several values outside of a sweep.
+    """
+    parse, read = OverridesParser.create().parse_override, []
+    for option in map(bare_keys, options):
+        try:
+            parsed = parse(option)
+        except HydraException:
+            read.append(as_text(option))
+            continue
+        if parsed.is_sweep_override() and not in_sweep:
+            key, _, value = option.partition("=")
+            as_list = "" if "(" in value else f", or write '{key}=[{value}]' for a list"
+            raise UserError(f"{option} has several values: add -m for a run with each{as_list}")
+        read.append(option)
+    return read
+
+
+def keys_and_values(options: list[str]) -> dict[str, Any]:
+    """Return the options' values by key, in the form that Hydra's grammar gives them; "~" if one deletes a key."""
+    parsed = OverridesParser.create().parse_overrides(read_options(options))
+    return {"~" if each.is_delete() else each.key_or_group: each.value() for each in parsed}
 
 
 @functools.cache
@@ -67,7 +96,7 @@ def to_dict(composed: DictConfig, complete: bool = True) -> dict[str, Any]:
         raise UserError(explain(error)) from None
 
 
-def explain(error: BaseException) -> str:
+def explain(error: BaseException, config_name: str = "") -> str:
     """Return one line that explains Hydra's error, with the nearest valid name."""
     cause: BaseException | None = error
     while cause is not None:
@@ -75,8 +104,6 @@ def explain(error: BaseException) -> str:
             group, _, name = (cause.missing_cfg_file or "").rpartition("/")
             more = "; pip install -e '.[sweep]' adds others" if group.startswith("hydra/") else ""
             return f"{group}={name} does not exist: {nearest(name, cause.options)}{more}"
-        if isinstance(cause, OverrideParseException):
-            return f"cannot read the option {cause.override}: write KEY=VALUE, and a text as 'KEY=\"...\"'"
         if isinstance(cause, errors.UnsupportedInterpolationType):
             resolver = str(cause.msg).splitlines()[0].rpartition(" ")[2]
             return f"{cause.full_key}: ${{{resolver}:...}} is not available: write the value, in a shell as $NAME"
@@ -84,7 +111,7 @@ def explain(error: BaseException) -> str:
             key, every = str(cause.full_key), _keys(OmegaConf.to_container(cause.parent_node._get_root()))
             keys = [other for other in every if (other.split(".")[0] == "hydra") == key.startswith("hydra.")]
             if key not in keys:
-                return f"unknown config key '{key}': {nearest(key, keys)}"
+                return f"unknown config key '{key}': {meant(key, keys, groups_of(config_name))}"
         cause = cause.__cause__ or cause.__context__
     return " ".join(str(error).split())
 

@@ -4,11 +4,11 @@ Hydra sees the options that have several values, and those for Hydra itself, but
 controls neither what Hydra calls nor what it writes.
 """
 
-import hashlib
 import os
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -20,9 +20,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cli.compose import compose, explain, to_dict
+from cli.compose import compose, explain, read_options, to_dict
 from cli.workers import among_others, let_workers_save, visible_gpus
 from common.console import print_error, say
+from common.files import name_of
 from common.settings import UserError
 
 Command = Callable[[dict[str, Any]], float | None]
@@ -41,7 +42,10 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
     """
     try:
         fixed, first, swept, for_hydra = [], [], {}, []
-        parsed = {option.get_key_element(): option for option in OverridesParser.create().parse_overrides(options)}
+        parsed = {
+            option.get_key_element(): option
+            for option in OverridesParser.create().parse_overrides(read_options(options, True))
+        }
         for key, option in parsed.items():
             if option.is_hydra_override():
                 for_hydra.append(str(option.input_line))
@@ -59,7 +63,8 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
             try:
                 config = to_dict(compose(config_name, [*fixed, *now.overrides.task], config_dir))
                 if "run_dir" in config:
-                    config["run_dir"] = os.path.join(config["run_dir"], _job_folder(fixed, now.overrides.task))
+                    varied = sorted(option for option in now.overrides.task if not option.startswith("run_dir="))
+                    config["run_dir"] = str(Path(config["run_dir"]) / name_of(varied))
                     say(f"--- job {now.job.num}: {config['run_dir']}")
                 with among_others(now.runtime.choices["hydra/launcher"]):
                     best = run(config)
@@ -133,12 +138,3 @@ def _settings_of_plugins(chosen: DictConfig, has_values: bool) -> list[str]:
             more.append("hydra.sweeper.sampler.seed=1")  # a restarted sweep must ask for the same jobs
         optuna_logging.set_verbosity(optuna_logging.WARNING)
     return more
-
-
-def _job_folder(fixed: list[str], swept: list[str]) -> str:
-    """Name a job's folder by its options or, where that is too long, by those that vary and a hash of all."""
-    options = ",".join(sorted(option for option in [*fixed, *swept] if not option.startswith("run_dir=")))
-    options = options.replace("/", ".")
-    if len(options) <= 200:
-        return options
-    return ",".join(swept).replace("/", ".")[:180] + "-" + hashlib.sha256(options.encode()).hexdigest()[:8]

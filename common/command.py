@@ -20,10 +20,19 @@ from pydantic.fields import FieldInfo
 from common.console import print_error
 from common.settings import Settings, UserError, decode
 
-__all__ = ["Items", "Settings", "drop_output", "overrides", "refuse_flag", "reported", "run_script"]
+__all__ = [
+    "Items",
+    "Settings",
+    "drop_output",
+    "in_hydras_grammar",
+    "overrides",
+    "refuse_flag",
+    "reported",
+    "run_script",
+]
 
-EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "transformers": "hf"} | {
-    name: name for name in ("lm_eval", "tensorboard", "tokenizers", "triton")
+EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "lm_eval": "lm-eval", "transformers": "hf"} | {
+    name: name for name in ("tensorboard", "tokenizers", "triton")
 }
 """Packages that not every installation has, and the extra of pyproject.toml that installs each."""
 
@@ -31,9 +40,14 @@ T = TypeVar("T")
 
 
 def _split(value: Any) -> Any:
-    """Split "a,b" or "[a,b]" into its items. Brackets protect the commas of an item: "[a,b],[c]" is "a,b" and "c"."""
+    """Split "a,b" or "[a,b]" into its items. Brackets protect the commas of an item: "[a,b],[c]" is "a,b" and "c".
+
+    A path that exists is one item: the folders of a sweep's jobs have commas in their names.
+    """
     if not isinstance(value, str):
         return value
+    if "=" in value and os.path.exists(value):
+        return [value]
     bracketed = re.fullmatch(r"\[((?:[^][]|\[[^][]*\])*)\]", value)
     items = bracketed[1] if bracketed else value
     return [re.sub(r"^\[(.*)\]$", r"\1", item.strip()) for item in re.split(r",(?![^][]*\])", items)] if items else []
@@ -153,14 +167,15 @@ _NO_TEXTS = ("null", "true", "false", "nan", "inf")
 
 def overrides(settings: Mapping[str, Any]) -> str:
     """Return settings as command-line arguments in Hydra's grammar, quoted for a shell."""
-    return " ".join(shlex.quote(f"{key}={_in_hydras_grammar(value)}") for key, value in settings.items())
+    return " ".join(shlex.quote(f"{key}={in_hydras_grammar(value)}") for key, value in settings.items())
 
 
-def _in_hydras_grammar(value: Any) -> str:
+def in_hydras_grammar(value: Any) -> str:
+    """Return a value as Hydra's grammar writes it; texts that it would read as something else are quoted."""
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_in_hydras_grammar(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{key}:{in_hydras_grammar(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_in_hydras_grammar, value))}]"
+        return f"[{','.join(map(in_hydras_grammar, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
     if re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*", value, re.ASCII) and value.lower() not in _NO_TEXTS:

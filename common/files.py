@@ -9,7 +9,9 @@ import io
 import json
 import math
 import os
+import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,16 @@ def sha256_file(path: Path) -> str:
     """Return the hex digest of a file's content. Errors are those of `open_file`."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def name_of(settings: Iterable[str]) -> str:
+    """Return a file name for "key=value" settings that a shell and our command lines take without quotes.
+
+    A name that had to be shortened, or changed beyond "." for "/", ends in a hash of the settings.
+    """
+    exact = ",".join(settings).replace("/", ".")
+    name = re.sub(r"[^\w.,=+-]+", "-", exact, flags=re.ASCII)[:180]
+    return name if name == exact else f"{name}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
 
 
 def sync_directory(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -92,10 +93,12 @@ def decode(cls: type[S], raw: Any) -> S:
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Suggest a valid name: the closest one, or all (at most the first 15) if none is close."""
-    names = sorted(allowed)
-    close = difflib.get_close_matches(given, names, n=1)
-    if close:
-        return f"did you mean '{close[0]}'?"
+    names, last = sorted(allowed), given.rpartition(".")[2]
+    same = [name for name in names if name.rpartition(".")[2] == last]  # "dtype" is runtime.dtype
+    begun = [name for name in names if re.search(rf"(^|[._]){re.escape(last)}", name)]  # "lr" is in optim.max_lr
+    for close in (same, difflib.get_close_matches(given, names, n=1), begun):
+        if last and 0 < len(close) <= 4:
+            return f"did you mean {' or '.join(map(repr, close))}?"
     some = names if len(names) <= 15 else [*names[:15], f"... ({len(names)} in all)"]
     return f"allowed: {', '.join(some)}"
 

@@ -154,4 +154,5 @@ def _ask() -> str | None:
 
 def say_rate(n_tokens: int, seconds: float) -> None:
     """Print how many tokens were drawn, and how fast."""
-    say(f"({n_tokens} tokens, {n_tokens / max(seconds, 1e-9):.0f} a second)")
+    rate = f", {n_tokens / max(seconds, 1e-9):.0f} a second"
+    say(f"({n_tokens} tokens{rate if n_tokens else ': the text ended at once; try another seed or a longer prompt'})")

@@ -11,7 +11,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from common.settings import UserError
+from common.files import name_of
+from common.settings import UserError, decode, differences
 from data.documents import sets_between
 from data.loader import EvalBatches
 from data.shards import Manifest, TokenStream
@@ -62,15 +63,33 @@ class Evaluation:
 
 
 def run_evaluation(config: EvaluateConfig) -> None:
-    """Evaluate a checkpoint, print the results, and write them to eval.json and eval.png in the run directory."""
+    """Evaluate a checkpoint, print the results, and write them into the run directory.
+
+    They are kept in evals/, under the checkpoint and the settings; eval.json and eval.png are the last.
+    """
     plan = open_evaluation(config)
     checkpoint = plan.loaded.checkpoint
     with join_world(plan.loaded.runtime.device) as world:
         result = measure(plan, world)
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:
-            checkpoint.leave("eval.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+            text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+            checkpoint.leave(f"evals/{_name(plan)}.json", text)
+            checkpoint.leave("eval.json", text)
             checkpoint.leave("eval.png", draw_evaluation(result, checkpoint.state.seq_len))
+
+
+def _name(plan: Evaluation) -> str:
+    """Name the results by the checkpoint and by every setting that changes them and is not the default."""
+    config, state = plan.config, plan.loaded.checkpoint.state
+    usual = decode(EvaluateConfig, {"checkpoint": config.checkpoint, "runtime": config.runtime})
+    same = {"checkpoint", "runtime", "micro_batch", *(["dataset_dir"] if plan.dataset_dir == state.dataset_dir else [])}
+    changed = differences(usual.model_dump(mode="json", exclude=same), config.model_dump(mode="json", exclude=same))
+    settings = (
+        f"{key}={'-'.join(map(str, new)) or 'none' if isinstance(new, list) else new}"
+        for key, (_, new) in changed.items()
+    )
+    return name_of([plan.loaded.checkpoint.path.name, *settings])
 
 
 def open_evaluation(config: EvaluateConfig) -> Evaluation:
@@ -137,6 +156,7 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
         **figures(total(sets)),
         "seq_len": windows.seq_len,
         "stride": windows.stride,
+        "context_windows": config.context_windows,
         "sets": {name: figures(loss) for name, loss in named if loss.tokens},
         "by_position": _binned(bins, by_position.losses(world)),
         "contexts": contexts,

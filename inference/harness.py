@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from common.console import say, show
+from common.files import name_of
 from common.settings import UserError, nearest
 from inference.load import ModelConfig, load
 
@@ -72,7 +73,11 @@ def run_harness(config: HarnessConfig) -> None:
         **config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"}),
         **{key: found[key] for key in kept if key in found},
     }
-    loaded.checkpoint.leave("lm_eval.json", json.dumps(result, indent=2, default=str) + "\n")
+    text = json.dumps(result, indent=2, default=str) + "\n"
+    asked = config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"}, exclude_none=True)
+    name = name_of([loaded.checkpoint.path.name, "lm_eval", *(f"{key}={value}" for key, value in asked.items())])
+    loaded.checkpoint.leave(f"evals/{name}.json", text)
+    loaded.checkpoint.leave("lm_eval.json", text)
 
 
 def find_tasks(names: str, manager: Any) -> list[str]:

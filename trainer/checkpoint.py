@@ -29,7 +29,6 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import Field, model_validator
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from common.console import say, warn
@@ -39,7 +38,7 @@ from data.mixture import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT, GPTConfig
 from trainer.guard import LossStatistics
-from trainer.tensor_file import Expected, read_parts
+from trainer.tensor_file import Expected, read_parts, save_file
 
 FORMAT_VERSION: Literal[3] = 3
 _READABLE = (2, FORMAT_VERSION)  # 2 had no parts
@@ -142,6 +141,7 @@ class Checkpoint:
         """Write a file into the run directory and print its path. Only warns if the directory is read-only."""
         path = self.run_dir / name
         try:
+            path.parent.mkdir(exist_ok=True)
             write_atomic(path, content)
         except OSError as error:
             warn(f"{path} was not written: {error.strerror}")

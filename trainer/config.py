@@ -78,7 +78,4 @@ class TrainConfig(Kept, defaults="train"):
         n_global = max(getattr(layer, "n_global", 0) for layer in self.model.layers)
         if n_global > self.seq_len:
             raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")
-        if self.schedule.warmup_steps > self.max_steps:
-            warmup = f"schedule.warmup_steps={self.schedule.warmup_steps}"
-            raise ValueError(f"{warmup} is more than max_steps={self.max_steps}: lower it")
         return self

@@ -43,8 +43,11 @@ def _train(run: Run, config: TrainConfig) -> float | None:
     if run.world.is_main and run.step > 0:  # a kill during the last save may have left this undone
         retain(config.run_dir, run.state, config.checkpoint.keep_last, config.checkpoint.keep_every)
     if run.step >= config.last_step:
-        say(f"{config.run_dir} is already at step {run.step} of {config.last_step}: nothing to train")
+        say(f"{config.run_dir} is already at step {run.step}: nothing to train. {_to_go_on(config, run.step)}")
         return run.state.best_val_loss
+    if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:
+        asked = f"schedule.warmup_steps={config.schedule.warmup_steps} does not fit in max_steps={config.max_steps}"
+        say(f"{asked}: the learning rate rises for {warmup} steps")
     with run.open_files():
         if config.runtime.on_nonfinite == "rollback" and not run.resumed:
             run.save(wait=True)  # a checkpoint to roll back to
@@ -60,6 +63,13 @@ def _train(run: Run, config: TrainConfig) -> float | None:
     run_dir = config.run_dir
     say(f"step {run.step} of {config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
     return run.state.best_val_loss
+
+
+def _to_go_on(config: TrainConfig, step: int) -> str:
+    """Say how a run that needs no more steps goes on."""
+    if step < config.max_steps:
+        return f"To go on, give a stop_at above {step}, or leave it out"
+    return f"To go on, give a max_steps above {step}"
 
 
 def _train_on(run: Run, config: TrainConfig) -> None:

@@ -11,7 +11,18 @@ from pydantic import Field
 from common.settings import Settings
 
 
-class OneCycle(Settings, defaults="schedule/one_cycle"):
+class _Schedule(Settings):
+    """What all schedules have."""
+
+    warmup_steps: int = Field(ge=0)
+    """Steps until the maximum."""
+
+    def warmup(self, max_steps: int) -> int:
+        """Steps until the maximum in a run of max_steps: a tenth of it if warmup_steps does not fit in."""
+        return self.warmup_steps if self.warmup_steps <= max_steps else max(1, max_steps // 10)
+
+
+class OneCycle(_Schedule, defaults="schedule/one_cycle"):
     """Rise to the maximum in warmup_steps, then fall to the end (Smith & Topin 2018). The published model's schedule.
 
     Equal to torch's OneCycleLR with pct_start = warmup_steps / max_steps, div_factor = 1 / start and
@@ -31,21 +42,19 @@ class OneCycle(Settings, defaults="schedule/one_cycle"):
     def factor(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
         shape = _cosine if self.anneal == "cos" else _linear
-        peak, last = self.warmup_steps - 1, max_steps - 1
+        peak, last = self.warmup(max_steps) - 1, max_steps - 1
         if step < peak:
             return shape(self.start, 1.0, step / peak)
         return shape(1.0, self.end, _progress(step, peak, last))
 
 
-class _LinearWarmup(Settings):
+class _LinearWarmup(_Schedule):
     """Linear warm-up from 0."""
-
-    warmup_steps: int = Field(ge=0)
-    """Steps until the maximum."""
 
     def factor(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
-        return (step + 1) / self.warmup_steps if step < self.warmup_steps else self.after_warmup(step, max_steps)
+        warmup = self.warmup(max_steps)
+        return (step + 1) / warmup if step < warmup else self.after_warmup(step, max_steps)
 
     def after_warmup(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at a step after the warm-up."""
@@ -61,7 +70,7 @@ class Cosine(_LinearWarmup, defaults="schedule/cosine"):
 
     def after_warmup(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
-        return _cosine(1.0, self.end, _progress(step, self.warmup_steps, max_steps - 1))
+        return _cosine(1.0, self.end, _progress(step, self.warmup(max_steps), max_steps - 1))
 
 
 class WSD(_LinearWarmup, defaults="schedule/wsd"):
@@ -75,7 +84,7 @@ class WSD(_LinearWarmup, defaults="schedule/wsd"):
 
     def after_warmup(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
-        decay_from = max(self.warmup_steps, max_steps - 1 - round(self.decay * max_steps))
+        decay_from = max(self.warmup(max_steps), max_steps - 1 - round(self.decay * max_steps))
         return _linear(1.0, self.end, _progress(step, decay_from, max_steps - 1))
 
 

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -20,6 +21,14 @@ Expected = Mapping[str, tuple[torch.Size, Collection[torch.dtype]]]
 """Tensors by name: the shape, and the allowed types."""
 
 _LONGEST_HEADER = 2**24
+
+
+def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as a safetensors file that may be read by whoever may read the user's other new files."""
+    path.touch()  # with the mode that the umask gives; safetensors' own files are for their owner alone
+    mode = path.stat().st_mode
+    safetensors.torch.save_file(tensors, path, metadata)
+    path.chmod(mode)
 
 
 def read_tensors(path: Path, expected: Expected) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ Commands that depend on a program's results are listed in `PLACES`, with the tes
 """
 
 import ast
+import json
 import re
 import shlex
 import shutil
@@ -19,7 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from printed import commands_in
 
+from cli import compose, to_dict
 from common.command import EXTRAS, overrides
+from common.settings import decode
+from trainer.config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -142,14 +146,17 @@ def test_all_scripts_are_typed():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_what_make_train_says_is_next(goes_to_work):
+def test_what_make_train_says_is_next(goes_to_work, tmp_path):
     recipe = ["make", "-n", "--no-print-directory", "-o", ".venv/installed", "train"]
     lines = subprocess.run(recipe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     end = lines.index(r"printf '\nNext:\n'")
     said = subprocess.run(["sh", "-c", "\n".join(lines[end:])], capture_output=True, text=True, check=True).stdout
     typed = commands_in(said)
-    assert [one.script for one in typed] == ["sample", "train", "train", "train"]
-    assert [goes_to_work(*one) for one in typed] == [1, 1, 1, 4]
+    assert [one.script for one in typed] == ["eval", "sample", "train", "train", "train"]
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    settings = decode(TrainConfig, to_dict(compose("train", ["experiment=quickstart"]))).model_dump(mode="json")
+    (tmp_path / "runs" / "demo" / "config.json").write_text(json.dumps({"config": settings}))
+    assert [goes_to_work(*one) for one in typed] == [1, 1, 1, 1, 4]
 
 
 @pytest.mark.filterwarnings("ignore")  # optuna's
@@ -198,7 +205,7 @@ def test_extras_that_are_to_be_installed_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     packages = {re.split(r"\W", needed)[0] for needs in project["optional-dependencies"].values() for needed in needs}
     paths = [ROOT / place for place in PLACES]
-    asked = re.findall(r"pip install (?:-e '\.\[(\w+)\]')?(\w*)", "".join(path.read_text() for path in paths))
+    asked = re.findall(r"pip install (?:-e '\.\[([\w-]+)\]')?(\w*)", "".join(path.read_text() for path in paths))
     assert len(asked) >= 4
     known = [(extra, "") for extra in EXTRAS.values()]
     for extra, package in [*known, *filter(any, asked)]:

@@ -142,7 +142,7 @@ def test_one_job_at_a_time_is_saved_as_without_joblib(start, tmp_path):
 
 
 def begun(folder):
-    return [path.parent for path in folder.glob("run/*/metrics.jsonl") if path.stat().st_size]
+    return [path.parent for path in folder.glob("run/**/metrics.jsonl") if path.stat().st_size]
 
 
 @pytest.fixture

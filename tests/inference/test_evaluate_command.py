@@ -286,6 +286,19 @@ def test_bins_cover_every_position_once(length):
     assert len(bins) <= 2 + 2 * length.bit_length()
 
 
+def test_results_are_kept_by_checkpoint_and_settings(trained):
+    """A quick evaluation replaces eval.json alone; the results of all others stay."""
+    run_dir = trained({"seed": 5})
+    full = evaluated(run_dir, micro_batch=3)
+    quick = evaluated(run_dir, batches=1, contexts=[])
+    kept = {path.name: json.loads(path.read_text()) for path in (run_dir / "evals").iterdir()}
+    assert kept == {"step-00000003.json": full, "step-00000003,batches=1,contexts=none.json": quick}
+    assert quick["context_windows"] == 2
+    assert evaluated(run_dir, contexts=[20, 30]) == json.loads(
+        (run_dir / "evals" / "step-00000003,contexts=20-30.json").read_text()
+    )
+
+
 def png_size(content):
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     return struct.unpack(">II", content[16:24])
@@ -296,7 +309,8 @@ def test_the_picture_has_a_panel_for_several_sets(trained, dataset_dir):
     run_dir = trained()
     evaluated(run_dir)
     sets = png_size((run_dir / "eval.png").read_bytes())[1]
-    evaluated(run_dir, contexts=[], dataset_dir=str(dataset_dir))
+    evaluated(run_dir, contexts=[], dataset_dir=str(dataset_dir))  # named by the dataset, too
+    assert len(list((run_dir / "evals").glob("step-00000003,contexts=none,dataset_dir=*.json"))) == 1
     one_set = png_size((run_dir / "eval.png").read_bytes())[1]
     assert sets > one_set
 

@@ -240,6 +240,8 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks, tiny):
     assert results["local_loglikelihood_rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-9)
     assert "exact_match,none" in results["local_generate_until"]
     assert found["step"] == 2
+    (kept,) = (run_dir / "evals").glob("step-00000002,lm_eval,tasks=*.json")
+    assert json.loads(kept.read_text()) == found
     for word in ("local_multiple_choice", "acc", "bits_per_byte", f"written to {run_dir / 'lm_eval.json'}"):
         assert word in done.out
 
@@ -278,4 +280,4 @@ def test_more_examples_than_a_task_has_are_one_line(command, trained, tasks, tin
 def test_without_the_harness_the_command_says_what_to_install(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # an import of it fails
     done = command("scripts/lm_eval", "checkpoint=runs/none", "tasks=x")
-    assert (done.status, done.err) == (1, "error: lm_eval is not installed: pip install -e '.[lm_eval]'\n")
+    assert (done.status, done.err) == (1, "error: lm_eval is not installed: pip install -e '.[lm-eval]'\n")

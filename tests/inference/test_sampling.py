@@ -20,7 +20,7 @@ from common.settings import UserError, decode
 from data.text_stream import TextStream
 from data.tokenizer import BytesConfig, RankTokenizer, build_tokenizer
 from inference.completion import Completion, TextRequest, stream
-from inference.conversation import Conversation
+from inference.conversation import Conversation, say_rate
 from inference.engine import Engine
 from inference.sample import SampleConfig, run_sampling
 from inference.sampling import SamplingConfig
@@ -462,3 +462,8 @@ def test_a_checkpoint_alone_gets_its_sample_beside_it(command, run_dir, tmp_path
     result = command("sample", f"checkpoint={alone}", "runtime.device=cpu", "prompt=x", "max_new_tokens=3")
     assert result.status == 0, result.err
     assert (alone / "samples.txt").read_text().startswith("x")
+
+
+def test_no_tokens_have_a_reason(capsys):
+    say_rate(0, 0.1)
+    assert capsys.readouterr().out == "(0 tokens: the text ended at once; try another seed or a longer prompt)\n"

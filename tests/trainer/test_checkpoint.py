@@ -32,6 +32,17 @@ def contents(folder):
     return {p.relative_to(folder): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_have_the_modes_that_the_umask_gives(tiny, umask):
+    before = os.umask(umask)
+    try:
+        fit(tiny({"max_steps": 2}))
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tiny().run_dir.rglob("*") if path.is_file()}
+    assert {name: oct(mode) for name, mode in modes.items()} == dict.fromkeys(modes, oct(0o666 & ~umask))
+
+
 def test_only_safetensors_json_and_two_pointers(run_dir):
     files = [p for p in (run_dir / "checkpoints").rglob("*") if p.is_file()]
     assert {p.name for p in files if p.suffix not in (".safetensors", ".json")} == {"latest", "best"}

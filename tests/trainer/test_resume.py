@@ -102,7 +102,11 @@ def test_a_finished_run_says_so_and_changes_nothing(tiny, tmp_path, capsys):
     fit(tiny())
     before = snapshot(tmp_path / "run")
     fit(tiny())
-    assert "already at step 6 of 6: nothing to train" in capsys.readouterr().out
+    assert "already at step 6: nothing to train. To go on, give a max_steps above 6" in capsys.readouterr().out
+    fit(tiny({"stop_at": 3}))
+    assert "already at step 6: nothing to train. To go on, give a max_steps above 6" in capsys.readouterr().out
+    fit(tiny({"stop_at": 3, "max_steps": 8}))
+    assert "already at step 6: nothing to train. To go on, give a stop_at above 6" in capsys.readouterr().out
     assert snapshot(tmp_path / "run") == before
 
 

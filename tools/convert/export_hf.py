@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from common.console import say
@@ -21,6 +20,7 @@ from tools.convert.hf_tokenizer import tokenizer_files
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_config, gpt2_name, is_gpt2, turned
 from tools.convert.hugging_face.sources import CONFIG_CLASS, MODEL_CLASS, modeling_files
 from trainer.checkpoint import TrainState, load_model, open_model
+from trainer.tensor_file import save_file
 
 _HERE = Path(__file__).resolve().parent
 _LICENSE = _HERE.parents[1] / "LICENSE"

@@ -1,0 +1,35 @@
+"""What the Tab key offers in bash: only what a command takes."""
+
+import glob
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from cli.options import groups_of
+
+
+def offers(config_name: str, word: str, composed: dict[str, Any]) -> list[str]:
+    """Return the words that begin with `word`, which a user has begun to type; keys end at the next dot.
+
+    Args:
+        composed: the configuration without this word.
+    """
+    groups = groups_of(config_name)
+    key, equals, value = word.partition("=")
+    if not equals:
+        words = [*(f"{group}=" for group in groups), *(f"{key}=" for key in _keys(composed))]
+        ends = ((len(word) + (each[len(word) :].find(".") + 1 or len(each)), each) for each in words)
+        return sorted({each[:end] for end, each in ends if each.startswith(word)})
+    found = groups.get(key, [])
+    if re.search(r"(checkpoint|dir|file|folder|path)$", key):
+        found = [path for path in glob.glob(f"{glob.escape(value)}*") if not re.search(r"\s", path)]
+    return [f"{key}={name}" for name in sorted(found) if name.startswith(value)]
+
+
+def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key that takes a value; names are set by choosing in a group."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")
+        elif key != "name":
+            yield f"{prefix}{key}"

@@ -1,0 +1,121 @@
+"""Options as users type them: values as Hydra reads them, and one-line answers where something else is meant."""
+
+import json
+import re
+from pathlib import Path
+
+from common.command import in_hydras_grammar, refuse_flag
+from common.settings import CONFIGS, UserError, nearest
+
+_CLOSING = {"[": "]", "{": "}", "(": ")"}
+_ABSENT = {
+    "dropout": "there is no dropout here; optim.weight_decay regularises",
+    "epochs": "a run's length is max_steps, in steps of batch_tokens tokens",
+}
+_SYNONYMS = {"learning_rate": "optim.max_lr", "n": "num_samples", "precision": "runtime.dtype", "run_dir": "checkpoint"}
+
+
+def groups_of(config_name: str) -> dict[str, list[str]]:
+    """Return the names in every group that a command takes: {"schedule": ["constant", "cosine", ...]}."""
+    if config_name not in ("train", "plan", "prepare"):
+        return {}
+    folders = sorted({path.parent for path in CONFIGS.glob("*/**/*.yaml")})
+    groups = {
+        str(folder.relative_to(CONFIGS)): sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders
+    }
+    return {group: names for group, names in groups.items() if _of_data(group) == (config_name == "prepare")}
+
+
+def _of_data(group: str) -> bool:
+    return group in ("data", "tokenizer")
+
+
+def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
+    """Raise UserError for options that have another form here."""
+    refuse_flag(option)
+    key, equals, value = option.partition("=")
+    groups = groups_of(config_name)
+    member_of = {name: group for group, names in reversed(groups.items()) for name in names}
+    by_last = {group.rpartition("/")[2]: group for group in groups}
+    if re.match(r"[+~]*hydra[./]", key) and not in_sweep:
+        raise UserError(f"{option} is for sweeps: add -m")
+    if key in member_of and key not in by_last:
+        raise UserError(f"{option}: write {member_of[key]}={key}")
+    if not (equals and key) and not option.startswith("~"):
+        raise UserError(
+            f"{option}: options are KEY=VALUE here, without spaces around =: {_as_option(option, config_name)}"
+        )
+    if _of_data(key) and config_name != "prepare":
+        raise UserError(f"'{key}' is for scripts/prepare_data.py: give {config_name}.py its result, dataset_dir=...")
+    if key in by_last and key not in groups:
+        raise UserError(f"{option}: write {by_last[key]}={value}")
+    if (group := key.replace(".", "/")) in groups and "." in key and not value.startswith("{"):
+        raise UserError(f"{option} sets a value, not a group: write {group}={value}")
+    if key in groups and re.fullmatch(r"true|false|[\d.]+", value):
+        raise UserError(f"{option} does not exist: {nearest(value, groups[key])}")
+
+
+def _as_option(word: str, config_name: str) -> str:
+    if not Path(word).exists():
+        return "see --help"
+    key = {"train": "run_dir", "plan": "run_dir", "prepare": "data.path"}.get(config_name, "checkpoint")
+    return f"write {key}={word}"
+
+
+def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
+    """Say what a user means by a key that is not among a command's `keys`."""
+    section, _, last = key.rpartition(".")
+    group = section.replace(".", "/")
+    having = [name for name in groups.get(group, []) if last in _keys_of(CONFIGS / group / f"{name}.yaml")]
+    if having:
+        return f"it is a key of {' or '.join(f'{group}={name}' for name in having)}"
+    if last in _ABSENT:
+        return _ABSENT[last]
+    synonym = _SYNONYMS.get(last)
+    return f"did you mean '{synonym}'?" if synonym in keys else nearest(key, keys)
+
+
+def _keys_of(file: Path) -> list[str]:
+    return re.findall(r"^(\w+):", file.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def bare_keys(option: str) -> str:
+    """Turn KEY={"Pile-CC": 2} (JSON) into KEY={Pile-CC: 2}, as Hydra's grammar has no quotes around keys."""
+    key, _, value = option.partition("=")
+    try:
+        mapping = json.loads(value) if value.startswith("{") else None
+    except ValueError:
+        return option
+    if not mapping:
+        return option
+    members = (re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", name) + ": " + json.dumps(mapping[name]) for name in mapping)
+    return f"{key}={{{', '.join(members)}}}"
+
+
+def as_text(option: str) -> str:
+    """Quote the value of an option that Hydra's grammar cannot read, such as checkpoint=runs/sweep/seed=1.
+
+    Raises:
+        UserError: a bracket or a quote is not closed, or the key is no key.
+    """
+    key, _, value = option.partition("=")
+    if missing := _unclosed(value):
+        raise UserError(f"{option} lacks a {missing} at its end: write '{option}{missing}'")
+    if value[:1] in ("'", '"', *_CLOSING) or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
+        raise UserError(f"cannot read the option {option}: write KEY=VALUE, and a text as 'KEY=\"...\"'")
+    return f"{key}={in_hydras_grammar(value)}"
+
+
+def _unclosed(value: str) -> str:
+    """Return the brackets, or the quote, that would close those that are open at the end of a value."""
+    if value[:1] in ("'", '"'):
+        return "" if value.count(value[0]) > 1 else value[0]
+    missing = ""
+    for character in value:
+        if character in _CLOSING:
+            missing = _CLOSING[character] + missing
+        elif character in _CLOSING.values():
+            if not missing.startswith(character):
+                return ""
+            missing = missing[1:]
+    return missing

@@ -1,0 +1,208 @@
+"""Options as users type them: what is understood, answered and offered; and a run that goes on by its folder."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cli import compose, to_dict
+from cli.completion import offers
+from cli.options import groups_of
+from common.command import EXTRAS, Items
+from common.files import name_of
+from common.settings import Settings, decode
+from trainer.checkpoint import newest
+from trainer.config import TrainConfig
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("train", "lr=1e-3", "unknown config key 'lr': did you mean 'optim.max_lr'?"),
+        ("train", "learning_rate=1e-3", "did you mean 'optim.max_lr'?"),
+        ("train", "wandb=true", "wandb=true: write tracker=wandb"),
+        ("train", "tracker=true", "tracker=true does not exist: allowed: local, wandb"),
+        ("train", "attention=softmax", "attention=softmax: write model/attention=softmax"),
+        ("train", "model.attention=softmx", "write model/attention=softmx"),
+        ("train", "device=cuda", "did you mean 'runtime.device'?"),
+        ("train", "norm=rms", "did you mean 'model.attention.norm' or 'model.norm'?"),
+        ("train", "model.dropout=0.1", "unknown config key 'model.dropout': there is no dropout here"),
+        ("train", "epochs=3", "a run's length is max_steps"),
+        ("train", "schedule.decay=0.1", "unknown config key 'schedule.decay': it is a key of schedule=wsd"),
+        ("train", "quickstart", "quickstart: write experiment=quickstart"),
+        ("train", "experiment = quickstart", "experiment: options are KEY=VALUE here, without spaces around ="),
+        ("train", "seed=1,2", "seed=1,2 has several values: add -m for a run with each, or write 'seed=[1,2]'"),
+        ("train", "data.mixture={a:1", "lacks a } at its end: write 'data.mixture={a:1}'"),
+        ("train", "model.attention_pattern=[softmax", "write 'model.attention_pattern=[softmax]'"),
+        ("train", "run_dir='x", "lacks a ' at its end: write 'run_dir='x''"),
+        ("train", "data.mixture=[(a]", "cannot read the option data.mixture=[(a]"),
+        ("train", "run_dir=runs/none", "run_dir=runs/none holds no run to go on with: give experiment=... or dataset"),
+        ("sample", "temp=1", "did you mean 'temperature'?"),
+        ("sample", "run_dir=runs/x", "did you mean 'checkpoint'?"),
+        ("sample", ".", ".: options are KEY=VALUE here, without spaces around =: write checkpoint=."),
+        ("scripts/prepare_data", "data.path=x", "it is a key of data=jsonl or data=pile or data=text"),
+    ],
+)
+def test_what_is_meant_is_answered(command, script, arguments, message):
+    result = command(script, *arguments.split())
+    assert (result.status, result.err.count("\n")) == (1, 1)
+    assert message in result.err
+
+
+SWEPT = ["runs/s/optim.max_lr=0.003,seed=1", "runs/experiment=quickstart,optim.max_lr=0.003,seed=1", "a(b), c", "a=b'c"]
+
+
+@pytest.mark.parametrize("path", SWEPT)
+def test_a_path_needs_no_quotes(command, path):
+    for script in ("sample", "eval", "scripts/serve"):
+        assert f"checkpoint={path} holds no checkpoint" in command(script, f"checkpoint={path}").err
+
+
+def test_the_folder_of_a_job_is_one_item_of_a_list(tmp_path):
+    class Options(Settings):
+        folders: Items[Path]
+
+    job = tmp_path / "optim.max_lr=0.001,seed=1"
+    assert decode(Options, {"folders": str(job)}).folders != [job]
+    job.mkdir()
+    assert decode(Options, {"folders": str(job)}).folders == [job]
+    assert decode(Options, {"folders": f"[[{job}],{tmp_path}]"}).folders == [job, tmp_path]
+
+
+def test_a_sweep_of_one_job_has_no_folder_for_it(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.loop.fit", lambda config: found.append(config.run_dir))
+    found = []
+    assert command("train", "-m", "experiment=quickstart", f"run_dir={tmp_path / 'run'}", "seed=3").status == 0
+    assert found == [tmp_path / "run"]
+
+
+def test_a_sweep_with_one_more_fixed_option_finds_its_finished_jobs(command, tiny_args, tmp_path):
+    sweep = ["train", "-m", *tiny_args, "seed=1,2", "max_steps=1"]
+    assert command(*sweep).status == 0
+    result = command(*sweep, "checkpoint.keep_last=3")
+    assert result.out.count("nothing to train") == 2
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["seed=1", "seed=2"]
+
+
+def test_names_are_safe_and_differ():
+    assert name_of(["a=1", "b=x"]) == "a=1,b=x"
+    assert name_of(["model/attention=softmax"]) == "model.attention=softmax"
+    names = [name_of([text]) for text in ("a=[b]", "a=(b)", "a=b" * 100, "a=b" * 101)]
+    assert len(set(names)) == 4
+    assert all(re.fullmatch(r"[\w.,=+-]{1,190}", name) for name in names)
+
+
+# ----- train.py run_dir=X
+
+
+def test_a_run_goes_on_by_its_folder_alone(command, tiny_args, tmp_path):
+    run = tmp_path / "run"
+    assert command("train", *tiny_args, "schedule=wsd", "schedule.warmup_steps=2", "stop_at=2").status == 0
+    before = json.loads((run / "config.json").read_text())["config"]
+    result = command("train", f"run_dir={run}")
+    assert (result.status, result.err) == (0, "")
+    assert newest(run).name == "step-00000006"
+    assert json.loads((run / "config.json").read_text())["config"] == before | {"stop_at": None}
+    result = command("train", f"run_dir={run}", "max_steps=8", "schedule.decay=0.5", "tracker.every=2")
+    said = re.findall(r"changed since this run was last started: (\S+)", result.out)
+    assert said == ["max_steps=8", "schedule.decay=0.5", "tracker.every=2"]
+    assert newest(run).name == "step-00000008"
+
+
+def test_what_is_given_counts_and_names_of_groups_are_files_of_ours(command, tiny_args, tmp_path, monkeypatch):
+    run, found = tmp_path / "run", []
+    monkeypatch.setattr("trainer.loop.fit", found.append)
+    options = [arg for arg in tiny_args if "run_dir" not in arg]
+    settings = to_dict(compose("train", [*options, "schedule=cosine", f"run_dir={run}"]))
+    settings["tracker"] = {"name": "../../strange", "every": 3}
+    settings["forgotten"] = {"key": 1}
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"config": settings}))
+    result = command("train", f"run_dir={run}")
+    assert "config tracker.name='../../strange' does not exist" in result.err
+    settings["tracker"]["name"] = "local"
+    settings["checkpoint"]["every"] = "${seed}"  # data, not a reference
+    (run / "config.json").write_text(json.dumps({"config": settings}))
+    assert "config checkpoint.every='${seed}'" in command("train", f"run_dir={run}").err
+    assert command("train", f"run_dir={run}", "checkpoint.every=7", "seed=5", "tracker=wandb").status == 0
+    (config,) = found
+    assert (config.seed, config.checkpoint.every, config.schedule.name, config.model.n_embd) == (5, 7, "cosine", 16)
+    assert (config.tracker.name, config.tracker.every) == ("wandb", 10)
+
+
+def test_an_experiment_is_complete(command, tiny_args, tmp_path, monkeypatch):
+    found = []
+    assert command("train", *tiny_args, "stop_at=2").status == 0
+    monkeypatch.setattr("trainer.loop.fit", found.append)
+    assert command("train", "experiment=quickstart", f"run_dir={tmp_path / 'run'}").status == 0
+    assert found[0].seq_len == 128
+
+
+# ----- a schedule that does not fit
+
+
+@pytest.mark.parametrize("schedule", ["one_cycle", "cosine", "wsd", "constant"])
+def test_a_warm_up_that_does_not_fit_is_a_tenth_of_the_run_and_said(schedule):
+    settings = ["dataset_dir=x", f"schedule={schedule}", "schedule.warmup_steps=200"]
+    short, fitting = (
+        decode(TrainConfig, to_dict(compose("train", [*settings, *more])))
+        for more in (["max_steps=100"], ["max_steps=100", "schedule.warmup_steps=10"])
+    )
+    rates = [[config.schedule.factor(step, 100) for step in range(100)] for config in (short, fitting)]
+    assert rates[0] == rates[1]
+    assert short.schedule.warmup(200) == 200
+
+
+def test_a_short_run_says_that_its_warm_up_is_scaled(command, tiny_args):
+    result = command("train", *tiny_args, "schedule.warmup_steps=7", "max_steps=2")
+    assert result.status == 0
+    assert "schedule.warmup_steps=7 does not fit in max_steps=2: the learning rate rises for 1 steps" in result.out
+
+
+# ----- what is shown and offered
+
+
+def test_help_names_the_keys_of_every_group(command):
+    out = command("train", "--help").out
+    for key in ("n_layer", "n_head", "max_lr", "weight_decay", "warmup_steps", "micro_batch", "project", "max_len"):
+        assert re.search(rf"keys [^;]*\b{key}\b", out, re.DOTALL), key
+
+
+@pytest.mark.parametrize("script", ["train", "eval", "scripts/prepare_data"])
+def test_every_key_has_its_comment(command, script):
+    shown = command(script, "--cfg", "job").out
+    raw = yaml.safe_load(shown)
+    assert raw
+    bare = [line for line in shown.splitlines() if "# " not in line and not re.match(r"( *)- |( *)\w+:$", line)]
+    assert bare == []
+
+
+def test_what_is_offered_is_taken():
+    """All keys that are offered can be set, and groups offer their names, which test_configs.py composes."""
+    for config_name, given in (("train", ["dataset_dir=x"]), ("sample", ["checkpoint=x"]), ("prepare", ["out_dir=x"])):
+        composed = to_dict(compose(config_name, given))
+        words, keys, groups = [""], set(), groups_of(config_name)
+        while words:
+            for offered in offers(config_name, words.pop(), composed):
+                (keys.add if offered.endswith("=") else words.append)(offered)
+        assert {f"{group}=" for group in groups} <= keys
+        compose(config_name, [f"{key}null" for key in sorted(keys) if key[:-1] not in groups])
+        for group, names in groups.items():
+            assert offers(config_name, f"{group}=", composed) == [f"{group}={name}" for name in names]
+    assert not {"data=", "tokenizer="} & set(offers("train", "", to_dict(compose("train", ["dataset_dir=x"]))))
+
+
+def test_files_are_offered_where_a_path_is_asked_for(tmp_path):
+    (tmp_path / "run=1").mkdir()
+    (tmp_path / "two words").mkdir()
+    assert offers("sample", f"checkpoint={tmp_path}/", {}) == [f"checkpoint={tmp_path}/run=1"]
+    assert offers("sample", f"prompt={tmp_path}/", {}) == []
+
+
+def test_extras_have_names_that_every_pip_finds():
+    """pip 23, which Python 3.11 brings, finds an extra only by its name in the metadata: setuptools normalises that."""
+    assert [name for name in EXTRAS.values() if re.sub(r"[-_.]+", "-", name).lower() != name] == []
