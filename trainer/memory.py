@@ -47,6 +47,7 @@ def step_memory(
     fsdp: bool = False,
     recompute: Recompute = "none",
     accumulated: bool = True,
+    means: float = 2.0,
 ) -> Memory:
     """The memory of a step with micro-batches of `micro_batch` sequences on each of n_device devices.
 
@@ -59,6 +60,7 @@ def step_memory(
         gpt: may be on the meta device.
         runtime: of the training; its device need not exist.
         accumulated: whether a step has several micro-batches; matters for several devices only.
+        means: numbers of the optimizer's state for each parameter.
     """
     wide, narrow = runtime.param_dtype.itemsize, runtime.dtype.itemsize
     weights = gpt.n_params() * wide
@@ -93,7 +95,7 @@ def step_memory(
     return Memory(
         weights=own,
         gradients=gradients,
-        optimizer=2 * own,
+        optimizer=round(means * own),
         activations=round(tokens * (outside + sum(kept))) + of_weights,
         working=whole + max(loss, round(tokens * layer)),
     )

@@ -1,6 +1,5 @@
 """The optimizers: AdamW, and Muon for the matrices of blocks."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -36,6 +35,10 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
         """Build the optimizer, with a fused update and its state allocated."""
         return self._adamw(list(gpt.parameters()))
 
+    def means(self, gpt: GPT) -> float:
+        """Numbers of the optimizer's state for each parameter."""
+        return 2.0
+
     def schedule(self, optimizer: torch.optim.Optimizer, factor: float, progress: float) -> None:
         """Set what changes during a run: the learning rate. `progress` is the share of steps that are done."""
         for group in optimizer.param_groups:
@@ -70,6 +73,9 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
         matrices = dict(block_matrices(gpt))
         adamw = self._adamw([p for p in gpt.parameters() if p not in matrices])
         return Muon(matrices, adamw, self.max_lr, self.momentum, self.weight_decay, world or World(torch.device("cpu")))
+
+    def means(self, gpt: GPT) -> float:
+        return 2.0 - sum(p.numel() for p, _ in block_matrices(gpt)) / gpt.n_params()
 
     def schedule(self, optimizer: torch.optim.Optimizer, factor: float, progress: float) -> None:
         super().schedule(optimizer, factor, progress)
@@ -122,18 +128,13 @@ class Muon(torch.optim.Optimizer):
         """Update all parameters."""
         self._adamw.step()
         group = self.param_groups[0]
-        by_shape = defaultdict[torch.Size, list[Tensor]](list)
-        params = [p for p in group["params"] if p.grad is not None]
-        for p in params:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
             mean = self.state[p]["mean"].lerp_(p.grad, 1 - group["momentum"])
             whole = self._world.full(p.grad.lerp(mean, group["momentum"]))  # Nesterov's momentum
-            for matrix in _split(whole, self._parts[p]):
-                by_shape[matrix.shape].append(matrix)
-        updates = {shape: iter(orthogonal(torch.stack(same))) for shape, same in by_shape.items()}
-        for p in params:
-            n_group, rows = self._parts[p]
-            parts = [next(updates[torch.Size((n_group * n, p.shape[1]))]) for n in rows]
-            parts = [0.2 * max(part.shape) ** 0.5 * part for part in parts]
+            n_group, _ = self._parts[p]
+            parts = [0.2 * max(x.shape) ** 0.5 * orthogonal(x) for x in _split(whole, self._parts[p])]
             update = torch.cat([part.unflatten(0, (n_group, -1)) for part in parts], 1).flatten(0, 1)
             p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._world.like(update, p), alpha=group["lr"])
 
@@ -145,17 +146,17 @@ def _split(weight: Tensor, parts: Parts) -> list[Tensor]:
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Bring all singular values of matrices (N, rows, columns) near 1, to about 0.7 to 1.2, by Newton-Schulz iteration.
+    """Bring all singular values of a matrix near 1, to about 0.7 to 1.2, by Newton-Schulz iteration.
 
     Five steps of the polynomial of Jordan et al. 2024; in bfloat16 on GPUs.
     """
     y = x.bfloat16() if x.is_cuda else x
-    y = y.mT if x.shape[1] > x.shape[2] else y
-    y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    y = y.mT if x.shape[0] > x.shape[1] else y
+    y = y / y.norm().clamp(min=1e-7)
     for _ in range(5):
         square = y @ y.mT
-        y = torch.baddbmm(y, torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
-    return (y.mT if x.shape[1] > x.shape[2] else y).to(x.dtype)
+        y = torch.addmm(y, torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
+    return (y.mT if x.shape[0] > x.shape[1] else y).to(x.dtype)
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

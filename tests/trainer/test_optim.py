@@ -109,13 +109,13 @@ def test_the_parts_of_a_fused_weight_are_what_gives_queries_keys_and_values(tiny
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (16, 16), (40, 9)])
 def test_orthogonal_applies_its_polynomial_to_the_singular_values(shape):
-    x = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     u, s, v = torch.linalg.svd(x, full_matrices=False)
-    s = s / s.norm(dim=1, keepdim=True)
+    s = s / s.norm()
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    torch.testing.assert_close(orthogonal(x), u * s[:, None] @ v, rtol=0, atol=1e-12)
-    assert orthogonal(torch.zeros(1, *shape)).eq(0).all()
+    torch.testing.assert_close(orthogonal(x), u * s @ v, rtol=0, atol=1e-12)
+    assert orthogonal(torch.zeros(shape)).eq(0).all()
 
 
 def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch):
@@ -147,3 +147,10 @@ def test_muons_weight_decay_has_its_own_schedule(tiny):
     config.schedule(optimizer, factor=0.1, progress=0.5)
     assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.3 * 0.75, 0.3, 0.0])
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-3] * 3)
+
+
+def test_the_state_has_as_many_means_as_are_predicted(tiny):
+    gpt = GPT(tiny(FLAGSHIP).model)
+    for config in OPTIM, MUON:
+        means = [value for name, value in named_state(gpt, config.build(gpt)).items() if not name.endswith("/step")]
+        assert sum(x.numel() for x in means) == pytest.approx(config.means(gpt) * gpt.n_params())

@@ -130,8 +130,8 @@ def find_place(config: PlanConfig) -> Place:
 def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> Memory:
     """The memory that a device needs with micro-batches of this size."""
     fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share
-    how = config.runtime.recompute
-    return step_memory(gpt, micro_batch, config.seq_len, place.runtime, config.n_device, fsdp, how, accumulated)
+    size, how = (micro_batch, config.seq_len), config.runtime.recompute
+    return step_memory(gpt, *size, place.runtime, config.n_device, fsdp, how, accumulated, config.optim.means(gpt))
 
 
 def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _memory(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     sent = memory["gradients"] > memory["weights"]
     yield "weights", gigabytes(memory["weights"]), ""
     yield "gradients", gigabytes(memory["gradients"]), "whole, and the parts that are sent" if sent else ""
-    yield "optimizer", gigabytes(memory["optimizer"]), "AdamW's two means"
+    yield "optimizer", gigabytes(memory["optimizer"]), "running means of gradients"
     yield "activations", gigabytes(memory["activations"]), "kept for a micro-batch's backward pass"
     yield "working memory", gigabytes(memory["working"]), "logits, or gradients of a layer"
     room = f"memory of the device: {gigabytes(device['memory'])}"
