@@ -12,8 +12,8 @@ engine works in turns. Each turn
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from common.settings import UserError
 from inference.sampling import NOT_FINITE, SamplingConfig, draw
 from model.gpt import GPT, GPTState
+from model.graphs import DecodingStep
 from model.state import cat_states, select_rows
 
 PIECE = 256
@@ -43,7 +44,12 @@ class Texts(NamedTuple):
 
 @torch.inference_mode()
 def read(
-    gpt: GPT, token_ids: Tensor, n_vocab: int, before: Texts | None = None, eot_id: int = -1
+    gpt: GPT,
+    token_ids: Tensor,
+    n_vocab: int,
+    before: Texts | None = None,
+    eot_id: int = -1,
+    step: Callable[..., Any] | None = None,
 ) -> tuple[Texts, Tensor]:
     """Read (B, T) more tokens of B texts: the texts then, and the logits after each token, (B, T, n_vocab).
 
@@ -51,9 +57,10 @@ def read(
         n_vocab: ids from here on, the padding of the embedding, are never drawn.
         before: the texts that these tokens continue; None: they begin here.
         eot_id: the token that ends texts; -1: the last, n_vocab - 1.
+        step: called in place of the model; what it returns as the state may change with its next call.
     """
     token_ids = token_ids.to(gpt.embed.weight.device)
-    logits, state = gpt(token_ids, before and before.state, return_state=True)
+    logits, state = (step or gpt)(token_ids, before and before.state, return_state=True)
     logits = logits[..., :n_vocab]
     seen = before.seen.clone() if before else torch.zeros_like(logits[:, -1], dtype=torch.bool)
     seen.scatter_(1, token_ids, True)
@@ -122,7 +129,8 @@ class Engine:
         self.waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
         self._writing: list[Generation] = []
-        self._texts: Texts | None = None  # one row for each of `_writing`
+        self._texts: Texts | None = None  # one row for each of `_writing`; `_step` overwrites their state
+        self._step = DecodingStep(gpt, max_streams)
 
     def submit(self, generations: Iterable[Generation]) -> None:
         """Add texts; they begin with the next turns."""
@@ -158,7 +166,7 @@ class Engine:
         if self._writing:
             with _failing(self._writing):
                 drawn = torch.tensor([[generation.token_id] for generation in self._writing])
-                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts, self.eot_id)
+                self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts, self.eot_id, self._step)
             self._keep_unfinished()
 
     def _read_prompts(self) -> None:

@@ -15,6 +15,7 @@ from common.settings import UserError, decode
 from model.attention.base import Attention
 from model.attention.cache import KVCache, SparseCache
 from model.gpt import GPT, GPTConfig, GPTState
+from model.graphs import DecodingStep
 from model.ops.sparse_attention.patterns import Pattern, needed_keys
 from tools.bench.harness import Row, benchmark, composed, in_turn, timed, with_room
 from trainer.runtime import DeviceConfig, open_runtime
@@ -61,7 +62,9 @@ def measure(raw: Row, hf_raw: Row | None, positions: list[int], steps: int) -> l
     gpt = GPT(config).to(device)
     tokens = torch.randint(config.n_vocab, (1, READ), device=device)
     _, state = gpt(tokens, return_state=True)
-    decoders: dict[Any, Decode] = {("ours", at): Ours(gpt, stretched(gpt, state, at)) for at in positions}
+    decoders: dict[Any, Decode] = {
+        ("ours", at): Ours(DecodingStep(gpt, 1), stretched(gpt, state, at)) for at in positions
+    }
     if hf_raw:
         gpt2 = build_hf(hf_raw, room)
         decoders |= {("hf", at): hugging_face(gpt2, at) for at in positions}
@@ -101,12 +104,12 @@ def build_hf(raw: Row, max_len: int) -> Any:
 class Ours:
     """Decodes from a state on."""
 
-    def __init__(self, gpt: GPT, state: Any) -> None:
-        self.gpt, self.state = gpt, state
+    def __init__(self, step: GPT | DecodingStep, state: Any) -> None:
+        self.step, self.state = step, state
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """One more token."""
-        logits, self.state = self.gpt(token_ids, self.state, return_state=True)
+        logits, self.state = self.step(token_ids, self.state, return_state=True)
         return logits
 
 

@@ -13,6 +13,7 @@ from inference.engine import PIECE, Engine
 from inference.sampling import SamplingConfig, draw
 from inference.server.errors import ApiError
 from inference.server.worker import Worker
+from model import graphs
 
 TOKENIZER = build_tokenizer(BytesConfig(name="bytes"))
 SAMPLING = [
@@ -107,6 +108,22 @@ def test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_g
     for reader in readers:
         assert reader.text == alone(engine, reader.request)
     assert len({reader.text for reader in readers}) > 6
+
+
+@pytest.mark.parametrize(("attention", "position"), [("log_space", "log_recurrence"), ("linear", "none")])
+def test_with_graphs_they_are_the_same(make_engine, make_gpt, monkeypatch, attention, position):
+    """A function stands in for a graph: it runs a step again on the same memory."""
+    recorded = []
+
+    def record(step):
+        result = step().clone()
+        recorded.append(len(result))
+        return lambda: result.copy_(step()), result
+
+    monkeypatch.setattr(graphs, "use_graphs", lambda gpt, state: True)
+    monkeypatch.setattr(graphs, "record", record)
+    test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_gpt, attention, position, True)
+    assert sorted(recorded) == [1, 2, 4]
 
 
 def test_a_prompt_of_many_pieces_is_read_as_one(make_engine):

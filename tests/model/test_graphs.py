@@ -1,0 +1,203 @@
+"""Decoding by CUDA graphs is decoding by the model, while texts come and go.
+
+On the CPU a function stands in for a graph: as a graph, it runs again what was recorded, on the same tensors.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from common.console import say_once
+from common.settings import decode
+from model import graphs
+from model.compiled import shortened
+from model.gpt import GPT, GPTConfig
+from model.graphs import DecodingStep
+from model.ops.checks import Wrong
+from model.state import cat_states, select_rows
+
+ONE_SIZE = [
+    ({"name": "log_space", "decay": "feature", "conv": 4}, {"name": "mlp", "conv": 4}, "none"),
+    ({"name": "log_space"}, {"name": "glu"}, "log_recurrence"),
+    ({"name": "log_space_signed"}, {"name": "mlp"}, "none"),
+    ({"name": "linear", "decay": "head"}, {"name": "mlp"}, "log_recurrence"),
+]
+each_model = pytest.mark.parametrize(("attention", "block", "position"), ONE_SIZE, ids=str)
+
+
+def config_of(attention, block=None, position="none", n_head=2, n_embd=16):
+    raw = {"n_vocab": 50, "n_layer": 2, "n_head": n_head, "n_embd": n_embd, "attention": attention}
+    return decode(GPTConfig, raw | {"block": block or {"name": "mlp"}, "position": {"name": position}})
+
+
+def make_gpt(*parts, eot_id=None):
+    torch.manual_seed(0)
+    return GPT(config_of(*parts), eot_id).eval()
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The rows of each graph that is recorded. Recording runs the step, and so does each replay, on the same memory."""
+    rows = []
+
+    def record(step):
+        result = step().clone()
+        rows.append(len(result))
+        return lambda: result.copy_(step()), result
+
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(graphs, "use_graphs", lambda gpt, state: True)
+    return rows
+
+
+def equal(found, expected):
+    """Whether all tensors of two states, or of tuples of these, are equal in every bit."""
+    return all(x is y or torch.equal(x, y) for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True))
+
+
+def read(gpt, rows, seed):
+    """The state of some texts, as an engine joins them: the order of sums depends on strides too."""
+    ids = torch.randint(50, (rows, 5), generator=torch.Generator().manual_seed(seed))
+    return cat_states([gpt(ids, return_state=True)[1]])
+
+
+COME_AND_GO = [None, None, [3, 1], None, [1, 0], [0], 1, 1, 1, 2, None, [4, 2, 0], [2, 1, 0], 2]
+"""Before each token, which of the texts stay, in which order, or how many come."""
+
+
+@each_model
+@torch.inference_mode()
+def test_steps_have_the_bits_of_the_model_while_texts_come_and_go(recorded, attention, block, position):
+    """Of the model with as many rows as the graph, because the order of a product's sums depends on their number."""
+    gpt = make_gpt(attention, block, position)
+    step = DecodingStep(gpt, max_rows=6)
+    found = expected = read(gpt, 4, 0)
+    n = 4
+    for token, change in enumerate(COME_AND_GO):
+        if isinstance(change, int):
+            n += change
+            found, expected = (cat_states([state, read(gpt, change, token)]) for state in (found, expected))
+        elif change is not None:
+            n = len(change)
+            found, expected = (select_rows(state, change) for state in (found, expected))
+        ids, unused = torch.randint(50, (n, 1)), {1: 0, 2: 0, 3: 1, 4: 0, 5: 1, 6: 0}[n]
+        rows = [*range(n), *[0] * unused]
+        logits, found = step(ids, found)
+        own, expected = gpt(ids[rows], select_rows(expected, rows), return_state=True)
+        expected = select_rows(expected, range(n))
+        assert equal((logits, found), (own[:n], expected))
+    assert recorded == [4, 2, 1, 6]
+
+
+@torch.inference_mode()
+def test_a_state_from_elsewhere_is_not_changed_and_may_return(recorded):
+    """Two batches take turns with one graph, as they would if a state were continued twice."""
+    gpt = make_gpt({"name": "log_space"})
+    step = DecodingStep(gpt, max_rows=2)
+    ids, first, second = torch.tensor([[1], [2]]), read(gpt, 2, 0), read(gpt, 2, 1)
+    before = select_rows(first, [0, 1])
+    for state in (first, second, first):
+        logits, after = step(ids, state)
+        assert equal((logits, after), gpt(ids, state, return_state=True))
+    assert equal(first, before)
+    assert recorded == [2]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes models of which a fake GPU has the weights, and lists what is asked of their checks."""
+    asked = []
+    say_once.cache_clear()
+
+    def failed(name, check, device, **arguments):
+        asked.append((check, device, arguments))
+        return gpu.failure
+
+    def on_gpu(gpt):
+        weight = SimpleNamespace(device=torch.device("cuda:1"), dtype=torch.bfloat16)
+        return SimpleNamespace(config=gpt.config, eot_id=gpt.eot_id, embed=SimpleNamespace(weight=weight))
+
+    gpu = SimpleNamespace(failure=None, asked=asked, on_gpu=on_gpu)
+    monkeypatch.setattr(graphs, "failed_check", failed)
+    yield gpu
+    say_once.cache_clear()
+
+
+@each_model
+def test_states_of_one_size_use_graphs_that_pass_their_check(gpu, capsys, attention, block, position):
+    gpt = make_gpt(attention, block, position)
+    assert graphs.use_graphs(gpu.on_gpu(gpt), read(gpt, 1, 0))
+    assert capsys.readouterr().out == "decoding with CUDA graphs\n"
+    assert gpu.asked == [(graphs.check, "cuda:1", {"model": shortened(gpt.config), "dtype": "bfloat16"})]
+
+
+@pytest.mark.parametrize(
+    ("attention", "position", "eot_id", "failure", "reason"),
+    [
+        ("softmax", "none", None, None, "the model's state grows with the text, or counts its tokens"),
+        ("sliding_window", "none", None, None, "the model's state grows with the text, or counts its tokens"),
+        ("log_space", "rotary", None, None, "the model's state grows with the text, or counts its tokens"),
+        ("log_space", "none", 49, None, "the model keeps documents apart"),
+        ("log_space", "none", None, "failed a check: why", "a graph failed a check: why"),
+    ],
+)
+def test_other_models_are_called_and_one_line_says_why(gpu, capsys, attention, position, eot_id, failure, reason):
+    gpt, gpu.failure = make_gpt({"name": attention}, None, position, eot_id=eot_id), failure
+    state = read(gpt, 2, 0)
+    capsys.readouterr()
+    for _ in range(2):
+        assert not graphs.use_graphs(gpu.on_gpu(gpt), state)
+    assert capsys.readouterr().out == f"decoding without CUDA graphs, which is slower: {reason}\n"
+    assert len(gpu.asked) == 2 * (failure is not None)
+
+
+@torch.inference_mode()
+def test_without_graphs_a_step_is_the_model(monkeypatch, capsys):
+    """On the CPU, without a word."""
+    monkeypatch.setattr(graphs, "record", None)
+    gpt = make_gpt({"name": "log_space"})
+    state, ids = read(gpt, 3, 0), torch.tensor([[1], [2], [3]])
+    step = DecodingStep(gpt, max_rows=4)
+    for _ in range(2):
+        assert equal(step(ids, state), gpt(ids, state, return_state=True))
+    assert capsys.readouterr().out == ""
+
+
+def check(device="cpu", dtype="float32", attention="log_space"):
+    graphs.check(device, shortened(config_of({"name": attention})), dtype)
+
+
+def test_graphs_that_do_what_they_should_pass_the_check(recorded):
+    check()
+    assert recorded == [4, 2]
+
+
+@pytest.mark.parametrize("fault", ["stale", "last place", "twice"])
+def test_the_check_finds_graphs_that_are_wrong(recorded, monkeypatch, fault):
+    """They do nothing, give another last bit, or read the token once more after the right logits."""
+
+    def record(step):
+        result = step().clone()
+
+        def replay():
+            if fault != "stale":
+                result.copy_(step())
+            if fault == "last place":
+                result[0, 0, 0] *= 1 + 2**-23
+            if fault == "twice":
+                step()
+
+        return replay, result
+
+    monkeypatch.setattr(graphs, "record", record)
+    with pytest.raises(Wrong, match=r"^a step has other bits than without a graph \(token 0 of 4 texts\)$"):
+        check()
+
+
+@pytest.mark.gpu(alone=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["log_space", "linear"])
+def test_a_gpu_replays_the_bits_of_the_model(device, attention, dtype):
+    check(str(device), dtype, attention)
