@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("train", "eval", "sample", "scripts")
 PLACES = {  # rooms, with x and y of their boxes: a row is below all that may import it
     "commands": (1, 6),
-    "inference.server": (1, 5),
-    "tools": (2.4, 5),
+    "inference.server": (1, 5.1),
+    "tools": (2.4, 5.5),
     "cli": (0, 4),
     "inference": (1.75, 4),
     "trainer": (1.7, 3),
