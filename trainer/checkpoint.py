@@ -88,6 +88,8 @@ class TrainState(Kept):
     """The state of a run besides its tensors."""
 
     format_version: Literal[2, 3] = FORMAT_VERSION
+    optimizer: str = "adamw"
+    """Its name: another one has other state."""
     step: int = Field(ge=0, lt=10**18)
     """Steps done."""
     best_val_loss: float | None = None

@@ -29,6 +29,7 @@ _KEPT = set(Kept.model_fields)
 def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
     """The state of a run before its first step."""
     return TrainState(
+        optimizer=config.optim.name,
         step=0,
         run_id=secrets.token_hex(4),
         dataset_dir=config.dataset_dir.absolute(),
@@ -100,7 +101,8 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
     if before.dataset_fingerprint != now.dataset_fingerprint:
         what = f"{path} was trained on {before.dataset_dir}, whose content is not that of dataset_dir={now.dataset_dir}"
         raise UserError(f"{what}: use that dataset, or another run_dir")
-    changed = differences(before.model_dump(mode="json", include=_KEPT), now.model_dump(mode="json", include=_KEPT))
+    was, wanted = (state.model_dump(mode="json", include={*_KEPT, "optimizer"}) for state in (before, now))
+    changed = differences(was, wanted)
     if changed:
         listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())
         raise UserError(f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir")

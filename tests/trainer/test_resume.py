@@ -137,6 +137,7 @@ def test_the_dataset_may_move(tiny, tmp_path):
     ("changes", "message"),
     [
         ({"resume": "never"}, "holds a run, and resume=never"),
+        ({"optim": {"name": "muon"}}, r"another run: optimizer=muon \(checkpoint: adamw\)"),
         ({"model.n_embd": 32}, r"another run: model.n_embd=32 \(checkpoint: 16\)"),
         ({"model.attention": {"name": "softmax"}}, r"model.attention.name=softmax \(checkpoint: log_space\)"),
         ({"model.position": {"name": "learned"}}, r"model.position.max_len=1024 \(checkpoint: None\)"),
