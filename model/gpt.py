@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from common.settings import Settings
 from model.attention import AttentionConfig
 from model.attention.base import Attention
+from model.fused import FusedLinear
 from model.ops.causal_conv import causal_conv, initial_conv
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
@@ -49,7 +50,7 @@ class GLUBlock(nn.Module):
         super().__init__()
         self.norm = config.new_norm()
         self.attention = attention
-        self.gate = nn.Linear(attention.n_out, 2 * config.n_embd)
+        self.gate = FusedLinear(attention.n_out, [config.n_embd] * 2)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
@@ -72,7 +73,7 @@ class MLPBlock(nn.Module):
         self.attention = attention
         self.proj = nn.Linear(attention.n_out, n_embd)
         self.norm_mlp = config.new_norm()
-        self.up = nn.Linear(n_embd, hidden * (2 if settings.activation == "swiglu" else 1))
+        self.up = FusedLinear(n_embd, [hidden] * (2 if settings.activation == "swiglu" else 1))
         self.down = nn.Linear(hidden, n_embd)
         self.activation = _ACTIVATIONS[settings.activation]
 

@@ -1,6 +1,6 @@
 """The optimizers: AdamW, and Muon for the matrices of blocks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
@@ -8,8 +8,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from common.settings import Settings
-from model.attention.base import Attention
 from model.attention.decay import Decay
+from model.fused import FusedLinear
 from model.gpt import GPT
 from trainer.distributed import World
 
@@ -70,12 +70,12 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
 
     def build(self, gpt: GPT, world: World | None = None) -> torch.optim.Optimizer:
         """Build both, with their state allocated."""
-        matrices = dict(block_matrices(gpt))
-        adamw = self._adamw([p for p in gpt.parameters() if p not in matrices])
-        return Muon(matrices, adamw, self.max_lr, self.momentum, self.weight_decay, world or World(torch.device("cpu")))
+        layers = {layer.weight: layer for layer in block_matrices(gpt)}
+        adamw = self._adamw([p for p in gpt.parameters() if p not in layers])
+        return Muon(layers, adamw, self.max_lr, self.momentum, self.weight_decay, world or World(torch.device("cpu")))
 
     def means(self, gpt: GPT) -> float:
-        return 2.0 - sum(p.numel() for p, _ in block_matrices(gpt)) / gpt.n_params()
+        return 2.0 - sum(layer.weight.numel() for layer in block_matrices(gpt)) / gpt.n_params()
 
     def schedule(self, optimizer: torch.optim.Optimizer, factor: float, progress: float) -> None:
         super().schedule(optimizer, factor, progress)
@@ -85,18 +85,12 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
 
 OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
 
-Parts = tuple[int, Sequence[int]]
-"""A weight's rows are this many equal groups, each with so many rows of one matrix after the other."""
 
-
-def block_matrices(gpt: GPT) -> Iterator[tuple[Tensor, Parts]]:
-    """Yield the weights of linear layers in blocks, except those of forget gates, and the matrices that they hold."""
+def block_matrices(gpt: GPT) -> Iterator[nn.Linear]:
+    """Yield the linear layers of blocks, except those of forget gates."""
     for block in gpt.blocks:
         gates = {m for decay in block.modules() if isinstance(decay, Decay) for m in decay.modules()}
-        fused = {m.qkv: (m.n_group, m.parts) for m in block.modules() if isinstance(m, Attention)}
-        for module in block.modules():
-            if isinstance(module, nn.Linear) and module not in gates:
-                yield module.weight, fused.get(module, (1, [module.out_features]))
+        yield from (m for m in block.modules() if isinstance(m, nn.Linear) and m not in gates)
 
 
 class Muon(torch.optim.Optimizer):
@@ -109,17 +103,17 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: dict[Tensor, Parts],
+        layers: dict[Tensor, nn.Linear],
         adamw: torch.optim.AdamW,
         lr: float,
         momentum: float,
         weight_decay: float,
         world: World,
     ) -> None:
-        super().__init__(list(matrices), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        for p in matrices:
+        super().__init__(list(layers), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        for p in layers:
             self.state[p] = {"mean": torch.zeros_like(p)}
-        self._adamw, self._parts, self._world = adamw, matrices, world
+        self._adamw, self._layers, self._world = adamw, layers, world
         self.param_groups += adamw.param_groups
         self.state.update(adamw.state)
 
@@ -133,16 +127,17 @@ class Muon(torch.optim.Optimizer):
                 continue
             mean = self.state[p]["mean"].lerp_(p.grad, 1 - group["momentum"])
             whole = self._world.full(p.grad.lerp(mean, group["momentum"]))  # Nesterov's momentum
-            n_group, _ = self._parts[p]
-            parts = [0.2 * max(x.shape) ** 0.5 * orthogonal(x) for x in _split(whole, self._parts[p])]
-            update = torch.cat([part.unflatten(0, (n_group, -1)) for part in parts], 1).flatten(0, 1)
+            layer = self._layers[p]
+            if isinstance(layer, FusedLinear):
+                update = layer.join([_update(part) for part in layer.split(whole)])
+            else:
+                update = _update(whole)
             p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._world.like(update, p), alpha=group["lr"])
 
 
-def _split(weight: Tensor, parts: Parts) -> list[Tensor]:
-    """The matrices of a weight."""
-    n_group, rows = parts
-    return [part.flatten(0, 1) for part in weight.unflatten(0, (n_group, -1)).split(list(rows), dim=1)]
+def _update(x: Tensor) -> Tensor:
+    """Of a matrix's gradient: with the root mean square that AdamW's updates have, about 0.2 (Liu et al. 2025)."""
+    return 0.2 * max(x.shape) ** 0.5 * orthogonal(x)
 
 
 def orthogonal(x: Tensor) -> Tensor:

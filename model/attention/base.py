@@ -10,6 +10,7 @@ from torch.nn.functional import rms_norm, sigmoid, silu
 
 from common.settings import Settings
 from model.attention.decay import Decay
+from model.fused import FusedLinear
 from model.ops.causal_conv import causal_conv, initial_conv
 from model.position import NO_ORDER, Order, Rotation, rotate
 
@@ -89,8 +90,8 @@ class Attention(nn.Module):
             parts: features of queries, keys and values, which follow each other in each of `n_group` equal groups.
         """
         super().__init__()
-        self.n_head, self.n_out, self.parts, self.n_group = n_head, n_out, parts, n_group
-        self.qkv = nn.Linear(n_embd, n_group * sum(parts))
+        self.n_head, self.n_out = n_head, n_out
+        self.qkv = FusedLinear(n_embd, parts, n_group)
         self.conv: nn.Parameter | None = None
         self.q_scale: nn.Parameter | None = None
         self.k_scale: nn.Parameter | None = None

@@ -79,8 +79,8 @@ class LogSpaceAttention(Attention):
 
     def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
-        heads = features.unflatten(2, (self.n_head, -1))
-        parts = _Split.apply(heads, *self.parts) if torch.is_grad_enabled() else heads.split(self.parts, dim=-1)
+        heads, sizes = features.unflatten(2, (self.n_head, -1)), self.qkv.parts
+        parts = _Split.apply(heads, *sizes) if torch.is_grad_enabled() else heads.split(sizes, dim=-1)
         q, k, log_v = (part.transpose(1, 2) for part in parts)
         return q, k, log_v
 

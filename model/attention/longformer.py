@@ -4,12 +4,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from model.attention.base import GroupedSettings
 from model.attention.cache import SparseCache
 from model.attention.sparse import LARGEST, SparseAttention
+from model.fused import FusedLinear
 from model.ops.sparse_attention.patterns import longformer
 from model.position import Order, Rotation, positions
 
@@ -56,7 +57,7 @@ class LongformerAttention(SparseAttention):
         patterns = [longformer(settings.window, settings.n_global)]
         super().__init__(n_embd, n_head, head_dim, settings.n_kv_head, patterns)
         self.n_global = settings.n_global
-        self.qkv_global = nn.Linear(self.qkv.in_features, self.qkv.out_features)
+        self.qkv_global = FusedLinear(n_embd, self.qkv.parts)
         self.qkv_global.load_state_dict(self.qkv.state_dict())
 
     def mix(self, x: Tensor, features: Tensor, order: Order, state: Any, return_state: bool) -> tuple[Tensor, Any]:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from model.fused import FusedLinear
 from model.gpt import GPT
-from trainer.optim import AdamWConfig, MuonConfig, _split, block_matrices, named_state, orthogonal
+from trainer.optim import AdamWConfig, MuonConfig, block_matrices, named_state, orthogonal
 
 OPTIM = AdamWConfig(name="adamw", max_lr=1e-2, weight_decay=0.3)
 MUON = MuonConfig(name="muon", max_lr=1e-2, weight_decay=0.3)
@@ -86,7 +87,7 @@ FEATURE_GATES = {
 def test_muon_updates_all_matrices_of_blocks_and_nothing_else(tiny, changes):
     gpt = GPT(tiny(changes).model)
     names = {p: name for name, p in gpt.named_parameters()}
-    matrices = {names[p] for p, _ in block_matrices(gpt)}
+    matrices = {names[layer.weight] for layer in block_matrices(gpt)}
     expected = {n for n, p in gpt.named_parameters() if n.startswith("blocks.") and p.dim() == 2}
     assert matrices == {n for n in expected if "decay" not in n}
     kinds = {name.rpartition("/")[0]: name.rpartition("/")[2] for name in named_state(gpt, MUON.build(gpt))}
@@ -94,17 +95,25 @@ def test_muon_updates_all_matrices_of_blocks_and_nothing_else(tiny, changes):
     assert kinds.keys() == set(names.values())
 
 
-@pytest.mark.parametrize("attention", ["log_space", "linear", "softmax"])
-def test_the_parts_of_a_fused_weight_are_what_gives_queries_keys_and_values(tiny, attention):
-    """A feature's weights belong to q if changing them changes q."""
-    grouped = {"n_kv_head": 1} if attention == "softmax" else {}
-    gpt = GPT(tiny({"model.attention": {"name": attention, **grouped}}).model)
-    module = gpt.blocks[0].attention
-    parts = dict(block_matrices(gpt))[module.qkv.weight]
-    rows = _split(torch.arange(module.qkv.out_features)[:, None], parts)
-    features = torch.arange(module.qkv.out_features, dtype=torch.float64).view(1, 1, -1)
-    for part, expected in zip(rows, module.split(features), strict=True):
-        assert sorted(part.flatten().tolist()) == sorted(expected.flatten().tolist())
+@pytest.mark.parametrize("attention", ["log_space", "linear", "softmax", "longformer"])
+def test_the_matrices_of_a_fused_weight_are_what_gives_queries_keys_and_values(tiny, attention):
+    grouped = {"n_kv_head": 1} if attention in ("softmax", "longformer") else {}
+    module = GPT(tiny({"model.attention": {"name": attention, **grouped}}).model).blocks[0].attention
+    layers = [module.qkv, module.qkv_global] if attention == "longformer" else [module.qkv]
+    for layer in layers:
+        rows = torch.arange(layer.out_features, dtype=torch.float64)
+        parts = layer.split(rows[:, None])
+        for part, features in zip(parts, module.split(rows.view(1, 1, -1)), strict=True):
+            assert sorted(part.flatten().tolist()) == sorted(features.flatten().tolist())
+        assert torch.equal(layer.join(parts), rows[:, None])
+
+
+@pytest.mark.parametrize("block", [{"name": "glu"}, {"name": "mlp", "activation": "swiglu"}])
+def test_the_halves_of_a_gated_unit_are_matrices(tiny, block):
+    gpt = GPT(tiny({"model.block": block}).model)
+    layer = gpt.blocks[0].gate if block["name"] == "glu" else gpt.blocks[0].up
+    n = layer.out_features // 2
+    assert [len(part) for part in layer.split(layer.weight)] == [n, n]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (16, 16), (40, 9)])
@@ -122,21 +131,24 @@ def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch):
     """In float64, without the rounding to bfloat16 that is part of torch's."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     gpt = GPT(tiny(FLAGSHIP).model).double()
-    whole = dict(block_matrices(gpt))
-    matrices = [part.clone() for p, parts in whole.items() for part in _split(p.detach(), parts)]
-    torchs = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    layers = list(block_matrices(gpt))
+
+    def matrices(tensors):
+        pairs = zip(layers, tensors, strict=True)
+        return [part for m, x in pairs for part in (m.split(x) if isinstance(m, FusedLinear) else [x])]
+
+    expected = [part.detach().clone() for part in matrices([m.weight for m in layers])]
+    torchs = torch.optim.Muon(expected, lr=1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
     ours = MUON.build(gpt)
     for seed in range(3):
         ids = torch.randint(257, (2, 9), generator=torch.Generator().manual_seed(seed))
         gpt.loss(ids[:, :-1], ids[:, 1:]).backward()
-        gradients = [part for p, parts in whole.items() for part in _split(p.grad, parts)]
-        for matrix, gradient in zip(matrices, gradients, strict=True):
+        for matrix, gradient in zip(expected, matrices([m.weight.grad for m in layers]), strict=True):
             matrix.grad = gradient.clone()
         torchs.step()
         ours.step()
         ours.zero_grad()
-    found = [part for p, parts in whole.items() for part in _split(p.detach(), parts)]
-    for mine, theirs in zip(found, matrices, strict=True):
+    for mine, theirs in zip(matrices([m.weight.detach() for m in layers]), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
