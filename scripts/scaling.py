@@ -1,7 +1,6 @@
 """Fit a scaling law to runs, and extrapolate it: L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022).
 
-    python train.py -m experiment=quickstart run_dir=runs/ladder model.n_head=4 model.head_dim=null \
-        model.n_embd=64,96,128,192 max_steps=300,600,1200,2400 schedule.warmup_steps=100
+    python train.py -m experiment=quickstart run_dir=runs/ladder model.n_embd=64,96,128,192 max_steps=300,600,1200,2400
     python scripts/scaling.py folders=runs/ladder parameters=1e8 loss=1.0
 
 N are parameters, D tokens, L nats per token. The first command trains a ladder of models: as any sweep, it continues
@@ -29,7 +28,7 @@ class Options(Settings):
     parameters: Positive | None = None
     """size of the model to extrapolate to; null: none"""
     loss: Positive | None = None
-    """loss that the model should reach; null: that after 20 tokens for each parameter is shown alone"""
+    """loss that the model should reach; null: only the loss after 20 tokens for each parameter is predicted"""
     resamples: Annotated[int, Field(ge=100, le=100_000)] = 1000
     """laws from which the intervals are taken"""
 

@@ -77,14 +77,17 @@ def test_a_table_of_runs_becomes_predictions_and_a_picture(tmp_path, capsys):
     csv = table(tmp_path / "runs.csv", zip(N, D, losses(0.003), strict=True))
     run([], csv, tmp_path / "out", 1e7, 6.0, resamples=100)
     near = capsys.readouterr().out
-    assert "1e+07 parameters, 3.33 x the largest model, and 2 x the longest run:" in near
-    assert "no more can be said" not in near
+    assert "1e+07 parameters, 3.33 x the largest model:" in near
+    assert "2 x the longest run" in near
+    assert "order of magnitude" not in near
     low, middle, high = json.loads((tmp_path / "out/scaling.json").read_text())["predictions"]["tokens to a loss of 6"]
     assert low < middle < high
     assert middle == pytest.approx(TRUE.tokens(1e7, 6.0), rel=0.2)
     assert (tmp_path / "out/scaling.png").stat().st_size > 10_000
-    run([], csv, tmp_path / "out", 1e9, 2.0, resamples=100)
-    assert "so far outside the runs, no more can be said" in capsys.readouterr().out
+    run([], csv, tmp_path / "out", 1e9, 1.0, resamples=100)
+    far = capsys.readouterr().out
+    assert "too far outside the runs for more than the order of magnitude" in far
+    assert "tokens to a loss of 1: never, by this law" in far
 
 
 def test_finished_runs_of_a_folder_count(tmp_path, capsys):
@@ -106,3 +109,19 @@ def test_a_cell_that_is_no_positive_number_is_named(tmp_path, cell):
     csv = table(tmp_path / "runs.csv", [(1e5, 1e6, 3.0), (1e5, 1e6, cell)])
     with pytest.raises(UserError, match=r"runs.csv, line 3: .*numbers"):
         run([], csv, tmp_path, None, None, 100)
+
+
+def test_a_loss_without_a_size_is_refused(tmp_path):
+    with pytest.raises(UserError, match="loss=2 needs parameters"):
+        run([], tmp_path / "runs.csv", tmp_path, None, 2.0, 100)
+
+
+def test_runs_of_different_vocabularies_are_not_mixed(tmp_path):
+    for i in range(8):
+        folder = tmp_path / f"runs/{i}"
+        folder.mkdir(parents=True)
+        config = {"max_steps": 10, "model": {"n_vocab": 257 + i % 2}}
+        (folder / "config.json").write_text(json.dumps({"config": config, "environment": {"n_params": 1e5}}))
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "tokens": 1e6, "val_loss": 2.0}) + "\n")
+    with pytest.raises(UserError, match="different datasets or vocabularies"):
+        run([tmp_path / "runs"], None, tmp_path / "out", None, None, 100)

@@ -37,6 +37,8 @@ def run(
     """
     if not folders and csv is None:
         raise UserError("no runs are given: give folders=runs/ladder, or csv=table.csv")
+    if loss is not None and parameters is None:
+        raise UserError(f"loss={loss:g} needs parameters, the size of the model that should reach it")
     rows = [*_trained(folders), *([] if csv is None else _read_csv(csv))]
     runs = Runs(*np.array(rows, dtype=float).reshape(-1, 3).T)
     law, samples = fit(*runs, resamples)
@@ -53,8 +55,12 @@ def run(
 
 
 def _trained(folders: list[Path]) -> list[tuple[float, float, float]]:
-    """Parameters, tokens and last validation loss of the finished runs."""
-    rows, unfinished = [], 0
+    """Parameters, tokens and last validation loss of the finished runs.
+
+    Raises:
+        UserError: they have different datasets or vocabularies.
+    """
+    rows, unfinished, texts = [], 0, set()
     records = read_records(folders) if folders else []
     for run in (run for record in records for run in record.members or (record,)):
         evaluations, n_params = run.curves["val_loss"], run.figures["n_params"]
@@ -62,6 +68,9 @@ def _trained(folders: list[Path]) -> list[tuple[float, float, float]]:
             unfinished += 1
         else:
             rows.append((n_params, evaluations[-1]["tokens"], evaluations[-1]["value"]))
+            texts.add((run.settings.get("dataset_dir"), run.settings.get("model.n_vocab")))
+    if len(texts) > 1:
+        raise UserError("the runs have different datasets or vocabularies, whose losses differ: fit each by itself")
     if unfinished:
         warn(f"{unfinished} runs are not finished, and are left out")
     return rows
@@ -74,47 +83,55 @@ def _read_csv(path: Path) -> list[tuple[float, float, float]]:
         UserError: a column is missing, or a value is not a positive number.
     """
     rows = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for i, row in enumerate(tables.DictReader(file), start=2):
-            try:
-                values = tuple(float(row[column]) for column in _COLUMNS)
-            except (KeyError, TypeError, ValueError):
-                raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be numbers, one column each") from None
-            if not all(0 < value < float("inf") for value in values):
-                raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be positive numbers")
-            rows.append(values)
-    return rows  # type: ignore[return-value]
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    for i, row in enumerate(tables.DictReader(text.splitlines()), start=2):
+        try:
+            N, D, L = (float(row[column]) for column in _COLUMNS)
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be numbers, one column each") from None
+        if not all(0 < value < float("inf") for value in (N, D, L)):
+            raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be positive numbers")
+        rows.append((N, D, L))
+    return rows
 
 
 def _predict(runs: Runs, samples: Law, N: float, loss: float | None) -> dict[str, list[float | None]]:
-    """Print and return what the laws say of a model of N parameters: 5 %, 50 % and 95 % of them; None is infinite."""
+    """Print and return percentiles 5, 50 and 95 of what the laws predict for N parameters; None is infinite."""
     D = _TOKENS_PER_PARAMETER * N
-    laws = {f"loss after {D:.3g} tokens": samples.loss(N, D)}
+    found = {f"loss after {D:.3g} tokens": (D, _percentiles(samples.loss(N, D)))}
     if loss is not None:
-        laws[f"tokens to a loss of {loss:g}"] = samples.tokens(N, loss)
-    found = {what: np.percentile(values, (5, 50, 95), method="nearest") for what, values in laws.items()}
-    larger, longer = N / runs.N.max(), max(D, *(middle for _, middle, _ in found.values())) / runs.D.max()
-    say(f"{N:.4g} parameters, {larger:.3g} x the largest model, and {longer:.3g} x the longest run:")
-    for what, (low, middle, high) in found.items():
-        if max(larger, longer) > _NEAR:
-            say(f"  {what}: {low:.2g} to {high:.2g}; so far outside the runs, no more can be said")
+        tokens = _percentiles(samples.tokens(N, loss))
+        found[f"tokens to a loss of {loss:g}"] = (tokens[1], tokens)
+    say(f"{N:.4g} parameters, {N / runs.N.max():.3g} x the largest model:")
+    for what, (tokens_of_run, (low, middle, high)) in found.items():
+        if not np.isfinite(middle):
+            say(f"  {what}: never, by this law")
+            continue
+        longer = tokens_of_run / runs.D.max()
+        if max(N / runs.N.max(), longer) > _NEAR:
+            far = "too far outside the runs for more than the order of magnitude"
+            say(f"  {what}: {low:.1g} to {high:.1g}; {longer:.3g} x the longest run: {far}")
         else:
-            say(f"  {what}: {middle:.4g} ({low:.4g} to {high:.4g})")
-    return {what: [float(x) if np.isfinite(x) else None for x in values] for what, values in found.items()}
+            say(f"  {what}: {middle:.4g} ({low:.4g} to {high:.4g}); {longer:.3g} x the longest run")
+    return {what: [float(x) if np.isfinite(x) else None for x in values] for what, (_, values) in found.items()}
+
+
+def _percentiles(values: Array) -> Array:
+    return np.percentile(values, (5, 50, 95), method="nearest")
 
 
 def _draw(runs: Runs, law: Law, samples: Law) -> bytes:
     """Draw loss over tokens for each size, and the lowest loss for a number of operations."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 4.6))
     left, right = figure.subplots(1, 2)
     D = np.geomspace(runs.D.min() / 1.5, runs.D.max() * 3)
     sizes = sorted(set(runs.N))
     for i, N in enumerate(sizes):
-        own, colour = runs.N == N, f"C{i % 10}"
+        own, colour = runs.N == N, f"C{i}"
         left.plot(runs.D[own], runs.L[own], "o", color=colour, label=f"{short_count(N, 0)} parameters")
         left.plot(D, law.loss(N, D), color=colour, linewidth=1)
     left.set(xscale="log", xlabel="tokens D", ylabel="validation loss (nats per token)", title="Runs, and the law")
-    left.legend(fontsize="small")
+    left.legend()
     flops = 6 * runs.N * runs.D
     C = np.geomspace(flops.min(), flops.max() * 10)
     front = np.array([samples.loss(*samples.best(c)) for c in C])  # (operations, laws)
@@ -123,7 +140,5 @@ def _draw(runs: Runs, law: Law, samples: Law) -> bytes:
     right.plot(C, [law.loss(*law.best(c)) for c in C], label="lowest loss by the law")
     right.plot(flops, runs.L, ".", color="dimgray", label="runs")
     right.set(xscale="log", xlabel="training operations, 6 N D", title="The lowest loss for a number of operations")
-    right.legend(fontsize="small")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
+    right.legend()
     return png(figure)
