@@ -17,7 +17,7 @@ from common.settings import UserError
 from data.tokenizer import END_OF_TEXT, LARGEST_FILE, Tokenizer, byte_characters, pieces
 
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # the names that tokenizers give the end of a text
-# Whatever pattern a file brings, a token that holds a letter does not go on with the end of a line or with a new word.
+# Tokens of the usual patterns do not cross these places; a vocabulary whose tokens span words may get other ids there.
 _CUTS = re.compile(r"(?<=[A-Za-z])(?:\n| (?=[A-Za-z]))")
 # Every byte that UTF-8 has, spaces in all places, and what must be ordinary text.
 _PROBE = "".join(
@@ -41,16 +41,25 @@ class HFTokenizer(Tokenizer):
         Raises:
             UserError: the library does not read it, it has no end of text, or its ids do not spell every text.
         """
+        raw = raw | {"truncation": None, "padding": None, "post_processor": None}  # they cut texts, or add to them
+        if isinstance(raw["model"], dict):
+            raw["model"] = raw["model"] | {"dropout": None}
         self._raw, self._backend = raw, _backend(raw)
         self._backend.encode_special_tokens = True  # as ordinary text
         self.tokens = _tokens(self._backend)
         end = _end(raw)
         eot_id = None if end is None else self._backend.token_to_id(end)
-        if eot_id is None:
+        if end is None or eot_id is None or self.tokens[eot_id] != end.encode():
             raise UserError(f"it has no {END_OF_TEXT}")
         self.eot_id = eot_id
-        ids = self.encode(_PROBE)
-        if self.eot_id in ids or self.decode_bytes(ids) != self.normalized(_PROBE).encode():
+        if self.normalized("a b") != "".join(map(self.normalized, "a b")):  # long texts are normalized in pieces
+            raise UserError("its normalizer changes where a text begins or ends: give one without Strip and Prepend")
+        probe = _PROBE + "".join(f" a  {token['content']}  b" for token in raw["added_tokens"])
+        try:
+            ids = self.encode(probe)
+        except Exception as error:  # the library has no class of its own
+            raise UserError(f"it cannot encode every text ({error})") from None
+        if self.eot_id in ids or self.decode_bytes(ids) != self.normalized(probe).encode():
             raise UserError("its ids do not spell every text: give a byte-level BPE without add_prefix_space")
 
     @functools.cached_property
@@ -84,8 +93,6 @@ def read_hf_tokenizer(path: Path) -> HFTokenizer:
     try:
         raw = read_json(path, LARGEST_FILE)
         n_ids = len(_tokens(_backend(raw)))
-        raw |= {"truncation": None, "padding": None, "post_processor": None}  # they cut texts, or add to them
-        raw["model"]["dropout"] = None
         if _end(raw) is None:
             raw["added_tokens"] = [*raw.get("added_tokens", []), {"id": n_ids, "content": END_OF_TEXT} | _SPECIAL]
             say(f"{path} has no {END_OF_TEXT}: it is added as id {n_ids}")
@@ -116,7 +123,11 @@ def _tokens(backend: Backend) -> list[bytes]:
         raise UserError(f"it has {len(vocab):,} tokens, but ids up to {n_ids - 1:,}")
     byte = {character: byte for byte, character in byte_characters().items()}
     tokens = [b""] * n_ids
+    seen: set[int] = set()
     for text, id_ in vocab.items():
+        if id_ in seen:
+            raise UserError(f"two of its tokens have the id {id_}")
+        seen.add(id_)
         try:
             tokens[id_] = text.encode() if id_ in added else bytes(byte[character] for character in text)
         except KeyError as error:

@@ -274,7 +274,8 @@ def save_checkpoint(
     Several processes may write one together: all call this at the same time, and an error in one is an error in all.
 
     Args:
-        tensors: on the CPU, contiguous. Of model and optimizer, each process has some rows, in the order of ranks.
+        tensors: on the CPU, contiguous. Each process passes its rows of model and optimizer;
+            ranks hold consecutive rows.
         before: is called before anything is written. Its errors are those of the save.
         rank: of this process; 0 writes all but the parts of others.
         exchange: from the text of each process, the texts of all, by rank.
@@ -291,15 +292,19 @@ def save_checkpoint(
             _make_folder(beside)
         return ""
 
-    try:
-        count = len(_together(exchange, begin))
-        sums = _together(exchange, lambda: _write_part(beside, tensors, rank, count))
+    def finish() -> str:
         if rank == 0:
             _write_rest(beside, tensors, state, tokenizer, sums)
             if path.exists():  # a damaged checkpoint: the run was resumed from an earlier one
                 _remove(path)
             os.rename(beside, path)
             sync_directory(path.parent)
+        return ""
+
+    try:
+        count = len(_together(exchange, begin))
+        sums = _together(exchange, lambda: _write_part(beside, tensors, rank, count))
+        _together(exchange, finish)
     except (OSError, SafetensorError):
         if rank == 0:
             _clear(beside)  # makes room on a full disk
@@ -450,7 +455,7 @@ def _sums(path: Path) -> dict[str, dict[str, str]]:
         raise Damaged(message)
     count = sum(name.startswith("model") for name in manifest.sha256)
     names = {file: _names(file, count) for file in _FILES}
-    if set(manifest.sha256) != set(itertools.chain.from_iterable(names.values())):
+    if not count or set(manifest.sha256) != set(itertools.chain.from_iterable(names.values())):
         raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}, or all of their parts")
     return {file: {name: manifest.sha256[name] for name in names[file]} for file in _FILES}
 

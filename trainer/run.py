@@ -317,7 +317,7 @@ class Run:
         parts = [
             ("model", self._own(self.gpt.state_dict())),
             ("optimizer", self._own(named_state(self.gpt, self.optimizer))),
-            ("random", [(RANDOM, torch.stack(states))]),
+            ("random", [(RANDOM, torch.stack(states))] if world.is_main else []),
         ]
         where = {"processes": world.size, "device": world.device.type}
         self.saver.save(parts, self.state.model_copy(update=where))

@@ -61,6 +61,8 @@ def read_parts(paths: Sequence[Path], expected: Expected, rows: Mapping[str, sli
     if unknown := sorted(parts.keys() - expected.keys()):
         raise UserError(f"{wrong}{_listed(unknown)} unknown")
     for name, (shape, dtypes) in expected.items():
+        if len(parts[name]) > 1 and not all(part.dim() for part in parts[name]):
+            raise UserError(f"{wrong}{name} is in several parts, and one of them is a single number")
         if (found := _joined_shape(parts[name])) != shape:
             raise UserError(f"{wrong}{name} has the shape {list(found)}, must have {list(shape)}")
         for part in parts[name]:
@@ -76,7 +78,7 @@ def _joined_shape(parts: list[Tensor]) -> torch.Size:
     if not others:
         return first
     odd = (shape for shape in others if shape[1:] != first[1:])
-    return next(odd, torch.Size([sum(part.shape[:1].numel() for part in parts), *first[1:]]))
+    return next(odd, torch.Size([sum(map(len, parts)), *first[1:]]))
 
 
 def _join(parts: list[Tensor], rows: slice | None) -> Tensor:

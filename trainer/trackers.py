@@ -128,7 +128,10 @@ class Trackers:
 
 
 class TensorBoardTracker:
-    """Writes event files. TensorBoard ignores the earlier lines of steps that a resumed run repeats."""
+    """Writes event files; training waits while their disk does not answer.
+
+    TensorBoard ignores the earlier lines of steps that a resumed run repeats.
+    """
 
     def __init__(self, folder: Path, resumed_at: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # here, because importing it is slow
@@ -151,9 +154,10 @@ class TensorBoardTracker:
         if not self._failed:
             try:
                 write()
-            except OSError as error:
+            except Exception as error:  # no failure of TensorBoard is worth a run
                 self._failed = True
-                warn(f"tensorboard failed ({error}); training goes on, and metrics.jsonl has every line")
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                warn(f"tensorboard failed ({why}); training goes on, and metrics.jsonl has every line")
 
 
 class WandbTracker:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,9 +13,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from common.console import Track, say
 from common.files import write_atomic
 from common.settings import Settings, UserError
-from data.prepare.encode import Batch, Encoded, OnError, encode_all
-from data.prepare.items import Position
-from data.prepare.join import EmptySplit, Unusable, existing, join, partial_dir
+from data.prepare.encode import Batch, Encoded, OnError, Skipped, encode_all
+from data.prepare.items import NO_TEXT, Position
+from data.prepare.join import EmptySplit, Unusable, check_text, existing, join, partial_dir
 from data.prepare.parts import FINISHED, Plan, read_parts, remove, start, write_part, writing
 from data.prepare.sources import FileSource, JsonlSource, PileSource, Source, StdlibSource, TextSource
 from data.prepare.tasks import Task
@@ -23,6 +23,8 @@ from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId
 from data.tokenizer import TokenizerConfig, build_tokenizer
 
 SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | PileSource | Task, Field(discriminator="name")]
+
+_CHECKED_ITEMS = 10_000  # after so many, a text_field that most documents lack is an error
 
 
 class PrepareConfig(Settings, defaults="prepare"):
@@ -144,6 +146,8 @@ def _read(config: PrepareConfig, source: Source, folder: Path, after: Position |
 
     workers = config.workers or os.cpu_count() or 1
     batches = encode_all(source, folder / TOKENIZER, workers, on_error=config.on_error, seen=count, after=after)
+    if after is None:
+        batches = _with_text(batches, config.data)
     if (first := next(batches, None)) is None:
         return
     started = time.monotonic()  # only now: a run that goes on first reads up to where it was
@@ -156,3 +160,19 @@ def _read(config: PrepareConfig, source: Source, folder: Path, after: Position |
             rate = utf8_bytes / 1e6 / (time.monotonic() - started)
             note = f"{documents:,} documents, {utf8_bytes / 1e6:,.0f} MB of text, {rate:.1f} MB/s"
             track.advance(read - track.done, note)
+
+
+def _with_text(batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
+    """Yield the batches of a source, unless most of its first documents have no text.
+
+    Raises:
+        UserError: most have none.
+    """
+    items: list[Encoded | Skipped] = []
+    for batch in batches:
+        if len(items) < _CHECKED_ITEMS:
+            items += batch.items
+            if len(items) >= _CHECKED_ITEMS:
+                lacking = [item.where for item in items if isinstance(item, Skipped) and item.reason == NO_TEXT]
+                check_text(source.model_dump(), len(lacking), len(items), next(iter(lacking), None), "the first ")
+        yield batch

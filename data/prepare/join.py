@@ -27,7 +27,7 @@ _DOCUMENTS_AT_ONCE = 2**23  # whose digests are sorted together, which takes som
 
 
 class Unusable(UserError):
-    """The corpus is empty, has no text in its text_field, or leaves nothing to train or to validate on."""
+    """The corpus is empty, or leaves nothing to train or to validate on."""
 
 
 class EmptySplit(Unusable):
@@ -67,7 +67,7 @@ def join(folders: list[Path], plan: Plan, out_dir: Path) -> Manifest:
 
     Raises:
         Unusable: nothing is left to train or to validate on.
-        UserError: a part is damaged, or there are too many sets.
+        UserError: a part is damaged, most documents have no text, or there are too many sets.
     """
     started, partial = time.monotonic(), partial_dir(out_dir)
     directory = partial / "dataset"
@@ -111,7 +111,7 @@ class _Joint:
         """Write the shards."""
         total = sum(part.documents for part in parts)
         exact = self.plan.prepared["dedup"] == "exact"
-        if self.plan.piece:  # of few pieces, one goes to either split at least
+        if self.plan.piece:  # even with few pieces, each split gets at least one
             places = np.concatenate([document_places(part.entries()) for part in parts])
             self.below = min(max(self.below, np.nextafter(places.min(), 1)), places.max())
         duplicates = find_duplicates(parts) if exact else np.zeros(total, bool)
@@ -148,7 +148,8 @@ class _Joint:
         """Finish the shards and return what was written.
 
         Raises:
-            Unusable: most documents have no text, or one of the splits has no documents.
+            Unusable: one of the splits has no documents.
+            UserError: most documents have no text.
         """
         self._check_not_empty()
         splits, counted = {}, self.counts[:, : len(self.set_names)]
@@ -168,10 +169,7 @@ class _Joint:
     def _check_not_empty(self) -> None:
         documents = self.counts[:, :, 1].sum(axis=1).tolist()
         missing, n_items = self.skipped[NO_TEXT], sum(documents) + self.skipped.total()
-        if 2 * missing > n_items:
-            given = f"data.text_field={self.plan.prepared['data']['text_field']}"
-            what = f"{given} is missing in {missing:,} of {n_items:,} documents (first: {self.first[NO_TEXT]})"
-            raise Unusable(f"{what}: give the key that holds their text")
+        check_text(self.plan.prepared["data"], missing, n_items, self.first.get(NO_TEXT))
         if not any(documents):
             why = ", ".join(f"{n} x {reason}" for reason, n in (+self.skipped).items()) or "it has no documents"
             raise Unusable(f"the corpus is empty ({why}): check data.path")
@@ -185,6 +183,17 @@ class _Joint:
             if self.plan.piece or not wanted:
                 raise Unusable(message)
             raise EmptySplit(message, min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE))
+
+
+def check_text(data: dict[str, Any], missing: int, n_items: int, first: str | None, of: str = "") -> None:
+    """Check that at most half of the documents of a source have no text; `first`: where the first of these is.
+
+    Raises:
+        UserError: more have none. No Unusable, which deletes the parts: they may have taken hours.
+    """
+    if 2 * missing > n_items:
+        what = f"data.text_field={data['text_field']} is missing in {missing:,} of {of}{n_items:,} documents"
+        raise UserError(f"{what} (first: {first}): give the key that holds their text")
 
 
 def document_places(entries: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common.console import say
-from common.files import write_atomic
+from common.files import make_directory, write_atomic
 from common.settings import UserError
 from data.documents import documents_in
 from data.shards import TOKENIZER, TokenStream, read_manifest
@@ -22,11 +22,13 @@ def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
     Words are those of GPT-2's pattern. <|endoftext|> is the last id.
 
     Raises:
-        UserError: there is no such dataset, or n_vocab is less than 257 or more than its text gives.
+        UserError: there is no such dataset, n_vocab is less than 257 or more than its text gives, or the folder of
+            `out` cannot be made.
     """
     alphabet = sorted(byte_characters().values())
     if n_vocab <= len(alphabet):
         raise UserError(f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are {len(alphabet) + 1}")
+    make_directory(out.parent, "out")  # learning takes long: an error must come before it
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

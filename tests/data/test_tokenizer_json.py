@@ -103,6 +103,16 @@ def test_texts_are_cut(build, monkeypatch):
     assert len(list(tokenizer.encode_arrays("the return of the\nself"))) == 5
 
 
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_learned(dataset_dir, tmp_path):
+    from data.prepare.vocabulary import learn
+
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"out=.*file cannot be created"):
+        learn(tmp_path / "no dataset", 280, tmp_path / "file" / "tokenizer.json")
+    learn(dataset_dir, 260, tmp_path / "new" / "folder" / "tokenizer.json")
+    assert (tmp_path / "new" / "folder" / "tokenizer.json").exists()
+
+
 def test_an_end_of_text_is_added_and_said(build, raw, capsys):
     tokenizer = build(added_tokens=[])
     assert (tokenizer.n_vocab, tokenizer.eot_id) == (280, 279)
@@ -131,6 +141,39 @@ def test_what_would_change_texts_is_left_out(build, raw):
     text = "the return of the self " * 5
     assert changed.encode(text) == ids_of(raw, text)
     assert changed.sha256 == build().sha256
+
+
+def test_a_file_inside_a_dataset_neither_cuts_texts_nor_has_random_ids(build, raw, tmp_path):
+    text = "the return of the self " * 5
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    for changes in ({"truncation": truncation}, {"model": raw["model"] | {"dropout": 0.9}}):
+        (tmp_path / "saved.json").write_text(json.dumps(raw | changes))
+        loaded = load_tokenizer(tmp_path / "saved.json")
+        assert loaded.encode(text) == ids_of(raw, text)
+        assert loaded.sha256 == build().sha256
+
+
+def test_two_tokens_with_one_id_are_refused(build, raw):
+    """The library gives an added token the number of tokens as its id, even if another one has it."""
+    vocab = {character: byte for byte, character in byte_characters().items()}
+    for hole in ({"qz": 257}, {"qz": 258, "zq": 257}):
+        model = {"type": "BPE", "vocab": vocab | hole, "merges": [f"{token[0]} {token[1]}" for token in hole]}
+        n_ids = 256 + len(hole)
+        with pytest.raises(UserError, match=f"two of its tokens have the id {n_ids}"):
+            build(model=model, added_tokens=[])
+
+
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_an_added_token_that_takes_spaces_is_refused(build, raw, side):
+    """Unless it is special: those are ordinary text."""
+    token = raw["added_tokens"][0] | {"id": 280, "content": "<tool>", "special": False}
+    for special, taken in ((False, True), (True, False), (True, True)):
+        tokens = [*raw["added_tokens"], token | {"special": special, side: taken}]
+        if special or not taken:
+            assert build(added_tokens=tokens).n_vocab == 281
+        else:
+            with pytest.raises(UserError, match="its ids do not spell every text"):
+                build(added_tokens=tokens)
 
 
 def test_a_normalized_text_is_the_document(build, config, corpus, tmp_path):
@@ -167,6 +210,13 @@ NOT_A_BYTE = {character: i for i, character in enumerate([*byte_characters().val
         ({"pre_tokenizer": None}, "its ids do not spell every text"),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "its ids do not spell every text"),
         (
+            {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
+            "it cannot encode every text (WordLevel error: Missing [UNK] token from the vocabulary)",
+        ),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": False}}, "its normalizer changes where"),
+        ({"normalizer": {"type": "Strip", "strip_left": False, "strip_right": True}}, "its normalizer changes where"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x"}}, "its normalizer changes where"),
+        (
             {"model": {"type": "BPE", "vocab": {"a": 10**9}, "merges": []}},
             "it has 2 tokens, but ids up to 1,000,000,000",
         ),
@@ -196,6 +246,7 @@ def test_other_files_are_refused(tmp_path, content):
         ({"added_tokens": [{"id": "x", "content": 3}]}, "it is no tokenizer.json"),
         ({"model": []}, "it is no tokenizer.json"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "its ids do not spell every text"),
+        ({"model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}}, r"it cannot encode every text \(WordLevel"),
         ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}}}, "it is no tokenizer.json"),
         ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "it is no tokenizer.json"),
     ],

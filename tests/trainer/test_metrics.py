@@ -481,6 +481,7 @@ class FakeWriter:
     """In place of torch's SummaryWriter."""
 
     made = ()
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def __init__(self, folder, purge_step):
         FakeWriter.made += (self,)
@@ -488,7 +489,7 @@ class FakeWriter:
 
     def add_scalar(self, key, value, step):
         if key == "lr" and step == 5:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise self.error
         self.scalars.append((step, key, value))
 
     def close(self):
@@ -523,7 +524,9 @@ def test_trackers_at_once_each_get_some_lines_and_metrics_jsonl_has_every_step(t
     assert capsys.readouterr().err == ""
 
 
-def test_a_full_disk_under_tensorboard_is_one_warning(tiny, writers, capsys):
+@pytest.mark.parametrize("error", [FakeWriter.error, RuntimeError("its thread\nhas ended")])
+def test_an_error_of_tensorboard_is_one_warning(tiny, writers, capsys, monkeypatch, error):
+    monkeypatch.setattr(FakeWriter, "error", error)
     fit(tiny({"tracker": {"tensorboard": {"every": 1}}}))
     assert capsys.readouterr().err.count("tensorboard failed") == 1
     assert max(step for step, *_ in writers()[0].scalars) == 5

@@ -47,6 +47,11 @@ def write(folder, parts):
     return paths
 
 
+def set_vectors(parts, *values):
+    for part, value in zip(parts, values, strict=True):
+        part["vector"] = torch.tensor(value, dtype=torch.float64)
+
+
 TENSORS = {
     "matrix": torch.randn(7, 3, generator=torch.Generator().manual_seed(1)),
     "row": torch.randn(1, 2, generator=torch.Generator().manual_seed(2)).bfloat16(),
@@ -75,9 +80,16 @@ def test_every_range_of_rows_is_read_from_any_number_of_parts(tmp_path, count):
         (lambda parts: parts[1].pop("matrix"), r"matrix has the shape \[4, 3\], must have"),
         (lambda parts: parts[1].update(matrix=torch.zeros(3, 4)), r"matrix has the shape \[3, 4\], must have"),
         (lambda parts: parts[1].update(matrix=torch.zeros(3)), r"matrix has the shape \[3\], must have"),
-        (lambda parts: parts[1].update(matrix=torch.tensor(1.0)), r"matrix has the shape \[\], must have"),
+        (
+            lambda parts: parts[1].update(matrix=torch.tensor(1.0)),
+            "matrix is in several parts, and one of them is a single number",
+        ),
         (lambda parts: parts[2].update(matrix=parts[2]["matrix"].double()), "matrix has the type float64, must"),
-        (lambda parts: parts[1].update(step=torch.tensor(3.0)), r"step has the shape \[2\], must have \[\]"),
+        (lambda parts: parts[1].update(step=torch.tensor(3.0)), "step is in several parts, and one of them is a"),
+        (
+            lambda parts: set_vectors(parts, 1.0, 2.0, [3.0, 4.0, 5.0]),
+            "vector is in several parts, and one of them is",
+        ),
         (lambda parts: parts[2].update(other=torch.zeros(1)), "'other' is unknown"),
         (lambda parts: [part.pop("vector") for part in parts], "'vector' is missing"),
     ],
@@ -126,7 +138,7 @@ def run(run_of, tiny, dataset_dir):
 
     def write_parts(step=6, before=lambda rank: None):
         def save(rank, exchange):
-            own = {name: parts[name][rank] for name in parts} | {"random": tensors["random"]}
+            own = {name: parts[name][rank] for name in parts} | {"random": {} if rank else tensors["random"]}
             at_step = state.model_copy(update={"step": step})
             save_checkpoint(run_dir, own, at_step, tokenizer, lambda: before(rank), rank, exchange)
 
@@ -176,6 +188,7 @@ def test_damage_in_any_part_is_named(run, name):
         lambda sums: sums.pop(PART_NAMES[5]),
         lambda sums: [sums.pop(name) for name in PART_NAMES[:3]],
         lambda sums: sums.update({"model-00004-of-00003.safetensors": "0"}),
+        lambda sums: [sums.pop(name) for name in PART_NAMES],
         lambda sums: sums.update({"model.safetensors": "0"}),
         lambda sums: sums.update({"model/../../x": sums.pop(PART_NAMES[0])}),
         lambda sums: sums.update({f"model{i}": "0" for i in range(10_000)}),
@@ -194,8 +207,9 @@ def test_a_manifest_must_list_all_parts_and_nothing_else(run, change):
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("when", ["before", "save_file"])
+@pytest.mark.parametrize(
+    ("when", "failing"), [*itertools.product(["before", "save_file"], [0, 1, 2]), ("save_tokenizer", 0), ("rename", 0)]
+)
 def test_an_error_in_one_process_is_an_error_in_all_and_leaves_nothing(run, monkeypatch, failing, when):
     files = sorted(checkpoints_dir(run.dir).iterdir())
 
@@ -207,6 +221,10 @@ def test_an_error_in_one_process_is_an_error_in_all_and_leaves_nothing(run, monk
         fail(int(path.name.partition("-0000")[2][:1]) - 1)
         save_file(tensors, path)
 
+    if when == "save_tokenizer":
+        monkeypatch.setattr(trainer.checkpoint, "save_tokenizer", lambda tokenizer, path: fail(0))
+    if when == "rename":
+        monkeypatch.setattr(trainer.checkpoint.os, "rename", lambda path, to: fail(0))
     if when == "save_file":
         monkeypatch.setattr(trainer.checkpoint, "save_file", save)
     errors = run.write_parts(step=8, before=fail if when == "before" else lambda rank: None)

@@ -251,11 +251,26 @@ def test_a_text_field_that_most_lines_lack(config, corpus, tmp_path):
     message = f"data.text_field=text is missing in 202 of 402 documents (first: {corpus}:201): give the key that holds"
     with pytest.raises(UserError, match=re.escape(message)):
         prepare(config(data=paths))
-    assert not (tmp_path / "out.partial").exists()
+    assert (tmp_path / "out.partial" / "finished").exists(), "what was tokenized stays"
     for i in range(2):
         prepare(config(data=paths, num_tasks=2, task_index=i))
     with pytest.raises(UserError, match=re.escape(message)):
         merge(tmp_path / "out", tmp_path / "merged")
+
+
+def test_a_text_field_that_most_of_the_first_lines_lack_is_an_error_before_the_rest_is_read(
+    config, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(data.prepare.dataset, "_CHECKED_ITEMS", 100)
+    monkeypatch.setattr(data.prepare.encode, "_BATCH_ITEMS", 10)
+    encode, encoded = data.prepare.encode._encode, []
+    monkeypatch.setattr(data.prepare.encode, "_encode", lambda *task: encoded.append(task) or encode(*task))
+    lines = ['{"content": "x"}', '{"content": "y"}', '{"text": "z"}'] * 100
+    corpus.write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=rf"missing in 67 of the first 100 documents \(first: {corpus}:1\)"):
+        prepare(config(workers=1))
+    assert len(encoded) == 10
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_text_field_that_half_of_the_lines_lack_is_no_mistake(config, corpus):
