@@ -1,6 +1,6 @@
 """Fit a scaling law to runs, and extrapolate it: L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022).
 
-    python train.py -m experiment=quickstart run_dir=runs/ladder model.n_head=4 model.head_dim=null \
+    python train.py -m experiment=quickstart run_dir=runs/ladder model.n_head=4 model.head_dim=null \\
         model.n_embd=64,96,128,192 max_steps=300,600,1200,2400 schedule.warmup_steps=100
     python scripts/scaling.py folders=runs/ladder parameters=1e8 loss=1.0
 

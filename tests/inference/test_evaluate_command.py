@@ -305,7 +305,7 @@ def test_results_in_another_dtype_do_not_replace_each_other(trained):
     for dtype in ("float32", "bfloat16"):
         evaluated(run_dir, contexts=[], runtime={"device": "cpu", "dtype": dtype})
     names = {f"step-00000003,contexts=none,runtime.dtype={dtype}.json" for dtype in ("float32", "bfloat16")}
-    assert {path.name for path in (run_dir / "evals").iterdir()} == names
+    assert names <= {path.name for path in (run_dir / "evals").iterdir()}
 
 
 def png_size(content):
