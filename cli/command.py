@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 from omegaconf import OmegaConf
 
 from cli.completion import offers
@@ -65,13 +66,16 @@ def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool
     if flags.multirun:
         return run_sweep(config_name, overrides, flags.config_dir, lambda config: run(config | texts), debug)
     if flags.cfg:
-        composed = compose(config_name, overrides, flags.config_dir)
-        plain: Any = OmegaConf.to_container(composed)
-        return print(with_comments(OmegaConf.to_yaml(composed), plain, config_name), end="")
+        composed = _composed(config_name, overrides, flags.config_dir, complete=False)
+        shown = yaml.safe_dump(composed, sort_keys=False, allow_unicode=True)
+        return print(with_comments(shown, composed, config_name), end="")
+    run(_composed(config_name, overrides, flags.config_dir) | texts)
+
+
+def _composed(config_name: str, options: list[str], config_dir: str | None, complete: bool = True) -> dict[str, Any]:
     if config_name == "train":
-        run(compose_training(overrides, flags.config_dir))
-    else:
-        run(to_dict(compose(config_name, overrides, flags.config_dir)) | texts)
+        return compose_training(options, config_dir, complete)
+    return to_dict(compose(config_name, options, config_dir), complete)
 
 
 def _completions(config_name: str) -> list[str]:

@@ -22,7 +22,8 @@ def offers(config_name: str, word: str, composed: dict[str, Any]) -> list[str]:
         return sorted({each[:end] for end, each in ends if each.startswith(word)})
     found = groups.get(key, [])
     if re.search(r"(checkpoint|dir|file|folder|path)$", key):
-        found = [path for path in glob.glob(f"{glob.escape(value)}*") if not re.search(r"\s", path)]
+        paths = glob.glob(f"{glob.escape(value)}*")
+        found = [path for path in paths if re.fullmatch(r"[\w.,=+/@:~-]+", path)]  # others, a shell could run
     return [f"{key}={name}" for name in sorted(found) if name.startswith(value)]
 
 

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from cli.compose import CONFIGS
-from cli.options import groups_of
+from cli.options import explained, groups_of, with_keys
 
 
 def help_of(config_name: str) -> str:
@@ -31,51 +30,25 @@ def help_of(config_name: str) -> str:
 
 def _groups(config_name: str) -> Iterator[str]:
     for group, names in groups_of(config_name).items() if config_name != "plan" else ():
-        keys = {key: None for name in names for key in _explained(CONFIGS / group / f"{name}.yaml") if key != "name"}
+        keys = {key: None for name in names for key in explained(CONFIGS / group / f"{name}.yaml") if key != "name"}
         listed = "" if group == "experiment" or not keys else f"; keys {', '.join(keys)}"
         yield fill(f"{group}: {', '.join(names)}{listed}", 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def with_comments(text: str, composed: dict[str, Any], config_name: str) -> str:
     """Add the comments of configs/ to a composed configuration's YAML."""
-    comments = _explained(CONFIGS / f"{config_name}.yaml")
+    comments = explained(CONFIGS / f"{config_name}.yaml")
     for group in sorted({path.parent.relative_to(CONFIGS) for path in CONFIGS.glob("*/**/*.yaml")}):
         section: Any = composed
         for part in group.parts:
             section = section.get(part) if isinstance(section, dict) else None
         chosen = section.get("name") if isinstance(section, dict) else None
         for path in sorted((CONFIGS / group).glob("*.yaml"), key=lambda path: (path.stem != chosen, path.stem)):
-            for key, comment in _explained(path).items():
+            for key, comment in explained(path).items():
                 if comment:
                     comments.setdefault(".".join([*group.parts, key]), comment)
     lines = []
-    for line, dotted in _with_keys(text):
+    for line, dotted in with_keys(text):
         meaning = comments.get(dotted or "")
         lines.append(f"{line:<35} # {meaning}" if meaning else line)
     return "\n".join(lines)
-
-
-def _explained(path: Path) -> dict[str, str]:
-    """Return the comment of every dotted key in a file of configs/, and in those that it includes in its place."""
-    text = path.read_text(encoding="utf-8")
-    comments: dict[str, str] = {}
-    for file, section in re.findall(r"^  - (/?\w+)(?:@(\w+))?$", text, re.MULTILINE):
-        if file != "_self_":
-            included = CONFIGS / f"{file[1:]}.yaml" if file[0] == "/" else path.with_name(f"{file}.yaml")
-            prefix = "" if section in ("", "_here_") else f"{section}."
-            comments |= {f"{prefix}{key}": comment for key, comment in _explained(included).items()}
-    for line, key in _with_keys(re.sub(r"^defaults:\n( .*\n)*", "", text, flags=re.MULTILINE)):
-        if key:
-            comments.setdefault(key, line.partition(" # ")[2])
-    if "name" in comments:
-        comments["name"] = text.removeprefix("# ").partition("\n")[0]
-    return comments
-
-
-def _with_keys(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the lines of a YAML file, each with the dotted key that it begins, or None."""
-    above: list[str] = []
-    for line in text.split("\n"):
-        if found := re.match(r"((?:  )*)(\w+):", line):
-            above = [*above[: len(found[1]) // 2], found[2]]
-        yield line, ".".join(above) if found else None

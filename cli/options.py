@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.command import in_hydras_grammar, refuse_flag
@@ -66,7 +67,7 @@ def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
     """Say what a user means by a key that is not among a command's `keys`."""
     section, _, last = key.rpartition(".")
     group = section.replace(".", "/")
-    having = [name for name in groups.get(group, []) if last in _keys_of(CONFIGS / group / f"{name}.yaml")]
+    having = [name for name in groups.get(group, []) if last in explained(CONFIGS / group / f"{name}.yaml")]
     if having:
         return f"it is a key of {' or '.join(f'{group}={name}' for name in having)}"
     if last in _ABSENT:
@@ -75,8 +76,30 @@ def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
     return f"did you mean '{synonym}'?" if synonym in keys else nearest(key, keys)
 
 
-def _keys_of(file: Path) -> list[str]:
-    return re.findall(r"^(\w+):", file.read_text(encoding="utf-8"), re.MULTILINE)
+def explained(path: Path) -> dict[str, str]:
+    """Return the comment of every dotted key in a file of configs/, and in those that it includes in its place."""
+    text = path.read_text(encoding="utf-8")
+    comments: dict[str, str] = {}
+    for file, section in re.findall(r"^  - (/?\w+)(?:@(\w+))?$", text, re.MULTILINE):
+        if file != "_self_":
+            included = CONFIGS / f"{file[1:]}.yaml" if file[0] == "/" else path.with_name(f"{file}.yaml")
+            prefix = "" if section in ("", "_here_") else f"{section}."
+            comments |= {f"{prefix}{key}": comment for key, comment in explained(included).items()}
+    for line, key in with_keys(re.sub(r"^defaults:\n( .*\n)*", "", text, flags=re.MULTILINE)):
+        if key:
+            comments.setdefault(key, line.partition(" # ")[2])
+    if "name" in comments:
+        comments["name"] = text.removeprefix("# ").partition("\n")[0]
+    return comments
+
+
+def with_keys(text: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the lines of a YAML file, each with the dotted key that it begins, or None."""
+    above: list[str] = []
+    for line in text.split("\n"):
+        if found := re.match(r"((?:  )*)(\w+):", line):
+            above = [*above[: len(found[1]) // 2], found[2]]
+        yield line, ".".join(above) if found else None
 
 
 def bare_keys(option: str) -> str:

@@ -8,33 +8,46 @@ from common.files import read_json
 from common.settings import CONFIGS, UserError
 
 _OF_ONE_COMMAND = {"resume", "stop_at"}
-_VARIANTS = ("model/attention", "model/block", "model/position", "optim", "schedule", "tracker")
+_VARIANTS = ("model/attention", "model/block", "model/position", "optim", "schedule")
+_TRACKERS = ("wandb", "tensorboard")
 
 
-def compose_training(options: list[str], config_dir: str | None) -> dict[str, Any]:
+def compose_training(options: list[str], config_dir: str | None, complete: bool = True) -> dict[str, Any]:
     """Compose configs/train.yaml with these options, over the settings of the run in run_dir, if it holds one.
 
-    An `experiment` is complete, so nothing of the run is added to it. Only names of files in configs/ go from the
-    run's config.json through Hydra; the rest is data.
+    An `experiment` is complete, so nothing of the run is added to it, nor where a key is deleted (~KEY). Only names of
+    files in configs/ go from the run's config.json through Hydra; the rest is data. `complete`: as for to_dict.
     """
     given = keys_and_values(options)
-    own = {} if given.keys() & {"experiment", "~"} else _settings_of(Path(str(given.get("run_dir", ""))))
-    if not own and "run_dir" in given and not given.keys() & {"experiment", "dataset_dir"}:
+    goes_on = "run_dir" in given and not given.keys() & {"experiment", "~"}
+    own = _settings_of(Path(str(given["run_dir"]))) if goes_on else {}
+    if goes_on and not own and "dataset_dir" not in given:
         raise UserError(
             f"run_dir={given['run_dir']} holds no run to go on with: give experiment=... or dataset_dir=..."
         )
     if not own:
-        return to_dict(compose("train", options, config_dir))
-    variants = [f"{group}={name}" for group in _VARIANTS if (name := _variant(own, group)) and group not in given]
-    composed = to_dict(compose("train", ["dataset_dir=null", *variants, *options], config_dir))
+        return to_dict(compose("train", options, config_dir), complete)
+    variants = [
+        f"{group}={name}"
+        for group in _VARIANTS
+        if (name := _variant(own, group)) and not any(f"{group}/".startswith(f"{key}/") for key in given)
+    ]
+    trackers = [name for name in _TRACKERS if isinstance(own.get("tracker"), dict) and own["tracker"].get(name)]
+    variants += [f"tracker=[{','.join(trackers)}]"] if trackers and "tracker" not in given else []
+    composed = to_dict(compose("train", ["dataset_dir=null", *variants, *options], config_dir), complete)
     return _over(composed, own, {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND)
 
 
 def _settings_of(run_dir: Path) -> dict[str, Any]:
     try:
-        return dict(read_json(run_dir / "config.json")["config"])
+        own = dict(read_json(run_dir / "config.json")["config"])
     except (UserError, KeyError, TypeError, ValueError):  # no run, or a damaged record, which training warns of
         return {}
+    tracker = own.get("tracker")
+    if isinstance(tracker, dict) and "name" in tracker:  # from when there could only be one tracker
+        name = tracker.pop("name")
+        own["tracker"] = {"wandb": tracker} if name == "wandb" else {}
+    return own
 
 
 def _variant(own: Any, group: str) -> str | None:

@@ -89,7 +89,8 @@ def _name(plan: Evaluation) -> str:
         f"{key}={'-'.join(map(str, new)) or 'none' if isinstance(new, list) else new}"
         for key, (_, new) in changed.items()
     )
-    return name_of([plan.loaded.checkpoint.path.name, *settings])
+    dtype = [] if config.runtime.dtype == "auto" else [f"runtime.dtype={config.runtime.dtype}"]
+    return name_of([plan.loaded.checkpoint.path.name, *settings, *dtype])
 
 
 def open_evaluation(config: EvaluateConfig) -> Evaluation:

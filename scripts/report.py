@@ -12,7 +12,8 @@ from common.command import Items, Settings, run_script
 
 class Options(Settings):
     folders: Items[Path]
-    """folders of a run, of a sweep, or of many runs"""
+    """folders of a run, of a sweep, or of many runs; put brackets around each of several folders with commas:
+    'folders=[runs/s/a=1,b=2],[runs/s/a=2,b=2]'"""
     out: Path | None = None
     """folder of the report; null: the one that holds all the runs"""
     watch: bool = False

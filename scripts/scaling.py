@@ -20,7 +20,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 class Options(Settings):
     folders: Items[Path] = []
-    """folders of runs or of sweeps"""
+    """folders of runs or of sweeps; put brackets around each of several folders with commas:
+    'folders=[runs/s/a=1,b=2],[runs/s/a=2,b=2]'"""
     csv: Path | None = None
     """a table of other runs, with columns parameters, tokens and loss; beside those of folders"""
     out: Path = Path("runs/scaling")

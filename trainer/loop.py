@@ -9,7 +9,7 @@ from trainer.checkpoint import retain
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.progress import TrainingProgress
-from trainer.resume import own_run
+from trainer.resume import own_run, say_changes
 from trainer.run import RollBack, Run
 from trainer.runtime import open_runtime
 from trainer.signals import StopSignals
@@ -43,6 +43,9 @@ def _train(run: Run, config: TrainConfig) -> float | None:
     if run.world.is_main and run.step > 0:  # a kill during the last save may have left this undone
         retain(config.run_dir, run.state, config.checkpoint.keep_last, config.checkpoint.keep_every)
     if run.step >= config.last_step:
+        if run.world.is_main:
+            line = "{key}={new} was given, but this run was trained with {old}"
+            say_changes(config.run_dir / "config.json", config.model_dump(mode="json"), line)
         say(f"{config.run_dir} is already at step {run.step}: nothing to train. {_to_go_on(config, run.step)}")
         return run.state.best_val_loss
     if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:

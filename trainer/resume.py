@@ -131,14 +131,19 @@ def write_config(path: Path, config: dict[str, Any], world: World, found: dict[s
 
     Prints what changed since the run was last started.
     """
-    try:
-        before = read_json(path)["config"] if resumed else config
-    except (UserError, KeyError, TypeError) as error:  # the file is only a record: no reason to stop
-        warn(f"{path} was damaged and is replaced: {error}")
-        before = config
-    for key, (old, new) in differences(before, config).items():
-        say(f"changed since this run was last started: {key}={new} (before: {old})")
+    if resumed:
+        say_changes(path, config, "changed since this run was last started: {key}={new} (before: {old})")
     write_json(path, {"config": config, "environment": _environment(world) | found})
+
+
+def say_changes(path: Path, config: dict[str, Any], line: str) -> None:
+    """Print a line with {key}, {new} and {old} for every setting that is not as config.json has it."""
+    try:
+        before = read_json(path)["config"]
+    except (UserError, KeyError, TypeError) as error:  # the file is only a record: no reason to stop
+        return warn(f"{path} is damaged: {error}")
+    for key, (old, new) in differences(before, config).items():
+        say(line.format(key=key, new=new, old=old))
 
 
 def _environment(world: World) -> dict[str, Any]:

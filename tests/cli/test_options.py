@@ -9,10 +9,10 @@ import yaml
 
 from cli import compose, to_dict
 from cli.completion import offers
-from cli.options import groups_of
+from cli.options import explained, groups_of
 from common.command import EXTRAS, Items
 from common.files import name_of
-from common.settings import Settings, decode
+from common.settings import CONFIGS, Settings, decode
 from trainer.checkpoint import newest
 from trainer.config import TrainConfig
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "lr=1e-3", "unknown config key 'lr': did you mean 'optim.max_lr'?"),
         ("train", "learning_rate=1e-3", "did you mean 'optim.max_lr'?"),
         ("train", "wandb=true", "wandb=true: write tracker=wandb"),
-        ("train", "tracker=true", "tracker=true does not exist: allowed: local, wandb"),
+        ("train", "tracker=true", "tracker=true does not exist: allowed: local, tensorboard, wandb"),
         ("train", "attention=softmax", "attention=softmax: write model/attention=softmax"),
         ("train", "model.attention=softmx", "write model/attention=softmx"),
         ("train", "device=cuda", "did you mean 'runtime.device'?"),
@@ -71,6 +71,7 @@ def test_the_folder_of_a_job_is_one_item_of_a_list(tmp_path):
     job.mkdir()
     assert decode(Options, {"folders": str(job)}).folders == [job]
     assert decode(Options, {"folders": f"[[{job}],{tmp_path}]"}).folders == [job, tmp_path]
+    assert decode(Options, {"folders": f"[{job}],[{job}2]"}).folders == [job, Path(f"{job}2")]
 
 
 def test_a_sweep_of_one_job_has_no_folder_for_it(command, tmp_path, monkeypatch):
@@ -107,9 +108,9 @@ def test_a_run_goes_on_by_its_folder_alone(command, tiny_args, tmp_path):
     assert (result.status, result.err) == (0, "")
     assert newest(run).name == "step-00000006"
     assert json.loads((run / "config.json").read_text())["config"] == before | {"stop_at": None}
-    result = command("train", f"run_dir={run}", "max_steps=8", "schedule.decay=0.5", "tracker.every=2")
+    result = command("train", f"run_dir={run}", "max_steps=8", "schedule.decay=0.5", "eval.every=2")
     said = re.findall(r"changed since this run was last started: (\S+)", result.out)
-    assert said == ["max_steps=8", "schedule.decay=0.5", "tracker.every=2"]
+    assert said == ["eval.every=2", "max_steps=8", "schedule.decay=0.5"]
     assert newest(run).name == "step-00000008"
 
 
@@ -118,20 +119,80 @@ def test_what_is_given_counts_and_names_of_groups_are_files_of_ours(command, tin
     monkeypatch.setattr("trainer.loop.fit", found.append)
     options = [arg for arg in tiny_args if "run_dir" not in arg]
     settings = to_dict(compose("train", [*options, "schedule=cosine", f"run_dir={run}"]))
-    settings["tracker"] = {"name": "../../strange", "every": 3}
+    settings["tracker"] = {"wandb": {"every": 3}}
+    settings["schedule"]["name"] = "../../strange"
     settings["forgotten"] = {"key": 1}
     run.mkdir()
     (run / "config.json").write_text(json.dumps({"config": settings}))
     result = command("train", f"run_dir={run}")
-    assert "config tracker.name='../../strange' does not exist" in result.err
-    settings["tracker"]["name"] = "local"
+    assert "config schedule.name='../../strange' does not exist" in result.err
+    settings["schedule"]["name"] = "cosine"
     settings["checkpoint"]["every"] = "${seed}"  # data, not a reference
     (run / "config.json").write_text(json.dumps({"config": settings}))
     assert "config checkpoint.every='${seed}'" in command("train", f"run_dir={run}").err
     assert command("train", f"run_dir={run}", "checkpoint.every=7", "seed=5", "tracker=wandb").status == 0
     (config,) = found
     assert (config.seed, config.checkpoint.every, config.schedule.name, config.model.n_embd) == (5, 7, "cosine", 16)
-    assert (config.tracker.name, config.tracker.every) == ("wandb", 10)
+    assert config.tracker.wandb.every == 10
+
+
+@pytest.fixture
+def resumed(command, tmp_path, monkeypatch):
+    """Gives the configuration that would be trained with these options in the folder of a run with `settings`."""
+
+    def configuration(settings, *options):
+        found = []
+        monkeypatch.setattr("trainer.loop.fit", found.append)
+        (tmp_path / "old").mkdir(exist_ok=True)
+        (tmp_path / "old" / "config.json").write_text(json.dumps({"config": settings}))
+        assert command("train", f"run_dir={tmp_path / 'old'}", *options).err == ""
+        return found[0]
+
+    return configuration
+
+
+def test_a_run_keeps_its_trackers(resumed):
+    settings = to_dict(compose("train", ["dataset_dir=x"]))
+    older = {"name": "wandb", "every": 7, "mode": "offline", "project": "mine"}
+    for tracker in (older, {"wandb": {key: older[key] for key in ("every", "mode", "project")}, "tensorboard": None}):
+        wandb = resumed(settings | {"tracker": tracker}).tracker.wandb
+        assert (wandb.every, wandb.mode, wandb.project) == (7, "offline", "mine")
+        given = resumed(settings | {"tracker": tracker}, "tracker.wandb.every=5").tracker
+        assert (given.wandb.every, given.wandb.mode, given.tensorboard) == (5, "offline", None)
+        assert resumed(settings | {"tracker": tracker}, "tracker=local").tracker.wandb is None
+    both = settings | {"tracker": {"wandb": {"mode": "offline"}, "tensorboard": {"every": 4}}}
+    tracker = resumed(both, "tracker.tensorboard.every=5").tracker
+    assert (tracker.wandb.mode, tracker.tensorboard.every) == ("offline", 5)
+    assert resumed(settings | {"tracker": {"name": "local", "every": 3}}).tracker.wandb is None
+
+
+def test_a_group_that_is_given_replaces_the_runs_subgroups(resumed):
+    own = ["model/attention=sliding_window", "model/position=learned", "optim=muon"]
+    config = resumed(to_dict(compose("train", ["dataset_dir=x", *own])), "model=gpt_1m")
+    fresh = decode(TrainConfig, to_dict(compose("train", ["dataset_dir=x", "model=gpt_1m"])))
+    assert config.model == fresh.model
+    assert config.optim.name == "muon"
+
+
+def test_only_the_run_in_run_dir_is_read(command, tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr("trainer.loop.fit", found.append)
+    monkeypatch.chdir(tmp_path)
+    settings = to_dict(compose("train", ["dataset_dir=x", "seed=9"]))
+    Path("config.json").write_text(json.dumps({"config": settings}))
+    assert command("train", "dataset_dir=x").status == 0
+    assert found[0].seed == 1
+    assert "config key 'dataset_dir' is missing" in command("train", f"run_dir={tmp_path}", "~seed").err
+    assert command("train", f"run_dir={tmp_path}", "~seed", "dataset_dir=x").status == 0
+    assert found[1].seed == 1
+
+
+def test_what_is_shown_is_what_would_be_trained(command, tmp_path):
+    settings = to_dict(compose("train", ["dataset_dir=x", "schedule=wsd", "seed=9"]))
+    (tmp_path / "config.json").write_text(json.dumps({"config": settings | {"stop_at": 3}}))
+    shown = yaml.safe_load(command("train", "--cfg", "job", f"run_dir={tmp_path}", "max_steps=7").out)
+    assert shown == settings | {"run_dir": str(tmp_path), "max_steps": 7}
+    assert yaml.safe_load(command("train", "--cfg", "job").out)["dataset_dir"] == "???"
 
 
 def test_an_experiment_is_complete(command, tiny_args, tmp_path, monkeypatch):
@@ -166,6 +227,17 @@ def test_a_short_run_says_that_its_warm_up_is_scaled(command, tiny_args):
 # ----- what is shown and offered
 
 
+def test_keys_that_a_file_includes_are_known(command):
+    """configs/optim/muon.yaml has adamw's keys by its defaults."""
+    assert "weight_decay" in explained(CONFIGS / "optim" / "muon.yaml")
+    having = command("train", "optim.momentum=0.9").err
+    assert "it is a key of optim=muon" in having
+    assert (
+        "model/attention=log_space or model/attention=log_space_forgets"
+        in command("train", "model/attention=softmax", "model.attention.product=true").err
+    )
+
+
 def test_help_names_the_keys_of_every_group(command):
     out = command("train", "--help").out
     for key in ("n_layer", "n_head", "max_lr", "weight_decay", "warmup_steps", "micro_batch", "project", "max_len"):
@@ -198,7 +270,8 @@ def test_what_is_offered_is_taken():
 
 def test_files_are_offered_where_a_path_is_asked_for(tmp_path):
     (tmp_path / "run=1").mkdir()
-    (tmp_path / "two words").mkdir()
+    for name in ("two words", "$(id)", "a;b", "`id`", "a&b", "it's"):
+        (tmp_path / name).mkdir()
     assert offers("sample", f"checkpoint={tmp_path}/", {}) == [f"checkpoint={tmp_path}/run=1"]
     assert offers("sample", f"prompt={tmp_path}/", {}) == []
 

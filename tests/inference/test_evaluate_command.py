@@ -289,14 +289,23 @@ def test_bins_cover_every_position_once(length):
 def test_results_are_kept_by_checkpoint_and_settings(trained):
     """A quick evaluation replaces eval.json alone; the results of all others stay."""
     run_dir = trained({"seed": 5})
-    full = evaluated(run_dir, micro_batch=3)
-    quick = evaluated(run_dir, batches=1, contexts=[])
+    auto = {"device": "cpu", "dtype": "auto"}
+    full = evaluated(run_dir, micro_batch=3, runtime=auto)
+    quick = evaluated(run_dir, batches=1, contexts=[], runtime=auto)
     kept = {path.name: json.loads(path.read_text()) for path in (run_dir / "evals").iterdir()}
     assert kept == {"step-00000003.json": full, "step-00000003,batches=1,contexts=none.json": quick}
     assert quick["context_windows"] == 2
-    assert evaluated(run_dir, contexts=[20, 30]) == json.loads(
+    assert evaluated(run_dir, contexts=[20, 30], runtime=auto) == json.loads(
         (run_dir / "evals" / "step-00000003,contexts=20-30.json").read_text()
     )
+
+
+def test_results_in_another_dtype_do_not_replace_each_other(trained):
+    run_dir = trained()
+    for dtype in ("float32", "bfloat16"):
+        evaluated(run_dir, contexts=[], runtime={"device": "cpu", "dtype": dtype})
+    names = {f"step-00000003,contexts=none,runtime.dtype={dtype}.json" for dtype in ("float32", "bfloat16")}
+    assert names <= {path.name for path in (run_dir / "evals").iterdir()}
 
 
 def png_size(content):

@@ -90,6 +90,14 @@ def test_lines_written_after_the_last_checkpoint_come_only_once(tiny, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+def test_a_finished_run_says_what_it_was_not_trained_with(tiny, capsys):
+    fit(tiny())
+    fit(tiny())
+    assert "was given" not in capsys.readouterr().out
+    fit(tiny({"optim.weight_decay": 0.0}))
+    assert "optim.weight_decay=0.0 was given, but this run was trained with 0.1" in capsys.readouterr().out
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tiny, tmp_path):
     fit(tiny({"run_dir": tmp_path / "whole"}))
     (tmp_path / "run").mkdir()
