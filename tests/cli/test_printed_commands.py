@@ -81,6 +81,7 @@ PLACES = {  # where a text says what to type, and the test that types it
     "tools/bench/packages.py": "test_a_missing_package_is_one_line",
     "tools/convert/gqa.py": "test_the_settings_to_go_on_with_are_printed",
     "tools/convert/import_gpt2.py": "test_training_goes_on_by_the_command_that_is_printed",
+    "tools/reference.py": "test_the_page_of_all_keys_is_current",
     "trainer/distributed.py": "test_without_a_launcher_it_is_told_how",
 }
 
