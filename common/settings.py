@@ -96,7 +96,8 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     names, last = sorted(allowed), given.rpartition(".")[2]
     same = [name for name in names if name.rpartition(".")[2] == last]  # "dtype" is runtime.dtype
     begun = [name for name in names if re.search(rf"(^|[._]){re.escape(last)}", name)]  # "lr" is in optim.max_lr
-    for close in (same, difflib.get_close_matches(given, names, n=1), begun):
+    longer = [name for name in names if name.startswith(given)]  # "gpt2" is gpt2_124m
+    for close in (same, longer, difflib.get_close_matches(given, names, n=1), begun):
         if last and 0 < len(close) <= 4:
             return f"did you mean {' or '.join(map(repr, close))}?"
     some = names if len(names) <= 15 else [*names[:15], f"... ({len(names)} in all)"]

@@ -210,6 +210,8 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES) -> Checkp
         UserError: there is no checkpoint, one of `files` is missing or damaged, or it has another format version.
     """
     path = Path(path)
+    if not path.exists():
+        raise UserError(f"checkpoint={path} does not exist: give a run directory, or a checkpoint in it")
     if path.is_file():
         name = _first_line(path)
         if not _NAME.fullmatch(name):

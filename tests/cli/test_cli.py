@@ -85,7 +85,7 @@ def test_an_option_is_right_as_it_is_said_to_be_written(command, tiny_args, mist
 def test_a_mistake_in_another_command_is_one_clear_line_too(command):
     assert_one_line(command("sample"), "config key 'checkpoint' is missing: give it a value, as in checkpoint=...")
     assert_one_line(command("eval", "checkpiont=x"), "unknown config key 'checkpiont': did you mean 'checkpoint'?")
-    assert_one_line(command("eval", "checkpoint=/no/such"), "checkpoint=/no/such holds no checkpoint")
+    assert_one_line(command("eval", "checkpoint=/no/such"), "checkpoint=/no/such does not exist")
     assert_one_line(command("sample", "checkpoint=x", "prompt=a", "prompt_file=b"), "give one")
     assert_one_line(command("sample", "checkpoint=x", "top_p=2"), "top_p=2", "less than or equal to 1")
     assert_one_line(command("sample", "checkpoint=x", "runtime.compile=true"), "unknown config key 'runtime.compile'")
@@ -114,7 +114,7 @@ def test_a_mistake_in_another_command_is_one_clear_line_too(command):
         ),
         ("inspect_dataset", ["give dataset_dir, or run_dir and step"]),
         ("inspect_dataset run=x step=1", ["unknown config key 'run': did you mean 'run_dir'?"]),
-        ("inspect_dataset run_dir=nowhere step=1", ["nowhere holds no checkpoint"]),
+        ("inspect_dataset run_dir=nowhere step=1", ["nowhere does not exist"]),
     ],
 )
 def test_a_mistake_with_data_is_one_clear_line(command, dataset_dir, tmp_path, monkeypatch, arguments, fragments):

@@ -59,7 +59,7 @@ SWEPT = ["runs/s/optim.max_lr=0.003,seed=1", "runs/experiment=quickstart,optim.m
 @pytest.mark.parametrize("path", SWEPT)
 def test_a_path_needs_no_quotes(command, path):
     for script in ("sample", "eval", "scripts/serve"):
-        assert f"checkpoint={path} holds no checkpoint" in command(script, f"checkpoint={path}").err
+        assert f"checkpoint={path} does not exist" in command(script, f"checkpoint={path}").err
 
 
 def test_the_folder_of_a_job_is_one_item_of_a_list(tmp_path):

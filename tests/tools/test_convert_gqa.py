@@ -176,7 +176,7 @@ def test_mistakes_are_one_line(tiny, settings, tmp_path, command):
     fit(tiny(settings | {"max_steps": 2}))
     for first, run_dir, heads, message in [
         ("run", "run", "2", "holds a run: choose another one"),
-        ("nothing", "gqa", "2", "holds no checkpoint"),
+        ("nothing", "gqa", "2", "does not exist"),
         ("run", "gqa", "3", "does not divide the 4 key and value heads"),
     ]:
         result = command(

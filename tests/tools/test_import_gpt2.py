@@ -223,7 +223,7 @@ def test_an_export_is_whole_or_absent(original, folder, tmp_path, command, monke
     result = command("scripts/export_hf", f"checkpoint={original / 'run'}", f"out_dir={folder}")
     assert (result.status, "is not empty: choose another folder" in " ".join(result.err.split())) == (1, True)
     result = command("scripts/export_hf", f"checkpoint={tmp_path / 'nothing'}", f"out_dir={tmp_path / 'new'}")
-    assert (result.status, "holds no checkpoint" in " ".join(result.err.split())) == (1, True)
+    assert (result.status, "does not exist" in " ".join(result.err.split())) == (1, True)
     (tmp_path / "new.tmp").mkdir()
     (tmp_path / "new.tmp" / "model.safetensors").write_text("of an export that was killed")
 

@@ -125,3 +125,8 @@ def test_runs_of_different_vocabularies_are_not_mixed(tmp_path):
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "tokens": 1e6, "val_loss": 2.0}) + "\n")
     with pytest.raises(UserError, match="different datasets or vocabularies"):
         run([tmp_path / "runs"], None, tmp_path / "out", None, None, 100)
+
+
+def test_runs_whose_loss_does_not_fall_determine_no_law():
+    with pytest.raises(UserError, match="determine no law: their loss does not fall with size"):
+        fit(N, D, 2 + 400 / D**0.3 + 0.01 * np.log(N), resamples=1)

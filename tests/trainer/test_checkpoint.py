@@ -131,7 +131,7 @@ def test_a_state_that_someone_rewrote_gives_one_line(run_dir, change, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "holds no checkpoint"),
+        (lambda path: None, "does not exist"),
         (lambda path: path.mkdir(), "holds no checkpoint"),
         (lambda path: (path / "checkpoints").mkdir(parents=True), "holds no checkpoint"),
         (lambda path: path.write_text("hello"), "does not name a checkpoint"),

@@ -131,7 +131,7 @@ def test_a_run_keeps_documents_apart_or_not(command, tiny_args, tmp_path):
     assert state.data.document_reset
     older = state.model_dump(mode="json") | {"data": {"mixture": None}}
     assert not decode(TrainState, older).data.document_reset, "checkpoints from before the option have none"
-    result = command("train", *tiny_args, "stop_at=2")
+    result = command("train", *tiny_args, "data.document_reset=false", "stop_at=2")
     assert "another run: data.document_reset=False (checkpoint: True)" in result.err
     assert command("train", *tiny_args, "data.document_reset=true").status == 0
 

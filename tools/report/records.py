@@ -82,7 +82,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def _rank(record: Record) -> tuple[float, str]:
-    best = record.figures["best"]
+    best = record.figures["bits"] or record.figures["best"]  # bits per byte, as vocabularies may differ
     return math.inf if best is None else best, record.name
 
 

@@ -18,6 +18,7 @@ HUBER = 1e-3
 LEAST_RUNS = 7
 """Two more than the law has constants."""
 _ITERATIONS = 100
+_SMALLEST = 1e-3  # exponent
 
 
 class Law(NamedTuple):
@@ -64,6 +65,9 @@ def fit(N: Array, D: Array, L: Array, resamples: int = 1000, seed: int = 1) -> t
     starts = np.array([_start(y, *start) for start in itertools.product((0.2, 0.5, 0.8), (0.2, 0.5, 0.8), (0.3, 0.9))])
     constants, objective = _minimize(starts, n, d, y, np.ones((len(starts), len(y))))
     best = constants[objective.argmin()]
+    for what, exponent in (("size", best[1]), ("tokens", best[3])):
+        if exponent <= _SMALLEST:
+            raise UserError(f"these runs determine no law: their loss does not fall with {what}")
     counts = np.random.default_rng(seed).multinomial(len(y), np.full(len(y), 1 / len(y)), size=resamples)
     samples, _ = _minimize(np.tile(best, (resamples, 1)), n, d, y, counts.astype(float))
     centre = np.log(N).mean(), np.log(D).mean()
@@ -124,7 +128,7 @@ def _minimize(constants: Array, n: Array, d: Array, y: Array, counts: Array) -> 
         scale = damping[:, None] * (np.einsum("lpp->lp", normal) + 1e-12)
         step = np.linalg.solve(normal + scale[..., None] * np.eye(5), gradient[..., None])[..., 0]
         tried = constants - step
-        tried[:, [1, 3]] = tried[:, [1, 3]].clip(1e-3, 5)  # the loss falls with size and with tokens
+        tried[:, [1, 3]] = tried[:, [1, 3]].clip(_SMALLEST, 5)  # the loss falls with size and with tokens
         tried_value, tried_residual = objective(tried)
         better = tried_value < value
         constants = np.where(better[:, None], tried, constants)

@@ -131,7 +131,7 @@ def test_a_run_on_another_dataset_is_refused(tiny, command, dataset):
 def test_what_cannot_be_shown_is_one_line(command, dataset):
     for arguments, named in {
         "step=1": "step needs a run: give run_dir, or seed, seq_len and batch_tokens",
-        "step=1 run_dir=nowhere": "checkpoint=nowhere holds no checkpoint",
+        "step=1 run_dir=nowhere": "checkpoint=nowhere does not exist",
         "step=1 seed=1 seq_len=3 batch_tokens=8": "is not a multiple of seq_len=3",
         "step=1 seed=1 seq_len=9999 batch_tokens=9999": "needs 10000 tokens",
         "step=0": "config step='0': Input should be greater than 0",

@@ -139,7 +139,8 @@ def test_progress_shows_rate_documents_and_time_left(config, corpus, monkeypatch
     monkeypatch.setattr("data.prepare.archives._READ_BYTES", 1000)
     monkeypatch.setattr("common.console._SECONDS_BETWEEN_LINES", 0.0)
     prepare(config(workers=1))
-    line = r"reading, bytes [\d,]+ of 144,600 \([\d:]+ elapsed, [\d:]+ left\) [\d,]+ documents, \d+ MB of text, [\d.]+ MB/s"
+    times = r"\([\d:]+ elapsed, [\d:]+ left\)"
+    line = rf"reading, bytes [\d,]+ of 144,600 {times} [\d,]+ documents, \d+ MB of text, \d+\.\d MB/s"
     assert re.search(line, capsys.readouterr().out)
 
 

@@ -349,7 +349,7 @@ def test_what_cannot_be_served_is_one_line(command, served, run_dir):
             "cannot be used (Address already in use)",
         ),
         ([f"checkpoint={run_dir}", "host=192.0.2.1"], "cannot be used (Cannot assign requested address)"),
-        ([f"checkpoint={run_dir / 'none'}", "runtime.device=cpu"], "holds no checkpoint"),
+        ([f"checkpoint={run_dir / 'none'}", "runtime.device=cpu"], "does not exist"),
         ([f"checkpoint={run_dir}", "max_stream=2"], "did you mean 'max_streams'"),
         (["port=1"], "config key 'checkpoint' is missing"),
     ]:
