@@ -146,6 +146,13 @@ def test_all_scripts_are_typed():
     assert sorted(WORK) == ["eval", "sample", *SCRIPTS, "train"]
 
 
+def write_run(folder):
+    """What `run_dir=` alone reads of a run."""
+    folder.mkdir(parents=True)
+    settings = decode(TrainConfig, to_dict(compose("train", ["experiment=quickstart"]))).model_dump(mode="json")
+    (folder / "config.json").write_text(json.dumps({"config": settings}))
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_what_make_train_says_is_next(goes_to_work, tmp_path):
     recipe = ["make", "-n", "--no-print-directory", "-o", ".venv/installed", "train"]
@@ -154,9 +161,7 @@ def test_what_make_train_says_is_next(goes_to_work, tmp_path):
     said = subprocess.run(["sh", "-c", "\n".join(lines[end:])], capture_output=True, text=True, check=True).stdout
     typed = commands_in(said)
     assert [one.script for one in typed] == ["eval", "sample", "train", "train", "train"]
-    (tmp_path / "runs" / "demo").mkdir(parents=True)
-    settings = decode(TrainConfig, to_dict(compose("train", ["experiment=quickstart"]))).model_dump(mode="json")
-    (tmp_path / "runs" / "demo" / "config.json").write_text(json.dumps({"config": settings}))
+    write_run(tmp_path / "runs" / "demo")
     assert [goes_to_work(*one) for one in typed] == [1, 1, 1, 1, 4]
 
 
@@ -167,6 +172,8 @@ def test_the_commands_of_a_page(goes_to_work, tmp_path, page):
     for plugin in ("triton", "uvicorn", "optuna"):
         pytest.importorskip(plugin)
     (tmp_path / "runs" / "bench_save" / "dataset").mkdir(parents=True)
+    for name in ("demo", "mine"):
+        write_run(tmp_path / "runs" / name)
     text = page.read_text().replace(" ... ", " experiment=quickstart ")  # dots are the reader's own options
     for one in commands_in(text):
         if not {"-sc", "--help"} & set(one.arguments):
