@@ -96,9 +96,9 @@ def block_matrices(gpt: GPT) -> Iterator[nn.Linear]:
 class Muon(torch.optim.Optimizer):
     """Updates along the nearest orthogonal matrix of the gradient's running mean.
 
-    torch.optim.Muon takes neither the parts of a fused weight nor weights that fsdp shards; with whole weights, this
-    is its update with adjust_lr_fn="match_rms_adamw" (which a test compares). Sharded gradients are gathered, and every
-    process computes all updates.
+    torch.optim.Muon can update neither the parts of a fused weight nor weights that fsdp shards. For whole weights, the
+    update is torch's with adjust_lr_fn="match_rms_adamw". Sharded gradients are gathered, and every process computes
+    all updates.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _update(x: Tensor) -> Tensor:
-    """Of a matrix's gradient: with the root mean square that AdamW's updates have, about 0.2 (Liu et al. 2025)."""
+    """Return a matrix's update, with the root mean square of AdamW's updates, about 0.2 (Liu et al. 2025)."""
     return 0.2 * max(x.shape) ** 0.5 * orthogonal(x)
 
 
