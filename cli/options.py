@@ -13,7 +13,13 @@ _ABSENT = {
     "dropout": "there is no dropout here; optim.weight_decay regularises",
     "epochs": "a run's length is max_steps, in steps of batch_tokens tokens",
 }
-_SYNONYMS = {"learning_rate": "optim.max_lr", "n": "num_samples", "precision": "runtime.dtype", "run_dir": "checkpoint"}
+_SYNONYMS = {
+    "dataset_dir": "out_dir",
+    "learning_rate": "optim.max_lr",
+    "n": "num_samples",
+    "precision": "runtime.dtype",
+    "run_dir": "checkpoint",
+}
 
 
 def groups_of(config_name: str) -> dict[str, list[str]]:

@@ -42,6 +42,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "data.mixture=[(a]", "cannot read the option data.mixture=[(a]"),
         ("train", "run_dir=runs/none", "run_dir=runs/none holds no run to go on with: give experiment=... or dataset"),
         ("sample", "temp=1", "did you mean 'temperature'?"),
+        ("scripts/prepare_data", "dataset_dir=x", "did you mean 'out_dir'?"),
         ("sample", "run_dir=runs/x", "did you mean 'checkpoint'?"),
         ("sample", ".", ".: options are KEY=VALUE here, without spaces around =: write checkpoint=."),
         ("scripts/prepare_data", "data.path=x", "it is a key of data=jsonl or data=pile or data=text"),
