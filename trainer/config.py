@@ -70,6 +70,8 @@ class TrainConfig(Kept, defaults="train"):
         if self.batch_tokens % self.seq_len:
             near = (self.batch_tokens // self.seq_len or 1) * self.seq_len
             raise ValueError(f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}: use {near}")
+        if (share := self.runtime.context_parallel) > 1:
+            self._check_shared_sequences(share)
         if self.run_dir == Path():
             raise ValueError("run_dir is empty: give the folder of the run, such as run_dir=runs/demo")
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
@@ -79,3 +81,17 @@ class TrainConfig(Kept, defaults="train"):
         if n_global > self.seq_len:
             raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")
         return self
+
+    def _check_shared_sequences(self, share: int) -> None:
+        """Raise ValueError if that many processes cannot share a sequence."""
+        given, runtime = f"runtime.context_parallel={share}", self.runtime
+        if self.seq_len % share:
+            raise ValueError(f"{given} does not divide seq_len={self.seq_len}: use a divisor")
+        for setting, value, instead in [
+            ("strategy", runtime.strategy == "fsdp", "ddp"),
+            ("compile", runtime.compile is True, "false"),
+            ("micro_batch", runtime.micro_batch == "auto", "a number, such as 1"),
+        ]:
+            if value:
+                wrong = str(getattr(runtime, setting)).lower()
+                raise ValueError(f"{given} does not work with runtime.{setting}={wrong}: use {instead}")

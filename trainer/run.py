@@ -19,6 +19,7 @@ from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
 from trainer.config import TrainConfig
+from trainer.context import share_sequences
 from trainer.curves import RunCurves, curves_of
 from trainer.distributed import World
 from trainer.guard import bad_steps_before, keep_evidence, why_bad
@@ -57,6 +58,7 @@ class Run:
         self.tokenizer = load_tokenizer(config.dataset_dir / TOKENIZER)
         _check_vocabulary(config, self.manifest, self.tokenizer)
         _check_split(config, world)
+        self.line = world.line(config.runtime.context_parallel)
         train, val = (TokenStream(config.dataset_dir, self.manifest, split) for split in ("train", "val"))
         self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
         if config.data.mixture is not None:
@@ -84,6 +86,8 @@ class Run:
         with torch.device("meta") if fsdp else contextlib.nullcontext():  # fsdp: for models that do not fit here
             self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
         self.gpt.recompute(config.runtime.recompute)
+        if self.line.size > 1:
+            share_sequences(self.gpt, self.line)
         summed_loss = SummedLoss(self.gpt)
         parts = self.gpt.blocks if fsdp else [summed_loss]
         maybe_compile(parts, config.runtime, self.runtime, config.model)
@@ -231,7 +235,10 @@ class Run:
             "grad_norm": str(result.grad_norm),
             "lr": lr,
             "processes": [
-                {"sequences": sequences_of(rank, world.size, config.batch_size), "sum_of_losses": str(loss.item())}
+                {
+                    "sequences": sequences_of(rank // self.line.size, self.line.n_lines, config.batch_size),
+                    "sum_of_losses": str(loss.item()),
+                }
                 for rank, loss in enumerate(world.gather(result.own_loss))
             ],
             "gradients_not_finite": [name for name, gradient in gradients if not gradient.isfinite().all()],
@@ -257,8 +264,10 @@ class Run:
 
     def share(self, step: int) -> MicroBatches:
         """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
-        first, stop = sequences_of(self.world.rank, self.world.size, self.config.batch_size)
-        parts = [torch.from_numpy(ids) for ids in self.batches.batch(step, first, stop)]
+        line = self.line
+        first, stop = sequences_of(line.number, line.n_lines, self.config.batch_size)
+        whole = map(torch.from_numpy, self.batches.batch(step, first, stop))
+        parts = [ids.chunk(line.size, dim=1)[line.place] for ids in whole]
         if self.world.device.type == "cuda":
             parts = [ids.contiguous().pin_memory() for ids in parts]  # other memory is copied twice
         pieces = -(-(stop - first) // self.micro_batch)
@@ -382,8 +391,12 @@ def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokeni
 
 
 def _check_split(config: TrainConfig, world: World) -> None:
+    share = config.runtime.context_parallel
+    if world.size % share:
+        what = f"runtime.context_parallel={share} does not divide {world.size} processes"
+        raise UserError(f"{what}: start a multiple of it with torchrun --standalone --nproc_per_node={share}")
     given = f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences"
-    if config.batch_size < world.size:
+    if config.batch_size * share < world.size:
         raise UserError(f"{given}, fewer than {world.size} processes: start fewer, or raise batch_tokens")
     if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
         needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
@@ -391,5 +404,5 @@ def _check_split(config: TrainConfig, world: World) -> None:
 
 
 def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:
-    """The sequences [first, stop) of every global batch that belong to process `rank` of `size`."""
+    """The sequences [first, stop) of every global batch that belong to process, or line, `rank` of `size`."""
     return rank * batch_size // size, (rank + 1) * batch_size // size

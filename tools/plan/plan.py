@@ -38,11 +38,13 @@ class PlanConfig(TrainConfig, defaults="plan"):
     @property
     def share(self) -> int:
         """Most sequences per device and step."""
-        return -(-self.batch_size // self.n_device)
+        return -(-self.batch_size * self.runtime.context_parallel // self.n_device)
 
     @model_validator(mode="after")
     def _plan_fits(self) -> "PlanConfig":
-        if self.batch_size < self.n_device:
+        if self.n_device % (together := self.runtime.context_parallel):
+            raise ValueError(f"runtime.context_parallel={together} does not divide n_device={self.n_device}")
+        if self.batch_size * together < self.n_device:
             raise ValueError(
                 f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences, fewer than "
                 f"n_device={self.n_device}: lower n_device, or raise batch_tokens"
@@ -89,7 +91,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         | {"dtype": str(place.runtime.dtype).removeprefix("torch."), "source": place.source},
         "model": {"parameters": gpt.n_params(), "flops_per_token": flops},
         "step": {"tokens": config.batch_tokens, "sequences": config.batch_size, "seq_len": config.seq_len}
-        | {"micro_batch": micro_batch, "micro_batches": -(-config.share // micro_batch)},
+        | {"micro_batch": micro_batch, "micro_batches": -(-config.share // micro_batch), "share": config.share},
         "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
         "time": time_of(config, place, flops, micro_batch),
         "disk": disk_of(config, gpt.n_params() * place.runtime.param_dtype.itemsize),
@@ -130,7 +132,7 @@ def find_place(config: PlanConfig) -> Place:
 def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> Memory:
     """The memory that a device needs with micro-batches of this size."""
     fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share
-    size, how = (micro_batch, config.seq_len), config.runtime.recompute
+    size, how = (micro_batch, config.seq_len // config.runtime.context_parallel), config.runtime.recompute
     return step_memory(gpt, *size, place.runtime, config.n_device, fsdp, how, accumulated, config.optim.means(gpt))
 
 
