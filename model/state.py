@@ -4,7 +4,7 @@ A state is None, or a tuple (named or not) of states, of tensors whose first dim
 an int for each row. A mechanism whose state has this form needs no batching code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,34 @@ def select_rows(state: Any, rows: Sequence[int]) -> Any:
     if _per_row(state):
         return tuple(state[row] for row in rows)
     return _like(state, (select_rows(part, rows) for part in state))
+
+
+def state_tensors(state: Any, name: str = "state") -> dict[str, Tensor]:
+    """Return all values of a state by name, such as "state.layers.0.log_s"; integers for each row are int64 (B,)."""
+    if isinstance(state, Tensor):
+        return {name: state}
+    if state is None or isinstance(state, Room):
+        return {}
+    if _per_row(state):
+        return {name: torch.tensor(state)}
+    return {key: value for part, inner in _named(state, name) for key, value in state_tensors(part, inner).items()}
+
+
+def with_tensors(state: Any, tensors: Mapping[str, Tensor], name: str = "state") -> Any:
+    """Return a state like this one, on the same device, with other values: as `state_tensors` names them."""
+    if isinstance(state, Tensor):
+        return tensors[name].to(state.device)
+    if state is None or isinstance(state, Room):
+        return None
+    if _per_row(state):
+        return tuple(tensors[name].tolist())
+    return _like(state, (with_tensors(part, tensors, inner) for part, inner in _named(state, name)))
+
+
+def _named(state: tuple[Any, ...], name: str) -> Iterator[tuple[Any, str]]:
+    """The parts of a state, and their names."""
+    fields = getattr(state, "_fields", range(len(state)))
+    return ((part, f"{name}.{field}") for part, field in zip(state, fields, strict=True))
 
 
 def _cat_tensors(tensors: Sequence[Tensor]) -> Tensor:

@@ -4,7 +4,8 @@ A checkpoint is a folder `step-00001000` with
 
     model.safetensors optimizer.safetensors    tensors by parameter name, or parts of them, one of each process:
                                                model-00001-of-00004.safetensors has the first rows of every tensor
-    random.safetensors                         the state of every process's random numbers
+    random.safetensors                         the state of every process's random numbers, and with data.carry_state
+                                               the model's state after the text so far, a row for each sequence
     state.json                                 the rest of the run's state: TrainState
     tokenizer.json                             so that a checkpoint alone is enough to sample from
     manifest.json                              sha256 of each of the others, written last
@@ -47,7 +48,7 @@ _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
 _TENSORS = ("model", "optimizer", "random")
 _FILES = (*(f"{name}.safetensors" for name in _TENSORS), "state.json", "tokenizer.json")
 _IN_PARTS = ("model.safetensors", "optimizer.safetensors")
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """For each of "model", "optimizer" and "random", tensors by name."""
@@ -75,12 +76,14 @@ class Kept(Settings):
     """Tokens per training sequence."""
     batch_tokens: int = Field(ge=1, le=2**48)
     """Tokens per step: the global batch, over all processes and micro-batches."""
-    data: DataConfig = DataConfig(mixture=None, document_reset=False)
+    data: DataConfig = DataConfig(mixture=None, document_reset=False, carry_state=False)
 
     @model_validator(mode="after")
     def _documents_fit(self) -> Self:
         if self.data.document_reset:
             self.model.check_documents()
+        if self.data.carry_state:
+            self.model.check_constant_state("data.carry_state=true", carried=True)
         return self
 
 
@@ -249,7 +252,7 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
     state, tokenizer = checkpoint.state, load_tokenizer(checkpoint.path / "tokenizer.json")
     with torch.device("meta"):
         gpt = GPT(state.model, state.data.reset_at(tokenizer.eot_id))
-    expected: Expected = {name: (value.shape, _FLOATS) for name, value in gpt.state_dict().items()}
+    expected: Expected = {name: (value.shape, FLOATS) for name, value in gpt.state_dict().items()}
     gpt.load_state_dict(checkpoint.tensors("model", expected), assign=True)
     if tokenizer.n_vocab > gpt.config.n_vocab:
         ids = f"{tokenizer.n_vocab} ids, but the model has only {gpt.config.n_vocab}"

@@ -85,6 +85,9 @@ class TrainConfig(Kept, defaults="train"):
     def _check_shared_sequences(self, share: int) -> None:
         """Raise ValueError if that many processes cannot share a sequence."""
         given, runtime = f"runtime.context_parallel={share}", self.runtime
+        self.model.check_constant_state(given)
+        if self.data.carry_state:
+            raise ValueError(f"{given} does not work with data.carry_state=true: use only one of them")
         if self.seq_len % share:
             raise ValueError(f"{given} does not divide seq_len={self.seq_len}: use a divisor")
         for setting, value, instead in [

@@ -8,14 +8,14 @@ process ever waited.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from model.gpt import GPT
 from model.position import Order, Rotation
+from model.state import state_tensors, with_tensors
 from trainer.distributed import Line
 
 
@@ -24,49 +24,54 @@ def share_sequences(gpt: GPT, line: Line) -> None:
 
     Only where gradients are computed: elsewhere, as in evaluation, every process computes whole sequences.
     """
-    gpt.position.forward = _position(gpt.position.forward, line)
+    gpt.position.forward = _shared_position(gpt.position, line)
     for block in gpt.blocks:  # around recomputation, which must not receive anything again
-        block.forward = _block(block.forward, line)
+        block.forward = _shared_block(block, line)
 
 
-def _position(forward: Callable[..., Any], line: Line) -> Callable[..., Any]:
+def _shared_position(position: Any, line: Line) -> Callable[..., Any]:
+    forward = position.forward
+
     def shared(x: Tensor, state: Any = None, starts: Tensor | None = None) -> tuple[Tensor, Rotation | None, Any]:
         if not torch.is_grad_enabled():
             return forward(x, state, starts)
-        x, state = _take(x, line, lambda first: forward(first)[2])
+        empty = position.initial_state(len(x), x.device)
+        x, state = _take(x, line, empty)
         x, rotation, after = forward(x, state, starts)
-        return _pass_on(x, line, after), rotation, after
+        return _pass_on(x, line, after, empty), rotation, after
 
     return shared
 
 
-def _block(forward: Callable[..., Any], line: Line) -> Callable[..., Any]:
+def _shared_block(block: Any, line: Line) -> Callable[..., Any]:
+    forward = block.forward
+
     def shared(x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
         if not torch.is_grad_enabled():
             return forward(x, order, state, return_state)
-        rotation = order.rotation and Rotation(*(angle[..., :1, :] for angle in order.rotation))
-        x, state = _take(x, line, lambda first: forward(first, Order(rotation), None, True)[1])
+        empty = block.initial_state(len(x))
+        x, state = _take(x, line, empty)
         x, after = forward(x, order, state, True)
-        return _pass_on(x, line, after), None
+        return _pass_on(x, line, after, empty), after
 
     return shared
 
 
-def _take(x: Tensor, line: Line, state_after: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
-    """Receive the state of the tokens before x (B, T, D), like that after x's first token: (x, state)."""
+def _take(x: Tensor, line: Line, empty: Any) -> tuple[Tensor, Any]:
+    """Receive the state of the tokens before x: (x, state). Before the first token, it is `empty`."""
     if line.place == 0:
-        return x, None
-    with torch.no_grad():
-        leaves, form = tree_flatten(state_after(x[:, :1]))
-    x, *received = _Take.apply(x, line, *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-    states, n_seen = iter(received), line.place * x.shape[1]  # what is no tensor is the number of tokens seen
-    return x, tree_unflatten([next(states) if isinstance(leaf, Tensor) else n_seen for leaf in leaves], form)
+        return x, empty
+    like = state_tensors(empty)
+    x, *received = _Take.apply(x, line, *like.values())
+    return x, with_tensors(empty, dict(zip(like, received, strict=True)))
 
 
-def _pass_on(x: Tensor, line: Line, state: Any) -> Tensor:
+def _pass_on(x: Tensor, line: Line, state: Any, empty: Any) -> Tensor:
     """Send the state after x to the next process; returns x, through which the state's gradients come back."""
-    tensors = [leaf for leaf in tree_flatten(state)[0] if isinstance(leaf, Tensor)]
-    return x if line.place == line.size - 1 else _PassOn.apply(x, line, *tensors)
+    if line.place == line.size - 1:
+        return x
+    pairs = zip(state_tensors(state).values(), state_tensors(empty).values(), strict=True)
+    return cast(Tensor, _PassOn.apply(x, line, *(value.to(like.dtype) for value, like in pairs)))
 
 
 class _Take(torch.autograd.Function):
@@ -74,13 +79,16 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line, *like: Tensor) -> tuple[Tensor, ...]:
-        ctx.line = line
-        return x.view_as(x), *(line.receive(state, -1) for state in like)
+        states = [line.receive(state, -1) for state in like]
+        ctx.line, ctx.floats = line, [state.is_floating_point() for state in states]
+        ctx.mark_non_differentiable(*(state for state in states if not state.is_floating_point()))
+        return x.view_as(x), *states
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        for gradient in gradients:
-            ctx.line.send(gradient, -1)
+        for gradient, is_float in zip(gradients, ctx.floats, strict=True):
+            if is_float:
+                ctx.line.send(gradient, -1)
         return g, None, *(None for _ in gradients)
 
 
@@ -96,4 +104,5 @@ class _PassOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return g, None, *(ctx.line.receive(like, +1) for like in ctx.like)
+        received = (ctx.line.receive(like, +1) if like.is_floating_point() else None for like in ctx.like)
+        return g, None, *received

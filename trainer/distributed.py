@@ -189,7 +189,7 @@ class Line:
     def send(self, tensor: Tensor, steps: int) -> None:
         """Send a tensor to the process that is so many `steps` ahead, without waiting for it."""
         self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().to(self._world.device).contiguous()
         self._sending.append((dist.isend(tensor, self._world.rank + steps, self._group), tensor))
 
     def receive(self, like: Tensor, steps: int) -> Tensor:

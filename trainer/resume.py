@@ -15,13 +15,15 @@ from common.files import read_json, write_json
 from common.lock import owned
 from common.settings import UserError, differences
 from data.shards import Manifest
-from model.gpt import GPT
-from trainer.checkpoint import Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
+from model.gpt import GPT, GPTState
+from model.state import state_tensors, with_tensors
+from trainer.checkpoint import FLOATS, Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.optim import named_state
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import device_name
+from trainer.tensor_file import Expected
 
 _KEPT = set(Kept.model_fields)
 
@@ -69,12 +71,25 @@ def find_checkpoint(run_dir: Path, world: World) -> Path | None:
     return path
 
 
-def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Optimizer, world: World) -> TrainState:
+def restore(
+    path: Path,
+    fresh: TrainState,
+    gpt: GPT,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    carried: GPTState | None,
+    rows: slice,
+) -> tuple[TrainState, GPTState | None]:
     """Load a checkpoint's tensors into model, optimizer and random generators, and return its state.
 
     Args:
         path: a verified checkpoint.
         fresh: the state in which the run would begin.
+        carried: with data.carry_state, a state of the model of the size of this process's sequences.
+        rows: this process's sequences of the global batch.
+
+    Returns:
+        The run's state, and with data.carry_state that of the model after the text so far, of `rows`.
 
     Raises:
         UserError: the checkpoint belongs to a run with another model or other data.
@@ -89,12 +104,20 @@ def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Opti
         with torch.no_grad():
             for key, value in tensors.items():
                 world.own(value).copy_(stored[key])
-    saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))
+    world.at("reading random")
+    sequences = state.batch_tokens // state.seq_len
+    streams: Expected = {
+        key: (torch.Size([sequences, *x.shape[1:]]), FLOATS if x.is_floating_point() else [x.dtype])
+        for key, x in state_tensors(carried).items()
+    }
+    saved_states = checkpoint.tensors(
+        "random", {**random_tensors(state.processes, state.device), **streams}, dict.fromkeys(streams, rows)
+    )
     if (state.processes, state.device) == (world.size, world.device.type):
         set_random_state(saved_states[RANDOM][world.rank], world.device)
     else:  # other processes than before: each gets a new generator
         seed_process(f"{state.seed} {state.step} {world.rank}")
-    return state.model_copy(update={"dataset_dir": fresh.dataset_dir})
+    return state.model_copy(update={"dataset_dir": fresh.dataset_dir}), with_tensors(carried, saved_states)
 
 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:

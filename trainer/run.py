@@ -12,12 +12,13 @@ from torch import Tensor
 
 from common.console import say, warn
 from common.settings import UserError
-from data.loader import EvalBatches, TrainBatches
+from data.loader import EvalBatches, TrainBatches, eval_streams
 from data.mixture import open_mixture
 from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.gpt import GPT
+from model.gpt import GPT, GPTState
+from model.state import cat_states, select_rows, state_tensors
 from trainer.config import TrainConfig
 from trainer.context import share_sequences
 from trainer.curves import RunCurves, curves_of
@@ -60,14 +61,17 @@ class Run:
         _check_split(config, world)
         self.line = world.line(config.runtime.context_parallel)
         train, val = (TokenStream(config.dataset_dir, self.manifest, split) for split in ("train", "val"))
-        self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
+        self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed, config.data.carry_state)
         if config.data.mixture is not None:
             weights, seq_len = config.data.mixture, config.seq_len
             self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
             say(f"sequences are drawn from {self.batches.mixture}")
         self._ahead: Prefetch[MicroBatches] | None = None
-        n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
-        self.windows = EvalBatches(val, config.seq_len, n_windows)
+        if config.data.carry_state:
+            self.windows = eval_streams(val, config.seq_len, config.batch_size, config.eval.batches)
+        else:
+            n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
+            self.windows = EvalBatches(val, config.seq_len, n_windows)
         self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)
         self._begin()
         self.curves = RunCurves()
@@ -97,10 +101,20 @@ class Run:
         seed_process(f"{config.seed} 0 {world.rank}")
         self.optimizer = config.optim.build(self.gpt, world)
         self.state = new_state(config, self.manifest)
+        first, stop = self._sequences
+        carried = self.gpt.initial_state(stop - first) if config.data.carry_state else None
         if checkpoint is not None:
-            self.state = restore(checkpoint, self.state, self.gpt, self.optimizer, world)
+            carried = self._restore(checkpoint, carried)
             say(f"resuming {config.run_dir} after step {self.step}")
         self.micro_batch = self._choose_micro_batch()
+        self.carried = self._by_micro_batch(carried)
+        """With data.carry_state, the model's state after the text so far of each micro-batch."""
+
+    def _restore(self, checkpoint: Path, carried: GPTState | None) -> GPTState | None:
+        """Load a checkpoint; returns the carried state in it, for one like it."""
+        fresh, rows = new_state(self.config, self.manifest), slice(*self._sequences)
+        self.state, after = restore(checkpoint, fresh, self.gpt, self.optimizer, self.world, carried, rows)
+        return after
 
     def _choose_micro_batch(self) -> int:
         """The configured size, or the largest that fits. A run chooses only once, because rounding depends on it."""
@@ -116,7 +130,10 @@ class Run:
                 memory = step_memory(self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute)
                 return memory.peak - memory.weights - memory.optimizer
 
-            size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world)
+            def states(size: int) -> list[GPTState]:
+                return [self.gpt.initial_state(size)] if self.config.data.carry_state else []
+
+            size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world, states)
             self.state = self.state.model_copy(update={"micro_batch": size, "micro_batch_for": place})
         else:
             say(f"runtime.micro_batch=auto: {self.state.micro_batch}, as chosen when this run began on {place}")
@@ -167,6 +184,7 @@ class Run:
             micro_batches,
             self.runtime,
             self.world,
+            states=self._states(),
             grad_clip=config.optim.grad_clip,
             refuse=lambda loss, norm: why_bad(loss, norm, self.state.statistics, config.runtime.spike_sigmas),
             asked_to_stop=self.signals.received is not None,
@@ -177,6 +195,7 @@ class Run:
             self.stopped_by = "another process was asked to stop" if own is None else f"stopped by {own.name}"
         if result.refused is not None:
             return self._bad_step(result, lr)
+        self.carried = [*result.states]
         self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
         tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
         return self._line(loss=result.loss, lr=lr, grad_norm=result.grad_norm, **tiles)
@@ -255,8 +274,9 @@ class Run:
         if path is None:
             raise UserError(f"{bad}; its checkpoints were deleted, so it cannot go back: use another run_dir")
         passed_over = self.state.passed_over | bad.skip
-        restored = restore(path, new_state(self.config, self.manifest), self.gpt, self.optimizer, self.world)
-        self.state = restored.model_copy(update={"passed_over": passed_over})
+        carried = self._restore(path, cat_states(self.carried) if self.carried else None)
+        self.carried = self._by_micro_batch(carried)
+        self.state = self.state.model_copy(update={"passed_over": passed_over})
         if self.world.is_main:
             self.log.truncate(self.step)
             self.curves = curves_of(read_metrics(self.log.path))
@@ -264,15 +284,41 @@ class Run:
 
     def share(self, step: int) -> MicroBatches:
         """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
-        line = self.line
-        first, stop = sequences_of(line.number, line.n_lines, self.config.batch_size)
-        whole = map(torch.from_numpy, self.batches.batch(step, first, stop))
-        parts = [ids.chunk(line.size, dim=1)[line.place] for ids in whole]
+        whole = map(torch.from_numpy, self.batches.batch(step, *self._sequences))
+        parts = [ids.chunk(self.line.size, dim=1)[self.line.place] for ids in whole]
         if self.world.device.type == "cuda":
             parts = [ids.contiguous().pin_memory() for ids in parts]  # other memory is copied twice
-        pieces = -(-(stop - first) // self.micro_batch)
-        token_ids, targets = (ids.split(-(-(stop - first) // pieces)) for ids in parts)
+        token_ids, targets = (ids.split(self._at_once) for ids in parts)
         return list(zip(token_ids, targets, strict=True))
+
+    @property
+    def _sequences(self) -> tuple[int, int]:
+        """The sequences [first, stop) of every global batch that belong to this process, or to its line."""
+        return sequences_of(self.line.number, self.line.n_lines, self.config.batch_size)
+
+    @property
+    def _at_once(self) -> int:
+        """Sequences of a micro-batch: as equal as possible. The last one may have fewer."""
+        first, stop = self._sequences
+        return -(-(stop - first) // -(-(stop - first) // self.micro_batch))
+
+    def _by_micro_batch(self, carried: GPTState | None) -> list[GPTState]:
+        """Split a state of this process's sequences."""
+        if carried is None:
+            return []
+        first, stop = self._sequences
+        return [select_rows(carried, rows.tolist()) for rows in torch.arange(stop - first).split(self._at_once)]
+
+    def _states(self) -> list[GPTState]:
+        """What the micro-batches of the next step go on from: sequences that begin the corpus, from no text."""
+        begin = torch.from_numpy(self.batches.begins(self.step, *self._sequences))
+        if not (self.carried and begin.any()):
+            return self.carried
+        states = []
+        for state, new in zip(self.carried, begin.split(self._at_once), strict=True):
+            rows = torch.arange(len(new)).masked_fill(new, len(new))
+            states.append(select_rows(cat_states([state, self.gpt.initial_state(1)]), rows.tolist()))
+        return states
 
     @contextlib.contextmanager
     def reading_ahead(self) -> Iterator[Prefetch[MicroBatches]]:
@@ -293,7 +339,8 @@ class Run:
 
     def evaluate(self) -> bool:
         """Measure and log the validation loss, and redraw loss.png. Returns whether it is the lowest so far."""
-        loss = evaluate(self.gpt, self.windows, self.byte_lengths, self.micro_batch, self.runtime, self.world)
+        size, piece = self.micro_batch, self.config.seq_len
+        loss = evaluate(self.gpt, self.windows, self.byte_lengths, size, self.runtime, self.world, piece)
         if not math.isfinite(loss.nats):
             raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
         self.write(self._line(val_loss=loss.per_token, val_bits_per_byte=loss.bits_per_byte))
@@ -321,17 +368,30 @@ class Run:
         world = self.world
         world.at(f"step {self.step + 1}: save")
         states = world.gather(random_state(world.device).to(world.device))
+        carried = self._all_carried()
         if not world.is_main and not self._in_parts:
             return
         parts = [
             ("model", self._own(self.gpt.state_dict())),
             ("optimizer", self._own(named_state(self.gpt, self.optimizer))),
-            ("random", [(RANDOM, torch.stack(states))] if world.is_main else []),
+            ("random", [(RANDOM, torch.stack(states)), *carried] if world.is_main else []),
         ]
         where = {"processes": world.size, "device": world.device.type}
         self.saver.save(parts, self.state.model_copy(update=where))
         if wait:
             self.saver.finish()
+
+    def _all_carried(self) -> list[tuple[str, Tensor]]:
+        """The carried states of all processes, in the main process on the CPU. Every process must call this."""
+        world, named = self.world, state_tensors(cat_states(self.carried)) if self.carried else {}
+        counts = [b - a for a, b in (sequences_of(r, world.size, self.config.batch_size) for r in range(world.size))]
+        whole = []
+        for name, own in named.items():
+            same_size = torch.cat([own, own.new_zeros(max(counts) - len(own), *own.shape[1:])]).to(world.device)
+            rows = [part[:n] for part, n in zip(world.gather(same_size), counts, strict=True)]
+            if world.is_main:
+                whole.append((name, torch.cat(rows).cpu()))
+        return whole
 
     @property
     def _in_parts(self) -> bool:

@@ -23,7 +23,7 @@ from model.attention.base import AttentionSettings
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
 from model.position import Order, RotaryPosition
-from model.state import cat_states, select_rows
+from model.state import cat_states, select_rows, state_tensors, with_tensors
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
@@ -169,7 +169,7 @@ def rotation_of(case, x, rotary, before=None):
     if not rotary:
         return None
     query_dim = TypeAdapter(AttentionConfig).validate_python(case).query_dim(HEAD_DIM)
-    return RotaryPosition(query_dim, 100.0)(x, before)[1]
+    return RotaryPosition(query_dim, 100.0)(x, before and torch.tensor(before))[1]
 
 
 def order_of(case, x, rotary, before=None):
@@ -462,6 +462,26 @@ def test_a_document_does_not_change_another(case, position):
         assert changes(None) > 1e-13
 
 
+def is_carried(case):
+    return case["name"] in CONSTANT - {"longformer"}
+
+
+@on_pairs(is_carried, position=["log_recurrence", "rotary", "none"])
+def test_a_text_goes_on_from_the_state_before_its_first_token(case, position):
+    """It has its size from the beginning, and means the same as None."""
+    gpt, text = gpt_of(attention=case, position={"name": position}, block={"name": "mlp", "conv": 4}), ids(70, B=2)
+    with torch.no_grad():
+        wanted, state = gpt(text), gpt.initial_state(2)
+        gpt.config.check_constant_state("carried state", carried=True)
+        for piece in text.split([20, 1, 49], dim=1):
+            shapes = {name: (x.shape, x.dtype) for name, x in state_tensors(state).items()}
+            logits, state = gpt(piece, state, return_state=True)
+            assert {name: (x.shape, x.dtype) for name, x in state_tensors(state).items()} == shapes
+    close(logits, wanted[:, 21:])
+    other = with_tensors(state, {name: x.clone() for name, x in state_tensors(state).items()})
+    close(gpt(text, other), gpt(text, state))
+
+
 @on_documents
 def test_a_packed_text_in_pieces_is_the_whole(case, position):
     gpt = with_documents(case, position)
@@ -477,7 +497,9 @@ def test_a_packed_text_in_pieces_is_the_whole(case, position):
 
 def test_documents_are_refused_in_one_line_where_they_have_no_meaning():
     for case in (settings_of(own) for cls in ATTENTION for own in space_of(cls, {})["own"]):
-        if keeps_documents_apart(case):
+        if keeps_documents_apart(case) and case["name"] in CONSTANT:
+            build(case)(text(5), Order(starts=torch.ones(2, 5, dtype=torch.bool)), return_state=True)
+        elif keeps_documents_apart(case):
             x, starts = text(5), torch.ones(2, 5, dtype=torch.bool)
             with pytest.raises(ValueError, match="starts cannot be used with a state"):
                 build(case)(x, Order(starts=starts), return_state=True)

@@ -22,7 +22,7 @@ from trainer.distributed import Line, join_world
 
 settings, T, path = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.manual_seed(0)
-gpt = GPT(decode(GPTConfig, {"n_vocab": 64, "n_layer": 3, "n_head": 2, "n_embd": 32} | settings)).double()
+gpt = GPT(decode(GPTConfig, {"n_vocab": 64, "n_layer": 3, "n_head": 2, "n_embd": 32} | settings), eot_id=5).double()
 ids, targets = torch.randint(64, (2, T)), torch.randint(64, (2, T))
 whole = gpt.summed_loss(ids, targets)
 gradients = torch.autograd.grad(whole, list(gpt.parameters()))
@@ -45,8 +45,9 @@ MODELS = {
     "log_space with gates": ({"name": "log_space", "decay": "head", "product": True, "conv": 4}, "none", "mlp"),
     "log_space with gates of features": ({"name": "log_space", "decay": "feature"}, "rotary", "mlp"),
     "published": ({"name": "log_space"}, "log_recurrence", "glu"),
-    "signed": ({"name": "log_space_signed", "decay": "fixed"}, "learned", "mlp"),
+    "signed": ({"name": "log_space_signed", "decay": "fixed"}, "none", "mlp"),
     "linear": ({"name": "linear", "decay": "head", "gate": "silu"}, "rotary", "mlp"),
+    "window": ({"name": "sliding_window", "window": 9}, "rotary", "mlp"),
 }
 
 
@@ -55,7 +56,6 @@ def measure(name, size, T, path):
     attention, position, block = MODELS[name]
     settings = {"attention": attention, "position": {"name": position}, "block": {"name": block}}
     settings["block"] |= {"conv": 4} if block == "mlp" else {}
-    settings["position"] |= {"max_len": 512} if position == "learned" else {}
     for result in ranks.run(size, "-c", SCRIPT, json.dumps(settings), T, path):
         assert result.status == 0, result.err
     return json.loads(path.read_text())
@@ -85,6 +85,11 @@ def test_a_run_in_lines_is_the_run_of_one_process(train):  # noqa: F811
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["runtime.context_parallel=2", "model/attention=softmax"],
+            "needs a state of one size, and that of softmax grows",
+        ),
+        (["runtime.context_parallel=2", "data.carry_state=true"], "does not work with data.carry_state=true"),
         (["runtime.context_parallel=3"], "runtime.context_parallel=3 does not divide seq_len=16: use a divisor"),
         (["runtime.context_parallel=2", "runtime.strategy=fsdp"], "does not work with runtime.strategy=fsdp: use ddp"),
         (["runtime.context_parallel=2", "runtime.compile=true"], "does not work with runtime.compile=true: use false"),

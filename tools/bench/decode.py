@@ -128,7 +128,10 @@ def stretched(gpt: GPT, state: GPTState, n: int) -> GPTState:
         _stretched(layer, n, (group.patterns for group in getattr(mechanism, "groups", [])))
         for layer, mechanism in zip(state.layers, mechanisms, strict=True)
     )
-    return GPTState(_stretched(state.position, n, iter(())), tuple(layers))
+    position = state.position
+    if isinstance(position, Tensor) and not position.is_floating_point():
+        position = torch.full_like(position, n)
+    return GPTState(_stretched(position, n, iter(())), tuple(layers))
 
 
 def _stretched(state: Any, n: int, patterns: Iterator[list[Pattern]]) -> Any:
