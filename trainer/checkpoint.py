@@ -3,7 +3,8 @@
 A checkpoint is a folder `step-00001000` with
 
     model.safetensors optimizer.safetensors    tensors by parameter name, or parts of them, one of each process:
-                                               model-00001-of-00004.safetensors has the first rows of every tensor
+                                               model-00001-of-00004.safetensors has the first rows of every tensor;
+                                               averaged weights are in the model's, as average/NAME
     random.safetensors                         the state of every process's random numbers
     state.json                                 the rest of the run's state: TrainState
     tokenizer.json                             so that a checkpoint alone is enough to sample from
