@@ -1,5 +1,6 @@
 """A text that the engine continues until it ends: the text, why it ended, and what is reported while it grows."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,6 +14,9 @@ from data.tokenizer import Tokenizer
 from inference.engine import Engine, Generation, Texts
 from inference.sampling import SamplingConfig
 from inference.token_log import Token, TokenLog
+
+_LONG = 4096  # tokens of a prompt whose progress is reported
+_SECONDS_BETWEEN_REPORTS = 1.0
 
 FinishReason = Literal["length", "stop", "end_of_text"]
 
@@ -84,8 +88,18 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     return replace(pieces[-1], text="".join(piece.text for piece in pieces), tokens=tokens)
 
 
-Tell = Callable[[Piece | Exception], None]
-"""Receives the pieces of a text, or the error that ended it. It runs in the engine's thread and must return at once."""
+@dataclass(frozen=True)
+class Progress:
+    """How much of a long prompt is read."""
+
+    n_read: int
+    n_prompt: int
+
+
+News = Piece | Progress | Exception
+"""What is reported of a text: what is new in it, how far its prompt is read, or the error that ended it."""
+Tell = Callable[[News], None]
+"""Receives the news of a text. It runs in the engine's thread and must return at once."""
 
 
 class Completion(Generation):
@@ -105,7 +119,7 @@ class Completion(Generation):
         """Whole characters only, and without what could begin a stop string; after the prompt if that is echoed."""
         self.drawn: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._tokenizer, self._tell = tokenizer, tell
+        self._tokenizer, self._tell, self._told = tokenizer, tell, time.monotonic()
         self._stream = TextStream(tokenizer, request.stop)
         self._log = None if request.n_top is None else TokenLog(tokenizer, request.n_top)
 
@@ -125,7 +139,10 @@ class Completion(Generation):
         return super().may_skip and not (self._log is not None and self.request.echo)
 
     def accept_prompt(self, logits: Tensor) -> None:
-        """Record the log-probabilities of the prompt's tokens if requested."""
+        """Record the log-probabilities of the prompt's tokens if requested. Report the progress of a long prompt."""
+        if len(self.ids) >= _LONG and time.monotonic() > self._told + _SECONDS_BETWEEN_REPORTS:
+            self._told = time.monotonic()
+            self._tell(Progress(self.n_read + len(logits), len(self.ids)))
         if self._log is None or not self.request.echo:
             return
         if self.n_read == self.request.prompt_start == 0:

@@ -58,12 +58,12 @@ class TextMemory:
         self._gpt = gpt
         texts, _ = read(gpt, torch.tensor([[tokenizer.eot_id]]), tokenizer.n_vocab)
         self._state: Any = tree_map_only(torch.Tensor, torch.Tensor.cpu, texts.state)
+        self._least = state_bytes(self._state)
 
     def check(self, n_tokens: int) -> None:
         """Raise UserError if keys and values of so many tokens do not fit into the memory that is left now."""
         needed = state_bytes(stretched(self._gpt, self._state, n_tokens))
-        room = _free(self._gpt.embed.weight.device)
-        if _COPIES * needed > room:
+        if needed > self._least and _COPIES * needed > (room := _free(self._gpt.embed.weight.device)):
             raise UserError(
                 f"a text of {n_tokens:,} tokens does not fit into memory: its keys and values are {needed:,} bytes, "
                 f"{_COPIES} times as many while they grow, and {room:,} bytes are available: shorten it, or use a "
