@@ -1,6 +1,5 @@
 """sample.py: text from a checkpoint, printed as it is generated."""
 
-import itertools
 import json
 import sys
 import time
@@ -114,15 +113,9 @@ def _converse(loaded: Loaded, prompt: str, before: Reading, config: SampleConfig
 def _continue(loaded: Loaded, prompts: list[str], before: Reading, config: SampleConfig) -> None:
     """Print every continuation in order, the current one while it grows; the others grow with it."""
     tokenizer, n_samples, texts = loaded.tokenizer, config.num_samples, config.output == "text"
-    readings = _readings(loaded, prompts, before, config)
-    if config.state_out:
-        save_state(config.state_out, readings[0], loaded)
-        if config.max_new_tokens == 0:
-            return
-    samples: list[tuple[str, Completion]] = []
-    for (prompt, reading), i in itertools.product(zip(prompts, readings, strict=True), range(n_samples)):
-        request = _request(reading, config, config.seed + i)
-        samples.append((prompt, Completion(request, tokenizer, before=reading.texts)))
+    samples = _samples(loaded, prompts, before, config)
+    if not samples:  # max_new_tokens=0
+        return
     engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch, eot_id=tokenizer.eot_id)
     engine.submit(sample for _, sample in samples)
     started = time.perf_counter()
@@ -144,24 +137,31 @@ def _continue(loaded: Loaded, prompts: list[str], before: Reading, config: Sampl
         say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
 
 
-def _readings(loaded: Loaded, prompts: list[str], before: Reading, config: SampleConfig) -> list[Reading]:
-    """The prompts, of which a single one is read here, once for all samples.
+def _samples(loaded: Loaded, prompts: list[str], before: Reading, config: SampleConfig) -> list[tuple[str, Completion]]:
+    """The continuations to draw, with their prompts. A single prompt is read here, once for all samples.
 
     Raises:
-        UserError: one is too long for the model, or for memory.
+        UserError: a prompt is too long for the model, or for memory.
     """
-    gpt, tokenizer = loaded.gpt, loaded.tokenizer
+    gpt, tokenizer, samples = loaded.gpt, loaded.tokenizer, []
     memory = TextMemory(gpt, tokenizer)
-    readings = [before._replace(rest=(*before.rest, *tokenizer.encode(prompt))) for prompt in prompts]
-    for reading in readings:
-        request = _request(reading, config, config.seed)
-        request.check_length(gpt.config.max_len)
-        memory.check(request.n_read)
-    return readings if len(readings) > 1 else [readings[0].read_on(gpt, tokenizer)]
+    for prompt in prompts:
+        reading = before._replace(rest=(*before.rest, *tokenizer.encode(prompt)))
+        _request(reading, config).check_length(gpt.config.max_len)
+        memory.check(_request(reading, config).n_read)
+        if len(prompts) == 1:
+            reading = reading.read_on(gpt, tokenizer)
+        if config.state_out:
+            save_state(config.state_out, reading, loaded)
+        for i in range(config.num_samples if config.max_new_tokens else 0):
+            samples.append((prompt, Completion(_request(reading, config, i), tokenizer, before=reading.texts)))
+    return samples
 
 
-def _request(reading: Reading, config: SampleConfig, seed: int) -> TextRequest:
-    return TextRequest(reading.rest, config.max_new_tokens, config, seed, config.stop, n_before=reading.n_read)
+def _request(reading: Reading, config: SampleConfig, i: int = 0) -> TextRequest:
+    """The i-th continuation of a prompt."""
+    seed, n_before = config.seed + i, reading.n_read
+    return TextRequest(reading.rest, config.max_new_tokens, config, seed, config.stop, n_before=n_before)
 
 
 def _as_json(prompt: str, sample: Completion) -> str:

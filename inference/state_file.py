@@ -5,6 +5,7 @@ The file is safetensors, with `Header` as its metadata. Its tensors are the part
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -41,7 +42,7 @@ class Header(Settings):
     tokens: int = Field(ge=0, lt=2**48)
     """Tokens read."""
     sha256: str
-    """The sum of the tensors."""
+    """See `sum_of`."""
 
 
 def check_place(path: Path) -> None:
@@ -60,8 +61,8 @@ def save_state(path: Path, reading: Reading, loaded: Loaded) -> None:
     tensors = {_REST: torch.tensor(reading.rest, dtype=torch.int64)}
     for name, part in parts_of(select_rows(reading.texts, [0])):  # a copy, without the room behind a cache
         tensors[name] = part.value.cpu().contiguous()
-    header = Header(format=_FORMAT, **_owner(loaded), tokens=reading.n_read, sha256=_sum(tensors))
-    content = safetensors.torch.save(tensors, {name: str(value) for name, value in header})
+    header = {"format": _FORMAT, **_owner(loaded), "tokens": str(reading.n_read)}
+    content = safetensors.torch.save(tensors, header | {"sha256": sum_of(tensors, header)})
     try:
         write_atomic(path, content)
     except OSError as error:
@@ -89,8 +90,8 @@ def load_state(path: Path, loaded: Loaded) -> Reading:
     eot = torch.tensor([[loaded.tokenizer.eot_id]])
     like = read(loaded.gpt, eot, loaded.tokenizer.n_vocab)[0] if header.tokens else None
     stored = read_tensors(path, _expected(like, shapes))
-    if _sum(stored) != header.sha256:
-        raise UserError(f"state_in={path} is damaged: the sha256 of its tensors is not the one in its header")
+    if sum_of(stored, metadata) != header.sha256:
+        raise UserError(f"state_in={path} is damaged: its sha256 is not the one in its header")
     _check_values(path, stored, header.tokens, loaded)
     rest = tuple(stored.pop(_REST).tolist())
     device = loaded.gpt.embed.weight.device  # copied, as the file may change
@@ -99,17 +100,14 @@ def load_state(path: Path, loaded: Loaded) -> Reading:
 
 
 def _owner(loaded: Loaded) -> dict[str, str]:
+    """The values that a state's header must have."""
     dtype = str(loaded.runtime.dtype).removeprefix("torch.")
-    return {
-        "format": _FORMAT,
-        "model": loaded.checkpoint.identity,
-        "tokenizer": loaded.tokenizer.sha256,
-        "dtype": dtype,
-    }
+    return {"model": loaded.checkpoint.identity, "tokenizer": loaded.tokenizer.sha256, "dtype": dtype}
 
 
-def _sum(tensors: Mapping[str, Tensor]) -> str:
-    total = hashlib.sha256()
+def sum_of(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
+    """The sha256 of a state's tensors and of its header, in which it is then written."""
+    total = hashlib.sha256(json.dumps({**header, "sha256": ""}, sort_keys=True).encode())
     for name, value in sorted(tensors.items()):
         total.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
         total.update(value.flatten().view(torch.uint8).numpy().data)
