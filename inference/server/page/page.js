@@ -49,9 +49,9 @@ async function generate() {
       }
       first ??= performance.now();
       if (chunk.usage) {
-        const { completion_tokens: drawn, prompt_tokens: given, prompt_tokens_details: { cached_tokens: cached } } = chunk.usage;
-        n = drawn;
-        if (cached) reused = `; ${cached} of ${given} prompt tokens were read before`;
+        n = chunk.usage.completion_tokens;
+        const cached = chunk.usage.prompt_tokens_details?.cached_tokens;
+        if (cached) reused = `, ${cached} of ${chunk.usage.prompt_tokens} prompt tokens were read before`;
       }
       for (const choice of chunk.choices) {
         n += append(choice);
