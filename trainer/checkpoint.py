@@ -18,7 +18,9 @@ text files that hold a checkpoint's name, for people; a run is resumed from the 
 
 import contextlib
 import errno
+import hashlib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -149,6 +151,12 @@ class Checkpoint:
         """The run that the checkpoint belongs to, or its own folder if it belongs to none."""
         path = self.path if len(self.path.parts) > 2 else self.path.absolute()
         return path.parent.parent if path.parent.name == "checkpoints" else path
+
+    @property
+    def identity(self) -> str:
+        """A hex digest of the sums of weights and configuration: another checkpoint has another."""
+        sums = _sums(self.path)
+        return hashlib.sha256(json.dumps([sums["model.safetensors"], sums["state.json"]]).encode()).hexdigest()
 
     def tensors(self, name: str, expected: Expected, rows: Mapping[str, slice] | None = None) -> dict[str, Tensor]:
         """The tensors of "model", "optimizer" or "random", on the CPU.

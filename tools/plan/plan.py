@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import Field, model_validator
 
+from common.memory import available_memory
 from common.settings import UserError
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
@@ -13,7 +14,7 @@ from tools.plan.measure import measure_rate
 from trainer.config import TrainConfig
 from trainer.devices import device_by_name, device_of_gpu
 from trainer.memory import Memory, step_memory
-from trainer.micro_batch import SPARE, available_memory, largest
+from trainer.micro_batch import SPARE, largest
 from trainer.runtime import Runtime
 
 
