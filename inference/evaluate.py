@@ -129,7 +129,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
 
 def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     """The content of eval.json; every process calls this."""
-    config, windows, (checkpoint, _, tokenizer, runtime) = plan.config, plan.windows, plan.loaded
+    config, windows, (checkpoint, _, tokenizer, runtime, _) = plan.config, plan.windows, plan.loaded
     gpt = plan.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
     bins = position_bins(windows.seq_len)

@@ -31,6 +31,8 @@ class Loaded(NamedTuple):
     gpt: GPT
     tokenizer: Tokenizer
     runtime: Runtime
+    identity: str
+    """A hex digest that no other model has."""
 
     def place(self, device: torch.device, *, autocast: bool) -> GPT:
         """Move the model to `device`, for evaluation.
@@ -69,4 +71,5 @@ def load(config: ModelConfig) -> Loaded:
     checkpoint = open_model(config.checkpoint)
     if checkpoint.state.average is not None:
         say(f"{checkpoint.path}: {'averaged weights' if config.average else 'the weights of the last step'}")
-    return Loaded(checkpoint, *load_model(checkpoint, config.average), runtime)
+    identity = checkpoint.identity(config.average)
+    return Loaded(checkpoint, *load_model(checkpoint, config.average), runtime, identity)

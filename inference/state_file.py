@@ -34,7 +34,7 @@ class Header(Settings):
 
     format: Literal["log-gpt state 1"]
     model: str
-    """`Checkpoint.identity`."""
+    """Its identity."""
     tokenizer: str
     """Its sha256."""
     dtype: str
@@ -102,7 +102,7 @@ def load_state(path: Path, loaded: Loaded) -> Reading:
 def _owner(loaded: Loaded) -> dict[str, str]:
     """The values that a state's header must have."""
     dtype = str(loaded.runtime.dtype).removeprefix("torch.")
-    return {"model": loaded.checkpoint.identity, "tokenizer": loaded.tokenizer.sha256, "dtype": dtype}
+    return {"model": loaded.identity, "tokenizer": loaded.tokenizer.sha256, "dtype": dtype}
 
 
 def sum_of(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:

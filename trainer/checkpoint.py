@@ -152,11 +152,11 @@ class Checkpoint:
         path = self.path if len(self.path.parts) > 2 else self.path.absolute()
         return path.parent.parent if path.parent.name == "checkpoints" else path
 
-    @property
-    def identity(self) -> str:
-        """A hex digest of the sums of weights and configuration: another checkpoint has another."""
-        sums = _sums(self.path)
-        return hashlib.sha256(json.dumps([sums["model.safetensors"], sums["state.json"]]).encode()).hexdigest()
+    def identity(self, average: bool = True) -> str:
+        """A hex digest of the sums of weights and configuration, which no other model has."""
+        sums, averaged = _sums(self.path), average and self.state.average is not None
+        found = json.dumps([sums["model.safetensors"], sums["state.json"], averaged])
+        return hashlib.sha256(found.encode()).hexdigest()
 
     def tensors(self, name: str, expected: Expected, rows: Mapping[str, slice] | None = None) -> dict[str, Tensor]:
         """The tensors of "model", "optimizer" or "random", on the CPU.

@@ -4,7 +4,6 @@ import io
 import itertools
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -45,7 +44,7 @@ def loaded_of(dtype=torch.float32, eot_id=None, **changes):
     raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "attention": {"name": "log_space"}}
     raw |= {"block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
     gpt = GPT(decode(GPTConfig, raw | changes), eot_id).to(dtype).eval()
-    return Loaded(SimpleNamespace(identity="a" * 64), gpt, BYTES, Runtime(torch.device("cpu"), dtype))
+    return Loaded(None, gpt, BYTES, Runtime(torch.device("cpu"), dtype), "a" * 64)
 
 
 def text(n, seed=0):
@@ -208,9 +207,7 @@ def refuses(path, loaded, message):
 
 def test_a_state_of_something_else_is_refused(written, tmp_path, rank_file):
     loaded, path = written
-    refuses(
-        path, loaded._replace(checkpoint=SimpleNamespace(identity="b" * 64)), "another model .aaaaaaaaaaaa, not bbbb"
-    )
+    refuses(path, loaded._replace(identity="b" * 64), "another model .aaaaaaaaaaaa, not bbbb")
     tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=rank_file))
     refuses(path, loaded._replace(tokenizer=tokenizer), "another tokenizer")
     wide = loaded._replace(gpt=loaded.gpt.double(), runtime=Runtime(torch.device("cpu"), torch.float64))

@@ -19,7 +19,7 @@ from model.gpt import GPT
 from tools.convert.export_hf import export
 from tools.plan.plan import PlanConfig, plan
 from trainer.average import AVERAGE, Average
-from trainer.checkpoint import TrainState, checkpoint_path, load_model, newest, open_checkpoint
+from trainer.checkpoint import TrainState, checkpoint_path, load_model, newest, open_checkpoint, open_model
 from trainer.distributed import World
 from trainer.loop import fit
 
@@ -133,6 +133,8 @@ def test_evaluations_are_of_the_averaged_weights(averaged, capsys):
     mean, last = (loss_of(load_model(run_dir, average)[0].eval(), config) for average in (True, False))
     assert mean == pytest.approx(logged, rel=1e-9)
     assert abs(last - logged) > 1e-4
+    both = open_model(run_dir)
+    assert both.identity(average=True) != both.identity(average=False)
 
 
 def test_commands_take_the_averaged_weights_or_the_last(averaged, command):
