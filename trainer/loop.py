@@ -10,7 +10,7 @@ from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.progress import TrainingProgress
 from trainer.resume import own_run, say_changes
-from trainer.run import RollBack, Run
+from trainer.run import RollBack, Run, open_data
 from trainer.runtime import open_runtime
 from trainer.signals import StopSignals
 
@@ -37,6 +37,12 @@ def fit(config: TrainConfig) -> float | None:
         runtime.announce()
         # No variable here may hold the run: its model must be freed before the world ends (see join_world).
         return _train(Run(config, runtime, world, signals), config)
+
+
+def check(config: TrainConfig) -> None:
+    """Raise the errors of `fit` that need neither a device nor the model, and write nothing."""
+    config.tracker.import_packages()
+    open_data(config)
 
 
 def _train(run: Run, config: TrainConfig) -> float | None:
