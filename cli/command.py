@@ -19,7 +19,7 @@ from cli.help import help_of, with_comments
 from cli.options import refuse_misplaced
 from cli.resume import compose_training
 from cli.sweep import Command, run_sweep
-from common.command import reported
+from common.command import refuse_flag, reported
 from common.settings import UserError, decode
 
 
@@ -57,6 +57,9 @@ def command(
 
 
 def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool) -> None:
+    for word in sys.argv[1:]:
+        if re.match(r"-[a-z]\w", word) and word not in ("-sc", "-cd"):  # argparse reads -max_steps as -m
+            refuse_flag(word)
     flags, options = _parser().parse_known_args()
     texts = dict(option.split("=", 1) for option in options if option.partition("=")[0] in text_keys)
     overrides = [option for option in options if option.partition("=")[0] not in text_keys]
