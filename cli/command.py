@@ -20,6 +20,7 @@ from cli.options import refuse_misplaced
 from cli.resume import compose_training
 from cli.sweep import Command, run_sweep
 from common.command import refuse_flag, reported
+from common.interrupts import allow_cleanup
 from common.settings import UserError, decode
 
 
@@ -50,7 +51,9 @@ def command(
         decoded = decode(resolve_name(settings), config)
         if only_check:
             return resolve_name(check)(decoded) if check else None
-        return (resolve_name(run) if isinstance(run, str) else run)(decoded)
+        function = resolve_name(run) if isinstance(run, str) else run
+        allow_cleanup()
+        return function(decoded)
 
     if status := reported(lambda: _run(config_name, work, text_keys, debug), debug, when_interrupted):
         sys.exit(status)

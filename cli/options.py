@@ -65,7 +65,7 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
     if config_name == "train" and key in ("checkpoint", "resume") and (Path(value).exists() or "/" in value):
         raise UserError(f"{option}: a run goes on where its files are: write run_dir={value}")
     if in_sweep and re.fullmatch(r"-?\d+,0\d+", value):
-        raise UserError(f"{option} is a sweep of two numbers: write {key}={value.replace(',', '.')} for a decimal number")
+        raise UserError(f"{option} is two numbers: write {key}={value.replace(',', '.')} for a decimal number")
     if key in groups and re.fullmatch(r"true|false|[\d.]+", value):
         raise UserError(f"{option} does not exist: {nearest(value, groups[key])}")
 

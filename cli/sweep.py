@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore

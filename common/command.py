@@ -3,6 +3,9 @@
 It also writes settings the way a command line takes them, for the commands that programs print.
 """
 
+from common.interrupts import allow_cleanup  # first
+
+# isort: split
 import json
 import os
 import re
@@ -88,9 +91,11 @@ def run_script(
             print(_help(doc or "", options))
             return 0
         decoded = decode(options, _given([word for word in words if word != "--debug"]))
-        if not isinstance(run, str):
+        function = resolve_name(run) if isinstance(run, str) else run
+        allow_cleanup()
+        if function is run:
             return run(decoded)
-        resolve_name(run)(**dict(decoded))
+        function(**dict(decoded))
         return 0
 
     sys.exit(reported(main, debug, when_interrupted))

@@ -78,7 +78,8 @@ def test_the_folder_of_a_job_is_one_item_of_a_list(tmp_path):
 def test_a_sweep_of_one_job_has_no_folder_for_it(command, dataset_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.loop.fit", lambda config: found.append(config.run_dir))
     found = []
-    assert command("train", "-m", "experiment=quickstart", f"dataset_dir={dataset_dir}", f"run_dir={tmp_path / 'run'}", "seed=3").status == 0
+    options = ["experiment=quickstart", f"dataset_dir={dataset_dir}", f"run_dir={tmp_path / 'run'}"]
+    assert command("train", "-m", *options, "seed=3").status == 0
     assert found == [tmp_path / "run"]
 
 
