@@ -59,7 +59,10 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
         raise UserError(f"{option}: write {by_last[key]}={value}")
     if key == "data" and value not in groups.get(key, []) and (Path(value).exists() or set(value) & set("/.*")):
         source = "jsonl" if ".jsonl" in value else "text"
-        raise UserError(f"{option} names a file, not a kind of source: write data={source} data.path={value}")
+        raise UserError(f"{option} names a file: write data={source} data.path={value}")
+    if key == "tokenizer" and value not in groups.get(key, []) and value.endswith((".json", ".tiktoken")):
+        kind = "hf" if value.endswith(".json") else "gpt2"
+        raise UserError(f"{option} names a file: write tokenizer={kind} tokenizer.path={value}")
     if (group := key.replace(".", "/")) in groups and "." in key and not value.startswith("{"):
         raise UserError(f"{option} sets a value, not a group: write {group}={value}")
     if config_name == "train" and key in ("checkpoint", "resume") and (Path(value).exists() or "/" in value):

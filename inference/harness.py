@@ -36,6 +36,7 @@ def run_harness(config: HarnessConfig) -> None:
     Raises:
         UserError: there is no such task, or max_length is more than the model has.
     """
+    from huggingface_hub.utils import logging
     from lm_eval import simple_evaluate  # an optional package, and slow to import
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
@@ -52,6 +53,7 @@ def run_harness(config: HarnessConfig) -> None:
     manager = TaskManager(include_path=config.include_path and str(config.include_path))
     tasks = find_tasks(config.tasks, manager)
     gpt = loaded.place(loaded.runtime.device, autocast=True)
+    logging.set_verbosity_error()  # else it announces each of its retries
     model = HarnessModel(gpt, loaded.tokenizer, wanted or max_len, config.micro_batch, loaded.runtime)
     try:
         found = simple_evaluate(
@@ -65,6 +67,9 @@ def run_harness(config: HarnessConfig) -> None:
     except ValueError as error:  # for example num_fewshot above a task's examples
         given = f"tasks={config.tasks} num_fewshot={config.num_fewshot}"
         raise UserError(f"{given}: the harness failed ({error}): --debug shows where") from error
+    except OSError as error:
+        remedy = "check the network, or bring the folder HF_HOME of a machine that has run it"
+        raise UserError(f"tasks={config.tasks} need data that cannot be fetched ({error}): {remedy}") from error
     show(make_table(found) + "\n")
     kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
     result = {

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from common.console import say
+from common.console import count, say
 from common.exits import AGAIN
 from common.files import make_directory
 from trainer.checkpoint import retain
@@ -56,7 +56,7 @@ def _train(run: Run, config: TrainConfig) -> float | None:
         return run.state.best_val_loss
     if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:
         asked = f"schedule.warmup_steps={config.schedule.warmup_steps} does not fit in max_steps={config.max_steps}"
-        say(f"{asked}: the learning rate rises for {warmup} steps")
+        say(f"{asked}: the learning rate rises for {count(warmup, 'step')}")
     with run.open_files():
         if config.runtime.on_nonfinite == "rollback" and not run.resumed:
             run.save(wait=True)  # a checkpoint to roll back to

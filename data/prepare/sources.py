@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
-from common.console import say, say_once, warn
+from common.console import count, say, say_once, warn
 from common.settings import Settings, UserError
 from data.prepare.archives import read_bytes, read_lines
 from data.prepare.items import NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
@@ -211,7 +211,7 @@ class TextSource(NamedFiles, defaults="data/text"):
     def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
         """Read the files in order, and say how many are JSON lines."""
         if lines := [name for name, _ in self._paths() if _has_json_lines(name)]:
-            files = f"{len(lines):,} file{'s' * (len(lines) > 1)}"
+            files = count(len(lines), "file")
             say(f"read as JSON lines, with the text in {self.text_field!r}: {files}, the first {lines[0]}")
         if (text := next((path for name, path in self._paths() if not _has_json_lines(name)), None)) and _is_json(text):
             say_once(f"{text} is read as plain text, but its first line is a JSON object: data=jsonl reads its texts")

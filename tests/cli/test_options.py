@@ -223,7 +223,7 @@ def test_a_warm_up_that_does_not_fit_is_a_tenth_of_the_run_and_said(schedule):
 def test_a_short_run_says_that_its_warm_up_is_scaled(command, tiny_args):
     result = command("train", *tiny_args, "schedule.warmup_steps=7", "max_steps=2")
     assert result.status == 0
-    assert "schedule.warmup_steps=7 does not fit in max_steps=2: the learning rate rises for 1 steps" in result.out
+    assert "schedule.warmup_steps=7 does not fit in max_steps=2: the learning rate rises for 1 step\n" in result.out
 
 
 # ----- what is shown and offered
