@@ -1,6 +1,7 @@
 """scripts/lm_eval.py: benchmarks of EleutherAI's lm-evaluation-harness."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,13 @@ def run_harness(config: HarnessConfig) -> None:
     Raises:
         UserError: there is no such task, or max_length is more than the model has.
     """
-    from huggingface_hub.utils import logging
     from lm_eval import simple_evaluate  # an optional package, and slow to import
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
     from inference.harness_model import HarnessModel
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it announces each of its retries
 
     if config.include_path is not None and not config.include_path.is_dir():
         raise UserError(f"include_path={config.include_path} is not a folder: give the folder of your task files")
@@ -53,7 +55,6 @@ def run_harness(config: HarnessConfig) -> None:
     manager = TaskManager(include_path=config.include_path and str(config.include_path))
     tasks = find_tasks(config.tasks, manager)
     gpt = loaded.place(loaded.runtime.device, autocast=True)
-    logging.set_verbosity_error()  # else it announces each of its retries
     model = HarnessModel(gpt, loaded.tokenizer, wanted or max_len, config.micro_batch, loaded.runtime)
     try:
         found = simple_evaluate(
