@@ -59,8 +59,6 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
         _store_config(config_name, first_job.get("run_dir", f"multirun/{config_name}"), list(swept))
         for_plugins = _settings_of_plugins(chosen := _compose_hydra(for_hydra), bool(swept))
-        if not swept and not for_hydra:
-            say("-m runs a job for each of several values, as in seed=1,2: here no key has several, so this is one job")
         tries_all = chosen.runtime.choices["hydra/sweeper"] == "basic"
         for varied in itertools.product(*values) if tries_all else _each_once(values):
             try:
@@ -68,6 +66,8 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
             except UserError as error:
                 name = f"job {' '.join(varied)}: " if varied else ""
                 raise UserError(f"{name}{error}; no job was started") from None
+        if not swept and not for_hydra:
+            say("-m runs a job for each of several values, as in seed=1,2: here no key has several, so this is one job")
 
         def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes and machines
             now = HydraConfig.get()

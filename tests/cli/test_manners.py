@@ -166,7 +166,7 @@ def test_an_interrupt_while_packages_are_imported_is_one_line(tmp_path, line, pa
     (tmp_path / f"{package}.py").write_text(
         "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
     )
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 

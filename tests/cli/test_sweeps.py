@@ -206,7 +206,10 @@ def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, options, message
     ("options", "message"),
     [
         (["optim.max_lr=3e-4,abc"], "job optim.max_lr=abc: config optim.max_lr='abc': Input should be a valid number"),
-        (["seed=1,2", "model.n_head=2,3"], "job model.n_head=3 seed=1: n_embd=16 is not divisible by n_head=3"),
+        (
+            ["seed=1,2", "model.n_head=2,3"],
+            "job model.n_head=3 seed=1: config model: n_embd=16 is not divis",
+        ),
         (["model/attention=log_space,softmax", "model.attention.product=true"], "key 'model.attention.product'"),
         (["dataset_dir=/no/such"], "error: dataset_dir=/no/such does not exist"),
         (["seq_len=16,64000", "batch_tokens=64000"], "job seq_len=64000: seq_len=64000 needs 64001 tokens"),

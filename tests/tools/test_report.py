@@ -262,21 +262,22 @@ def test_a_page_follows_running_runs_until_their_end(tmp_path, monkeypatch):
 
 def test_a_page_follows_a_sweep_from_job_to_job_whatever_it_meets(tmp_path, monkeypatch, capsys):
     looks, first = itertools.count(1), make_run(tmp_path / "sweep" / "a", [val(1, 3.0)], {"max_steps": 2})
+    damaged, whole = '{"step": 1, \n', json.dumps(val(2, 3.0)) + "\n"
 
     def wait(_):
         match next(looks):
             case 1:
-                make_run(first, [val(2, 3.0)], {"max_steps": 2})
+                (first / "metrics.jsonl").write_text(whole)
             case 3:
                 first.rename(tmp_path / "elsewhere")
             case 4:
                 (tmp_path / "elsewhere").rename(first)
-                (first / "metrics.jsonl").write_text('{"step": 1, \n' + json.dumps(val(2, 3.0)) + "\n")
+                (first / "metrics.jsonl").write_text(damaged + whole)
             case 5:
-                make_run(first, [val(2, 3.0)], {"max_steps": 2})
+                (first / "metrics.jsonl").write_text(whole)
                 make_run(tmp_path / "sweep" / "b", [val(1, 2.0)], {"max_steps": 2})
             case 6:
-                make_run(tmp_path / "sweep" / "b", [val(2, 2.0)], {"max_steps": 2})
+                (tmp_path / "sweep" / "b" / "metrics.jsonl").write_text(whole)
 
     monkeypatch.setattr("tools.report.write.time.sleep", wait)
     (page, *_) = write_report([tmp_path / "sweep"], None, watch=True)
