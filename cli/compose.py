@@ -27,6 +27,10 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     Raises:
         UserError: an option or a file does not exist, or a file sets an option of Hydra itself.
     """
+    if config_dir and not Path(config_dir).is_dir():
+        raise UserError(
+            f"--config-dir {config_dir} is not a folder: give one with members of groups, as configs/ has them"
+        )
     folder = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     GlobalHydra.instance().clear()
     try:

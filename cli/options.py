@@ -69,7 +69,7 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
         raise UserError(f"{option}: a run goes on where its files are: write run_dir={value}")
     if in_sweep and re.fullmatch(r"-?\d+,0\d+", value):
         raise UserError(f"{option} is two numbers: write {key}={value.replace(',', '.')} for a decimal number")
-    if key in groups and re.fullmatch(r"true|false|[\d.]+", value):
+    if key in groups and re.fullmatch(r"true|false|null|[\d.]+", value):
         raise UserError(f"{option} does not exist: {nearest(value, groups[key])}")
 
 

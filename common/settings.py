@@ -93,7 +93,7 @@ def decode(cls: type[S], raw: Any) -> S:
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Suggest a valid name: the closest one, or all of its section (of many, the five nearest) if none is close."""
-    names, (section, _, last) = sorted(allowed), given.rpartition(".")
+    names, (section, _, last) = sorted(allowed), given.lower().rpartition(".")
     beside = [name for name in names if name.rpartition(".")[0] == section] or names
     same = [name for name in names if name.rpartition(".")[2] == last]  # "dtype" is runtime.dtype
     begun = [name for name in names if re.search(rf"(^|[._]){re.escape(last)}", name)]  # "lr" is in optim.max_lr
