@@ -29,7 +29,7 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     """
     if config_dir and not Path(config_dir).is_dir():
         raise UserError(
-            f"--config-dir {config_dir} is not a folder: give one with members of groups, as configs/ has them"
+            f"--config-dir {config_dir} is not a folder: give one that has files for groups, as configs/ does"
         )
     folder = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     GlobalHydra.instance().clear()
