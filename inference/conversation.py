@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from common.console import say, show
+from common.console import count, say, show
 from common.settings import UserError
 from data.tokenizer import Tokenizer
 from inference.completion import Completion, TextRequest, stream
@@ -173,4 +173,5 @@ def _ask() -> str | None:
 def say_rate(n_tokens: int, seconds: float) -> None:
     """Print how many tokens were drawn, and how fast."""
     rate = f", {n_tokens / max(seconds, 1e-9):.0f} a second"
-    say(f"({n_tokens} tokens{rate if n_tokens else ': the text ended at once; try another seed or a longer prompt'})")
+    more = rate if n_tokens else ": the text ended at once; try another seed or a longer prompt"
+    say(f"({count(n_tokens, 'token')}{more})")

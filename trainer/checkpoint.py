@@ -241,6 +241,8 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES) -> Checkp
         UserError: there is no checkpoint, one of `files` is missing or damaged, or it has another format version.
     """
     path = Path(path)
+    if path.name == "checkpoints" and path.is_dir():
+        path = path.parent
     if not path.exists():
         raise UserError(f"checkpoint={path} does not exist: give a run directory, or a checkpoint in it")
     if path.is_file():
@@ -248,13 +250,23 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES) -> Checkp
         if not _NAME.fullmatch(name):
             raise UserError(f"checkpoint={path} does not name a checkpoint: give a run directory or a step-... folder")
         path = path.parent / name
+    elif (path / "train-00000.bin").exists():
+        raise UserError(f"checkpoint={path} is a dataset: give the directory of a run that was trained on it")
     elif not ((path / "manifest.json").is_file() or _NAME.fullmatch(path.name)):
         found = newest_whole(path, files)
         if found is None:
-            raise UserError(f"checkpoint={path} holds no checkpoint: give a run directory or a step-... folder")
+            raise UserError(f"checkpoint={path} holds no checkpoint{_what_it_is(path)}")
         return _opened(found)
     _verify(path, files)
     return _opened(path)
+
+
+def _what_it_is(path: Path) -> str:
+    """Say what a folder without checkpoints seems to be, and what to give."""
+    if (path / "model.safetensors").exists():
+        return ", but a model for other programs: give the run that it was exported from (import_gpt2.py reads GPT-2)"
+    runs = sorted(str(folder.parent) for folder in path.glob("*/checkpoints"))
+    return f" itself: give a run in it, such as {runs[0]}" if runs else ": give a run directory or a step-... folder"
 
 
 def _first_line(path: Path) -> str:

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,20 +54,13 @@ class Run:
         self.signals = signals or StopSignals()
         self.stopped_by: str | None = None
         """Why the run stops early, once all processes know."""
-        self.manifest = read_manifest(config.dataset_dir)
-        self.tokenizer = load_tokenizer(config.dataset_dir / TOKENIZER)
-        _check_vocabulary(config, self.manifest, self.tokenizer)
+        self.manifest, self.tokenizer, self.batches, self.windows = open_data(config)
         _check_split(config, world)
-        train, val = (TokenStream(config.dataset_dir, self.manifest, split) for split in ("train", "val"))
-        sizes = config.batch_sizes
-        self.batches = TrainBatches(train, config.seq_len, sizes.last, config.seed, sizes.doublings)
         if config.data.mixture is not None:
             weights, seq_len = config.data.mixture, config.seq_len
             self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
             say(f"sequences are drawn from {self.batches.mixture}")
         self._ahead: Prefetch[MicroBatches] | None = None
-        n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
-        self.windows = EvalBatches(val, config.seq_len, n_windows)
         self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)
         self._begin()
         self.curves = RunCurves()
@@ -386,6 +379,31 @@ class Run:
         first = f"{config.batch_sizes.at(0)} to " if config.batch_doublings else ""
         batch = f"{first}{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
         say(f"{self.gpt.n_params():,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")
+
+
+class OpenData(NamedTuple):
+    """What a run reads."""
+
+    manifest: Manifest
+    tokenizer: Tokenizer
+    batches: TrainBatches
+    """Without a mixture."""
+    windows: EvalBatches
+
+
+def open_data(config: TrainConfig) -> OpenData:
+    """Open the dataset of a run.
+
+    Raises:
+        UserError: there is none, it is too small, or the model has fewer ids than its tokenizer.
+    """
+    manifest, tokenizer = read_manifest(config.dataset_dir), load_tokenizer(config.dataset_dir / TOKENIZER)
+    _check_vocabulary(config, manifest, tokenizer)
+    train, val = (TokenStream(config.dataset_dir, manifest, split) for split in ("train", "val"))
+    n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
+    sizes = config.batch_sizes
+    batches = TrainBatches(train, config.seq_len, sizes.last, config.seed, sizes.doublings)
+    return OpenData(manifest, tokenizer, batches, EvalBatches(val, config.seq_len, n_windows))
 
 
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:

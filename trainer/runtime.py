@@ -81,7 +81,8 @@ class Runtime:
         """Print the choice."""
         exact = torch.are_deterministic_algorithms_enabled()
         how = "" if exact else ", without the same bits in every run (runtime.deterministic=true is slower)"
-        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}")
+        name = device_name(self.device).replace(" 1 threads", " 1 thread")  # checkpoints know it by the former
+        say_once(f"running on {name} in {str(self.dtype).removeprefix('torch.')}{how}")
 
     @property
     def param_dtype(self) -> torch.dtype:

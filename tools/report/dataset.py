@@ -28,6 +28,8 @@ def inspect(**given: Any) -> None:
     manifest = read_manifest(dataset_dir)
     if options.step is not None:
         batches = _batches(options, dataset_dir, manifest, state)
+        if state and options.step > state.step:
+            say(f"the run's last checkpoint is of step {state.step}: this is what step {options.step} would read")
         return _show(dataset_dir, manifest, "train", step_windows(batches, options.step), options.tokens)
     n_tokens = manifest.splits[options.split].total.tokens
     places = options.window + [random.randrange(max(1, n_tokens)) for _ in range(options.random)]
