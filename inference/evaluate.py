@@ -100,7 +100,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         UserError: checkpoint and dataset do not match, or a length is longer than text or model allow.
     """
     loaded = load(config)
-    checkpoint, gpt, tokenizer, _ = loaded
+    checkpoint, gpt, tokenizer, _, _ = loaded
     dataset_dir = config.dataset_dir or checkpoint.state.dataset_dir
     manifest = open_dataset(dataset_dir, tokenizer)
     stream = TokenStream(dataset_dir, manifest, config.split)
