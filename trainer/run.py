@@ -332,7 +332,7 @@ class Run:
 
     def evaluate(self) -> bool:
         """Measure and log the validation loss, and redraw loss.png. Returns whether it is the lowest so far."""
-        size, piece = self.micro_batch, self.config.seq_len
+        size, piece = self.micro_batch, self.runtime.sequence_chunk or self.config.seq_len
         loss = evaluate(self.gpt, self.windows, self.byte_lengths, size, self.runtime, self.world, piece)
         if not math.isfinite(loss.nats):
             raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
