@@ -108,7 +108,7 @@ def restore(
     sequences = state.batch_tokens // state.seq_len
     streams: Expected = {
         key: (torch.Size([sequences, *x.shape[1:]]), FLOATS if x.is_floating_point() else [x.dtype])
-        for key, x in state_tensors(carried).items()
+        for key, x in state_tensors(carried, "carried").items()
     }
     saved_states = checkpoint.tensors(
         "random", {**random_tensors(state.processes, state.device), **streams}, dict.fromkeys(streams, rows)
@@ -117,7 +117,7 @@ def restore(
         set_random_state(saved_states[RANDOM][world.rank], world.device)
     else:  # other processes than before: each gets a new generator
         seed_process(f"{state.seed} {state.step} {world.rank}")
-    return state.model_copy(update={"dataset_dir": fresh.dataset_dir}), with_tensors(carried, saved_states)
+    return state.model_copy(update={"dataset_dir": fresh.dataset_dir}), with_tensors(carried, saved_states, "carried")
 
 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:

@@ -158,6 +158,7 @@ class Run:
             UserError: the run must halt, or memory ran out. Weights and optimizer are unchanged.
         """
         started = time.perf_counter()
+        self.carried = self._states()
         try:
             line = self._skip_known_bad_step() or self._step()
         except RuntimeError as error:
@@ -180,7 +181,7 @@ class Run:
             micro_batches,
             self.runtime,
             self.world,
-            states=self._states(),
+            states=self.carried,
             grad_clip=config.optim.grad_clip,
             refuse=lambda loss, norm: why_bad(loss, norm, self.state.statistics, config.runtime.spike_sigmas),
             asked_to_stop=self.signals.received is not None,
@@ -332,7 +333,8 @@ class Run:
 
     def evaluate(self) -> bool:
         """Measure and log the validation loss, and redraw loss.png. Returns whether it is the lowest so far."""
-        size, piece = self.micro_batch, self.runtime.sequence_chunk or self.config.seq_len
+        piece = min(self.runtime.sequence_chunk or self.config.seq_len, self.config.seq_len)
+        size = self.micro_batch
         loss = evaluate(self.gpt, self.windows, self.byte_lengths, size, self.runtime, self.world, piece)
         if not math.isfinite(loss.nats):
             raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
@@ -376,7 +378,7 @@ class Run:
 
     def _all_carried(self) -> list[tuple[str, Tensor]]:
         """The carried states of all processes, in the main process on the CPU. Every process must call this."""
-        world, named = self.world, state_tensors(cat_states(self.carried)) if self.carried else {}
+        world, named = self.world, state_tensors(cat_states(self.carried), "carried") if self.carried else {}
         counts = [b - a for a, b in (sequences_of(r, world.size, self.config.batch_size) for r in range(world.size))]
         whole = []
         for name, own in named.items():
