@@ -38,15 +38,25 @@ class TrainBatches:
 
     The stream is cut into windows of seq_len targets. Every epoch takes each window exactly once, in its own
     order; a batch may span two epochs. With a `mixture`, every set has epochs of its own.
+
+    With `in_order`, each row of the batch reads all windows in order, again and again. The rows begin at equal
+    distances, so an epoch takes each window once here too, after which each row goes on where the next one began: no
+    row ever jumps, except from the end of the split to its beginning. The seed moves all rows by the same distance.
     """
 
     def __init__(
-        self, stream: TokenStream, seq_len: int, batch_size: int, seed: int, doublings: Sequence[int] = ()
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        doublings: Sequence[int] = (),
+        in_order: bool = False,
     ) -> None:
         """Set up for batches of `batch_size` sequences of `seq_len` tokens; `doublings` as in BatchSizes.
 
         Raises:
-            UserError: the split is shorter than one window.
+            UserError: the split is shorter than one window, or, `in_order`, than one for each row.
         """
         if stream.n_tokens < seq_len + 1:
             has = f"split '{stream.split}' has {stream.n_tokens}"
@@ -54,8 +64,17 @@ class TrainBatches:
         self.stream, self.seq_len, self.seed = stream, seq_len, seed
         self.sizes = BatchSizes(batch_size, doublings)
         self.n_windows = (stream.n_tokens - 1) // seq_len
+        if in_order and self.n_windows < batch_size:
+            what = f"data.carry_state=true gives each of {batch_size} sequences a text of its own"
+            has = f"split '{stream.split}' has only {self.n_windows} times {seq_len=}"
+            raise UserError(f"{what}, and {has}: lower batch_tokens or seq_len")
+        self.in_order = in_order
         self.mixture: Mixture | None = None
         """Set by the owner if sets are weighted. None: the corpus as it is."""
+
+    def begins(self, step: int, start: int, stop: int) -> np.ndarray:
+        """Which rows [start, stop) of the batch `step` begin the split, whose text follows no other: bool."""
+        return self.windows(self.sizes.before(step) + np.arange(start, stop)) == 0
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows [start, stop) of the global batch `step`: token_ids and targets, int64 (stop - start, seq_len)."""
@@ -69,6 +88,10 @@ class TrainBatches:
         """Return the window of each sequence of the run, counted from its first: int64 (n,) -> int64 (n,)."""
         if self.mixture is not None:
             return self.mixture.windows(sequences)
+        if self.in_order:
+            steps, rows = np.divmod(sequences, self.sizes.last)
+            moved = shuffled(np.zeros(1, np.int64), self.n_windows, key=str(self.seed))
+            return (moved + rows * self.n_windows // self.sizes.last + steps) % self.n_windows
         return shuffled(sequences, self.n_windows, key=str(self.seed))
 
 
@@ -111,6 +134,12 @@ class EvalBatches:
             if begin:
                 targets[row, : self.seq_len - self.stride] = IGNORED
         return token_ids, targets
+
+
+def eval_streams(stream: TokenStream, seq_len: int, rows: int, batches: int | None) -> EvalBatches:
+    """A split as at most `rows` long windows, of `batches` times seq_len tokens or all of the split together."""
+    total = len(EvalBatches(stream, seq_len))
+    return EvalBatches(stream, seq_len * (batches or max(1, -(-total // rows))), rows)
 
 
 def step_windows(batches: TrainBatches, step: int) -> list[tuple[int, int]]:

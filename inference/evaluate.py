@@ -14,7 +14,7 @@ from torch import Tensor
 from common.files import name_of
 from common.settings import UserError, decode, differences
 from data.documents import sets_between
-from data.loader import EvalBatches
+from data.loader import EvalBatches, eval_streams
 from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
@@ -60,6 +60,8 @@ class Evaluation:
     windows: EvalBatches
     """What everything except `contexts` is measured on."""
     contexts: list[int]
+    piece: int
+    """Tokens of a window that are read at once, with the state carried along."""
 
 
 def run_evaluation(config: EvaluateConfig) -> None:
@@ -122,9 +124,13 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             raise UserError(
                 f"{key}={length} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
             )
-    n_windows = None if config.batches is None else config.batches * max(1, state.batch_tokens // seq_len)
-    windows = EvalBatches(stream, seq_len, n_windows, config.stride)
-    return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
+    rows = max(1, state.batch_tokens // seq_len)
+    if state.data.carry_state and config.stride is None:
+        windows = eval_streams(stream, seq_len, rows, config.batches)
+    else:
+        n_windows = None if config.batches is None else config.batches * rows
+        windows = EvalBatches(stream, seq_len, n_windows, config.stride)
+    return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)), seq_len)
 
 
 def measure(plan: Evaluation, world: World) -> dict[str, Any]:
@@ -135,7 +141,7 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     bins = position_bins(windows.seq_len)
     bin_of = bin_of_positions(bins).unsqueeze(0)  # (1, T)
     by_set, by_position = (Sums(n, byte_lengths) for n in (len(plan.manifest.set_names), len(bins) - 1))
-    for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world):
+    for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, plan.piece):
         by_set.add(_sets(plan, windows, first, len(targets)), targets, losses)
         by_position.add(bin_of, targets, losses)
     sets = by_set.losses(world)

@@ -6,7 +6,7 @@ model/position.py.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from common.settings import Settings
-from model.attention import AttentionConfig
+from common.settings import Settings, variant_names
+from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import Attention
 from model.fused import FusedLinear
-from model.ops.causal_conv import causal_conv, initial_conv
+from model.ops.causal_conv import causal_conv, initial_conv, no_inputs
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
 from model.position import Order, PositionConfig
@@ -57,6 +57,10 @@ class GLUBlock(nn.Module):
         """(B, T, n_embd) -> (B, T, n_embd), and the attention's state."""
         a, state = self.attention(self.norm(x), order, state, return_state)
         return x + gated_linear(self.gate(a), self.proj.weight), state
+
+    def initial_state(self, B: int) -> Any:
+        """That of the attention for B texts."""
+        return self.attention.initial_state(B)
 
 
 class MLPBlock(nn.Module):
@@ -97,6 +101,12 @@ class MLPBlock(nn.Module):
         h, seen_mlp = causal_conv(self.norm_mlp(x), self.conv_mlp, seen_mlp, order.starts)
         x = x + self.down(self.activation(self.up(h)))
         return x, (state, seen_attention, seen_mlp) if has_conv and return_state else state
+
+    def initial_state(self, B: int) -> Any:
+        """That of the attention for B texts, with the inputs that convolutions need."""
+        state, convs = self.attention.initial_state(B), (self.conv_attention, self.conv_mlp)
+        seen = [no_inputs(weight, B, self.proj.out_features) for weight in convs if weight is not None]
+        return (state, *seen) if seen else state
 
 
 class GLUConfig(Settings):
@@ -209,6 +219,24 @@ class GPTConfig(Settings):
         """Raise ValueError if the attention of a layer cannot keep documents apart."""
         self._check_layers(lambda layer: layer.check_documents())
 
+    def check_constant_state(self, setting: str, carried: bool = False) -> None:
+        """Raise ValueError if the state grows with the text, and so does not fit `setting`.
+
+        Args:
+            carried: whether a text goes on for the whole training.
+        """
+        if self.max_len is not None:
+            raise ValueError(f"position: {setting} needs more than {self.max_len} learned positions: use others")
+
+        def check(layer: AttentionConfig) -> None:
+            if not layer.constant_state:
+                fitting = ", ".join(name for cls in ATTENTION if cls.constant_state for name in variant_names(cls))
+                raise ValueError(f"{setting} needs a state of one size, and that of {layer.name} grows: use {fitting}")
+            if carried and hasattr(layer, "n_global"):
+                raise ValueError(f"{setting} reads texts without end, and {layer.name} their first tokens: use another")
+
+        self._check_layers(check)
+
     def _check_layers(self, check: Callable[[AttentionConfig], None]) -> None:
         for part, layer in (self._pattern or {"attention": self.attention}).items():
             try:
@@ -310,6 +338,7 @@ class GPT(nn.Module):
         if eot_id is not None:
             config.check_documents()
         self.config, self.eot_id = config, eot_id
+        self._starts_with_state = config.max_len is None and all(layer.constant_state for layer in config.layers)
         parts = (module for _, module in config.parts())
         self.embed: nn.Embedding = next(parts)
         self.position: nn.Module = next(parts)
@@ -353,7 +382,7 @@ class GPT(nn.Module):
         starts = None
         if self.eot_id is not None:
             starts = token_ids == self.eot_id
-            if state is not None or return_state:
+            if (state is not None or return_state) and not self._starts_with_state:
                 return self._by_documents(token_ids, starts, state)
         return self._features(token_ids, starts, state, return_state)
 
@@ -388,23 +417,43 @@ class GPT(nn.Module):
         order = sorted(range(len(fresh)), key=(going_on + new).__getitem__)
         return torch.cat([old_x, new_x])[order], select_rows(cat_states([old, young]), order)
 
-    def token_losses(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 for negative targets."""
-        return self.losses_of(self.features(token_ids)[0], targets)
+    def initial_state(self, B: int) -> GPTState:
+        """The state of B texts before their first tokens; only if it has one size. As a state, None means the same."""
+        position: Any = self.position
+        blocks: Iterable[Any] = self.blocks
+        layers = tuple(block.initial_state(B) for block in blocks)
+        return GPTState(position.initial_state(B, self.embed.weight.device), layers)
+
+    def token_losses(
+        self, token_ids: Tensor, targets: Tensor, state: GPTState | None = None, return_state: bool = False
+    ) -> Any:
+        """Cross-entropy of each target in nats, (B, T), float32 or float64; 0 for negative targets.
+
+        With `return_state` also the state: as `forward`.
+        """
+        x, state = self.features(token_ids, state, return_state)
+        losses = self.losses_of(x, targets)
+        return (losses, state) if return_state else losses
 
     def losses_of(self, x: Tensor, targets: Tensor) -> Tensor:
         """The same, given `features` x (B, T, n_embd)."""
         cap = self.config.logit_cap
         return token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap).view_as(targets)
 
-    def summed_loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Sum of `token_losses`, computed with less memory."""
-        x, _ = self.features(token_ids)
-        return summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten(), self.config.logit_cap)
+    def summed_loss(
+        self, token_ids: Tensor, targets: Tensor | None, state: GPTState | None = None, return_state: bool = False
+    ) -> Any:
+        """Sum of `token_losses`, computed with less memory. Without targets, None: for the state alone."""
+        x, state = self.features(token_ids, state, return_state)
+        if targets is None:
+            return None, state
+        loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten(), self.config.logit_cap)
+        return (loss, state) if return_state else loss
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not negative."""
-        return self.summed_loss(token_ids, targets) / (targets >= 0).sum()
+        summed: Tensor = self.summed_loss(token_ids, targets)
+        return summed / (targets >= 0).sum()
 
     def recompute(self, what: Recompute) -> None:
         """Choose what a backward pass computes again instead of keeping it. Results and gradients stay the same.

@@ -5,8 +5,8 @@ A position is a module with
     forward(x (B, T, n_embd), state=None, starts=None) -> (x, rotation or None, state)
 
 Attention rotates its queries and keys by `rotation`. The state is what the module needs to know about earlier tokens: a
-value with an entry for each row of a batch, since rows may be at different positions. `starts` are those of `Order`;
-the state that is returned with them is of no use.
+value with an entry for each row of a batch, since rows may be at different positions. `starts` are those of `Order`.
+If the state has one size, `initial_state(B, device)` is that of B texts before their first tokens, the same as None.
 """
 
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -35,8 +35,8 @@ class Order(NamedTuple):
 
     rotation: Rotation | None = None
     starts: Tensor | None = None
-    """(B, T), bool: True at the first token of each document, which does not see earlier ones. Cannot be used with a
-    state. None: all tokens are one document."""
+    """(B, T), bool: True at the first token of each document, which does not see earlier ones. Together with a state
+    only for attention that `resets` or is `by_distance`. None: all tokens are one document."""
 
 
 NO_ORDER = Order()
@@ -122,9 +122,13 @@ class LogRecurrencePosition(nn.Module):
         s, state = log_recurrence(log_p, h, state=state, return_state=True)
         return x + s, None, state
 
+    def initial_state(self, B: int, device: torch.device) -> Tensor:
+        weight = self.dense.weight
+        return torch.zeros(B, weight.shape[1], dtype=torch.promote_types(weight.dtype, torch.float32), device=device)
+
 
 class LearnedPosition(nn.Module):
-    """x + a learned vector for each position. State: tokens seen so far, for each row."""
+    """x + a learned vector for each position. State: tokens seen so far, for each row; of no use with `starts`."""
 
     def __init__(self, n_embd: int, max_len: int) -> None:
         super().__init__()
@@ -136,7 +140,7 @@ class LearnedPosition(nn.Module):
     ) -> tuple[Tensor, None, tuple[int, ...]]:
         """Raises ValueError if a sequence, including earlier tokens, has more tokens than positions."""
         T, limit = x.shape[1], self.embed.num_embeddings
-        lengths = _lengths_after(x, state)
+        lengths = tuple(n + T for n in state or (0,) * len(x))
         if max(lengths) > limit:
             raise ValueError(
                 f"{max(lengths)} tokens are more than the model's {limit} learned positions: use a shorter sequence"
@@ -149,21 +153,32 @@ class LearnedPosition(nn.Module):
 
 
 class RotaryPosition(nn.Module):
-    """Does not change x and returns the rotation of its positions. State: tokens seen so far, for each row."""
+    """Does not change x and returns the rotation of its positions.
+
+    State: the position of each row's next token, int64 (B,), which begins again with each document.
+    """
 
     def __init__(self, query_dim: int, base: float) -> None:
         super().__init__()
         self.query_dim, self.base = query_dim, base
 
     def forward(
-        self, x: Tensor, state: tuple[int, ...] | None = None, starts: Tensor | None = None
-    ) -> tuple[Tensor, Rotation, tuple[int, ...]]:
+        self, x: Tensor, state: Tensor | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, Rotation, Tensor]:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        pair = torch.arange(0, self.query_dim, 2, dtype=dtype, device=x.device)
-        lengths = _lengths_after(x, state)
-        position = positions(lengths, x.shape[1], x.device) if starts is None else document_positions(starts)
-        angle = position.to(dtype).unsqueeze(-1) * self.base ** (-pair / self.query_dim)  # (B or 1, T, query_dim / 2)
-        return x, Rotation(angle.cos(), angle.sin()), lengths
+        wide = dtype if state is None else torch.float64  # with a state, positions grow without limit
+        pair = torch.arange(0, self.query_dim, 2, dtype=wide, device=x.device)
+        t = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        position = t if starts is None else document_positions(starts)
+        if state is not None:
+            before = state.unsqueeze(1)  # (B, 1)
+            position = position + (before if starts is None else before.where(starts.cumsum(1) == 0, 0))
+        angle = position.to(wide).unsqueeze(-1) * self.base ** (-pair / self.query_dim)  # (B or 1, T, query_dim / 2)
+        after = (position[:, -1] + 1).expand(len(x))
+        return x, Rotation(angle.cos().to(dtype), angle.sin().to(dtype)), after
+
+    def initial_state(self, B: int, device: torch.device) -> Tensor:
+        return torch.zeros(B, dtype=torch.int64, device=device)
 
 
 class NoPosition(nn.Module):
@@ -172,7 +187,5 @@ class NoPosition(nn.Module):
     def forward(self, x: Tensor, state: None = None, starts: Tensor | None = None) -> tuple[Tensor, None, None]:
         return x, None, None
 
-
-def _lengths_after(x: Tensor, before: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Tokens of each row after those of x (B, T, n_embd)."""
-    return tuple(n + x.shape[1] for n in before or (0,) * len(x))
+    def initial_state(self, B: int, device: torch.device) -> None:
+        return None

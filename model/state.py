@@ -93,7 +93,10 @@ def stretched(gpt: nn.Module, state: Any, n: int) -> Any:
         _stretched(layer, n, (group.patterns for group in getattr(mechanism, "groups", [])))
         for layer, mechanism in zip(state.layers, mechanisms, strict=True)
     )
-    return _like(state, (_stretched(state.position, n, iter(())), tuple(layers)))
+    position = state.position
+    if isinstance(position, Tensor) and not position.is_floating_point():  # counts of tokens
+        position = torch.full_like(position, n)
+    return _like(state, (_stretched(position, n, iter(())), tuple(layers)))
 
 
 def _stretched(state: Any, n: int, patterns: Iterator[list[Pattern]]) -> Any:

@@ -5,7 +5,8 @@ A checkpoint is a folder `step-00001000` with
     model.safetensors optimizer.safetensors    tensors by parameter name, or parts of them, one of each process:
                                                model-00001-of-00004.safetensors has the first rows of every tensor;
                                                averaged weights are in the model's, as average/NAME
-    random.safetensors                         the state of every process's random numbers
+    random.safetensors                         the state of every process's random numbers, and with data.carry_state
+                                               the model's state after the text so far, a row for each sequence
     state.json                                 the rest of the run's state: TrainState
     tokenizer.json                             so that a checkpoint alone is enough to sample from
     manifest.json                              sha256 of each of the others, written last
@@ -52,7 +53,7 @@ _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
 _TENSORS = ("model", "optimizer", "random")
 _FILES = (*(f"{name}.safetensors" for name in _TENSORS), "state.json", "tokenizer.json")
 _IN_PARTS = ("model.safetensors", "optimizer.safetensors")
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """For each of "model", "optimizer" and "random", tensors by name."""
@@ -85,7 +86,7 @@ class Kept(Settings):
     average: float | None = Field(default=None, gt=0, le=0.5)
     """Evaluate and export a running mean of the weights, whose mean age is about this share of the steps so far;
     null: the weights themselves."""
-    data: DataConfig = DataConfig(mixture=None, document_reset=False)
+    data: DataConfig = DataConfig(mixture=None, document_reset=False, carry_state=False)
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -106,6 +107,10 @@ class Kept(Settings):
     def _documents_fit(self) -> Self:
         if self.data.document_reset:
             self.model.check_documents()
+        if self.data.carry_state:
+            self.model.check_constant_state("data.carry_state=true", carried=True)
+            if self.batch_doublings:
+                raise ValueError("data.carry_state=true needs batches of one size: leave out batch_doublings")
         return self
 
 
@@ -295,7 +300,7 @@ def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT
     state, tokenizer = checkpoint.state, load_tokenizer(checkpoint.path / "tokenizer.json")
     with torch.device("meta"):
         gpt = GPT(state.model, state.data.reset_at(tokenizer.eot_id))
-    expected: Expected = {name: (value.shape, _FLOATS) for name, value in gpt.state_dict().items()}
+    expected: Expected = {name: (value.shape, FLOATS) for name, value in gpt.state_dict().items()}
     averages = {AVERAGE + name: expected[name] for name, _ in gpt.named_parameters() if state.average is not None}
     tensors = checkpoint.tensors("model", {**expected, **averages})
     chosen = {name: tensors[AVERAGE + name if average and AVERAGE + name in averages else name] for name in expected}

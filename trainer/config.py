@@ -86,6 +86,8 @@ class TrainConfig(Kept, defaults="train"):
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
             what = f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model"
             raise ValueError(f"{what}: use at most that, or set model.position.max_len")
+        if (self.runtime.sequence_chunk or self.seq_len) < self.seq_len:
+            self.model.check_constant_state(f"runtime.sequence_chunk={self.runtime.sequence_chunk}")
         n_global = max(getattr(layer, "n_global", 0) for layer in self.model.layers)
         if n_global > self.seq_len:
             raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.console import Track
 from data.loader import IGNORED, EvalBatches
-from model.gpt import GPT
+from model.gpt import GPT, GPTState
 from trainer.distributed import World
 from trainer.runtime import Runtime
 
@@ -68,29 +68,36 @@ def total(losses: list[Loss]) -> Loss:
 
 
 def evaluate(
-    gpt: GPT, windows: EvalBatches, byte_lengths: Tensor, micro_batch: int, runtime: Runtime, world: World
+    gpt: GPT,
+    windows: EvalBatches,
+    byte_lengths: Tensor,
+    micro_batch: int,
+    runtime: Runtime,
+    world: World,
+    piece: int | None = None,
 ) -> Loss:
     """The loss over all windows, split among the processes and summed in float64.
 
     Args:
         byte_lengths: (n_vocab,), UTF-8 bytes of each token id.
         micro_batch: windows per forward pass.
+        piece: tokens of a window per forward pass, with the state carried along; None: all.
     """
     sums, key = Sums(1, byte_lengths), torch.zeros(1, 1, dtype=torch.int64)
-    for _, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world):
+    for _, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world, piece):
         sums.add(key, targets, losses)
     return sums.losses(world)[0]
 
 
 def window_losses(
-    gpt: GPT, windows: EvalBatches, micro_batch: int, runtime: Runtime, world: World
+    gpt: GPT, windows: EvalBatches, micro_batch: int, runtime: Runtime, world: World, piece: int | None = None
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield this process's windows batch by batch: index of the first window, targets (B, T), losses (B, T).
 
     Iterate to the end: the model is in evaluation mode until then.
     """
     gpt.eval()
-    together = world.size * micro_batch
+    together, piece = world.size * micro_batch, min(piece or windows.seq_len, windows.seq_len)
     with Track("evaluating", len(windows)) as track:
         for first in range(0, len(windows), together):
             world.at(f"evaluating window {first}")
@@ -98,11 +105,24 @@ def window_losses(
             token_ids, targets = map(torch.from_numpy, windows.rows(start, min(start + micro_batch, len(windows))))
             mine = len(targets) > 0
             if not mine:  # other processes still have windows, and with fsdp all must do every pass
-                token_ids, targets = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED)
+                passes = -(-windows.seq_len // piece)
+                token_ids, targets = torch.zeros(1, passes, dtype=torch.int64), torch.full((1, passes), IGNORED)
             token_ids, targets = token_ids.to(world.device), targets.to(world.device)
             with torch.no_grad(), runtime.autocast():
-                losses = gpt.token_losses(token_ids, targets)
+                losses = _losses_in_pieces(gpt, token_ids, targets, piece if mine else 1)
             if mine:
                 yield start, targets, losses
             track.advance(min(together, len(windows) - first))
     gpt.train()
+
+
+def _losses_in_pieces(gpt: GPT, token_ids: Tensor, targets: Tensor, piece: int) -> Tensor:
+    """The losses (B, T) of whole texts, `piece` tokens at a time."""
+    if token_ids.shape[1] <= piece:
+        return gpt.token_losses(token_ids, targets)
+    parts: list[Tensor] = []
+    state: GPTState | None = None
+    for ids, wanted in zip(token_ids.split(piece, dim=1), targets.split(piece, dim=1), strict=True):
+        losses, state = gpt.token_losses(ids, wanted, state, return_state=True)
+        parts.append(losses)
+    return torch.cat(parts, dim=1)

@@ -76,6 +76,7 @@ def step_memory(
         gradients = weights + own if accumulated else own
         whole = root + 2 * block * narrow + (block * wide if accumulated else root + 2 * block * wide)
 
+    seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
     V, D = gpt.embed.weight.shape
     tokens = micro_batch * seq_len
     of_weights = V * D * wide  # the loss computes the gradient of the output layer

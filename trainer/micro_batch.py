@@ -9,6 +9,7 @@ from torch import nn
 from common.console import say
 from common.memory import available_memory
 from common.settings import UserError
+from model.gpt import GPTState
 from trainer.distributed import World
 from trainer.runtime import Runtime, device_name
 from trainer.step import accumulate_gradients
@@ -17,7 +18,13 @@ SPARE = 0.05  # share of a GPU left free for libraries and for fragmentation in 
 
 
 def choose_micro_batch(
-    loss_module: nn.Module, share: int, seq_len: int, predict: Callable[[int], int], runtime: Runtime, world: World
+    loss_module: nn.Module,
+    share: int,
+    seq_len: int,
+    predict: Callable[[int], int],
+    runtime: Runtime,
+    world: World,
+    states: Callable[[int], list[GPTState]] = lambda size: [],
 ) -> int:
     """The largest micro-batch that fits in every process, the same in all. Prints its choice.
 
@@ -28,6 +35,7 @@ def choose_micro_batch(
         loss_module: (m, seq_len) ids and targets -> loss, ready for training: wrapped, compiled, on its device. Its
             weights do not change; its gradients are None afterwards.
         share: most sequences that a process has in a step; the result is at most this.
+        states: those that a micro-batch of so many sequences goes on from, if any.
         predict: the bytes that a step of so many sequences needs besides weights and optimizer.
 
     Raises:
@@ -47,7 +55,7 @@ def choose_micro_batch(
 
     def fits(size: int) -> bool:
         world.at(f"start: trial of {size} sequences")
-        return _least(_fits(loss_module, size, seq_len, spare, runtime, world), world) == 1
+        return _least(_fits(loss_module, size, seq_len, spare, runtime, world, states), world) == 1
 
     chosen = largest(fits, _least(most, world))
     if any(module._compiled_call_impl is not None for module in loss_module.modules()):
@@ -84,7 +92,15 @@ def _least(value: int, world: World) -> int:
     return min(int(each) for each in world.gather(torch.tensor([value], device=world.device)))
 
 
-def _fits(module: nn.Module, size: int, seq_len: int, spare: int, runtime: Runtime, world: World) -> bool:
+def _fits(
+    module: nn.Module,
+    size: int,
+    seq_len: int,
+    spare: int,
+    runtime: Runtime,
+    world: World,
+    states: Callable[[int], list[GPTState]],
+) -> bool:
     """Whether a micro-batch in the middle of a step fits in memory, with `spare` bytes left. Other errors are raised.
 
     Gradients exist already. They are not averaged, because other processes would wait forever for one that runs out of
@@ -96,7 +112,7 @@ def _fits(module: nn.Module, size: int, seq_len: int, spare: int, runtime: Runti
         for p in params:
             p.grad = torch.zeros_like(p)
         ids = torch.zeros(size, seq_len, dtype=torch.int64, device=world.device)
-        accumulate_gradients(module, [(ids, ids)], runtime, world, sync=False)
+        accumulate_gradients(module, [(ids, ids)], runtime, world, states=states(size), sync=False)
         del reserve
         return True
     except (RuntimeError, MemoryError) as error:

@@ -17,12 +17,14 @@ from common.files import read_json, write_json
 from common.lock import owned
 from common.settings import UserError, differences
 from data.shards import Manifest
-from model.gpt import GPT
-from trainer.checkpoint import Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
+from model.gpt import GPT, GPTState
+from model.state import parts_of, restored
+from trainer.checkpoint import FLOATS, Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import device_name
+from trainer.tensor_file import Expected
 
 _KEPT = set(Kept.model_fields)
 
@@ -70,13 +72,25 @@ def find_checkpoint(run_dir: Path, world: World) -> Path | None:
     return path
 
 
-def restore(path: Path, fresh: TrainState, tensors: Mapping[str, Mapping[str, Tensor]], world: World) -> TrainState:
+def restore(
+    path: Path,
+    fresh: TrainState,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    world: World,
+    carried: GPTState | None = None,
+    rows: slice = slice(None),
+) -> tuple[TrainState, GPTState | None]:
     """Load a checkpoint into a run's tensors and random generators, and return its state.
 
     Args:
         path: a verified checkpoint.
         fresh: the state in which the run would begin.
         tensors: those of "model" and "optimizer", by name.
+        carried: with data.carry_state, a state of the model of the size of this process's sequences.
+        rows: this process's sequences of the global batch.
+
+    Returns:
+        The run's state, and with data.carry_state that of the model after the text so far, of `rows`.
 
     Raises:
         UserError: the checkpoint belongs to a run with another model or other data.
@@ -91,12 +105,21 @@ def restore(path: Path, fresh: TrainState, tensors: Mapping[str, Mapping[str, Te
         with torch.no_grad():
             for key, value in of_run.items():
                 world.own(value).copy_(stored[key])
-    saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))
+    world.at("reading random")
+    sequences = state.batch_tokens // state.seq_len
+    streams: Expected = {
+        name: (torch.Size([sequences, *x.shape[1:]]), FLOATS if x.is_floating_point() else [x.dtype])
+        for name, (x, _) in parts_of(carried, "carried")
+    }
+    saved_states = checkpoint.tensors(
+        "random", {**random_tensors(state.processes, state.device), **streams}, dict.fromkeys(streams, rows)
+    )
     if (state.processes, state.device) == (world.size, world.device.type):
         set_random_state(saved_states[RANDOM][world.rank], world.device)
     else:  # other processes than before: each gets a new generator
         seed_process(f"{state.seed} {state.step} {world.rank}")
-    return state.model_copy(update={"dataset_dir": fresh.dataset_dir})
+    here = {name: value.to(world.device) for name, value in saved_states.items()}
+    return state.model_copy(update={"dataset_dir": fresh.dataset_dir}), restored(carried, here, "carried")
 
 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from common.console import say, warn
 from common.settings import UserError
-from data.loader import EvalBatches, TrainBatches
+from data.loader import EvalBatches, TrainBatches, eval_streams
 from data.mixture import open_mixture
 from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.gpt import GPT
+from model.gpt import GPT, GPTState
+from model.state import cat_states, parts_of, select_rows
 from trainer.average import Average
 from trainer.config import TrainConfig
 from trainer.curves import RunCurves, curves_of
@@ -89,10 +90,20 @@ class Run:
         self.optimizer = config.optim.build(self.gpt, world)
         self.average = None if config.average is None else Average(self.gpt, config.average, world)
         self.state = new_state(config, self.manifest)
+        first, stop = self._sequences(self.step)
+        carried = self.gpt.initial_state(stop - first) if config.data.carry_state else None
         if checkpoint is not None:
-            self.state = restore(checkpoint, self.state, self._tensors(), world)
+            carried = self._restore(checkpoint, carried)
             say(f"resuming {config.run_dir} after step {self.step}")
         self.micro_batch = self._choose_micro_batch()
+        self.carried = self._by_micro_batch(carried)
+        """With data.carry_state, the model's state after the text so far of each micro-batch."""
+
+    def _restore(self, checkpoint: Path, carried: GPTState | None) -> GPTState | None:
+        """Load a checkpoint; returns the carried state in it, for one like it."""
+        fresh, rows = new_state(self.config, self.manifest), slice(*self._sequences(self.step))
+        self.state, after = restore(checkpoint, fresh, self._tensors(), self.world, carried, rows)
+        return after
 
     def _choose_micro_batch(self) -> int:
         """The configured size, or the largest that fits. A run chooses only once, because rounding depends on it."""
@@ -108,7 +119,10 @@ class Run:
                 memory = step_memory(self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute)
                 return memory.peak - memory.weights - memory.optimizer
 
-            size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world)
+            def states(size: int) -> list[GPTState]:
+                return [self.gpt.initial_state(size)] if self.config.data.carry_state else []
+
+            size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world, states)
             self.state = self.state.model_copy(update={"micro_batch": size, "micro_batch_for": place})
         else:
             say(f"runtime.micro_batch=auto: {self.state.micro_batch}, as chosen when this run began on {place}")
@@ -137,6 +151,7 @@ class Run:
             UserError: the run must halt, or memory ran out. Weights and optimizer are unchanged.
         """
         started = time.perf_counter()
+        self.carried = self._states()
         try:
             line = self._skip_known_bad_step() or self._step()
         except RuntimeError as error:
@@ -159,6 +174,7 @@ class Run:
             micro_batches,
             self.runtime,
             self.world,
+            states=self.carried,
             grad_clip=config.optim.grad_clip,
             refuse=lambda loss, norm: why_bad(loss, norm, self.state.statistics, config.runtime.spike_sigmas),
             asked_to_stop=self.signals.received is not None,
@@ -169,6 +185,7 @@ class Run:
             self.stopped_by = "another process was asked to stop" if own is None else f"stopped by {own.name}"
         if result.refused is not None:
             return self._bad_step(result, lr)
+        self.carried = [*result.states]
         self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
         if self.average is not None:
             self.average.take(self.step)
@@ -246,8 +263,9 @@ class Run:
         if path is None:
             raise UserError(f"{bad}; its checkpoints were deleted, so it cannot go back: use another run_dir")
         passed_over = self.state.passed_over | bad.skip
-        restored = restore(path, new_state(self.config, self.manifest), self._tensors(), self.world)
-        self.state = restored.model_copy(update={"passed_over": passed_over})
+        carried = self._restore(path, cat_states(self.carried) if self.carried else None)
+        self.carried = self._by_micro_batch(carried)
+        self.state = self.state.model_copy(update={"passed_over": passed_over})
         if self.world.is_main:
             self.log.truncate(self.step)
             self.curves = curves_of(read_metrics(self.log.path))
@@ -255,13 +273,39 @@ class Run:
 
     def share(self, step: int) -> MicroBatches:
         """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
-        first, stop = sequences_of(self.world.rank, self.world.size, self.config.batch_sizes.at(step))
+        first, stop = self._sequences(step)
         parts = [torch.from_numpy(ids) for ids in self.batches.batch(step, first, stop)]
         if self.world.device.type == "cuda":
             parts = [ids.contiguous().pin_memory() for ids in parts]  # other memory is copied twice
-        pieces = -(-(stop - first) // self.micro_batch)
-        token_ids, targets = (ids.split(-(-(stop - first) // pieces)) for ids in parts)
+        token_ids, targets = (ids.split(self._at_once(stop - first)) for ids in parts)
         return list(zip(token_ids, targets, strict=True))
+
+    def _sequences(self, step: int) -> tuple[int, int]:
+        """The sequences [first, stop) of a step's batch that belong to this process."""
+        return sequences_of(self.world.rank, self.world.size, self.config.batch_sizes.at(step))
+
+    def _at_once(self, n: int) -> int:
+        """Sequences of a micro-batch, of n in all: as equal as possible. The last one may have fewer."""
+        return -(-n // -(-n // self.micro_batch))
+
+    def _by_micro_batch(self, carried: GPTState | None) -> list[GPTState]:
+        """Split a state of this process's sequences."""
+        if carried is None:
+            return []
+        first, stop = self._sequences(self.step)
+        rows = torch.arange(stop - first).split(self._at_once(stop - first))
+        return [select_rows(carried, some.tolist()) for some in rows]
+
+    def _states(self) -> list[GPTState]:
+        """What the micro-batches of the next step go on from: sequences that begin the corpus, from no text."""
+        begin = torch.from_numpy(self.batches.begins(self.step, *self._sequences(self.step)))
+        if not (self.carried and begin.any()):
+            return self.carried
+        states = []
+        for state, new in zip(self.carried, begin.split(self._at_once(len(begin))), strict=True):
+            rows = torch.arange(len(new)).masked_fill(new, len(new))
+            states.append(select_rows(cat_states([state, self.gpt.initial_state(1)]), rows.tolist()))
+        return states
 
     @contextlib.contextmanager
     def reading_ahead(self) -> Iterator[Prefetch[MicroBatches]]:
@@ -285,8 +329,9 @@ class Run:
 
         Returns whether it is the lowest so far.
         """
+        piece, size = min(self.runtime.sequence_chunk or self.config.seq_len, self.config.seq_len), self.micro_batch
         with contextlib.nullcontext() if self.average is None else self.average.in_place():
-            loss = evaluate(self.gpt, self.windows, self.byte_lengths, self.micro_batch, self.runtime, self.world)
+            loss = evaluate(self.gpt, self.windows, self.byte_lengths, size, self.runtime, self.world, piece)
         if not math.isfinite(loss.nats):
             raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
         self.write(self._line(val_loss=loss.per_token, val_bits_per_byte=loss.bits_per_byte))
@@ -316,11 +361,12 @@ class Run:
         world = self.world
         world.at(f"step {self.step + 1}: save")
         states = world.gather(random_state(world.device).to(world.device))
+        carried = self._all_carried()
         if not world.is_main and not self._in_parts:
             return
         parts = [
             *((name, self._own(tensors)) for name, tensors in self._tensors().items()),
-            ("random", [(RANDOM, torch.stack(states))] if world.is_main else []),
+            ("random", [(RANDOM, torch.stack(states)), *carried] if world.is_main else []),
         ]
         where = {"processes": world.size, "device": world.device.type}
         self.saver.save(parts, self.state.model_copy(update=where))
@@ -331,6 +377,18 @@ class Run:
         """The run's tensors by name, as in its checkpoints."""
         averages = {} if self.average is None else self.average.tensors
         return {"model": self.gpt.state_dict() | averages, "optimizer": named_state(self.gpt, self.optimizer)}
+
+    def _all_carried(self) -> list[tuple[str, Tensor]]:
+        """The carried states of all processes, in the main process on the CPU. Every process must call this."""
+        world, named = self.world, parts_of(cat_states(self.carried) if self.carried else None, "carried")
+        counts = [b - a for a, b in (sequences_of(r, world.size, self.config.batch_size) for r in range(world.size))]
+        whole = []
+        for name, (own, _) in named:
+            same_size = torch.cat([own, own.new_zeros(max(counts) - len(own), *own.shape[1:])]).to(world.device)
+            rows = [part[:n] for part, n in zip(world.gather(same_size), counts, strict=True)]
+            if world.is_main:
+                whole.append((name, torch.cat(rows).cpu()))
+        return whole
 
     @property
     def _in_parts(self) -> bool:
@@ -400,10 +458,13 @@ def open_data(config: TrainConfig) -> OpenData:
     manifest, tokenizer = read_manifest(config.dataset_dir), load_tokenizer(config.dataset_dir / TOKENIZER)
     _check_vocabulary(config, manifest, tokenizer)
     train, val = (TokenStream(config.dataset_dir, manifest, split) for split in ("train", "val"))
-    n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
-    sizes = config.batch_sizes
-    batches = TrainBatches(train, config.seq_len, sizes.last, config.seed, sizes.doublings)
-    return OpenData(manifest, tokenizer, batches, EvalBatches(val, config.seq_len, n_windows))
+    sizes, carry, n_batches = config.batch_sizes, config.data.carry_state, config.eval.batches
+    batches = TrainBatches(train, config.seq_len, sizes.last, config.seed, sizes.doublings, carry)
+    if carry:
+        windows = eval_streams(val, config.seq_len, sizes.last, n_batches)
+    else:
+        windows = EvalBatches(val, config.seq_len, n_batches and n_batches * sizes.last)
+    return OpenData(manifest, tokenizer, batches, windows)
 
 
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:

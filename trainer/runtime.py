@@ -55,6 +55,9 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     auto: as many as fit in memory."""
     strategy: Literal["ddp", "fsdp"]
     """ddp: every process holds the whole model; fsdp: each holds a part, for models too large for one GPU."""
+    sequence_chunk: int | None = Field(ge=1)
+    """Tokens of a sequence that go through the model at once. Longer sequences take several passes, forwards and
+    backwards, which carry the state: the gradient stays exact. Only for models whose state has one size. null: all."""
     recompute: Recompute
     """Activations that the backward pass computes again instead of keeping them. block: all but the inputs of blocks;
     selective: all but these and blocks' products with weights."""
@@ -76,6 +79,8 @@ class Runtime:
 
     device: torch.device
     dtype: torch.dtype
+    sequence_chunk: int | None = None
+    """That of RuntimeConfig."""
 
     def announce(self) -> None:
         """Print the choice."""
@@ -114,7 +119,7 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow
     torch.set_float32_matmul_precision("high")
-    return Runtime(device, getattr(torch, name))
+    return Runtime(device, getattr(torch, name), config.sequence_chunk if isinstance(config, RuntimeConfig) else None)
 
 
 def _is_bfloat16_fast(device: torch.device) -> bool:

@@ -98,7 +98,7 @@ class Saver:
     def _copy(self, part: str, name: str, value: Tensor) -> Tensor:
         value = value.detach()
         copy = self._copies.get((part, name))
-        if copy is None or copy.shape != value.shape:
+        if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
             copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
             self._copies[part, name] = copy
         return copy.copy_(value, non_blocking=True)

@@ -1,14 +1,16 @@
 """One training step: forward and backward passes over micro-batches, clipping, and the optimizer's update."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from model.gpt import GPT
+from model.gpt import GPT, GPTState
 from model.ops.log_attention import fallback
 from trainer.distributed import World
+from trainer.pieces import Pieces
 from trainer.runtime import Runtime
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -23,9 +25,11 @@ class SummedLoss(nn.Module):
         super().__init__()
         self.gpt = gpt
 
-    def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) ids and targets -> the sum of the losses, in nats."""
-        return self.gpt.summed_loss(token_ids, targets)
+    def forward(
+        self, token_ids: Tensor, targets: Tensor | None, state: GPTState | None = None, return_state: bool = False
+    ) -> Any:
+        """(B, T) ids and targets -> the sum of the losses, in nats, and with `return_state` the state after them."""
+        return self.gpt.summed_loss(token_ids, targets, state, return_state)
 
 
 class StepResult(NamedTuple):
@@ -42,6 +46,8 @@ class StepResult(NamedTuple):
     exact_tiles: int = 0
     """Tiles of log attention that all processes computed again by the exact form in forward passes, including those of
     recomputation."""
+    states: Sequence[GPTState] = ()
+    """The states after this process's micro-batches, without graphs, if there were states before them."""
     refused: str | None = None
     """Why the weights were not updated, with the gradients left in place; None: the weights were updated."""
 
@@ -53,6 +59,7 @@ def train_step(
     runtime: Runtime,
     world: World | None = None,
     *,
+    states: Sequence[GPTState] = (),
     grad_clip: float | None = None,
     refuse: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
     asked_to_stop: bool = False,
@@ -67,6 +74,7 @@ def train_step(
         summed_loss: (B, T) ids and targets -> summed loss; a SummedLoss, possibly wrapped by World.wrap.
         micro_batches: this process's part of the global batch.
         world: the processes that train together; None: this one alone.
+        states: that each micro-batch goes on from; none: all begin texts.
         grad_clip: largest norm of the whole gradient; None: not clipped.
         refuse: gets loss and gradient norm before the update; returns why it must not happen, or None.
         asked_to_stop: travels with the loss, so that all processes stop after the same step.
@@ -78,7 +86,9 @@ def train_step(
     repaired_before = repaired.clone()
     n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
     valid = world.sum(torch.full((), n_valid, dtype=torch.float64, device=world.device))
-    own_loss = accumulate_gradients(summed_loss, micro_batches, runtime, world, scale=world.size / valid, name=name)
+    own_loss, after = accumulate_gradients(
+        summed_loss, micro_batches, runtime, world, states=states, scale=world.size / valid, name=name
+    )
     world.at(f"{name}: loss")
     own = own_loss, own_loss.new_full((), asked_to_stop), (repaired - repaired_before).double().squeeze()
     total, asked, tiles = world.sum(torch.stack(own))
@@ -86,7 +96,7 @@ def train_step(
     norm = world.full(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     # Nothing else in a step makes the CPU wait for a GPU.
     loss, grad_norm, asked, tiles = torch.stack([total / valid, norm.double(), asked, tiles]).tolist()
-    result = StepResult(loss, grad_norm, own_loss, stop=asked > 0, exact_tiles=int(tiles))
+    result = StepResult(loss, grad_norm, own_loss, stop=asked > 0, exact_tiles=int(tiles), states=after)
     if (reason := refuse(result.loss, result.grad_norm)) is not None:
         return result._replace(refused=reason)
     if grad_clip is not None:
@@ -102,25 +112,31 @@ def accumulate_gradients(
     runtime: Runtime,
     world: World,
     *,
+    states: Sequence[GPTState] = (),
     scale: float | Tensor = 1.0,
     sync: bool = True,
     name: str = "step",
-) -> Tensor:
-    """Add the gradient of scale x loss of each micro-batch; returns the sum of the losses, float64.
+) -> tuple[Tensor, list[GPTState]]:
+    """Add the gradient of scale x loss of each micro-batch; returns the sum of the losses, float64, and states.
 
     DDP averages gradients over processes, so `scale` includes the number of processes as a factor.
 
     Args:
+        states: that each micro-batch goes on from, through which no gradient goes; none: all begin texts.
         sync: average the gradients over the processes in the last backward pass.
     """
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    total, after = torch.zeros((), dtype=torch.float64, device=world.device), []
     for i, micro_batch in enumerate(micro_batches, start=1):
-        world.at(f"{name}: forward {i}")
         x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
-        with world.sync_gradients(summed_loss, now=sync and i == len(micro_batches)):
-            with runtime.autocast():
-                loss = summed_loss(x, y)
-            world.at(f"{name}: backward {i}")
-            (loss * scale).backward()
-        total += loss.detach()
-    return total
+        at = partial(world.at, f"{name}: forward {i}")
+        pieces = Pieces(summed_loss, runtime, x, y, states[i - 1] if states else None, at)
+        for number in reversed(range(len(pieces))):
+            with world.sync_gradients(summed_loss, now=sync and i == len(micro_batches) and number == 0):
+                at()
+                loss = pieces.forward(number)
+                world.at(f"{name}: backward {i}")
+                pieces.backward(loss * scale)
+            total += loss.detach()
+        if states:
+            after.append(pieces.last)
+    return total, after

@@ -1,7 +1,7 @@
 """The interface of attention mechanisms, and the projections that most of them share."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -11,7 +11,7 @@ from torch.nn.functional import rms_norm, sigmoid, silu
 from common.settings import Settings
 from model.attention.decay import Decay
 from model.fused import FusedLinear
-from model.ops.causal_conv import causal_conv, initial_conv
+from model.ops.causal_conv import causal_conv, initial_conv, no_inputs
 from model.position import NO_ORDER, Order, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
@@ -21,6 +21,8 @@ _GATES = {"silu": silu, "sigmoid": sigmoid}
 class AttentionSettings(Settings, defaults="attention_parts"):
     """Base of the mechanisms' configurations, with the parts that any mechanism can have."""
 
+    constant_state: ClassVar[bool] = False
+    """Whether the state has one size, whatever the number of tokens."""
     conv: Literal[0, 4]
     """Width of a causal convolution over each feature of queries, keys and values; 0: none."""
     qk_norm: bool
@@ -81,6 +83,8 @@ class Attention(nn.Module):
     """(q, k, v) or (q, k, v, log_f) -> the same results, from the equation in the source."""
     resets = False
     """Whether log_f = -inf makes a token the first of a document."""
+    by_distance = False
+    """Whether `attend` takes starts together with a state, because what a token sees depends on distances alone."""
 
     def __init__(self, n_embd: int, n_head: int, n_out: int, parts: Sequence[int], n_group: int = 1) -> None:
         """Create the projection.
@@ -122,9 +126,9 @@ class Attention(nn.Module):
         change it, and model/state.py batches the rows of several states.
 
         Raises:
-            ValueError: documents start, and there is a state, or one is wanted.
+            ValueError: documents start, and there is a state, or one is wanted, and the mechanism cannot do that.
         """
-        if order.starts is not None and (return_state or state is not None):
+        if order.starts is not None and (return_state or state is not None) and not (self.resets or self.by_distance):
             raise ValueError("order.starts cannot be used with a state: pass each document by itself")
         seen, state = state if self.conv is not None and state is not None else (None, state)
         features, seen = self.features(x, seen, order.starts)
@@ -133,6 +137,16 @@ class Attention(nn.Module):
         if not return_state:
             return y, None
         return y, state if self.conv is None else (seen, state)
+
+    def initial_state(self, B: int) -> Any:
+        """The state of B texts before their first tokens, of the size that it always has."""
+        if self.conv is None:
+            return self.empty(B)
+        return no_inputs(self.conv, B, self.qkv.out_features), self.empty(B)
+
+    def empty(self, B: int) -> Any:
+        """What `attend` takes as the state of B texts before their first tokens."""
+        raise NotImplementedError
 
     def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Compute `forward` from the equation in the source, for a text from its beginning."""

@@ -99,6 +99,19 @@ class SparseCache(NamedTuple):
         empty = cls(k[:, :, :0], v[:, :, :0], place, (0,) * len(k))
         return empty.append(k, v, patterns)[0]._pruned(patterns)
 
+    @classmethod
+    def empty(
+        cls, B: int, H: int, D: int, patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device
+    ) -> "SparseCache":
+        """Return the cache before the first token, with all columns that patterns of limited reach ever need."""
+        S = reach_of(patterns) or 0
+        k, v = (torch.zeros(B, H, S, D, dtype=dtype, device=device) for _ in range(2))
+        return cls(k, v, torch.zeros(B, 1, S, dtype=torch.int32, device=device), (0,) * B)
+
+    def without_columns(self, gone: Tensor) -> "SparseCache":
+        """Return the cache without the tokens of some columns, bool (B, S), which keep their places."""
+        return self._replace(place=self.place.masked_fill(gone.unsqueeze(1), 0))
+
     def append(self, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> tuple["SparseCache", Tensor, Tensor, Tensor]:
         """Add T tokens with keys (B, H, T, D) and values (B, H, T, E).
 
@@ -110,7 +123,7 @@ class SparseCache(NamedTuple):
         new = positions(lengths, T, k.device).expand(len(k), T).to(torch.int32)
         place = torch.cat([self.place, 1 + new.unsqueeze(1)], dim=2)
         in_place = T <= _PRUNE_EVERY  # a buffer for more tokens could be far larger than the columns that are kept
-        k_all, v_all, room = _extend(self.k, self.v, self.room, k, v, in_place)
+        k_all, v_all, room = _extend(self.k.to(k.dtype), self.v.to(v.dtype), self.room, k, v, in_place)
         after = SparseCache(k_all, v_all, place, lengths, room)
         due = max(lengths) // _PRUNE_EVERY > max(self.lengths) // _PRUNE_EVERY
         if due or reach_of(patterns) is not None:

@@ -1,7 +1,8 @@
 """Linear attention (Katharopoulos et al. 2020): weights are products of positive features."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from model.attention.base import AttentionSettings, MultiHeadAttention, chunked_flops
@@ -12,6 +13,7 @@ class LinearConfig(AttentionSettings, defaults="model/attention/linear"):
     """Similarity phi(q)^T phi(k) with phi(x) = elu(x) + 1, in time linear in the sequence length."""
 
     name: Literal["linear"]
+    constant_state: ClassVar[bool] = True
     decay: Literal["none", "fixed", "head", "feature"]
     """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
     feature that depends on the token."""
@@ -39,6 +41,12 @@ class LinearAttention(MultiHeadAttention):
         log_f: Tensor | None = None,
     ) -> tuple[Tensor, LinearAttentionState]:
         return linear_attention(q, k, v, state, log_f)
+
+    def empty(self, B: int) -> LinearAttentionState:
+        weight, sizes = self.qkv.weight, (B, self.n_head, self.head_dim)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        S, z = (torch.zeros(shape, dtype=dtype, device=weight.device) for shape in ((*sizes, self.head_dim), sizes))
+        return LinearAttentionState(S, z)
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
         return naive_linear_attention(q, k, v, log_f)

@@ -1,6 +1,6 @@
 """Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant size."""
 
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -17,6 +17,7 @@ _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of fl
 
 
 class _Sizes(AttentionSettings):
+    constant_state: ClassVar[bool] = True
     decay: Literal["none", "fixed", "head", "feature"]
     """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
     feature that depends on the token."""
@@ -101,13 +102,25 @@ class LogSpaceAttention(Attention):
     def naive_attend(self, q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None = None) -> Tensor:
         return cast(Tensor, naive_log_attention(q, k, log_v, log_f))
 
+    def empty(self, B: int) -> LogAttentionState:
+        weight = self.qkv.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        shape = B, self.n_head, self.state_features, self.state_values
+        log_s = torch.full(shape, -torch.inf, dtype=dtype, device=weight.device)
+        return LogAttentionState(log_s, log_s[..., 0].clone())
+
+    @property
+    def state_values(self) -> int:
+        """Columns of a head's state, without the normalizer's."""
+        return self.d_val
+
     @property
     def state_features(self) -> int:
         """Rows of a head's state."""
         return (self.d_key // 2) ** 2 if self.product else self.d_key
 
     def flops_per_token(self, seq_len: int) -> int:
-        return chunked_flops(self.n_head, min(self.chunk, seq_len), self.state_features, self.d_val)
+        return chunked_flops(self.n_head, min(self.chunk, seq_len), self.state_features, self.state_values)
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):
@@ -127,14 +140,15 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         positive, negative = log_y.exp().chunk(2, dim=-1)
         return positive - negative, after
 
+    @property
+    def state_values(self) -> int:
+        return 2 * self.d_val
+
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
         """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not matter."""
         terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
         scores = (terms if log_f is None else terms + forgotten(log_f)).logsumexp(-1)  # (B, H, T, T)
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
-
-    def flops_per_token(self, seq_len: int) -> int:
-        return chunked_flops(self.n_head, min(self.chunk, seq_len), self.state_features, 2 * self.d_val)
 
 
 class _Split(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Causal Longformer attention (Beltagy et al. 2020): a window, and global tokens with their own projections."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -19,6 +19,7 @@ class LongformerConfig(GroupedSettings, defaults="model/attention/longformer"):
     """The last `window` keys, and the first `n_global` keys, which are global."""
 
     name: Literal["longformer"]
+    constant_state: ClassVar[bool] = True
     window: int = Field(ge=1, le=LARGEST)
     """Keys that a query attends to, including its own."""
     n_global: int = Field(ge=1, le=LARGEST)

@@ -1,10 +1,11 @@
 """Sliding windows (Beltagy et al. 2020), dilated or not, which can differ by head."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ValidationInfo, field_validator
 
 from model.attention.base import GroupedSettings
+from model.attention.cache import SparseCache
 from model.attention.sparse import SparseAttention
 from model.ops.sparse_attention.patterns import window
 
@@ -13,6 +14,7 @@ class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_win
     """The last `window` keys, including the query's own; with dilation, every (dilation + 1)-th key."""
 
     name: Literal["sliding_window"]
+    constant_state: ClassVar[bool] = True
     window: int | tuple[int, ...]
     """Keys that a query attends to; a list gives one number for each head."""
     dilation: int | tuple[int | None, ...] | None
@@ -36,9 +38,22 @@ class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_win
                     f"{name} lists {len(value)} for n_head={n_head}: give one for each head, or one number"
                 )
 
-    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> SparseAttention:
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SlidingWindowAttention":
         self.check(n_embd, n_head, head_dim)
         windows = self.window if isinstance(self.window, tuple) else (self.window,) * n_head
         dilations = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,) * n_head
         patterns = [window(size, gap or 0) for size, gap in zip(windows, dilations, strict=True)]
-        return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
+        return SlidingWindowAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
+
+
+class SlidingWindowAttention(SparseAttention):
+    """Causal attention in windows; its state are the windows' keys and values."""
+
+    by_distance = True
+
+    def empty(self, B: int) -> tuple[SparseCache, ...]:
+        dtype, device = self.qkv.weight.dtype, self.qkv.weight.device
+        return tuple(
+            SparseCache.empty(B, len(group.kv_heads), self.head_dim, group.patterns, dtype, device)
+            for group in self.groups
+        )

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
@@ -114,8 +114,10 @@ class SparseAttention(MultiHeadAttention):
         starts: Tensor | None = None,
     ) -> tuple[Tensor, tuple[SparseCache, ...] | None]:
         """Several documents in a window take dense attention with a mask, whatever the pattern."""
+        if starts is not None and return_state and state is None:
+            state = self.empty(len(q))
         if state is not None:
-            return self._continue(q, k, v, state)
+            return self._continue(q, k, v, state, starts)
         if starts is not None:
             t = document_positions(starts)
             mask = pattern_mask(self.patterns, t, t) & document_mask(starts)  # (B, 1 or H, T, T)
@@ -126,15 +128,22 @@ class SparseAttention(MultiHeadAttention):
         caches = (SparseCache.of(_heads(k, g.kv_heads), _heads(v, g.kv_heads), g.patterns) for g in self.groups)
         return y, tuple(caches)
 
+    @torch.compiler.disable  # it counts tokens, which would be compiled again for each count
     def _continue(
-        self, q: Tensor, k: Tensor, v: Tensor, state: tuple[SparseCache, ...]
+        self, q: Tensor, k: Tensor, v: Tensor, state: tuple[SparseCache, ...], starts: Tensor | None
     ) -> tuple[Tensor, tuple[SparseCache, ...]]:
         """Attend from T more tokens to these and the cached ones."""
+        document = None if starts is None else starts.cumsum(1)  # (B, T), 0: that of the cached tokens
         parts, caches = [], []
         for (patterns, heads, kv_heads), cache in zip(self.groups, state, strict=True):
             after, k_all, v_all, j = cache.append(_heads(k, kv_heads), _heads(v, kv_heads), patterns)
             i = positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
             mask = pattern_mask(patterns, i, j) & (j >= 0)[:, None, None]  # (B, 1 or H, T, S)
+            if document is not None:
+                of_keys = pad(document, (j.shape[1] - document.shape[1], 0))  # (B, S)
+                mask = mask & (document.unsqueeze(2) == of_keys.unsqueeze(1)).unsqueeze(1)
+                last = of_keys[:, j.shape[1] - after.place.shape[2] :]
+                after = after.without_columns(last != document[:, -1:])
             if q.shape[2] == 1:
                 seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
                 if 0 < 2 * len(seen) < k_all.shape[2]:  # copying these keys costs less than reading all

@@ -33,7 +33,7 @@ def causal_conv(
         starts: (B, T), bool: these tokens and later ones read zeros in place of the inputs before them.
 
     Returns:
-        y (B, T, D), and the last W - 1 inputs.
+        y (B, T, D), and the last W - 1 inputs, with zeros for those of earlier documents.
     """
     if weight is None:
         return x, None
@@ -42,11 +42,17 @@ def causal_conv(
     W, T = len(weight), x.shape[1]
     before = x.new_zeros(len(x), W - 1, x.shape[2]) if seen is None else seen.to(x.dtype)
     padded = torch.cat([before, x], dim=1)  # (B, W - 1 + T, D)
-    others = None
+    others, after = None, padded[:, T:].clone()  # a view would keep all inputs in memory
     if starts is not None:
         document = pad(starts.cumsum(1), (W - 1, 0)).unsqueeze(-1)  # (B, W - 1 + T, 1)
         others = document.unfold(1, T, 1).mT != document[:, W - 1 :].unsqueeze(1)  # (B, W, T, 1)
-    return _CausalConv.apply(padded, weight, others), padded[:, T:].clone()  # a view would keep all inputs in memory
+        after = after.masked_fill(document[:, T:] != document[:, -1:], 0)
+    return _CausalConv.apply(padded, weight, others), after
+
+
+def no_inputs(weight: Tensor, B: int, D: int) -> Tensor:
+    """What `seen` is before the first token: zeros (B, W - 1, D)."""
+    return torch.zeros(B, weight.numel() // D - 1, D, dtype=weight.dtype, device=weight.device)
 
 
 class _CausalConv(torch.autograd.Function):

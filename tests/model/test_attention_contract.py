@@ -23,7 +23,7 @@ from model.attention.base import AttentionSettings
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
 from model.position import Order, RotaryPosition
-from model.state import cat_states, select_rows
+from model.state import cat_states, parts_of, restored, select_rows
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
@@ -41,7 +41,7 @@ CONSTANT = {"linear", "log_space", "log_space_signed", "longformer", "sliding_wi
 """Mechanisms whose state has the same size after any number of tokens."""
 
 
-def parts_of(cls):
+def choices_of(cls):
     """The values of the parts that a mechanism can have."""
     parts = {}
     for part in (part for part in PARTS if part in cls.model_fields):
@@ -55,7 +55,7 @@ def space_of(cls, factors):
     """All values of everything that can vary for a mechanism."""
     name = variant_names(cls)[0]
     own = [(name, i) for i in range(len(OWN.get(name, [{}])))]
-    return {"name": [name], "own": own, **parts_of(cls), **factors}
+    return {"name": [name], "own": own, **choices_of(cls), **factors}
 
 
 def pairs_in(space):
@@ -134,7 +134,7 @@ POSITIONS = ["log_recurrence", "learned", "rotary", "none"]
 )
 def test_every_pair_of_settings_is_tried(factors):
     rows = covering(factors)
-    values = {part: {value for cls in ATTENTION for value in parts_of(cls).get(part, ())} for part in PARTS}
+    values = {part: {value for cls in ATTENTION for value in choices_of(cls).get(part, ())} for part in PARTS}
     values |= {factor: set(several) for factor, several in factors.items()}
     for a, b in itertools.combinations(values, 2):
         if {a, b} != {"decay", "n_kv_head"}:  # of one mechanism, which has two kinds of decay
@@ -142,7 +142,7 @@ def test_every_pair_of_settings_is_tried(factors):
             assert found == set(itertools.product(values[a], values[b])), (a, b)
     for cls in ATTENTION:
         mine = [row for row in rows if row["name"] == variant_names(cls)[0]]
-        for key, several in (parts_of(cls) | factors).items():
+        for key, several in (choices_of(cls) | factors).items():
             assert {row[key] for row in mine} == set(several), (cls, key)
         for own in {row["own"] for row in mine}:
             tried = [row for row in mine if row["own"] == own]
@@ -169,7 +169,7 @@ def rotation_of(case, x, rotary, before=None):
     if not rotary:
         return None
     query_dim = TypeAdapter(AttentionConfig).validate_python(case).query_dim(HEAD_DIM)
-    return RotaryPosition(query_dim, 100.0)(x, before)[1]
+    return RotaryPosition(query_dim, 100.0)(x, before and torch.tensor(before))[1]
 
 
 def order_of(case, x, rotary, before=None):
@@ -462,6 +462,26 @@ def test_a_document_does_not_change_another(case, position):
         assert changes(None) > 1e-13
 
 
+def is_carried(case):
+    return case["name"] in CONSTANT - {"longformer"}
+
+
+@on_pairs(is_carried, position=["log_recurrence", "rotary", "none"])
+def test_a_text_goes_on_from_the_state_before_its_first_token(case, position):
+    """It has its size from the beginning, and means the same as None."""
+    gpt, text = gpt_of(attention=case, position={"name": position}, block={"name": "mlp", "conv": 4}), ids(70, B=2)
+    with torch.no_grad():
+        wanted, state = gpt(text), gpt.initial_state(2)
+        gpt.config.check_constant_state("carried state", carried=True)
+        for piece in text.split([20, 1, 49], dim=1):
+            shapes = {name: (x.shape, x.dtype) for name, (x, _) in parts_of(state)}
+            logits, state = gpt(piece, state, return_state=True)
+            assert {name: (x.shape, x.dtype) for name, (x, _) in parts_of(state)} == shapes
+    close(logits, wanted[:, 21:])
+    other = restored(state, {name: x.clone() for name, (x, _) in parts_of(state)})
+    close(gpt(text, other), gpt(text, state))
+
+
 @on_documents
 def test_a_packed_text_in_pieces_is_the_whole(case, position):
     gpt = with_documents(case, position)
@@ -477,7 +497,9 @@ def test_a_packed_text_in_pieces_is_the_whole(case, position):
 
 def test_documents_are_refused_in_one_line_where_they_have_no_meaning():
     for case in (settings_of(own) for cls in ATTENTION for own in space_of(cls, {})["own"]):
-        if keeps_documents_apart(case):
+        if keeps_documents_apart(case) and case["name"] in CONSTANT:
+            build(case)(text(5), Order(starts=torch.ones(2, 5, dtype=torch.bool)), return_state=True)
+        elif keeps_documents_apart(case):
             x, starts = text(5), torch.ones(2, 5, dtype=torch.bool)
             with pytest.raises(ValueError, match="starts cannot be used with a state"):
                 build(case)(x, Order(starts=starts), return_state=True)
@@ -532,7 +554,7 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
         ({"attention": {"name": "softmax", "n_kv_head": 0}}, "attention.n_kv_head=0: .* greater than or equal to 1"),
         ({"attention_pattern": ["softmax", {"name": "softmax", "n_kv_head": 8}]}, "pattern.1: n_kv_head=8 does not"),
         ({"attention_pattern": []}, "attention_pattern.* at least 1 item"),
-        ({"attention_pattern": "softmax"}, "attention_pattern='softmax': .* valid list"),
+        ({"attention_pattern": "softmax"}, "attention_pattern='softmax': give several values in brackets"),
         (
             {"attention_pattern": ["softmaxx"]},
             r"attention_pattern.0.*'softmaxx' does not exist: did you mean 'softmax'\?",

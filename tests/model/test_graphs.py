@@ -21,7 +21,7 @@ from model.state import cat_states, select_rows
 ONE_SIZE = [
     ({"name": "log_space", "decay": "feature", "conv": 4}, {"name": "mlp", "conv": 4}, "none"),
     ({"name": "log_space"}, {"name": "glu"}, "log_recurrence"),
-    ({"name": "log_space_signed"}, {"name": "mlp"}, "none"),
+    ({"name": "log_space_signed"}, {"name": "mlp"}, "rotary"),
     ({"name": "linear", "decay": "head"}, {"name": "mlp"}, "log_recurrence"),
 ]
 each_model = pytest.mark.parametrize(("attention", "block", "position"), ONE_SIZE, ids=str)
@@ -138,7 +138,7 @@ def test_states_of_one_size_use_graphs_that_pass_their_check(gpu, capsys, attent
     [
         ("softmax", "none", None, None, "the model's state grows with the text, or counts its tokens"),
         ("sliding_window", "none", None, None, "the model's state grows with the text, or counts its tokens"),
-        ("log_space", "rotary", None, None, "the model's state grows with the text, or counts its tokens"),
+        ("log_space", "learned", None, None, "the model's state grows with the text, or counts its tokens"),
         ("log_space", "none", 49, None, "the model keeps documents apart"),
         ("log_space", "none", None, "failed a check: why", "a graph failed a check: why"),
     ],

@@ -80,4 +80,4 @@ class Training:
     def one_more(self) -> None:
         """Take one more micro-batch of a step: a forward and a backward pass."""
         world, scale = World(self.runtime.device), 1 / self.batch[0][1].numel()
-        accumulate_gradients(self.summed_loss, self.batch, self.runtime, world, scale=scale).item()
+        accumulate_gradients(self.summed_loss, self.batch, self.runtime, world, scale=scale)[0].item()

@@ -122,7 +122,8 @@ def find_place(config: PlanConfig) -> Place:
     dtype = config.runtime.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" or (known and known.bfloat16 is None) else "bfloat16"
-    runtime = Runtime(torch.device("cpu" if device == "cpu" else "cuda"), getattr(torch, dtype))
+    where = torch.device("cpu" if device == "cpu" else "cuda")
+    runtime = Runtime(where, getattr(torch, dtype), config.runtime.sequence_chunk)
     if device == "cpu":
         return Place("cpu", runtime, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
     if known is not None:

@@ -60,7 +60,8 @@ def _batches(options: Any, dataset_dir: Path, manifest: Manifest, state: TrainSt
         times = f" x 2^{len(doublings)}, for {len(doublings)} batch_doublings" if doublings else ""
         raise UserError(f"batch_tokens={batch_tokens} is not a multiple of seq_len={seq_len}{times}: no run has these")
     stream = TokenStream(dataset_dir, manifest, "train")
-    batches = TrainBatches(stream, seq_len, batch_tokens // seq_len, seed, doublings)
+    in_order = state is not None and state.data.carry_state
+    batches = TrainBatches(stream, seq_len, batch_tokens // seq_len, seed, doublings, in_order)
     if state and state.data.mixture is not None:
         batches.mixture = open_mixture(dataset_dir, manifest, state.data.mixture, seq_len, seed)
     return batches
