@@ -35,6 +35,7 @@ from trainer.saving import Saver
 from trainer.signals import StopSignals
 from trainer.step import MicroBatches, StepResult, SummedLoss, train_step
 from trainer.trackers import TrackedRun
+from trainer.transfer import scale_weights
 
 
 class RollBack(Exception):
@@ -90,6 +91,7 @@ class Run:
         self.summed_loss = world.wrap(summed_loss, config.runtime.strategy, self.runtime.dtype)
         if fsdp:
             initialise(self.gpt, world, self.runtime.param_dtype)
+        scale_weights(self.gpt, config.optim.transfer)
         seed_process(f"{config.seed} 0 {world.rank}")
         self.optimizer = config.optim.build(self.gpt, world)
         self.state = new_state(config, self.manifest)
