@@ -35,7 +35,7 @@ from trainer.saving import Saver
 from trainer.signals import StopSignals
 from trainer.step import MicroBatches, StepResult, SummedLoss, train_step
 from trainer.trackers import TrackedRun
-from trainer.transfer import scale_weights
+from trainer.transfer import ratios, scale_weights
 
 
 class RollBack(Exception):
@@ -372,6 +372,9 @@ class Run:
         self.trackers = config.tracker.open(TrackedRun(self.state.run_id, run_dir, dumped, resumed_at=self.step))
         batch = f"{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
         say(f"{self.gpt.n_params():,} parameters, {batch}, {config.max_steps * config.batch_tokens:,} tokens")
+        if (tuned := config.optim.transfer) and ratios(self.gpt, tuned) != (1, 1):
+            size = f"n_embd={tuned.n_embd}, n_layer={tuned.n_layer}"
+            say(f"optim.max_lr={config.optim.max_lr:g} was tuned for {size}, and is transferred to this model")
 
 
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:

@@ -31,7 +31,10 @@ from model.gpt import GPT, MLPBlock
 
 
 class TransferConfig(Settings):
-    """The size of the model that optim.max_lr was tuned for. A model of that size trains as without transfer."""
+    """The size of the model that optim.max_lr was tuned for, so that it is right for models of other sizes, too.
+
+    Learning rates and initial weights follow from it (CompleteP, Dey et al. 2025); null: they are as given.
+    """
 
     n_embd: int = Field(ge=1)
     """Its model.n_embd."""
@@ -67,11 +70,12 @@ def scales(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]:
             found[layer.bias] = as_tuned
     for block in gpt.blocks:
         is_mlp = isinstance(block, MLPBlock)
-        for layer in (block.proj, block.down) if is_mlp else (block.proj,):
-            drawn = depth**0.5 if is_mlp else 1.0  # an MLPBlock draws these in proportion to n_layer^-0.5
-            found[layer.weight] = Scale(depth / drawn, width * depth, width**0.5 * depth)
-            if layer.bias is not None:
-                found[layer.bias] = Scale(adamw=depth)
+        drawn = depth**0.5 if is_mlp else 1.0  # an MLPBlock draws what follows in proportion to n_layer^-0.5
+        for name, part in block.named_children():
+            if name in ("proj", "down") and isinstance(part, nn.Linear):
+                found[part.weight] = Scale(depth / drawn, width * depth, width**0.5 * depth)
+                if part.bias is not None:
+                    found[part.bias] = Scale(adamw=depth)
         for decay in (module for module in block.modules() if isinstance(module, Decay)):
             if decay.kind == "feature":  # an MLPBlock draws all its linear layers in proportion to n_embd^-0.5
                 found[decay.up.weight] = as_tuned if is_mlp else Scale()
