@@ -66,11 +66,12 @@ def configs():
 
 
 CONFIGS = dict(configs())
+DOCUMENTS = ("flagship", "softmax")  # models whose documents don't see each other
 
 
-def gpt_of(config):
+def gpt_of(name):
     torch.manual_seed(1)
-    gpt = GPT(config).double()
+    gpt = GPT(CONFIGS[name], BYTES.eot_id if name in DOCUMENTS else None).double()
     for parameter in gpt.parameters():  # biases and norms too are what no program would begin with
         torch.nn.init.normal_(parameter, std=0.3)
     return gpt
@@ -78,7 +79,8 @@ def gpt_of(config):
 
 def run_of(gpt, run_dir):
     sizes = {"seed": 1, "seq_len": 16, "batch_tokens": 64}
-    begin_with(gpt, BYTES, run_dir, **sizes, dataset_dir="datasets/none", dataset_fingerprint="")
+    data = {"document_reset": gpt.eot_id is not None}
+    begin_with(gpt, BYTES, run_dir, **sizes, data=data, dataset_dir="datasets/none", dataset_fingerprint="")
     return run_dir
 
 
@@ -98,12 +100,13 @@ def work(tmp_path_factory):
     work = tmp_path_factory.mktemp("hf")
     (work / "results").mkdir()
     token_ids = torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(2))
+    token_ids[0, 9] = BYTES.eot_id
     save_file({"token_ids": token_ids}, work / "input.safetensors")
     (work / "prompts").mkdir()
     for side, share in SIDES.items():
         save_file(padded(token_ids, share), work / "prompts" / f"{side}.safetensors")
-    for name, config in CONFIGS.items():
-        export(run_of(gpt_of(config), work / "runs" / name), work / "exports" / name / "model")
+    for name in CONFIGS:
+        export(run_of(gpt_of(name), work / "runs" / name), work / "exports" / name / "model")
     env = os.environ | {"HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONPATH", None)
     script = Path(__file__).with_name("hf_process.py")
@@ -125,7 +128,7 @@ def greedy(gpt, token_ids, n):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.slow
 def test_logits_and_generated_texts_are_ours(work, name):
-    gpt, ids = gpt_of(CONFIGS[name]), load_file(work / "input.safetensors")["token_ids"]
+    gpt, ids = gpt_of(name), load_file(work / "input.safetensors")["token_ids"]
     got = load_file(work / "results" / f"{name}.safetensors")
     with torch.no_grad():
         wanted = gpt(ids)[..., :257]
@@ -153,7 +156,7 @@ def test_logits_and_generated_texts_are_ours(work, name):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.slow
 def test_texts_of_a_batch_are_continued_as_each_alone_wherever_they_are_padded(work, name):
-    gpt, ids = gpt_of(CONFIGS[name]), load_file(work / "input.safetensors")["token_ids"]
+    gpt, ids = gpt_of(name), load_file(work / "input.safetensors")["token_ids"]
     got = load_file(work / "results" / f"{name}.safetensors")
     with torch.no_grad():
         alone = [greedy(gpt, ids[b, :n], 8).tolist() for b, n in enumerate(LENGTHS)]

@@ -64,7 +64,7 @@ def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
     metadata = {"format": "pt"}  # transformers refuses a file without it
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors", metadata)
     ids = {"bos_token_id": tokenizer.eot_id, "eos_token_id": tokenizer.eot_id}
-    raw = gpt2_config(config) if plain else _own_config(config)
+    raw = gpt2_config(config) if plain else _own_config(config, gpt.eot_id)
     write_json(folder / "config.json", raw | ids | {"dtype": str(gpt.embed.weight.dtype).removeprefix("torch.")})
     write_json(folder / "generation_config.json", ids | {"pad_token_id": tokenizer.eot_id})
     return plain
@@ -78,7 +78,7 @@ def _without_padding(gpt: GPT, n_vocab: int) -> tuple[GPTConfig, dict[str, Tenso
     return config, tensors | by_token
 
 
-def _own_config(config: GPTConfig) -> dict[str, Any]:
+def _own_config(config: GPTConfig, document_start: int | None) -> dict[str, Any]:
     """Return config.json for a model with its own code: the architecture, and keys that other programs look for."""
     limit = {} if config.max_len is None else {"max_position_embeddings": config.max_len}
     return {
@@ -92,6 +92,7 @@ def _own_config(config: GPTConfig) -> dict[str, Any]:
         **limit,
         "tie_word_embeddings": config.tied,
         "architecture": config.model_dump(mode="json"),
+        "document_start": document_start,
     }
 
 

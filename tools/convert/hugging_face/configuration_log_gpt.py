@@ -6,11 +6,21 @@ from transformers import PretrainedConfig
 
 
 class LogGPTConfig(PretrainedConfig):
-    """`architecture` holds a GPTConfig as plain data; `sizes` repeats what other programs look for."""
+    """`architecture` holds a GPTConfig as plain data; `sizes` repeats what other programs look for.
+
+    `document_start` is the id of the token at which a document begins that does not see those before it.
+    """
 
     model_type = "log_gpt"
 
-    def __init__(self, architecture: dict[str, Any] | None = None, use_cache: bool = True, **sizes: Any) -> None:
+    def __init__(
+        self,
+        architecture: dict[str, Any] | None = None,
+        document_start: int | None = None,
+        use_cache: bool = True,
+        **sizes: Any,
+    ) -> None:
         super().__init__(**sizes)
+        self.document_start = document_start
         self.architecture = architecture or {}
         self.use_cache = use_cache

@@ -43,7 +43,7 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LogGPTConfig) -> None:
         super().__init__(config)
-        self.gpt = GPT(decode(GPTConfig, config.architecture))
+        self.gpt = GPT(decode(GPTConfig, config.architecture), config.document_start)
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
