@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from common.console import say
 from common.figures import png
 from common.files import write_atomic
 from tools.report.records import read_records
@@ -35,19 +34,23 @@ def main(folders: list[str]) -> None:
     rows = list(csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines()))
     optimizers = sorted({row["optimizer"] for row in rows}, reverse=True)
     widths = sorted({int(row["width"]) for row in rows})
-    figure = Figure(figsize=(9, 3.6 * len(optimizers)))
+    figure = Figure(figsize=(9, 4.2 * len(optimizers)))
     grid = figure.subplots(len(optimizers), len(_SIDES), sharey="row", sharex="row", squeeze=False)
     for optimizer, panels in zip(optimizers, grid, strict=True):
+        rates = sorted({float(row["rate"]) for row in rows if row["optimizer"] == optimizer})
         for (side, name), axes in zip(_SIDES.items(), panels, strict=True):
             for i, width in enumerate(widths):
                 if curve := _curve(rows, optimizer, side, width):
-                    axes.plot(*zip(*sorted(curve.items()), strict=True), "o-", color=f"C{i}", label=f"{width} features")
-                    rate, loss = _lowest(curve)
-                    axes.plot(rate, loss, "*", color=f"C{i}", markersize=13)
-                    say(f"{optimizer} {name}, width {width}: lowest near {rate:.3g}")
-            axes.set(xscale="log", xlabel="learning rate (optim.max_lr)", title=f"{optimizer}, {name}")
+                    lowest = _lowest(curve)
+                    label = f"{width} features" + (f": lowest at {lowest[0]:.2g}" if lowest else "")
+                    axes.plot(*zip(*sorted(curve.items()), strict=True), "o-", color=f"C{i}", label=label)
+                    if lowest:
+                        axes.plot(*lowest, "*", color=f"C{i}", markersize=13)
+            axes.set(xscale="log", xlabel="learning rate", title=f"{optimizer} {name}")
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # below: it hides no point
+            axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+            axes.minorticks_off()
         panels[0].set_ylabel("validation loss (nats per byte)")
-        panels[0].legend()
     write_atomic(TABLE.with_suffix(".png"), png(figure))
 
 
@@ -68,12 +71,12 @@ def _curve(rows: list[dict[str, str]], optimizer: str, side: str, width: int) ->
     return {float(row["rate"]): float(row["loss"]) for row in found if width == smallest or row["transfer"] == side}
 
 
-def _lowest(curve: Curve) -> tuple[float, float]:
-    """The lowest point of the parabola through the best run and its neighbours, or that run, if it is at an end."""
+def _lowest(curve: Curve) -> tuple[float, float] | None:
+    """The lowest point of the parabola through the best run and its neighbours; None if it lacks one."""
     rates = sorted(curve)
     i = min(range(len(rates)), key=lambda i: curve[rates[i]])
     if not 0 < i < len(rates) - 1:
-        return rates[i], curve[rates[i]]
+        return None
     parabola = np.polyfit(np.log(rates[i - 1 : i + 2]), [curve[rate] for rate in rates[i - 1 : i + 2]], 2)
     place = -parabola[1] / (2 * parabola[0])
     return float(np.exp(place)), float(np.polyval(parabola, place))
