@@ -15,6 +15,7 @@ _ABSENT = {
 }
 _SYNONYMS = {
     "dataset_dir": "out_dir",
+    "ema": "average",
     "learning_rate": "optim.max_lr",
     "n": "num_samples",
     "precision": "runtime.dtype",

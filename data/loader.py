@@ -1,5 +1,8 @@
 """Batches as pure functions: they keep no state between steps, so a restart cannot lose any."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from common.settings import UserError
@@ -12,6 +15,24 @@ IGNORED = -1  # the target of padding
 Batch = tuple[np.ndarray, np.ndarray]
 
 
+class BatchSizes(NamedTuple):
+    """How many sequences each step of a run has. Their order is the same, whatever the sizes. Steps count from 0."""
+
+    last: int
+    """Sequences of a step after the last doubling."""
+    doublings: Sequence[int] = ()
+    """After so many steps, the batch doubles; in ascending order."""
+
+    def before(self, step: int) -> int:
+        """Return how many sequences come before those of `step`."""
+        first = self.last >> len(self.doublings)
+        return first * (step + sum((step - after) << i for i, after in enumerate(self.doublings) if after < step))
+
+    def at(self, step: int) -> int:
+        """Return how many sequences `step` has."""
+        return self.before(step + 1) - self.before(step)
+
+
 class TrainBatches:
     """The training batches of a run: `batch(step)` depends only on dataset, seed and step.
 
@@ -19,8 +40,10 @@ class TrainBatches:
     order; a batch may span two epochs. With a `mixture`, every set has epochs of its own.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, batch_size: int, seed: int) -> None:
-        """Set up for batches of `batch_size` sequences of `seq_len` tokens.
+    def __init__(
+        self, stream: TokenStream, seq_len: int, batch_size: int, seed: int, doublings: Sequence[int] = ()
+    ) -> None:
+        """Set up for batches of `batch_size` sequences of `seq_len` tokens; `doublings` as in BatchSizes.
 
         Raises:
             UserError: the split is shorter than one window.
@@ -28,15 +51,16 @@ class TrainBatches:
         if stream.n_tokens < seq_len + 1:
             has = f"split '{stream.split}' has {stream.n_tokens}"
             raise UserError(f"{seq_len=} needs {seq_len + 1} tokens, {has}: lower seq_len or prepare more text")
-        self.stream, self.seq_len, self.batch_size, self.seed = stream, seq_len, batch_size, seed
+        self.stream, self.seq_len, self.seed = stream, seq_len, seed
+        self.sizes = BatchSizes(batch_size, doublings)
         self.n_windows = (stream.n_tokens - 1) // seq_len
         self.mixture: Mixture | None = None
         """Set by the owner if sets are weighted. None: the corpus as it is."""
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows [start, stop) of the global batch `step`: token_ids and targets, int64 (stop - start, seq_len)."""
-        rows = np.arange(start, self.batch_size if stop is None else stop)
-        begins = self.windows(step * self.batch_size + rows) * self.seq_len
+        rows = np.arange(start, self.sizes.at(step) if stop is None else stop)
+        begins = self.windows(self.sizes.before(step) + rows) * self.seq_len
         tokens = [self.stream.read(begin, begin + self.seq_len + 1) for begin in begins.tolist()]
         windows = np.stack(tokens) if tokens else np.empty((0, self.seq_len + 1), np.int64)
         return windows[:, :-1], windows[:, 1:]
@@ -91,6 +115,6 @@ class EvalBatches:
 
 def step_windows(batches: TrainBatches, step: int) -> list[tuple[int, int]]:
     """Return where the sequences of a step (from 1, as in metrics.jsonl) are in the training split: [start, stop)."""
-    rows = np.arange(batches.batch_size) + (step - 1) * batches.batch_size
-    begins = (batches.windows(rows) * batches.seq_len).tolist()
+    sequences = np.arange(batches.sizes.before(step - 1), batches.sizes.before(step))
+    begins = (batches.windows(sequences) * batches.seq_len).tolist()
     return [(begin, begin + batches.seq_len + 1) for begin in begins]

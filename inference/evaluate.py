@@ -151,6 +151,7 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
         "run": checkpoint.run_dir.name,
         "checkpoint": checkpoint.path.name,
         "step": checkpoint.state.step,
+        "average": config.average and checkpoint.state.average is not None,
         "dataset_dir": str(plan.dataset_dir),
         "split": config.split,
         "batches": config.batches,

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from common.console import say
 from common.settings import Settings, UserError
 from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
@@ -18,6 +19,8 @@ class ModelConfig(Settings):
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
+    average: bool
+    """Load the averaged weights, if the run has them (average in train.py); false: those of the last step."""
     runtime: DeviceConfig
 
 
@@ -64,4 +67,6 @@ def load(config: ModelConfig) -> Loaded:
     """
     runtime = open_runtime(config.runtime)
     checkpoint = open_model(config.checkpoint)
-    return Loaded(checkpoint, *load_model(checkpoint), runtime)
+    if checkpoint.state.average is not None:
+        say(f"{checkpoint.path}: {'averaged weights' if config.average else 'the weights of the last step'}")
+    return Loaded(checkpoint, *load_model(checkpoint, config.average), runtime)

@@ -9,6 +9,7 @@ import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -42,12 +43,17 @@ def main(folders: list[str]) -> None:
             for i, width in enumerate(widths):
                 if curve := _curve(rows, optimizer, side, width):
                     lowest = _lowest(curve)
-                    label = f"{width} features" + (f": lowest at {lowest[0]:.2g}" if lowest else "")
+                    label = f"{width}: {lowest[0]:.2g}" if lowest else f"{width}"
                     axes.plot(*zip(*sorted(curve.items()), strict=True), "o-", color=f"C{i}", label=label)
                     if lowest:
                         axes.plot(*lowest, "*", color=f"C{i}", markersize=13)
             axes.set(xscale="log", xlabel="learning rate", title=f"{optimizer} {name}")
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # below: it hides no point
+            where: dict[str, Any] = {
+                "loc": "upper center",
+                "bbox_to_anchor": (0.5, -0.16),
+                "ncols": 4,
+            }  # hides no point
+            axes.legend(title="features: rate of the lowest loss", **where)
             axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
             axes.minorticks_off()
         panels[0].set_ylabel("validation loss (nats per byte)")

@@ -57,8 +57,16 @@ class TrainConfig(Kept, defaults="train"):
 
     @property
     def batch_size(self) -> int:
-        """Sequences per global batch."""
-        return self.batch_tokens // self.seq_len
+        """Sequences of the largest global batch."""
+        return self.batch_sizes.last
+
+    @property
+    def smallest_batch(self) -> str:
+        """The sequences of the first step, in words for an error."""
+        if not self.batch_doublings:
+            return f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences"
+        doublings = f"the {len(self.batch_doublings)} batch_doublings of batch_tokens={self.batch_tokens}"
+        return f"{doublings} begin with {self.batch_sizes.at(0)} sequences"
 
     @property
     def last_step(self) -> int:
@@ -67,9 +75,12 @@ class TrainConfig(Kept, defaults="train"):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "TrainConfig":
-        if self.batch_tokens % self.seq_len:
-            near = (self.batch_tokens // self.seq_len or 1) * self.seq_len
-            raise ValueError(f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}: use {near}")
+        divisor, doublings = self.seq_len << len(self.batch_doublings), len(self.batch_doublings)
+        if self.batch_tokens % divisor:
+            near = (self.batch_tokens // divisor or 1) * divisor
+            times = f" x 2^{doublings}, for {doublings} batch_doublings" if doublings else ""
+            by = f"seq_len={self.seq_len}{times}"
+            raise ValueError(f"batch_tokens={self.batch_tokens} is not divisible by {by}: use {near}")
         if self.run_dir == Path():
             raise ValueError("run_dir is empty: give the folder of the run, such as run_dir=runs/demo")
         if self.model.max_len is not None and self.seq_len > self.model.max_len:

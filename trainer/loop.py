@@ -77,7 +77,7 @@ def _to_go_on(config: TrainConfig, step: int) -> str:
 
 def _train_on(run: Run, config: TrainConfig) -> None:
     """Train to the end of the run, or until a signal stops it, and save the last step."""
-    with run.reading_ahead(), TrainingProgress(config.last_step, run.step, run.curves) as progress:
+    with run.reading_ahead(), TrainingProgress(config.tokens, config.last_step, run.step, run.curves) as progress:
         while not run.ended:
             run.saver.check()
             line = run.train_step()

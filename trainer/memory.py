@@ -60,7 +60,7 @@ def step_memory(
         gpt: may be on the meta device.
         runtime: of the training; its device need not exist.
         accumulated: whether a step has several micro-batches; matters for several devices only.
-        means: numbers of the optimizer's state for each parameter.
+        means: numbers of the optimizer's state, and of averaged weights, for each parameter.
     """
     wide, narrow = runtime.param_dtype.itemsize, runtime.dtype.itemsize
     weights = gpt.n_params() * wide

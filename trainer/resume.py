@@ -3,11 +3,13 @@
 import os
 import platform
 import secrets
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.commit import git_commit
 from common.console import say, warn
@@ -19,7 +21,6 @@ from model.gpt import GPT
 from trainer.checkpoint import Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.optim import named_state
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import device_name
 
@@ -69,12 +70,13 @@ def find_checkpoint(run_dir: Path, world: World) -> Path | None:
     return path
 
 
-def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Optimizer, world: World) -> TrainState:
-    """Load a checkpoint's tensors into model, optimizer and random generators, and return its state.
+def restore(path: Path, fresh: TrainState, tensors: Mapping[str, Mapping[str, Tensor]], world: World) -> TrainState:
+    """Load a checkpoint into a run's tensors and random generators, and return its state.
 
     Args:
         path: a verified checkpoint.
         fresh: the state in which the run would begin.
+        tensors: those of "model" and "optimizer", by name.
 
     Raises:
         UserError: the checkpoint belongs to a run with another model or other data.
@@ -82,12 +84,12 @@ def restore(path: Path, fresh: TrainState, gpt: GPT, optimizer: torch.optim.Opti
     checkpoint = open_checkpoint(path, files=())
     state = checkpoint.state
     _check_same_run(path, state, fresh)
-    for name, tensors in (("model", gpt.state_dict()), ("optimizer", named_state(gpt, optimizer))):
+    for name, of_run in tensors.items():
         world.at(f"reading {name}")
-        expected = {key: (value.shape, (value.dtype,)) for key, value in tensors.items()}
-        stored = checkpoint.tensors(name, expected, world.rows(tensors))
+        expected = {key: (value.shape, (value.dtype,)) for key, value in of_run.items()}
+        stored = checkpoint.tensors(name, expected, world.rows(of_run))
         with torch.no_grad():
-            for key, value in tensors.items():
+            for key, value in of_run.items():
                 world.own(value).copy_(stored[key])
     saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))
     if (state.processes, state.device) == (world.size, world.device.type):

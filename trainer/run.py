@@ -18,6 +18,7 @@ from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT
+from trainer.average import Average
 from trainer.config import TrainConfig
 from trainer.curves import RunCurves, curves_of
 from trainer.distributed import World
@@ -59,7 +60,8 @@ class Run:
         _check_vocabulary(config, self.manifest, self.tokenizer)
         _check_split(config, world)
         train, val = (TokenStream(config.dataset_dir, self.manifest, split) for split in ("train", "val"))
-        self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
+        sizes = config.batch_sizes
+        self.batches = TrainBatches(train, config.seq_len, sizes.last, config.seed, sizes.doublings)
         if config.data.mixture is not None:
             weights, seq_len = config.data.mixture, config.seq_len
             self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
@@ -94,9 +96,10 @@ class Run:
         scale_weights(self.gpt, config.optim.transfer)
         seed_process(f"{config.seed} 0 {world.rank}")
         self.optimizer = config.optim.build(self.gpt, world)
+        self.average = None if config.average is None else Average(self.gpt, config.average, world)
         self.state = new_state(config, self.manifest)
         if checkpoint is not None:
-            self.state = restore(checkpoint, self.state, self.gpt, self.optimizer, world)
+            self.state = restore(checkpoint, self.state, self._tensors(), world)
             say(f"resuming {config.run_dir} after step {self.step}")
         self.micro_batch = self._choose_micro_batch()
 
@@ -176,6 +179,8 @@ class Run:
         if result.refused is not None:
             return self._bad_step(result, lr)
         self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
+        if self.average is not None:
+            self.average.take(self.step)
         tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
         return self._line(loss=result.loss, lr=lr, grad_norm=result.grad_norm, **tiles)
 
@@ -213,7 +218,7 @@ class Run:
 
     def _line(self, **values: Any) -> dict[str, Any]:
         """A line of metrics.jsonl."""
-        return {"step": self.step, "tokens": self.step * self.config.batch_tokens, **values}
+        return {"step": self.step, "tokens": self.config.tokens(self.step), **values}
 
     def _count(self, update: dict[str, Any]) -> None:
         """Count a finished step, and forget skipped steps that are too old to be in a row with later ones."""
@@ -224,7 +229,7 @@ class Run:
 
     def _keep_evidence(self, step: int, result: StepResult, lr: float) -> Path:
         world, config = self.world, self.config
-        path = config.run_dir / "bad_steps" / f"step-{step:08}.json"
+        path, batch_size = config.run_dir / "bad_steps" / f"step-{step:08}.json", config.batch_sizes.at(step - 1)
         gradients = ((name, world.full(p.grad)) for name, p in self.gpt.named_parameters() if p.grad is not None)
         found = {
             "step": step,
@@ -233,7 +238,7 @@ class Run:
             "grad_norm": str(result.grad_norm),
             "lr": lr,
             "processes": [
-                {"sequences": sequences_of(rank, world.size, config.batch_size), "sum_of_losses": str(loss.item())}
+                {"sequences": sequences_of(rank, world.size, batch_size), "sum_of_losses": str(loss.item())}
                 for rank, loss in enumerate(world.gather(result.own_loss))
             ],
             "gradients_not_finite": [name for name, gradient in gradients if not gradient.isfinite().all()],
@@ -250,7 +255,7 @@ class Run:
         if path is None:
             raise UserError(f"{bad}; its checkpoints were deleted, so it cannot go back: use another run_dir")
         passed_over = self.state.passed_over | bad.skip
-        restored = restore(path, new_state(self.config, self.manifest), self.gpt, self.optimizer, self.world)
+        restored = restore(path, new_state(self.config, self.manifest), self._tensors(), self.world)
         self.state = restored.model_copy(update={"passed_over": passed_over})
         if self.world.is_main:
             self.log.truncate(self.step)
@@ -259,7 +264,7 @@ class Run:
 
     def share(self, step: int) -> MicroBatches:
         """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
-        first, stop = sequences_of(self.world.rank, self.world.size, self.config.batch_size)
+        first, stop = sequences_of(self.world.rank, self.world.size, self.config.batch_sizes.at(step))
         parts = [torch.from_numpy(ids) for ids in self.batches.batch(step, first, stop)]
         if self.world.device.type == "cuda":
             parts = [ids.contiguous().pin_memory() for ids in parts]  # other memory is copied twice
@@ -277,20 +282,26 @@ class Run:
                 self._ahead = None
 
     def _speed(self, seconds: float) -> dict[str, float | None]:
-        """Throughput of a step that took so many seconds."""
-        rate = self.config.batch_tokens / seconds
+        """Throughput of the last step, which took so many seconds."""
+        rate = (self.config.tokens(self.step) - self.config.tokens(self.step - 1)) / seconds
         peak = peak_flops(self.world.device, self.runtime.dtype)
         flops = self.gpt.flops_per_token(self.config.seq_len)
         mfu = rate * flops / (peak * self.world.size) if peak else None
         return {"tokens_per_second": round(rate, 1), "mfu": mfu and round(mfu, 4)}
 
     def evaluate(self) -> bool:
-        """Measure and log the validation loss, and redraw loss.png. Returns whether it is the lowest so far."""
-        loss = evaluate(self.gpt, self.windows, self.byte_lengths, self.micro_batch, self.runtime, self.world)
+        """Measure and log the validation loss, of the averaged weights if there are any, and redraw loss.png.
+
+        Returns whether it is the lowest so far.
+        """
+        with contextlib.nullcontext() if self.average is None else self.average.in_place():
+            loss = evaluate(self.gpt, self.windows, self.byte_lengths, self.micro_batch, self.runtime, self.world)
         if not math.isfinite(loss.nats):
             raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
         self.write(self._line(val_loss=loss.per_token, val_bits_per_byte=loss.bits_per_byte))
-        say(f"step {self.step}: validation loss {loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte")
+        of = "" if self.average is None else " (averaged weights)"
+        figures = f"{loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte"
+        say(f"step {self.step}: validation loss{of} {figures}")
         self.draw()
         improved = self.state.best_val_loss is None or loss.per_token < self.state.best_val_loss
         if improved:
@@ -317,14 +328,18 @@ class Run:
         if not world.is_main and not self._in_parts:
             return
         parts = [
-            ("model", self._own(self.gpt.state_dict())),
-            ("optimizer", self._own(named_state(self.gpt, self.optimizer))),
+            *((name, self._own(tensors)) for name, tensors in self._tensors().items()),
             ("random", [(RANDOM, torch.stack(states))] if world.is_main else []),
         ]
         where = {"processes": world.size, "device": world.device.type}
         self.saver.save(parts, self.state.model_copy(update=where))
         if wait:
             self.saver.finish()
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The run's tensors by name, as in its checkpoints."""
+        averages = {} if self.average is None else self.average.tensors
+        return {"model": self.gpt.state_dict() | averages, "optimizer": named_state(self.gpt, self.optimizer)}
 
     @property
     def _in_parts(self) -> bool:
@@ -370,8 +385,9 @@ class Run:
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.curves = curves_of(read_metrics(self.log.path))
         self.trackers = config.tracker.open(TrackedRun(self.state.run_id, run_dir, dumped, resumed_at=self.step))
-        batch = f"{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
-        say(f"{self.gpt.n_params():,} parameters, {batch}, {config.max_steps * config.batch_tokens:,} tokens")
+        first = f"{config.batch_sizes.at(0)} to " if config.batch_doublings else ""
+        batch = f"{first}{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
+        say(f"{self.gpt.n_params():,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")
         if (tuned := config.optim.transfer) and ratios(self.gpt, tuned) != (1, 1):
             size = f"n_embd={tuned.n_embd}, n_layer={tuned.n_layer}"
             say(f"optim.max_lr={config.optim.max_lr:g} was tuned for {size}, and is transferred to this model")
@@ -387,10 +403,10 @@ def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokeni
 
 
 def _check_split(config: TrainConfig, world: World) -> None:
-    given = f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences"
-    if config.batch_size < world.size:
+    given, smallest = config.smallest_batch, config.batch_sizes.at(0)
+    if smallest < world.size:
         raise UserError(f"{given}, fewer than {world.size} processes: start fewer, or raise batch_tokens")
-    if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
+    if config.runtime.strategy == "fsdp" and smallest % world.size:  # later batches are multiples of it
         needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
         raise UserError(f"{given}, not {needed}: change one of them, or use runtime.strategy=ddp")
 

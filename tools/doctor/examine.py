@@ -107,7 +107,7 @@ def step(config: TrainConfig, runtime: Runtime, n_device: int) -> Row:
     with torch.device("meta"):
         flops = GPT(config.model).flops_per_token(seq_len)
     peak = peak_flops(runtime.device, runtime.dtype)
-    tokens = config.max_steps * config.batch_tokens
+    tokens = config.tokens(config.max_steps)
     return {
         "model": "log_gpt2_125m",
         "dtype": str(runtime.dtype).removeprefix("torch."),

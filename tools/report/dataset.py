@@ -53,10 +53,12 @@ def _batches(options: Any, dataset_dir: Path, manifest: Manifest, state: TrainSt
     seed, seq_len, batch_tokens = run.seed, run.seq_len, run.batch_tokens
     if None in (seed, seq_len, batch_tokens):
         raise UserError("step needs a run: give run_dir, or seed, seq_len and batch_tokens")
-    if batch_tokens % seq_len:
-        raise UserError(f"batch_tokens={batch_tokens} is not a multiple of seq_len={seq_len}: no run has these")
+    doublings = run.batch_doublings
+    if batch_tokens % (seq_len << len(doublings)):
+        times = f" x 2^{len(doublings)}, for {len(doublings)} batch_doublings" if doublings else ""
+        raise UserError(f"batch_tokens={batch_tokens} is not a multiple of seq_len={seq_len}{times}: no run has these")
     stream = TokenStream(dataset_dir, manifest, "train")
-    batches = TrainBatches(stream, seq_len, batch_tokens // seq_len, seed)
+    batches = TrainBatches(stream, seq_len, batch_tokens // seq_len, seed, doublings)
     if state and state.data.mixture is not None:
         batches.mixture = open_mixture(dataset_dir, manifest, state.data.mixture, seq_len, seed)
     return batches
