@@ -9,7 +9,6 @@ import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -48,12 +47,8 @@ def main(folders: list[str]) -> None:
                     if lowest:
                         axes.plot(*lowest, "*", color=f"C{i}", markersize=13)
             axes.set(xscale="log", xlabel="learning rate", title=f"{optimizer} {name}")
-            where: dict[str, Any] = {
-                "loc": "upper center",
-                "bbox_to_anchor": (0.5, -0.16),
-                "ncols": 4,
-            }  # hides no point
-            axes.legend(title="features: rate of the lowest loss", **where)
+            # Below the axes, where it hides no point.
+            axes.legend(title="features: rate of lowest loss", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
             axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
             axes.minorticks_off()
         panels[0].set_ylabel("validation loss (nats per byte)")
