@@ -37,6 +37,7 @@ from trainer.saving import Saver
 from trainer.signals import StopSignals
 from trainer.step import MicroBatches, StepResult, SummedLoss, train_step
 from trainer.trackers import TrackedRun
+from trainer.transfer import ratios, scale_weights
 
 
 class RollBack(Exception):
@@ -86,6 +87,7 @@ class Run:
         self.summed_loss = world.wrap(summed_loss, config.runtime.strategy, self.runtime.dtype)
         if fsdp:
             initialise(self.gpt, world, self.runtime.param_dtype)
+        scale_weights(self.gpt, config.optim.transfer)
         seed_process(f"{config.seed} 0 {world.rank}")
         self.optimizer = config.optim.build(self.gpt, world)
         self.average = None if config.average is None else Average(self.gpt, config.average, world)
@@ -437,6 +439,9 @@ class Run:
         first = f"{config.batch_sizes.at(0)} to " if config.batch_doublings else ""
         batch = f"{first}{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
         say(f"{self.gpt.n_params():,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")
+        if (tuned := config.optim.transfer) and ratios(self.gpt, tuned) != (1, 1):
+            size = f"n_embd={tuned.n_embd}, n_layer={tuned.n_layer}"
+            say(f"optim.max_lr={config.optim.max_lr:g} was tuned for {size}, and is transferred to this model")
 
 
 class OpenData(NamedTuple):
