@@ -4,4 +4,5 @@ from cli import command
 
 if __name__ == "__main__":
     message = "interrupted; the same command continues from the last checkpoint"
-    command("train", "trainer.config:TrainConfig", "trainer.loop:fit", when_interrupted=message)
+    check = "trainer.loop:check"
+    command("train", "trainer.config:TrainConfig", "trainer.loop:fit", when_interrupted=message, check=check)

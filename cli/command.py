@@ -19,7 +19,8 @@ from cli.help import help_of, with_comments
 from cli.options import refuse_misplaced
 from cli.resume import compose_training
 from cli.sweep import Command, run_sweep
-from common.command import reported
+from common.command import refuse_flag, reported
+from common.interrupts import allow_cleanup
 from common.settings import UserError, decode
 
 
@@ -29,6 +30,7 @@ def command(
     run: Callable[[Any], float | None] | str,
     text_keys: tuple[str, ...] = (),
     when_interrupted: str = "interrupted",
+    check: str | None = None,
 ) -> None:
     """Compose configs/<config_name>.yaml with the options of the command line, and run.
 
@@ -38,20 +40,29 @@ def command(
         run: what is done with it: a function, or its name as "package.module:function".
         text_keys: keys whose values on the command line are taken literally, with quotes, brackets and ${}.
         when_interrupted: the answer to Ctrl-C.
+        check: the name of a function that raises UserError for what can be known before `run`; a sweep calls it for
+            all jobs before the first one runs.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line of ours, not twenty of torch's
     logging.getLogger().setLevel(logging.ERROR)
     debug = "--debug" in sys.argv
 
-    def work(config: dict[str, Any]) -> float | None:
+    def work(config: dict[str, Any], only_check: bool = False) -> float | None:
         decoded = decode(resolve_name(settings), config)
-        return (resolve_name(run) if isinstance(run, str) else run)(decoded)
+        if only_check:
+            return resolve_name(check)(decoded) if check else None
+        function = resolve_name(run) if isinstance(run, str) else run
+        allow_cleanup()
+        return function(decoded)
 
     if status := reported(lambda: _run(config_name, work, text_keys, debug), debug, when_interrupted):
         sys.exit(status)
 
 
 def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool) -> None:
+    for word in sys.argv[1:]:
+        if re.match(r"-[a-z]\w", word) and word not in ("-sc", "-cd"):  # argparse reads -max_steps as -m
+            refuse_flag(word)
     flags, options = _parser().parse_known_args()
     texts = dict(option.split("=", 1) for option in options if option.partition("=")[0] in text_keys)
     overrides = [option for option in options if option.partition("=")[0] not in text_keys]
@@ -64,7 +75,8 @@ def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool
     for option in overrides:
         refuse_misplaced(option, config_name, flags.multirun)
     if flags.multirun:
-        return run_sweep(config_name, overrides, flags.config_dir, lambda config: run(config | texts), debug)
+        with_texts: Command = lambda config, only_check=False: run(config | texts, only_check)  # noqa: E731
+        return run_sweep(config_name, overrides, flags.config_dir, with_texts, debug)
     if flags.cfg:
         composed = _composed(config_name, overrides, flags.config_dir, complete=False)
         shown = yaml.safe_dump(composed, sort_keys=False, allow_unicode=True)

@@ -4,6 +4,7 @@ Files are data: they can neither configure Hydra itself nor read the environment
 """
 
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, errors
 
 from cli.options import as_text, bare_keys, groups_of, meant
@@ -26,6 +27,10 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     Raises:
         UserError: an option or a file does not exist, or a file sets an option of Hydra itself.
     """
+    if config_dir and not Path(config_dir).is_dir():
+        raise UserError(
+            f"--config-dir {config_dir} is not a folder: give one that has files for groups, as configs/ does"
+        )
     folder = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     GlobalHydra.instance().clear()
     try:
@@ -57,6 +62,8 @@ def read_options(options: list[str], in_sweep: bool = False) -> list[str]:
         if parsed.is_sweep_override() and not in_sweep:
             key, _, value = option.partition("=")
             as_list = "" if "(" in value else f", or write '{key}=[{value}]' for a list"
+            if re.fullmatch(r"-?\d+,\d+", value):
+                as_list += f", or {key}={value.replace(',', '.')} for a decimal number"
             raise UserError(f"{option} has several values: add -m for a run with each{as_list}")
         read.append(option)
     return read
@@ -100,10 +107,12 @@ def explain(error: BaseException, config_name: str = "") -> str:
     """Return one line that explains Hydra's error, with the nearest valid name."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, MissingConfigException) and cause.options:
-            group, _, name = (cause.missing_cfg_file or "").rpartition("/")
+        group, _, name = (getattr(cause, "missing_cfg_file", None) or "").rpartition("/")
+        if options := getattr(cause, "options", None) or groups_of(config_name).get(group):
             more = "; pip install -e '.[sweep]' adds others" if group.startswith("hydra/") else ""
-            return f"{group}={name} does not exist: {nearest(name, cause.options)}{more}"
+            return f"{group}={name} does not exist: {nearest(name, options)}{more}"
+        if found := re.match(r"Could not delete .*?'(.*?)'", str(cause)):
+            return f"~{found[1]} takes nothing away here: set keys instead, to null where --cfg job shows it is allowed"
         if isinstance(cause, errors.UnsupportedInterpolationType):
             resolver = str(cause.msg).splitlines()[0].rpartition(" ")[2]
             return f"{cause.full_key}: ${{{resolver}:...}} is not available: write the value, in a shell as $NAME"

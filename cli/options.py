@@ -10,11 +10,13 @@ from common.settings import CONFIGS, UserError, nearest
 
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 _ABSENT = {
+    "batch_size": "the size of a batch is batch_tokens, in tokens: sequences x seq_len",
     "dropout": "there is no dropout here; optim.weight_decay regularises",
     "epochs": "a run's length is max_steps, in steps of batch_tokens tokens",
 }
 _SYNONYMS = {
     "dataset_dir": "out_dir",
+    "ema": "average",
     "learning_rate": "optim.max_lr",
     "n": "num_samples",
     "precision": "runtime.dtype",
@@ -56,9 +58,19 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
         raise UserError(f"'{key}' is for scripts/prepare_data.py: give {config_name}.py its result, dataset_dir=...")
     if key in by_last and key not in groups:
         raise UserError(f"{option}: write {by_last[key]}={value}")
+    if key == "data" and value not in groups.get(key, []) and (Path(value).exists() or set(value) & set("/.*")):
+        source = "jsonl" if ".jsonl" in value else "text"
+        raise UserError(f"{option} names a file: write data={source} data.path={value}")
+    if key == "tokenizer" and value not in groups.get(key, []) and value.endswith((".json", ".tiktoken")):
+        kind = "hf" if value.endswith(".json") else "gpt2"
+        raise UserError(f"{option} names a file: write tokenizer={kind} tokenizer.path={value}")
     if (group := key.replace(".", "/")) in groups and "." in key and not value.startswith("{"):
         raise UserError(f"{option} sets a value, not a group: write {group}={value}")
-    if key in groups and re.fullmatch(r"true|false|[\d.]+", value):
+    if config_name == "train" and key in ("checkpoint", "resume") and (Path(value).exists() or "/" in value):
+        raise UserError(f"{option}: a run goes on where its files are: write run_dir={value}")
+    if in_sweep and re.fullmatch(r"-?\d+,0\d+", value):
+        raise UserError(f"{option} is two numbers: write {key}={value.replace(',', '.')} for a decimal number")
+    if key in groups and re.fullmatch(r"true|false|null|[\d.]+", value):
         raise UserError(f"{option} does not exist: {nearest(value, groups[key])}")
 
 
@@ -71,11 +83,13 @@ def _as_option(word: str, config_name: str) -> str:
 
 def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
     """Say what a user means by a key that is not among a command's `keys`."""
-    section, _, last = key.rpartition(".")
-    group = section.replace(".", "/")
-    having = [name for name in groups.get(group, []) if last in explained(CONFIGS / group / f"{name}.yaml")]
-    if having:
-        return f"it is a key of {' or '.join(f'{group}={name}' for name in having)}"
+    parts = key.split(".")
+    last = parts[-1]
+    for i in range(1, len(parts)):
+        group, inside = "/".join(parts[:i]), ".".join(parts[i:])
+        names = [name for name in groups.get(group, []) if inside in explained(CONFIGS / group / f"{name}.yaml")]
+        if names:
+            return f"it is a key of {' or '.join(f'{group}={name}' for name in names)}, which must be given, too"
     if last in _ABSENT:
         return _ABSENT[last]
     synonym = _SYNONYMS.get(last)

@@ -4,12 +4,12 @@ Hydra sees the options that have several values, and those for Hydra itself, but
 controls neither what Hydra calls nor what it writes.
 """
 
+import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -26,8 +26,9 @@ from common.console import print_error, say
 from common.files import name_of
 from common.settings import UserError
 
-Command = Callable[[dict[str, Any]], float | None]
-"""What a command does with a configuration; training returns the lowest validation loss."""
+Command = Callable[..., float | None]
+"""What a command does with a configuration; training returns the lowest validation loss. With only_check=True, it only
+raises the UserErrors that can be known before."""
 
 
 class AlreadyReportedError(Exception):
@@ -41,7 +42,7 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         UserError: an option is wrong, or jobs have failed.
     """
     try:
-        fixed, first, swept, for_hydra = [], [], {}, []
+        fixed, values, swept, for_hydra = [], [], {}, []
         parsed = {
             option.get_key_element(): option
             for option in OverridesParser.create().parse_overrides(read_options(options, True))
@@ -51,12 +52,22 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
                 for_hydra.append(str(option.input_line))
             elif option.is_sweep_override():
                 swept[key] = str(option.input_line)
-                first += [f"{key}={next(option.sweep_string_iterator())}"] if option.is_discrete_sweep() else []
+                if option.is_discrete_sweep():
+                    values.append([f"{key}={value}" for value in option.sweep_string_iterator()])
             else:
                 fixed.append(f"{key}={option.get_value_element_as_str()}" if "=" in str(option.input_line) else key)
-        first_job = compose(config_name, [*fixed, *first], config_dir)  # finds most mistakes before any job runs
+        first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
         _store_config(config_name, first_job.get("run_dir", f"multirun/{config_name}"), list(swept))
-        for_plugins = _settings_of_plugins(_compose_hydra(for_hydra), bool(swept))
+        for_plugins = _settings_of_plugins(chosen := _compose_hydra(for_hydra), bool(swept))
+        tries_all = chosen.runtime.choices["hydra/sweeper"] == "basic"
+        for varied in itertools.product(*values) if tries_all else _each_once(values):
+            try:
+                run(to_dict(compose(config_name, [*fixed, *varied], config_dir)), only_check=True)
+            except UserError as error:
+                name = f"job {' '.join(varied)}: " if varied else ""
+                raise UserError(f"{name}{error}; no job was started") from None
+        if not swept and not for_hydra:
+            say("-m runs a job for each of several values, as in seed=1,2: here no key has several, so this is one job")
 
         def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes and machines
             now = HydraConfig.get()
@@ -87,6 +98,12 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         raise UserError(f"some jobs of the sweep failed (see above). {again}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
+
+
+def _each_once(values: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
+    """Return jobs in which every value occurs: a sweeper that chooses may never try some of their combinations."""
+    for i in range(max(map(len, values), default=1)):
+        yield tuple(some[i % len(some)] for some in values)
 
 
 def _store_config(config_name: str, folder: str, keys: list[str]) -> None:

@@ -3,6 +3,9 @@
 It also writes settings the way a command line takes them, for the commands that programs print.
 """
 
+from common.interrupts import allow_cleanup  # first
+
+# isort: split
 import json
 import os
 import re
@@ -87,10 +90,12 @@ def run_script(
         if {"--help", "-h"} & set(words):
             print(_help(doc or "", options))
             return 0
-        decoded = decode(options, _given([word for word in words if word != "--debug"]))
+        decoded = decode(options, _given([word for word in words if word != "--debug"], options))
+        function: Callable[..., Any] = resolve_name(run) if isinstance(run, str) else run
+        allow_cleanup()
         if not isinstance(run, str):
             return run(decoded)
-        resolve_name(run)(**dict(decoded))
+        function(**dict(decoded))
         return 0
 
     sys.exit(reported(main, debug, when_interrupted))
@@ -115,6 +120,8 @@ def reported(run: Callable[[], int | None], debug: bool, when_interrupted: str) 
         if debug:
             raise
         message, status = " ".join(str(error).split()), 1
+        if isinstance(error, OSError) and error.filename:
+            message = f"{error.filename}: {error.strerror}"
     rank = os.environ.get("LOCAL_RANK", "0")
     if rank != "0":  # the first process of a machine reports what all of them meet, and torchrun ends the others
         time.sleep(2)
@@ -123,14 +130,16 @@ def reported(run: Callable[[], int | None], debug: bool, when_interrupted: str) 
     return status
 
 
-def _given(words: list[str]) -> dict[str, str | None]:
+def _given(words: list[str], options: type[Settings]) -> dict[str, str | None]:
     """Return the text of every KEY=VALUE word by key, None for null."""
     given: dict[str, str | None] = {}
     for word in words:
         refuse_flag(word)
         key, equals, value = word.partition("=")
         if not equals:
-            raise UserError(f"{word}: options are KEY=VALUE here (--help shows every key)")
+            paths = [key for key, field in options.model_fields.items() if "Path" in str(field.annotation)]
+            meant = f": write {paths[0]}={word}" if paths and os.path.exists(word) else " (--help shows every key)"
+            raise UserError(f"{word}: options are KEY=VALUE here{meant}")
         given[key] = None if value == "null" else value
     return given
 

@@ -37,6 +37,11 @@ def show(text: str) -> None:
     file.flush()
 
 
+def count(number: int, what: str) -> str:
+    """Return a number with what it counts: "1 run", "1,200 runs"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 @functools.cache
 def say_once(message: str) -> None:
     """Print one line, the first time only: for example, why a slower path was chosen."""

@@ -92,16 +92,26 @@ def decode(cls: type[S], raw: Any) -> S:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Suggest a valid name: the closest one, or all (at most the first 15) if none is close."""
-    names, last = sorted(allowed), given.rpartition(".")[2]
+    """Suggest a valid name: the closest one, or all of its section (of many, the five nearest) if none is close."""
+    names, (section, _, last) = sorted(allowed), given.lower().rpartition(".")
+    beside = [name for name in names if name.rpartition(".")[0] == section] or names
     same = [name for name in names if name.rpartition(".")[2] == last]  # "dtype" is runtime.dtype
     begun = [name for name in names if re.search(rf"(^|[._]){re.escape(last)}", name)]  # "lr" is in optim.max_lr
     longer = [name for name in names if name.startswith(given)]  # "gpt2" is gpt2_124m
-    for close in (same, longer, difflib.get_close_matches(given, names, n=1), begun):
+    for close in (same, longer, _alike(last, beside), begun, _alike(last, names)):
         if last and 0 < len(close) <= 4:
             return f"did you mean {' or '.join(map(repr, close))}?"
-    some = names if len(names) <= 15 else [*names[:15], f"... ({len(names)} in all)"]
-    return f"allowed: {', '.join(some)}"
+    few = len(beside) <= _MOST_NAMES
+    return f"allowed: {', '.join(beside)}" if few else f"{len(beside)} are allowed, such as {', '.join(beside[:5])}"
+
+
+_MOST_NAMES = 20
+
+
+def _alike(last: str, names: list[str]) -> list[str]:
+    """Return the name whose last part is most like a text, if one is."""
+    by_last = {name.rpartition(".")[2]: name for name in names}
+    return [by_last[each] for each in difflib.get_close_matches(last, by_last, n=1)]
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -125,6 +135,8 @@ def _one_line(raw: Any, error: ValidationError) -> str:
     more = f" (and {len(others)} more)" if others else ""
     if first["type"] == "unknown_key":
         return f"unknown config key '{'.'.join([*keys, first['ctx']['key']])}': {first['msg']}{more}"
+    if first["type"] == "missing" and isinstance(first["loc"][-1], int):
+        return f"config {'.'.join(keys[:-1])} has too few values: it needs {first['loc'][-1] + 1} or more{more}"
     if first["type"] == "missing":
         return f"config key '{path}' is missing: give it a value, as in {path}=...{more}"
     if first["type"] == "union_tag_not_found":
@@ -134,7 +146,9 @@ def _one_line(raw: Any, error: ValidationError) -> str:
         return f"config {path}.name={tag!r} does not exist: {nearest(tag, tags)}{more}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] in ("list_type", "tuple_type"):
-        message = f"{message}, such as [{first['input']}]"
+        message = f"give several values in brackets, such as [{first['input']},...]"
+    if first["type"] in ("model_type", "model_attributes_type"):
+        message = f"it has keys of its own: write {path}.KEY=VALUE (--help shows them)"
     given = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
     return f"config {path}{given}: {message}{more}" if path else f"{message}{more}"
 

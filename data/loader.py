@@ -1,5 +1,8 @@
 """Batches as pure functions: they keep no state between steps, so a restart cannot lose any."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from common.settings import UserError
@@ -10,6 +13,24 @@ from data.shards import TokenStream
 IGNORED = -1  # the target of padding
 
 Batch = tuple[np.ndarray, np.ndarray]
+
+
+class BatchSizes(NamedTuple):
+    """How many sequences each step of a run has. Their order is the same, whatever the sizes. Steps count from 0."""
+
+    last: int
+    """Sequences of a step after the last doubling."""
+    doublings: Sequence[int] = ()
+    """After so many steps, the batch doubles; in ascending order."""
+
+    def before(self, step: int) -> int:
+        """Return how many sequences come before those of `step`."""
+        first = self.last >> len(self.doublings)
+        return first * (step + sum((step - after) << i for i, after in enumerate(self.doublings) if after < step))
+
+    def at(self, step: int) -> int:
+        """Return how many sequences `step` has."""
+        return self.before(step + 1) - self.before(step)
 
 
 class TrainBatches:
@@ -23,8 +44,16 @@ class TrainBatches:
     row ever jumps, except from the end of the split to its beginning. The seed moves all rows by the same distance.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, batch_size: int, seed: int, in_order: bool = False) -> None:
-        """Set up for batches of `batch_size` sequences of `seq_len` tokens.
+    def __init__(
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        doublings: Sequence[int] = (),
+        in_order: bool = False,
+    ) -> None:
+        """Set up for batches of `batch_size` sequences of `seq_len` tokens; `doublings` as in BatchSizes.
 
         Raises:
             UserError: the split is shorter than one window, or, `in_order`, than one for each row.
@@ -32,7 +61,8 @@ class TrainBatches:
         if stream.n_tokens < seq_len + 1:
             has = f"split '{stream.split}' has {stream.n_tokens}"
             raise UserError(f"{seq_len=} needs {seq_len + 1} tokens, {has}: lower seq_len or prepare more text")
-        self.stream, self.seq_len, self.batch_size, self.seed = stream, seq_len, batch_size, seed
+        self.stream, self.seq_len, self.seed = stream, seq_len, seed
+        self.sizes = BatchSizes(batch_size, doublings)
         self.n_windows = (stream.n_tokens - 1) // seq_len
         if in_order and self.n_windows < batch_size:
             what = f"data.carry_state=true gives each of {batch_size} sequences a text of its own"
@@ -44,12 +74,12 @@ class TrainBatches:
 
     def begins(self, step: int, start: int, stop: int) -> np.ndarray:
         """Which rows [start, stop) of the batch `step` begin the split, whose text follows no other: bool."""
-        return self.windows(step * self.batch_size + np.arange(start, stop)) == 0
+        return self.windows(self.sizes.before(step) + np.arange(start, stop)) == 0
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows [start, stop) of the global batch `step`: token_ids and targets, int64 (stop - start, seq_len)."""
-        rows = np.arange(start, self.batch_size if stop is None else stop)
-        begins = self.windows(step * self.batch_size + rows) * self.seq_len
+        rows = np.arange(start, self.sizes.at(step) if stop is None else stop)
+        begins = self.windows(self.sizes.before(step) + rows) * self.seq_len
         tokens = [self.stream.read(begin, begin + self.seq_len + 1) for begin in begins.tolist()]
         windows = np.stack(tokens) if tokens else np.empty((0, self.seq_len + 1), np.int64)
         return windows[:, :-1], windows[:, 1:]
@@ -59,9 +89,9 @@ class TrainBatches:
         if self.mixture is not None:
             return self.mixture.windows(sequences)
         if self.in_order:
-            steps, rows = np.divmod(sequences, self.batch_size)
+            steps, rows = np.divmod(sequences, self.sizes.last)
             moved = shuffled(np.zeros(1, np.int64), self.n_windows, key=str(self.seed))
-            return (moved + rows * self.n_windows // self.batch_size + steps) % self.n_windows
+            return (moved + rows * self.n_windows // self.sizes.last + steps) % self.n_windows
         return shuffled(sequences, self.n_windows, key=str(self.seed))
 
 
@@ -114,6 +144,6 @@ def eval_streams(stream: TokenStream, seq_len: int, rows: int, batches: int | No
 
 def step_windows(batches: TrainBatches, step: int) -> list[tuple[int, int]]:
     """Return where the sequences of a step (from 1, as in metrics.jsonl) are in the training split: [start, stop)."""
-    rows = np.arange(batches.batch_size) + (step - 1) * batches.batch_size
-    begins = (batches.windows(rows) * batches.seq_len).tolist()
+    sequences = np.arange(batches.sizes.before(step - 1), batches.sizes.before(step))
+    begins = (batches.windows(sequences) * batches.seq_len).tolist()
     return [(begin, begin + batches.seq_len + 1) for begin in begins]

@@ -209,6 +209,8 @@ def read_rank_file(path: Path) -> list[bytes]:
     Raises:
         UserError: the file is invalid; it names the line or the rank.
     """
+    if path.is_dir():
+        raise UserError(f"tokenizer.path={path} is a folder: give the .tiktoken file in it")
     try:
         with open_file(path.resolve()) as file:
             content = file.read(LARGEST_FILE + 1)

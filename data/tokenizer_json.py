@@ -91,6 +91,8 @@ def read_hf_tokenizer(path: Path) -> HFTokenizer:
         UserError: it is missing, damaged, or no byte-level BPE.
     """
     try:
+        if path.is_dir():
+            raise UserError("it is a folder")
         raw = read_json(path, LARGEST_FILE)
         n_ids = len(_tokens(_backend(raw)))
         if _end(raw) is None:
@@ -99,7 +101,8 @@ def read_hf_tokenizer(path: Path) -> HFTokenizer:
         next(token for token in raw["added_tokens"] if token["content"] == _end(raw))["special"] = True
         return HFTokenizer(raw)
     except UserError as error:
-        raise UserError(f"tokenizer.path={path} cannot be used: {error}") from None
+        remedy = "give a tokenizer.json, such as scripts/train_tokenizer.py makes"
+        raise UserError(f"tokenizer.path={path} cannot be used: {error}; {remedy}") from None
 
 
 def _backend(raw: Any) -> Backend:

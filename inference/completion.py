@@ -1,7 +1,8 @@
 """A text that the engine continues until it ends: the text, why it ended, and what is reported while it grows."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 from common.settings import UserError
 from data.text_stream import TextStream
 from data.tokenizer import Tokenizer
-from inference.engine import Engine, Generation
+from inference.engine import Engine, Generation, Texts
 from inference.sampling import SamplingConfig
 from inference.token_log import Token, TokenLog
+
+_LONG = 4096  # tokens of a prompt whose progress is reported
+_SECONDS_BETWEEN_REPORTS = 1.0
 
 FinishReason = Literal["length", "stop", "end_of_text"]
 
@@ -35,13 +39,24 @@ class TextRequest:
     """Whether to report the prompt too."""
     prompt_start: int = 0
     """Where the prompt begins in `ids`: 1 after an <|endoftext|> that is not part of it."""
+    n_before: int = 0
+    """Tokens that were read before `ids`."""
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens before the continuation, <|endoftext|> included."""
+        return self.n_before + len(self.ids)
+
+    @property
+    def n_read(self) -> int:
+        """Tokens that the model reads in all. It does not read the last one."""
+        return self.n_prompt + max(self.max_tokens - 1, 0)
 
     def check_length(self, max_len: int | None) -> None:
         """Raise UserError if prompt and continuation need more than `max_len` positions."""
-        n_read = len(self.ids) + max(self.max_tokens - 1, 0)  # the model does not read the last token
-        if max_len is not None and n_read > max_len:
+        if max_len is not None and self.n_read > max_len:
             raise UserError(
-                f"a prompt of {len(self.ids)} tokens (<|endoftext|> before it included) and {self.max_tokens} new "
+                f"a prompt of {self.n_prompt} tokens (<|endoftext|> before it included) and {self.max_tokens} new "
                 f"tokens do not fit into the model's {max_len} learned positions: shorten one of them"
             )
 
@@ -63,29 +78,48 @@ class Piece:
     """Tokens drawn so far, including <|endoftext|>."""
     finish_reason: FinishReason | None
     """Set in the last piece only."""
+    n_cached: int = 0
+    """Tokens that the model did not have to read, as it had read them for another text."""
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
     """Successive pieces of a text as one."""
     tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return Piece("".join(piece.text for piece in pieces), tokens, pieces[-1].n_drawn, pieces[-1].finish_reason)
+    return replace(pieces[-1], text="".join(piece.text for piece in pieces), tokens=tokens)
 
 
-Tell = Callable[[Piece | Exception], None]
-"""Receives the pieces of a text, or the error that ended it. It runs in the engine's thread and must return at once."""
+@dataclass(frozen=True)
+class Progress:
+    """How much of a long prompt is read."""
+
+    n_read: int
+    n_prompt: int
+
+
+News = Piece | Progress | Exception
+"""What is reported of a text: what is new in it, how far its prompt is read, or the error that ended it."""
+Tell = Callable[[News], None]
+"""Receives the news of a text. It runs in the engine's thread and must return at once."""
 
 
 class Completion(Generation):
     """The continuation of a `TextRequest`."""
 
-    def __init__(self, request: TextRequest, tokenizer: Tokenizer, tell: Tell = lambda piece: None) -> None:
-        super().__init__(request.ids, request.sampling, torch.Generator().manual_seed(request.seed))
+    def __init__(
+        self,
+        request: TextRequest,
+        tokenizer: Tokenizer,
+        tell: Tell = lambda piece: None,
+        before: Texts | None = None,
+    ) -> None:
+        """`before`: the text that the request's tokens continue; None: they begin one."""
+        super().__init__(request.ids, request.sampling, torch.Generator().manual_seed(request.seed), before)
         self.request = request
         self.text = ""
         """Whole characters only, and without what could begin a stop string; after the prompt if that is echoed."""
         self.drawn: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._tokenizer, self._tell = tokenizer, tell
+        self._tokenizer, self._tell, self._told = tokenizer, tell, time.monotonic()
         self._stream = TextStream(tokenizer, request.stop)
         self._log = None if request.n_top is None else TokenLog(tokenizer, request.n_top)
 
@@ -99,8 +133,16 @@ class Completion(Generation):
         """Whether `text` is all text of the tokens drawn: no character is incomplete, and nothing is held back."""
         return self._stream.whole
 
+    @property
+    def may_skip(self) -> bool:
+        """Not if log-probabilities of the prompt's tokens are requested."""
+        return super().may_skip and not (self._log is not None and self.request.echo)
+
     def accept_prompt(self, logits: Tensor) -> None:
-        """Record the log-probabilities of the prompt's tokens if requested."""
+        """Record the log-probabilities of the prompt's tokens if requested. Report the progress of a long prompt."""
+        if len(self.ids) >= _LONG and time.monotonic() > self._told + _SECONDS_BETWEEN_REPORTS:
+            self._told = time.monotonic()
+            self._tell(Progress(self.n_read + len(logits), len(self.ids)))
         if self._log is None or not self.request.echo:
             return
         if self.n_read == self.request.prompt_start == 0:
@@ -139,7 +181,7 @@ class Completion(Generation):
         self.finish_reason, self.finished = finish_reason, finish_reason is not None
         if text or self.finished:
             tokens = self._log.take(len(self.text)) if self._log else ()
-            self._tell(Piece(text, tokens, len(self.drawn), finish_reason))
+            self._tell(Piece(text, tokens, len(self.drawn), finish_reason, self.n_cached))
 
 
 def stream(engine: Engine, completion: Completion) -> Iterator[str]:

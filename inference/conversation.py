@@ -3,16 +3,17 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
 
-from common.console import say, show
+from common.console import count, say, show
 from common.settings import UserError
 from data.tokenizer import Tokenizer
 from inference.completion import Completion, TextRequest, stream
-from inference.engine import PIECE, Engine, Texts, read
+from inference.engine import Engine
+from inference.reading import Reading, TextMemory, read_pieces
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
 
@@ -25,9 +26,20 @@ class Conversation:
     """
 
     def __init__(
-        self, gpt: GPT, tokenizer: Tokenizer, sampling: SamplingConfig, stop: tuple[str, ...] = (), seed: int = 1
+        self,
+        gpt: GPT,
+        tokenizer: Tokenizer,
+        sampling: SamplingConfig,
+        stop: tuple[str, ...] = (),
+        seed: int = 1,
+        before: Reading | None = None,
     ) -> None:
-        """`stop`: strings that end an answer; they are not included in it."""
+        """Begin a text, or go on with one.
+
+        Args:
+            stop: strings that end an answer; they are not included in it.
+            before: the text to go on with.
+        """
         self.text = ""
         """Everything that was added and answered."""
         self.n_tokens = 0
@@ -35,17 +47,19 @@ class Conversation:
         self.ended = False
         """Whether the model ended the text with the last answer."""
         self._gpt, self._tokenizer, self._sampling, self._stop = gpt, tokenizer, sampling, stop
-        self._generator = torch.Generator().manual_seed(seed)
-        self._texts: Texts | None = None
+        self._generator, self._memory = torch.Generator().manual_seed(seed), TextMemory(gpt, tokenizer)
         self._unread: list[int] = []  # the last answer up to a token that ends with a whole character,
         self._rest = ""  # and what was shown after it
-        self._read([tokenizer.eot_id])  # in training, every text follows the end of another
+        before = before or Reading(rest=(tokenizer.eot_id,))  # in training, every text follows the end of another
+        self._texts, self._n_read = before.texts, before.n_read
+        self._read(before.rest)
 
     def add(self, text: str) -> None:
         """Read the last answer and what a person writes after it.
 
         Raises:
-            UserError: the model has fewer learned positions left than these tokens; the conversation is unchanged.
+            UserError: the model has fewer learned positions left than these tokens, or they do not fit into memory; the
+                conversation is unchanged.
         """
         ids, room = [*self._answer_ids, *self._tokenizer.encode(text)], self._room
         if room is not None and len(ids) > room:
@@ -53,6 +67,7 @@ class Conversation:
                 f"the last answer and this text are {len(ids)} tokens, but only {room} of the model's "
                 f"{self._gpt.config.max_len} learned positions are left: write less, or start a new conversation"
             )
+        self._memory.check(self._n_read + len(ids))
         self._read(ids)
         self._unread, self._rest, self.ended = [], "", False
         self.text += text
@@ -64,8 +79,9 @@ class Conversation:
         if n_new == 0:
             return
         # One more token than wanted: at its limit, a completion would show an incomplete last character.
-        answer = Completion(TextRequest((), n_new + 1, self._sampling, 0, self._stop), self._tokenizer)
-        answer.texts, answer.generator = self._texts, self._generator
+        request = TextRequest((), n_new + 1, self._sampling, 0, self._stop)
+        answer = Completion(request, self._tokenizer, before=self._texts)
+        answer.generator = self._generator
         engine = Engine(self._gpt, self._tokenizer.n_vocab, max_streams=1, eot_id=self._tokenizer.eot_id)
         engine.submit([answer])
         try:
@@ -79,6 +95,11 @@ class Conversation:
         finally:
             self.ended = answer.finish_reason == "end_of_text"
             self.n_tokens += answer.n_tokens
+
+    @property
+    def reading(self) -> Reading:
+        """The text so far, for another conversation to go on with."""
+        return Reading(self._texts, self._n_read, tuple(self._answer_ids))
 
     @property
     def left(self) -> int | None:
@@ -96,12 +117,9 @@ class Conversation:
         """The shown part of the last answer, which the model has yet to read."""
         return [*self._unread, *self._tokenizer.encode(self._rest)]
 
-    def _read(self, ids: list[int]) -> None:
-        texts = self._texts
-        for start in range(0, len(ids), PIECE):
-            piece, vocabulary = torch.tensor([ids[start : start + PIECE]]), self._tokenizer
-            texts, _ = read(self._gpt, piece, vocabulary.n_vocab, texts, vocabulary.eot_id)
-        self._texts = texts
+    def _read(self, ids: Sequence[int]) -> None:
+        self._texts = read_pieces(self._gpt, self._tokenizer, ids, self._texts)
+        self._n_read += len(ids)
 
 
 def converse(conversation: Conversation, max_new_tokens: int) -> None:
@@ -155,4 +173,5 @@ def _ask() -> str | None:
 def say_rate(n_tokens: int, seconds: float) -> None:
     """Print how many tokens were drawn, and how fast."""
     rate = f", {n_tokens / max(seconds, 1e-9):.0f} a second"
-    say(f"({n_tokens} tokens{rate if n_tokens else ': the text ended at once; try another seed or a longer prompt'})")
+    more = rate if n_tokens else ": the text ended at once; try another seed or a longer prompt"
+    say(f"({count(n_tokens, 'token')}{more})")

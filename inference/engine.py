@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from common.settings import UserError
+from inference.prompt_cache import PromptCache
 from inference.sampling import NOT_FINITE, SamplingConfig, draw
 from model.gpt import GPT, GPTState
 from model.graphs import DecodingStep
@@ -26,7 +27,7 @@ from model.state import cat_states, select_rows
 
 PIECE = 256
 """Tokens of a prompt that go through the model at once. This bounds memory for long prompts, and the time that other
-texts wait with `interleave`."""
+texts wait with `interleave`. All prompts are cut at its multiples, so that one can go on with the bits of another."""
 
 
 class Texts(NamedTuple):
@@ -84,7 +85,9 @@ class Generation:
         self.sampling = SamplingConfig(**{name: getattr(sampling, name) for name in SamplingConfig.model_fields})
         self.n_read = 0
         """How many of `ids` the model has read."""
-        self.texts: Texts | None = None
+        self.n_cached = 0
+        """How many of these were read before, for another text."""
+        self.texts = before
         """The text as far as it is read; None once it is a row of the engine's batch."""
         self.token_id = -1
         """The token drawn last."""
@@ -93,6 +96,11 @@ class Generation:
         self.finished = False
         self.error: Exception | None = None
         """The error that ended the text, if any."""
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether what was read before need not be read again; `accept_prompt` does not receive it then."""
+        return self.texts is None and self.n_read == 0
 
     def accept_prompt(self, logits: Tensor) -> None:
         """Receive the logits (T, n_vocab) after each of the next T of `ids`."""
@@ -119,13 +127,36 @@ def _failing(generations: Sequence[Generation]) -> Iterator[None]:
             generation.fail(error)
 
 
+def _is_kept(n_read: int, n: int) -> bool:
+    """Whether a prompt of n tokens is kept as it is after n_read: 0, 1, 2, 4, 8, ... pieces before its last whole one.
+
+    A prompt that differs in the last tokens alone then has at most about twice as many to read.
+    """
+    left = n // PIECE - n_read // PIECE
+    return n_read % PIECE == 0 and left & (left - 1) == 0
+
+
 class Engine:
     """Continues texts, up to `max_streams` at once; the others wait."""
 
-    def __init__(self, gpt: GPT, n_vocab: int, max_streams: int, interleave: bool = False, eot_id: int = -1) -> None:
-        """`n_vocab`, `eot_id`: as for `read`. `interleave`: read prompts piece by piece between other texts' tokens."""
+    def __init__(
+        self,
+        gpt: GPT,
+        n_vocab: int,
+        max_streams: int,
+        interleave: bool = False,
+        eot_id: int = -1,
+        cache: PromptCache | None = None,
+    ) -> None:
+        """Create an engine without texts.
+
+        Args:
+            n_vocab, eot_id: as for `read`.
+            interleave: read prompts piece by piece between other texts' tokens.
+            cache: keeps prompts that were read. Texts have the same bits with and without it.
+        """
         self.gpt, self.n_vocab, self.eot_id = gpt, n_vocab, eot_id
-        self.max_streams, self.interleave = max_streams, interleave
+        self.max_streams, self.interleave, self.cache = max_streams, interleave, cache
         self.waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
         self._writing: list[Generation] = []
@@ -182,11 +213,16 @@ class Engine:
     def _read_prompt(self, generation: Generation) -> bool:
         """Read a prompt, or one piece of it with `interleave`; return whether tokens can be drawn."""
         with _failing([generation]):
+            if self.cache is not None and generation.may_skip:
+                generation.n_read, generation.texts = self.cache.longest(generation.ids)
+                generation.n_cached = generation.n_read
             while generation.n_read < len(generation.ids):
                 piece = torch.tensor([generation.ids[generation.n_read : generation.n_read + PIECE]])
                 generation.texts, logits = read(self.gpt, piece, self.n_vocab, generation.texts, self.eot_id)
                 generation.accept_prompt(logits[0])
                 generation.n_read += piece.shape[1]
+                if self.cache is not None and _is_kept(generation.n_read, len(generation.ids)):
+                    self.cache.add(generation.ids[: generation.n_read], generation.texts)
                 if self.interleave and generation.n_read < len(generation.ids):
                     self._reading.append(generation)
                     return False

@@ -102,7 +102,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
         UserError: checkpoint and dataset do not match, or a length is longer than text or model allow.
     """
     loaded = load(config)
-    checkpoint, gpt, tokenizer, _ = loaded
+    checkpoint, gpt, tokenizer, _, _ = loaded
     dataset_dir = config.dataset_dir or checkpoint.state.dataset_dir
     manifest = open_dataset(dataset_dir, tokenizer)
     stream = TokenStream(dataset_dir, manifest, config.split)
@@ -135,7 +135,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
 
 def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     """The content of eval.json; every process calls this."""
-    config, windows, (checkpoint, _, tokenizer, runtime) = plan.config, plan.windows, plan.loaded
+    config, windows, (checkpoint, _, tokenizer, runtime, _) = plan.config, plan.windows, plan.loaded
     gpt = plan.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
     bins = position_bins(windows.seq_len)
@@ -157,6 +157,7 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
         "run": checkpoint.run_dir.name,
         "checkpoint": checkpoint.path.name,
         "step": checkpoint.state.step,
+        "average": config.average and checkpoint.state.average is not None,
         "dataset_dir": str(plan.dataset_dir),
         "split": config.split,
         "batches": config.batches,

@@ -1,6 +1,7 @@
 """scripts/lm_eval.py: benchmarks of EleutherAI's lm-evaluation-harness."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def run_harness(config: HarnessConfig) -> None:
 
     from inference.harness_model import HarnessModel
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it announces each of its retries
+
     if config.include_path is not None and not config.include_path.is_dir():
         raise UserError(f"include_path={config.include_path} is not a folder: give the folder of your task files")
     loaded = load(config)
@@ -65,6 +68,9 @@ def run_harness(config: HarnessConfig) -> None:
     except ValueError as error:  # for example num_fewshot above a task's examples
         given = f"tasks={config.tasks} num_fewshot={config.num_fewshot}"
         raise UserError(f"{given}: the harness failed ({error}): --debug shows where") from error
+    except OSError as error:
+        remedy = "check the network, or bring the folder HF_HOME of a machine that has run it"
+        raise UserError(f"tasks={config.tasks} need data that cannot be fetched ({error}): {remedy}") from error
     show(make_table(found) + "\n")
     kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
     result = {

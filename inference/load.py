@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from common.console import say
 from common.settings import Settings, UserError
 from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
@@ -18,6 +19,8 @@ class ModelConfig(Settings):
 
     checkpoint: Path
     """A run directory (its newest checkpoint), or a checkpoint."""
+    average: bool
+    """Load the averaged weights, if the run has them (average in train.py); false: those of the last step."""
     runtime: DeviceConfig
 
 
@@ -28,6 +31,8 @@ class Loaded(NamedTuple):
     gpt: GPT
     tokenizer: Tokenizer
     runtime: Runtime
+    identity: str
+    """A hex digest that no other model has."""
 
     def place(self, device: torch.device, *, autocast: bool) -> GPT:
         """Move the model to `device`, for evaluation.
@@ -64,4 +69,7 @@ def load(config: ModelConfig) -> Loaded:
     """
     runtime = open_runtime(config.runtime)
     checkpoint = open_model(config.checkpoint)
-    return Loaded(checkpoint, *load_model(checkpoint), runtime)
+    if checkpoint.state.average is not None:
+        say(f"{checkpoint.path}: {'averaged weights' if config.average else 'the weights of the last step'}")
+    identity = checkpoint.identity(config.average)
+    return Loaded(checkpoint, *load_model(checkpoint, config.average), runtime, identity)

@@ -1,6 +1,5 @@
 """sample.py: text from a checkpoint, printed as it is generated."""
 
-import itertools
 import json
 import sys
 import time
@@ -16,7 +15,9 @@ from inference.completion import Completion, TextRequest, stream
 from inference.conversation import Conversation, converse, say_rate
 from inference.engine import Engine
 from inference.load import Loaded, ModelConfig, load
+from inference.reading import Reading, TextMemory
 from inference.sampling import SamplingConfig
+from inference.state_file import check_place, load_state, save_state
 
 
 class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
@@ -30,8 +31,12 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
     """Read several prompts from this file, one a line; empty lines are skipped."""
     interactive: bool
     """Hold a conversation that begins with the prompt."""
-    max_new_tokens: int = Field(ge=1)
-    """Longest continuation, or answer; a text may end before."""
+    state_in: Path | None
+    """Go on after the text whose state this file has: the prompt follows it."""
+    state_out: Path | None
+    """Write the state after the prompt, or after the conversation, to this file."""
+    max_new_tokens: int = Field(ge=0)
+    """Longest continuation, or answer; a text may end before. 0, with state_out: only read the prompt."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...]
     """Strings that end a continuation and are not included in it; on the command line one, or a JSON list of them."""
     num_samples: int = Field(ge=1)
@@ -64,6 +69,10 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
             odd.append("prompt")
         if self.interactive and odd:
             raise ValueError(f"{odd[0]}={getattr(self, odd[0])} cannot be used with interactive=true: leave one out")
+        if self.state_out and self.prompts_file:
+            raise ValueError("state_out is for one text: give prompt or prompt_file in place of prompts_file")
+        if self.max_new_tokens == 0 and (self.interactive or not self.state_out):
+            raise ValueError("max_new_tokens=0 only reads the prompt: give state_out=FILE too, or more tokens")
         return self
 
 
@@ -75,34 +84,38 @@ def run_sampling(config: SampleConfig) -> None:
     console.stderr = True
     try:
         prompts = _read_prompts(config)
+        if config.state_out:
+            check_place(config.state_out)
         loaded = load(config)
         loaded.place(loaded.runtime.device, autocast=False)
+        before = Reading(rest=(loaded.tokenizer.eot_id,))  # in training, every text follows the end of another
+        if config.state_in:
+            before = load_state(config.state_in, loaded)
         if config.interactive:
-            _converse(loaded, prompts[0], config)
+            _converse(loaded, prompts[0], before, config)
         else:
-            _continue(loaded, prompts, config)
+            _continue(loaded, prompts, before, config)
     finally:
         console.stderr = False
 
 
-def _converse(loaded: Loaded, prompt: str, config: SampleConfig) -> None:
-    conversation = Conversation(loaded.gpt, loaded.tokenizer, config, config.stop, config.seed)
+def _converse(loaded: Loaded, prompt: str, before: Reading, config: SampleConfig) -> None:
+    conversation = Conversation(loaded.gpt, loaded.tokenizer, config, config.stop, config.seed, before)
     conversation.add(prompt)
     try:
         converse(conversation, config.max_new_tokens)
     finally:
         loaded.checkpoint.leave("samples.txt", conversation.text + "\n")
+    if config.state_out:
+        save_state(config.state_out, conversation.reading, loaded)
 
 
-def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> None:
+def _continue(loaded: Loaded, prompts: list[str], before: Reading, config: SampleConfig) -> None:
     """Print every continuation in order, the current one while it grows; the others grow with it."""
     tokenizer, n_samples, texts = loaded.tokenizer, config.num_samples, config.output == "text"
-    samples: list[tuple[str, Completion]] = []
-    for prompt, i in itertools.product(prompts, range(n_samples)):
-        ids = (tokenizer.eot_id, *tokenizer.encode(prompt))  # in training, every text follows the end of another
-        request = TextRequest(ids, config.max_new_tokens, config, config.seed + i, config.stop)
-        request.check_length(loaded.gpt.config.max_len)
-        samples.append((prompt, Completion(request, tokenizer)))
+    samples = _samples(loaded, prompts, before, config)
+    if not samples:  # max_new_tokens=0
+        return
     engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch, eot_id=tokenizer.eot_id)
     engine.submit(sample for _, sample in samples)
     started = time.perf_counter()
@@ -124,12 +137,39 @@ def _continue(loaded: Loaded, prompts: list[str], config: SampleConfig) -> None:
         say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
 
 
+def _samples(loaded: Loaded, prompts: list[str], before: Reading, config: SampleConfig) -> list[tuple[str, Completion]]:
+    """The continuations to draw, with their prompts. A single prompt is read here, once for all samples.
+
+    Raises:
+        UserError: a prompt is too long for the model, or for memory.
+    """
+    gpt, tokenizer, samples = loaded.gpt, loaded.tokenizer, []
+    memory = TextMemory(gpt, tokenizer)
+    for prompt in prompts:
+        reading = before._replace(rest=(*before.rest, *tokenizer.encode(prompt)))
+        _request(reading, config).check_length(gpt.config.max_len)
+        memory.check(_request(reading, config).n_read)
+        if len(prompts) == 1:
+            reading = reading.read_on(gpt, tokenizer)
+        if config.state_out:
+            save_state(config.state_out, reading, loaded)
+        for i in range(config.num_samples if config.max_new_tokens else 0):
+            samples.append((prompt, Completion(_request(reading, config, i), tokenizer, before=reading.texts)))
+    return samples
+
+
+def _request(reading: Reading, config: SampleConfig, i: int = 0) -> TextRequest:
+    """The i-th continuation of a prompt."""
+    seed, n_before = config.seed + i, reading.n_read
+    return TextRequest(reading.rest, config.max_new_tokens, config, seed, config.stop, n_before=n_before)
+
+
 def _as_json(prompt: str, sample: Completion) -> str:
     record = {
         "prompt": prompt,
         "text": sample.text,
         "seed": sample.request.seed,
-        "prompt_tokens": len(sample.ids) - 1,
+        "prompt_tokens": sample.request.n_prompt - 1,
         "tokens": sample.n_tokens,
         "finish_reason": sample.finish_reason,
     }

@@ -441,10 +441,12 @@ class GPT(nn.Module):
         return token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap).view_as(targets)
 
     def summed_loss(
-        self, token_ids: Tensor, targets: Tensor, state: GPTState | None = None, return_state: bool = False
+        self, token_ids: Tensor, targets: Tensor | None, state: GPTState | None = None, return_state: bool = False
     ) -> Any:
-        """Sum of `token_losses`, computed with less memory."""
+        """Sum of `token_losses`, computed with less memory. Without targets, None: for the state alone."""
         x, state = self.features(token_ids, state, return_state)
+        if targets is None:
+            return None, state
         loss = summed_loss(x.flatten(0, 1), self.output_weight, targets.flatten(), self.config.logit_cap)
         return (loss, state) if return_state else loss
 

@@ -1,17 +1,19 @@
-"""Batches of states: combine the rows of several states, or select rows of one.
+"""States as trees: combine the rows of several, select rows of one, name their tensors, or tell their size.
 
 A state is None, or a tuple (named or not) of states, of tensors whose first dimension is the batch, and of tuples with
 an int for each row. A mechanism whose state has this form needs no batching code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from model.attention.cache import Room
+from model.attention.base import Attention
+from model.attention.cache import KVCache, Room, SparseCache
+from model.ops.sparse_attention.patterns import Pattern, needed_keys
 
 
 def cat_states(states: Sequence[Any]) -> Any:
@@ -48,32 +50,81 @@ def select_rows(state: Any, rows: Sequence[int]) -> Any:
     return _like(state, (select_rows(part, rows) for part in state))
 
 
-def state_tensors(state: Any, name: str = "state") -> dict[str, Tensor]:
-    """Return all values of a state by name, such as "state.layers.0.log_s"; integers for each row are int64 (B,)."""
-    if isinstance(state, Tensor):
-        return {name: state}
-    if state is None or isinstance(state, Room):
-        return {}
-    if _per_row(state):
-        return {name: torch.tensor(state)}
-    return {key: value for part, inner in _named(state, name) for key, value in state_tensors(part, inner).items()}
+class Part(NamedTuple):
+    """A tensor of a state, or the ints of its rows."""
+
+    value: Tensor
+    """Ints are int64 (B,)."""
+    cache: str | None
+    """The name of the cache of which this has columns, (B, H, S, D) or (B, 1, S); None: its shape never changes."""
 
 
-def with_tensors(state: Any, tensors: Mapping[str, Tensor], name: str = "state") -> Any:
-    """Return a state like this one, on the same device, with other values: as `state_tensors` names them."""
+def parts_of(state: Any, name: str = "", cache: str | None = None) -> Iterator[tuple[str, Part]]:
+    """Yield the tensors and counts of a state, named by their paths in it, such as layers.0.log_s."""
     if isinstance(state, Tensor):
-        return tensors[name].to(state.device)
-    if state is None or isinstance(state, Room):
+        yield name, Part(state, cache)
+    elif isinstance(state, tuple) and state and _per_row(state):
+        yield name, Part(torch.tensor(state), None)
+    elif isinstance(state, tuple):
+        cache = name if isinstance(state, KVCache | SparseCache) else None
+        for key, part in zip(getattr(state, "_fields", range(len(state))), state, strict=True):
+            yield from parts_of(part, f"{name}.{key}" if name else str(key), cache)
+
+
+def restored(like: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
+    """The state whose parts have these names and values; `like` has its form."""
+    if isinstance(like, Tensor):
+        return tensors[name]
+    if not isinstance(like, tuple):
         return None
-    if _per_row(state):
+    if like and _per_row(like):
         return tuple(tensors[name].tolist())
-    return _like(state, (with_tensors(part, tensors, inner) for part, inner in _named(state, name)))
+    keys = getattr(like, "_fields", range(len(like)))
+    return _like(
+        like,
+        (restored(part, tensors, f"{name}.{key}" if name else str(key)) for key, part in zip(keys, like, strict=True)),
+    )
 
 
-def _named(state: tuple[Any, ...], name: str) -> Iterator[tuple[Any, str]]:
-    """The parts of a state, and their names."""
-    fields = getattr(state, "_fields", range(len(state)))
-    return ((part, f"{name}.{field}") for part, field in zip(state, fields, strict=True))
+def stretched(gpt: nn.Module, state: Any, n: int) -> Any:
+    """A GPT's state as after n tokens read at once. Keys and values share memory until a token is appended."""
+    mechanisms = [module for module in gpt.modules() if isinstance(module, Attention)]
+    layers = (
+        _stretched(layer, n, (group.patterns for group in getattr(mechanism, "groups", [])))
+        for layer, mechanism in zip(state.layers, mechanisms, strict=True)
+    )
+    position = state.position
+    if isinstance(position, Tensor) and not position.is_floating_point():  # counts of tokens
+        position = torch.full_like(position, n)
+    return _like(state, (_stretched(position, n, iter(())), tuple(layers)))
+
+
+def _stretched(state: Any, n: int, patterns: Iterator[list[Pattern]]) -> Any:
+    """The same for a part of a state; `patterns` are those of its sparse caches, in order."""
+    if isinstance(state, KVCache):
+        return KVCache(repeated_columns(state.k, n), repeated_columns(state.v, n), (n,) * len(state.lengths))
+    if isinstance(state, SparseCache):
+        j = torch.arange(n, device=state.k.device)
+        kept = j[needed_keys(next(patterns), j, torch.tensor(n, device=j.device))]
+        place = (1 + kept).to(torch.int32).expand(len(state.lengths), 1, -1)
+        k, v = (repeated_columns(x, len(kept)) for x in (state.k, state.v))
+        return SparseCache(k, v, place, (n,) * len(state.lengths))
+    if not isinstance(state, tuple):
+        return n if isinstance(state, int) else state  # a count of tokens; anything else is None or has a constant size
+    return _like(state, (_stretched(part, n, patterns) for part in state))
+
+
+def repeated_columns(x: Tensor, n: int) -> Tensor:
+    """A view: (B, H, S, D) -> (B, H, n, D), all equal to the last column, or 0 if there is none."""
+    last = x[:, :, -1:] if x.shape[2] else x.new_zeros(*x.shape[:2], 1, x.shape[3])
+    return last.expand(-1, -1, n, -1)
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of all tensors of a state, excluding token counts and a cache's spare capacity."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    return sum(map(state_bytes, state)) if isinstance(state, tuple) else 0
 
 
 def _cat_tensors(tensors: Sequence[Tensor]) -> Tensor:

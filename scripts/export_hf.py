@@ -21,6 +21,8 @@ class Options(Settings):
     """a run directory (its newest checkpoint), or a checkpoint"""
     out_dir: Path
     """the folder to make"""
+    average: bool = True
+    """the averaged weights, if the run has them; false: those of its last step"""
 
 
 if __name__ == "__main__":

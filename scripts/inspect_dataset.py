@@ -37,6 +37,8 @@ class Options(Settings):
     """tokens of a sequence in that run"""
     batch_tokens: PositiveInt | None = None
     """tokens of a step in that run"""
+    batch_doublings: Items[PositiveInt] = []
+    """the steps after which its batch doubled"""
 
 
 if __name__ == "__main__":

@@ -45,10 +45,18 @@ MUTATIONS = [
     Mutation(
         "decay",
         "trainer/optim.py",
-        '"weight_decay": self.weight_decay',
-        '"weight_decay": 0.0',
+        "self.weight_decay / key[1]",
+        "0.0",
         "weight decay is lost",
         "tests/trainer/test_optim.py",
+    ),
+    Mutation(
+        "transfer",
+        "trainer/transfer.py",
+        "Scale(1.0, width, width**0.5)",
+        "Scale(1.0, width, 1.0)",
+        "Muon's updates grow with the width",
+        "tests/trainer/test_transfer.py",
     ),
     Mutation(
         "window",

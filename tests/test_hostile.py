@@ -899,6 +899,23 @@ def test_a_pointer_that_leads_elsewhere(checkpoint, content):
         open_checkpoint(checkpoint.parent / "latest")
 
 
+def test_the_folder_of_checkpoints_is_the_run(checkpoint):
+    assert open_checkpoint(checkpoint.parent).path == open_checkpoint(checkpoint.parents[1]).path == checkpoint
+
+
+def test_what_is_no_checkpoint_is_named(checkpoint, dataset_dir, tmp_path):
+    with refused("is a dataset: give the directory of a run"):
+        open_checkpoint(dataset_dir)
+    with refused(r"holds no checkpoint itself: give a run in it, such as .*/run$"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "export").mkdir()
+    with refused("holds no checkpoint: give a run directory"):
+        open_checkpoint(tmp_path / "export")
+    shutil.copy(checkpoint / "model.safetensors", tmp_path / "export")
+    with refused("holds no checkpoint, but a model for other programs: give the run that it was exported from"):
+        open_checkpoint(tmp_path / "export")
+
+
 @pytest.mark.parametrize("script", ["sample", "eval", "train"])
 def test_a_command_says_one_line(checkpoint, command, tiny_args, script):
     edit(checkpoint / "state.json", lambda s: s.update({"\x1b[2J\n": 1}))

@@ -3,7 +3,8 @@
 A checkpoint is a folder `step-00001000` with
 
     model.safetensors optimizer.safetensors    tensors by parameter name, or parts of them, one of each process:
-                                               model-00001-of-00004.safetensors has the first rows of every tensor
+                                               model-00001-of-00004.safetensors has the first rows of every tensor;
+                                               averaged weights are in the model's, as average/NAME
     random.safetensors                         the state of every process's random numbers, and with data.carry_state
                                                the model's state after the text so far, a row for each sequence
     state.json                                 the rest of the run's state: TrainState
@@ -18,7 +19,9 @@ text files that hold a checkpoint's name, for people; a run is resumed from the 
 
 import contextlib
 import errno
+import hashlib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -35,9 +38,11 @@ from torch import Tensor
 from common.console import say, warn
 from common.files import read_json, sha256_file, sync_directory, write_atomic, write_json
 from common.settings import Settings, UserError, decode
+from data.loader import BatchSizes
 from data.mixture import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT, GPTConfig
+from trainer.average import AVERAGE
 from trainer.guard import LossStatistics
 from trainer.tensor_file import Expected, read_parts, save_file
 
@@ -76,7 +81,27 @@ class Kept(Settings):
     """Tokens per training sequence."""
     batch_tokens: int = Field(ge=1, le=2**48)
     """Tokens per step: the global batch, over all processes and micro-batches."""
+    batch_doublings: list[Annotated[int, Field(ge=1, lt=10**18)]] = Field(default=[], max_length=40)
+    """Batch-size warm-up: the batch doubles after each of these steps, and has batch_tokens after the last of them."""
+    average: float | None = Field(default=None, gt=0, le=0.5)
+    """Evaluate and export a running mean of the weights, whose mean age is about this share of the steps so far;
+    null: the weights themselves."""
     data: DataConfig = DataConfig(mixture=None, document_reset=False, carry_state=False)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Sequences of each step."""
+        return BatchSizes(self.batch_tokens // self.seq_len, self.batch_doublings)
+
+    def tokens(self, steps: int) -> int:
+        """Tokens of the first `steps` steps."""
+        return self.batch_sizes.before(steps) * self.seq_len
+
+    @model_validator(mode="after")
+    def _doublings_ascend(self) -> Self:
+        if self.batch_doublings != sorted(set(self.batch_doublings)):
+            raise ValueError(f"batch_doublings={self.batch_doublings} does not ascend: give steps such as [1000,4000]")
+        return self
 
     @model_validator(mode="after")
     def _documents_fit(self) -> Self:
@@ -84,6 +109,8 @@ class Kept(Settings):
             self.model.check_documents()
         if self.data.carry_state:
             self.model.check_constant_state("data.carry_state=true", carried=True)
+            if self.batch_doublings:
+                raise ValueError("data.carry_state=true needs batches of one size: leave out batch_doublings")
         return self
 
 
@@ -129,6 +156,12 @@ class Checkpoint:
         """The run that the checkpoint belongs to, or its own folder if it belongs to none."""
         path = self.path if len(self.path.parts) > 2 else self.path.absolute()
         return path.parent.parent if path.parent.name == "checkpoints" else path
+
+    def identity(self, average: bool = True) -> str:
+        """A hex digest of the sums of weights and configuration, which no other model has."""
+        sums, averaged = _sums(self.path), average and self.state.average is not None
+        found = json.dumps([sums["model.safetensors"], sums["state.json"], averaged])
+        return hashlib.sha256(found.encode()).hexdigest()
 
     def tensors(self, name: str, expected: Expected, rows: Mapping[str, slice] | None = None) -> dict[str, Tensor]:
         """The tensors of "model", "optimizer" or "random", on the CPU.
@@ -213,6 +246,8 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES) -> Checkp
         UserError: there is no checkpoint, one of `files` is missing or damaged, or it has another format version.
     """
     path = Path(path)
+    if path.name == "checkpoints" and path.is_dir():
+        path = path.parent
     if not path.exists():
         raise UserError(f"checkpoint={path} does not exist: give a run directory, or a checkpoint in it")
     if path.is_file():
@@ -220,13 +255,23 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES) -> Checkp
         if not _NAME.fullmatch(name):
             raise UserError(f"checkpoint={path} does not name a checkpoint: give a run directory or a step-... folder")
         path = path.parent / name
+    elif (path / "train-00000.bin").exists():
+        raise UserError(f"checkpoint={path} is a dataset: give the directory of a run that was trained on it")
     elif not ((path / "manifest.json").is_file() or _NAME.fullmatch(path.name)):
         found = newest_whole(path, files)
         if found is None:
-            raise UserError(f"checkpoint={path} holds no checkpoint: give a run directory or a step-... folder")
+            raise UserError(f"checkpoint={path} holds no checkpoint{_what_it_is(path)}")
         return _opened(found)
     _verify(path, files)
     return _opened(path)
+
+
+def _what_it_is(path: Path) -> str:
+    """Say what a folder without checkpoints seems to be, and what to give."""
+    if (path / "model.safetensors").exists():
+        return ", but a model for other programs: give the run that it was exported from (import_gpt2.py reads GPT-2)"
+    runs = sorted(str(folder.parent) for folder in path.glob("*/checkpoints"))
+    return f" itself: give a run in it, such as {runs[0]}" if runs else ": give a run directory or a step-... folder"
 
 
 def _first_line(path: Path) -> str:
@@ -242,8 +287,11 @@ def _opened(path: Path) -> Checkpoint:
         raise UserError(f"{path / 'state.json'}: {error}") from None
 
 
-def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
+def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT, Tokenizer]:
     """Load model and tokenizer from the newest checkpoint of a run directory, or from the checkpoint at `path`.
+
+    Args:
+        average: load the averaged weights, if the run has them.
 
     Raises:
         UserError: there is no checkpoint, a file is damaged, or the tokenizer has more ids than the model.
@@ -253,7 +301,10 @@ def load_model(path: str | Path | Checkpoint) -> tuple[GPT, Tokenizer]:
     with torch.device("meta"):
         gpt = GPT(state.model, state.data.reset_at(tokenizer.eot_id))
     expected: Expected = {name: (value.shape, FLOATS) for name, value in gpt.state_dict().items()}
-    gpt.load_state_dict(checkpoint.tensors("model", expected), assign=True)
+    averages = {AVERAGE + name: expected[name] for name, _ in gpt.named_parameters() if state.average is not None}
+    tensors = checkpoint.tensors("model", {**expected, **averages})
+    chosen = {name: tensors[AVERAGE + name if average and AVERAGE + name in averages else name] for name in expected}
+    gpt.load_state_dict(chosen, assign=True)
     if tokenizer.n_vocab > gpt.config.n_vocab:
         ids = f"{tokenizer.n_vocab} ids, but the model has only {gpt.config.n_vocab}"
         raise UserError(f"{checkpoint.path} has a tokenizer with {ids}: use another checkpoint")

@@ -57,8 +57,16 @@ class TrainConfig(Kept, defaults="train"):
 
     @property
     def batch_size(self) -> int:
-        """Sequences per global batch."""
-        return self.batch_tokens // self.seq_len
+        """Sequences of the largest global batch."""
+        return self.batch_sizes.last
+
+    @property
+    def smallest_batch(self) -> str:
+        """The sequences of the first step, in words for an error."""
+        if not self.batch_doublings:
+            return f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences"
+        doublings = f"the {len(self.batch_doublings)} batch_doublings of batch_tokens={self.batch_tokens}"
+        return f"{doublings} begin with {self.batch_sizes.at(0)} sequences"
 
     @property
     def last_step(self) -> int:
@@ -67,9 +75,12 @@ class TrainConfig(Kept, defaults="train"):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "TrainConfig":
-        if self.batch_tokens % self.seq_len:
-            near = (self.batch_tokens // self.seq_len or 1) * self.seq_len
-            raise ValueError(f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}: use {near}")
+        divisor, doublings = self.seq_len << len(self.batch_doublings), len(self.batch_doublings)
+        if self.batch_tokens % divisor:
+            near = (self.batch_tokens // divisor or 1) * divisor
+            times = f" x 2^{doublings}, for {doublings} batch_doublings" if doublings else ""
+            by = f"seq_len={self.seq_len}{times}"
+            raise ValueError(f"batch_tokens={self.batch_tokens} is not divisible by {by}: use {near}")
         if (share := self.runtime.context_parallel) > 1:
             self._check_shared_sequences(share)
         if self.run_dir == Path():
@@ -77,6 +88,8 @@ class TrainConfig(Kept, defaults="train"):
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
             what = f"seq_len={self.seq_len} is longer than the {self.model.max_len} learned positions of the model"
             raise ValueError(f"{what}: use at most that, or set model.position.max_len")
+        if (self.runtime.sequence_chunk or self.seq_len) < self.seq_len:
+            self.model.check_constant_state(f"runtime.sequence_chunk={self.runtime.sequence_chunk}")
         n_global = max(getattr(layer, "n_global", 0) for layer in self.model.layers)
         if n_global > self.seq_len:
             raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")
@@ -93,6 +106,7 @@ class TrainConfig(Kept, defaults="train"):
         for setting, value, instead in [
             ("strategy", runtime.strategy == "fsdp", "ddp"),
             ("compile", runtime.compile is True, "false"),
+            ("sequence_chunk", runtime.sequence_chunk is not None, "null"),
             ("micro_batch", runtime.micro_batch == "auto", "a number, such as 1"),
         ]:
             if value:

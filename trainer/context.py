@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.gpt import GPT
 from model.position import Order, Rotation
-from model.state import state_tensors, with_tensors
+from model.state import parts_of, restored
 from trainer.distributed import Line
 
 
@@ -61,17 +61,17 @@ def _take(x: Tensor, line: Line, empty: Any) -> tuple[Tensor, Any]:
     """Receive the state of the tokens before x: (x, state). Before the first token, it is `empty`."""
     if line.place == 0:
         return x, empty
-    like = state_tensors(empty)
+    like = {name: value for name, (value, _) in parts_of(empty)}
     x, *received = _Take.apply(x, line, *like.values())
-    return x, with_tensors(empty, dict(zip(like, received, strict=True)))
+    return x, restored(empty, dict(zip(like, received, strict=True)))
 
 
 def _pass_on(x: Tensor, line: Line, state: Any, empty: Any) -> Tensor:
     """Send the state after x to the next process; returns x, through which the state's gradients come back."""
     if line.place == line.size - 1:
         return x
-    pairs = zip(state_tensors(state).values(), state_tensors(empty).values(), strict=True)
-    return cast(Tensor, _PassOn.apply(x, line, *(value.to(like.dtype) for value, like in pairs)))
+    pairs = zip(parts_of(state), parts_of(empty), strict=True)
+    return cast(Tensor, _PassOn.apply(x, line, *(own.value.to(like.value.dtype) for (_, own), (_, like) in pairs)))
 
 
 class _Take(torch.autograd.Function):

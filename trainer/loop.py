@@ -2,7 +2,7 @@
 
 import contextlib
 
-from common.console import say
+from common.console import count, say
 from common.exits import AGAIN
 from common.files import make_directory
 from trainer.checkpoint import retain
@@ -10,7 +10,7 @@ from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.progress import TrainingProgress
 from trainer.resume import own_run, say_changes
-from trainer.run import RollBack, Run
+from trainer.run import RollBack, Run, open_data
 from trainer.runtime import open_runtime
 from trainer.signals import StopSignals
 
@@ -39,6 +39,12 @@ def fit(config: TrainConfig) -> float | None:
         return _train(Run(config, runtime, world, signals), config)
 
 
+def check(config: TrainConfig) -> None:
+    """Raise the errors of `fit` that need neither a device nor the model, and write nothing."""
+    config.tracker.import_packages()
+    open_data(config)
+
+
 def _train(run: Run, config: TrainConfig) -> float | None:
     if run.world.is_main and run.step > 0:  # a kill during the last save may have left this undone
         retain(config.run_dir, run.state, config.checkpoint.keep_last, config.checkpoint.keep_every)
@@ -50,7 +56,7 @@ def _train(run: Run, config: TrainConfig) -> float | None:
         return run.state.best_val_loss
     if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:
         asked = f"schedule.warmup_steps={config.schedule.warmup_steps} does not fit in max_steps={config.max_steps}"
-        say(f"{asked}: the learning rate rises for {warmup} steps")
+        say(f"{asked}: the learning rate rises for {count(warmup, 'step')}")
     with run.open_files():
         if config.runtime.on_nonfinite == "rollback" and not run.resumed:
             run.save(wait=True)  # a checkpoint to roll back to
@@ -77,7 +83,7 @@ def _to_go_on(config: TrainConfig, step: int) -> str:
 
 def _train_on(run: Run, config: TrainConfig) -> None:
     """Train to the end of the run, or until a signal stops it, and save the last step."""
-    with run.reading_ahead(), TrainingProgress(config.last_step, run.step, run.curves) as progress:
+    with run.reading_ahead(), TrainingProgress(config.tokens, config.last_step, run.step, run.curves) as progress:
         while not run.ended:
             run.saver.check()
             line = run.train_step()

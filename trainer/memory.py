@@ -60,7 +60,7 @@ def step_memory(
         gpt: may be on the meta device.
         runtime: of the training; its device need not exist.
         accumulated: whether a step has several micro-batches; matters for several devices only.
-        means: numbers of the optimizer's state for each parameter.
+        means: numbers of the optimizer's state, and of averaged weights, for each parameter.
     """
     wide, narrow = runtime.param_dtype.itemsize, runtime.dtype.itemsize
     weights = gpt.n_params() * wide
@@ -76,6 +76,7 @@ def step_memory(
         gradients = weights + own if accumulated else own
         whole = root + 2 * block * narrow + (block * wide if accumulated else root + 2 * block * wide)
 
+    seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
     V, D = gpt.embed.weight.shape
     tokens = micro_batch * seq_len
     of_weights = V * D * wide  # the loss computes the gradient of the output layer

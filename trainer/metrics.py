@@ -34,6 +34,8 @@ class MetricsLog:
     def _open(self, step: int) -> None:
         """Open the file, cut to its lines up to `step`."""
         new = file_size(self.path) is None  # refuses a link to another file
+        if new and step > 0:
+            warn(f"{self.path} is missing: the numbers of steps 1 to {step} are lost")
         if not new:
             _drop_later(self.path, step)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)

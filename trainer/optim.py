@@ -1,5 +1,6 @@
 """The optimizers: AdamW, and Muon for the matrices of blocks."""
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from model.attention.decay import Decay
 from model.fused import FusedLinear
 from model.gpt import GPT
 from trainer.distributed import World
+from trainer.transfer import TransferConfig, ratios, scales
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -30,10 +32,12 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
     """Decoupled weight decay, applied to parameters of two or more dimensions (matrices and embeddings) only."""
     grad_clip: float | None = Field(gt=0, allow_inf_nan=False)
     """Largest norm of the whole gradient; null: no clipping."""
+    transfer: TransferConfig | None
+    """The size that max_lr was tuned for; null: it is this model's."""
 
     def build(self, gpt: GPT, world: World | None = None) -> torch.optim.Optimizer:
         """Build the optimizer, with a fused update and its state allocated."""
-        return self._adamw(list(gpt.parameters()))
+        return self._adamw(gpt, list(gpt.parameters()))
 
     def means(self, gpt: GPT) -> float:
         """Numbers of the optimizer's state for each parameter."""
@@ -42,14 +46,18 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
     def schedule(self, optimizer: torch.optim.Optimizer, factor: float, progress: float) -> None:
         """Set what changes during a run: the learning rate. `progress` is the share of steps that are done."""
         for group in optimizer.param_groups:
-            group["lr"] = self.max_lr * factor
+            group["lr"] = self.max_lr * factor * group.get("scale", 1.0)
 
-    def _adamw(self, params: list[nn.Parameter]) -> torch.optim.AdamW:
+    def _adamw(self, gpt: GPT, params: list[nn.Parameter]) -> torch.optim.AdamW:
+        scale, members = scales(gpt, self.transfer), dict[tuple[bool, float], list[nn.Parameter]]()
+        for p in params:
+            members.setdefault((p.dim() < 2, scale[p].adamw), []).append(p)
         groups = [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+            {"params": members[key], "scale": key[1], "weight_decay": 0.0 if key[0] else self.weight_decay / key[1]}
+            for key in sorted(members)
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=self.eps, fused=True)
+        eps = self.eps * math.prod(ratios(gpt, self.transfer))
+        optimizer = torch.optim.AdamW(groups, lr=self.max_lr, betas=self.betas, eps=eps, fused=True)
         for p in params:  # as in its first step, so that the state can be saved, loaded and measured before
             step = torch.zeros((), dtype=torch.float32, device=p.device)
             optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
@@ -70,9 +78,11 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
 
     def build(self, gpt: GPT, world: World | None = None) -> torch.optim.Optimizer:
         """Build both, with their state allocated."""
-        layers = {layer.weight: layer for layer in block_matrices(gpt)}
-        adamw = self._adamw([p for p in gpt.parameters() if p not in layers])
-        return Muon(layers, adamw, self.max_lr, self.momentum, self.weight_decay, world or World(torch.device("cpu")))
+        layers, scale = {layer.weight: layer for layer in block_matrices(gpt)}, scales(gpt, self.transfer)
+        adamw = self._adamw(gpt, [p for p in gpt.parameters() if p not in layers])
+        factors = {p: scale[p].muon for p in layers}
+        world = world or World(torch.device("cpu"))
+        return Muon(layers, factors, adamw, self.max_lr, self.momentum, self.weight_decay, world)
 
     def means(self, gpt: GPT) -> float:
         return 2.0 - sum(layer.weight.numel() for layer in block_matrices(gpt)) / gpt.n_params()
@@ -104,6 +114,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         layers: dict[Tensor, nn.Linear],
+        factors: dict[Tensor, float],
         adamw: torch.optim.AdamW,
         lr: float,
         momentum: float,
@@ -113,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(list(layers), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for p in layers:
             self.state[p] = {"mean": torch.zeros_like(p)}
-        self._adamw, self._layers, self._world = adamw, layers, world
+        self._adamw, self._layers, self._factors, self._world = adamw, layers, factors, world
         self.param_groups += adamw.param_groups
         self.state.update(adamw.state)
 
@@ -132,7 +143,8 @@ class Muon(torch.optim.Optimizer):
                 update = layer.join([_update(part) for part in layer.split(whole)])
             else:
                 update = _update(whole)
-            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._world.like(update, p), alpha=group["lr"])
+            update = self._world.like(update, p)
+            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"] * self._factors[p])
 
 
 def _update(x: Tensor) -> Tensor:

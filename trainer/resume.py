@@ -3,11 +3,13 @@
 import os
 import platform
 import secrets
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.commit import git_commit
 from common.console import say, warn
@@ -16,11 +18,10 @@ from common.lock import owned
 from common.settings import UserError, differences
 from data.shards import Manifest
 from model.gpt import GPT, GPTState
-from model.state import state_tensors, with_tensors
+from model.state import parts_of, restored
 from trainer.checkpoint import FLOATS, Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.optim import named_state
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import device_name
 from trainer.tensor_file import Expected
@@ -74,17 +75,17 @@ def find_checkpoint(run_dir: Path, world: World) -> Path | None:
 def restore(
     path: Path,
     fresh: TrainState,
-    gpt: GPT,
-    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Mapping[str, Tensor]],
     world: World,
-    carried: GPTState | None,
-    rows: slice,
+    carried: GPTState | None = None,
+    rows: slice = slice(None),
 ) -> tuple[TrainState, GPTState | None]:
-    """Load a checkpoint's tensors into model, optimizer and random generators, and return its state.
+    """Load a checkpoint into a run's tensors and random generators, and return its state.
 
     Args:
         path: a verified checkpoint.
         fresh: the state in which the run would begin.
+        tensors: those of "model" and "optimizer", by name.
         carried: with data.carry_state, a state of the model of the size of this process's sequences.
         rows: this process's sequences of the global batch.
 
@@ -97,18 +98,18 @@ def restore(
     checkpoint = open_checkpoint(path, files=())
     state = checkpoint.state
     _check_same_run(path, state, fresh)
-    for name, tensors in (("model", gpt.state_dict()), ("optimizer", named_state(gpt, optimizer))):
+    for name, of_run in tensors.items():
         world.at(f"reading {name}")
-        expected = {key: (value.shape, (value.dtype,)) for key, value in tensors.items()}
-        stored = checkpoint.tensors(name, expected, world.rows(tensors))
+        expected = {key: (value.shape, (value.dtype,)) for key, value in of_run.items()}
+        stored = checkpoint.tensors(name, expected, world.rows(of_run))
         with torch.no_grad():
-            for key, value in tensors.items():
+            for key, value in of_run.items():
                 world.own(value).copy_(stored[key])
     world.at("reading random")
     sequences = state.batch_tokens // state.seq_len
     streams: Expected = {
-        key: (torch.Size([sequences, *x.shape[1:]]), FLOATS if x.is_floating_point() else [x.dtype])
-        for key, x in state_tensors(carried).items()
+        name: (torch.Size([sequences, *x.shape[1:]]), FLOATS if x.is_floating_point() else [x.dtype])
+        for name, (x, _) in parts_of(carried, "carried")
     }
     saved_states = checkpoint.tensors(
         "random", {**random_tensors(state.processes, state.device), **streams}, dict.fromkeys(streams, rows)
@@ -117,7 +118,8 @@ def restore(
         set_random_state(saved_states[RANDOM][world.rank], world.device)
     else:  # other processes than before: each gets a new generator
         seed_process(f"{state.seed} {state.step} {world.rank}")
-    return state.model_copy(update={"dataset_dir": fresh.dataset_dir}), with_tensors(carried, saved_states)
+    here = {name: value.to(world.device) for name, value in saved_states.items()}
+    return state.model_copy(update={"dataset_dir": fresh.dataset_dir}), restored(carried, here, "carried")
 
 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:

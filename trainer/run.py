@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, GPTState
-from model.state import cat_states, select_rows, state_tensors
+from model.state import cat_states, parts_of, select_rows
+from trainer.average import Average
 from trainer.config import TrainConfig
 from trainer.context import share_sequences
 from trainer.curves import RunCurves, curves_of
@@ -37,6 +38,7 @@ from trainer.saving import Saver
 from trainer.signals import StopSignals
 from trainer.step import MicroBatches, StepResult, SummedLoss, train_step
 from trainer.trackers import TrackedRun
+from trainer.transfer import ratios, scale_weights
 
 
 class RollBack(Exception):
@@ -55,23 +57,14 @@ class Run:
         self.signals = signals or StopSignals()
         self.stopped_by: str | None = None
         """Why the run stops early, once all processes know."""
-        self.manifest = read_manifest(config.dataset_dir)
-        self.tokenizer = load_tokenizer(config.dataset_dir / TOKENIZER)
-        _check_vocabulary(config, self.manifest, self.tokenizer)
+        self.manifest, self.tokenizer, self.batches, self.windows = open_data(config)
         _check_split(config, world)
         self.line = world.line(config.runtime.context_parallel)
-        train, val = (TokenStream(config.dataset_dir, self.manifest, split) for split in ("train", "val"))
-        self.batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed, config.data.carry_state)
         if config.data.mixture is not None:
             weights, seq_len = config.data.mixture, config.seq_len
             self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
             say(f"sequences are drawn from {self.batches.mixture}")
         self._ahead: Prefetch[MicroBatches] | None = None
-        if config.data.carry_state:
-            self.windows = eval_streams(val, config.seq_len, config.batch_size, config.eval.batches)
-        else:
-            n_windows = None if config.eval.batches is None else config.eval.batches * config.batch_size
-            self.windows = EvalBatches(val, config.seq_len, n_windows)
         self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)
         self._begin()
         self.curves = RunCurves()
@@ -98,10 +91,12 @@ class Run:
         self.summed_loss = world.wrap(summed_loss, config.runtime.strategy, self.runtime.dtype)
         if fsdp:
             initialise(self.gpt, world, self.runtime.param_dtype)
+        scale_weights(self.gpt, config.optim.transfer)
         seed_process(f"{config.seed} 0 {world.rank}")
         self.optimizer = config.optim.build(self.gpt, world)
+        self.average = None if config.average is None else Average(self.gpt, config.average, world)
         self.state = new_state(config, self.manifest)
-        first, stop = self._sequences
+        first, stop = self._sequences(self.step)
         carried = self.gpt.initial_state(stop - first) if config.data.carry_state else None
         if checkpoint is not None:
             carried = self._restore(checkpoint, carried)
@@ -112,8 +107,8 @@ class Run:
 
     def _restore(self, checkpoint: Path, carried: GPTState | None) -> GPTState | None:
         """Load a checkpoint; returns the carried state in it, for one like it."""
-        fresh, rows = new_state(self.config, self.manifest), slice(*self._sequences)
-        self.state, after = restore(checkpoint, fresh, self.gpt, self.optimizer, self.world, carried, rows)
+        fresh, rows = new_state(self.config, self.manifest), slice(*self._sequences(self.step))
+        self.state, after = restore(checkpoint, fresh, self._tensors(), self.world, carried, rows)
         return after
 
     def _choose_micro_batch(self) -> int:
@@ -162,6 +157,7 @@ class Run:
             UserError: the run must halt, or memory ran out. Weights and optimizer are unchanged.
         """
         started = time.perf_counter()
+        self.carried = self._states()
         try:
             line = self._skip_known_bad_step() or self._step()
         except RuntimeError as error:
@@ -184,7 +180,7 @@ class Run:
             micro_batches,
             self.runtime,
             self.world,
-            states=self._states(),
+            states=self.carried,
             grad_clip=config.optim.grad_clip,
             refuse=lambda loss, norm: why_bad(loss, norm, self.state.statistics, config.runtime.spike_sigmas),
             asked_to_stop=self.signals.received is not None,
@@ -197,6 +193,8 @@ class Run:
             return self._bad_step(result, lr)
         self.carried = [*result.states]
         self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
+        if self.average is not None:
+            self.average.take(self.step)
         tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
         return self._line(loss=result.loss, lr=lr, grad_norm=result.grad_norm, **tiles)
 
@@ -234,7 +232,7 @@ class Run:
 
     def _line(self, **values: Any) -> dict[str, Any]:
         """A line of metrics.jsonl."""
-        return {"step": self.step, "tokens": self.step * self.config.batch_tokens, **values}
+        return {"step": self.step, "tokens": self.config.tokens(self.step), **values}
 
     def _count(self, update: dict[str, Any]) -> None:
         """Count a finished step, and forget skipped steps that are too old to be in a row with later ones."""
@@ -245,7 +243,7 @@ class Run:
 
     def _keep_evidence(self, step: int, result: StepResult, lr: float) -> Path:
         world, config = self.world, self.config
-        path = config.run_dir / "bad_steps" / f"step-{step:08}.json"
+        path, batch_size = config.run_dir / "bad_steps" / f"step-{step:08}.json", config.batch_sizes.at(step - 1)
         gradients = ((name, world.full(p.grad)) for name, p in self.gpt.named_parameters() if p.grad is not None)
         found = {
             "step": step,
@@ -255,7 +253,7 @@ class Run:
             "lr": lr,
             "processes": [
                 {
-                    "sequences": sequences_of(rank // self.line.size, self.line.n_lines, config.batch_size),
+                    "sequences": sequences_of(rank // self.line.size, self.line.n_lines, batch_size),
                     "sum_of_losses": str(loss.item()),
                 }
                 for rank, loss in enumerate(world.gather(result.own_loss))
@@ -284,38 +282,37 @@ class Run:
 
     def share(self, step: int) -> MicroBatches:
         """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
-        whole = map(torch.from_numpy, self.batches.batch(step, *self._sequences))
+        first, stop = self._sequences(step)
+        whole = map(torch.from_numpy, self.batches.batch(step, first, stop))
         parts = [ids.chunk(self.line.size, dim=1)[self.line.place] for ids in whole]
         if self.world.device.type == "cuda":
             parts = [ids.contiguous().pin_memory() for ids in parts]  # other memory is copied twice
-        token_ids, targets = (ids.split(self._at_once) for ids in parts)
+        token_ids, targets = (ids.split(self._at_once(stop - first)) for ids in parts)
         return list(zip(token_ids, targets, strict=True))
 
-    @property
-    def _sequences(self) -> tuple[int, int]:
-        """The sequences [first, stop) of every global batch that belong to this process, or to its line."""
-        return sequences_of(self.line.number, self.line.n_lines, self.config.batch_size)
+    def _sequences(self, step: int) -> tuple[int, int]:
+        """The sequences [first, stop) of a step's batch that belong to this process, or to its line."""
+        return sequences_of(self.line.number, self.line.n_lines, self.config.batch_sizes.at(step))
 
-    @property
-    def _at_once(self) -> int:
-        """Sequences of a micro-batch: as equal as possible. The last one may have fewer."""
-        first, stop = self._sequences
-        return -(-(stop - first) // -(-(stop - first) // self.micro_batch))
+    def _at_once(self, n: int) -> int:
+        """Sequences of a micro-batch, of n in all: as equal as possible. The last one may have fewer."""
+        return -(-n // -(-n // self.micro_batch))
 
     def _by_micro_batch(self, carried: GPTState | None) -> list[GPTState]:
         """Split a state of this process's sequences."""
         if carried is None:
             return []
-        first, stop = self._sequences
-        return [select_rows(carried, rows.tolist()) for rows in torch.arange(stop - first).split(self._at_once)]
+        first, stop = self._sequences(self.step)
+        rows = torch.arange(stop - first).split(self._at_once(stop - first))
+        return [select_rows(carried, some.tolist()) for some in rows]
 
     def _states(self) -> list[GPTState]:
         """What the micro-batches of the next step go on from: sequences that begin the corpus, from no text."""
-        begin = torch.from_numpy(self.batches.begins(self.step, *self._sequences))
+        begin = torch.from_numpy(self.batches.begins(self.step, *self._sequences(self.step)))
         if not (self.carried and begin.any()):
             return self.carried
         states = []
-        for state, new in zip(self.carried, begin.split(self._at_once), strict=True):
+        for state, new in zip(self.carried, begin.split(self._at_once(len(begin))), strict=True):
             rows = torch.arange(len(new)).masked_fill(new, len(new))
             states.append(select_rows(cat_states([state, self.gpt.initial_state(1)]), rows.tolist()))
         return states
@@ -330,21 +327,27 @@ class Run:
                 self._ahead = None
 
     def _speed(self, seconds: float) -> dict[str, float | None]:
-        """Throughput of a step that took so many seconds."""
-        rate = self.config.batch_tokens / seconds
+        """Throughput of the last step, which took so many seconds."""
+        rate = (self.config.tokens(self.step) - self.config.tokens(self.step - 1)) / seconds
         peak = peak_flops(self.world.device, self.runtime.dtype)
         flops = self.gpt.flops_per_token(self.config.seq_len)
         mfu = rate * flops / (peak * self.world.size) if peak else None
         return {"tokens_per_second": round(rate, 1), "mfu": mfu and round(mfu, 4)}
 
     def evaluate(self) -> bool:
-        """Measure and log the validation loss, and redraw loss.png. Returns whether it is the lowest so far."""
-        size, piece = self.micro_batch, self.config.seq_len
-        loss = evaluate(self.gpt, self.windows, self.byte_lengths, size, self.runtime, self.world, piece)
+        """Measure and log the validation loss, of the averaged weights if there are any, and redraw loss.png.
+
+        Returns whether it is the lowest so far.
+        """
+        piece, size = min(self.runtime.sequence_chunk or self.config.seq_len, self.config.seq_len), self.micro_batch
+        with contextlib.nullcontext() if self.average is None else self.average.in_place():
+            loss = evaluate(self.gpt, self.windows, self.byte_lengths, size, self.runtime, self.world, piece)
         if not math.isfinite(loss.nats):
             raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
         self.write(self._line(val_loss=loss.per_token, val_bits_per_byte=loss.bits_per_byte))
-        say(f"step {self.step}: validation loss {loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte")
+        of = "" if self.average is None else " (averaged weights)"
+        figures = f"{loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte"
+        say(f"step {self.step}: validation loss{of} {figures}")
         self.draw()
         improved = self.state.best_val_loss is None or loss.per_token < self.state.best_val_loss
         if improved:
@@ -372,8 +375,7 @@ class Run:
         if not world.is_main and not self._in_parts:
             return
         parts = [
-            ("model", self._own(self.gpt.state_dict())),
-            ("optimizer", self._own(named_state(self.gpt, self.optimizer))),
+            *((name, self._own(tensors)) for name, tensors in self._tensors().items()),
             ("random", [(RANDOM, torch.stack(states)), *carried] if world.is_main else []),
         ]
         where = {"processes": world.size, "device": world.device.type}
@@ -381,12 +383,17 @@ class Run:
         if wait:
             self.saver.finish()
 
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The run's tensors by name, as in its checkpoints."""
+        averages = {} if self.average is None else self.average.tensors
+        return {"model": self.gpt.state_dict() | averages, "optimizer": named_state(self.gpt, self.optimizer)}
+
     def _all_carried(self) -> list[tuple[str, Tensor]]:
         """The carried states of all processes, in the main process on the CPU. Every process must call this."""
-        world, named = self.world, state_tensors(cat_states(self.carried)) if self.carried else {}
+        world, named = self.world, parts_of(cat_states(self.carried) if self.carried else None, "carried")
         counts = [b - a for a, b in (sequences_of(r, world.size, self.config.batch_size) for r in range(world.size))]
         whole = []
-        for name, own in named.items():
+        for name, (own, _) in named:
             same_size = torch.cat([own, own.new_zeros(max(counts) - len(own), *own.shape[1:])]).to(world.device)
             rows = [part[:n] for part, n in zip(world.gather(same_size), counts, strict=True)]
             if world.is_main:
@@ -437,8 +444,40 @@ class Run:
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.curves = curves_of(read_metrics(self.log.path))
         self.trackers = config.tracker.open(TrackedRun(self.state.run_id, run_dir, dumped, resumed_at=self.step))
-        batch = f"{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
-        say(f"{self.gpt.n_params():,} parameters, {batch}, {config.max_steps * config.batch_tokens:,} tokens")
+        first = f"{config.batch_sizes.at(0)} to " if config.batch_doublings else ""
+        batch = f"{first}{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
+        say(f"{self.gpt.n_params():,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")
+        if (tuned := config.optim.transfer) and ratios(self.gpt, tuned) != (1, 1):
+            size = f"n_embd={tuned.n_embd}, n_layer={tuned.n_layer}"
+            say(f"optim.max_lr={config.optim.max_lr:g} was tuned for {size}, and is transferred to this model")
+
+
+class OpenData(NamedTuple):
+    """What a run reads."""
+
+    manifest: Manifest
+    tokenizer: Tokenizer
+    batches: TrainBatches
+    """Without a mixture."""
+    windows: EvalBatches
+
+
+def open_data(config: TrainConfig) -> OpenData:
+    """Open the dataset of a run.
+
+    Raises:
+        UserError: there is none, it is too small, or the model has fewer ids than its tokenizer.
+    """
+    manifest, tokenizer = read_manifest(config.dataset_dir), load_tokenizer(config.dataset_dir / TOKENIZER)
+    _check_vocabulary(config, manifest, tokenizer)
+    train, val = (TokenStream(config.dataset_dir, manifest, split) for split in ("train", "val"))
+    sizes, carry, n_batches = config.batch_sizes, config.data.carry_state, config.eval.batches
+    batches = TrainBatches(train, config.seq_len, sizes.last, config.seed, sizes.doublings, carry)
+    if carry:
+        windows = eval_streams(val, config.seq_len, sizes.last, n_batches)
+    else:
+        windows = EvalBatches(val, config.seq_len, n_batches and n_batches * sizes.last)
+    return OpenData(manifest, tokenizer, batches, windows)
 
 
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:
@@ -455,10 +494,10 @@ def _check_split(config: TrainConfig, world: World) -> None:
     if world.size % share:
         what = f"runtime.context_parallel={share} does not divide {world.size} processes"
         raise UserError(f"{what}: start a multiple of it with torchrun --standalone --nproc_per_node={share}")
-    given = f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences"
-    if config.batch_size * share < world.size:
+    given, smallest = config.smallest_batch, config.batch_sizes.at(0)
+    if smallest * share < world.size:
         raise UserError(f"{given}, fewer than {world.size} processes: start fewer, or raise batch_tokens")
-    if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
+    if config.runtime.strategy == "fsdp" and smallest % world.size:  # later batches are multiples of it
         needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
         raise UserError(f"{given}, not {needed}: change one of them, or use runtime.strategy=ddp")
 

@@ -57,6 +57,9 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     """ddp: every process holds the whole model; fsdp: each holds a part, for models too large for one GPU."""
     context_parallel: int = Field(ge=1)
     """Processes that share each sequence, a stretch for each; 1: every process has whole sequences."""
+    sequence_chunk: int | None = Field(ge=1)
+    """Tokens of a sequence that go through the model at once. Longer sequences take several passes, forwards and
+    backwards, which carry the state: the gradient stays exact. Only for models whose state has one size. null: all."""
     recompute: Recompute
     """Activations that the backward pass computes again instead of keeping them. block: all but the inputs of blocks;
     selective: all but these and blocks' products with weights."""
@@ -78,12 +81,15 @@ class Runtime:
 
     device: torch.device
     dtype: torch.dtype
+    sequence_chunk: int | None = None
+    """That of RuntimeConfig."""
 
     def announce(self) -> None:
         """Print the choice."""
         exact = torch.are_deterministic_algorithms_enabled()
         how = "" if exact else ", without the same bits in every run (runtime.deterministic=true is slower)"
-        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}")
+        name = device_name(self.device).replace(" 1 threads", " 1 thread")  # checkpoints know it by the former
+        say_once(f"running on {name} in {str(self.dtype).removeprefix('torch.')}{how}")
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -115,7 +121,7 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow
     torch.set_float32_matmul_precision("high")
-    return Runtime(device, getattr(torch, name))
+    return Runtime(device, getattr(torch, name), config.sequence_chunk if isinstance(config, RuntimeConfig) else None)
 
 
 def _is_bfloat16_fast(device: torch.device) -> bool:

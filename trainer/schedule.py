@@ -74,18 +74,21 @@ class Cosine(_LinearWarmup, defaults="schedule/cosine"):
 
 
 class WSD(_LinearWarmup, defaults="schedule/wsd"):
-    """Linear warm-up, constant phase, linear decay (Hu et al. 2024). The constant phase can be extended at any time."""
+    """Linear warm-up, constant phase, decay (Hu et al. 2024). The constant phase can be extended at any time."""
 
     name: Literal["wsd"]
     decay: float = Field(gt=0, le=1)
-    """Length of the decay, as a fraction of max_steps."""
+    """Length of the decay, as a fraction of max_steps; 1: from the end of the warm-up."""
     end: float = Field(ge=0, le=1)
     """Last learning rate, as a factor of the maximum."""
+    anneal: Literal["linear", "sqrt"]
+    """Shape of the decay: a line, or 1 - sqrt (Hägele et al. 2024), which falls faster at first."""
 
     def after_warmup(self, step: int, max_steps: int) -> float:
         """Factor of the maximum at `step`."""
         decay_from = max(self.warmup(max_steps), max_steps - 1 - round(self.decay * max_steps))
-        return _linear(1.0, self.end, _progress(step, decay_from, max_steps - 1))
+        progress = _progress(step, decay_from, max_steps - 1)
+        return _linear(1.0, self.end, progress if self.anneal == "linear" else math.sqrt(progress))
 
 
 class Constant(_LinearWarmup, defaults="schedule/constant"):

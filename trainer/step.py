@@ -1,15 +1,16 @@
 """One training step: forward and backward passes over micro-batches, clipping, and the optimizer's update."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from model.gpt import GPT, GPTState
 from model.ops.log_attention import fallback
 from trainer.distributed import World
+from trainer.pieces import Pieces
 from trainer.runtime import Runtime
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -25,7 +26,7 @@ class SummedLoss(nn.Module):
         self.gpt = gpt
 
     def forward(
-        self, token_ids: Tensor, targets: Tensor, state: GPTState | None = None, return_state: bool = False
+        self, token_ids: Tensor, targets: Tensor | None, state: GPTState | None = None, return_state: bool = False
     ) -> Any:
         """(B, T) ids and targets -> the sum of the losses, in nats, and with `return_state` the state after them."""
         return self.gpt.summed_loss(token_ids, targets, state, return_state)
@@ -126,14 +127,16 @@ def accumulate_gradients(
     """
     total, after = torch.zeros((), dtype=torch.float64, device=world.device), []
     for i, micro_batch in enumerate(micro_batches, start=1):
-        world.at(f"{name}: forward {i}")
         x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
-        with world.sync_gradients(summed_loss, now=sync and i == len(micro_batches)):
-            with runtime.autocast():
-                loss, state = summed_loss(x, y, states[i - 1], True) if states else (summed_loss(x, y), None)
-            world.at(f"{name}: backward {i}")
-            (loss * scale).backward()
-        total += loss.detach()
-        if state is not None:
-            after.append(tree_map_only(Tensor, Tensor.detach, state))
+        at = partial(world.at, f"{name}: forward {i}")
+        pieces = Pieces(summed_loss, runtime, x, y, states[i - 1] if states else None, at)
+        for number in reversed(range(len(pieces))):
+            with world.sync_gradients(summed_loss, now=sync and i == len(micro_batches) and number == 0):
+                at()
+                loss = pieces.forward(number)
+                world.at(f"{name}: backward {i}")
+                pieces.backward(loss * scale)
+            total += loss.detach()
+        if states:
+            after.append(pieces.last)
     return total, after

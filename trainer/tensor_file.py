@@ -89,14 +89,14 @@ def _join(parts: list[Tensor], rows: slice | None) -> Tensor:
     return torch.cat([part[max(rows.start - n, 0) : max(rows.stop - n, 0)] for part, n in pieces])
 
 
-def tensor_names(path: Path) -> list[str]:
-    """Names of the tensors in a safetensors file, without reading them.
+def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """The metadata of a safetensors file, and the shapes of its tensors by name, without reading these.
 
     Raises:
         UserError: the file is missing, damaged or of another format.
     """
     with _opened(path) as file:
-        return list(file.keys())
+        return file.metadata() or {}, {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
 
 
 @contextlib.contextmanager

@@ -16,9 +16,19 @@ class Position(NamedTuple):
 class Unreadable(Exception):
     """An item is no document. The reason, such as "malformed JSON", is counted."""
 
+    def __init__(self, reason: str, line: int = 1) -> None:
+        """`line`: where in the rest of the input it is."""
+        super().__init__(reason)
+        self.line = line
+
 
 NO_TEXT = "missing text"
 """The reason for a document without its text_field."""
+NOT_JSON, NOT_UTF8 = "malformed JSON", "invalid UTF-8"
+REMEDIES = {
+    NOT_JSON: "write one JSON object a line, or give plain text as .txt files with data=text",
+    NOT_UTF8: "convert text to UTF-8, as with iconv -f latin1 -t utf-8, and leave out binary files",
+}
 
 
 class Raw(NamedTuple):

@@ -13,7 +13,7 @@ from common.console import Track, say, show_table
 from common.files import sync_directory, write_json
 from common.settings import UserError
 from data.prepare.inspect import sets_table
-from data.prepare.items import NO_TEXT
+from data.prepare.items import NO_TEXT, REMEDIES
 from data.prepare.parts import Part, Plan, changes_between, damaged, read_parts, remove
 from data.prepare.writer import ShardWriter
 from data.shards import MANIFEST, MAX_SETS, RECORD, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest
@@ -171,8 +171,10 @@ class _Joint:
         missing, n_items = self.skipped[NO_TEXT], sum(documents) + self.skipped.total()
         check_text(self.plan.prepared["data"], missing, n_items, self.first.get(NO_TEXT))
         if not any(documents):
-            why = ", ".join(f"{n} x {reason}" for reason, n in (+self.skipped).items()) or "it has no documents"
-            raise Unusable(f"the corpus is empty ({why}): check data.path")
+            found = (+self.skipped).most_common()
+            why = ", ".join(f"{n:,} x {reason}, first {self.first[reason]}" for reason, n in found)
+            remedy = REMEDIES.get(found[0][0], "check data.path") if found else "check data.path"
+            raise Unusable(f"the corpus is empty ({why or 'it has no documents'}): {remedy}")
         if not all(documents):
             fraction = self.plan.prepared["val_fraction"]
             empty = _SPLITS[documents.index(0)]

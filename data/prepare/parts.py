@@ -47,6 +47,7 @@ that input; its set, a number into the part's `set_names`; the size and the dige
 
 _SECONDS_OF_A_PART = 5.0
 _TOKENS_OF_A_PART = 2**24
+_MOST_CHANGES = 4  # in a message
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -96,9 +97,11 @@ class Part(Strict):
 
 
 def changes_between(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Describe the settings that differ, for a message; empty if none does."""
-    different = differences(before, now)
-    return ", ".join(f"{key}={there!r} (now {here!r})" for key, (there, here) in different.items())
+    """Describe the settings that differ, or the first of many, for a message; empty if none does."""
+    different = sorted(differences(before, now).items(), key=lambda item: item[0].startswith("input."))
+    listed = [f"{key}={there!r} (now {here!r})" for key, (there, here) in different[:_MOST_CHANGES]]
+    others = len(different) - len(listed)
+    return ", ".join([*listed, f"and {others} more"] if others else listed)
 
 
 def damaged(folder: Path, error: object) -> UserError:

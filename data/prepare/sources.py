@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
-from common.console import say, warn
+from common.console import count, say, say_once, warn
 from common.settings import Settings, UserError
 from data.prepare.archives import read_bytes, read_lines
-from data.prepare.items import NO_TEXT, Document, Position, Raw, Seen, Unreadable
+from data.prepare.items import NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
 
 
 def _nobody(_: int) -> None:
@@ -94,7 +94,7 @@ class FileSource(Source):
         """Yield what has a number in a file, such as its lines; None for what is no item.
 
         Raises:
-            OSError, UnicodeDecodeError, Unreadable: the file cannot be read any further.
+            OSError, Unreadable: the file cannot be read any further.
         """
         raise NotImplementedError
 
@@ -131,12 +131,10 @@ class FileSource(Source):
             if number:  # the file is readable: a failing disk must not cost the rest of it
                 raise UserError(f"{path} can't be read after line {number} ({failure.strerror}): try again") from None
             error = Unreadable("unreadable file")
-        except UnicodeDecodeError:
-            error = Unreadable("invalid UTF-8")
         except Unreadable as damage:
             error = damage
         if error:
-            yield Raw(Position(name, number + 1), error, 0)
+            yield Raw(Position(name, number + error.line), error, 0)
 
     def _paths(self) -> list[tuple[str, Path]]:
         files, (task_index, num_tasks) = list(self.paths().items()), self._task
@@ -213,7 +211,10 @@ class TextSource(NamedFiles, defaults="data/text"):
     def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
         """Read the files in order, and say how many are JSON lines."""
         if lines := [name for name, _ in self._paths() if _has_json_lines(name)]:
-            say(f"read as JSON lines, with the text in {self.text_field!r}: {len(lines):,} files, the first {lines[0]}")
+            files = count(len(lines), "file")
+            say(f"read as JSON lines, with the text in {self.text_field!r}: {files}, the first {lines[0]}")
+        if (text := next((path for name, path in self._paths() if not _has_json_lines(name)), None)) and _is_json(text):
+            say_once(f"{text} is read as plain text, but its first line is a JSON object: data=jsonl reads its texts")
         yield from super().documents(seen, after)
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
@@ -240,6 +241,15 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
     def takes(self, file: str) -> bool:
         """Whether the file's name says JSON lines."""
         return _has_json_lines(file)
+
+
+def _is_json(path: Path) -> bool:
+    """Return whether the first line of a file is a JSON object."""
+    try:
+        with open(path, "rb") as file:
+            return isinstance(orjson.loads(file.readline(_LONGEST_PASSAGE)), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def _has_json_lines(name: str) -> bool:
@@ -366,9 +376,9 @@ def parse_line(line: bytes | bytearray) -> Any:
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        raise Unreadable("invalid UTF-8") from None
+        raise Unreadable(NOT_UTF8) from None
     except (ValueError, RecursionError):
-        raise Unreadable("malformed JSON") from None
+        raise Unreadable(NOT_JSON) from None
 
 
 def _of_record(record: Any, text_field: str, default_set: str) -> tuple[Any, str]:
@@ -382,8 +392,13 @@ def _of_record(record: Any, text_field: str, default_set: str) -> tuple[Any, str
 
 
 def _text(path: Path, seen: Seen) -> Iterator[str]:
-    """Yield the text of a file in chunks of bounded size."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for content in read_bytes(path, seen, _READ_BYTES):
-        yield decoder.decode(content)
-    yield decoder.decode(b"", final=True)
+    """Yield the text of a file in chunks of bounded size. Raises Unreadable with the line that is not UTF-8."""
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    try:
+        for content in read_bytes(path, seen, _READ_BYTES):
+            text = decoder.decode(content)
+            yield text
+            line += text.count("\n")
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise Unreadable(NOT_UTF8, line + error.object.count(b"\n", 0, error.start)) from None

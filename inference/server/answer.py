@@ -6,27 +6,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from data.tokenizer import END_OF_TEXT, Tokenizer
-from inference.completion import Piece
+from inference.completion import Piece, TextRequest
 from inference.token_log import Token
 
 
 class Answer:
-    """The answer to one request. `body` makes the whole answer, or one chunk of a stream."""
+    """The answer to one request. `body` makes the whole answer, or one chunk of a stream; each piece is passed once."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, with_logprobs: bool, prompt_tokens: int) -> None:
-        """`prompt_tokens`: of the prompts as given."""
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, with_logprobs: bool, texts: Sequence[TextRequest], n: int
+    ) -> None:
+        """`texts`: n for each prompt."""
         kind, name = "text_completion", f"cmpl-{uuid.uuid4().hex}"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
-        self._tokenizer, self._with_logprobs, self._prompt_tokens = tokenizer, with_logprobs, prompt_tokens
+        self._tokenizer, self._with_logprobs, self._texts, self._n = tokenizer, with_logprobs, texts, n
+        self._last: dict[int, Piece] = {}  # of each text so far
 
-    def body(self, choices: Sequence[tuple[int, Piece]], n_drawn: int | None = None) -> dict[str, Any]:
-        """The object to send: what is new in texts, by their indices; with token counts if `n_drawn` is given."""
+    def body(self, choices: Sequence[tuple[int, Piece]], usage: bool = False) -> dict[str, Any]:
+        """The object to send: what is new in texts, by their indices; with the counts of tokens if `usage`."""
+        self._last |= dict(choices)
         body = self._head | {"choices": [self._choice(index, piece) for index, piece in choices]}
-        if n_drawn is not None:
-            total = self._prompt_tokens + n_drawn
-            counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": n_drawn, "total_tokens": total}
-            body["usage"] = counts
-        return body
+        return body | {"usage": self._usage()} if usage else body
+
+    def _usage(self) -> dict[str, Any]:
+        """Counts of tokens, of each prompt as it was given, and once."""
+        prompt = cached = 0
+        for i in range(0, len(self._texts), self._n):
+            prompt += len(self._texts[i].ids) - self._texts[i].prompt_start
+            cached += max(self._last[i].n_cached - self._texts[i].prompt_start, 0)
+        drawn = sum(piece.n_drawn for piece in self._last.values())
+        counts = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+        return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece.tokens) if self._with_logprobs else None

@@ -34,7 +34,10 @@ def create_app(served: Served) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def _no_route(request: Request, error: HTTPException) -> Response:
-        return response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        path = request.url.path
+        is_chat = "this model has no chat format: use /v1/completions, which continues a prompt"
+        detail = is_chat if path.startswith("/v1/chat/") else error.detail
+        return response(ApiError(error.status_code, f"{request.method} {path}: {detail}"))
 
     @app.exception_handler(Exception)
     async def _failed(_: Request, error: Exception) -> Response:

@@ -17,7 +17,8 @@ from common.console import print_error
 from common.files import parse_json
 from common.settings import UserError, decode, nearest
 from data.tokenizer import Tokenizer
-from inference.completion import Completion, Piece, TextRequest, joined
+from inference.completion import Completion, News, Piece, Progress, TextRequest, joined
+from inference.reading import TextMemory
 from inference.server.answer import Answer
 from inference.server.config import ServeConfig
 from inference.server.errors import ApiError
@@ -37,6 +38,7 @@ class Served:
     limits: ServeConfig
     max_len: int | None
     """The model's learned positions; None: no limit."""
+    memory: TextMemory
     hosts: frozenset[str] | None
     """Host names that browsers may use for this server; None: any."""
 
@@ -50,17 +52,22 @@ async def complete(http: Request, served: Served) -> Response:
     if n_texts > most:
         raise ApiError(400, f"prompts times n are {n_texts} texts: this server takes at most {most} at once")
     try:
-        texts = await run_in_threadpool(text_requests, request, served.tokenizer, served.limits, served.max_len)
+        texts = await run_in_threadpool(_texts, request, served)
     except UserError as error:
         raise ApiError(400, str(error)) from None
-    n_prompt = sum(len(text.ids) - text.prompt_start for text in texts[:: request.n])
-    answer = Answer(served.name, served.tokenizer, request.logprobs is not None, n_prompt)
+    answer = Answer(served.name, served.tokenizer, request.logprobs is not None, texts, request.n)
     pieces = continuations(texts, served, http)
     if not request.stream:
         return JSONResponse(await whole(pieces, len(texts), answer))
     first = await anext(pieces)  # an error before it still has a status
     events = stream(first, pieces, answer, request.stream_options.include_usage)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _texts(request: CompletionRequest, served: Served) -> list[TextRequest]:
+    texts = text_requests(request, served.tokenizer, served.limits, served.max_len)
+    served.memory.check(max(text.n_read for text in texts))
+    return texts
 
 
 async def read_request(http: Request) -> CompletionRequest:
@@ -92,16 +99,16 @@ def _decoded(body: bytes) -> CompletionRequest:
 
 async def continuations(
     texts: Sequence[TextRequest], served: Served, http: Request
-) -> AsyncIterator[tuple[int, Piece]]:
-    """Yield pieces of these texts as they come, each with its text's index. In the end the texts leave the engine.
+) -> AsyncIterator[tuple[int, Piece | Progress]]:
+    """Yield news of these texts as they come, each with its text's index. In the end the texts leave the engine.
 
     Raises:
         ApiError: there is no place for the texts, or the model fails.
         ClientDisconnect: the client has closed the connection.
     """
-    loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | Exception]]()
+    loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, News]]()
 
-    def tell(index: int, news: Piece | Exception) -> None:
+    def tell(index: int, news: News) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits for this
             loop.call_soon_threadsafe(arrived.put_nowait, (index, news))
 
@@ -114,7 +121,7 @@ async def continuations(
             index, news = await arrived.get()
             if isinstance(news, Exception):
                 raise news
-            unfinished -= news.finish_reason is not None
+            unfinished -= isinstance(news, Piece) and news.finish_reason is not None
             yield index, news
     except (ApiError, ClientDisconnect):
         raise
@@ -127,9 +134,7 @@ async def continuations(
         _leave(completions)
 
 
-async def _watch(
-    http: Request, completions: Sequence[Completion], arrived: asyncio.Queue[tuple[int, Piece | Exception]]
-) -> None:
+async def _watch(http: Request, completions: Sequence[Completion], arrived: asyncio.Queue[tuple[int, News]]) -> None:
     """Cancel the texts as soon as the client closes the connection."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
@@ -142,26 +147,33 @@ def _leave(completions: Sequence[Completion]) -> None:
         completion.cancelled = True
 
 
-async def whole(pieces: AsyncIterator[tuple[int, Piece]], n_texts: int, answer: Answer) -> dict[str, Any]:
+async def whole(pieces: AsyncIterator[tuple[int, Piece | Progress]], n_texts: int, answer: Answer) -> dict[str, Any]:
     """The whole answer as one object."""
     each: list[list[Piece]] = [[] for _ in range(n_texts)]
     async for index, piece in pieces:
-        each[index].append(piece)
-    return answer.body(list(enumerate(map(joined, each))), sum(those[-1].n_drawn for those in each))
+        if isinstance(piece, Piece):
+            each[index].append(piece)
+    return answer.body(list(enumerate(map(joined, each))), usage=True)
 
 
 async def stream(
-    first: tuple[int, Piece] | None, pieces: AsyncIterator[tuple[int, Piece]], answer: Answer, include_usage: bool
+    first: tuple[int, Piece | Progress],
+    pieces: AsyncIterator[tuple[int, Piece | Progress]],
+    answer: Answer,
+    include_usage: bool,
 ) -> AsyncIterator[str]:
-    """The answer as server-sent events; the token counts come last, if they are asked for."""
-    n_drawn, item = 0, first
+    """The answer as server-sent events; the token counts come last, if they are asked for. Progress is a comment."""
+    item: tuple[int, Piece | Progress] | None = first
     try:
         while item:
-            n_drawn += item[1].n_drawn if item[1].finish_reason else 0
-            yield _event(answer.body([item]))
+            index, news = item
+            if isinstance(news, Piece):
+                yield _event(answer.body([(index, news)]))
+            else:
+                yield f": {news.n_read} of {news.n_prompt} prompt tokens read\n\n"
             item = await anext(pieces, None)
         if include_usage:
-            yield _event(answer.body([], n_drawn))
+            yield _event(answer.body([], usage=True))
         yield "data: [DONE]\n\n"
     except ApiError as error:  # the status has been sent
         yield _event(error.body)

@@ -12,6 +12,8 @@ from common.console import say, warn
 from common.settings import UserError
 from inference.engine import Engine
 from inference.load import load
+from inference.prompt_cache import PromptCache
+from inference.reading import TextMemory
 from inference.server.app import create_app
 from inference.server.completions import Served
 from inference.server.config import ServeConfig
@@ -29,11 +31,13 @@ def serve(config: ServeConfig) -> None:
     """
     loaded = load(config)
     gpt = loaded.place(loaded.runtime.device, autocast=False)
-    engine = Engine(gpt, loaded.tokenizer.n_vocab, config.max_streams, interleave=True, eot_id=loaded.tokenizer.eot_id)
+    tokenizer, cache = loaded.tokenizer, PromptCache(config.cache_states, config.cache_bytes)
+    engine = Engine(gpt, tokenizer.n_vocab, config.max_streams, True, tokenizer.eot_id, cache)
+    memory = TextMemory(gpt, tokenizer)
     worker = Worker(engine, config.max_queue)
     name = loaded.checkpoint.run_dir.resolve().name
     with listen(config.host, config.port) as listener:
-        served = Served(name, worker, loaded.tokenizer, config, gpt.config.max_len, _names(config.host))
+        served = Served(name, worker, tokenizer, config, gpt.config.max_len, memory, _names(config.host))
         app = create_app(served)
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{host}:{listener.getsockname()[1]}"

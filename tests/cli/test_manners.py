@@ -125,6 +125,7 @@ def test_options_are_keys_and_values(words, given):
         (["--steps=20"], "--steps=20: options are KEY=VALUE here: write steps=20"),
         (["--dataset-dir=a"], "--dataset-dir=a: options are KEY=VALUE here: write dataset_dir=a"),
         (["a/b"], "a/b: options are KEY=VALUE here (--help shows every key)"),
+        (["/"], "/: options are KEY=VALUE here: write dataset_dir=/"),
     ],
 )
 def test_mistakes_and_old_flags_are_one_line(capsys, words, message):
@@ -149,6 +150,32 @@ def test_a_script_answers_what_a_user_can_mend_in_one_line(capsys):
     assert capsys.readouterr().err == "error: out=/x cannot be written: [choose] another\n"
     with pytest.raises(UserError):
         run_script("What it does.", Options, fail, ["--debug"])
+
+
+def test_an_error_of_the_system_is_its_file_and_its_reason(capsys):
+    assert status_of("", Options, lambda _: Path("no/such").read_text(), []) == 1
+    assert capsys.readouterr().err == "error: no/such: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "package"),
+    [("train.py dataset_dir=x", "hydra"), ("eval.py checkpoint=x", "torch"), ("scripts/report.py", "rich")],
+)
+def test_an_interrupt_while_packages_are_imported_is_one_line(tmp_path, line, package):
+    """The package is replaced by a file that presses Ctrl-C."""
+    (tmp_path / f"{package}.py").write_text(
+        "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+    )
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+def test_other_programs_keep_their_answer_to_ctrl_c():
+    """Only our commands answer it themselves."""
+    code = "import signal, cli; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_script_that_is_interrupted_says_so(capsys):

@@ -12,7 +12,7 @@ from cli.completion import offers
 from cli.options import explained, groups_of
 from common.command import EXTRAS, Items
 from common.files import name_of
-from common.settings import CONFIGS, Settings, decode
+from common.settings import CONFIGS, Settings, decode, nearest
 from trainer.checkpoint import newest
 from trainer.config import TrainConfig
 
@@ -45,13 +45,54 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("scripts/prepare_data", "dataset_dir=x", "did you mean 'out_dir'?"),
         ("sample", "run_dir=runs/x", "did you mean 'checkpoint'?"),
         ("sample", ".", ".: options are KEY=VALUE here, without spaces around =: write checkpoint=."),
-        ("scripts/prepare_data", "data.path=x", "it is a key of data=jsonl or data=pile or data=text"),
+        ("scripts/prepare_data", "data.path=x", "it is a key of data=jsonl or data=pile or data=text, which must be"),
+        ("scripts/prepare_data", "data=notes/a.txt", "names a file: write data=text data.path=notes/a.txt"),
+        ("scripts/prepare_data", "data=a/*.jsonl.zst", "names a file: write data=jsonl data.path=a/*.jsonl.zst"),
+        ("scripts/prepare_data", "tokenizer=t.json", "names a file: write tokenizer=hf tokenizer.path=t.json"),
+        ("train", "batch_size=8", "unknown config key 'batch_size': the size of a batch is batch_tokens, in tokens"),
+        ("train", "tracker.wandb.mode=offline", "it is a key of tracker=wandb, which must be given, too"),
+        ("train", "tracker=[wandb,tensorbord]", "tracker=tensorbord does not exist: did you mean 'tensorboard'?"),
+        ("train", "resume=runs/base", "resume=runs/base: a run goes on where its files are: write run_dir=runs/base"),
+        ("train", "checkpoint=runs/base", "write run_dir=runs/base"),
+        ("train", "~data", "~data takes nothing away here: set keys instead"),
+        ("train", "~seeds", "~seeds takes nothing away here"),
+        ("train", "MAX_STEPS=3", "unknown config key 'MAX_STEPS': did you mean 'max_steps'?"),
+        ("train", "tracker=null", "tracker=null does not exist: allowed: local, tensorboard, wandb"),
+        ("train", "--config-dir no/such seed=1", "--config-dir no/such is not a folder"),
+        ("train", "-max_steps=3", "-max_steps=3: options are KEY=VALUE here: write max_steps=3"),
+        ("train", "-max_steps 3", "-max_steps: options are KEY=VALUE here: write max_steps=..."),
+        ("train", "optim.max_lr=0,003", "has several values: add -m for a run with each, or write"),
+        ("train", "optim.max_lr=0,003", "or optim.max_lr=0.003 for a decimal number"),
+        ("train", "-m optim.max_lr=0,003", "optim.max_lr=0,003 is two numbers: write optim.max_lr=0.003"),
+        ("train", "dataset_dir=x eval=false", "config eval=False: it has keys of its own: write eval.KEY=VALUE"),
+        ("train", "dataset_dir=x optim.betas=0.9", "give several values in brackets, such as [0.9,...]"),
+        ("train", "dataset_dir=x optim.betas=[0.9]", "config optim.betas has too few values: it needs 2 or more"),
     ],
 )
 def test_what_is_meant_is_answered(command, script, arguments, message):
     result = command(script, *arguments.split())
     assert (result.status, result.err.count("\n")) == (1, 1)
     assert message in result.err
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("a.twoo", "did you mean 'a.two'?"),
+        ("a.six", "allowed: a.one, a.two"),
+        ("b.two", "did you mean 'a.two'?"),
+        ("xyz", "allowed: a, last"),
+        ("k.q", "25 are allowed, such as k.0, k.1, k.10, k.11, k.12"),
+    ],
+)
+def test_names_of_the_same_section_come_first(given, answer):
+    assert nearest(given, ["a", "a.one", "a.two", "last", *(f"k.{i}" for i in range(25))]) == answer
+
+
+def test_a_sweep_without_several_values_is_said(command, dataset_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.loop.fit", lambda config: None)
+    result = command("train", "-m", f"dataset_dir={dataset_dir}", f"run_dir={tmp_path / 'run'}")
+    assert "here no key has several, so this is one job" in result.out
 
 
 SWEPT = ["runs/s/optim.max_lr=0.003,seed=1", "runs/experiment=quickstart,optim.max_lr=0.003,seed=1", "a(b), c", "a=b'c"]
@@ -75,10 +116,11 @@ def test_the_folder_of_a_job_is_one_item_of_a_list(tmp_path):
     assert decode(Options, {"folders": f"[{job}],[{job}2]"}).folders == [job, Path(f"{job}2")]
 
 
-def test_a_sweep_of_one_job_has_no_folder_for_it(command, tmp_path, monkeypatch):
+def test_a_sweep_of_one_job_has_no_folder_for_it(command, dataset_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.loop.fit", lambda config: found.append(config.run_dir))
     found = []
-    assert command("train", "-m", "experiment=quickstart", f"run_dir={tmp_path / 'run'}", "seed=3").status == 0
+    options = ["experiment=quickstart", f"dataset_dir={dataset_dir}", f"run_dir={tmp_path / 'run'}"]
+    assert command("train", "-m", *options, "seed=3").status == 0
     assert found == [tmp_path / "run"]
 
 
@@ -222,7 +264,7 @@ def test_a_warm_up_that_does_not_fit_is_a_tenth_of_the_run_and_said(schedule):
 def test_a_short_run_says_that_its_warm_up_is_scaled(command, tiny_args):
     result = command("train", *tiny_args, "schedule.warmup_steps=7", "max_steps=2")
     assert result.status == 0
-    assert "schedule.warmup_steps=7 does not fit in max_steps=2: the learning rate rises for 1 steps" in result.out
+    assert "schedule.warmup_steps=7 does not fit in max_steps=2: the learning rate rises for 1 step\n" in result.out
 
 
 # ----- what is shown and offered

@@ -202,6 +202,29 @@ def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, options, message
     assert "---" not in result.out
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["optim.max_lr=3e-4,abc"], "job optim.max_lr=abc: config optim.max_lr='abc': Input should be a valid number"),
+        (
+            ["seed=1,2", "model.n_head=2,3"],
+            "job model.n_head=3 seed=1: config model: n_embd=16 is not divis",
+        ),
+        (["model/attention=log_space,softmax", "model.attention.product=true"], "key 'model.attention.product'"),
+        (["dataset_dir=/no/such"], "error: dataset_dir=/no/such does not exist"),
+        (["seq_len=16,64000", "batch_tokens=64000"], "job seq_len=64000: seq_len=64000 needs 64001 tokens"),
+        (["hydra/sweeper=optuna", "seed=choice(1,2)", "optim.max_lr=choice(1e-3,1e-2,-1)"], "optim.max_lr=-1:"),
+    ],
+)
+def test_a_mistake_in_one_job_is_said_before_the_first_is_trained(command, tiny_args, tmp_path, options, message):
+    if "optuna" in options[0]:
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    result = command("train", "-m", *(arg for arg in tiny_args if "max_lr" not in arg), *options)
+    assert_refused(result, tmp_path, message)
+    assert "; no job was started" in result.err or "attention.product" in message
+    assert result.out == ""
+
+
 @pytest.mark.slow
 def test_submitit_requeues_a_job_whose_step_is_saved(start, tmp_path):
     """submitit sends SIGUSR2 before a job's time is up: here its local executor replaces SLURM."""

@@ -8,7 +8,7 @@ import pytest
 
 from common.settings import UserError
 from data import permutation
-from data.loader import EvalBatches, TrainBatches, eval_streams
+from data.loader import BatchSizes, EvalBatches, TrainBatches, eval_streams, step_windows
 from data.permutation import permute
 
 
@@ -225,6 +225,25 @@ def test_evaluation_of_some_windows_spreads_them(n_windows):
     assert gaps.max() - gaps.min() <= 1
     parts = [batches.rows(i, i + 1)[0] for i in range(len(batches))]
     assert np.array_equal(np.concatenate(parts), token_ids)
+
+
+def test_a_batch_doubles_after_each_of_its_steps():
+    sizes = BatchSizes(24, [2, 3, 7])
+    assert [sizes.at(step) for step in range(9)] == [3, 3, 6, 12, 12, 12, 12, 24, 24]
+    assert [sizes.before(step) for step in (0, 1, 2, 3, 7, 9)] == [0, 3, 6, 12, 60, 108]
+    assert BatchSizes(24, range(1, 4)).before(10**17) == 24 * 10**17 - 21 - 18 - 12  # exact, and at once
+    assert [BatchSizes(5).before(step) for step in range(3)] == [0, 5, 10]
+
+
+def test_doublings_change_where_steps_cut_the_sequences_and_nothing_else():
+    plain, doubled = (TrainBatches(FakeStream(701), 7, 8, seed=1, doublings=steps) for steps in ([], [1, 4]))
+    sequences = [np.concatenate([b.batch(step)[0] for step in range(n)]) for b, n in ((plain, 16), (doubled, 20))]
+    shorter = min(map(len, sequences))
+    assert shorter > 100  # the next epoch begins
+    assert np.array_equal(sequences[0][:shorter], sequences[1][:shorter])
+    for step in range(20):
+        starts = [begin for begin, _ in step_windows(doubled, step + 1)]
+        assert starts == doubled.batch(step)[0][:, 0].tolist()
 
 
 @pytest.mark.parametrize(("n_tokens", "batch_size"), [(701, 10), (708, 16), (71, 10), (36, 5)])

@@ -75,6 +75,16 @@ def test_a_learned_vocabulary(raw, build, dataset_dir, tmp_path):
     assert len(tokenizer.encode(words)) < 0.8 * len(words)
     learn(dataset_dir, 280, tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == raw
+    learn(dataset_dir, 280, tmp_path / "again.json")
+    (tmp_path / "notes.json").write_text("mine")
+    for name, n_vocab in (("again.json", 270), ("notes.json", 280)):
+        before = (tmp_path / name).read_text()
+        with pytest.raises(UserError, match=f"{name} exists, and has not n_vocab={n_vocab} ids: choose another file"):
+            learn(dataset_dir, n_vocab, tmp_path / name)
+        assert (tmp_path / name).read_text() == before
+    (tmp_path / "again.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=r"again\.json exists, and was learned from another text"):
+        learn(dataset_dir, 280, tmp_path / "again.json")
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -277,6 +277,19 @@ def test_more_examples_than_a_task_has_are_one_line(command, trained, tasks, tin
     assert last.startswith("error: tasks=local_multiple_choice num_fewshot=50: the harness failed (Sample larger than")
 
 
+@pytest.mark.usefixtures("own_tasks_alone")
+def test_data_that_cannot_be_fetched_is_one_line(command, trained, tasks, tiny, monkeypatch):
+    def unreachable(**_):
+        raise ConnectionError("Couldn't reach 'x' on the Hub")
+
+    trained(LEARNED)
+    monkeypatch.setattr("lm_eval.simple_evaluate", unreachable)
+    options = [f"include_path={tasks}", "tasks=local_multiple_choice", "runtime.device=cpu"]
+    done = command("scripts/lm_eval", f"checkpoint={tiny().run_dir}", *options)
+    assert (done.status, done.err.count("\n")) == (1, 1)
+    assert "need data that cannot be fetched (Couldn't reach 'x' on the Hub): check the network" in done.err
+
+
 def test_without_the_harness_the_command_says_what_to_install(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # an import of it fails
     done = command("scripts/lm_eval", "checkpoint=runs/none", "tasks=x")

@@ -23,7 +23,7 @@ from model.attention.base import AttentionSettings
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
 from model.position import Order, RotaryPosition
-from model.state import cat_states, select_rows, state_tensors, with_tensors
+from model.state import cat_states, parts_of, restored, select_rows
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
@@ -41,7 +41,7 @@ CONSTANT = {"linear", "log_space", "log_space_signed", "longformer", "sliding_wi
 """Mechanisms whose state has the same size after any number of tokens."""
 
 
-def parts_of(cls):
+def choices_of(cls):
     """The values of the parts that a mechanism can have."""
     parts = {}
     for part in (part for part in PARTS if part in cls.model_fields):
@@ -55,7 +55,7 @@ def space_of(cls, factors):
     """All values of everything that can vary for a mechanism."""
     name = variant_names(cls)[0]
     own = [(name, i) for i in range(len(OWN.get(name, [{}])))]
-    return {"name": [name], "own": own, **parts_of(cls), **factors}
+    return {"name": [name], "own": own, **choices_of(cls), **factors}
 
 
 def pairs_in(space):
@@ -134,7 +134,7 @@ POSITIONS = ["log_recurrence", "learned", "rotary", "none"]
 )
 def test_every_pair_of_settings_is_tried(factors):
     rows = covering(factors)
-    values = {part: {value for cls in ATTENTION for value in parts_of(cls).get(part, ())} for part in PARTS}
+    values = {part: {value for cls in ATTENTION for value in choices_of(cls).get(part, ())} for part in PARTS}
     values |= {factor: set(several) for factor, several in factors.items()}
     for a, b in itertools.combinations(values, 2):
         if {a, b} != {"decay", "n_kv_head"}:  # of one mechanism, which has two kinds of decay
@@ -142,7 +142,7 @@ def test_every_pair_of_settings_is_tried(factors):
             assert found == set(itertools.product(values[a], values[b])), (a, b)
     for cls in ATTENTION:
         mine = [row for row in rows if row["name"] == variant_names(cls)[0]]
-        for key, several in (parts_of(cls) | factors).items():
+        for key, several in (choices_of(cls) | factors).items():
             assert {row[key] for row in mine} == set(several), (cls, key)
         for own in {row["own"] for row in mine}:
             tried = [row for row in mine if row["own"] == own]
@@ -474,11 +474,11 @@ def test_a_text_goes_on_from_the_state_before_its_first_token(case, position):
         wanted, state = gpt(text), gpt.initial_state(2)
         gpt.config.check_constant_state("carried state", carried=True)
         for piece in text.split([20, 1, 49], dim=1):
-            shapes = {name: (x.shape, x.dtype) for name, x in state_tensors(state).items()}
+            shapes = {name: (x.shape, x.dtype) for name, (x, _) in parts_of(state)}
             logits, state = gpt(piece, state, return_state=True)
-            assert {name: (x.shape, x.dtype) for name, x in state_tensors(state).items()} == shapes
+            assert {name: (x.shape, x.dtype) for name, (x, _) in parts_of(state)} == shapes
     close(logits, wanted[:, 21:])
-    other = with_tensors(state, {name: x.clone() for name, x in state_tensors(state).items()})
+    other = restored(state, {name: x.clone() for name, (x, _) in parts_of(state)})
     close(gpt(text, other), gpt(text, state))
 
 
@@ -554,7 +554,7 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
         ({"attention": {"name": "softmax", "n_kv_head": 0}}, "attention.n_kv_head=0: .* greater than or equal to 1"),
         ({"attention_pattern": ["softmax", {"name": "softmax", "n_kv_head": 8}]}, "pattern.1: n_kv_head=8 does not"),
         ({"attention_pattern": []}, "attention_pattern.* at least 1 item"),
-        ({"attention_pattern": "softmax"}, "attention_pattern='softmax': .* valid list"),
+        ({"attention_pattern": "softmax"}, "attention_pattern='softmax': give several values in brackets"),
         (
             {"attention_pattern": ["softmaxx"]},
             r"attention_pattern.0.*'softmaxx' does not exist: did you mean 'softmax'\?",

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.settings import decode
+from common.settings import UserError, decode
 from model.gpt import GPT
 from tools.bench.harness import composed
 from tools.doctor import examine as doctor
@@ -30,6 +30,12 @@ SMALL = [
     "runtime.device=cpu",
     "batch_tokens=64",
 ]
+
+
+def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"out=.*file cannot be created"):
+        doctor.examine(tmp_path / "file" / "doctor.json")
 
 
 @pytest.fixture

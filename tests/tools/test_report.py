@@ -1,6 +1,7 @@
 """The report shows what metrics.jsonl contains, whatever that is; its page never runs untrusted code."""
 
 import html.parser
+import itertools
 import json
 import math
 import os
@@ -248,14 +249,41 @@ def test_a_page_follows_running_runs_until_their_end(tmp_path, monkeypatch):
         pages.append(
             (f'http-equiv="refresh" content="{seconds:g}"' in page, data_of(page)["runs"][0]["figures"]["step"])
         )
-        with open(run / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(val(len(pages) + 1, 2.0)) + "\n")
+        if len(pages) < 3:
+            with open(run / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(val(len(pages) + 1, 2.0)) + "\n")
 
     monkeypatch.setattr("tools.report.write.time.sleep", wait)
     (page, *_) = write_report([tmp_path], None, watch=True)
-    assert pages == [(True, 1), (True, 2)]
+    assert pages == [(True, 1), (True, 2), *[(True, 3)] * 11]
     assert 'http-equiv="refresh"' not in page.read_text()
     assert data_of(page.read_text())["runs"][0]["figures"]["step"] == 3
+
+
+def test_a_page_follows_a_sweep_from_job_to_job_whatever_it_meets(tmp_path, monkeypatch, capsys):
+    looks, first = itertools.count(1), make_run(tmp_path / "sweep" / "a", [val(1, 3.0)], {"max_steps": 2})
+    damaged, whole = '{"step": 1, \n', json.dumps(val(2, 3.0)) + "\n"
+
+    def wait(_):
+        match next(looks):
+            case 1:
+                (first / "metrics.jsonl").write_text(whole)
+            case 3:
+                first.rename(tmp_path / "elsewhere")
+            case 4:
+                (tmp_path / "elsewhere").rename(first)
+                (first / "metrics.jsonl").write_text(damaged + whole)
+            case 5:
+                (first / "metrics.jsonl").write_text(whole)
+                make_run(tmp_path / "sweep" / "b", [val(1, 2.0)], {"max_steps": 2})
+            case 6:
+                (tmp_path / "sweep" / "b" / "metrics.jsonl").write_text(whole)
+
+    monkeypatch.setattr("tools.report.write.time.sleep", wait)
+    (page, *_) = write_report([tmp_path / "sweep"], None, watch=True)
+    assert next(looks) == 6 + 12
+    assert len(data_of(page.read_text())["runs"]) == 2
+    assert capsys.readouterr().err.count("looking again in 10 seconds") == 2
 
 
 def test_torch_is_not_imported(run_process):

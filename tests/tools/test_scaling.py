@@ -53,7 +53,7 @@ def test_tokens_and_the_best_size_are_those_of_the_law():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (slice(0, 6), "at least 7 runs, and there are 6"),
+        (slice(0, 6), "at least 7 runs, not 6"),
         (slice(0, 10), "2 sizes and 5 numbers of tokens"),
     ],
 )
@@ -99,7 +99,7 @@ def test_finished_runs_of_a_folder_count(tmp_path, capsys):
         (folder / "metrics.jsonl").write_text(json.dumps({"step": steps, "tokens": d, "val_loss": loss}) + "\n")
     run([tmp_path / "runs"], None, tmp_path / "out", None, None, resamples=100)
     told = capsys.readouterr()
-    assert "1 runs are not finished, and are left out" in told.err + told.out
+    assert "not finished, and left out: 1 run" in told.err + told.out
     law = json.loads((tmp_path / "out/scaling.json").read_text())["law"]
     assert law["alpha"] == pytest.approx(0.34, rel=1e-4)
 

@@ -148,9 +148,10 @@ def test_any_number_of_processes_takes_the_same_steps_and_resumes(tiny_args, tmp
             assert result.status == 0, result.err
     assert_same_steps(tmp_path / "whole", tmp_path / "elastic", tolerance=1e-9)
     first, second = (load_file(newest(tmp_path / run) / "random.safetensors") for run in ("whole", "elastic"))
-    for key in first.keys() - {"torch"}:
-        if key.startswith("state"):
-            torch.testing.assert_close(first[key], second[key], rtol=0, atol=1e-9)
+    carried = [key for key in first if key.startswith("carried.")]
+    assert len(carried) == 3
+    for key in carried:
+        torch.testing.assert_close(first[key], second[key], rtol=0, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -261,11 +262,13 @@ def test_a_run_cannot_change_its_mind_and_a_state_of_other_shape_is_refused(tiny
     path = newest(tiny().run_dir)
     file = path / "random.safetensors"
     tensors = load_file(file)
-    name = next(key for key in tensors if re.fullmatch(r"state\.layers\.0\.log_s", key))
+    name = next(key for key in tensors if re.fullmatch(r"carried\.layers\.0\.log_s", key))
     save_file(tensors | {name: tensors[name][:3].clone()}, file)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["sha256"]["random.safetensors"] = sha256_file(file)
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"state.layers.0.log_s has the shape \[3, 2, 8, 8\], must have \[4, 2, 8, 8\]"):
+    with pytest.raises(
+        UserError, match=r"carried.layers.0.log_s has the shape \[3, 2, 8, 8\], must have \[4, 2, 8, 8\]"
+    ):
         fit(tiny({"data.carry_state": True, "stop_at": 4}))
     assert open_checkpoint(path, files=()).state.step == 2

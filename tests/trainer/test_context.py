@@ -93,6 +93,10 @@ def test_a_run_in_lines_is_the_run_of_one_process(train):  # noqa: F811
         (["runtime.context_parallel=3"], "runtime.context_parallel=3 does not divide seq_len=16: use a divisor"),
         (["runtime.context_parallel=2", "runtime.strategy=fsdp"], "does not work with runtime.strategy=fsdp: use ddp"),
         (["runtime.context_parallel=2", "runtime.compile=true"], "does not work with runtime.compile=true: use false"),
+        (
+            ["runtime.context_parallel=2", "runtime.sequence_chunk=8"],
+            "does not work with runtime.sequence_chunk=8: use null",
+        ),
         (["runtime.context_parallel=2", "runtime.micro_batch=auto"], "use a number, such as 1"),
         (["runtime.context_parallel=2"], "does not divide 1 processes: start a multiple of it with torchrun"),
     ],

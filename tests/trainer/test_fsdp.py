@@ -55,8 +55,8 @@ def assert_same_checkpoint(a, b, tolerance):
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_shared_or_whole_the_run_is_the_same(train, optim):
     """Same losses, norms and evaluations, checkpoints with the same tensors; of 257 rows each has its part."""
-    whole = train("whole", 2, "runtime.strategy=ddp", f"optim={optim}")
-    shared = train("shared", 2, "runtime.strategy=fsdp", f"optim={optim}")
+    options = f"optim={optim}", "optim.transfer={n_embd:8,n_layer:1}"
+    whole, shared = (train(name, 2, f"runtime.strategy={name}", *options) for name in ("ddp", "fsdp"))
     assert_same_steps(whole, shared, tolerance=1e-9)
     assert sorted(p.name for p in checkpoints_dir(whole).iterdir()) == sorted(
         p.name for p in checkpoints_dir(shared).iterdir()

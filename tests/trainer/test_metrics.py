@@ -70,6 +70,14 @@ def test_a_log_drops_the_lines_after_the_step_it_resumes_from(path, opened):
     log.sync()
 
 
+def test_a_log_that_is_missing_when_a_run_goes_on_is_said(path, opened, capsys):
+    opened(resumed_at=0)
+    path.unlink()
+    assert capsys.readouterr().err == ""
+    opened(resumed_at=2)
+    assert capsys.readouterr().err == f"warning: {path} is missing: the numbers of steps 1 to 2 are lost\n"
+
+
 @pytest.mark.parametrize(
     ("before", "kept"),
     [

@@ -10,6 +10,7 @@ from trainer.optim import AdamWConfig, MuonConfig, block_matrices, named_state, 
 
 OPTIM = AdamWConfig(name="adamw", max_lr=1e-2, weight_decay=0.3)
 MUON = MuonConfig(name="muon", max_lr=1e-2, weight_decay=0.3)
+TRANSFERRED = MuonConfig(name="muon", max_lr=1e-2, weight_decay=0.3, transfer={"n_embd": 4, "n_layer": 1})
 
 
 def train(gpt, optimizer, steps):
@@ -42,7 +43,7 @@ def test_a_decay_step_without_gradient_scales_by_one_minus_lr_times_decay(tiny):
         torch.testing.assert_close(p, before[name] * factor, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("config", "regrouped"), [(OPTIM, False), (OPTIM, True), (MUON, False)])
+@pytest.mark.parametrize(("config", "regrouped"), [(OPTIM, False), (OPTIM, True), (MUON, False), (TRANSFERRED, False)])
 def test_training_goes_on_to_the_bit_from_state_that_was_saved_by_name(tiny, config, regrouped):
     first, second = GPT(tiny().model), GPT(tiny().model)
     optimizer = config.build(first)

@@ -6,6 +6,7 @@ import itertools
 import pytest
 from rich.console import Console
 
+from data.loader import BatchSizes
 from trainer.curves import RunCurves
 from trainer.progress import TrainingProgress
 
@@ -25,7 +26,7 @@ def clock(monkeypatch):
 
 def test_a_line_tells_of_all_steps_since_the_last(clock, capsys):
     curves = RunCurves()
-    with TrainingProgress(1200, 200, curves) as progress:
+    with TrainingProgress(lambda step: 512 * step, 1200, 200, curves) as progress:
         clock[0] += 4
         progress.take(line(201, 5.0, rate=100.0, mfu=0.2))
         clock[0] += 4
@@ -45,7 +46,7 @@ def test_a_line_tells_of_all_steps_since_the_last(clock, capsys):
 
 
 def test_lines_become_rarer_in_a_long_run(clock, capsys):
-    with TrainingProgress(10**6, 0, RunCurves()) as progress:
+    with TrainingProgress(lambda step: step, 10**6, 0, RunCurves()) as progress:
         for _ in range(20_000):
             clock[0] += 1
             progress.take(line(1, 4.0))
@@ -58,7 +59,7 @@ def test_lines_become_rarer_in_a_long_run(clock, capsys):
 def test_on_a_terminal_times_are_named_and_lines_stay_above_the_bar(clock, monkeypatch):
     terminal = Console(force_terminal=True, width=200, file=io.StringIO(), highlight=False, soft_wrap=True)
     monkeypatch.setattr("common.console.console", terminal)
-    with TrainingProgress(10, 0, RunCurves()) as progress:
+    with TrainingProgress(lambda step: step, 10, 0, RunCurves()) as progress:
         clock[0] += 5
         progress.take(line(1, 4.0))
     shown = terminal.file.getvalue()
@@ -66,3 +67,15 @@ def test_on_a_terminal_times_are_named_and_lines_stay_above_the_bar(clock, monke
     assert "training: step 1 of 10" in shown
     assert "elapsed," in shown
     assert shown.rstrip("\n \x1b[?25h").endswith("left")
+
+
+def test_the_time_left_is_by_tokens(clock, capsys):
+    """After 4 of 8 steps, with 2 of 14 sequences read in 7 seconds, 12 are left: 42 seconds."""
+    sizes = BatchSizes(8, [4, 5, 7])
+    with TrainingProgress(sizes.before, 8, 2, RunCurves()) as progress:
+        for step in (3, 4):
+            clock[0] += 3.5
+            progress.take(line(step, 4.0))
+    left = (sizes.before(8) - 4) * 7 / 2
+    assert capsys.readouterr().out.startswith("step 4 of 8, ")
+    assert progress.left() == [f"1:{left - 60:02.0f} left"]

@@ -69,6 +69,22 @@ def test_wsd_is_flat_then_falls_in_a_line():
     assert factors[80:] == pytest.approx([1 - i / 20 for i in range(21)], abs=1e-12)
 
 
+def test_wsd_falls_as_one_minus_sqrt():
+    """Hägele et al. 2024: (1 - sqrt((n - N0) / Nd)), below the line everywhere between the ends."""
+    line, root = (WSD(name="wsd", warmup_steps=10, decay=0.2, end=0.0, anneal=shape) for shape in ("linear", "sqrt"))
+    assert [root.factor(step, 101) for step in (9, 80, 85, 89, 100)] == pytest.approx([1, 1, 0.5, 1 - 0.45**0.5, 0])
+    assert all(root.factor(step, 101) < line.factor(step, 101) for step in range(81, 100))
+    ends = WSD(name="wsd", warmup_steps=10, decay=0.2, end=0.1, anneal="sqrt")
+    assert [ends.factor(step, 101) for step in (80, 85, 100)] == pytest.approx([1, 0.55, 0.1])
+
+
+def test_wsd_with_a_decay_of_1_is_linear_to_zero_after_the_warm_up():
+    wsd = WSD(name="wsd", warmup_steps=10, decay=1.0, end=0.0)
+    factors = [wsd.factor(step, 111) for step in range(111)]
+    assert factors[:11] == pytest.approx([*(i / 10 for i in range(1, 11)), 1.0])
+    assert factors[10:] == pytest.approx([1 - i / 100 for i in range(101)], abs=1e-12)
+
+
 def test_constant_is_flat_after_its_warm_up():
     assert [Constant(name="constant", warmup_steps=4).factor(step, 6) for step in range(6)] == [
         0.25,

@@ -2,7 +2,7 @@
 
 import importlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,9 @@ from torch import Tensor
 from cli import CONFIGS
 from common.console import say
 from common.settings import UserError, decode
-from model.attention.base import Attention
-from model.attention.cache import KVCache, SparseCache
-from model.gpt import GPT, GPTConfig, GPTState
+from model.gpt import GPT, GPTConfig
 from model.graphs import DecodingStep
-from model.ops.sparse_attention.patterns import Pattern, needed_keys
+from model.state import repeated_columns, state_bytes, stretched
 from tools.bench.harness import Row, benchmark, composed, in_turn, timed, with_room
 from trainer.runtime import DeviceConfig, open_runtime
 
@@ -117,47 +115,5 @@ def hugging_face(gpt2: Any, position: int) -> Decode:
     """The same for Hugging Face's model, with a DynamicCache that is stretched to this position."""
     cache = gpt2(torch.zeros(1, READ, dtype=torch.long, device=gpt2.device), use_cache=True).past_key_values
     for layer in cache.layers:
-        layer.keys, layer.values = _columns(layer.keys, position), _columns(layer.values, position)
+        layer.keys, layer.values = repeated_columns(layer.keys, position), repeated_columns(layer.values, position)
     return lambda token_ids: gpt2(token_ids, past_key_values=cache, use_cache=True).logits  # it changes the cache
-
-
-def stretched(gpt: GPT, state: GPTState, n: int) -> GPTState:
-    """A state as after n tokens read at once. Keys and values share memory until a token is appended."""
-    mechanisms = [module for module in gpt.modules() if isinstance(module, Attention)]
-    layers = (
-        _stretched(layer, n, (group.patterns for group in getattr(mechanism, "groups", [])))
-        for layer, mechanism in zip(state.layers, mechanisms, strict=True)
-    )
-    position = state.position
-    if isinstance(position, Tensor) and not position.is_floating_point():
-        position = torch.full_like(position, n)
-    return GPTState(_stretched(position, n, iter(())), tuple(layers))
-
-
-def _stretched(state: Any, n: int, patterns: Iterator[list[Pattern]]) -> Any:
-    """The same for a part of a state; `patterns` are those of its sparse caches, in order."""
-    if isinstance(state, KVCache):
-        return KVCache(_columns(state.k, n), _columns(state.v, n), (n,) * len(state.lengths))
-    if isinstance(state, SparseCache):
-        j = torch.arange(n, device=state.k.device)
-        kept = j[needed_keys(next(patterns), j, torch.tensor(n, device=j.device))]
-        place = (1 + kept).to(torch.int32).expand(len(state.lengths), 1, -1)
-        k, v = (_columns(x, len(kept)) for x in (state.k, state.v))
-        return SparseCache(k, v, place, (n,) * len(state.lengths))
-    if not isinstance(state, tuple):
-        return n if isinstance(state, int) else state  # a count of tokens; anything else is None or has a constant size
-    parts: Any = (_stretched(part, n, patterns) for part in state)
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
-
-
-def _columns(x: Tensor, n: int) -> Tensor:
-    """(B, H, S, D) -> (B, H, n, D), all equal to the last column, or 0 if there is none."""
-    last = x[:, :, -1:] if x.shape[2] else x.new_zeros(*x.shape[:2], 1, x.shape[3])
-    return last.expand(-1, -1, n, -1)
-
-
-def state_bytes(state: Any) -> int:
-    """Bytes of all tensors of a state, excluding token counts and a cache's spare capacity."""
-    if isinstance(state, Tensor):
-        return state.nbytes
-    return sum(map(state_bytes, state)) if isinstance(state, tuple) else 0

@@ -26,7 +26,7 @@ def bench(options: Any) -> Row:
     """Measure the loader alone, under a dummy model and under a real one."""
     dataset_dir = options.dataset_dir or random_dataset(options.out / f"random-{options.tokens}", options.tokens)
     batches = open_batches(dataset_dir, options)
-    tokens, x = batches.batch_size * options.seq_len, torch.zeros(8)
+    tokens, x = batches.sizes.at(0) * options.seq_len, torch.zeros(8)
     steps = map(batches.batch, itertools.count())
     rows = [{"what": "loader alone"} | take_steps(lambda: next(steps), tokens, options.seconds)]
     with Prefetch(map(batches.batch, itertools.count())) as ahead:

@@ -26,14 +26,17 @@ _HERE = Path(__file__).resolve().parent
 _LICENSE = _HERE.parents[1] / "LICENSE"
 
 
-def export(checkpoint: Path, out_dir: Path) -> None:
+def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
     """Write the whole folder, or nothing.
+
+    Args:
+        average: export the averaged weights, if the run has them.
 
     Raises:
         UserError: there is no whole checkpoint, or out_dir is in use.
     """
     opened = open_model(checkpoint)
-    gpt, tokenizer = load_model(opened)
+    gpt, tokenizer = load_model(opened, average)
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise UserError(f"{out_dir} exists and is not empty: choose another folder, or remove it")
     beside = out_dir.absolute().with_name(out_dir.absolute().name + ".tmp")
@@ -43,7 +46,7 @@ def export(checkpoint: Path, out_dir: Path) -> None:
         plain = _write_model(gpt, tokenizer, beside)
         for name, content in tokenizer_files(tokenizer, gpt.config.max_len).items():
             write_json(beside / name, content)
-        (beside / "README.md").write_text(_card(gpt, tokenizer, opened.state, plain), encoding="utf-8")
+        (beside / "README.md").write_text(_card(gpt, tokenizer, opened.state, plain, average), encoding="utf-8")
         os.rename(beside, out_dir)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -96,7 +99,7 @@ def _own_config(config: GPTConfig, document_start: int | None) -> dict[str, Any]
     }
 
 
-def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool) -> str:
+def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool, average: bool) -> str:
     """Return README.md: what the model is, as far as its run knows."""
     config = gpt.config
     padding = (config.n_vocab_padded - tokenizer.n_vocab) * config.n_embd * (1 if config.tied else 2)  # not exported
@@ -109,7 +112,7 @@ def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool) -> str
             config=config,
             length="any length" if config.max_len is None else f"up to {config.max_len:,} tokens",
             tokenizer=tokenizer,
-            training=_training(state),
+            training=_training(state, average),
             trust="" if plain else ", trust_remote_code=True",
             end=tokenizer.tokens[tokenizer.eot_id].decode(),
             code="" if plain else (_HERE / "model_card_code.md").read_text(encoding="utf-8"),
@@ -117,12 +120,14 @@ def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool) -> str
     )
 
 
-def _training(state: TrainState) -> str:
+def _training(state: TrainState, average: bool) -> str:
     if state.step == 0:
         return "not trained since it was made or imported"
-    tokens, best = state.step * state.batch_tokens, state.best_val_loss
+    tokens, best = state.tokens(state.step), state.best_val_loss
+    most = "up to " if state.batch_doublings else ""
+    averaged = "; these are its averaged weights" if average and state.average is not None else ""
     loss = "" if best is None else f"; best validation loss {best:.4f} nats per token, at step {state.best_step:,}"
     return (
-        f"trained for {state.step:,} steps of {state.batch_tokens:,} tokens, {tokens:,} in all, "
-        f"in sequences of {state.seq_len:,}, on `{state.dataset_dir.name}`{loss}"
+        f"trained for {state.step:,} steps of {most}{state.batch_tokens:,} tokens, {tokens:,} in all, "
+        f"in sequences of {state.seq_len:,}, on `{state.dataset_dir.name}`{loss}{averaged}"
     )

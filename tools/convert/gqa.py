@@ -1,6 +1,7 @@
 """From a checkpoint to one with fewer key and value heads (Ainslie et al. 2023, arXiv 2305.13245, section 2.1)."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = 
     path = begin_with(after, tokenizer, run_dir, seed=seed, **kept)
     changed = differences(before.config.model_dump(mode="json"), after.config.model_dump(mode="json"))
     own = {f"model.{key}": new for key, (_, new) in changed.items()}
+    of_first: dict[str, Any] = {"batch_doublings": [], "average": None}
+    own |= {key: new for key, new in of_first.items() if getattr(opened.state, key) != new}
     settings = overrides(own | {"seed": seed, "run_dir": str(run_dir)})
     say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
     say(f"go on with train.py, the settings of the first run, and {settings}")

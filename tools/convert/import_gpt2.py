@@ -18,7 +18,7 @@ from model.gpt import GPT, GPTConfig
 from tools.convert.hf_tokenizer import read_tokenizer_json
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from tools.convert.new_run import begin_with
-from trainer.tensor_file import read_tensors, tensor_names
+from trainer.tensor_file import read_header, read_tensors
 
 _WEIGHTS = "model.safetensors"
 _Kind = tuple[torch.Size, tuple[torch.dtype, ...]]
@@ -114,7 +114,7 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
 
 def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
     """Read our weights from GPT-2's file, in float32 unless they are float64."""
-    names = tensor_names(path)
+    _, names = read_header(path)
     prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
     theirs = {ours: prefix + gpt2_name(ours) for ours in gpt.state_dict()}
     shapes = {name: turned(name, gpt.state_dict()[ours]).shape for ours, name in theirs.items()}

@@ -14,7 +14,7 @@ import torch
 
 from cli import compose, to_dict
 from common.console import say
-from common.files import write_json
+from common.files import make_directory, write_json
 from common.settings import decode
 from model.gpt import GPT
 from model.ops.checks import outcomes
@@ -34,6 +34,8 @@ _CPU_TOKENS = 64
 
 def examine(out: Path | None) -> None:
     """Print tables of this machine and lines of what to do; write all of it to `out`, too."""
+    if out is not None:
+        make_directory(out.parent, "out")
     config, disk, problems = decode(TrainConfig, composed(FLAGSHIP)), disks(), []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     runtime = open_runtime(config.runtime.model_copy(update={"device": device}))
@@ -107,7 +109,7 @@ def step(config: TrainConfig, runtime: Runtime, n_device: int) -> Row:
     with torch.device("meta"):
         flops = GPT(config.model).flops_per_token(seq_len)
     peak = peak_flops(runtime.device, runtime.dtype)
-    tokens = config.max_steps * config.batch_tokens
+    tokens = config.tokens(config.max_steps)
     return {
         "model": "log_gpt2_125m",
         "dtype": str(runtime.dtype).removeprefix("torch."),

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from common.memory import available_memory
 from model.ops.checks import cache_folder, triton_version
 from tools.bench.harness import Row, machine
-from trainer.micro_batch import available_memory
 from trainer.runtime import why_gpu_is_unseen
 
 _LEAST_DISK = 20e9  # bytes: the checkpoints of a run of the flagship, and a dataset of its first hours

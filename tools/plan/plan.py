@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import Field, model_validator
 
+from common.memory import available_memory
 from common.settings import UserError
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
@@ -13,7 +14,7 @@ from tools.plan.measure import measure_rate
 from trainer.config import TrainConfig
 from trainer.devices import device_by_name, device_of_gpu
 from trainer.memory import Memory, step_memory
-from trainer.micro_batch import SPARE, available_memory, largest
+from trainer.micro_batch import SPARE, largest
 from trainer.runtime import Runtime
 
 
@@ -40,14 +41,17 @@ class PlanConfig(TrainConfig, defaults="plan"):
         """Most sequences per device and step."""
         return -(-self.batch_size * self.runtime.context_parallel // self.n_device)
 
+    def means(self, gpt: GPT) -> float:
+        """Numbers that training keeps for each parameter, besides weight and gradient."""
+        return self.optim.means(gpt) + (self.average is not None)
+
     @model_validator(mode="after")
     def _plan_fits(self) -> "PlanConfig":
         if self.n_device % (together := self.runtime.context_parallel):
             raise ValueError(f"runtime.context_parallel={together} does not divide n_device={self.n_device}")
-        if self.batch_size * together < self.n_device:
+        if self.batch_sizes.at(0) * together < self.n_device:
             raise ValueError(
-                f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences, fewer than "
-                f"n_device={self.n_device}: lower n_device, or raise batch_tokens"
+                f"{self.smallest_batch}, fewer than n_device={self.n_device}: lower n_device, or raise batch_tokens"
             )
         rates = {"mfu": self.mfu, "tokens_per_second": self.tokens_per_second, "measure": self.measure or None}
         given = [name for name, value in rates.items() if value is not None]
@@ -91,10 +95,11 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         | {"dtype": str(place.runtime.dtype).removeprefix("torch."), "source": place.source},
         "model": {"parameters": gpt.n_params(), "flops_per_token": flops},
         "step": {"tokens": config.batch_tokens, "sequences": config.batch_size, "seq_len": config.seq_len}
+        | {"sequences_at_first": config.batch_sizes.at(0)}
         | {"micro_batch": micro_batch, "micro_batches": -(-config.share // micro_batch), "share": config.share},
         "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
         "time": time_of(config, place, flops, micro_batch),
-        "disk": disk_of(config, gpt.n_params() * place.runtime.param_dtype.itemsize),
+        "disk": disk_of(config, round(gpt.n_params() * place.runtime.param_dtype.itemsize * (1 + config.means(gpt)))),
     }
 
 
@@ -119,7 +124,8 @@ def find_place(config: PlanConfig) -> Place:
     dtype = config.runtime.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" or (known and known.bfloat16 is None) else "bfloat16"
-    runtime = Runtime(torch.device("cpu" if device == "cpu" else "cuda"), getattr(torch, dtype))
+    where = torch.device("cpu" if device == "cpu" else "cuda")
+    runtime = Runtime(where, getattr(torch, dtype), config.runtime.sequence_chunk)
     if device == "cpu":
         return Place("cpu", runtime, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
     if known is not None:
@@ -133,12 +139,12 @@ def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> M
     """The memory that a device needs with micro-batches of this size."""
     fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share
     size, how = (micro_batch, config.seq_len // config.runtime.context_parallel), config.runtime.recompute
-    return step_memory(gpt, *size, place.runtime, config.n_device, fsdp, how, accumulated, config.optim.means(gpt))
+    return step_memory(gpt, *size, place.runtime, config.n_device, fsdp, how, accumulated, config.means(gpt))
 
 
 def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> dict[str, Any]:
     """Steps and tokens, and their duration at the given or measured rate."""
-    tokens = config.last_step * config.batch_tokens
+    tokens = config.tokens(config.last_step)
     rate = config.tokens_per_second
     if config.measure:
         runtime = config.runtime.model_copy(update={"device": place.runtime.device.type})
@@ -159,12 +165,12 @@ def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> d
     }
 
 
-def disk_of(config: PlanConfig, weights: int) -> dict[str, Any]:
-    """Bytes of a checkpoint (weights and AdamW's two means), of all kept checkpoints, and of the dataset."""
+def disk_of(config: PlanConfig, checkpoint: int) -> dict[str, Any]:
+    """Bytes of a checkpoint, of all kept checkpoints, and of the dataset."""
     keep = config.checkpoint
     kept = keep.keep_last + 1 + (config.last_step // keep.keep_every if keep.keep_every else 0)  # 1: the best
     saved = -(-config.last_step // keep.every)
-    tokens = config.last_step * config.batch_tokens
+    tokens = config.tokens(config.last_step)
     dataset: dict[str, Any] = {"tokens": None, "bytes": None, "passes": None}
     item = token_dtype(config.model.n_vocab).itemsize
     if config.dataset_dir is not None:
@@ -172,8 +178,8 @@ def disk_of(config: PlanConfig, weights: int) -> dict[str, Any]:
         size = sum(file.stat().st_size for file in config.dataset_dir.iterdir() if file.is_file())
         dataset = {"tokens": train.tokens, "bytes": size, "passes": tokens / max(1, train.tokens)}
     return {
-        "checkpoint": 3 * weights,
-        "checkpoints": 3 * weights * min(kept, saved),
+        "checkpoint": checkpoint,
+        "checkpoints": checkpoint * min(kept, saved),
         "checkpoints_kept": min(kept, saved),
         "dataset": dataset,
         "bytes_of_all_tokens": tokens * item,

@@ -65,7 +65,8 @@ def _model(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     model, step = found["model"], found["step"]
     yield "parameters", f"{model['parameters']:,}", ""
     yield "FLOPs per token", engineering(model["flops_per_token"]), "forward and backward"
-    yield "tokens per step", f"{step['tokens']:,}", f"{step['sequences']:,} x {step['seq_len']:,}"
+    first = f"{step['sequences_at_first']:,} to " if step["sequences_at_first"] < step["sequences"] else ""
+    yield "tokens per step", f"{step['tokens']:,}", f"{first}{step['sequences']:,} x {step['seq_len']:,}"
     yield "micro-batches", f"{step['micro_batches']:,}", f"of {step['micro_batch']} sequences at most, on each device"
 
 
@@ -74,7 +75,7 @@ def _memory(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     sent = memory["gradients"] > memory["weights"]
     yield "weights", gigabytes(memory["weights"]), ""
     yield "gradients", gigabytes(memory["gradients"]), "whole, and the parts that are sent" if sent else ""
-    yield "optimizer", gigabytes(memory["optimizer"]), "running means of gradients"
+    yield "optimizer", gigabytes(memory["optimizer"]), "running means"
     yield "activations", gigabytes(memory["activations"]), "kept for a micro-batch's backward pass"
     yield "working memory", gigabytes(memory["working"]), "logits, or gradients of a layer"
     room = f"memory of the device: {gigabytes(device['memory'])}"

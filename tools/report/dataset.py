@@ -28,6 +28,8 @@ def inspect(**given: Any) -> None:
     manifest = read_manifest(dataset_dir)
     if options.step is not None:
         batches = _batches(options, dataset_dir, manifest, state)
+        if state and options.step > state.step:
+            say(f"the run's last checkpoint is of step {state.step}: this is what step {options.step} would read")
         return _show(dataset_dir, manifest, "train", step_windows(batches, options.step), options.tokens)
     n_tokens = manifest.splits[options.split].total.tokens
     places = options.window + [random.randrange(max(1, n_tokens)) for _ in range(options.random)]
@@ -53,11 +55,13 @@ def _batches(options: Any, dataset_dir: Path, manifest: Manifest, state: TrainSt
     seed, seq_len, batch_tokens = run.seed, run.seq_len, run.batch_tokens
     if None in (seed, seq_len, batch_tokens):
         raise UserError("step needs a run: give run_dir, or seed, seq_len and batch_tokens")
-    if batch_tokens % seq_len:
-        raise UserError(f"batch_tokens={batch_tokens} is not a multiple of seq_len={seq_len}: no run has these")
+    doublings = run.batch_doublings
+    if batch_tokens % (seq_len << len(doublings)):
+        times = f" x 2^{len(doublings)}, for {len(doublings)} batch_doublings" if doublings else ""
+        raise UserError(f"batch_tokens={batch_tokens} is not a multiple of seq_len={seq_len}{times}: no run has these")
     stream = TokenStream(dataset_dir, manifest, "train")
     in_order = state is not None and state.data.carry_state
-    batches = TrainBatches(stream, seq_len, batch_tokens // seq_len, seed, in_order)
+    batches = TrainBatches(stream, seq_len, batch_tokens // seq_len, seed, doublings, in_order)
     if state and state.data.mixture is not None:
         batches.mixture = open_mixture(dataset_dir, manifest, state.data.mixture, seq_len, seed)
     return batches

@@ -5,14 +5,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.console import say
+from common.console import count, say, warn
 from common.files import make_directory, write_atomic
+from common.settings import UserError
 from tools.report.page import page_of
 from tools.report.pictures import draw_curves, draw_settings
 from tools.report.records import Record, common_folder, labels, printable, read_records, varying_settings
 
 _REFRESH = 10.0
 """Seconds between two looks at running runs."""
+_LAST_LOOKS = 12
+"""For so many looks, all runs must have been at their end: the next job of a sweep may not have begun."""
 
 
 def write_report(folders: Sequence[Path], out: Path | None, watch: bool = False) -> list[Path]:
@@ -28,15 +31,21 @@ def write_report(folders: Sequence[Path], out: Path | None, watch: bool = False)
     page = out / "report.html"
     title = printable(", ".join(map(str, folders[:3])) + (f" and {len(folders) - 3} more" if len(folders) > 3 else ""))
     if watch and not _ended(records):
-        say(f"open {page.absolute().as_uri()} in a browser: it follows the runs until all are at their end (or Ctrl-C)")
-    while watch and not _ended(records):
+        say(f"open {page.absolute().as_uri()} in a browser: it follows the runs until all have ended (or Ctrl-C)")
+    looks = _LAST_LOOKS if _ended(records) else 0
+    while watch and looks < _LAST_LOOKS:
         write_atomic(page, page_of(records, title, _REFRESH).encode())
         time.sleep(_REFRESH)
-        records = read_records(folders)
+        try:
+            records = read_records(folders)
+        except (UserError, OSError) as error:  # a run may be moved, or written at this moment
+            warn(f"{error}: looking again in {_REFRESH:g} seconds")
+            continue
+        looks = looks + 1 if _ended(records) else 0
     best, name = records[0].figures["best"], labels(records, varying_settings(records))[0]
     lowest = "" if best is None else f"; lowest validation loss {best:.4f}: {name}"
     n_runs = sum(record.figures["runs"] for record in records)
-    say(f"{n_runs} run{'s' * (n_runs > 1)}{lowest}")
+    say(f"{count(n_runs, 'run')}{lowest}")
     contents = {
         page.name: page_of(records, title).encode(),
         "report_curves.png": draw_curves(records, title),

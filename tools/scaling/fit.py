@@ -76,7 +76,7 @@ def fit(N: Array, D: Array, L: Array, resamples: int = 1000, seed: int = 1) -> t
 
 def _check(N: Array, D: Array, L: Array) -> None:
     if len(L) < LEAST_RUNS:
-        raise UserError(f"a scaling law needs at least {LEAST_RUNS} runs, and there are {len(L)}")
+        raise UserError(f"a scaling law needs at least {LEAST_RUNS} runs, not {len(L)}")
     if min(len(set(N)), len(set(D))) < 3:
         raise UserError(
             f"the runs have {len(set(N))} sizes and {len(set(D))} numbers of tokens: train 3 or more of each"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from common.console import say, warn
+from common.console import count, say, warn
 from common.figures import png, short_count
 from common.files import make_directory, write_atomic, write_json
 from common.settings import UserError
@@ -43,7 +43,7 @@ def run(
     runs = Runs(*np.array(rows, dtype=float).reshape(-1, 3).T)
     law, samples = fit(*runs, resamples)
     off = 100 * np.abs(np.log(law.loss(runs.N, runs.D) / runs.L))
-    say(f"{len(rows)} runs; the law is off by {np.median(off):.2g} % in the median, at most {off.max():.2g} %")
+    say(f"{count(len(rows), 'run')}; the law is off by {np.median(off):.2g} % in the median, at most {off.max():.2g} %")
     for name, value, sampled in zip(Law._fields, law, samples, strict=True):
         say(f"  {name:6} {value:.4g} ({' to '.join(f'{x:.4g}' for x in np.percentile(sampled, (5, 95)))})")
     predictions = {} if parameters is None else _predict(runs, samples, parameters, loss)
@@ -72,7 +72,7 @@ def _trained(folders: list[Path]) -> list[tuple[float, float, float]]:
     if len(texts) > 1:
         raise UserError("the runs have different datasets or vocabularies, whose losses differ: fit each by itself")
     if unfinished:
-        warn(f"{unfinished} runs are not finished, and are left out")
+        warn(f"not finished, and left out: {count(unfinished, 'run')}")
     return rows
 
 

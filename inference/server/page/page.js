@@ -40,11 +40,19 @@ async function generate() {
   say("waiting for a place");
   buttons();
   const started = performance.now();
-  let first, n = 0, reason = "stopped", told = 0;
+  let first, n = 0, reused = "", reason = "stopped", told = 0;
   try {
     for await (const chunk of chunks(body, running.signal)) {
+      if (chunk.reading) {
+        say(chunk.reading);
+        continue;
+      }
       first ??= performance.now();
-      if (chunk.usage) n = chunk.usage.completion_tokens;
+      if (chunk.usage) {
+        n = chunk.usage.completion_tokens;
+        const cached = chunk.usage.prompt_tokens_details?.cached_tokens;
+        if (cached) reused = `, ${cached} of ${chunk.usage.prompt_tokens} prompt tokens were read before`;
+      }
       for (const choice of chunk.choices) {
         n += append(choice);
         reason = choice.finish_reason ?? reason;
@@ -56,7 +64,7 @@ async function generate() {
     }
     const why = { stop: "the text ended", length: "as long as was asked for" }[reason] ?? reason;
     const wait = ((first - started) / 1000).toFixed(2);
-    const end = `${progress(n, first)}, ${why}; first after ${wait} s; seed ${body.seed}`;
+    const end = `${progress(n, first)}, ${why}; first after ${wait} s${reused}; seed ${body.seed}`;
     await drawing;
     say(end);
   } catch (error) {
@@ -86,7 +94,7 @@ function request() {
   };
 }
 
-// The objects of a stream of server-sent events.
+// The objects of a stream of server-sent events. A comment says how far a long prompt is read.
 async function* chunks(body, signal) {
   const headers = { "Content-Type": "application/json" };
   const answer = await fetch("v1/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
@@ -99,7 +107,12 @@ async function* chunks(body, signal) {
     const lines = value.split("\n"); // an event is one line, followed by an empty one
     lines[0] = rest + lines[0];
     rest = lines.pop();
-    for (const data of lines.filter(Boolean).map((line) => line.slice("data: ".length))) {
+    for (const line of lines.filter(Boolean)) {
+      if (line.startsWith(": ")) {
+        yield { reading: line.slice(2) };
+        continue;
+      }
+      const data = line.slice("data: ".length);
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);

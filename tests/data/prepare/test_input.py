@@ -47,6 +47,16 @@ def test_a_dataset_whose_input_has_changed_is_not_taken_for_it(tmp_path):
         prepare(config(tmp_path))
 
 
+def test_a_dataset_of_many_other_files_is_named_in_a_line(tmp_path):
+    write(tmp_path / "a.jsonl", 50)
+    prepare(config(tmp_path))
+    for i in range(9):
+        write(tmp_path / f"{i}.jsonl", 5)
+    with pytest.raises(UserError, match=r"was made with val_fraction=.*, and 6 more: choose another") as error:
+        prepare(config(tmp_path, val_fraction=0.5))
+    assert str(error.value).count("input.") == 3
+
+
 def test_a_file_with_two_names_is_read_once(tmp_path, monkeypatch):
     write(tmp_path / "a.jsonl", 50)
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")

@@ -113,6 +113,8 @@ def test_a_run_and_a_step_are_enough_and_show_the_text(command, dataset, tiny):
     few = command("scripts/inspect_dataset", f"run_dir={config.run_dir}", "step=1", "tokens=3").out
     text = "".join("<|endoftext|>" if i == 256 else chr(i) for i in ids[0, :3].tolist())
     assert f"--- row 0, the first 3 of 17 tokens:\n{text}\n--- row 1" in few
+    later = command("scripts/inspect_dataset", f"run_dir={config.run_dir}", "step=5").out
+    assert later.startswith("the run's last checkpoint is of step 2: this is what step 5 would read\n")
     manifest = json.loads((dataset / "manifest.json").read_text())
     (dataset / "manifest.json").write_text(json.dumps(manifest | {"set_names": [*manifest["set_names"], "C"]}))
     changed = command("scripts/inspect_dataset", f"run_dir={config.run_dir}", "step=1")

@@ -118,7 +118,7 @@ def test_no_parts_have_anything(make, tmp_path):
         path.write_text("{\n")
     for i in range(2):
         make("parts", num_tasks=2, task_index=i)
-    with pytest.raises(UserError, match=r"the corpus is empty \(7 x malformed JSON\)"):
+    with pytest.raises(UserError, match=r"empty \(7 x malformed JSON, first .*jsonl:1\): write one JSON object a line"):
         merge(tmp_path / "parts", tmp_path / "merged")
     assert not (tmp_path / "merged.partial").exists()
 

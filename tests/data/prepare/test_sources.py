@@ -175,6 +175,25 @@ def test_text_files(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("n_bytes", [2, 2**20])
+def test_the_line_that_is_not_utf8_is_named(tmp_path, monkeypatch, n_bytes):
+    monkeypatch.setattr("data.prepare.sources._READ_BYTES", n_bytes)
+    for content, line in {b"\xfc": 1, b"a\n\xc3\xa9\nb\xfc\n\n": 3, b"\n\n\xc3": 3}.items():
+        (tmp_path / "a.txt").write_bytes(content)
+        found = parsed(TextSource(name="text", path=str(tmp_path)))
+        assert found == [("invalid UTF-8", str(tmp_path / "a.txt"), line)]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [('{"text": "a"}\n{"text"', True), ("{\n", False), ("", False), ("3", False)]
+)
+def test_json_lines_in_a_text_file_are_said(tmp_path, capsys, content, said):
+    (tmp_path / "a.txt").write_text(content)
+    (tmp_path / "b.jsonl").touch()
+    parsed(TextSource(name="text", path=str(tmp_path)))
+    assert ("a.txt is read as plain text, but its first line is a JSON object" in capsys.readouterr().out) == said
+
+
 def test_a_folder_is_the_files_in_it_and_kinds_mix(tmp_path, capsys):
     folder = tmp_path / "a[1]" / "deep"
     folder.mkdir(parents=True)

@@ -1,5 +1,6 @@
 """scripts/serve.py in a separate process, with a real HTTP client."""
 
+import asyncio
 import json
 import shlex
 import signal
@@ -9,12 +10,22 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, takewhile
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cli.help import help_of
+from common.settings import UserError
+from inference.completion import Completion, TextRequest
+from inference.engine import Engine
 from inference.generate import SamplingConfig, generate
+from inference.reading import TextMemory
+
+pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
+from inference.server.answer import Answer
+from inference.server.completions import _texts, stream
+from inference.server.protocol import CompletionRequest
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
 FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
@@ -80,7 +91,60 @@ def test_a_completion_is_what_the_model_generates(client, make_gpt):
     choice = answer["choices"][0]
     assert choice["text"] == expected(make_gpt(endless=True), "one, two", 12, seed=7, temperature=0.9, top_k=50)
     assert (choice["index"], choice["logprobs"], choice["finish_reason"]) == (0, None, "length")
-    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 12, "total_tokens": 20}
+    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 12, "total_tokens": 20} | details
+
+
+def test_a_conversation_reads_its_beginning_once(client, make_gpt):
+    """Every turn has the text of a model that reads all of it, and says what it did not read again."""
+    prompt, reused = "A long beginning, all in ASCII. " * 20, []
+    for turn in range(3):
+        answer = complete(client, prompt=prompt, max_tokens=12, seed=turn, n=2, temperature=0.9)
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert texts == [expected(make_gpt(endless=True), prompt, 12, turn + i, temperature=0.9) for i in range(2)]
+        assert answer["usage"]["prompt_tokens"] == len(prompt.encode())
+        reused.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        prompt += texts[0] + "More words of a person. " * 8
+    assert reused == [0, 511, 767]  # whole pieces of 256, of which <|endoftext|> is no part of the prompt
+
+
+def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt, tokenizer):
+    monkeypatch.setattr("inference.reading.available_memory", lambda: 10**6)
+    memory = TextMemory(make_gpt("softmax", "rotary"), tokenizer)
+    limits = SimpleNamespace(max_tokens=100, max_prompt_tokens=10**6)
+    served = SimpleNamespace(tokenizer=tokenizer, limits=limits, max_len=None, memory=memory)
+    assert len(_texts(CompletionRequest(prompt=["a" * 100]), served)) == 1
+    with pytest.raises(
+        UserError, match=r"a text of 4,016 tokens does not fit into memory: its keys and values are 2,056"
+    ):
+        _texts(CompletionRequest(prompt=["a", "a" * 4000]), served)
+
+
+def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, make_gpt, tokenizer):
+    monkeypatch.setattr("inference.completion._SECONDS_BETWEEN_REPORTS", -1.0)
+    news, ids = [], (256, *b"x" * 5000)
+    text = Completion(TextRequest(ids, 1, SamplingConfig(), 1, prompt_start=1), tokenizer, news.append)
+    engine = Engine(make_gpt(endless=True), 257, 1, interleave=True)
+    engine.submit([text])
+    while not text.finished:
+        engine.turn()
+    *progress, piece = news
+    assert [each.n_read for each in progress] == [*range(256, 5001, 256), 5001]
+
+    async def each():
+        for one in (*progress[1:], piece):
+            yield 0, one
+
+    async def collect():
+        answer = Answer("tiny", tokenizer, False, [text.request], 1)
+        return [event async for event in stream((0, progress[0]), each(), answer, True)]
+
+    *comments, last, usage, done = asyncio.run(collect())
+    assert comments[0] == ": 256 of 5001 prompt tokens read\n\n"
+    assert len(comments) == len(progress)
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["text"] == text.text
+    assert json.loads(usage.removeprefix("data: "))["usage"]["prompt_tokens"] == 5000
+    assert done == "data: [DONE]\n\n"
 
 
 def test_every_choice_has_its_prompt_and_its_seed(client, make_gpt):
@@ -209,7 +273,8 @@ def test_other_errors_have_that_form_too(client):
 
     check(404, client.post("/v1/completions", json={"model": "tinny"}), "did you mean 'tiny'?")
     check(404, client.get("/v1/models/other"), "the model 'other' does not exist")
-    check(404, client.get("/v1/chat/completions"), "Not Found")
+    check(404, client.post("/v1/chat/completions", json={}), "no chat format: use /v1/completions")
+    check(404, client.get("/v1/nothing"), "Not Found")
     check(405, client.get("/v1/completions"), "Method Not Allowed")
     check(415, client.post("/v1/completions", content=b"{}"), "Content-Type is missing: send JSON")
     check(413, client.post("/v1/completions", json={"prompt": "x" * 2**24}), "larger than 16,777,216 bytes")

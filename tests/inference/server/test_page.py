@@ -185,6 +185,31 @@ def layouts(page):
     return next(metric["value"] for metric in metrics if metric["name"] == "LayoutCount")
 
 
+def test_what_was_read_before_is_said(page):
+    for _ in range(2):
+        generate(page, "y" * 300, max_tokens=2, seed=1)
+        ended(page)
+    assert ", 255 of 300 prompt tokens were read before; seed 1" in page.text("#status")
+
+
+SLOW_READING = """
+// a stream that says how far a prompt is read, and goes on when it is asked to
+const bytes = new TextEncoder();
+window.fetch = async () => new Response(new ReadableStream({ start(stream) {
+  stream.enqueue(bytes.encode(": 256 of 5001 prompt tokens read\\n\\n"));
+  window.goOn = () => { stream.enqueue(bytes.encode("data: [DONE]\\n\\n")); stream.close(); };
+} }));
+"""
+
+
+def test_the_progress_of_a_long_prompt_is_shown(page):
+    page.run(SLOW_READING)
+    page.click("#generate")
+    page.wait(lambda: page.text("#status") == "256 of 5001 prompt tokens read")
+    page.run("window.goOn()")
+    page.wait(lambda: page.run("return !document.querySelector('#generate').disabled"))
+
+
 def test_stopping_and_going_on(page, served):
     generate(page, "a", max_tokens=5_000, temperature=0, top_k="", seed=1)
     page.wait(lambda: len(page.text("#text")) > 20)

@@ -1,0 +1,28 @@
+"""Ctrl-C while a command is being imported ends it with one line and status 130, as nothing has begun.
+
+What a command imports before all else must import this first. In other programs it does nothing.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"error: interrupted\n")
+    os._exit(128 + number)
+
+
+def allow_cleanup() -> None:
+    """From now on, Ctrl-C raises KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_main = Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve()
+if _main.parent in (_ROOT, _ROOT / "scripts") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _leave)

@@ -1,0 +1,36 @@
+"""The memory that a process may still take."""
+
+import contextlib
+import os
+import resource
+from pathlib import Path
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still allocate: limited by the machine, its own limit and its control groups."""
+    page, limit = os.sysconf("SC_PAGE_SIZE"), resource.getrlimit(resource.RLIMIT_AS)[0]
+    rooms = []
+    if limit != resource.RLIM_INFINITY:
+        rooms += [limit - int(line.split()[0]) * page for line in _lines(proc / "self" / "statm")]
+    rooms += [int(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
+    for line in _lines(proc / "self" / "cgroup"):
+        if line.startswith("0::"):  # version 2 of control groups: "0::/a/b"
+            here = cgroups / line[3:].strip("/")
+            groups = [group for group in [here, *here.parents] if group.is_relative_to(cgroups)]
+            rooms += [room for group in groups for room in _group_room(group)]
+    return max(0, min(rooms, default=os.sysconf("SC_PHYS_PAGES") * page))
+
+
+def _group_room(group: Path) -> list[int]:
+    """Bytes that a control group may still allocate, counting its file cache as free; empty if it has no limit."""
+    with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+        cache = dict(line.split() for line in _lines(group / "memory.stat")).get("inactive_file", 0)
+        return [int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + int(cache)]
+    return []
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

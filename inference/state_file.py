@@ -1,0 +1,142 @@
+"""A text as a model has read it, in a file: it is read once and continued many times.
+
+The file is safetensors, with `Header` as its metadata. Its tensors are the parts of `Texts`, by their names
+(model/state.py), and `rest`, the tokens that are not read yet.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import safetensors.torch
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from common.console import say
+from common.files import file_size, write_atomic
+from common.settings import Settings, UserError, decode
+from inference.engine import Texts, read
+from inference.load import Loaded
+from inference.reading import Reading
+from model.state import parts_of, restored, select_rows
+from trainer.tensor_file import Expected, read_header, read_tensors
+
+_FORMAT: Literal["log-gpt state 1"] = "log-gpt state 1"
+_REST = "rest"
+
+
+class Header(Settings):
+    """What a state belongs to."""
+
+    format: Literal["log-gpt state 1"]
+    model: str
+    """Its identity."""
+    tokenizer: str
+    """Its sha256."""
+    dtype: str
+    """Of the forward passes."""
+    tokens: int = Field(ge=0, lt=2**48)
+    """Tokens read."""
+    sha256: str
+    """See `sum_of`."""
+
+
+def check_place(path: Path) -> None:
+    """Raise UserError if a state cannot be written there."""
+    file_size(path)
+    if not path.parent.is_dir():
+        raise UserError(f"state_out={path} cannot be written: there is no folder {path.parent}")
+
+
+def save_state(path: Path, reading: Reading, loaded: Loaded) -> None:
+    """Write a text as far as it is read.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    tensors = {_REST: torch.tensor(reading.rest, dtype=torch.int64)}
+    for name, part in parts_of(select_rows(reading.texts, [0])):  # a copy, without the room behind a cache
+        tensors[name] = part.value.cpu().contiguous()
+    header = {"format": _FORMAT, **_owner(loaded), "tokens": str(reading.n_read)}
+    content = safetensors.torch.save(tensors, header | {"sha256": sum_of(tensors, header)})
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        raise UserError(f"state_out={path} cannot be written: {error.strerror or error}") from None
+    say(f"the state after {reading.n_read + len(reading.rest):,} tokens is written to {path} ({len(content):,} bytes)")
+
+
+def load_state(path: Path, loaded: Loaded) -> Reading:
+    """Read what `save_state` wrote, for the same model.
+
+    Raises:
+        UserError: the file is no state, is damaged, or is that of another model, tokenizer or dtype.
+    """
+    metadata, shapes = read_header(path)
+    if metadata.get("format") != _FORMAT:
+        raise UserError(f"state_in={path} is not a state: give a file that state_out= wrote")
+    try:
+        header = decode(Header, metadata)
+    except UserError as error:
+        raise UserError(f"state_in={path} is damaged: {error}") from None
+    for key, expected in _owner(loaded).items():
+        if (found := getattr(header, key)) != expected:
+            other = f"another {key} ({found[:12]}, not {expected[:12]}): use the same, or read the text again"
+            raise UserError(f"state_in={path} was written with {other}")
+    eot = torch.tensor([[loaded.tokenizer.eot_id]])
+    like = read(loaded.gpt, eot, loaded.tokenizer.n_vocab)[0] if header.tokens else None
+    stored = read_tensors(path, _expected(like, shapes))
+    if sum_of(stored, metadata) != header.sha256:
+        raise UserError(f"state_in={path} is damaged: its sha256 is not the one in its header")
+    _check_values(path, stored, header.tokens, loaded)
+    rest = tuple(stored.pop(_REST).tolist())
+    device = loaded.gpt.embed.weight.device  # copied, as the file may change
+    texts: Texts | None = tree_map_only(Tensor, lambda x: x.to(device, copy=True), restored(like, stored))
+    return Reading(texts, header.tokens, rest)
+
+
+def _owner(loaded: Loaded) -> dict[str, str]:
+    """The values that a state's header must have."""
+    dtype = str(loaded.runtime.dtype).removeprefix("torch.")
+    return {"model": loaded.identity, "tokenizer": loaded.tokenizer.sha256, "dtype": dtype}
+
+
+def sum_of(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
+    """The sha256 of a state's tensors and of its header, in which it is then written."""
+    total = hashlib.sha256(json.dumps({**header, "sha256": ""}, sort_keys=True).encode())
+    for name, value in sorted(tensors.items()):
+        total.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        total.update(value.flatten().view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _expected(like: Texts | None, shapes: Mapping[str, list[int]]) -> Expected:
+    """Shapes and types of a state's tensors; a cache may have any number of columns, and there may be any rest."""
+    expected = {_REST: (torch.Size(shapes.get(_REST, [])[:1] or [0]), {torch.int64})}
+    for name, part in parts_of(like):
+        shape = list(part.value.shape)
+        if part.cache is not None:
+            shape[2:3] = shapes.get(f"{part.cache}.k", [])[2:3]
+        expected[name] = torch.Size(shape), {part.value.dtype}
+    return expected
+
+
+def _check_values(path: Path, stored: Mapping[str, Tensor], n_read: int, loaded: Loaded) -> None:
+    """Raise UserError unless ids are the tokenizer's, and counts and places are those of a text of n_read tokens."""
+    rest = stored[_REST]
+    counts = {int(n) for name, x in stored.items() if x.dtype == torch.int64 and name != _REST for n in x}
+    n = counts.pop() if counts else n_read  # of the last document, if the model keeps documents apart
+    good = not counts and (n == n_read or (loaded.gpt.eot_id is not None and 0 < n < n_read))
+    good = good and bool(((rest >= 0) & (rest < loaded.tokenizer.n_vocab)).all())
+    for name, x in stored.items():
+        cache, _, part = name.rpartition(".")
+        if part == "place":
+            good = good and x.shape[2] <= n and bool(((x >= 0) & (x <= n)).all())
+        elif part == "k" and f"{cache}.place" not in stored:
+            good = good and x.shape[2] == n
+    if not good:
+        raise UserError(f"state_in={path} is damaged: its counts of tokens, or its tokens, are not possible")

@@ -1,0 +1,152 @@
+"""The cache of prompts: it finds the longest beginning, keeps its bounds, and changes no bit of any text."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from data.tokenizer import BytesConfig, build_tokenizer
+from inference.completion import Completion, TextRequest, joined
+from inference.engine import PIECE, Engine
+from inference.prompt_cache import PromptCache
+from inference.sampling import SamplingConfig
+from model.gpt import GPT, GPTConfig
+
+TOKENIZER = build_tokenizer(BytesConfig(name="bytes"))
+
+
+def gpt_of(attention="log_space", position="log_recurrence"):
+    torch.manual_seed(0)
+    raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "block": {"name": "mlp"}}
+    return GPT(GPTConfig(**raw, attention={"name": attention}, position={"name": position})).eval()
+
+
+def text_after(ids):
+    """A value that tells which tokens it stands for; 8 bytes."""
+    return (torch.tensor([hash(tuple(ids)) % 2**40], dtype=torch.int64),)
+
+
+def test_it_finds_the_longest_beginning_that_was_used_last():
+    """Against a list of everything, in the order of use, at random."""
+    rng, cache, model = random.Random(0), PromptCache(5, 1000), []
+    for _ in range(600):
+        ids = tuple(rng.choices(range(2), k=rng.randrange(1, 6)))
+        if rng.random() < 0.5:
+            cache.add(ids, text_after(ids))
+            model = [*(other for other in model if other != ids), ids][-5:]
+        else:
+            found = max((other for other in model if ids[: len(other)] == other), key=len, default=())
+            n, texts = cache.longest(ids)
+            assert n == len(found)
+            assert (texts is None) if not found else texts[0] == text_after(found)[0]
+            model = [*(other for other in model if other != found), *([found] if found else [])]
+    assert len(cache) == 5
+
+
+def test_its_bytes_are_bounded():
+    cache = PromptCache(100, 8 * 3)
+    for i in range(10):
+        cache.add((i,), text_after((i,)))
+        assert cache.n_bytes == 8 * len(cache) <= 8 * 3
+    assert [cache.longest((i,))[0] for i in range(10)] == [0] * 7 + [1] * 3
+    cache.add((1, 2), (torch.zeros(1, 4, dtype=torch.int64),))  # larger than all that it may keep
+    assert len(cache) == 3
+
+
+@pytest.mark.parametrize("limits", [(0, 10**9), (10, 0)])
+def test_it_can_be_off(limits):
+    cache = PromptCache(*limits)
+    cache.add((1,), text_after((1,)))
+    assert (len(cache), cache.longest((1,))) == (0, (0, None))
+
+
+class Recorded(Completion):
+    """Keeps the logits that each token was drawn from."""
+
+    logits = ()
+
+    def accept(self, token_id, logits):
+        self.logits = [*self.logits, logits]
+        super().accept(token_id, logits)
+
+
+def written(engine, ids, n=3, **request):
+    news = []
+    text = Recorded(TextRequest(ids, n, SamplingConfig(repetition_penalty=1.2), 1, **request), TOKENIZER, news.append)
+    engine.submit([text])
+    while not text.finished:
+        engine.turn()
+    assert text.error is None
+    return text, joined(news)
+
+
+def ids_of(n, seed=0):
+    return (256, *torch.randint(256, (n - 1,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize(
+    ("attention", "position"), [("log_space", "log_recurrence"), ("softmax", "rotary"), ("strided", "learned")]
+)
+def test_texts_have_the_same_bits_with_it(attention, position, interleave):
+    """A conversation of growing prompts, another text, the same again, and one that ends with a whole piece."""
+    gpt, first = gpt_of(attention, position), ids_of(400)
+    prompts = [first, first + ids_of(250, 1), ids_of(300, 2), first + ids_of(250, 1), first[:PIECE], first[:100]]
+    cached = Engine(gpt, 257, 2, interleave, cache=PromptCache(20, 10**8))
+    reused = []
+    for prompt in prompts:
+        text, piece = written(cached, prompt)
+        plain, _ = written(Engine(gpt, 257, 2, interleave), prompt)
+        assert text.drawn == plain.drawn
+        assert all(map(torch.equal, text.logits, plain.logits))
+        reused.append(piece.n_cached)
+    assert reused == [0, PIECE, 0, 2 * PIECE, PIECE, 0]
+
+
+def test_what_was_read_is_not_read_again(monkeypatch):
+    gpt, lengths = gpt_of(), []
+    forward = gpt.forward
+    monkeypatch.setattr(gpt, "forward", lambda ids, *a, **k: (lengths.append(ids.shape[1]), forward(ids, *a, **k))[1])
+    engine = Engine(gpt, 257, 2, cache=PromptCache(20, 10**8))
+    for _ in range(2):
+        lengths.clear()
+        written(engine, ids_of(700), n=1)
+    assert lengths == [700 - 2 * PIECE]
+
+
+@pytest.mark.parametrize("n", [8 * PIECE, 13 * PIECE + 17, 16 * PIECE + 255])
+def test_what_differs_in_its_last_tokens_is_read_at_most_twice_over(n, monkeypatch):
+    """Of the whole pieces; with 2 + log2(n / PIECE) states."""
+    monkeypatch.setattr(
+        "inference.engine.read", lambda gpt, piece, *_: ((torch.zeros(1, 1),), torch.zeros(piece.shape))
+    )
+    engine = Engine(gpt_of(), 257, 1, cache=PromptCache(100, 10**8))
+    ids = ids_of(n)
+    engine._read_prompt(Completion(TextRequest(ids, 1, SamplingConfig(), 1), TOKENIZER))
+    assert len(engine.cache) <= 2 + (n // PIECE).bit_length()
+    for differing in itertools.chain(range(1, n, 97), [n]):
+        found, _ = engine.cache.longest((*ids[: n - differing], *[256] * differing))
+        assert n - differing - found < 2 * differing + PIECE
+
+
+def test_a_prompt_whose_probabilities_are_asked_for_is_read_whole():
+    engine, ids = Engine(gpt_of(), 257, 2, cache=PromptCache(20, 10**8)), ids_of(600)
+    written(engine, ids)
+    text, piece = written(engine, ids, n_top=1, echo=True)
+    assert piece.n_cached == 0
+    assert len(piece.tokens) == len(ids) + text.n_tokens
+
+
+def test_a_cached_text_stays_what_it_is():
+    """Two texts go on from it at once, and then a third."""
+    gpt, ids = gpt_of("softmax", "rotary"), ids_of(300)
+    engine = Engine(gpt, 257, 4, cache=PromptCache(20, 10**8))
+    first, _ = written(engine, ids)
+    texts = [Recorded(TextRequest((*ids, i), 5, SamplingConfig(), i), TOKENIZER) for i in (1, 2)]
+    engine.submit(texts)
+    while not all(text.finished for text in texts):
+        engine.turn()
+    again, piece = written(engine, ids)
+    assert piece.n_cached == PIECE
+    assert all(map(torch.equal, again.logits, first.logits))

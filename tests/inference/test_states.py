@@ -1,0 +1,330 @@
+"""States in files: a text goes on with the bits of one run, and what does not fit the model is refused in one line."""
+
+import io
+import itertools
+import json
+import re
+
+import pytest
+import safetensors.torch
+import torch
+
+from common.settings import UserError, decode
+from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer
+from inference import reading as reading_module
+from inference.completion import Completion, TextRequest, stream
+from inference.engine import PIECE, Engine
+from inference.load import Loaded
+from inference.reading import Reading, TextMemory, read_pieces
+from inference.sample import SampleConfig, run_sampling
+from inference.sampling import SamplingConfig
+from inference.state_file import load_state, save_state, sum_of
+from model.attention import ATTENTION
+from model.attention.cache import _Buffer
+from model.gpt import GPT, GPTConfig
+from trainer.runtime import Runtime
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+BYTES = build_tokenizer(BytesConfig(name="bytes"))
+NAMES = sorted(cls.model_fields["name"].annotation.__args__[0] for cls in ATTENTION)
+SMALL = {"strided": {"stride": 20}, "fixed": {"size": 20, "width": 3}, "sliding_window": {"window": [3, 70]}}
+MODELS = [
+    *({"attention": {"name": name} | SMALL.get(name, {})} for name in NAMES),
+    *({"attention": {"name": name, "decay": "head", "conv": 4}} for name in ("log_space", "linear", "softmax")),
+    {"attention": {"name": "projection", "values": "own"}, "position": {"name": "learned", "max_len": 1000}},
+    {"attention": {"name": "softmax"}, "position": {"name": "rotary"}, "block": {"name": "mlp", "conv": 4}},
+    {"attention_pattern": ["log_space", "softmax"], "attention": {"name": "log_space"}, "eot_id": 256},
+]
+
+
+def loaded_of(dtype=torch.float32, eot_id=None, **changes):
+    """A model of bytes as `load` gives it."""
+    torch.manual_seed(0)
+    raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "attention": {"name": "log_space"}}
+    raw |= {"block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
+    gpt = GPT(decode(GPTConfig, raw | changes), eot_id).to(dtype).eval()
+    return Loaded(None, gpt, BYTES, Runtime(torch.device("cpu"), dtype), "a" * 64)
+
+
+def text(n, seed=0):
+    return tuple(torch.randint(256, (n,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+class Recorded(Completion):
+    """Keeps the logits that each token was drawn from."""
+
+    def accept(self, token_id, logits):
+        self.logits = [*getattr(self, "logits", ()), logits]
+        super().accept(token_id, logits)
+
+
+def continued(loaded, reading, n=5):
+    """What the model draws next, and from which logits."""
+    request = TextRequest(reading.rest, n, SamplingConfig(repetition_penalty=1.1), 3, n_before=reading.n_read)
+    completion, engine = Recorded(request, BYTES, before=reading.texts), Engine(loaded.gpt, 257, 1)
+    engine.submit([completion])
+    assert "".join(stream(engine, completion)) == completion.text
+    return completion.drawn, torch.stack(completion.logits)
+
+
+def beginning(*ids):
+    return Reading(rest=(256, *ids))
+
+
+LENGTHS = [300, 255, 100]
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_first"),
+    [*((changes, LENGTHS[i % 2]) for i, changes in enumerate(MODELS)), *(({}, n) for n in LENGTHS)],
+    ids=lambda value: re.sub(r"[^\w-]+", "-", json.dumps(value)).strip("-"),
+)
+def test_a_text_goes_on_with_the_bits_of_one_run(tmp_path, changes, n_first):
+    """255 tokens and <|endoftext|> are a whole piece; of 100, none is read."""
+    loaded, ids, path = loaded_of(**changes), text(520), tmp_path / "state.safetensors"
+    if "eot_id" in changes:
+        ids = (*ids[:200], 256, *ids[200:])
+    save_state(path, beginning(*ids[:n_first]).read_on(loaded.gpt, BYTES), loaded)
+    state = load_state(path, loaded)
+    assert (state.n_read // PIECE, len(state.rest)) == divmod(n_first + 1, PIECE)
+    after = continued(loaded, state._replace(rest=(*state.rest, *ids[n_first:])).read_on(loaded.gpt, BYTES))
+    whole = continued(loaded, beginning(*ids))
+    assert after[0] == whole[0]
+    assert torch.equal(after[1], whole[1])
+
+
+# The command
+
+
+@pytest.fixture
+def sampled(run_of, capsys, tmp_path, monkeypatch):
+    """Does what sample.py does, and returns what it printed on each output; files are in the current folder."""
+    run_dir = run_of({"max_steps": 2})
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+
+    def run(**options):
+        usual = {"max_new_tokens": 12, "temperature": 5, "runtime": {"device": "cpu", "dtype": "float32"}}
+        run_sampling(decode(SampleConfig, {"checkpoint": run_dir} | usual | options))
+        return capsys.readouterr()
+
+    return run
+
+
+def test_a_book_is_read_once_and_asked_many_times(sampled, tmp_path):
+    book, questions = "All day long. " * 50, ["Who? ", "Where did it end, "]
+    (tmp_path / "book.txt").write_text(book)
+    (tmp_path / "questions.txt").write_text("\n".join(questions))
+    read = sampled(prompt_file="book.txt", state_out="book.safetensors", max_new_tokens=0)
+    assert read.out == ""
+    size = (tmp_path / "book.safetensors").stat().st_size
+    assert f"the state after 701 tokens is written to book.safetensors ({size:,} bytes)" in read.err
+    whole = [sampled(prompt=book + question).out.removeprefix(book) for question in questions]
+    assert [sampled(state_in="book.safetensors", prompt=question).out for question in questions] == whole
+    at_once = sampled(state_in="book.safetensors", prompts_file="questions.txt", output="json", num_samples=2).out
+    first, second, *others = map(json.loads, at_once.splitlines())
+    assert first["prompt"] + first["text"] + "\n" == whole[0]
+    assert (first["prompt_tokens"], first["seed"], second["seed"], len(others)) == (705, 1, 2, 2)
+
+
+def test_a_state_goes_on_and_on(sampled):
+    """Each goes on from the last, which it replaces; without a prompt, too."""
+    parts = ["abc " * 30, "def " * 70, "g", ""]
+    sampled(prompt=parts[0], state_out="s", max_new_tokens=0)
+    for part in parts[1:]:
+        text = sampled(prompt=part, state_in="s", state_out="s").out
+    assert "".join(parts) + text == sampled(prompt="".join(parts)).out
+
+
+def test_a_conversation_goes_on_where_it_ended(sampled, monkeypatch):
+    def talk(lines, **options):
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        return sampled(interactive=True, temperature=0, **options).out
+
+    whole = talk("one\ntwo\n")
+    first = talk("one\n", state_out="s")
+    assert first + talk("two\n", state_in="s") == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state_out": "nowhere/s"}, "state_out=nowhere/s cannot be written: there is no folder nowhere"),
+        ({"state_out": "."}, r"\. is a link, a folder, a pipe or a device: put a regular file there"),
+        ({"state_in": "s"}, "cannot read s: No such file or directory"),
+        ({"prompts_file": "p", "state_out": "s"}, "state_out is for one text: give prompt or prompt_file"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 only reads the prompt: give state_out=FILE too, or more tokens"),
+        ({"max_new_tokens": 0, "interactive": True, "state_out": "s"}, "max_new_tokens=0 only reads the prompt"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_one_line(sampled, options, message):
+    with pytest.raises(UserError, match=message):
+        sampled(**options)
+
+
+def test_a_full_disk_is_one_line(sampled, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("inference.state_file.write_atomic", full)
+    with pytest.raises(UserError, match="state_out=s cannot be written: No space left on device"):
+        sampled(prompt="x", state_out="s")
+
+
+def test_the_progress_of_a_long_prompt_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr("common.console._SECONDS_BETWEEN_LINES", 0.0)
+    loaded = loaded_of()
+    read_pieces(loaded.gpt, BYTES, text(3 * PIECE), None)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(reading_module, "_LONG", 600)
+    read_pieces(loaded.gpt, BYTES, text(3 * PIECE), None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" (")[0] for line in lines] == [f"reading: tokens {n} of 768" for n in (256, 512, 768)]
+
+
+# Files that do not fit
+
+
+KINDS = {"log_space": {}, "softmax": {"attention": {"name": "softmax"}}, "fixed": {"attention": {"name": "fixed"}}}
+
+
+@pytest.fixture(params=KINDS)
+def written(request, tmp_path):
+    """A model and the file of a state of it."""
+    loaded, path = loaded_of(**KINDS[request.param]), tmp_path / "state.safetensors"
+    save_state(path, beginning(*text(600)).read_on(loaded.gpt, BYTES), loaded)
+    return loaded, path
+
+
+def refuses(path, loaded, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load_state(path, loaded)
+    assert str(path) in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_a_state_of_something_else_is_refused(written, tmp_path, rank_file):
+    loaded, path = written
+    refuses(path, loaded._replace(identity="b" * 64), "another model .aaaaaaaaaaaa, not bbbb")
+    tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=rank_file))
+    refuses(path, loaded._replace(tokenizer=tokenizer), "another tokenizer")
+    wide = loaded._replace(gpt=loaded.gpt.double(), runtime=Runtime(torch.device("cpu"), torch.float64))
+    refuses(path, wide, r"another dtype .float32, not float64.: use the same, or read the text again")
+    other = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"x": torch.zeros(3)}, other)
+    refuses(other, loaded, "is not a state: give a file that state_out= wrote")
+    other.write_bytes(b"PK\x03\x04 no safetensors at all")
+    refuses(other, loaded, "is not a whole safetensors file")
+    refuses(tmp_path / "none", loaded, "No such file")
+    refuses(tmp_path, loaded, "is a link, a folder, a pipe or a device")
+
+
+@pytest.mark.parametrize("written", ["fixed"], indirect=True)
+def test_a_file_that_is_cut_or_has_another_bit_is_refused(written):
+    loaded, path = written
+    whole = path.read_bytes()
+    places = torch.randint(len(whole), (12,), generator=torch.Generator().manual_seed(0)).tolist()
+    for place in [*range(0, 24, 4), *range(100, 1500, 197), *places]:
+        path.write_bytes(whole[:place])
+        refuses(path, loaded, ".")
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        refuses(path, loaded, ".")
+    path.write_bytes(whole)
+    load_state(path, loaded)
+
+
+def changed(path, change):
+    """Rewrite a state with other tensors or another header, and the right sum."""
+    with safetensors.safe_open(path, "pt") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    change(tensors, header)
+    header["sha256"] = sum_of(tensors, header)
+    path.write_bytes(safetensors.torch.save(tensors, header))
+
+
+def renamed(tensors, old, new):
+    tensors[new] = tensors.pop(old)
+
+
+CACHE = "state.layers.0."
+CHANGES = {
+    "log_space": [
+        (lambda t, h: t.pop("seen"), "'seen' is missing"),
+        (lambda t, h: t.pop("rest"), "'rest' is missing"),
+        (lambda t, h: renamed(t, "seen", "bad\x1b[2J"), "missing|unknown"),
+        (lambda t, h: t.update(logits=t["logits"][:, :-1].clone()), r"logits has the shape \[1, 256\], must have"),
+        (lambda t, h: t.update(logits=t["logits"].double()), "logits has the type float64, must have float32"),
+        (lambda t, h: t.update({f"{CACHE}log_z": t[f"{CACHE}log_z"].repeat(2, 1, 1)}), "log_z has the shape"),
+        (lambda t, h: t.update(rest=t["rest"] + 200), "its counts of tokens, or its tokens, are not possible"),
+        (lambda t, h: t.update(rest=-1 - t["rest"]), "its counts of tokens, or its tokens, are not possible"),
+        (lambda t, h: t.update(rest=t["rest"][0]), "rest has the shape"),
+        (lambda t, h: h.update(tokens="-1"), "is damaged: config tokens='-1'"),
+        (lambda t, h: h.update(tokens="many"), "is damaged: config tokens='many'"),
+        (lambda t, h: h.update(tokens="0"), "unknown"),
+        (lambda t, h: h.update(format="log-gpt state 2"), "is not a state"),
+        (lambda t, h: h.update(more="x"), "unknown config key 'more'"),
+        (lambda t, h: h.pop("dtype"), "config key 'dtype' is missing"),
+    ],
+    "softmax": [
+        (lambda t, h: t.update({f"{CACHE}lengths": torch.tensor([511])}), "counts of tokens"),
+        (lambda t, h: t.update({f"{CACHE}lengths": torch.tensor([512, 512])}), "lengths has the shape"),
+        (lambda t, h: h.update(tokens="768"), "counts of tokens"),
+        (lambda t, h: t.update({f"{CACHE}v": t[f"{CACHE}v"][:, :, 1:].clone()}), "v has the shape"),
+        (lambda t, h: t.update({f"{CACHE}{x}": t[f"{CACHE}{x}"][:, :, 1:].clone() for x in "kv"}), "counts of tokens"),
+    ],
+    "fixed": [
+        (lambda t, h: t[f"{CACHE}0.place"].add_(10**6), "counts of tokens"),
+        (lambda t, h: t[f"{CACHE}0.place"].mul_(-1), "counts of tokens"),
+        (lambda t, h: t.update({f"{CACHE}0.place": t[f"{CACHE}0.place"].long()}), "place has the type int64"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "change", "message"),
+    [(kind, *case) for kind, cases in CHANGES.items() for case in cases],
+    indirect=["written"],
+)
+def test_a_state_that_the_model_cannot_have_is_refused(written, change, message):
+    loaded, path = written
+    changed(path, change)
+    refuses(path, loaded, message)
+
+
+# Memory
+
+
+def test_what_does_not_fit_into_memory_is_refused_with_numbers(monkeypatch):
+    monkeypatch.setattr(reading_module, "available_memory", lambda: 10**6)
+    for kind in KINDS:
+        gpt = loaded_of(**KINDS[kind]).gpt
+        if kind == "log_space":
+            TextMemory(gpt, BYTES).check(10**9)
+            continue
+        TextMemory(gpt, BYTES).check(100)
+        with pytest.raises(
+            UserError, match=r"a text of 1,000,000 tokens does not fit .* [\d,]+ bytes, .* 1,000,000 bytes"
+        ):
+            TextMemory(gpt, BYTES).check(10**6)
+
+
+def test_a_cache_that_grows_takes_what_is_said(monkeypatch):
+    """Buffers that exist at once have at most three times the bytes of the keys and values, and at least as many."""
+    loaded, sizes = loaded_of(attention={"name": "softmax"}, n_layer=1, position={"name": "none"}), []
+    init = _Buffer.__init__
+
+    def counted(self, k, v, columns):
+        init(self, k, v, columns)
+        sizes.append(self.k.nbytes + self.v.nbytes)
+
+    monkeypatch.setattr(_Buffer, "__init__", counted)
+    reading = beginning(*text(5000)).read_on(loaded.gpt, BYTES)
+    needed = reading.n_read * 2 * 2 * 8 * 4
+    assert needed <= max(map(sum, itertools.pairwise(sizes))) <= 3.1 * needed
+    monkeypatch.setattr(reading_module, "available_memory", lambda: 3 * needed - 1)
+    memory = TextMemory(loaded.gpt, BYTES)
+    memory.check(reading.n_read - 1)
+    with pytest.raises(UserError, match=f"{needed:,} bytes"):
+        memory.check(reading.n_read)

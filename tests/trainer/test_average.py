@@ -1,0 +1,213 @@
+"""The running mean of weights: by its definition, in checkpoints, and wherever a model is loaded."""
+
+import contextlib
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_fsdp import assert_same_checkpoint
+from test_fsdp import train as train_in_processes  # noqa: F401 (a fixture)
+from test_resume import assert_same_run, metrics
+from test_torchrun import assert_same_steps
+
+from common.settings import UserError, decode
+from data.loader import EvalBatches
+from data.shards import TokenStream, read_manifest
+from model.gpt import GPT
+from tools.convert.export_hf import export
+from tools.plan.plan import PlanConfig, plan
+from trainer.average import AVERAGE, Average
+from trainer.checkpoint import TrainState, checkpoint_path, load_model, newest, open_checkpoint, open_model
+from trainer.distributed import World
+from trainer.loop import fit
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+AVERAGED = {"average": 0.4, "runtime.dtype": "float64"}
+
+
+def stored(run_dir, step):
+    """A checkpoint's weights, and their means."""
+    tensors = load_file(checkpoint_path(run_dir, step) / "model.safetensors")
+    means = {name.removeprefix(AVERAGE): value for name, value in tensors.items() if name.startswith(AVERAGE)}
+    return {name: value for name, value in tensors.items() if not name.startswith(AVERAGE)}, means
+
+
+def test_the_mean_of_weights_that_count_steps(tiny):
+    """For w(s) = s and a = 1 / share, m(a) = a and m(t) = (1 - a / t) m(t - 1) + a give m(t) = a (t + 1) / (a + 1)."""
+    gpt = GPT(tiny().model).double()
+    average = Average(gpt, 1 / 20, World(torch.device("cpu")))
+    for step in range(1, 301):
+        for p in gpt.parameters():
+            p.data.fill_(step)
+        average.take(step)
+        expected = 20 * (step + 1) / 21 if step > 20 else step
+        for mean in average.tensors.values():
+            torch.testing.assert_close(mean, torch.full_like(mean, expected), rtol=1e-12, atol=0)
+
+
+def test_exchanged_and_back_no_bit_changes(tiny):
+    gpt = GPT(tiny().model)
+    average = Average(gpt, 0.5, World(torch.device("cpu")))
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.add_(torch.randn_like(p))
+    before = {name: p.clone() for name, p in gpt.named_parameters()}
+    means = {name: mean.clone() for name, mean in average.tensors.items()}
+    with contextlib.suppress(UserError), average.in_place():
+        for name, p in gpt.named_parameters():
+            assert torch.equal(p, means[AVERAGE + name])
+        raise UserError("an evaluation that fails")
+    for name, p in gpt.named_parameters():
+        assert torch.equal(p, before[name])
+        assert torch.equal(average.tensors[AVERAGE + name], means[AVERAGE + name])
+
+
+def test_a_run_has_the_same_weights_and_their_means(tiny, tmp_path):
+    every = {"checkpoint": {"every": 1, "keep_last": 10}, "runtime.dtype": "float64"}
+    fit(tiny(every | AVERAGED))
+    fit(tiny(every | {"run_dir": tmp_path / "plain"}))
+    expected = {}
+    for step in range(1, 7):
+        weights, means = stored(tmp_path / "run", step)
+        plain, none = stored(tmp_path / "plain", step)
+        assert none == {}
+        assert plain.keys() == weights.keys()
+        assert all(torch.equal(value, plain[name]) for name, value in weights.items())
+        share = min(1, 1 / (0.4 * step))
+        for name, mean in means.items():
+            expected[name] = (1 - share) * expected.get(name, 0) + share * weights[name]
+            torch.testing.assert_close(mean, expected[name], rtol=1e-12, atol=1e-15)
+    losses = [[line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("run", "plain")]
+    assert losses[0] == losses[1]
+
+
+def test_an_average_goes_on_to_the_bit(tiny, tmp_path):
+    fit(tiny(AVERAGED | {"run_dir": tmp_path / "whole"}))
+    fit(tiny(AVERAGED | {"stop_at": 3}))
+    fit(tiny(AVERAGED))
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_rollback_takes_the_average_back(tiny, tmp_path, monkeypatch):
+    """Step 6 goes wrong after step 5 was averaged: the average is that of step 4, as step 5 is done again."""
+    changes, take, spoiled = AVERAGED | {"runtime.on_nonfinite": "rollback"}, Average.take, []
+    fit(tiny(changes | {"run_dir": tmp_path / "whole"}))
+
+    def spoil(average, step):
+        take(average, step)
+        if step == 5 and not spoiled:
+            spoiled.append(step)
+            for tensor in (*average._means, *average._weights):
+                tensor.data.fill_(torch.nan)
+
+    monkeypatch.setattr(Average, "take", spoil)
+    fit(tiny(changes))
+    assert spoiled
+    expected = stored(tmp_path / "whole", 4)[1]
+    for name, mean in stored(tmp_path / "run", 4)[1].items():
+        assert torch.equal(mean, expected[name])
+    after = stored(tmp_path / "run", 6)[1]
+    assert all(mean.isfinite().all() for mean in after.values())
+
+
+def loss_of(gpt, config):
+    """Nats per token over the windows of an evaluation during training."""
+    stream = TokenStream(config.dataset_dir, read_manifest(config.dataset_dir), "val")
+    windows = EvalBatches(stream, config.seq_len, config.eval.batches * config.batch_size)
+    ids, targets = map(torch.from_numpy, windows.rows(0, len(windows)))
+    with torch.no_grad():
+        return gpt.loss(ids, targets).item()
+
+
+@pytest.fixture
+def averaged(run_of, tiny):
+    return tiny(AVERAGED), run_of(AVERAGED)
+
+
+def test_evaluations_are_of_the_averaged_weights(averaged, capsys):
+    config, run_dir = averaged
+    logged = metrics(run_dir)[-1]["val_loss"]
+    mean, last = (loss_of(load_model(run_dir, average)[0].eval(), config) for average in (True, False))
+    assert mean == pytest.approx(logged, rel=1e-9)
+    assert abs(last - logged) > 1e-4
+    both = open_model(run_dir)
+    assert both.identity(average=True) != both.identity(average=False)
+
+
+def test_commands_take_the_averaged_weights_or_the_last(averaged, command):
+    _, run_dir = averaged
+    losses = {}
+    for given in ((), ("average=true",), ("average=false",)):
+        options = "contexts=[]", "batches=4", "runtime.device=cpu", "runtime.dtype=float64"
+        result = command("eval", f"checkpoint={run_dir}", *options, *given)
+        assert result.status == 0, result.err
+        assert ("averaged weights" in result.out) == (given != ("average=false",))
+        found = json.loads((run_dir / "eval.json").read_text())
+        assert found["average"] == (given != ("average=false",))
+        losses[given] = found["loss"]
+    assert losses[()] == losses["average=true",] == pytest.approx(metrics(run_dir)[-1]["val_loss"], rel=1e-9)
+    assert losses["average=false",] != losses[()]
+    assert {path.name for path in (run_dir / "evals").iterdir()} >= {
+        "step-00000006,average=False,batches=4,contexts=none,runtime.dtype=float64.json"
+    }
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_what_is_exported(averaged, tmp_path, average):
+    _, run_dir = averaged
+    export(run_dir, tmp_path / "out", average)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    weights, means = stored(run_dir, 6)
+    expected = means if average else weights
+    norm = next(name for name in means if name.endswith("norm.weight"))
+    assert torch.equal(exported[f"gpt.{norm}"], expected[norm])
+    assert not torch.equal(weights[norm], means[norm])
+    assert ("averaged weights" in (tmp_path / "out" / "README.md").read_text()) == average
+
+
+def test_a_state_from_before_there_were_averages_is_read(run_of):
+    state = json.loads((newest(run_of()) / "state.json").read_text())
+    assert (state.pop("average"), state.pop("batch_doublings")) == (None, [])
+    before = decode(TrainState, state)
+    assert (before.average, before.batch_doublings) == (None, [])
+
+
+@pytest.mark.parametrize("before", [None, 0.4])
+def test_averaging_cannot_begin_or_end_within_a_run(run_of, tiny, before):
+    now = None if before else 0.4
+    run_of({"average": before})
+    with pytest.raises(UserError, match=rf"average={now} \(checkpoint: {before}\)"):
+        fit(tiny({"average": now, "max_steps": 8}))
+
+
+@pytest.mark.parametrize("share", [0, 0.999, math.nan])
+def test_a_share_is_not_the_decay_of_other_programs(tiny, share):
+    with pytest.raises(UserError, match="average="):
+        tiny({"average": share})
+
+
+def test_a_plan_counts_the_average(tiny, run_of):
+    plain, averaged = (
+        plan(decode(PlanConfig, tiny({"average": share}).model_dump() | {"device": "cpu"})) for share in (None, 0.1)
+    )
+    weights = averaged["memory"]["weights"]
+    assert averaged["memory"]["optimizer"] - plain["memory"]["optimizer"] == weights
+    assert averaged["disk"]["checkpoint"] - plain["disk"]["checkpoint"] == weights
+    run_dir = run_of({"average": 0.1})
+    files = sum((newest(run_dir) / f"{name}.safetensors").stat().st_size for name in ("model", "optimizer"))
+    assert averaged["disk"]["checkpoint"] < files < averaged["disk"]["checkpoint"] + 20_000  # their headers
+
+
+@pytest.mark.slow
+def test_whole_or_shared_the_average_is_the_same(train_in_processes):  # noqa: F811
+    """In ddp and fsdp, and in a run that goes from one to the other with 2 processes and 1."""
+    whole = train_in_processes("whole", 2, "average=0.4")
+    for stop_at, processes, strategy in [(2, 2, "ddp"), (4, 2, "fsdp"), (5, 1, "fsdp"), (6, 1, "ddp")]:
+        options = f"runtime.strategy={strategy}", f"stop_at={stop_at}", "average=0.4"
+        mixed = train_in_processes("mixed", processes, *options)
+    assert_same_steps(whole, mixed, tolerance=1e-9)
+    assert_same_checkpoint(newest(whole), newest(mixed), tolerance=1e-9)
+    assert open_checkpoint(newest(mixed)).state.average == 0.4

@@ -1,0 +1,163 @@
+"""Gradients of a sequence in pieces are those of the whole, in memory that grows with the piece."""
+
+import weakref
+
+import pytest
+import ranks
+import torch
+from test_carried import MODELS, run_of_config
+from test_torchrun import assert_same_steps
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from common.settings import UserError
+from data.loader import IGNORED
+from trainer.distributed import World
+from trainer.runtime import Runtime
+from trainer.step import SummedLoss, accumulate_gradients
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+CPU = torch.device("cpu")
+MECHANISMS = {
+    **MODELS,
+    **{
+        f"{name} {decay}": {"model.attention": {"name": name, "decay": decay}}
+        for name in ("log_space", "linear")
+        for decay in ("feature", "head")
+    },
+    "longformer": {"model.attention": {"name": "longformer", "window": 20, "n_global": 3}},
+}
+
+
+def gradients(run, chunk, x, y, states=()):
+    runtime = Runtime(CPU, torch.float64, chunk)
+    for p in run.gpt.parameters():
+        p.grad = None
+    loss, after = accumulate_gradients(SummedLoss(run.gpt), [(x, y)], runtime, World(CPU), states=states)
+    return float(loss), [torch.zeros_like(p) if p.grad is None else p.grad for p in run.gpt.parameters()], after
+
+
+FAST = ["flagship", "windows", "linear head", "longformer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [
+        pytest.param(name, documents, id=f"{name}-{documents}", marks=[] if name in FAST else pytest.mark.slow)
+        for name in MECHANISMS
+        for documents in (False, True)
+        if not (documents and name == "longformer")
+    ],
+)
+def test_gradients_are_those_of_the_whole(tiny, name, documents):
+    run = run_of_config(tiny({"runtime.dtype": "float64", "data.document_reset": documents, **MECHANISMS[name]}))
+    with torch.no_grad():  # weights that remember: the gradient through the state is large enough to be missed
+        for p in run.gpt.parameters():
+            p.add_(0.3 * torch.randn(p.shape, dtype=p.dtype))
+    ids = torch.randint(50, (2, 152))
+    ids[:, torch.tensor([40, 64, 65, 129])] = run.tokenizer.eot_id
+    before, x, y = ids[:, :20], ids[:, 20:-1], ids[:, 21:].clone()  # 131 tokens
+    y[0, 50:70] = IGNORED
+    state = run.gpt.features(before, return_state=True)[1]
+    for states in ([], [tree_map_only(Tensor, Tensor.detach, state)]):
+        loss, wanted, after = gradients(run, None, x, y, states)
+        for chunk in (130, 64, 23):
+            found, ours, last = gradients(run, chunk, x, y, states)
+            assert found == pytest.approx(loss, rel=1e-12)
+            for a, b in zip(ours, wanted, strict=True):
+                assert float((a - b).abs().max()) <= 1e-9 * max(1.0, float(b.abs().max()))
+            if name != "longformer":  # whose cache may hold some columns that nothing needs
+                for a, b in zip(*map(tree_leaves, (last, after)), strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    if not documents:
+        cut = sum(gradients(run, None, *piece)[1][0] for piece in zip(x.split(64, 1), y.split(64, 1), strict=True))
+        assert float((cut - wanted[0]).abs().max()) > 1e-6, "without the gradient through the state it is another"
+
+
+class Kept:
+    """Bytes that graphs hold: now, and at most so far. A storage counts as often as it is saved."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    def __enter__(self):
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda box: box[0])
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self.hooks.__exit__(*exception)
+
+    def keep(self, x):
+        class Box(list):
+            pass
+
+        box, size = Box([x.detach()]), x.nbytes
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(box, self.drop, size)
+        return box
+
+    def drop(self, size):
+        self.now -= size
+
+
+@pytest.mark.slow
+def test_memory_grows_with_the_piece_and_not_with_the_sequence(tiny):
+    run = run_of_config(tiny({"runtime.dtype": "float64", "model.n_layer": 2}))
+
+    def most(T, chunk):
+        ids = torch.randint(50, (1, T + 1))
+        with Kept() as kept:
+            gradients(run, chunk, ids[:, :-1], ids[:, 1:])
+        assert kept.now == 0
+        return kept.most
+
+    assert most(2048, 128) <= 1.01 * most(512, 128)
+    assert most(2048, None) > 3 * most(512, None)
+    assert most(2048, 128) < most(2048, None) / 8
+
+
+def test_a_run_in_pieces_takes_the_same_steps(tiny, tmp_path):
+    base = {"runtime.dtype": "float64", "seq_len": 50, "batch_tokens": 200, "max_steps": 3, "eval.batches": 1}
+    lines = {}
+    for carried in (False, True):
+        for chunk in (None, 20):
+            changes = base | {"runtime.sequence_chunk": chunk, "data.carry_state": carried}
+            run = run_of_config(tiny(changes))
+            lines[carried, chunk] = [run.train_step() for _ in range(3)]
+    for carried in (False, True):
+        for one, two in zip(lines[carried, None], lines[carried, 20], strict=True):
+            assert (one["loss"], one["grad_norm"]) == pytest.approx((two["loss"], two["grad_norm"]), rel=1e-9)
+    assert lines[False, None][2]["loss"] != pytest.approx(lines[True, None][2]["loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_and_pieces_change_rounding_only(tiny_args, tmp_path, strategy):
+    """Also with two micro-batches, block by block recomputed, documents apart and evaluations."""
+    args = [*tiny_args, "runtime.dtype=float64", "seq_len=48", "batch_tokens=192", "data.carry_state=true"]
+    args += ["data.document_reset=true", "runtime.micro_batch=1"]
+    pieces = [*args, "runtime.sequence_chunk=20", "runtime.recompute=block", f"runtime.strategy={strategy}"]
+    for name, processes, given in (("whole", 1, args), ("pieces", 2, pieces)):
+        for result in ranks.run(processes, "train.py", *given, f"run_dir={tmp_path / name}"):
+            assert result.status == 0, result.err
+    assert_same_steps(tmp_path / "whole", tmp_path / "pieces", tolerance=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model.attention": {"name": "softmax"}},
+            "attention: runtime.sequence_chunk=8 needs a state of one size.*linear, ",
+        ),
+        ({"model.position": {"name": "learned", "max_len": 16}}, "runtime.sequence_chunk=8 needs more than 16 learned"),
+    ],
+)
+def test_models_whose_state_grows_are_refused(tiny, changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        tiny({"runtime.sequence_chunk": 8, **changes})
+    assert "\n" not in str(error.value)
+    assert tiny({"runtime.sequence_chunk": 16, **changes}).runtime.sequence_chunk == 16, "sequences have no more"

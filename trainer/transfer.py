@@ -1,0 +1,90 @@
+"""Initial weights and learning rates of a model, from those of a model of another size.
+
+The rule is CompleteP (Dey et al. 2025, table 1): muP for the width (Yang et al. 2022), and residual branches that
+shrink in proportion to the depth. Muon's updates keep the spectral norm that muP asks for (Yang et al. 2023, Zheng et
+al. 2026). For a model w times as wide and d times as deep, the factors are:
+
+| parameters | initial values | AdamW's learning rate | Muon's |
+|---|---|---|---|
+| linear layers | w^-1/2 | 1 / w | w^-1/2 |
+| linear layers that write to the residual stream | w^-1/2 / d | 1 / (w d) | w^-1/2 / d |
+| norm before the output layer | 1 / w | 1 / w | |
+| all others: embeddings, output layer, vectors, maps of a fixed number of features | 1 | 1 | |
+
+Nothing else changes: lr x weight_decay, the share that decays in a step, is the same for all parameters and sizes, and
+eps is divided by w d, as gradients are. Heads keep their features, so there are w times as many.
+
+CompleteP multiplies the results of branches by 1 / d, and logits by 1 / w. Here, the weights before them have these
+factors. The function is the same, and so is its training, since neither optimizer sees the scale of a gradient; so
+evaluation, decoding and export have nothing to know. Only the gradient norm differs: the last norm's part of it grows.
+"""
+
+from typing import NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from common.settings import Settings
+from model.attention.decay import Decay
+from model.gpt import GPT, MLPBlock
+
+
+class TransferConfig(Settings):
+    """The size of the model that optim.max_lr was tuned for, so that it is right for models of other sizes, too.
+
+    Learning rates and initial weights follow from it (CompleteP, Dey et al. 2025); null: they are as given.
+    """
+
+    n_embd: int = Field(ge=1)
+    """Its model.n_embd."""
+    n_layer: int = Field(ge=1)
+    """Its model.n_layer."""
+
+
+class Scale(NamedTuple):
+    """Factors for a parameter."""
+
+    init: float = 1.0
+    """Of the values that the model draws."""
+    adamw: float = 1.0
+    """Of AdamW's learning rate."""
+    muon: float = 1.0
+    """Of Muon's learning rate."""
+
+
+def ratios(gpt: GPT, tuned: TransferConfig | None) -> tuple[float, float]:
+    """1 / w and 1 / d."""
+    base = tuned or gpt.config
+    return base.n_embd / gpt.config.n_embd, base.n_layer / gpt.config.n_layer
+
+
+def scales(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]:
+    """The factors for each parameter."""
+    width, depth = ratios(gpt, tuned)
+    as_tuned = Scale(init=width**-0.5)  # what is drawn in proportion to n_embd^-0.5, and should not depend on n_embd
+    found: dict[Tensor, Scale] = dict.fromkeys(gpt.parameters(), Scale())
+    for layer in (module for module in gpt.modules() if isinstance(module, nn.Linear)):
+        found[layer.weight] = Scale(1.0, width, width**0.5)
+        if layer.bias is not None:
+            found[layer.bias] = as_tuned
+    for block in gpt.blocks:
+        is_mlp = isinstance(block, MLPBlock)
+        drawn = depth**0.5 if is_mlp else 1.0  # an MLPBlock draws what follows in proportion to n_layer^-0.5
+        for name, part in block.named_children():
+            if name in ("proj", "down") and isinstance(part, nn.Linear):
+                found[part.weight] = Scale(depth / drawn, width * depth, width**0.5 * depth)
+                if part.bias is not None:
+                    found[part.bias] = Scale(adamw=depth)
+        for decay in (module for module in block.modules() if isinstance(module, Decay)):
+            if decay.kind == "feature":  # an MLPBlock draws all its linear layers in proportion to n_embd^-0.5
+                found[decay.up.weight] = as_tuned if is_mlp else Scale()
+    found |= {gpt.embed.weight: as_tuned, gpt.output_weight: as_tuned}
+    return found | dict.fromkeys(gpt.norm.parameters(), Scale(width, width))
+
+
+@torch.no_grad()
+def scale_weights(gpt: GPT, tuned: TransferConfig | None) -> None:
+    """Multiply the weights of a new model by their factors."""
+    for p, scale in scales(gpt, tuned).items():
+        p.mul_(scale.init)
