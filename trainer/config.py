@@ -81,6 +81,8 @@ class TrainConfig(Kept, defaults="train"):
             times = f" x 2^{doublings}, for {doublings} batch_doublings" if doublings else ""
             by = f"seq_len={self.seq_len}{times}"
             raise ValueError(f"batch_tokens={self.batch_tokens} is not divisible by {by}: use {near}")
+        if (share := self.runtime.context_parallel) > 1:
+            self._check_shared_sequences(share)
         if self.run_dir == Path():
             raise ValueError("run_dir is empty: give the folder of the run, such as run_dir=runs/demo")
         if self.model.max_len is not None and self.seq_len > self.model.max_len:
@@ -92,3 +94,21 @@ class TrainConfig(Kept, defaults="train"):
         if n_global > self.seq_len:
             raise ValueError(f"n_global={n_global} is more than the seq_len={self.seq_len} positions: lower it")
         return self
+
+    def _check_shared_sequences(self, share: int) -> None:
+        """Raise ValueError if that many processes cannot share a sequence."""
+        given, runtime = f"runtime.context_parallel={share}", self.runtime
+        self.model.check_constant_state(given)
+        if self.data.carry_state:
+            raise ValueError(f"{given} does not work with data.carry_state=true: use only one of them")
+        if self.seq_len % share:
+            raise ValueError(f"{given} does not divide seq_len={self.seq_len}: use a divisor")
+        for setting, value, instead in [
+            ("strategy", runtime.strategy == "fsdp", "ddp"),
+            ("compile", runtime.compile is True, "false"),
+            ("sequence_chunk", runtime.sequence_chunk is not None, "null"),
+            ("micro_batch", runtime.micro_batch == "auto", "a number, such as 1"),
+        ]:
+            if value:
+                wrong = str(getattr(runtime, setting)).lower()
+                raise ValueError(f"{given} does not work with runtime.{setting}={wrong}: use {instead}")

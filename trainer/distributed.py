@@ -79,6 +79,10 @@ class World:
         group = dist.new_group(backend="gloo") if self.size > 1 else None
         return World(torch.device("cpu"), self.rank, self.size, group=group)
 
+    def line(self, size: int) -> "Line":
+        """The `size` processes that share sequences, this one among them. Every process must call this."""
+        return Line(self, size, dist.new_group() if self.size > 1 else None)
+
     def wait_for_all(self) -> None:
         """Return once every process has called this."""
         if self.size > 1:
@@ -167,6 +171,32 @@ class World:
             return full.to(param.device)
         full = full.to(param.device, param.dtype)
         return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+
+
+class Line:
+    """Processes with ranks that follow each other, which share sequences: each has a stretch of them, in order.
+
+    `size` and `place` are their number and this process's place among them; the world has `n_lines`, of which this is
+    number `number`.
+    """
+
+    def __init__(self, world: World, size: int, group: Any) -> None:
+        self.size, self.place = size, world.rank % size
+        self.n_lines, self.number = world.size // size, world.rank // size
+        self._world, self._group = world, group
+        self._sending: list[tuple[Any, Tensor]] = []
+
+    def send(self, tensor: Tensor, steps: int) -> None:
+        """Send a tensor to the process that is so many `steps` ahead, without waiting for it."""
+        self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
+        tensor = tensor.detach().to(self._world.device).contiguous()
+        self._sending.append((dist.isend(tensor, self._world.rank + steps, self._group), tensor))
+
+    def receive(self, like: Tensor, steps: int) -> Tensor:
+        """Wait for a tensor, of the shape and type of `like`, from the process that is so many `steps` ahead."""
+        received = torch.empty_like(like, device=self._world.device, memory_format=torch.contiguous_format)
+        dist.recv(received, self._world.rank + steps, self._group)
+        return received
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from model.gpt import GPT, GPTState
 from model.state import cat_states, parts_of, select_rows
 from trainer.average import Average
 from trainer.config import TrainConfig
+from trainer.context import share_sequences
 from trainer.curves import RunCurves, curves_of
 from trainer.distributed import World
 from trainer.guard import bad_steps_before, keep_evidence, why_bad
@@ -58,6 +59,7 @@ class Run:
         """Why the run stops early, once all processes know."""
         self.manifest, self.tokenizer, self.batches, self.windows = open_data(config)
         _check_split(config, world)
+        self.line = world.line(config.runtime.context_parallel)
         if config.data.mixture is not None:
             weights, seq_len = config.data.mixture, config.seq_len
             self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
@@ -81,6 +83,8 @@ class Run:
         with torch.device("meta") if fsdp else contextlib.nullcontext():  # fsdp: for models that do not fit here
             self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
         self.gpt.recompute(config.runtime.recompute)
+        if self.line.size > 1:
+            share_sequences(self.gpt, self.line)
         summed_loss = SummedLoss(self.gpt)
         parts = self.gpt.blocks if fsdp else [summed_loss]
         maybe_compile(parts, config.runtime, self.runtime, config.model)
@@ -248,7 +252,10 @@ class Run:
             "grad_norm": str(result.grad_norm),
             "lr": lr,
             "processes": [
-                {"sequences": sequences_of(rank, world.size, batch_size), "sum_of_losses": str(loss.item())}
+                {
+                    "sequences": sequences_of(rank // self.line.size, self.line.n_lines, batch_size),
+                    "sum_of_losses": str(loss.item()),
+                }
                 for rank, loss in enumerate(world.gather(result.own_loss))
             ],
             "gradients_not_finite": [name for name, gradient in gradients if not gradient.isfinite().all()],
@@ -276,15 +283,16 @@ class Run:
     def share(self, step: int) -> MicroBatches:
         """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
         first, stop = self._sequences(step)
-        parts = [torch.from_numpy(ids) for ids in self.batches.batch(step, first, stop)]
+        whole = map(torch.from_numpy, self.batches.batch(step, first, stop))
+        parts = [ids.chunk(self.line.size, dim=1)[self.line.place] for ids in whole]
         if self.world.device.type == "cuda":
             parts = [ids.contiguous().pin_memory() for ids in parts]  # other memory is copied twice
         token_ids, targets = (ids.split(self._at_once(stop - first)) for ids in parts)
         return list(zip(token_ids, targets, strict=True))
 
     def _sequences(self, step: int) -> tuple[int, int]:
-        """The sequences [first, stop) of a step's batch that belong to this process."""
-        return sequences_of(self.world.rank, self.world.size, self.config.batch_sizes.at(step))
+        """The sequences [first, stop) of a step's batch that belong to this process, or to its line."""
+        return sequences_of(self.line.number, self.line.n_lines, self.config.batch_sizes.at(step))
 
     def _at_once(self, n: int) -> int:
         """Sequences of a micro-batch, of n in all: as equal as possible. The last one may have fewer."""
@@ -482,8 +490,12 @@ def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokeni
 
 
 def _check_split(config: TrainConfig, world: World) -> None:
+    share = config.runtime.context_parallel
+    if world.size % share:
+        what = f"runtime.context_parallel={share} does not divide {world.size} processes"
+        raise UserError(f"{what}: start a multiple of it with torchrun --standalone --nproc_per_node={share}")
     given, smallest = config.smallest_batch, config.batch_sizes.at(0)
-    if smallest < world.size:
+    if smallest * share < world.size:
         raise UserError(f"{given}, fewer than {world.size} processes: start fewer, or raise batch_tokens")
     if config.runtime.strategy == "fsdp" and smallest % world.size:  # later batches are multiples of it
         needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
@@ -491,5 +503,5 @@ def _check_split(config: TrainConfig, world: World) -> None:
 
 
 def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:
-    """The sequences [first, stop) of every global batch that belong to process `rank` of `size`."""
+    """The sequences [first, stop) of every global batch that belong to process, or line, `rank` of `size`."""
     return rank * batch_size // size, (rank + 1) * batch_size // size

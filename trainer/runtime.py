@@ -55,6 +55,8 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     auto: as many as fit in memory."""
     strategy: Literal["ddp", "fsdp"]
     """ddp: every process holds the whole model; fsdp: each holds a part, for models too large for one GPU."""
+    context_parallel: int = Field(ge=1)
+    """Processes that share each sequence, a stretch for each; 1: every process has whole sequences."""
     sequence_chunk: int | None = Field(ge=1)
     """Tokens of a sequence that go through the model at once. Longer sequences take several passes, forwards and
     backwards, which carry the state: the gradient stays exact. Only for models whose state has one size. null: all."""
@@ -171,6 +173,9 @@ def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: 
     """Compile the modules of a model in place, if the configuration or the device requires it."""
     device = runtime.device
     wanted = device.type == "cuda" if config.compile == "auto" else config.compile
+    if config.context_parallel > 1:
+        say_once("not compiled: processes share sequences")
+        return
     if not wanted:
         why = "compiling takes longer than it saves on a CPU" if config.compile == "auto" else "runtime.compile=false"
         say_once(f"not compiled: {why}")

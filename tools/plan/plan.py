@@ -39,7 +39,7 @@ class PlanConfig(TrainConfig, defaults="plan"):
     @property
     def share(self) -> int:
         """Most sequences per device and step."""
-        return -(-self.batch_size // self.n_device)
+        return -(-self.batch_size * self.runtime.context_parallel // self.n_device)
 
     def means(self, gpt: GPT) -> float:
         """Numbers that training keeps for each parameter, besides weight and gradient."""
@@ -47,7 +47,9 @@ class PlanConfig(TrainConfig, defaults="plan"):
 
     @model_validator(mode="after")
     def _plan_fits(self) -> "PlanConfig":
-        if self.batch_sizes.at(0) < self.n_device:
+        if self.n_device % (together := self.runtime.context_parallel):
+            raise ValueError(f"runtime.context_parallel={together} does not divide n_device={self.n_device}")
+        if self.batch_sizes.at(0) * together < self.n_device:
             raise ValueError(
                 f"{self.smallest_batch}, fewer than n_device={self.n_device}: lower n_device, or raise batch_tokens"
             )
@@ -94,7 +96,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         "model": {"parameters": gpt.n_params(), "flops_per_token": flops},
         "step": {"tokens": config.batch_tokens, "sequences": config.batch_size, "seq_len": config.seq_len}
         | {"sequences_at_first": config.batch_sizes.at(0)}
-        | {"micro_batch": micro_batch, "micro_batches": -(-config.share // micro_batch)},
+        | {"micro_batch": micro_batch, "micro_batches": -(-config.share // micro_batch), "share": config.share},
         "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
         "time": time_of(config, place, flops, micro_batch),
         "disk": disk_of(config, round(gpt.n_params() * place.runtime.param_dtype.itemsize * (1 + config.means(gpt)))),
@@ -136,7 +138,7 @@ def find_place(config: PlanConfig) -> Place:
 def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> Memory:
     """The memory that a device needs with micro-batches of this size."""
     fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share
-    size, how = (micro_batch, config.seq_len), config.runtime.recompute
+    size, how = (micro_batch, config.seq_len // config.runtime.context_parallel), config.runtime.recompute
     return step_memory(gpt, *size, place.runtime, config.n_device, fsdp, how, accumulated, config.means(gpt))
 
 

@@ -81,8 +81,7 @@ def _memory(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     room = f"memory of the device: {gigabytes(device['memory'])}"
     yield "[bold]peak[/]", f"[bold]{gigabytes(memory['peak'])}[/]", room
     largest = _UNKNOWN if memory["largest_micro_batch"] is None else f"{memory['largest_micro_batch']:,}"
-    most = -(-step["sequences"] // device["n"])
-    yield "largest micro-batch", largest, f"of up to {most:,}, leaving 5 % free"
+    yield "largest micro-batch", largest, f"of up to {step['share']:,}, leaving 5 % free"
 
 
 def _time(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -1,0 +1,108 @@
+"""Processes that share sequences compute what one process computes, and send as much for long ones."""
+
+import json
+
+import pytest
+import ranks
+from test_fsdp import assert_same_checkpoint, train  # noqa: F401 (a fixture)
+from test_torchrun import assert_same_steps
+
+from trainer.checkpoint import newest
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+# Loss, gradients and bytes of a process, beside those of a single process that has the whole sequence.
+SCRIPT = """
+import json, sys
+import torch
+from common.settings import decode
+from model.gpt import GPT, GPTConfig
+from trainer.context import share_sequences
+from trainer.distributed import Line, join_world
+
+settings, T, path = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0)
+gpt = GPT(decode(GPTConfig, {"n_vocab": 64, "n_layer": 3, "n_head": 2, "n_embd": 32} | settings), eot_id=5).double()
+ids, targets = torch.randint(64, (2, T)), torch.randint(64, (2, T))
+whole = gpt.summed_loss(ids, targets)
+gradients = torch.autograd.grad(whole, list(gpt.parameters()))
+sent, send = [], Line.send
+Line.send = lambda line, tensor, steps: (sent.append(tensor.nbytes), send(line, tensor, steps))
+with join_world(torch.device("cpu"), 60) as world:
+    line = world.line(world.size)
+    gpt.recompute("block")
+    share_sequences(gpt, line)
+    loss = gpt.summed_loss(*(x.chunk(line.size, dim=1)[line.place] for x in (ids, targets)))
+    loss.backward()
+    errors = [(world.sum(p.grad) - g).abs().max() / g.abs().max() for p, g in zip(gpt.parameters(), gradients)]
+    errors.append((world.sum(loss.detach()) - whole.detach()).abs() / whole.detach())
+    if world.is_main:
+        with open(path, "w") as file:
+            json.dump({"error": max(float(e) for e in errors), "sent": sum(sent)}, file)
+"""
+
+MODELS = {
+    "log_space with gates": ({"name": "log_space", "decay": "head", "product": True, "conv": 4}, "none", "mlp"),
+    "log_space with gates of features": ({"name": "log_space", "decay": "feature"}, "rotary", "mlp"),
+    "published": ({"name": "log_space"}, "log_recurrence", "glu"),
+    "signed": ({"name": "log_space_signed", "decay": "fixed"}, "none", "mlp"),
+    "linear": ({"name": "linear", "decay": "head", "gate": "silu"}, "rotary", "mlp"),
+    "window": ({"name": "sliding_window", "window": 9}, "rotary", "mlp"),
+}
+
+
+def measure(name, size, T, path):
+    """What the script finds with this model in `size` processes."""
+    attention, position, block = MODELS[name]
+    settings = {"attention": attention, "position": {"name": position}, "block": {"name": block}}
+    settings["block"] |= {"conv": 4} if block == "mlp" else {}
+    for result in ranks.run(size, "-c", SCRIPT, json.dumps(settings), T, path):
+        assert result.status == 0, result.err
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_whole_sequence(name, size, tmp_path):
+    short, long = (measure(name, size, T, tmp_path / "found") for T in (4 * 13, 4 * 67))
+    assert max(short["error"], long["error"]) < 1e-9
+    assert short["sent"] == long["sent"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_in_lines_is_the_run_of_one_process(train):  # noqa: F811
+    """Two lines of two processes; the run goes on in one process, and in one line of four."""
+    whole = train("whole", 1)
+    shared = train("shared", 4, "runtime.context_parallel=2")
+    assert_same_steps(whole, shared, tolerance=1e-9)
+    assert_same_checkpoint(newest(whole), newest(shared), tolerance=1e-9)
+    for stop_at, processes, context in [(2, 2, 2), (4, 1, 1), (6, 4, 4)]:
+        mixed = train("mixed", processes, f"runtime.context_parallel={context}", f"stop_at={stop_at}")
+    assert_same_steps(whole, mixed, tolerance=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["runtime.context_parallel=2", "model/attention=softmax"],
+            "needs a state of one size, and that of softmax grows",
+        ),
+        (["runtime.context_parallel=2", "data.carry_state=true"], "does not work with data.carry_state=true"),
+        (["runtime.context_parallel=3"], "runtime.context_parallel=3 does not divide seq_len=16: use a divisor"),
+        (["runtime.context_parallel=2", "runtime.strategy=fsdp"], "does not work with runtime.strategy=fsdp: use ddp"),
+        (["runtime.context_parallel=2", "runtime.compile=true"], "does not work with runtime.compile=true: use false"),
+        (
+            ["runtime.context_parallel=2", "runtime.sequence_chunk=8"],
+            "does not work with runtime.sequence_chunk=8: use null",
+        ),
+        (["runtime.context_parallel=2", "runtime.micro_batch=auto"], "use a number, such as 1"),
+        (["runtime.context_parallel=2"], "does not divide 1 processes: start a multiple of it with torchrun"),
+    ],
+)
+def test_what_does_not_fit_is_refused(command, tiny_args, options, message):
+    result = command("train", *tiny_args, *options)
+    assert result.status == 1
+    assert message in result.err
+    assert result.err.count("\n") == 1
