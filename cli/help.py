@@ -22,10 +22,9 @@ def help_of(config_name: str) -> str:
         header,
         "\n".join(["Groups (GROUP=NAME) and their keys (GROUP.KEY=VALUE):", *_groups(config_name)]),
         "\n".join(["Keys (KEY=VALUE, SECTION.KEY=VALUE):", *filter(None, keys)]),
-        f"All keys, values and meanings: --cfg job. Tracebacks: --debug. In bash, completion with the Tab key:\n"
-        f'  eval "$(python {script} -sc install=bash)"',
     ]
-    return "\n\n".join(part for part in parts if part.count("\n"))
+    more = f'All keys, explained: --cfg job. Completion with Tab, in bash: eval "$(python {script} -sc install=bash)"'
+    return "\n\n".join([*(part for part in parts if part.count("\n")), more])
 
 
 def _groups(config_name: str) -> Iterator[str]:

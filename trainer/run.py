@@ -308,8 +308,10 @@ class Run:
 
     def _states(self) -> list[GPTState]:
         """What the micro-batches of the next step go on from: sequences that begin the corpus, from no text."""
+        if not self.carried:
+            return []
         begin = torch.from_numpy(self.batches.begins(self.step, *self._sequences(self.step)))
-        if not (self.carried and begin.any()):
+        if not begin.any():
             return self.carried
         states = []
         for state, new in zip(self.carried, begin.split(self._at_once(len(begin))), strict=True):
@@ -493,7 +495,7 @@ def _check_split(config: TrainConfig, world: World) -> None:
     share = config.runtime.context_parallel
     if world.size % share:
         what = f"runtime.context_parallel={share} does not divide {world.size} processes"
-        raise UserError(f"{what}: start a multiple of it with torchrun --standalone --nproc_per_node={share}")
+        raise UserError(f"{what}: start {share} or a multiple of it with torchrun")
     given, smallest = config.smallest_batch, config.batch_sizes.at(0)
     if smallest * share < world.size:
         raise UserError(f"{given}, fewer than {world.size} processes: start fewer, or raise batch_tokens")

@@ -73,7 +73,7 @@ def test_help_fits_a_screen_and_shows_examples(helps, script):
 )
 def test_the_shell_completes(helps, typed, offered):
     """What bash would do when the Tab key is pressed, after the line that --help shows."""
-    (install,) = re.findall(r'^ *eval ".*"$', helps[typed.split()[1]][0], re.MULTILINE)
+    (install,) = re.findall(r'eval ".*"$', helps[typed.split()[1]][0], re.MULTILINE)
     source = f"""
         {install}
         COMP_LINE={typed!r}; COMP_POINT=${{#COMP_LINE}}; COMP_WORDS=($COMP_LINE); COMP_CWORD=2

@@ -255,7 +255,7 @@ def test_what_is_possible_is_chosen(trained, sets_dir):
     [
         ({"contexts": [8, 17]}, "contexts=17 is longer than the model's 16 learned positions"),
         ({"seq_len": 17}, "seq_len=17 is longer than the model's 16 learned positions: lower it"),
-        ({"contexts": 5}, r"config contexts=5: Input should be a valid list, such as \[5\]"),
+        ({"contexts": 5}, r"config contexts=5: give several values in brackets, such as \[5,...\]"),
         ({"stride": 17}, "stride=17 would skip text between windows of 16 tokens: lower it"),
         ({"contexts": [0]}, "contexts.0=0: Input should be greater than or equal to 1"),
     ],

@@ -98,7 +98,7 @@ def test_a_run_in_lines_is_the_run_of_one_process(train):  # noqa: F811
             "does not work with runtime.sequence_chunk=8: use null",
         ),
         (["runtime.context_parallel=2", "runtime.micro_batch=auto"], "use a number, such as 1"),
-        (["runtime.context_parallel=2"], "does not divide 1 processes: start a multiple of it with torchrun"),
+        (["runtime.context_parallel=2"], "does not divide 1 processes: start 2 or a multiple of it with torchrun"),
     ],
 )
 def test_what_does_not_fit_is_refused(command, tiny_args, options, message):
