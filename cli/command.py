@@ -75,7 +75,10 @@ def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool
     for option in overrides:
         refuse_misplaced(option, config_name, flags.multirun)
     if flags.multirun:
-        with_texts: Command = lambda config, only_check=False: run(config | texts, only_check)  # noqa: E731
+
+        def with_texts(config: dict[str, Any], only_check: bool = False) -> float | None:
+            return run(config | texts, only_check)
+
         return run_sweep(config_name, overrides, flags.config_dir, with_texts, debug)
     if flags.cfg:
         composed = _composed(config_name, overrides, flags.config_dir, complete=False)

@@ -87,6 +87,8 @@ class Generation:
         """How many of `ids` the model has read."""
         self.n_cached = 0
         """How many of these were read before, for another text."""
+        self.begins = before is None
+        """Whether `ids` begin the text."""
         self.texts = before
         """The text as far as it is read; None once it is a row of the engine's batch."""
         self.token_id = -1
@@ -221,7 +223,7 @@ class Engine:
                 generation.texts, logits = read(self.gpt, piece, self.n_vocab, generation.texts, self.eot_id)
                 generation.accept_prompt(logits[0])
                 generation.n_read += piece.shape[1]
-                if self.cache is not None and _is_kept(generation.n_read, len(generation.ids)):
+                if self.cache is not None and generation.begins and _is_kept(generation.n_read, len(generation.ids)):
                     self.cache.add(generation.ids[: generation.n_read], generation.texts)
                 if self.interleave and generation.n_read < len(generation.ids):
                     self._reading.append(generation)

@@ -23,6 +23,7 @@ from trainer.distributed import World, join_world
 from trainer.losses import Loss, Sums, total, window_losses
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
+_MOST_AT_ONCE = 4096  # tokens; longer windows are read in pieces, where the state has one size
 
 
 class EvaluateConfig(ModelConfig, defaults="eval"):
@@ -130,7 +131,8 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     else:
         n_windows = None if config.batches is None else config.batches * rows
         windows = EvalBatches(stream, seq_len, n_windows, config.stride)
-    return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)), seq_len)
+    piece = min(seq_len, _MOST_AT_ONCE) if gpt.constant_state else seq_len
+    return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)), piece)
 
 
 def measure(plan: Evaluation, world: World) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from inference.engine import PIECE, Texts, read
 from model.gpt import GPT
 from model.state import state_bytes, stretched
 
-_LONG = 64 * PIECE  # tokens: reading fewer takes no time to speak of
+_LONG = 64 * PIECE  # tokens: reading fewer is fast
 _COPIES = 3  # a cache that grows is copied into a buffer of twice its size: see model/attention/cache.py
 
 

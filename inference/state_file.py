@@ -127,16 +127,15 @@ def _expected(like: Texts | None, shapes: Mapping[str, list[int]]) -> Expected:
 
 def _check_values(path: Path, stored: Mapping[str, Tensor], n_read: int, loaded: Loaded) -> None:
     """Raise UserError unless ids are the tokenizer's, and counts and places are those of a text of n_read tokens."""
-    rest = stored[_REST]
-    counts = {int(n) for name, x in stored.items() if x.dtype == torch.int64 and name != _REST for n in x}
-    n = counts.pop() if counts else n_read  # of the last document, if the model keeps documents apart
-    good = not counts and (n == n_read or (loaded.gpt.eot_id is not None and 0 < n < n_read))
-    good = good and bool(((rest >= 0) & (rest < loaded.tokenizer.n_vocab)).all())
+    rest, least = stored[_REST], n_read if loaded.gpt.eot_id is None else 1  # of documents, the last may be counted
+    good = bool(((rest >= 0) & (rest < loaded.tokenizer.n_vocab)).all())
     for name, x in stored.items():
         cache, _, part = name.rpartition(".")
-        if part == "place":
-            good = good and x.shape[2] <= n and bool(((x >= 0) & (x <= n)).all())
+        if x.dtype == torch.int64 and name != _REST:
+            good = good and bool(((x >= least) & (x <= n_read)).all())
+        elif part == "place":
+            good = good and bool(((x >= 0) & (x <= stored[f"{cache}.lengths"])).all())
         elif part == "k" and f"{cache}.place" not in stored:
-            good = good and x.shape[2] == n
+            good = good and x.shape[2] == int(stored[f"{cache}.lengths"])
     if not good:
         raise UserError(f"state_in={path} is damaged: its counts of tokens, or its tokens, are not possible")

@@ -219,11 +219,11 @@ class GPTConfig(Settings):
         """Raise ValueError if the attention of a layer cannot keep documents apart."""
         self._check_layers(lambda layer: layer.check_documents())
 
-    def check_constant_state(self, setting: str, carried: bool = False) -> None:
+    def check_constant_state(self, setting: str, from_empty: bool = False) -> None:
         """Raise ValueError if the state grows with the text, and so does not fit `setting`.
 
         Args:
-            carried: whether a text goes on for the whole training.
+            from_empty: whether `initial_state` is needed, too.
         """
         if self.max_len is not None:
             raise ValueError(f"position: {setting} needs more than {self.max_len} learned positions: use others")
@@ -232,8 +232,8 @@ class GPTConfig(Settings):
             if not layer.constant_state:
                 fitting = ", ".join(name for cls in ATTENTION if cls.constant_state for name in variant_names(cls))
                 raise ValueError(f"{setting} needs a state of one size, and that of {layer.name} grows: use {fitting}")
-            if carried and hasattr(layer, "n_global"):
-                raise ValueError(f"{setting} reads texts without end, and {layer.name} their first tokens: use another")
+            if from_empty and hasattr(layer, "n_global"):
+                raise ValueError(f"{setting} does not work with {layer.name}, which keeps a text's first tokens")
 
         self._check_layers(check)
 
@@ -338,7 +338,8 @@ class GPT(nn.Module):
         if eot_id is not None:
             config.check_documents()
         self.config, self.eot_id = config, eot_id
-        self._starts_with_state = config.max_len is None and all(layer.constant_state for layer in config.layers)
+        self.constant_state = config.max_len is None and all(layer.constant_state for layer in config.layers)
+        """Whether the state has one size, whatever the number of tokens."""
         parts = (module for _, module in config.parts())
         self.embed: nn.Embedding = next(parts)
         self.position: nn.Module = next(parts)
@@ -382,7 +383,7 @@ class GPT(nn.Module):
         starts = None
         if self.eot_id is not None:
             starts = token_ids == self.eot_id
-            if (state is not None or return_state) and not self._starts_with_state:
+            if (state is not None or return_state) and not self.constant_state:
                 return self._by_documents(token_ids, starts, state)
         return self._features(token_ids, starts, state, return_state)
 

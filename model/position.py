@@ -128,7 +128,7 @@ class LogRecurrencePosition(nn.Module):
 
 
 class LearnedPosition(nn.Module):
-    """x + a learned vector for each position. State: tokens seen so far, for each row; of no use with `starts`."""
+    """x + a learned vector for each position. State: tokens seen so far, for each row; ignored with `starts`."""
 
     def __init__(self, n_embd: int, max_len: int) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ class Kept(Settings):
         if self.data.document_reset:
             self.model.check_documents()
         if self.data.carry_state:
-            self.model.check_constant_state("data.carry_state=true", carried=True)
+            self.model.check_constant_state("data.carry_state=true", from_empty=True)
             if self.batch_doublings:
                 raise ValueError("data.carry_state=true needs batches of one size: leave out batch_doublings")
         return self

@@ -81,6 +81,8 @@ class TrainConfig(Kept, defaults="train"):
             times = f" x 2^{doublings}, for {doublings} batch_doublings" if doublings else ""
             by = f"seq_len={self.seq_len}{times}"
             raise ValueError(f"batch_tokens={self.batch_tokens} is not divisible by {by}: use {near}")
+        if late := [step for step in self.batch_doublings if step >= self.max_steps]:
+            raise ValueError(f"batch_doublings: step {late[0]} is not before max_steps={self.max_steps}: leave it out")
         if (share := self.runtime.context_parallel) > 1:
             self._check_shared_sequences(share)
         if self.run_dir == Path():
@@ -98,7 +100,7 @@ class TrainConfig(Kept, defaults="train"):
     def _check_shared_sequences(self, share: int) -> None:
         """Raise ValueError if that many processes cannot share a sequence."""
         given, runtime = f"runtime.context_parallel={share}", self.runtime
-        self.model.check_constant_state(given)
+        self.model.check_constant_state(given, from_empty=True)
         if self.data.carry_state:
             raise ValueError(f"{given} does not work with data.carry_state=true: use only one of them")
         if self.seq_len % share:

@@ -16,71 +16,71 @@ from torch import Tensor
 from model.gpt import GPT
 from model.position import Order, Rotation
 from model.state import parts_of, restored
-from trainer.distributed import Line
+from trainer.distributed import SequenceGroup
 
 
-def share_sequences(gpt: GPT, line: Line) -> None:
+def share_sequences(gpt: GPT, group: SequenceGroup) -> None:
     """Let the layers of a model take their states from the process before this one, and pass them to the next.
 
     Only where gradients are computed: elsewhere, as in evaluation, every process computes whole sequences.
     """
-    gpt.position.forward = _shared_position(gpt.position, line)
+    gpt.position.forward = _shared_position(gpt.position, group)
     for block in gpt.blocks:  # around recomputation, which must not receive anything again
-        block.forward = _shared_block(block, line)
+        block.forward = _shared_block(block, group)
 
 
-def _shared_position(position: Any, line: Line) -> Callable[..., Any]:
+def _shared_position(position: Any, group: SequenceGroup) -> Callable[..., Any]:
     forward = position.forward
 
     def shared(x: Tensor, state: Any = None, starts: Tensor | None = None) -> tuple[Tensor, Rotation | None, Any]:
         if not torch.is_grad_enabled():
             return forward(x, state, starts)
         empty = position.initial_state(len(x), x.device)
-        x, state = _take(x, line, empty)
+        x, state = _take(x, group, empty)
         x, rotation, after = forward(x, state, starts)
-        return _pass_on(x, line, after, empty), rotation, after
+        return _pass_on(x, group, after, empty), rotation, after
 
     return shared
 
 
-def _shared_block(block: Any, line: Line) -> Callable[..., Any]:
+def _shared_block(block: Any, group: SequenceGroup) -> Callable[..., Any]:
     forward = block.forward
 
     def shared(x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
         if not torch.is_grad_enabled():
             return forward(x, order, state, return_state)
         empty = block.initial_state(len(x))
-        x, state = _take(x, line, empty)
+        x, state = _take(x, group, empty)
         x, after = forward(x, order, state, True)
-        return _pass_on(x, line, after, empty), after
+        return _pass_on(x, group, after, empty), after
 
     return shared
 
 
-def _take(x: Tensor, line: Line, empty: Any) -> tuple[Tensor, Any]:
+def _take(x: Tensor, group: SequenceGroup, empty: Any) -> tuple[Tensor, Any]:
     """Receive the state of the tokens before x: (x, state). Before the first token, it is `empty`."""
-    if line.place == 0:
+    if group.place == 0:
         return x, empty
     like = {name: value for name, (value, _) in parts_of(empty)}
-    x, *received = _Take.apply(x, line, *like.values())
+    x, *received = _Take.apply(x, group, *like.values())
     return x, restored(empty, dict(zip(like, received, strict=True)))
 
 
-def _pass_on(x: Tensor, line: Line, state: Any, empty: Any) -> Tensor:
+def _pass_on(x: Tensor, group: SequenceGroup, state: Any, empty: Any) -> Tensor:
     """Send the state after x to the next process; returns x, through which the state's gradients come back."""
-    if line.place == line.size - 1:
+    if group.place == group.size - 1:
         return x
     pairs = zip(parts_of(state), parts_of(empty), strict=True)
-    return cast(Tensor, _PassOn.apply(x, line, *(own.value.to(like.value.dtype) for (_, own), (_, like) in pairs)))
+    return cast(Tensor, _PassOn.apply(x, group, *(own.value.to(like.value.dtype) for (_, own), (_, like) in pairs)))
 
 
 class _Take(torch.autograd.Function):
     """Receives states, and sends their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line, *like: Tensor) -> tuple[Tensor, ...]:
-        states = [line.receive(state, -1) for state in like]
-        ctx.line, ctx.floats = line, [state.is_floating_point() for state in states]
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup, *like: Tensor) -> tuple[Tensor, ...]:
+        states = [group.receive(state, -1) for state in like]
+        ctx.group, ctx.floats = group, [state.is_floating_point() for state in states]
         ctx.mark_non_differentiable(*(state for state in states if not state.is_floating_point()))
         return x.view_as(x), *states
 
@@ -88,7 +88,7 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         for gradient, is_float in zip(gradients, ctx.floats, strict=True):
             if is_float:
-                ctx.line.send(gradient, -1)
+                ctx.group.send(gradient, -1)
         return g, None, *(None for _ in gradients)
 
 
@@ -96,13 +96,13 @@ class _PassOn(torch.autograd.Function):
     """Sends states, and receives their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line, *states: Tensor) -> Tensor:
-        ctx.line, ctx.like = line, [torch.empty_like(state, device="meta") for state in states]
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup, *states: Tensor) -> Tensor:
+        ctx.group, ctx.like = group, [torch.empty_like(state, device="meta") for state in states]
         for state in states:
-            line.send(state, +1)
+            group.send(state, +1)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        received = (ctx.line.receive(like, +1) if like.is_floating_point() else None for like in ctx.like)
+        received = (ctx.group.receive(like, +1) if like.is_floating_point() else None for like in ctx.like)
         return g, None, *received

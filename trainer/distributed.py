@@ -79,9 +79,9 @@ class World:
         group = dist.new_group(backend="gloo") if self.size > 1 else None
         return World(torch.device("cpu"), self.rank, self.size, group=group)
 
-    def line(self, size: int) -> "Line":
+    def sequence_group(self, size: int) -> "SequenceGroup":
         """The `size` processes that share sequences, this one among them. Every process must call this."""
-        return Line(self, size, dist.new_group() if self.size > 1 else None)
+        return SequenceGroup(self, size, dist.new_group() if size > 1 else None)
 
     def wait_for_all(self) -> None:
         """Return once every process has called this."""
@@ -173,16 +173,16 @@ class World:
         return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
 
-class Line:
+class SequenceGroup:
     """Processes with ranks that follow each other, which share sequences: each has a stretch of them, in order.
 
-    `size` and `place` are their number and this process's place among them; the world has `n_lines`, of which this is
-    number `number`.
+    `size` is their number, and `place` this process's place among them. The world has `count` such groups, and this one
+    is number `index`.
     """
 
     def __init__(self, world: World, size: int, group: Any) -> None:
         self.size, self.place = size, world.rank % size
-        self.n_lines, self.number = world.size // size, world.rank // size
+        self.count, self.index = world.size // size, world.rank // size
         self._world, self._group = world, group
         self._sending: list[tuple[Any, Tensor]] = []
 

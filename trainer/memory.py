@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig, Recompute
 from model.ops import linear_cross_entropy
+from model.state import state_bytes
 from trainer.runtime import Runtime
 
 _MEASURED_TOKENS = 512
@@ -76,6 +77,8 @@ def step_memory(
         gradients = weights + own if accumulated else own
         whole = root + 2 * block * narrow + (block * wide if accumulated else root + 2 * block * wide)
 
+    pieces = -(-seq_len // (runtime.sequence_chunk or seq_len))
+    states = micro_batch * pieces * _state_bytes(gpt) if pieces > 1 else 0
     seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
     V, D = gpt.embed.weight.shape
     tokens = micro_batch * seq_len
@@ -97,9 +100,16 @@ def step_memory(
         weights=own,
         gradients=gradients,
         optimizer=round(means * own),
-        activations=round(tokens * (outside + sum(kept))) + of_weights,
+        activations=round(tokens * (outside + sum(kept))) + of_weights + states,
         working=whole + max(loss, round(tokens * layer)),
     )
+
+
+def _state_bytes(gpt: GPT) -> int:
+    """Bytes of a text's state, which is kept before each piece; longformer's are small, and not counted."""
+    if any(hasattr(layer, "n_global") for layer in gpt.config.layers):
+        return 0
+    return state_bytes(gpt.initial_state(1))
 
 
 def _linear(module: nn.Module) -> list[nn.Linear]:

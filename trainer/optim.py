@@ -33,7 +33,7 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
     grad_clip: float | None = Field(gt=0, allow_inf_nan=False)
     """Largest norm of the whole gradient; null: no clipping."""
     transfer: TransferConfig | None
-    """The size that max_lr was tuned for; null: it is this model's."""
+    """The size that max_lr was tuned for; null: max_lr and initial weights are used as given."""
 
     def build(self, gpt: GPT, world: World | None = None) -> torch.optim.Optimizer:
         """Build the optimizer, with a fused update and its state allocated."""

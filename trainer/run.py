@@ -59,7 +59,7 @@ class Run:
         """Why the run stops early, once all processes know."""
         self.manifest, self.tokenizer, self.batches, self.windows = open_data(config)
         _check_split(config, world)
-        self.line = world.line(config.runtime.context_parallel)
+        self.group = world.sequence_group(config.runtime.context_parallel)
         if config.data.mixture is not None:
             weights, seq_len = config.data.mixture, config.seq_len
             self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
@@ -83,8 +83,8 @@ class Run:
         with torch.device("meta") if fsdp else contextlib.nullcontext():  # fsdp: for models that do not fit here
             self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
         self.gpt.recompute(config.runtime.recompute)
-        if self.line.size > 1:
-            share_sequences(self.gpt, self.line)
+        if self.group.size > 1:
+            share_sequences(self.gpt, self.group)
         summed_loss = SummedLoss(self.gpt)
         parts = self.gpt.blocks if fsdp else [summed_loss]
         maybe_compile(parts, config.runtime, self.runtime, config.model)
@@ -253,7 +253,7 @@ class Run:
             "lr": lr,
             "processes": [
                 {
-                    "sequences": sequences_of(rank // self.line.size, self.line.n_lines, batch_size),
+                    "sequences": sequences_of(rank // self.group.size, self.group.count, batch_size),
                     "sum_of_losses": str(loss.item()),
                 }
                 for rank, loss in enumerate(world.gather(result.own_loss))
@@ -284,15 +284,15 @@ class Run:
         """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
         first, stop = self._sequences(step)
         whole = map(torch.from_numpy, self.batches.batch(step, first, stop))
-        parts = [ids.chunk(self.line.size, dim=1)[self.line.place] for ids in whole]
+        parts = [ids.chunk(self.group.size, dim=1)[self.group.place] for ids in whole]
         if self.world.device.type == "cuda":
             parts = [ids.contiguous().pin_memory() for ids in parts]  # other memory is copied twice
         token_ids, targets = (ids.split(self._at_once(stop - first)) for ids in parts)
         return list(zip(token_ids, targets, strict=True))
 
     def _sequences(self, step: int) -> tuple[int, int]:
-        """The sequences [first, stop) of a step's batch that belong to this process, or to its line."""
-        return sequences_of(self.line.number, self.line.n_lines, self.config.batch_sizes.at(step))
+        """The sequences [first, stop) of a step's batch that belong to this process, or to its group."""
+        return sequences_of(self.group.index, self.group.count, self.config.batch_sizes.at(step))
 
     def _at_once(self, n: int) -> int:
         """Sequences of a micro-batch, of n in all: as equal as possible. The last one may have fewer."""
@@ -341,7 +341,8 @@ class Run:
 
         Returns whether it is the lowest so far.
         """
-        piece, size = min(self.runtime.sequence_chunk or self.config.seq_len, self.config.seq_len), self.micro_batch
+        stretch, size = self.config.seq_len // self.group.size, self.micro_batch
+        piece = min(self.runtime.sequence_chunk or stretch, stretch)
         with contextlib.nullcontext() if self.average is None else self.average.in_place():
             loss = evaluate(self.gpt, self.windows, self.byte_lengths, size, self.runtime, self.world, piece)
         if not math.isfinite(loss.nats):
@@ -497,13 +498,14 @@ def _check_split(config: TrainConfig, world: World) -> None:
         what = f"runtime.context_parallel={share} does not divide {world.size} processes"
         raise UserError(f"{what}: start {share} or a multiple of it with torchrun")
     given, smallest = config.smallest_batch, config.batch_sizes.at(0)
-    if smallest * share < world.size:
-        raise UserError(f"{given}, fewer than {world.size} processes: start fewer, or raise batch_tokens")
+    if smallest < world.size // share:
+        groups = f"{world.size // share} groups of {share}" if share > 1 else f"{world.size}"
+        raise UserError(f"{given}, fewer than {groups} processes: start fewer, or raise batch_tokens")
     if config.runtime.strategy == "fsdp" and smallest % world.size:  # later batches are multiples of it
         needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
         raise UserError(f"{given}, not {needed}: change one of them, or use runtime.strategy=ddp")
 
 
 def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:
-    """The sequences [first, stop) of every global batch that belong to process, or line, `rank` of `size`."""
+    """The sequences [first, stop) of every global batch that belong to process, or group, `rank` of `size`."""
     return rank * batch_size // size, (rank + 1) * batch_size // size

@@ -16,7 +16,7 @@ eps is divided by w d, as gradients are. Heads keep their features, so there are
 
 CompleteP multiplies the results of branches by 1 / d, and logits by 1 / w. Here, the weights before them have these
 factors. The function is the same, and so is its training, since neither optimizer sees the scale of a gradient; so
-evaluation, decoding and export have nothing to know. Only the gradient norm differs: the last norm's part of it grows.
+evaluation, decoding and export need no change. Only the gradient norm differs: the last norm's part of it grows.
 """
 
 from typing import NamedTuple

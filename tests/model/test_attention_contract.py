@@ -472,7 +472,7 @@ def test_a_text_goes_on_from_the_state_before_its_first_token(case, position):
     gpt, text = gpt_of(attention=case, position={"name": position}, block={"name": "mlp", "conv": 4}), ids(70, B=2)
     with torch.no_grad():
         wanted, state = gpt(text), gpt.initial_state(2)
-        gpt.config.check_constant_state("carried state", carried=True)
+        gpt.config.check_constant_state("carried state", from_empty=True)
         for piece in text.split([20, 1, 49], dim=1):
             shapes = {name: (x.shape, x.dtype) for name, (x, _) in parts_of(state)}
             logits, state = gpt(piece, state, return_state=True)

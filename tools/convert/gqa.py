@@ -25,11 +25,13 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = 
     after = shared(before, n_kv_head)
     seed = opened.state.seed if seed is None else seed
     kept = opened.state.model_dump(include={"seq_len", "batch_tokens", "data", "dataset_dir", "dataset_fingerprint"})
+    carries = kept["data"].pop("carry_state")  # a new run has no state to go on from
     path = begin_with(after, tokenizer, run_dir, seed=seed, **kept)
     changed = differences(before.config.model_dump(mode="json"), after.config.model_dump(mode="json"))
     own = {f"model.{key}": new for key, (_, new) in changed.items()}
     of_first: dict[str, Any] = {"batch_doublings": [], "average": None}
     own |= {key: new for key, new in of_first.items() if getattr(opened.state, key) != new}
+    own |= {"data.carry_state": False} if carries else {}
     settings = overrides(own | {"seed": seed, "run_dir": str(run_dir)})
     say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
     say(f"go on with train.py, the settings of the first run, and {settings}")
