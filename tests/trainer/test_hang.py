@@ -145,7 +145,7 @@ from model.gpt import GPT
 
 summed_loss, calls = GPT.summed_loss, 0
 
-def faulty(self, token_ids, targets):
+def faulty(self, token_ids, targets, *state):
     global calls
     calls += 1
     while calls == 5 and os.environ["RANK"] == "1":
@@ -233,7 +233,7 @@ from model.gpt import GPT
 
 summed_loss, calls = GPT.summed_loss, 0
 
-def failing(self, token_ids, targets):
+def failing(self, token_ids, targets, *state):
     global calls
     calls += 1
     if calls == 5 and os.environ["RANK"] == "{failing}":
