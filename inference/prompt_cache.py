@@ -11,7 +11,7 @@ from model.state import select_rows, state_bytes
 
 
 class PromptCache:
-    """Texts as a model has read them, by their tokens. The ones that were not used for the longest time go first."""
+    """Texts as a model has read them, by their tokens. The least recently used are dropped first."""
 
     def __init__(self, max_states: int, max_bytes: int) -> None:
         """`max_bytes`: of all tensors kept, on the model's device."""

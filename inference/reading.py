@@ -1,4 +1,4 @@
-"""Reading long texts piece by piece, with progress; and texts that do not fit into memory, said before."""
+"""Reading long texts piece by piece, with progress; and the check that a text fits into memory."""
 
 import contextlib
 from collections.abc import Sequence

@@ -34,15 +34,15 @@ class Header(Settings):
 
     format: Literal["log-gpt state 1"]
     model: str
-    """Its identity."""
+    """The identity of the model that read the text: `Loaded.identity`."""
     tokenizer: str
-    """Its sha256."""
+    """The tokenizer's sha256."""
     dtype: str
-    """Of the forward passes."""
+    """The dtype of the model's forward passes."""
     tokens: int = Field(ge=0, lt=2**48)
-    """Tokens read."""
+    """How many tokens were read."""
     sha256: str
-    """See `sum_of`."""
+    """Of tensors and header: see `sum_of`."""
 
 
 def check_place(path: Path) -> None:
@@ -115,7 +115,7 @@ def sum_of(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
 
 
 def _expected(like: Texts | None, shapes: Mapping[str, list[int]]) -> Expected:
-    """Shapes and types of a state's tensors; a cache may have any number of columns, and there may be any rest."""
+    """Shapes and types of a state's tensors. A cache may have any number of columns, and `rest` any length."""
     expected = {_REST: (torch.Size(shapes.get(_REST, [])[:1] or [0]), {torch.int64})}
     for name, part in parts_of(like):
         shape = list(part.value.shape)

@@ -59,7 +59,7 @@ class GLUBlock(nn.Module):
         return x + gated_linear(self.gate(a), self.proj.weight), state
 
     def initial_state(self, B: int) -> Any:
-        """That of the attention for B texts."""
+        """The attention's state of B texts before their first tokens."""
         return self.attention.initial_state(B)
 
 
@@ -103,7 +103,7 @@ class MLPBlock(nn.Module):
         return x, (state, seen_attention, seen_mlp) if has_conv and return_state else state
 
     def initial_state(self, B: int) -> Any:
-        """That of the attention for B texts, with the inputs that convolutions need."""
+        """The attention's state of B texts before their first tokens, with the inputs that convolutions need."""
         state, convs = self.attention.initial_state(B), (self.conv_attention, self.conv_mlp)
         seen = [no_inputs(weight, B, self.proj.out_features) for weight in convs if weight is not None]
         return (state, *seen) if seen else state
@@ -419,7 +419,7 @@ class GPT(nn.Module):
         return torch.cat([old_x, new_x])[order], select_rows(cat_states([old, young]), order)
 
     def initial_state(self, B: int) -> GPTState:
-        """The state of B texts before their first tokens; only if it has one size. As a state, None means the same."""
+        """The state of B texts before their first tokens, for models with `constant_state`; None means the same."""
         position: Any = self.position
         blocks: Iterable[Any] = self.blocks
         layers = tuple(block.initial_state(B) for block in blocks)

@@ -47,7 +47,7 @@ class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_win
 
 
 class SlidingWindowAttention(SparseAttention):
-    """Causal attention in windows; its state are the windows' keys and values."""
+    """Causal attention in windows; its state is the windows' keys and values."""
 
     by_distance = True
 

@@ -160,4 +160,4 @@ def test_models_whose_state_grows_are_refused(tiny, changes, message):
     with pytest.raises(UserError, match=message) as error:
         tiny({"runtime.sequence_chunk": 8, **changes})
     assert "\n" not in str(error.value)
-    assert tiny({"runtime.sequence_chunk": 16, **changes}).runtime.sequence_chunk == 16, "sequences have no more"
+    tiny({"runtime.sequence_chunk": 16, **changes})  # is accepted, because sequences have no more tokens
