@@ -68,6 +68,8 @@ def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool
     overrides = [option for option in options if option.partition("=")[0] not in text_keys]
     if flags.help:
         return print(help_of(config_name))
+    if flags.shell_completion and not any(re.match("(install|uninstall|query)=", option) for option in options):
+        raise UserError("-sc lacks what to do: write -sc install=bash")
     if flags.shell_completion and "query=bash" in options:
         return print(*_completions(config_name))
     if flags.shell_completion:

@@ -64,7 +64,8 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
     if key == "tokenizer" and value not in groups.get(key, []) and value.endswith((".json", ".tiktoken")):
         kind = "hf" if value.endswith(".json") else "gpt2"
         raise UserError(f"{option} names a file: write tokenizer={kind} tokenizer.path={value}")
-    if (group := key.replace(".", "/")) in groups and "." in key and not value.startswith("{"):
+    group = key.removesuffix(".name").replace(".", "/")
+    if group in groups and "." in key and not value.startswith("{"):
         raise UserError(f"{option} sets a value, not a group: write {group}={value}")
     if config_name == "train" and key in ("checkpoint", "resume") and (Path(value).exists() or "/" in value):
         raise UserError(f"{option}: a run goes on where its files are: write run_dir={value}")

@@ -10,20 +10,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import console, print_error
 from common.exits import AGAIN
 from common.settings import UserError
 from trainer.watchdog import Verdict, Watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Strategy = Literal["ddp", "fsdp"]
 
@@ -121,6 +122,8 @@ class World:
         if not dist.is_initialized():
             start = "start them with torchrun --standalone --nproc_per_node=2 instead of python"
             raise UserError(f"runtime.strategy=fsdp needs several processes: {start}, or use runtime.strategy=ddp")
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
         gpt: Any = module.gpt
         mesh = init_device_mesh(self.device.type, (self.size,))
         # By default, the root's parameters stay whole after a forward pass, even one without a backward pass:
@@ -144,21 +147,22 @@ class World:
         """
         if isinstance(module, DistributedDataParallel) and not now:
             return module.no_sync()
-        if isinstance(gpt := getattr(module, "gpt", None), FSDPModule):
+        gpt: Any = getattr(module, "gpt", None)
+        if hasattr(gpt, "set_requires_gradient_sync"):  # fsdp
             gpt.set_requires_gradient_sync(now)
         return contextlib.nullcontext()
 
     def full(self, tensor: Tensor) -> Tensor:
         """The whole of a sharded tensor; other tensors are returned unchanged. Every process must call this."""
-        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+        return tensor.full_tensor().detach() if _is_sharded(tensor) else tensor
 
     def own(self, tensor: Tensor) -> Tensor:
         """The rows of a sharded tensor that this process holds, as a view; other tensors are returned unchanged."""
-        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local().detach() if _is_sharded(tensor) else tensor
 
     def rows(self, tensors: Mapping[str, Tensor]) -> dict[str, slice]:
         """The rows of each sharded tensor that this process holds. Those of rank 0 are the first."""
-        chunks = {n: t.__create_chunk_list__()[0] for n, t in tensors.items() if isinstance(t, DTensor)}
+        chunks = {n: t.__create_chunk_list__()[0] for n, t in tensors.items() if _is_sharded(t)}
         return {name: slice(at.offsets[0], at.offsets[0] + at.sizes[0]) for name, at in chunks.items()}
 
     def like(self, full: Tensor, param: Tensor) -> Tensor:
@@ -167,10 +171,17 @@ class World:
         Sends nothing. Tensors of another shape (a step count), and all tensors where parameters are not sharded, are
         only moved to the device.
         """
-        if not isinstance(param, DTensor) or full.shape != param.shape:
+        if not _is_sharded(param) or full.shape != param.shape:
             return full.to(param.device)
+        from torch.distributed.tensor import distribute_tensor
+
         full = full.to(param.device, param.dtype)
         return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def _is_sharded(tensor: Any) -> "TypeGuard[DTensor]":
+    """Whether it is a DTensor; to import that class takes a second, which only fsdp needs."""
+    return hasattr(tensor, "full_tensor")
 
 
 class SequenceGroup:

@@ -18,8 +18,9 @@ from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, GPTState
-from model.state import cat_states, parts_of, select_rows
+from model.state import cat_states
 from trainer.average import Average
+from trainer.carried import begun_again, gathered, split_rows
 from trainer.config import TrainConfig
 from trainer.context import share_sequences
 from trainer.curves import RunCurves, curves_of
@@ -97,19 +98,16 @@ class Run:
         self.average = None if config.average is None else Average(self.gpt, config.average, world)
         self.state = new_state(config, self.manifest)
         first, stop = self._sequences(self.step)
-        carried = self.gpt.initial_state(stop - first) if config.data.carry_state else None
+        self.carried = self.gpt.initial_state(stop - first) if config.data.carry_state else None
+        """With data.carry_state, the model's state after the text so far of this process's sequences."""
         if checkpoint is not None:
-            carried = self._restore(checkpoint, carried)
+            self._restore(checkpoint)
             say(f"resuming {config.run_dir} after step {self.step}")
         self.micro_batch = self._choose_micro_batch()
-        self.carried = self._by_micro_batch(carried)
-        """With data.carry_state, the model's state after the text so far of each micro-batch."""
 
-    def _restore(self, checkpoint: Path, carried: GPTState | None) -> GPTState | None:
-        """Load a checkpoint; returns the carried state in it, for one like it."""
+    def _restore(self, checkpoint: Path) -> None:
         fresh, rows = new_state(self.config, self.manifest), slice(*self._sequences(self.step))
-        self.state, after = restore(checkpoint, fresh, self._tensors(), self.world, carried, rows)
-        return after
+        self.state, self.carried = restore(checkpoint, fresh, self._tensors(), self.world, self.carried, rows)
 
     def _choose_micro_batch(self) -> int:
         """The configured size, or the largest that fits. A run chooses only once, because rounding depends on it."""
@@ -157,7 +155,9 @@ class Run:
             UserError: the run must halt, or memory ran out. Weights and optimizer are unchanged.
         """
         started = time.perf_counter()
-        self.carried = self._states()
+        if self.carried is not None:
+            begins = torch.from_numpy(self.batches.begins(self.step, *self._sequences(self.step)))
+            self.carried = begun_again(self.carried, begins, self.gpt.initial_state(1))
         try:
             line = self._skip_known_bad_step() or self._step()
         except RuntimeError as error:
@@ -180,7 +180,7 @@ class Run:
             micro_batches,
             self.runtime,
             self.world,
-            states=self.carried,
+            states=[] if self.carried is None else split_rows(self.carried, [len(ids) for ids, _ in micro_batches]),
             grad_clip=config.optim.grad_clip,
             refuse=lambda loss, norm: why_bad(loss, norm, self.state.statistics, config.runtime.spike_sigmas),
             asked_to_stop=self.signals.received is not None,
@@ -191,7 +191,7 @@ class Run:
             self.stopped_by = "another process was asked to stop" if own is None else f"stopped by {own.name}"
         if result.refused is not None:
             return self._bad_step(result, lr)
-        self.carried = [*result.states]
+        self.carried = cat_states(result.states) if result.states else None
         self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
         if self.average is not None:
             self.average.take(self.step)
@@ -272,8 +272,7 @@ class Run:
         if path is None:
             raise UserError(f"{bad}; its checkpoints were deleted, so it cannot go back: use another run_dir")
         passed_over = self.state.passed_over | bad.skip
-        carried = self._restore(path, cat_states(self.carried) if self.carried else None)
-        self.carried = self._by_micro_batch(carried)
+        self._restore(path)
         self.state = self.state.model_copy(update={"passed_over": passed_over})
         if self.world.is_main:
             self.log.truncate(self.step)
@@ -297,27 +296,6 @@ class Run:
     def _at_once(self, n: int) -> int:
         """Sequences of a micro-batch, of n in all: as equal as possible. The last one may have fewer."""
         return -(-n // -(-n // self.micro_batch))
-
-    def _by_micro_batch(self, carried: GPTState | None) -> list[GPTState]:
-        """Split a state of this process's sequences."""
-        if carried is None:
-            return []
-        first, stop = self._sequences(self.step)
-        rows = torch.arange(stop - first).split(self._at_once(stop - first))
-        return [select_rows(carried, some.tolist()) for some in rows]
-
-    def _states(self) -> list[GPTState]:
-        """What the micro-batches of the next step go on from: sequences that begin the corpus, from no text."""
-        if not self.carried:
-            return []
-        begin = torch.from_numpy(self.batches.begins(self.step, *self._sequences(self.step)))
-        if not begin.any():
-            return self.carried
-        states = []
-        for state, new in zip(self.carried, begin.split(self._at_once(len(begin))), strict=True):
-            rows = torch.arange(len(new)).masked_fill(new, len(new))
-            states.append(select_rows(cat_states([state, self.gpt.initial_state(1)]), rows.tolist()))
-        return states
 
     @contextlib.contextmanager
     def reading_ahead(self) -> Iterator[Prefetch[MicroBatches]]:
@@ -374,7 +352,8 @@ class Run:
         world = self.world
         world.at(f"step {self.step + 1}: save")
         states = world.gather(random_state(world.device).to(world.device))
-        carried = self._all_carried()
+        each = [sequences_of(rank, world.size, self.config.batch_size) for rank in range(world.size)]
+        carried = gathered(self.carried, world, [stop - first for first, stop in each])
         if not world.is_main and not self._in_parts:
             return
         parts = [
@@ -390,18 +369,6 @@ class Run:
         """The run's tensors by name, as in its checkpoints."""
         averages = {} if self.average is None else self.average.tensors
         return {"model": self.gpt.state_dict() | averages, "optimizer": named_state(self.gpt, self.optimizer)}
-
-    def _all_carried(self) -> list[tuple[str, Tensor]]:
-        """The carried states of all processes, in the main process on the CPU. Every process must call this."""
-        world, named = self.world, parts_of(cat_states(self.carried) if self.carried else None, "carried")
-        counts = [b - a for a, b in (sequences_of(r, world.size, self.config.batch_size) for r in range(world.size))]
-        whole = []
-        for name, (own, _) in named:
-            same_size = torch.cat([own, own.new_zeros(max(counts) - len(own), *own.shape[1:])]).to(world.device)
-            rows = [part[:n] for part, n in zip(world.gather(same_size), counts, strict=True)]
-            if world.is_main:
-                whole.append((name, torch.cat(rows).cpu()))
-        return whole
 
     @property
     def _in_parts(self) -> bool:

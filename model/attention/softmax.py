@@ -14,6 +14,7 @@ from common.console import say_once
 from common.settings import UserError
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import remember
+from model.ops.compiling import assume_constant_result
 from model.ops.gates import forgotten
 from model.ops.running_sum import running_sum
 from model.ops.sparse_attention import masked_attention
@@ -111,7 +112,7 @@ class SoftmaxAttention(MultiHeadAttention):
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _say_kernel(asked: str, device: str, dtype: torch.dtype, n_head: int, n_kv_head: int, head_dim: int) -> str:
     used = kernel_in_use(asked, device, dtype, n_head, n_kv_head, head_dim)
     say_once(f"softmax attention by torch's {used} kernel")

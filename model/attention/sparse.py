@@ -10,6 +10,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
+from model.ops.compiling import disable
 from model.ops.documents import document_mask, document_positions
 from model.ops.sparse_attention import masked_attention, sparse_attention
 from model.ops.sparse_attention.patterns import Pattern, fixed, pattern_mask, strided
@@ -128,7 +129,7 @@ class SparseAttention(MultiHeadAttention):
         caches = (SparseCache.of(_heads(k, g.kv_heads), _heads(v, g.kv_heads), g.patterns) for g in self.groups)
         return y, tuple(caches)
 
-    @torch.compiler.disable  # it counts tokens, which would be compiled again for each count
+    @disable  # it counts tokens, which would be compiled again for each count
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, state: tuple[SparseCache, ...], starts: Tensor | None
     ) -> tuple[Tensor, tuple[SparseCache, ...]]:

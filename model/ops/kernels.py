@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.console import say_once
+from model.ops.compiling import assume_constant_result
 
 
 def choose_backend(operator: str, package: str, backend: str, backends: Iterable[str], x: Tensor) -> str:
@@ -33,7 +34,7 @@ def choose_backend(operator: str, package: str, backend: str, backends: Iterable
     return backend
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _fastest_on_gpu(operator: str, package: str, index: int | None, dtype: torch.dtype) -> str:
     """Choose the backend of an operator, and log the choice once."""
     why_not = why_not_triton("cuda", index)
@@ -50,7 +51,7 @@ def _fastest_on_gpu(operator: str, package: str, index: int | None, dtype: torch
     return "triton"
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def why_not_triton(device: str, index: int | None) -> str | None:
     """Return why no Triton kernel can run on a device, or None if they can."""
     if find_spec("triton") is None:

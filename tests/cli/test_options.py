@@ -28,6 +28,8 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "tracker=true", "tracker=true does not exist: allowed: local, tensorboard, wandb"),
         ("train", "attention=softmax", "attention=softmax: write model/attention=softmax"),
         ("train", "model.attention=softmx", "write model/attention=softmx"),
+        ("train", "model.attention.name=softmax", "write model/attention=softmax"),
+        ("train", "-sc", "-sc lacks what to do: write -sc install=bash"),
         ("train", "device=cuda", "did you mean 'runtime.device'?"),
         ("train", "norm=rms", "did you mean 'model.attention.norm' or 'model.norm'?"),
         ("train", "model.dropout=0.1", "unknown config key 'model.dropout': there is no dropout here"),

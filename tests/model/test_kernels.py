@@ -1,6 +1,7 @@
 """The choice between kernels and plain torch, and the compilation of kernels for GPUs that are not here."""
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from common.console import say_once
+from model.ops import compiling
 from model.ops.kernels import _fastest_on_gpu
 from model.ops.linear_cross_entropy import summed_loss
 from model.ops.log_recurrence import log_recurrence
@@ -71,6 +73,34 @@ def test_a_backend_that_cannot_be_is_refused_in_one_line(gpu, monkeypatch, name)
 def test_triton_is_imported_when_a_kernel_is_used():
     code = "import sys, model.gpt; sys.exit(any(name.endswith('.triton') for name in sys.modules if 'model' in name))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.slow
+def test_what_is_slow_to_import_is_imported_when_it_is_used():
+    slow = ["torch._dynamo", "torch.distributed.tensor", "sympy", "matplotlib", "datasets"]
+    code = f"import sys, inference.sample; sys.exit(any(name in sys.modules for name in {slow}))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@compiling.assume_constant_result
+def _constant():
+    return os.getpid()  # a graph cannot hold this call
+
+
+@compiling.disable
+def _not_compiled(x):
+    assert not torch.compiler.is_compiling()
+    return x + 1
+
+
+def test_marks_for_the_compiler_are_those_of_torch():
+    x = torch.ones(3)
+    whole = torch.compile(lambda x: x * _constant(), backend="eager", fullgraph=True)
+    assert torch.equal(whole(x), x * os.getpid())
+    in_parts = torch.compile(lambda x: _not_compiled(x * 2) * 3, backend="eager")
+    assert torch.equal(in_parts(x), (x * 2 + 1) * 3)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_not_compiled"):
+        torch.compile(lambda x: _not_compiled(x), backend="eager", fullgraph=True)(x)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from common.console import say_once
+from model.ops.compiling import assume_constant_result
 from model.ops.gates import check_gates
 from model.ops.kernels import why_not_triton
 from model.ops.log_attention.chunked import chunked_log_attention
@@ -133,7 +134,7 @@ def signed_log_attention(
     return (*join_signs(log_y), after) if return_state else join_signs(log_y)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _fastest_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str:
     """Choose the backend for many tokens of these types and sizes of heads, and log the choice once."""
     if why_not := _why_not_on_gpu(index, *given):
@@ -143,7 +144,7 @@ def _fastest_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str:
     return "triton"
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int) -> str | None:
     """Return why the kernels cannot run, or None if they can."""
     if why_not := why_not_triton(device, index):

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common.console import say_once
 from model.ops.autocast import as_autocast
+from model.ops.compiling import disable
 from model.ops.derivatives import refuse_second_order, refuse_transforms
 from model.ops.sparse_attention.patterns import Pattern, is_causal, pattern_mask, pattern_sees
 from model.ops.sparse_attention.tiles import UNSEEN, Tiles, tile_mask, tiles_of
@@ -28,7 +29,7 @@ _BLOCK = 128  # queries and keys of a block in FlexAttention
 _SHORT = 128  # tokens: for shorter sequences, preparing tiles takes longer than it saves
 
 
-@torch.compiler.disable  # layouts and masks are cached; FlexAttention is compiled separately
+@disable  # layouts and masks are cached; FlexAttention is compiled separately
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where each query attends to the keys of its head's pattern.
 
