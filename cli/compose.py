@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, errors
 
-from cli.options import as_text, bare_keys, groups_of, meant
+from cli.options import as_text, bare_keys, groups_of, meant, takes_one_name
 from common.settings import CONFIGS, UserError, nearest
 
 OmegaConf.clear_resolver("oc.env")  # a downloaded experiment could send the environment elsewhere; shells have $HOME
@@ -61,9 +61,9 @@ def read_options(options: list[str], in_sweep: bool = False) -> list[str]:
             continue
         if parsed.is_sweep_override() and not in_sweep:
             key, _, value = option.partition("=")
-            as_list = "" if "(" in value else f", or write '{key}=[{value}]' for a list"
+            as_list = "" if "(" in value or takes_one_name(key) else f"; if {key} is a list, write '{key}=[{value}]'"
             if re.fullmatch(r"-?\d+,\d+", value):
-                as_list += f", or {key}={value.replace(',', '.')} for a decimal number"
+                as_list += f"; for a decimal number, write {key}={value.replace(',', '.')}"
             raise UserError(f"{option} has several values: add -m for a run with each{as_list}")
         read.append(option)
     return read

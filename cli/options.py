@@ -39,6 +39,11 @@ def _of_data(group: str) -> bool:
     return group in ("data", "tokenizer")
 
 
+def takes_one_name(key: str) -> bool:
+    """Whether an option chooses one file of a group."""
+    return key != "tracker" and (CONFIGS / key).is_dir()
+
+
 def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
     """Raise UserError for options that have another form here."""
     refuse_flag(option)
@@ -71,6 +76,8 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
         raise UserError(f"{option}: a run goes on where its files are: write run_dir={value}")
     if in_sweep and re.fullmatch(r"-?\d+,0\d+", value):
         raise UserError(f"{option} is two numbers: write {key}={value.replace(',', '.')} for a decimal number")
+    if takes_one_name(key) and value.startswith("["):
+        raise UserError(f"{option}: {key} takes one name; -m {key}={value[1:-1]} makes a run with each")
     if key in groups and re.fullmatch(r"true|false|null|[\d.]+", value):
         raise UserError(f"{option} does not exist: {nearest(value, groups[key])}")
 
@@ -91,6 +98,8 @@ def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
         names = [name for name in groups.get(group, []) if inside in explained(CONFIGS / group / f"{name}.yaml")]
         if names:
             return f"it is a key of {' or '.join(f'{group}={name}' for name in names)}, which must be given, too"
+    if "/" in key:
+        return nearest(key, groups)
     if last in _ABSENT:
         return _ABSENT[last]
     synonym = _SYNONYMS.get(last)

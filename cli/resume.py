@@ -22,9 +22,8 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool 
     goes_on = "run_dir" in given and not given.keys() & {"experiment", "~"}
     own = _settings_of(Path(str(given["run_dir"]))) if goes_on else {}
     if goes_on and not own and "dataset_dir" not in given:
-        raise UserError(
-            f"run_dir={given['run_dir']} holds no run to go on with: give experiment=... or dataset_dir=..."
-        )
+        why = "a damaged config.json" if Path(str(given["run_dir"]), "config.json").exists() else "no run to go on with"
+        raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=... or dataset_dir=...")
     if not own:
         return to_dict(compose("train", options, config_dir), complete)
     variants = [

@@ -146,6 +146,8 @@ def _given(words: list[str], options: type[Settings]) -> dict[str, str | None]:
 
 def refuse_flag(word: str) -> None:
     """Refuse an option with dashes, and show how it is written here."""
+    if word == "--":
+        raise UserError("--: leave it out: options are KEY=VALUE here")
     if word.startswith("-"):
         key, _, value = word.lstrip("-").partition("=")
         raise UserError(f"{word}: options are KEY=VALUE here: write {key.replace('-', '_')}={value or '...'}")

@@ -76,6 +76,15 @@ def _defaults(name: str) -> dict[str, Any]:
     return {key: value for key, value in (values[section] if section else values).items() if value != "???"}
 
 
+def values_of(group: str, name: str) -> dict[str, Any]:
+    """Return the values of a file in a group of configs/, and of those that it is based on; {} if there is no file."""
+    if not (name.isidentifier() and (CONFIGS / group / f"{name}.yaml").exists()):
+        return {}
+    values = dict(_defaults(f"{group}/{name}"))
+    bases = [base for base in values.pop("defaults", []) if str(base).isidentifier() and base != "_self_"]
+    return {key: value for base in bases for key, value in values_of(group, base).items()} | values
+
+
 S = TypeVar("S", bound=Settings)
 
 

@@ -1,6 +1,8 @@
 """sample.py: text from a checkpoint, printed as it is generated."""
 
 import json
+import os
+import stat
 import sys
 import time
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.console import console, show
+from common.console import console, say, show
 from common.files import parse_json
 from common.settings import UserError
 from inference.completion import Completion, TextRequest, stream
@@ -192,7 +194,10 @@ def _read_prompts(config: SampleConfig) -> list[str]:
     except (OSError, UnicodeError) as error:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
-        raise UserError(f"{source} cannot be read: {reason}") from None
+        hint = "; prompt=- reads standard input" if str(path) == "-" else ""
+        raise UserError(f"{source} cannot be read: {reason}{hint}") from None
+    if not (path or text) and stat.S_ISFIFO(os.fstat(0).st_mode):
+        say("the prompt is empty: prompt=- reads it from standard input")
     if not config.prompts_file:
         return [text]
     if not (prompts := [line for line in text.split("\n") if line]):

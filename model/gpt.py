@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from common.settings import Settings, variant_names
+from common.settings import Settings, values_of, variant_names
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import Attention
 from model.fused import FusedLinear
@@ -187,8 +187,13 @@ class GPTConfig(Settings):
             return raw
         attention = raw.get("attention")
         own = attention.get("name") if isinstance(attention, dict) else getattr(attention, "name", None)
-        named = [(attention if item == own else {"name": item}) if isinstance(item, str) else item for item in pattern]
-        return {**raw, "attention_pattern": named}
+
+        def settings(item: Any) -> Any:
+            if not isinstance(item, str):
+                return item
+            return attention if item == own else values_of("model/attention", item) or {"name": item}
+
+        return {**raw, "attention_pattern": [settings(item) for item in pattern]}
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "GPTConfig":

@@ -79,7 +79,7 @@ class Kept(Settings):
     """Seed of the initial weights and of the order of the data."""
     seq_len: int = Field(ge=1, le=2**24)
     """Tokens per training sequence."""
-    batch_tokens: int = Field(ge=1, le=2**48)
+    batch_tokens: int = Field(ge=1, le=2**28)
     """Tokens per step: the global batch, over all processes and micro-batches."""
     batch_doublings: list[Annotated[int, Field(ge=1, lt=10**18)]] = Field(default=[], max_length=40)
     """Batch-size warm-up: the batch doubles after each of these steps, and has batch_tokens after the last of them."""

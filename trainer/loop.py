@@ -9,10 +9,11 @@ from trainer.checkpoint import retain
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.progress import TrainingProgress
-from trainer.resume import own_run, say_changes
+from trainer.resume import check_folder, own_run, say_changes
 from trainer.run import RollBack, Run, open_data
 from trainer.runtime import open_runtime
 from trainer.signals import StopSignals
+from trainer.step import Abandoned
 
 
 def fit(config: TrainConfig) -> float | None:
@@ -27,6 +28,7 @@ def fit(config: TrainConfig) -> float | None:
         SystemExit: the run was asked to stop, or lost a process: the same command resumes it (exits.AGAIN).
     """
     config.tracker.import_packages()
+    check_folder(config.run_dir)
     runtime = open_runtime(config.runtime)
     make_directory(config.run_dir, "run_dir")
     with (
@@ -86,7 +88,12 @@ def _train_on(run: Run, config: TrainConfig) -> None:
     with run.reading_ahead(), TrainingProgress(config.tokens, config.last_step, run.step, run.curves) as progress:
         while not run.ended:
             run.saver.check()
-            line = run.train_step()
+            try:
+                line = run.train_step()
+            except Abandoned:
+                if run.saver.saved_step != run.step:
+                    run.save()
+                return
             run.write(line)
             progress.take(line)
             improved = run.due(config.eval.every) and run.evaluate()

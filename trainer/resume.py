@@ -16,7 +16,7 @@ from common.console import say, warn
 from common.files import read_json, write_json
 from common.lock import owned
 from common.settings import UserError, differences
-from data.shards import Manifest
+from data.shards import MANIFEST, Manifest
 from model.gpt import GPT, GPTState
 from model.state import parts_of, restored
 from trainer.checkpoint import FLOATS, Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
@@ -131,6 +131,16 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
     if changed:
         listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())
         raise UserError(f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir")
+
+
+def check_folder(run_dir: Path) -> None:
+    """Raise UserError if run_dir, which need not exist, is a dataset or a folder of runs."""
+    if (run_dir / "config.json").exists():
+        return
+    if (run_dir / MANIFEST).exists():
+        raise UserError(f"run_dir={run_dir} is a dataset: choose another folder for the run")
+    if runs := sorted(run_dir.glob("*/config.json")):
+        raise UserError(f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them")
 
 
 def own_run(run_dir: Path) -> AbstractContextManager[None]:

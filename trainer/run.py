@@ -37,9 +37,12 @@ from trainer.resume import find_checkpoint, initialise, new_state, restore, writ
 from trainer.runtime import Runtime, device_name, maybe_compile, peak_flops
 from trainer.saving import Saver
 from trainer.signals import StopSignals
-from trainer.step import MicroBatches, StepResult, SummedLoss, train_step
+from trainer.step import Abandoned, MicroBatches, StepResult, SummedLoss, train_step
 from trainer.trackers import TrackedRun
 from trainer.transfer import ratios, scale_weights
+
+_FLOPS_OF_A_CORE = 5e10  # in a second, of a fast core in float32
+_LONG_STEP = 120  # seconds
 
 
 class RollBack(Exception):
@@ -151,6 +154,7 @@ class Run:
         """One optimizer step on the next global batch; returns its line for metrics.jsonl.
 
         Raises:
+            Abandoned: a signal came before its last micro-batch.
             RollBack: the step went wrong, and runtime.on_nonfinite=rollback.
             UserError: the run must halt, or memory ran out. Weights and optimizer are unchanged.
         """
@@ -160,6 +164,9 @@ class Run:
             self.carried = begun_again(self.carried, begins, self.gpt.initial_state(1))
         try:
             line = self._skip_known_bad_step() or self._step()
+        except Abandoned:
+            self.stopped_by = self._signal()
+            raise
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -183,12 +190,11 @@ class Run:
             states=[] if self.carried is None else split_rows(self.carried, [len(ids) for ids, _ in micro_batches]),
             grad_clip=config.optim.grad_clip,
             refuse=lambda loss, norm: why_bad(loss, norm, self.state.statistics, config.runtime.spike_sigmas),
-            asked_to_stop=self.signals.received is not None,
+            asked_to_stop=lambda: self.signals.received is not None,
             name=f"step {self.step + 1}",
         )
         if result.stop:
-            own = self.signals.received
-            self.stopped_by = "another process was asked to stop" if own is None else f"stopped by {own.name}"
+            self.stopped_by = self._signal()
         if result.refused is not None:
             return self._bad_step(result, lr)
         self.carried = cat_states(result.states) if result.states else None
@@ -197,6 +203,11 @@ class Run:
             self.average.take(self.step)
         tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
         return self._line(loss=result.loss, lr=lr, grad_norm=result.grad_norm, **tiles)
+
+    def _signal(self) -> str:
+        """Why the run stops."""
+        own = self.signals.received
+        return "another process was asked to stop" if own is None else f"stopped by {own.name}"
 
     def _bad_step(self, result: StepResult, lr: float) -> dict[str, Any]:
         """Halt, roll back or skip, as runtime.on_nonfinite says."""
@@ -389,6 +400,7 @@ class Run:
         writers = self.world.aside() if self._in_parts else World(torch.device("cpu"))
         log = self.log if self.world.is_main else None
         self.saver = Saver(self.config.run_dir, self.tokenizer, self.config.checkpoint, log, writers)
+        self.saver.saved_step = self.step if self.resumed else None
         try:
             yield
             self.world.leave()  # the others do not wait for the last save
@@ -414,6 +426,10 @@ class Run:
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.curves = curves_of(read_metrics(self.log.path))
         self.trackers = config.tracker.open(TrackedRun(self.state.run_id, run_dir, dumped, resumed_at=self.step))
+        seconds = flops * config.batch_tokens / self.world.size / (torch.get_num_threads() * _FLOPS_OF_A_CORE)
+        if self.world.device.type == "cpu" and seconds > _LONG_STEP:
+            small = "give experiment=quickstart, or a small model and fewer batch_tokens"
+            warn(f"a step takes {seconds / 60:,.0f} minutes or more on this CPU; for a model that suits it, {small}")
         first = f"{config.batch_sizes.at(0)} to " if config.batch_doublings else ""
         batch = f"{first}{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
         say(f"{self.gpt.n_params():,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")

@@ -38,7 +38,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.saved_step: int | None = None
-        """The step of the last save that was started."""
+        """The step of the last save that was started, or of the checkpoint that the run was resumed from."""
 
     def save(self, parts: Parts, state: TrainState) -> None:
         """Copy all tensors, and start to write them.

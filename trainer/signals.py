@@ -1,4 +1,4 @@
-"""Stop signals: the first one lets the run finish and save its step, the second one ends it at once."""
+"""Stop signals: after the first one the run saves its last step and ends, and a second one ends it at once."""
 
 import os
 import signal
@@ -51,6 +51,6 @@ class StopSignals:
                 continue
             if self.received is None:
                 self.received, first = signal.Signals(byte[0]), time.monotonic()
-                warn(f"{self.received.name}: stopping after this step is saved; a second signal stops at once")
+                warn(f"{self.received.name}: saving and stopping; a second signal stops at once")
             elif time.monotonic() - first >= self._echo_seconds:
                 os._exit(128 + byte[0])

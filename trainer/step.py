@@ -32,6 +32,10 @@ class SummedLoss(nn.Module):
         return self.gpt.summed_loss(token_ids, targets, state, return_state)
 
 
+class Abandoned(Exception):
+    """A step was left before its end: this process is alone and was asked to stop. The weights are unchanged."""
+
+
 class StepResult(NamedTuple):
     """The result of a step. The same in all processes, except own_loss."""
 
@@ -62,7 +66,7 @@ def train_step(
     states: Sequence[GPTState] = (),
     grad_clip: float | None = None,
     refuse: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
-    asked_to_stop: bool = False,
+    asked_to_stop: Callable[[], bool] = lambda: False,
     name: str = "step",
 ) -> StepResult:
     """Update the weights once, by the gradient of the mean loss over all valid tokens of the global batch.
@@ -77,8 +81,12 @@ def train_step(
         states: that each micro-batch goes on from; none: all begin texts.
         grad_clip: largest norm of the whole gradient; None: not clipped.
         refuse: gets loss and gradient norm before the update; returns why it must not happen, or None.
-        asked_to_stop: travels with the loss, so that all processes stop after the same step.
+        asked_to_stop: asked after the backward passes; the answer travels with the loss, so that all processes stop
+            after the same step. A process that is alone is also asked before each micro-batch.
         name: the step's name, for the watchdog's messages.
+
+    Raises:
+        Abandoned: this process is alone and was asked to stop before its last micro-batch.
     """
     world = world or World(runtime.device)
     params = list(summed_loss.parameters())
@@ -86,11 +94,12 @@ def train_step(
     repaired_before = repaired.clone()
     n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
     valid = world.sum(torch.full((), n_valid, dtype=torch.float64, device=world.device))
+    leave = asked_to_stop if world.size == 1 else lambda: False
     own_loss, after = accumulate_gradients(
-        summed_loss, micro_batches, runtime, world, states=states, scale=world.size / valid, name=name
+        summed_loss, micro_batches, runtime, world, states=states, scale=world.size / valid, leave=leave, name=name
     )
     world.at(f"{name}: loss")
-    own = own_loss, own_loss.new_full((), asked_to_stop), (repaired - repaired_before).double().squeeze()
+    own = own_loss, own_loss.new_full((), asked_to_stop()), (repaired - repaired_before).double().squeeze()
     total, asked, tiles = world.sum(torch.stack(own))
     world.at(f"{name}: optimizer")
     norm = world.full(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
@@ -115,6 +124,7 @@ def accumulate_gradients(
     states: Sequence[GPTState] = (),
     scale: float | Tensor = 1.0,
     sync: bool = True,
+    leave: Callable[[], bool] = lambda: False,
     name: str = "step",
 ) -> tuple[Tensor, list[GPTState]]:
     """Add the gradient of scale x loss of each micro-batch; returns the sum of the losses, float64, and states.
@@ -124,9 +134,15 @@ def accumulate_gradients(
     Args:
         states: that each micro-batch goes on from, through which no gradient goes; none: all begin texts.
         sync: average the gradients over the processes in the last backward pass.
+        leave: is asked before each micro-batch except the first.
+
+    Raises:
+        Abandoned: `leave` returned True.
     """
     total, after = torch.zeros((), dtype=torch.float64, device=world.device), []
     for i, micro_batch in enumerate(micro_batches, start=1):
+        if i > 1 and leave():
+            raise Abandoned
         x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
         at = partial(world.at, f"{name}: forward {i}")
         pieces = Pieces(summed_loss, runtime, x, y, states[i - 1] if states else None, at)

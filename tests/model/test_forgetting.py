@@ -123,6 +123,15 @@ def test_the_gates_of_a_model_need_no_fallback(kind, device):
     assert fallback.forward_tiles == before
 
 
+@pytest.mark.parametrize("D", [1, 5])
+@pytest.mark.parametrize("backend", ["naive", "chunked", "auto"])
+def test_gates_of_broken_queries_may_be_nan(D, backend):
+    q, k, log_v, _ = inputs(9, 1)
+    nan = torch.full_like(q, torch.nan)
+    log_y = log_attention(nan, k + nan, log_v, nan[..., :D], backend=backend)
+    assert log_y.isnan().all()
+
+
 @pytest.mark.parametrize(
     ("log_f", "causal", "message"),
     [

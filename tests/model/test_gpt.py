@@ -143,3 +143,11 @@ def test_a_sequence_beyond_the_learned_positions_is_refused():
 def test_no_tokens_are_refused():
     with pytest.raises(ValueError, match=r"token_ids of shape \(2, 0\) contain no tokens: pass at least one"):
         build(tiny())(torch.zeros(2, 0, dtype=torch.long))
+
+
+def test_a_pattern_takes_the_names_of_configuration_files():
+    ours, theirs = tiny(attention_pattern=["log_space_forgets", "softmax"]).layers
+    assert (ours.name, ours.decay, ours.product, ours.gate) == ("log_space", "head", True, "silu")
+    assert (theirs.name, theirs.decay) == ("softmax", "none")
+    with pytest.raises(ValidationError, match=r"attention_pattern\.0\n.*softmax"):
+        tiny(attention_pattern=["../softmax"])

@@ -74,6 +74,34 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_change(tiny)
     assert all(torch.equal(p.nan_to_num(), before[name].nan_to_num()) for name, p in run.gpt.named_parameters())
 
 
+def test_a_learning_rate_that_breaks_a_model_with_gates_stops_it_in_one_line(tiny):
+    gates = {"name": "log_space", "decay": "head", "product": True, "d_key": 4}
+    with pytest.raises(UserError, match=r"^step \d: loss is .* lower optim.max_lr=1000") as error:
+        fit(tiny({"model.attention": gates, "optim.max_lr": 1000, "optim.grad_clip": None}))
+    assert "\n" not in str(error.value)
+
+
+def test_the_folder_of_a_dataset_or_of_runs_is_refused(tiny, tmp_path):
+    config = tiny()
+    before = sorted(config.dataset_dir.iterdir())
+    with pytest.raises(UserError, match="is a dataset: choose another folder for the run"):
+        fit(config.model_copy(update={"run_dir": config.dataset_dir}))
+    assert sorted(config.dataset_dir.iterdir()) == before
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="has runs in it, such as a: choose a folder beside them"):
+        fit(config.model_copy(update={"run_dir": tmp_path / "runs"}))
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+
+
+def test_steps_that_take_minutes_on_a_cpu_are_announced(tiny, monkeypatch, capsys):
+    fit(tiny({"max_steps": 1}))
+    assert "on this CPU" not in capsys.readouterr().err
+    monkeypatch.setattr("trainer.run._FLOPS_OF_A_CORE", 1.0)
+    fit(tiny({"max_steps": 2}))
+    assert "minutes or more on this CPU; for a model that suits it, give experiment=" in capsys.readouterr().err
+
+
 def test_a_run_writes_what_it_promises(tiny):
     config = tiny()
     fit(config)

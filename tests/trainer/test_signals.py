@@ -1,5 +1,6 @@
 """A run saves and reports it after a first stop signal, and can be resumed; a second signal ends it immediately."""
 
+import itertools
 import os
 import signal
 import time
@@ -8,8 +9,10 @@ import pytest
 import ranks
 from test_resume import assert_same_run, metrics
 
+import trainer.step
 from common.exits import AGAIN
 from trainer.checkpoint import newest, open_checkpoint
+from trainer.loop import fit
 from trainer.signals import STOPPING, StopSignals
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -53,6 +56,27 @@ def test_a_signal_ends_the_run_after_its_step_and_the_same_command_goes_on(comma
     assert "a second signal stops at once" in stopped.err
     assert command("train", *args).status == 0
     assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_signal_ends_a_long_step_between_its_micro_batches_and_no_bit_changes(tiny, tmp_path, monkeypatch):
+    config = tiny({"batch_tokens": 128, "runtime.micro_batch": 2, "max_steps": 6})  # 4 micro-batches a step
+    fit(config.model_copy(update={"run_dir": tmp_path / "whole"}))
+    forward, calls = trainer.step.SummedLoss.forward, itertools.count(1)
+
+    def interrupted(*args):
+        if next(calls) == 2 * 4 + 2:  # the second of step 3
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # a thread takes note of it
+        return forward(*args)
+
+    monkeypatch.setattr(trainer.step.SummedLoss, "forward", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        fit(config)
+    assert stopped.value.code == AGAIN
+    assert next(calls) == 2 * 4 + 3, "the third micro-batch was not computed"
+    assert open_checkpoint(config.run_dir).state.step == metrics(config.run_dir)[-1]["step"] == 2
+    fit(config)
+    assert_same_run(tmp_path / "whole", config.run_dir)
 
 
 @pytest.mark.slow

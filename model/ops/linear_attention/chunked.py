@@ -47,7 +47,7 @@ def linear_attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     if log_f is not None:
-        check_gates(log_f, q.shape)
+        check_gates(log_f, q)
     with torch.autocast(q.device.type, enabled=False):
         f_q, f_k = _features(q.to(dtype)), _features(k.to(dtype))
         state = _empty(f_k, v) if state is None else state

@@ -88,7 +88,7 @@ def log_attention(
     if log_f is not None:
         if not causal:
             raise ValueError("log_f needs causal=True: without an order of tokens none is earlier than another")
-        check_gates(log_f, q.shape)
+        check_gates(log_f, q)
     if backend == "auto":
         if causal and q.shape[2] == 1 and not torch.is_grad_enabled():
             state = empty_state(q, log_v) if state is None else state
