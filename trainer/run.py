@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.console import say, warn
+from common.console import count, say, warn
 from common.settings import UserError
 from data.loader import EvalBatches, TrainBatches, eval_streams
 from data.mixture import open_mixture
@@ -431,7 +431,7 @@ class Run:
             small = "give experiment=quickstart, or a small model and fewer batch_tokens"
             warn(f"a step takes {seconds / 60:,.0f} minutes or more on this CPU; for a model that suits it, {small}")
         first = f"{config.batch_sizes.at(0)} to " if config.batch_doublings else ""
-        batch = f"{first}{config.batch_size} x {config.seq_len} tokens a step, {config.max_steps:,} steps"
+        batch = f"{first}{config.batch_size} x {config.seq_len} tokens a step, {count(config.max_steps, 'step')}"
         say(f"{self.gpt.n_params():,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")
         if (tuned := config.optim.transfer) and ratios(self.gpt, tuned) != (1, 1):
             size = f"n_embd={tuned.n_embd}, n_layer={tuned.n_layer}"

@@ -1,0 +1,32 @@
+"""The picture of the comparison is drawn from its table."""
+
+import pytest
+
+from tools.compare import evidence
+
+TABLE = """seq_len,arm,parameters,tokens,max_lr,seed,loss
+256,log_space_forgets,10,100,0.1,1,2.0
+256,log_space_forgets,10,100,0.2,1,1.5
+256,log_space_forgets,10,100,0.2,2,1.7
+256,log_space_forgets_no_gate,10,100,0.2,1,1.9
+512,softmax_forgets_rotary,10,100,0.2,1,1.4
+"""
+
+
+def test_runs_count_at_the_best_learning_rate(tmp_path, monkeypatch):
+    table = tmp_path / "runs.csv"
+    table.write_text(TABLE)
+    losses = evidence.read(table)
+    assert losses["log_space_forgets", 256, 100] == [1.5, 1.7]
+    assert losses["softmax_forgets_rotary", 512, 100] == [1.4]
+    drawn = []
+    monkeypatch.setattr(evidence, "TABLE", table)
+    monkeypatch.setattr(evidence, "png", lambda figure: drawn.append(figure) or b"picture")
+    evidence.main()
+    losses, parts = drawn[0].axes
+    assert [line.get_label() for line in losses.lines if "M" in str(line.get_label())] == [
+        "softmax, forget gate, rotary (control), 2 M",
+        "log-space that forgets (flagship), 0.4 M",
+    ]
+    assert [bar.get_width() for bar in parts.patches] == [pytest.approx(1.9 - 1.6)]
+    assert table.with_suffix(".png").read_bytes() == b"picture"

@@ -1,0 +1,91 @@
+"""Draw docs/attention_forgets.png from docs/attention_forgets.csv: python -m tools.compare.evidence.
+
+Left, the loss over the text that was read, for the flagship's form, its control and the published form, each at its
+best learning rate. Right, the loss that each part of the flagship's form saves.
+"""
+
+import csv
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from common.figures import png, short_count
+from common.files import write_atomic
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "attention_forgets.csv"
+_OURS = "log_space_forgets"
+_ARMS = {
+    "softmax_forgets_rotary": ("softmax, forget gate, rotary (control)", "C7"),
+    _OURS: ("log-space that forgets (flagship)", "C4"),
+    "log_space-glu-log_recurrence": ("log-space, published form", "C1"),
+}
+_PARTS = {
+    f"{_OURS}_by_feature": "a gate for each feature, not each head",
+    f"{_OURS}_no_product": "no product",
+    f"{_OURS}_no_gate": "no output gate",
+    f"{_OURS}_nothing": "no forgetting; log recurrence",
+    f"{_OURS}_no_conv": "no convolutions",
+}
+_SIZES = {256: ("0.4 M", "o"), 512: ("2 M", "s"), 1024: ("5 M", "D")}
+"""Parameters of the models of each text length, and their marker."""
+
+Losses = dict[tuple[str, int, int], list[float]]
+"""The losses of each arm, text length and number of tokens, one for each seed, at the best learning rate."""
+
+
+def main() -> None:
+    """Write the picture."""
+    losses = read(TABLE)
+    figure = Figure(figsize=(11, 4.6))
+    left, right = figure.subplots(1, 2, width_ratios=[1.3, 1])
+    _draw_losses(left, losses)
+    _draw_parts(right, losses)
+    write_atomic(TABLE.with_suffix(".png"), png(figure))
+
+
+def read(table: Path) -> Losses:
+    """Read the runs, and keep those at each arm's learning rate of the lowest mean."""
+    by_rate: dict[tuple[str, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in csv.DictReader(table.read_text(encoding="utf-8").splitlines()):
+        key = row["arm"], int(row["seq_len"]), int(row["tokens"])
+        by_rate[key][row["max_lr"]].append(float(row["loss"]))
+    return {key: min(rates.values(), key=statistics.mean) for key, rates in by_rate.items()}
+
+
+def _draw_losses(axes: Axes, losses: Losses) -> None:
+    for arm, (label, colour) in _ARMS.items():
+        for length, (size, marker) in _SIZES.items():
+            points = sorted((tokens, own) for (name, T, tokens), own in losses.items() if (name, T) == (arm, length))
+            if points:
+                means = [(tokens, statistics.mean(own)) for tokens, own in points]
+                axes.plot(*zip(*means, strict=True), color=colour, marker=marker, label=f"{label}, {size}")
+            for tokens, own in points:
+                axes.plot([tokens] * len(own), own, ".", color=colour, markersize=4)
+    axes.set(xscale="log", xlabel="bytes read", ylabel="validation loss (nats per byte)")
+    axes.set_title("Loss on the Pile's bytes, by parameters")
+    axes.set_xticks([1e6, 2e6, 4e6, 8e6])
+    axes.xaxis.set_major_formatter(short_count)
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+
+
+def _draw_parts(axes: Axes, losses: Losses) -> None:
+    whole = {key[1:]: own for key, own in losses.items() if key[0] == _OURS}
+    worth = {
+        label: statistics.mean(own) - statistics.mean(whole[length, tokens])
+        for part, label in _PARTS.items()
+        for (name, length, tokens), own in losses.items()
+        if name == part
+    }
+    bars = axes.barh([*worth], [*worth.values()], color="C4")
+    axes.bar_label(bars, fmt="%+.3f", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set(xlabel="loss above the flagship's (nats per byte)", title="What each part is worth")
+
+
+if __name__ == "__main__":
+    main()
