@@ -161,6 +161,18 @@ def test_the_published_recipe():
     assert rates == pytest.approx([6e-5, 6e-4, 6e-5])
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("pile_125m_2h", 8e9), ("fineweb_124m", 3.25e9)])
+def test_the_recipes_of_fewer_tokens(name, tokens):
+    config = decode(TrainConfig, compose("train", f"experiment={name}"))
+    assert 0.98 * tokens < config.max_steps * config.batch_tokens <= 1.001 * tokens
+    assert config.batch_doublings == []
+    assert (config.model, config.optim.name) == (model_of("log_gpt2_125m"), "muon")
+    other = decode(TrainConfig, compose("train", f"experiment={name}", "model=gpt_125m", "optim=adamw"))
+    assert (other.model, other.optim.name) == (model_of("gpt_125m"), "adamw")
+    factors = [config.schedule.factor(step, config.max_steps) for step in range(config.max_steps)]
+    assert (max(factors), factors.index(1.0), factors[-1]) == (1.0, config.schedule.warmup_steps - 1, 0.0)
+
+
 def test_the_quickstart_is_of_bytes():
     config = decode(TrainConfig, compose("train", "experiment=quickstart"))
     assert config.model.n_vocab == 257

@@ -17,12 +17,12 @@ from data.prepare.encode import Batch, Encoded, OnError, Skipped, encode_all
 from data.prepare.items import NO_TEXT, Position
 from data.prepare.join import EmptySplit, Unusable, check_text, existing, join, partial_dir
 from data.prepare.parts import FINISHED, Plan, read_parts, remove, start, write_part, writing
-from data.prepare.sources import FileSource, JsonlSource, PileSource, Source, StdlibSource, TextSource
+from data.prepare.sources import FileSource, HubSource, JsonlSource, Source, StdlibSource, TextSource
 from data.prepare.tasks import Task
 from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId
 from data.tokenizer import TokenizerConfig, build_tokenizer
 
-SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | PileSource | Task, Field(discriminator="name")]
+SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | HubSource | Task, Field(discriminator="name")]
 
 _CHECKED_ITEMS = 10_000  # after so many, a text_field that most documents lack is an error
 
@@ -37,7 +37,9 @@ class PrepareConfig(Settings, defaults="prepare"):
     out_dir: Path
     """The dataset directory to make; with num_tasks, the folder of all parts."""
     val_fraction: float | None = Field(gt=0, lt=1)
-    """The share of documents for the validation split. null: 0.005 for jsonl and pile, else 0.05."""
+    """The share of documents for the validation split. null: 0.005 for jsonl and datasets of the hub, else 0.05."""
+    val_tokens: PositiveInt | None
+    """In place of val_fraction: the documents with the first so many tokens of the input are for validation."""
     shard_tokens: PositiveInt
     """A shard is full with the document that reaches this number of tokens."""
     dedup: Literal["none", "exact"]
@@ -55,13 +57,16 @@ class PrepareConfig(Settings, defaults="prepare"):
     def _check_task(self) -> "PrepareConfig":
         if self.task_index >= self.num_tasks:
             raise ValueError(f"task_index={self.task_index} is out of range: give one from 0 to {self.num_tasks - 1}")
+        if self.val_tokens and self.val_fraction:
+            raise ValueError(f"val_tokens={self.val_tokens} replaces val_fraction={self.val_fraction}: give only one")
         return self
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that decide what the dataset holds, and its whole input, as JSON for its manifest."""
         kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens", "dedup"})
         fraction = self.data.usual_val_fraction if self.val_fraction is None else self.val_fraction
-        return {**kept, "val_fraction": fraction, "input": self.data.inputs()}
+        split = {"val_tokens": self.val_tokens} if self.val_tokens else {"val_fraction": fraction}
+        return {**kept, **split, "input": self.data.inputs()}
 
 
 def prepare(config: PrepareConfig) -> Manifest | None:

@@ -102,8 +102,9 @@ class _Joint:
         self.counts = np.zeros((len(_SPLITS), MAX_SETS, 3), np.int64)
         """Tokens, documents and bytes of text, by split and set."""
         self.skipped: Counter[str] = Counter()
-        self.below: float = plan.prepared["val_fraction"]
-        """Documents whose place is below this are for validation."""
+        self.val_tokens: int | None = plan.prepared.get("val_tokens")
+        """Documents that begin before this token are for validation; None: those whose place is below `below`."""
+        self.below: float = plan.prepared.get("val_fraction", 0.0)
         self.first: dict[str, str] = {}
         """Where each reason to skip a document was met first."""
 
@@ -128,7 +129,12 @@ class _Joint:
             self.first.setdefault(_DUPLICATE, f"{part.inputs[found['input']]}:{found['number']}")
         self.first = part.first | self.first
         self.skipped.update({**part.skipped, _DUPLICATE: int(duplicate.sum())})
-        is_val = document_places(entries) < self.below
+        lengths = entries["tokens"].astype(np.int64)
+        if self.val_tokens is None:
+            is_val = document_places(entries) < self.below
+        else:
+            written = self.counts[..., 0].sum() + np.cumsum(np.where(duplicate, 0, lengths))
+            is_val = written - lengths < self.val_tokens
         split = np.where(duplicate, _DROPPED, is_val.astype(np.int64))
         sets = _renumber(entries["set"], ~duplicate, part.set_names, self.set_names)
         if len(self.set_names) > MAX_SETS:
@@ -137,7 +143,7 @@ class _Joint:
         records = np.zeros(entries.size, RECORD)
         records["number"], records["set"] = entries["number"], sets
         records["input"] = _renumber(entries["input"], ~duplicate, part.inputs, self.inputs)
-        ids, lengths = part.ids(), entries["tokens"].astype(np.int64)
+        ids = part.ids()
         for i, writer in enumerate(self.writers):
             mine = split == i
             for unit, amounts in enumerate((lengths[mine], None, entries["utf8_bytes"][mine])):
@@ -175,6 +181,9 @@ class _Joint:
             why = ", ".join(f"{n:,} x {reason}, first {self.first[reason]}" for reason, n in found)
             remedy = REMEDIES.get(found[0][0], "check data.path") if found else "check data.path"
             raise Unusable(f"the corpus is empty ({why or 'it has no documents'}): {remedy}")
+        if not all(documents) and self.val_tokens:
+            what = f"all {sum(documents)} documents begin within val_tokens={self.val_tokens}: none is left to train on"
+            raise Unusable(f"{what}: give a smaller val_tokens")
         if not all(documents):
             fraction = self.plan.prepared["val_fraction"]
             empty = _SPLITS[documents.index(0)]

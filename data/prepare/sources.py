@@ -256,32 +256,37 @@ def _has_json_lines(name: str) -> bool:
     return name.lower().endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
 
 
-class PileSource(Source, defaults="data/pile"):
-    """A Hugging Face dataset, streamed: the Pile, or any other with a text column."""
+class HubSource(Source, defaults="data/hf"):
+    """A Hugging Face dataset, streamed: one with a file in configs/data, or any other with a text column."""
 
     usual_val_fraction: ClassVar[float] = 0.005
 
-    name: Literal["pile"]
+    name: Literal["hf", "fineweb", "fineweb_edu", "openwebtext", "pile"]
     path: str
-    """A dataset on the hub, or a builder such as `json` together with data_files."""
+    """A dataset on the hub, a folder here with files of one, or a builder such as `json` together with data_files."""
+    subset: str | None
+    """One of the dataset's configurations; null: the only one, or the default one."""
+    split: str | None
+    """One of the dataset's splits, all of which is read; null: train."""
     revision: str | None
     """A commit or tag of the dataset; null: the newest."""
     data_files: str | list[str] | None
     """Only these files, in the hub's dataset or, for a builder, here; null: all."""
     text_field: str
-    """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `pile`."""
+    """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `name`."""
 
     def inputs(self) -> dict[str, int | None]:
         """Return the dataset as one input."""
         return {self.path: None}
 
     def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
-        """Stream the training split. After a network error it reconnects and goes on at the same row.
+        """Stream the split. After a network error it reconnects and goes on at the same row.
 
         After a position, the rows up to it are re-read and skipped: a stream cannot be entered in the middle.
 
         Raises:
-            UserError: the dataset does not exist, cannot be reached, or has broken files.
+            UserError: the dataset, its subset, split or text column does not exist, it cannot be reached, or it has
+                broken files.
         """
         from datasets.exceptions import DatasetsError
 
@@ -291,12 +296,19 @@ class PileSource(Source, defaults="data/pile"):
             try:
                 rows = self._open(first, state)
                 for row in rows:
+                    if number == 0 and self.text_field not in row:
+                        columns = f"data.path={self.path} has no such column, only {', '.join(row)}"
+                        raise UserError(f"data.text_field={self.text_field}: {columns}")
                     number, failures = number + 1, 0
                     text = row.get(self.text_field)
                     content = {self.text_field: text, "meta": row.get("meta")}
                     yield Raw(Position(self.path, number), content, len(text) if isinstance(text, str) else 0)
                 return
-            except (FileNotFoundError, ValueError, DatasetsError) as error:
+            except UserError:
+                raise
+            except (FileNotFoundError, ValueError, RuntimeError, DatasetsError) as error:
+                if rows is None:
+                    raise UserError(f"data.path={self.path} cannot be opened ({error}): {_CHECK}") from None
                 raise UserError(f"data.path={self.path} fails at row {number + 1} ({error}): {_ADVICE}") from None
             except Exception as error:
                 if not _is_of_the_network(error):
@@ -319,8 +331,8 @@ class PileSource(Source, defaults="data/pile"):
         from huggingface_hub.utils import logging
 
         logging.set_verbosity_error()  # else it announces each of its retries for some 20 seconds
-        settings = {"revision": self.revision, "data_files": self.data_files}
-        rows = load_dataset(self.path, **settings, split="train", streaming=True).skip(first)
+        settings = {"name": self.subset, "split": self.split or "train", "revision": self.revision}
+        rows = load_dataset(self.path, data_files=self.data_files, **settings, streaming=True).skip(first)
         if state is not None:
             rows.load_state_dict(state)
         return rows
@@ -331,7 +343,8 @@ def _is_of_the_network(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__.split(".")[0] in _HTTP_CLIENTS
 
 
-_ADVICE = "copy its .jsonl.zst files to this machine and use data=jsonl data.path='files/*.jsonl.zst'"
+_CHECK = "check data.path, data.subset, data.split and data.revision"
+_ADVICE = "copy its files to this machine and give data.path=FOLDER; if they are JSON lines, use data=jsonl"
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
 _RETRIES = 5
 _SECONDS_BEFORE_RETRY = 5.0

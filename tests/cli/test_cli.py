@@ -36,7 +36,7 @@ def assert_one_line(result, *fragments):
         ("modle=log_gpt_125m", ["unknown config key 'modle': did you mean 'model'?"]),
         ("model=log_gpt_125", ["model=log_gpt_125 does not exist: did you mean 'log_gpt_125m'?"]),
         ("schedule=cosin", ["schedule=cosin does not exist: did you mean 'cosine'?"]),
-        ("experiment=zzz", ["experiment=zzz does not exist: allowed: pile_125m, quickstart"]),
+        ("experiment=zzz", ["experiment=zzz does not exist: allowed: fineweb_124m, pile_125m, pile_"]),
         ("model/attention=softmx", ["model/attention=softmx does not exist: did you mean 'softmax'?"]),
         ("model/atention=softmax", ["unknown config key 'model/atention'"]),
         ("model.attention=softmax", ["write model/attention=softmax"]),

@@ -55,7 +55,11 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("scripts/prepare_data", "dataset_dir=x", "did you mean 'out_dir'?"),
         ("sample", "run_dir=runs/x", "did you mean 'checkpoint'?"),
         ("sample", ".", ".: options are KEY=VALUE here, without spaces around =: write checkpoint=."),
-        ("scripts/prepare_data", "data.path=x", "it is a key of data=jsonl or data=pile or data=text, which must be"),
+        (
+            "scripts/prepare_data",
+            "data.path=x",
+            "it is a key of data=fineweb or data=fineweb_edu or data=hf or data=jsonl",
+        ),
         ("scripts/prepare_data", "data=notes/a.txt", "names a file: write data=text data.path=notes/a.txt"),
         ("scripts/prepare_data", "data=a/*.jsonl.zst", "names a file: write data=jsonl data.path=a/*.jsonl.zst"),
         ("scripts/prepare_data", "tokenizer=t.json", "names a file: write tokenizer=hf tokenizer.path=t.json"),

@@ -237,7 +237,7 @@ def test_a_task_takes_its_own_row_of_files(make, files, tmp_path):
         ({"num_tasks": 3, "task_index": 3}, "task_index=3 is out of range: give one from 0 to 2"),
         ({"task_index": 1}, "task_index=1 is out of range: give one from 0 to 0"),
         ({"num_tasks": 8}, "num_tasks=8 is more than the input's files, 7: use at most num_tasks=7"),
-        ({"num_tasks": 2, "data": {"name": "pile"}}, "num_tasks=2 shares out files, data=pile has none"),
+        ({"num_tasks": 2, "data": {"name": "pile", "path": "x"}}, "num_tasks=2 shares out files, data=pile has none"),
         ({"num_tasks": 0}, "num_tasks=0"),
         ({"task_index": -1}, "task_index=-1"),
     ],

@@ -1,3 +1,4 @@
+import itertools
 import json
 import random
 import re
@@ -180,6 +181,34 @@ def test_an_empty_split_says_how_to_fill_it_and_leaves_nothing(config, tmp_path,
         prepare(config(val_fraction=val_fraction))
     assert not (tmp_path / "out.partial").exists()
     assert all(split.total.documents for split in prepare(config(val_fraction=0.1)).splits.values())
+
+
+@pytest.mark.parametrize("dedup", ["none", "exact"])
+def test_the_first_tokens_are_for_validation(config, corpus, tmp_path, monkeypatch, dedup):
+    """Wherever parts end."""
+    lines = corpus.read_text().splitlines()
+    corpus.write_text("\n".join([*lines[:3], lines[0], *lines[3:]]) + "\n")
+    written = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    if dedup == "exact":
+        del written[3]
+    ends = list(itertools.accumulate(len(text) + 1 for text in written))  # bytes, and <|endoftext|>
+    monkeypatch.setattr("data.prepare.encode._BATCH_CHARACTERS", 300)
+    monkeypatch.setattr("data.prepare.parts._TOKENS_OF_A_PART", 1000)
+    for i, (val_tokens, n_val) in enumerate([(1, 1), (ends[40], 41), (ends[40] + 1, 42), (ends[-2], len(ends) - 1)]):
+        out = tmp_path / f"out{i}"
+        manifest = prepare(config(val_fraction=None, val_tokens=val_tokens, dedup=dedup, out_dir=str(out)))
+        assert texts(out, "val") == written[:n_val]
+        assert texts(out, "train") == written[n_val:]
+        assert manifest.prepared["val_tokens"] == val_tokens
+        assert "val_fraction" not in manifest.prepared
+    with pytest.raises(UserError, match=r"all \d+ documents begin within val_tokens=.*give a smaller val_tokens"):
+        prepare(config(val_fraction=None, val_tokens=ends[-1], dedup=dedup))
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_one_rule_makes_the_splits(config):
+    with pytest.raises(UserError, match=r"val_tokens=5 replaces val_fraction=0\.1: give only one"):
+        config(val_tokens=5)
 
 
 LINES = "".join(f"Line {i} of a text.\n" for i in range(100))

@@ -16,7 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import data.prepare.dataset
 import data.prepare.encode
@@ -230,19 +232,26 @@ def sources(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b"")
     (tmp_path / "c.jsonl").write_bytes(lines[:20_000].replace(b"line 1", b"line"))
     (tmp_path / "rows.json").write_bytes(lines[: lines.index(b"\n", 50_000)])
+    (tmp_path / "hub").mkdir()
+    for i in range(3):
+        table = pyarrow.table({"body": [f"row {row} of file {i}" for row in range(500)]})
+        parquet.write_table(table, tmp_path / "hub" / f"train-{i}.parquet", row_group_size=100)
     return {
         "text": {"name": "text", "path": str(tmp_path / "notes" / "*.txt")},
         "jsonl": {"name": "jsonl", "path": str(tmp_path / "*.jsonl*")},
         "pile": {"name": "pile", "path": "json", "data_files": str(tmp_path / "rows.json")},
+        "hf": {"name": "hf", "path": str(tmp_path / "hub"), "text_field": "body"},
     }
 
 
 @pytest.mark.usefixtures("saves_often")
-@pytest.mark.parametrize("name", ["jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "pile"))])
+@pytest.mark.parametrize(
+    "name", ["jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "pile", "hf"))]
+)
 def test_every_source_goes_on(config, sources, memory, monkeypatch, name):
     settings = {"data": sources[name], "shard_tokens": 3000, "dedup": "exact"}
     whole = prepare(config(**settings, out_dir=str(memory / "undisturbed")))
-    assert name == "pile" or len(whole.skipped) > 0
+    assert name in ("pile", "hf") or len(whole.skipped) > 0
     for _ in range(3):
         stop_in_the_middle(config(**settings, out_dir=str(memory / "out")), monkeypatch)
     prepare(config(**settings, out_dir=str(memory / "out")))

@@ -10,7 +10,7 @@ import zstandard
 import data.prepare.sources
 from common.settings import UserError, decode, variant_names
 from data.prepare.items import Document, Position, Unreadable
-from data.prepare.sources import JsonlSource, PileSource, StdlibSource, TextSource, passages
+from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource, passages
 
 STRANGE = [
     "line\u2028separator",
@@ -32,7 +32,7 @@ def example(tmp_path):
         "stdlib": {},
         "text": {"path": str(tmp_path / "a.txt")},
         "jsonl": {"path": str(tmp_path / "a.jsonl")},
-        "pile": {"path": "json", "data_files": str(tmp_path / "a.jsonl")},
+        "hf": {"path": "json", "data_files": str(tmp_path / "a.jsonl")},
     }
 
 
@@ -63,9 +63,9 @@ def compress(content, suffix):
     return {".jsonl": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](content)
 
 
-@pytest.mark.parametrize("source_class", [StdlibSource, TextSource, JsonlSource, PileSource])
+@pytest.mark.parametrize("source_class", [StdlibSource, TextSource, JsonlSource, HubSource])
 def test_contract(source_class, example):
-    (name,) = variant_names(source_class)
+    name, *_ = variant_names(source_class)
     source = decode(source_class, {"name": name, **example[name]})
     items = parsed(source)
     assert items == parsed(source), "the order is fixed"
@@ -255,7 +255,7 @@ def test_pile_goes_on_where_the_connection_broke(monkeypatch, capsys):
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
     monkeypatch.setattr(data.prepare.sources, "_SECONDS_BEFORE_RETRY", 0)
-    assert parsed(PileSource(name="pile")) == [Document(f"text {i}", "Github") for i in range(100)]
+    assert parsed(HubSource(name="pile", path="a/pile")) == [Document(f"text {i}", "Github") for i in range(100)]
     assert failed == [57]
     assert "failed at row 58 (reset by peer)" in capsys.readouterr().err
 
@@ -280,7 +280,7 @@ def test_pile_goes_on_after_a_position_and_a_broken_connection(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
     monkeypatch.setattr(data.prepare.sources, "_SECONDS_BEFORE_RETRY", 0)
-    source = PileSource(name="pile")
+    source = HubSource(name="pile", path="a/pile")
     raws = list(source.documents(after=Position(source.path, 10)))
     assert [raw.position for raw in raws] == [(source.path, number) for number in range(11, 101)]
     assert [source.parse(raw).text for raw in raws] == [f"text {i}" for i in range(10, 100)]
@@ -295,7 +295,7 @@ def local_pile(tmp_path):
             json.dumps({"text": f"text {i}", "meta": {"pile_set_name": "ABC"[i % 3]}}) + "\n" for i in texts
         )
         (tmp_path / f"{name}.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    return PileSource(name="pile", path="json", data_files=[str(tmp_path / f"{name}.jsonl.zst") for name in "ab"])
+    return HubSource(name="pile", path="json", data_files=[str(tmp_path / f"{name}.jsonl.zst") for name in "ab"])
 
 
 def test_pile_streams_files(local_pile):
@@ -310,7 +310,7 @@ def test_pile_with_a_wrong_line_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{wrong\n')
     with pytest.raises(UserError, match=r"data\.path=json fails at row 1 \(.*JSON.*use data=jsonl"):
-        parsed(PileSource(name="pile", path="json", data_files=str(path)))
+        parsed(HubSource(name="pile", path="json", data_files=str(path)))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_pile_that_cannot_be_opened(monkeypatch, error, message):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(UserError, match=message):
-        list(PileSource(name="pile").documents())
+        list(HubSource(name="pile", path="a/pile").documents())
 
 
 def test_pile_gives_up_on_a_dead_connection(monkeypatch):
@@ -338,4 +338,4 @@ def test_pile_gives_up_on_a_dead_connection(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
     monkeypatch.setattr(data.prepare.sources, "_SECONDS_BEFORE_RETRY", 0)
     with pytest.raises(UserError, match=r"cannot be reached \(dead\)"):
-        list(PileSource(name="pile").documents())
+        list(HubSource(name="pile", path="a/pile").documents())

@@ -1,0 +1,126 @@
+"""Datasets as the library datasets opens them: from the hub, which tests cannot reach, or from a folder."""
+
+import json
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from cli import compose, to_dict
+from common.settings import UserError, decode
+from data.prepare.dataset import PrepareConfig, prepare
+from data.prepare.items import Document, Position
+from data.prepare.sources import HubSource
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A dataset with two splits, and a second configuration."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: web\n  default: true\n  data_files:\n  - {split: train, path: 'train-*'}\n"
+        "  - {split: validation, path: 'val-*'}\n- config_name: books\n  data_files: books.parquet\n---\n"
+    )
+    for name, rows in {"train-0": range(7), "train-1": range(7, 12), "val-0": range(12, 15)}.items():
+        table = pyarrow.table({"body": [f"text {i}" for i in rows], "id": list(rows)})
+        parquet.write_table(table, folder / f"{name}.parquet", row_group_size=3)
+    parquet.write_table(pyarrow.table({"body": [f"book {i}" for i in range(4)]}), folder / "books.parquet")
+    return folder
+
+
+def source(folder, **settings):
+    return HubSource(**({"name": "hf", "path": str(folder), "text_field": "body"} | settings))
+
+
+def texts(source, after=None):
+    return [source.parse(raw).text for raw in source.documents(after=after)]
+
+
+def test_a_folder_is_read_in_order(folder):
+    documents = [source(folder).parse(raw) for raw in source(folder).documents()]
+    assert documents == [Document(f"text {i}", "hf") for i in range(12)]
+    assert texts(source(folder, split="validation")) == ["text 12", "text 13", "text 14"]
+    assert texts(source(folder, subset="books")) == [f"book {i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 7, 11, 12])
+def test_it_goes_on_after_a_position(folder, number):
+    after = Position(str(folder), number)
+    assert texts(source(folder), after) == [f"text {i}" for i in range(number, 12)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"path": "no/such/folder/here"},
+            r"data\.path=no/such/folder/here cannot be opened \(.*check data\.path, data",
+        ),
+        ({"subset": "films"}, r"cannot be opened \(.*'films' not found.*'books'.*: check data\.path, data\.subset"),
+        ({"split": "test"}, r"cannot be opened \(Bad split: test\..*'validation'.*: check .*data\.split"),
+        ({"text_field": "text"}, r"^data\.text_field=text: data\.path=.*hub has no such column, only body, id$"),
+    ],
+)
+def test_what_does_not_exist_is_named(folder, settings, message):
+    with pytest.raises(UserError, match=message):
+        texts(source(folder, **settings))
+
+
+def test_a_script_is_refused(monkeypatch, folder):
+    def refuse(*_, **__):
+        raise RuntimeError("Dataset scripts are no longer supported, but found films.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(UserError, match=r"cannot be opened \(Dataset scripts are no longer supported"):
+        texts(source(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "subset"),
+    [
+        ("fineweb", "HuggingFaceFW/fineweb", "sample-10BT"),
+        ("fineweb_edu", "HuggingFaceFW/fineweb-edu", "sample-10BT"),
+        ("openwebtext", "Skylion007/openwebtext", None),
+        ("pile", "monology/pile-uncopyrighted", None),
+    ],
+)
+def test_ready_files_ask_the_hub_for_what_they_name(monkeypatch, name, path, subset):
+    asked = {}
+
+    def load_dataset(path, **settings):
+        asked.update(settings, path=path)
+        return datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}]))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = decode(PrepareConfig, to_dict(compose("prepare", [f"data={name}", "data.revision=v1", "out_dir=x"])))
+    assert [config.data.parse(raw) for raw in config.data.documents()] == [Document("a", name)]
+    settings = {"path": path, "name": subset, "split": "train", "revision": "v1", "data_files": None}
+    assert asked == settings | {"streaming": True}
+    recorded = config.recorded()["data"]
+    assert (recorded["path"], recorded["subset"], recorded["revision"]) == (path, subset, "v1")
+
+
+def test_it_is_prepared_as_typed(command, folder, tmp_path):
+    options = [f"out_dir={tmp_path / 'out'}", "tokenizer=bytes", "workers=1", "val_tokens=20"]
+    data = ["data=hf", f"data.path={folder}", "data.text_field=body"]
+    assert command("scripts/prepare_data", *options, *data).status == 0
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert {name: split["sets"]["hf"]["documents"] for name, split in manifest["splits"].items()} == {
+        "train": 9,
+        "val": 3,  # of 7 tokens each: the third begins at token 14
+    }
+    result = command("scripts/prepare_data", *options, "data=hf", f"data.path={folder}", "data.split=test")
+    assert (result.status, result.err.count("\n")) == (1, 1)
+
+
+def test_datasets_from_before_there_were_subsets_are_known(config, folder, tmp_path):
+    books = {"name": "pile", "path": "parquet", "data_files": str(folder / "books.parquet"), "text_field": "body"}
+    before = prepare(config(data=books, val_tokens=1, val_fraction=None))
+    path = tmp_path / "out" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for key in ("subset", "split"):
+        assert manifest["prepared"]["data"].pop(key) is None
+    path.write_text(json.dumps(manifest))
+    assert prepare(config(data=books, val_tokens=1, val_fraction=None)).splits == before.splits
