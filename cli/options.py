@@ -41,7 +41,7 @@ def _of_data(group: str) -> bool:
 
 def takes_one_name(key: str) -> bool:
     """Whether an option chooses one file of a group."""
-    return key != "tracker" and (CONFIGS / key).is_dir()
+    return key != "tracker" and bool(re.fullmatch(r"\w+(/\w+)*", key)) and (CONFIGS / key).is_dir()
 
 
 def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:

@@ -1,5 +1,6 @@
 """sample.py: text from a checkpoint, printed as it is generated."""
 
+import contextlib
 import json
 import os
 import stat
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.console import console, say, show
+from common.console import console, show, warn
 from common.files import parse_json
 from common.settings import UserError
 from inference.completion import Completion, TextRequest, stream
@@ -196,8 +197,9 @@ def _read_prompts(config: SampleConfig) -> list[str]:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
         hint = "; prompt=- reads standard input" if str(path) == "-" else ""
         raise UserError(f"{source} cannot be read: {reason}{hint}") from None
-    if not (path or text) and stat.S_ISFIFO(os.fstat(0).st_mode):
-        say("the prompt is empty: prompt=- reads it from standard input")
+    with contextlib.suppress(OSError):  # there may be no standard input
+        if not (path or text) and stat.S_ISFIFO(os.fstat(0).st_mode):
+            warn("the prompt is empty: prompt=- reads it from standard input")
     if not config.prompts_file:
         return [text]
     if not (prompts := [line for line in text.split("\n") if line]):

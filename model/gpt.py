@@ -168,7 +168,8 @@ class GPTConfig(Settings):
     """Attention used by every layer, unless attention_pattern is set."""
     attention_pattern: list[AttentionConfig] | None = Field(None, min_length=1)
     """Attention of each layer, repeated: with [log_space, softmax] layers alternate. An item is a mechanism with its
-    settings, or its name, which means `attention` if it has that name, else the mechanism's defaults."""
+    settings, or a name: that of the mechanism of `attention` means `attention`, any other the values of that file in
+    configs/model/attention."""
     block: BlockConfig
     position: PositionConfig
     norm: Literal["layer", "rms"] = "layer"

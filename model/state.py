@@ -39,14 +39,14 @@ def cat_states(states: Sequence[Any]) -> Any:
     return _like(first, parts)
 
 
-def select_rows(state: Any, rows: Sequence[int]) -> Any:
-    """Return a state with these rows, in this order. Rows can be repeated."""
+def select_rows(state: Any, rows: Sequence[int] | slice) -> Any:
+    """Return a state with these rows, in this order. Rows can be repeated; those of a slice are views."""
     if isinstance(state, Tensor):
-        return state[torch.tensor(rows, device=state.device)]
+        return state[rows if isinstance(rows, slice) else torch.tensor(rows, device=state.device)]
     if state is None or isinstance(state, Room):
         return None
     if _per_row(state):
-        return tuple(state[row] for row in rows)
+        return state[rows] if isinstance(rows, slice) else tuple(state[row] for row in rows)
     return _like(state, (select_rows(part, rows) for part in state))
 
 

@@ -3,6 +3,7 @@
 A process holds the states of its own sequences, as one state with a row for each.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from model.state import cat_states, parts_of, select_rows
 from trainer.distributed import World
 
 
-def begun_again(state: GPTState, begins: Tensor, empty: GPTState) -> GPTState:
+def restarted_rows(state: GPTState, begins: Tensor, empty: GPTState) -> GPTState:
     """Replace the rows where `begins` (rows,), bool, by `empty`, a state of one row: they begin the corpus again."""
     if not begins.any():
         return state
@@ -22,8 +23,9 @@ def begun_again(state: GPTState, begins: Tensor, empty: GPTState) -> GPTState:
 
 
 def split_rows(state: GPTState, counts: Sequence[int]) -> list[GPTState]:
-    """Split a state into micro-batches of these numbers of rows."""
-    return [select_rows(state, rows.tolist()) for rows in torch.arange(sum(counts)).split([*counts])]
+    """Split a state into micro-batches of these numbers of rows, which are views."""
+    ends = itertools.accumulate(counts, initial=0)
+    return [select_rows(state, slice(first, stop)) for first, stop in itertools.pairwise(ends)]
 
 
 def gathered(state: GPTState | None, world: World, counts: Sequence[int]) -> list[tuple[str, Tensor]]:

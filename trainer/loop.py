@@ -91,6 +91,7 @@ def _train_on(run: Run, config: TrainConfig) -> None:
             try:
                 line = run.train_step()
             except Abandoned:
+                run.saver.wait()
                 if run.saver.saved_step != run.step:
                     run.save()
                 return

@@ -16,7 +16,7 @@ from common.console import say, warn
 from common.files import read_json, write_json
 from common.lock import owned
 from common.settings import UserError, differences
-from data.shards import MANIFEST, Manifest
+from data.shards import Manifest
 from model.gpt import GPT, GPTState
 from model.state import parts_of, restored
 from trainer.checkpoint import FLOATS, Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
@@ -135,11 +135,11 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
 
 def check_folder(run_dir: Path) -> None:
     """Raise UserError if run_dir, which need not exist, is a dataset or a folder of runs."""
-    if (run_dir / "config.json").exists():
+    if (run_dir / "checkpoints").exists():
         return
-    if (run_dir / MANIFEST).exists():
+    if (run_dir / "train-00000.bin").exists():
         raise UserError(f"run_dir={run_dir} is a dataset: choose another folder for the run")
-    if runs := sorted(run_dir.glob("*/config.json")):
+    if runs := sorted(run_dir.glob("*/checkpoints")):
         raise UserError(f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them")
 
 

@@ -20,7 +20,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, GPTState
 from model.state import cat_states
 from trainer.average import Average
-from trainer.carried import begun_again, gathered, split_rows
+from trainer.carried import gathered, restarted_rows, split_rows
 from trainer.config import TrainConfig
 from trainer.context import share_sequences
 from trainer.curves import RunCurves, curves_of
@@ -161,7 +161,7 @@ class Run:
         started = time.perf_counter()
         if self.carried is not None:
             begins = torch.from_numpy(self.batches.begins(self.step, *self._sequences(self.step)))
-            self.carried = begun_again(self.carried, begins, self.gpt.initial_state(1))
+            self.carried = restarted_rows(self.carried, begins, self.gpt.initial_state(1))
         try:
             line = self._skip_known_bad_step() or self._step()
         except Abandoned:
@@ -285,6 +285,7 @@ class Run:
         passed_over = self.state.passed_over | bad.skip
         self._restore(path)
         self.state = self.state.model_copy(update={"passed_over": passed_over})
+        self.saver.saved_step = None  # the checkpoint does not know what is passed over
         if self.world.is_main:
             self.log.truncate(self.step)
             self.curves = curves_of(read_metrics(self.log.path))
@@ -418,7 +419,7 @@ class Run:
             self.log.close()
 
     def _open_log(self) -> None:
-        """Write config.json, and open metrics and trackers."""
+        """Write config.json, open metrics and trackers, and say what will be trained."""
         config, run_dir = self.config, self.config.run_dir
         dumped, flops = config.model_dump(mode="json"), self.gpt.flops_per_token(config.seq_len)
         found = {"micro_batch": self.micro_batch, "n_params": self.gpt.n_params(), "flops_per_token": flops}
@@ -426,10 +427,10 @@ class Run:
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.curves = curves_of(read_metrics(self.log.path))
         self.trackers = config.tracker.open(TrackedRun(self.state.run_id, run_dir, dumped, resumed_at=self.step))
-        seconds = flops * config.batch_tokens / self.world.size / (torch.get_num_threads() * _FLOPS_OF_A_CORE)
+        seconds = flops * config.tokens(1) / self.world.size / (torch.get_num_threads() * _FLOPS_OF_A_CORE)
         if self.world.device.type == "cpu" and seconds > _LONG_STEP:
             small = "give experiment=quickstart, or a small model and fewer batch_tokens"
-            warn(f"a step takes {seconds / 60:,.0f} minutes or more on this CPU; for a model that suits it, {small}")
+            warn(f"a step takes about {seconds / 60:,.0f} minutes on this CPU; for a model that suits it, {small}")
         first = f"{config.batch_sizes.at(0)} to " if config.batch_doublings else ""
         batch = f"{first}{config.batch_size} x {config.seq_len} tokens a step, {count(config.max_steps, 'step')}"
         say(f"{self.gpt.n_params():,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")

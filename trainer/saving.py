@@ -37,8 +37,10 @@ class Saver:
         self._copies: dict[tuple[str, str], Tensor] = {}  # reused: copying into new memory takes 30 times as long
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._step = 0
+        """Of the last save that was started."""
         self.saved_step: int | None = None
-        """The step of the last save that was started, or of the checkpoint that the run was resumed from."""
+        """The step of the newest checkpoint, if it is the run's state after that step."""
 
     def save(self, parts: Parts, state: TrainState) -> None:
         """Copy all tensors, and start to write them.
@@ -51,7 +53,7 @@ class Saver:
         tensors = {part: {name: self._copy(part, name, value) for name, value in named} for part, named in parts}
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # finishes the copies into pinned memory
-        self.saved_step = state.step
+        self._step, self.saved_step = state.step, None
         self._thread = threading.Thread(target=self._write, args=(tensors, state), name="saver", daemon=True)
         self._thread.start()
 
@@ -69,7 +71,7 @@ class Saver:
         if not self._writers.is_main:
             return  # the main process has an error, too
         why = getattr(error, "strerror", None) or error
-        problem = f"the save after step {self.saved_step} failed ({why}); earlier checkpoints are whole"
+        problem = f"the save after step {self._step} failed ({why}); earlier checkpoints are whole"
         if last or self._config.on_error == "stop":
             hint = "" if last else ", or use checkpoint.on_error=continue to keep training"
             raise UserError(f"{problem}: fix that, and run the same command again{hint}")
@@ -110,5 +112,6 @@ class Saver:
             save_checkpoint(self._run_dir, tensors, state, self._tokenizer, before, rank, exchange)
             if self._writers.is_main:
                 retain(self._run_dir, state, self._config.keep_last, self._config.keep_every)
+            self.saved_step = state.step
         except BaseException as error:  # `check` and `finish` raise it
             self._error = error

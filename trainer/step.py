@@ -94,9 +94,9 @@ def train_step(
     repaired_before = repaired.clone()
     n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
     valid = world.sum(torch.full((), n_valid, dtype=torch.float64, device=world.device))
-    leave = asked_to_stop if world.size == 1 else lambda: False
+    abandon = asked_to_stop if world.size == 1 else lambda: False
     own_loss, after = accumulate_gradients(
-        summed_loss, micro_batches, runtime, world, states=states, scale=world.size / valid, leave=leave, name=name
+        summed_loss, micro_batches, runtime, world, states=states, scale=world.size / valid, abandon=abandon, name=name
     )
     world.at(f"{name}: loss")
     own = own_loss, own_loss.new_full((), asked_to_stop()), (repaired - repaired_before).double().squeeze()
@@ -124,7 +124,7 @@ def accumulate_gradients(
     states: Sequence[GPTState] = (),
     scale: float | Tensor = 1.0,
     sync: bool = True,
-    leave: Callable[[], bool] = lambda: False,
+    abandon: Callable[[], bool] = lambda: False,
     name: str = "step",
 ) -> tuple[Tensor, list[GPTState]]:
     """Add the gradient of scale x loss of each micro-batch; returns the sum of the losses, float64, and states.
@@ -134,14 +134,14 @@ def accumulate_gradients(
     Args:
         states: that each micro-batch goes on from, through which no gradient goes; none: all begin texts.
         sync: average the gradients over the processes in the last backward pass.
-        leave: is asked before each micro-batch except the first.
+        abandon: is asked before each micro-batch.
 
     Raises:
-        Abandoned: `leave` returned True.
+        Abandoned: `abandon` returned True.
     """
     total, after = torch.zeros((), dtype=torch.float64, device=world.device), []
     for i, micro_batch in enumerate(micro_batches, start=1):
-        if i > 1 and leave():
+        if abandon():
             raise Abandoned
         x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
         at = partial(world.at, f"{name}: forward {i}")

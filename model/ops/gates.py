@@ -46,14 +46,14 @@ NO_GATES = Gates(None, None, None, None, None)
 def check_gates(log_f: Tensor, q: Tensor) -> None:
     """Raise ValueError if gates do not fit queries q (B, H, T, d), or, on a CPU, are above 0 or NaN.
 
-    If there is a NaN in q, values are not checked: the result is NaN, and training says at which step.
+    Values are not checked if q is not finite: the result is not either, and training says at which step.
     """
     B, H, T, d = q.shape
     if log_f.shape not in ((B, H, T, d), (B, H, T, 1)):
         raise ValueError(f"log_f {tuple(log_f.shape)} must be {(B, H, T, d)} or {(B, H, T, 1)}")
     if log_f.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if not bool((log_f <= 0).all()) and not bool(q.isnan().any()):
+    if not bool((log_f <= 0).all()) and bool(q.isfinite().all()):
         raise ValueError(f"log_f has a maximum of {float(log_f.detach().max())}: gates must be between -inf and 0")
 
 

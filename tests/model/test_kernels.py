@@ -77,8 +77,8 @@ def test_triton_is_imported_when_a_kernel_is_used():
 
 @pytest.mark.slow
 def test_what_is_slow_to_import_is_imported_when_it_is_used():
-    slow = ["torch._dynamo", "torch.distributed.tensor", "sympy", "matplotlib", "datasets"]
-    code = f"import sys, inference.sample; sys.exit(any(name in sys.modules for name in {slow}))"
+    slow = ["torch._dynamo", "torch.distributed.tensor", "sympy", "datasets"]
+    code = f"import sys, inference.sample, trainer.loop; sys.exit(any(name in sys.modules for name in {slow}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

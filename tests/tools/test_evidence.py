@@ -17,8 +17,8 @@ def test_runs_count_at_the_best_learning_rate(tmp_path, monkeypatch):
     table = tmp_path / "runs.csv"
     table.write_text(TABLE)
     losses = evidence.read(table)
-    assert losses["log_space_forgets", 256, 100] == [1.5, 1.7]
-    assert losses["softmax_forgets_rotary", 512, 100] == [1.4]
+    assert losses["log_space_forgets", 256, 100] == {1: 1.5, 2: 1.7}
+    assert losses["softmax_forgets_rotary", 512, 100] == {1: 1.4}
     drawn = []
     monkeypatch.setattr(evidence, "TABLE", table)
     monkeypatch.setattr(evidence, "png", lambda figure: drawn.append(figure) or b"picture")
@@ -28,5 +28,5 @@ def test_runs_count_at_the_best_learning_rate(tmp_path, monkeypatch):
         "softmax, forget gate, rotary (control), 2 M",
         "log-space that forgets (flagship), 0.4 M",
     ]
-    assert [bar.get_width() for bar in parts.patches] == [pytest.approx(1.9 - 1.6)]
+    assert [bar.get_width() for bar in parts.patches] == [pytest.approx(1.9 - 1.5)]
     assert table.with_suffix(".png").read_bytes() == b"picture"

@@ -1,5 +1,6 @@
 """A run saves and reports it after a first stop signal, and can be resumed; a second signal ends it immediately."""
 
+import errno
 import itertools
 import os
 import signal
@@ -9,6 +10,8 @@ import pytest
 import ranks
 from test_resume import assert_same_run, metrics
 
+import trainer.run
+import trainer.saving
 import trainer.step
 from common.exits import AGAIN
 from trainer.checkpoint import newest, open_checkpoint
@@ -58,25 +61,63 @@ def test_a_signal_ends_the_run_after_its_step_and_the_same_command_goes_on(comma
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_a_signal_ends_a_long_step_between_its_micro_batches_and_no_bit_changes(tiny, tmp_path, monkeypatch):
-    config = tiny({"batch_tokens": 128, "runtime.micro_batch": 2, "max_steps": 6})  # 4 micro-batches a step
+LONG_STEPS = {"batch_tokens": 128, "runtime.micro_batch": 2, "max_steps": 6}  # 4 micro-batches a step
+
+
+@pytest.fixture
+def stopped_at(monkeypatch):
+    """Trains until a signal comes in a forward pass, counted from 1."""
+
+    def train(config, number):
+        forward, calls = trainer.step.SummedLoss.forward, itertools.count(1)
+
+        def interrupted(*args):
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)  # a thread takes note of it
+            return forward(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.step.SummedLoss, "forward", interrupted)
+            with pytest.raises(SystemExit) as stopped:
+                fit(config)
+        assert stopped.value.code == AGAIN
+        assert next(calls) == number + 1, "no other micro-batch was computed"
+        return open_checkpoint(config.run_dir).state
+
+    return train
+
+
+@pytest.mark.parametrize("changes", [{}, {"data.carry_state": True, "model.position": {"name": "none"}}])
+def test_a_signal_ends_a_long_step_between_its_micro_batches_and_no_bit_changes(tiny, tmp_path, stopped_at, changes):
+    config = tiny(LONG_STEPS | changes)
     fit(config.model_copy(update={"run_dir": tmp_path / "whole"}))
-    forward, calls = trainer.step.SummedLoss.forward, itertools.count(1)
-
-    def interrupted(*args):
-        if next(calls) == 2 * 4 + 2:  # the second of step 3
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.2)  # a thread takes note of it
-        return forward(*args)
-
-    monkeypatch.setattr(trainer.step.SummedLoss, "forward", interrupted)
-    with pytest.raises(SystemExit) as stopped:
-        fit(config)
-    assert stopped.value.code == AGAIN
-    assert next(calls) == 2 * 4 + 3, "the third micro-batch was not computed"
-    assert open_checkpoint(config.run_dir).state.step == metrics(config.run_dir)[-1]["step"] == 2
+    assert stopped_at(config, 2).step == 0
+    assert stopped_at(config, 2 * 4 + 2).step == metrics(config.run_dir)[-1]["step"] == 2
+    assert stopped_at(config, 1).step == 2
     fit(config)
     assert_same_run(tmp_path / "whole", config.run_dir)
+
+
+def test_a_stop_saves_again_what_could_not_be_saved(tiny, monkeypatch, stopped_at):
+    save, fails = trainer.saving.save_checkpoint, iter([True])
+
+    def failing(run_dir, tensors, state, *rest):
+        if state.step == 4 and next(fails, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(run_dir, tensors, state, *rest)
+
+    monkeypatch.setattr(trainer.saving, "save_checkpoint", failing)
+    config = tiny(LONG_STEPS | {"checkpoint": {"every": 2, "on_error": "continue"}})
+    assert stopped_at(config, 4 * 4 + 2).step == 4
+
+
+def test_a_stop_after_a_roll_back_saves_what_is_passed_over(tiny, monkeypatch, stopped_at):
+    answers = itertools.count(1)
+    monkeypatch.setattr(trainer.run, "why_bad", lambda *_: "made bad" if next(answers) == 4 else None)
+    config = tiny(LONG_STEPS | {"checkpoint": {"every": 2}, "eval": {"every": 100}, "runtime.on_nonfinite": "rollback"})
+    state = stopped_at(config, 4 * 4 + 2)  # in step 3, again
+    assert (state.step, state.passed_over) == (2, {4: "made bad"})
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Draw docs/attention_forgets.png from docs/attention_forgets.csv: python -m tools.compare.evidence.
 
-Left, the loss over the text that was read, for the flagship's form, its control and the published form, each at its
-best learning rate. Right, the loss that each part of the flagship's form saves.
+Left, the loss over the text that was read, for the flagship's form, its control and the published form, each at the
+best of its learning rates in the table. Right, the loss that each part of the flagship's form saves.
 """
 
 import csv
@@ -32,8 +32,8 @@ _PARTS = {
 _SIZES = {256: ("0.4 M", "o"), 512: ("2 M", "s"), 1024: ("5 M", "D")}
 """Parameters of the models of each text length, and their marker."""
 
-Losses = dict[tuple[str, int, int], list[float]]
-"""The losses of each arm, text length and number of tokens, one for each seed, at the best learning rate."""
+Losses = dict[tuple[str, int, int], dict[int, float]]
+"""The losses by seed of each arm, text length and number of tokens, at the best learning rate."""
 
 
 def main() -> None:
@@ -48,11 +48,15 @@ def main() -> None:
 
 def read(table: Path) -> Losses:
     """Read the runs, and keep those at each arm's learning rate of the lowest mean."""
-    by_rate: dict[tuple[str, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    by_rate: dict[tuple[str, int, int], dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in csv.DictReader(table.read_text(encoding="utf-8").splitlines()):
         key = row["arm"], int(row["seq_len"]), int(row["tokens"])
-        by_rate[key][row["max_lr"]].append(float(row["loss"]))
-    return {key: min(rates.values(), key=statistics.mean) for key, rates in by_rate.items()}
+        by_rate[key][row["max_lr"]][int(row["seed"])] = float(row["loss"])
+    return {key: min(rates.values(), key=_mean) for key, rates in by_rate.items()}
+
+
+def _mean(by_seed: dict[int, float]) -> float:
+    return statistics.mean(by_seed.values())
 
 
 def _draw_losses(axes: Axes, losses: Losses) -> None:
@@ -60,10 +64,10 @@ def _draw_losses(axes: Axes, losses: Losses) -> None:
         for length, (size, marker) in _SIZES.items():
             points = sorted((tokens, own) for (name, T, tokens), own in losses.items() if (name, T) == (arm, length))
             if points:
-                means = [(tokens, statistics.mean(own)) for tokens, own in points]
+                means = [(tokens, _mean(own)) for tokens, own in points]
                 axes.plot(*zip(*means, strict=True), color=colour, marker=marker, label=f"{label}, {size}")
             for tokens, own in points:
-                axes.plot([tokens] * len(own), own, ".", color=colour, markersize=4)
+                axes.plot([tokens] * len(own), [*own.values()], ".", color=colour, markersize=4)
     axes.set(xscale="log", xlabel="bytes read", ylabel="validation loss (nats per byte)")
     axes.set_title("Loss on the Pile's bytes, by parameters")
     axes.set_xticks([1e6, 2e6, 4e6, 8e6])
@@ -75,7 +79,7 @@ def _draw_losses(axes: Axes, losses: Losses) -> None:
 def _draw_parts(axes: Axes, losses: Losses) -> None:
     whole = {key[1:]: own for key, own in losses.items() if key[0] == _OURS}
     worth = {
-        label: statistics.mean(own) - statistics.mean(whole[length, tokens])
+        label: statistics.mean(own[seed] - whole[length, tokens][seed] for seed in own)
         for part, label in _PARTS.items()
         for (name, length, tokens), own in losses.items()
         if name == part
