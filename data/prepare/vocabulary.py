@@ -11,7 +11,7 @@ from common.console import say
 from common.files import make_directory, write_atomic
 from common.settings import UserError
 from data.documents import documents_in
-from data.shards import TOKENIZER, TokenStream, read_manifest
+from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import END_OF_TEXT, byte_characters, load_tokenizer
 from data.tokenizer_json import HFTokenizer, read_hf_tokenizer
 
@@ -25,6 +25,7 @@ def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
         UserError: there is no such dataset, n_vocab is less than 257 or more than its text gives, or the folder of
             `out` cannot be made, or `out` exists with another vocabulary.
     """
+    manifest = read_manifest(dataset_dir)
     alphabet = sorted(byte_characters().values())
     if n_vocab <= len(alphabet):
         raise UserError(f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are {len(alphabet) + 1}")
@@ -37,7 +38,7 @@ def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=n_vocab - 1, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(_texts(dataset_dir), trainer)
+    bpe.train_from_iterator(_texts(dataset_dir, manifest), trainer)
     bpe.add_special_tokens([END_OF_TEXT])
     if (found := bpe.get_vocab_size()) < n_vocab:
         raise UserError(f"n_vocab={n_vocab} is more than the text of {dataset_dir} gives: use at most n_vocab={found}")
@@ -56,8 +57,7 @@ def _n_vocab(path: Path) -> int | None:
         return None
 
 
-def _texts(dataset_dir: Path) -> Iterator[str]:
-    manifest = read_manifest(dataset_dir)
+def _texts(dataset_dir: Path, manifest: Manifest) -> Iterator[str]:
     stream, tokenizer = TokenStream(dataset_dir, manifest, "train"), load_tokenizer(dataset_dir / TOKENIZER)
     for place in documents_in(dataset_dir, manifest, "train", 0, stream.n_tokens):
         yield tokenizer.decode_bytes(stream.read(place.start, place.stop - 1).tolist()).decode()

@@ -22,6 +22,9 @@ _SAFE = {  # the page loads nothing from other sites, and other sites cannot emb
 }
 
 
+_PATHS = "there are POST /v1/completions, and GET /, /v1/models and /health"
+
+
 def create_app(served: Served) -> FastAPI:
     """The application; the caller starts and stops its worker."""
     app = FastAPI(title=f"log-gpt: {served.name}", docs_url=None, redoc_url=None)
@@ -36,7 +39,7 @@ def create_app(served: Served) -> FastAPI:
     async def _no_route(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         is_chat = "this model has no chat format: use /v1/completions, which continues a prompt"
-        detail = is_chat if path.startswith("/v1/chat/") else error.detail
+        detail = is_chat if path.startswith("/v1/chat/") else f"{error.detail}: {_PATHS}"
         return response(ApiError(error.status_code, f"{request.method} {path}: {detail}"))
 
     @app.exception_handler(Exception)

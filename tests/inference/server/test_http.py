@@ -274,8 +274,8 @@ def test_other_errors_have_that_form_too(client):
     check(404, client.post("/v1/completions", json={"model": "tinny"}), "did you mean 'tiny'?")
     check(404, client.get("/v1/models/other"), "the model 'other' does not exist")
     check(404, client.post("/v1/chat/completions", json={}), "no chat format: use /v1/completions")
-    check(404, client.get("/v1/nothing"), "Not Found")
-    check(405, client.get("/v1/completions"), "Method Not Allowed")
+    check(404, client.get("/v1/nothing"), "Not Found: there are POST /v1/completions, and GET /, /v1/models")
+    check(405, client.get("/v1/completions"), "Method Not Allowed: there are POST /v1/completions")
     check(415, client.post("/v1/completions", content=b"{}"), "Content-Type is missing: send JSON")
     check(413, client.post("/v1/completions", json={"prompt": "x" * 2**24}), "larger than 16,777,216 bytes")
 
