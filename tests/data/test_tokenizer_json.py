@@ -113,11 +113,15 @@ def test_texts_are_cut(build, monkeypatch):
     assert len(list(tokenizer.encode_arrays("the return of the\nself"))) == 5
 
 
-def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_learned(dataset_dir, tmp_path):
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_learned(dataset_dir, tmp_path, monkeypatch):
     from data.prepare.vocabulary import learn
 
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"out=.*file cannot be created"):
+    with monkeypatch.context() as patch:
+        patch.setattr("data.prepare.vocabulary._texts", None)
+        with pytest.raises(UserError, match=r"out=.*file cannot be created"):
+            learn(dataset_dir, 280, tmp_path / "file" / "tokenizer.json")
+    with pytest.raises(UserError, match=r"no dataset does not exist"):
         learn(tmp_path / "no dataset", 280, tmp_path / "file" / "tokenizer.json")
     learn(dataset_dir, 260, tmp_path / "new" / "folder" / "tokenizer.json")
     assert (tmp_path / "new" / "folder" / "tokenizer.json").exists()
