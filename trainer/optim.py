@@ -22,7 +22,7 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
     """AdamW (Loshchilov & Hutter 2019)."""
 
     name: Literal["adamw"]
-    max_lr: float = Field(gt=0, le=1000)
+    max_lr: float = Field(gt=0, le=1e30)
     """Highest learning rate; the schedule multiplies it by a factor."""
     betas: tuple[Beta, Beta]
     """Decay of the running means of the gradient and of its square."""

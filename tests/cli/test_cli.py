@@ -48,7 +48,7 @@ def assert_one_line(result, *fragments):
         ("seed=99999999999999999999", ["seed=99999999999999999999", "less than"]),
         ("max_steps=0", ["max_steps=0", "greater than or equal to 1"]),
         ("optim.max_lr=", ["optim.max_lr=''", "number"]),
-        ("optim.max_lr=inf", ["optim.max_lr=inf", "less than or equal to 1000"]),
+        ("optim.max_lr=inf", ["optim.max_lr=inf", "less than or equal to 1000000"]),
         ("optim.max_lr=nan", ["optim.max_lr=nan"]),
         ("runtime.device=gpu", ["runtime.device='gpu'", "'auto', 'cpu' or 'cuda'"]),
         ("runtime.device=mps", ["runtime.device='mps'", "float64", "use cpu"]),
@@ -68,7 +68,8 @@ def assert_one_line(result, *fragments):
         ),
         ("model/position=rotary model.n_head=16", ["is odd, use an even number"]),
         ("model.n_vocab=200", ["tokenizer bytes of 257 ids", "set model.n_vocab=257"]),
-        ("optim.max_lr=1e30", ["optim.max_lr=1e+30", "less than or equal to 1000"]),
+        ("optim.max_lr=1e300", ["optim.max_lr=1e+300", "less than or equal to 1000000"]),
+        ("optim.max_lr=1e30", ["step 2: loss is", "lower optim.max_lr=1e+30"]),
     ],
 )
 def test_a_mistake_is_one_clear_line(command, tiny_args, monkeypatch, arguments, fragments):

@@ -196,6 +196,7 @@ from tests.trainer.test_micro_batch import ALONE, CPU, tiny_gpt
 from trainer.memory import step_memory
 from trainer.micro_batch import _fits
 module = tiny_gpt(sys.argv[1], n_embd=128)
+import torch._dynamo  # the first update imports it, which takes more memory than this pass
 def resident(which):  # not getrusage: its maximum begins with that of the process that started this one
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(which)) * 1024
 before = resident("VmRSS")
