@@ -14,11 +14,13 @@ help:  ## this list
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer on the path: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@# Python compiles the modules that it imports; to compile all of them takes pip most of its time.
+	$(VENV)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(VENV)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@-$(VENV)/python -m compileall -q -j 0 .venv/lib > /dev/null  # tests start hundreds of processes
 	@touch $@
 
 setup: .venv/installed-dev  ## create .venv and install everything into it, what tests need included
