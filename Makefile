@@ -40,13 +40,13 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 		'python train.py experiment=quickstart run_dir=runs/softmax model=gpt_1m                     # softmax attention' \
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
-test: setup  ## run the tests that one runs while working: under 5 minutes on 2 cores
+test: setup  ## run the tests that one runs while working: about 6 minutes on 2 cores
 	$(VENV)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-slow: setup  ## run the other tests: kills at every operation, long fuzzing, every script, compiled models
 	$(VENV)/python -m pytest -n 3 --dist worksteal -m slow
 
-test-all: setup  ## run all tests: under 20 minutes on 2 cores
+test-all: setup  ## run all tests: about 40 minutes on 2 cores
 	$(VENV)/python -m pytest -n 3 --dist worksteal
 
 test-gpu: setup  ## run on a GPU all tests that can run there: minutes

@@ -40,7 +40,7 @@ def _of_data(group: str) -> bool:
 
 
 def takes_one_name(key: str) -> bool:
-    """Whether an option chooses one file of a group."""
+    """Whether an option chooses one file of a group; of trackers, a run may have several."""
     return key != "tracker" and bool(re.fullmatch(r"\w+(/\w+)*", key)) and (CONFIGS / key).is_dir()
 
 

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
             "gpt_1m,log_gpt_1m has several values: add -m for a run with each\n",
         ),
         ("train", "model=[gpt_1m,log_gpt_1m]", "takes one name; -m model=gpt_1m,log_gpt_1m makes a run with each"),
-        ("train", "model/atention=softmax", "did you mean 'model/attention'?"),
+        ("train", "model/atention=softmax", "unknown config key 'model/atention': did you mean 'model/attention'?"),
         ("train", "--", "--: leave it out"),
         ("train", "data.mixture={a:1", "lacks a } at its end: write 'data.mixture={a:1}'"),
         ("train", "model.attention_pattern=[softmax", "write 'model.attention_pattern=[softmax]'"),

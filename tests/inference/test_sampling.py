@@ -467,3 +467,15 @@ def test_a_checkpoint_alone_gets_its_sample_beside_it(command, run_dir, tmp_path
 def test_no_tokens_have_a_reason(capsys):
     say_rate(0, 0.1)
     assert capsys.readouterr().out == "(0 tokens: the text ended at once; try another seed or a longer prompt)\n"
+
+
+def test_a_piped_text_that_is_not_asked_for_is_said(run_dir, monkeypatch, capsys):
+    fstat, (pipe, writer) = os.fstat, os.pipe()
+    monkeypatch.setattr("os.fstat", lambda fd: fstat(pipe if fd == 0 else fd))
+    for prompt, said in (("", 1), ("def", 0)):
+        run_sampling(make_config(checkpoint=run_dir, prompt=prompt, max_new_tokens=1))
+        assert capsys.readouterr().err.count("the prompt is empty: prompt=- reads it from standard input") == said
+    os.close(pipe)
+    os.close(writer)
+    monkeypatch.setattr("os.fstat", lambda fd: fstat(-1 if fd == 0 else fd))  # closed
+    run_sampling(make_config(checkpoint=run_dir, prompt="", max_new_tokens=1))

@@ -79,8 +79,8 @@ def log_attention(
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
 
     Raises:
-        ValueError: shapes do not match, a gate is above 0 or NaN (checked on CPUs), or the backend does not exist or
-            does not support these inputs.
+        ValueError: shapes do not match, a gate is above 0 or NaN (checked on CPUs, if q is finite), or the backend does
+            not exist or does not support these inputs.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(BACKENDS)}")
