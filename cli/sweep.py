@@ -76,7 +76,7 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
                 if "run_dir" in config:
                     varied = sorted(option for option in now.overrides.task if not option.startswith("run_dir="))
                     config["run_dir"] = str(Path(config["run_dir"]) / name_of(varied))
-                say(f"--- job {now.job.num}: {config.get('run_dir', ' '.join(now.overrides.task))}")
+                    say(f"--- job {now.job.num}: {config['run_dir']}")
                 with among_others(now.runtime.choices["hydra/launcher"]):
                     best = run(config)
                 if best is None and now.runtime.choices["hydra/sweeper"] == "optuna":
