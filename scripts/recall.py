@@ -3,6 +3,7 @@
     python scripts/recall.py task=mqar difficulties=4,16,64 head_dim=8,32 out=runs/recall jobs=2
     python scripts/recall.py task=mqar difficulties=64,256 settings=key_letters=2 arms=log_space_forgets
     python scripts/recall.py task=induction difficulties=64,256,1024 out=runs/induction
+    python scripts/recall.py task=passkey difficulties=1024 tested_at=8192,65536 arms=log_space_forgets out=runs/far
 
 Every model has 4 layers of 64 features a token and 2 heads; head_dim sets the size of its state. As in Arora et al.
 2023 and Gu and Dao 2023, the training loss counts answers only; as in the former, an arm is shown at its best learning
@@ -39,6 +40,8 @@ class Options(Settings):
     """arms of scripts/compare_attention.py; hybrids have three layers of log_space_forgets and one of the other"""
     head_dim: Annotated[Items[PositiveInt], Field(min_length=1)] = [16]
     """features of a head"""
+    tested_at: Items[PositiveInt] = []
+    """each model is also tested at these difficulties, without training on them"""
     out: Path = Path("runs/recall")
     """folder for datasets, results, recall.json and recall.png"""
     steps: PositiveInt = 2000

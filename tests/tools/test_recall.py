@@ -39,7 +39,9 @@ def test_accuracy_counts_the_answers_of_all_held_out_documents(tmp_path):
     """A model that knows the right token in some places, and is wrong in the others."""
 
     class Knows:
-        def features(self, ids):
+        embed = torch.nn.Embedding(1, 1)
+
+        def features(self, ids, state, return_state):
             follows = torch.nn.functional.one_hot(ids.roll(-1, 1), 257)
             follows[:, 4] = 0  # the second of four answers
             return follows, None
@@ -49,12 +51,35 @@ def test_accuracy_counts_the_answers_of_all_held_out_documents(tmp_path):
 
     config = case(difficulty=4).dataset(tmp_path)
     manifest = prepare(config)
-    tested = recall.EvalBatches(TokenStream(config.out_dir, manifest, "val"), 17)
-    assert 450 < len(tested) < 570
+    held_out = recall.EvalBatches(TokenStream(config.out_dir, manifest, "val"), 17)
+    assert 450 < len(held_out) < 570
     places = [place - 1 for place in config.data.answers]
     assert places == [8, 10, 12, 14]
-    assert recall.accuracy(Knows(), tested, places) == 1
-    assert recall.accuracy(Knows(), tested, [4, 8, 10, 12]) == 0.75
+    whole = held_out.rows(0, len(held_out))
+    assert recall.accuracy(Knows(), *recall.only_answers(*whole, places)) == 1
+    assert recall.accuracy(Knows(), *recall.only_answers(*whole, [4, 8, 10, 12])) == 0.75
+
+
+def test_documents_of_other_difficulties_are_whole_and_new(tmp_path):
+    """Their answers are the last five digits, which stand earlier in the text too."""
+    (far,) = case(task="passkey", difficulty=100, tested_at="3000").tests()
+    ids, answers = recall.unseen(far)
+    assert ids.shape == (512, len(far.source.text(recall.Random(1))) - 1)
+    for text, wanted in zip(ids[:20], answers[:20], strict=True):
+        key = bytes(wanted[wanted >= 0].tolist())
+        assert len(key) == 5
+        assert bytes(text.tolist()).count(b"The pass key is " + key) == 1
+        assert bytes(text.tolist()).endswith(b"The pass key is " + key[:4])
+    assert len(recall.unseen(case(task="induction", difficulty=200_000))[0]) == 16
+
+
+def test_a_model_is_tested_at_other_difficulties(recalled, tmp_path):
+    result = recalled("task=passkey", "tested_at=5,700", arms=["log_space_forgets"], steps=1)
+    assert result.status == 0, result.err
+    whole = json.loads((tmp_path / "recall.json").read_text())
+    assert [[n for n, _ in row["tested"]] for row in whole["runs"]] == [[5, 700]] * 2
+    assert all(0 <= share <= 1 for row in whole["runs"] for _, share in row["tested"])
+    assert "at 700" in result.out
 
 
 def test_a_bigger_head_keeps_more_and_log_space_the_same_of_any_length(tmp_path):
@@ -62,7 +87,7 @@ def test_a_bigger_head_keeps_more_and_log_space_the_same_of_any_length(tmp_path)
         config = case(difficulty=difficulty).dataset(tmp_path)
         tested = recall.EvalBatches(TokenStream(config.out_dir, prepare(config), "val"), 4 * difficulty + 1)
         _, model = case(arm=arm, head_dim=head_dim).model()
-        return recall.state_size(recall.GPT(model), tested)
+        return recall.state_size(recall.GPT(model), torch.from_numpy(tested.rows(0, 1)[0]))
 
     fixed = "log_space_forgets"
     assert kept(fixed, 4, 2) == kept(fixed, 4, 5) < kept(fixed, 8, 2)
@@ -130,6 +155,7 @@ def test_two_at_a_time_give_the_same(recalled, tmp_path):
             ["head_dim=3"],
             "error: attention: rotary positions rotate pairs of features: 3 a head is odd, use an even number",
         ),
+        (["tested_at=4,65"], "error: config data: n_pairs=65 is more than the 64 keys of key_letters=1"),
         (["learning_rates=0"], "error: config learning_rates='0'"),
         (["learning_rates="], "error: config learning_rates=''"),
         (["task=copy"], "error: config task='copy'"),

@@ -1,9 +1,10 @@
 """Accuracy of small models on recall tasks, over the difficulty of the task and the size of the state."""
 
 import itertools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from data.loader import IGNORED, EvalBatches, TrainBatches
 from data.prepare.dataset import PrepareConfig, prepare
 from data.prepare.tasks import TaskSource
 from data.shards import TokenStream, read_manifest
+from inference.scoring import features_in_pieces
 from model.gpt import GPT, GPTConfig
 from tools.bench.harness import command_line, machine
 from tools.bench.train import Training
@@ -31,6 +33,7 @@ DIFFICULTY = {"mqar": "n_pairs", "selective_copy": "n_letters", "induction": "le
 _N_VOCAB = 257  # of tokenizer=bytes
 _BATCH = 32  # documents of a step
 _TESTED = 512  # about as many documents are held out
+_LEAST_TESTED, _TESTED_CHARACTERS = 16, 2**21  # of documents of another difficulty than in training
 _EVALUATIONS = 10  # of a run
 _LEARNED = 0.99  # this accuracy ends a run
 
@@ -47,6 +50,7 @@ class Case:
     lr: float
     steps: int
     seed: int
+    tested_at: str = ""
 
     def dataset(self, out: Path) -> PrepareConfig:
         """Its dataset: enough documents for each to be seen once.
@@ -66,11 +70,20 @@ class Case:
         return decode(PrepareConfig, raw | {"val_fraction": _TESTED / n_documents, "out_dir": out / "data" / folder})
 
     @property
-    def places(self) -> list[int]:
-        """Which targets of a document are answers; targets are one token ahead."""
+    def source(self) -> TaskSource:
+        """The task."""
         task = self.dataset(Path()).data
         assert isinstance(task, TaskSource)
-        return [place - 1 for place in task.answers]
+        return task
+
+    @property
+    def places(self) -> list[int]:
+        """Which targets of a document are answers; targets are one token ahead."""
+        return [place - 1 for place in self.source.answers]
+
+    def tests(self) -> "list[Case]":
+        """The same task with the other difficulties at which the model is tested."""
+        return [replace(self, difficulty=int(n), tested_at="") for n in self.tested_at.split()]
 
     def model(self) -> tuple[Size, GPTConfig]:
         """Its model, and its sizes: a sequence is a document and its <|endoftext|>.
@@ -95,6 +108,7 @@ def run(
     settings: list[str],
     arms: list[str],
     head_dim: list[int],
+    tested_at: list[int],
     out: Path,
     steps: int,
     learning_rates: list[float],
@@ -104,9 +118,11 @@ def run(
     """Finish every run, and report what there is."""
     torch.set_num_threads(1)  # the products are small
     varied = itertools.product(sorted(difficulties), head_dim, arms, learning_rates)
-    cases = [Case(task, " ".join(settings), n, arm, d, lr, steps, seed) for n, d, arm, lr in varied]
+    tests = " ".join(map(str, tested_at))
+    cases = [Case(task, " ".join(settings), n, arm, d, lr, steps, seed, tests) for n, d, arm, lr in varied]
     for case in cases:  # refuses mistakes before anything is made
-        case.model()
+        for each in (case, *case.tests()):
+            each.model()
     make_directory(out / "runs", "out")
     for config in {case.difficulty: case.dataset(out) for case in cases}.values():
         prepare(config)
@@ -122,38 +138,54 @@ def train(case: Case, out: Path) -> str:
     manifest = read_manifest(folder)
     config = compare.config_of(out, folder, size, model, case.lr, case.seed, case.steps)
     training = Training(config, sequences=1)
+    gpt = training.summed_loss.gpt
     batches = TrainBatches(TokenStream(folder, manifest, "train"), size.seq_len, _BATCH, case.seed)
-    tested = EvalBatches(TokenStream(folder, manifest, "val"), size.seq_len)
+    held_out = EvalBatches(TokenStream(folder, manifest, "val"), size.seq_len)
+    tested = only_answers(*held_out.rows(0, len(held_out)), places)
     evaluations = {case.steps * i // _EVALUATIONS for i in range(1, _EVALUATIONS + 1)}
     for step in range(case.steps):
-        ids, targets = batches.batch(step)
-        answers = np.full_like(targets, IGNORED)
-        answers[:, places] = targets[:, places]
-        training.batch = [(torch.from_numpy(ids), torch.from_numpy(answers))]
+        training.batch = [only_answers(*batches.batch(step), places)]
         config.optim.schedule(training.optimizer, config.schedule.factor(step, case.steps), step / case.steps)
         training.step()
-        if step + 1 in evaluations and (right := accuracy(training.summed_loss.gpt, tested, places)) >= _LEARNED:
+        if step + 1 in evaluations and (right := accuracy(gpt, *tested)) >= _LEARNED:
             break
-    found = {"accuracy": right, "steps": step + 1, "state": state_size(training.summed_loss.gpt, tested)}
-    write_json(case.result(out), asdict(case) | found | {"parameters": compare.count(model)})
-    return f"{case.difficulty}, {case.arm}, head_dim {case.head_dim}, learning rate {case.lr:g}: {right:.3f}"
+    found = {"accuracy": right, "steps": step + 1, "state": state_size(gpt, tested[0])}
+    others = [(test.difficulty, accuracy(gpt, *unseen(test))) for test in case.tests()]
+    write_json(case.result(out), asdict(case) | found | {"tested": others, "parameters": compare.count(model)})
+    shares = "".join(f", {share:.3f} at {n}" for n, share in others)
+    return f"{case.difficulty}, {case.arm}, head_dim {case.head_dim}, learning rate {case.lr:g}: {right:.3f}{shares}"
+
+
+def only_answers(ids: np.ndarray, targets: np.ndarray, places: list[int]) -> tuple[Tensor, Tensor]:
+    """Documents and their targets, both (B, T), of which all but those in `places` do not count."""
+    answers = np.full_like(targets, IGNORED)
+    answers[:, places] = targets[:, places]
+    return torch.from_numpy(ids), torch.from_numpy(answers)
+
+
+def unseen(case: Case) -> tuple[Tensor, Tensor]:
+    """Documents of a difficulty that there is no dataset of, and their answers, both (B, T)."""
+    task = case.source
+    n_documents = max(_LEAST_TESTED, min(_TESTED, _TESTED_CHARACTERS // (task.answers[-1] + 1)))
+    texts = [task.text(Random(f"{case.seed} unseen {number}")) for number in range(n_documents)]
+    ids = np.array([[*text.encode()] for text in texts], dtype=np.int64)
+    return only_answers(ids[:, :-1], ids[:, 1:], case.places)
 
 
 @torch.no_grad()
-def accuracy(gpt: GPT, tested: EvalBatches, places: list[int]) -> float:
-    """The share of the targets in these places that are the most likely token, given all tokens before them."""
+def accuracy(gpt: GPT, ids: Tensor, answers: Tensor) -> float:
+    """The share of the answers that are the most likely token, given all tokens before them; reads in pieces."""
     right = 0
-    for start in range(0, len(tested), _BATCH):
-        ids, targets = map(torch.from_numpy, tested.rows(start, min(start + _BATCH, len(tested))))
-        guesses = gpt.logits(gpt.features(ids)[0][:, places]).argmax(-1)
-        right += int((guesses == targets[:, places]).sum())
-    return right / (len(tested) * len(places))
+    for rows in zip(ids.split(_BATCH), answers.split(_BATCH), strict=True):
+        for _, x, wanted in features_in_pieces(gpt, *rows):
+            right += int((gpt.logits(x[wanted >= 0]).argmax(-1) == wanted[wanted >= 0]).sum())
+    return right / int((answers >= 0).sum())
 
 
 @torch.no_grad()
-def state_size(gpt: GPT, tested: EvalBatches) -> int:
-    """How many numbers the model keeps of a document."""
-    _, state = gpt.features(torch.from_numpy(tested.rows(0, 1)[0]), return_state=True)
+def state_size(gpt: GPT, ids: Tensor) -> int:
+    """How many numbers the model keeps of a document, the first of (B, T)."""
+    _, state = gpt.features(ids[:1], return_state=True)
     return sum(leaf.numel() for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
@@ -172,16 +204,20 @@ def report(cases: list[Case], out: Path) -> None:
 
 
 def picture_of(rows: list[Raw]) -> bytes:
-    """A PNG: accuracy over difficulty, a line for each arm, a panel for each head_dim."""
+    """A PNG: accuracy over difficulty, a line for each arm, a panel for each head_dim; dotted: not trained there."""
     sizes, task = sorted({row["head_dim"] for row in rows}), rows[0]["task"]
     figure = Figure(figsize=(1 + 5 * len(sizes), 6))
     for axes, head_dim in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes, strict=True):
         for arm in dict.fromkeys(row["arm"] for row in rows):
             line = [row for row in rows if (row["arm"], row["head_dim"]) == (arm, head_dim)]
             kept = f"{line[-1]['state']:,}" if line else ""
-            axes.plot([r["difficulty"] for r in line], [r["accuracy"] for r in line], "o-", label=f"{arm}: {kept}")
+            own = [[row["difficulty"], row["accuracy"]] for row in line]
+            (drawn,) = axes.plot(*np.transpose(own or [[np.nan, np.nan]]), "o-", label=f"{arm}: {kept}")
+            for trained_at, row in zip(own, line, strict=True):
+                axes.plot(*np.transpose(sorted([trained_at, *row["tested"]])), ".:", color=drawn.get_color())
         axes.set(xscale="log", xlabel=f"{task}: {DIFFICULTY[task]}", title=f"head_dim {head_dim}", ylim=(-0.02, 1.02))
-        axes.xaxis.set(major_locator=FixedLocator(sorted({row["difficulty"] for row in rows})))
+        shown = {row["difficulty"] for row in rows} | {n for row in rows for n, _ in row["tested"]}
+        axes.xaxis.set(major_locator=FixedLocator(sorted(shown)))
         axes.xaxis.set(major_formatter=ScalarFormatter(), minor_locator=NullLocator())
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
         axes.legend(title="numbers kept of the longest document", **below)
