@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.settings import decode
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, Recompute
 from model.ops.checks import Outputs, judge, require_same_bits
 
 _SEQUENCES, _TOKENS = 2, 130
@@ -21,13 +21,26 @@ def shortened(config: GPTConfig) -> str:
     return json.dumps(config.model_dump(mode="json") | {"n_layer": n_layer, "n_vocab": n_vocab}, sort_keys=True)
 
 
-def check(device: str, model: str, dtype: str, deterministic: bool) -> None:
+def check(
+    device: str,
+    model: str,
+    dtype: str,
+    deterministic: bool,
+    recompute: Recompute = "none",
+    by_block: bool = False,
+    documents: bool = False,
+    compiled: bool = True,
+) -> None:
     """Compare the loss and all gradients of a compiled model with those of the same model in float64 on the CPU.
 
     Args:
         model: GPTConfig as JSON.
         dtype: bfloat16 is autocast.
         deterministic: whether torch's algorithms are deterministic; then two runs must have the same bits.
+        recompute: what backward passes compute again.
+        by_block: whether each block is compiled by itself, as with fsdp.
+        documents: whether documents don't see each other.
+        compiled: False only runs the model as it is, so that its kernels have been checked.
 
     Raises:
         Wrong: an error is more than twice that of the model that is not compiled, or a second run has other bits.
@@ -36,10 +49,18 @@ def check(device: str, model: str, dtype: str, deterministic: bool) -> None:
     torch.manual_seed(0)
     config = decode(GPTConfig, json.loads(model))
     ids = torch.randint(config.n_vocab, (_SEQUENCES, min(_TOKENS, config.max_len or _TOKENS) + 1))
-    truth = GPT(config).double()
+    truth = GPT(config, eot_id=int(ids[0, ids.shape[1] // 2]) if documents else None).double()
     gpt = deepcopy(truth).to(device, torch.float32 if dtype == "bfloat16" else getattr(torch, dtype))
-    exact, own = _loss_and_gradients(truth, ids, "float64"), _loss_and_gradients(gpt, ids, dtype)
-    gpt.summed_loss = torch.compile(gpt.summed_loss)  # type: ignore[method-assign]
+    gpt.recompute(recompute)
+    own = _loss_and_gradients(gpt, ids, dtype)
+    if not compiled:
+        return
+    exact = _loss_and_gradients(truth, ids, "float64")
+    if by_block:
+        for block in gpt.blocks:
+            block.compile()
+    else:
+        gpt.summed_loss = torch.compile(gpt.summed_loss)  # type: ignore[method-assign]
     runs = [_loss_and_gradients(gpt, ids, dtype) for _ in range(2)]
     judge("compiled", runs[0], own, exact, 4 * torch.finfo(torch.bfloat16).eps if dtype == "bfloat16" else 0.0)
     if deterministic:

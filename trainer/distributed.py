@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.console import console, print_error
 from common.exits import AGAIN
 from common.settings import UserError
+from model.ops import checks
 from trainer.watchdog import Verdict, Watchdog
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
             # A connection of its own, because the group's may be in use when everything hangs.
             own = dist.PrefixStore("watchdog", _connect(False, size, timedelta(seconds=hang_seconds or 60)))
             watchdog = Watchdog(own, dist.group.WORLD, hang_seconds, hosts_store)
+            checks.waiting.append(watchdog.at)
         yield World(device, rank, size, watchdog)
     except BaseException as error:
         abort = device.type == "cuda" and (_is_own(error) or _is_lost_peer(error))
@@ -254,6 +256,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         # And its connections would stay open: the others would not notice that this process is gone.
         gc.collect()
         if watchdog is not None:
+            checks.waiting.remove(watchdog.at)
             watchdog.end()
         if abort and dist.group.WORLD is not None:
             if watchdog is not None:

@@ -92,7 +92,7 @@ class Run:
             share_sequences(self.gpt, self.group)
         summed_loss = SummedLoss(self.gpt)
         parts = self.gpt.blocks if fsdp else [summed_loss]
-        maybe_compile(parts, config.runtime, self.runtime, config.model)
+        maybe_compile(parts, config.runtime, self.runtime, self.gpt)
         self.summed_loss = world.wrap(summed_loss, config.runtime.strategy, self.runtime.dtype)
         if fsdp:
             initialise(self.gpt, world, self.runtime.param_dtype)

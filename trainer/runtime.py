@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -18,11 +19,12 @@ from torch import nn
 from common.console import say_once
 from common.settings import Settings, UserError
 from model.compiled import check, shortened
-from model.gpt import GPTConfig, Recompute
+from model.gpt import GPT, Recompute
 from model.ops.checks import Wrong, failed_check
 from trainer.devices import device_of_gpu
 
-_SECONDS_TO_COMPILE = 500.0  # of a small model, and to check its kernels; less than the default of hang_seconds
+_SECONDS_TO_COMPILE = 500.0  # a small model
+_SECONDS_FOR_KERNELS = 1800.0  # for the checks of all operators of a model, each with a limit of its own
 
 
 class DeviceConfig(Settings, defaults="device"):
@@ -169,7 +171,7 @@ def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
     return "torch.cuda.is_available() is false"
 
 
-def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: Runtime, model: GPTConfig) -> None:
+def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> None:
     """Compile the modules of a model in place, if the configuration or the device requires it."""
     device = runtime.device
     wanted = device.type == "cuda" if config.compile == "auto" else config.compile
@@ -183,19 +185,30 @@ def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: 
     if device.type == "cuda" and find_spec("triton") is None:
         say_once("not compiled: torch.compile needs the package triton on a GPU")
         return
-    if config.compile == "auto" and (why_not := _why_not_compiled(runtime, model)):
+    if config.compile == "auto" and (why_not := _why_not_compiled(config, runtime, gpt)):
         say_once(f"not compiled: torch.compile {why_not}")
         return
     for module in modules:
         module.compile()
 
 
-def _why_not_compiled(runtime: Runtime, model: GPTConfig) -> str | None:
-    """Return why torch.compile fails its check with models like this one, or None if it passes."""
-    dtype, device = str(runtime.dtype).removeprefix("torch."), f"cuda:{torch.cuda.current_device()}"
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    arguments = {"model": shortened(model), "dtype": dtype, "deterministic": deterministic}
-    return failed_check("torch.compile", check, device, _SECONDS_TO_COMPILE, **arguments)
+def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str | None:
+    """Return why torch.compile fails its check with models like this one, or None if it passes.
+
+    The operators of the model are checked before, so that their checks don't count to the time that compiling takes.
+    """
+    device = f"cuda:{torch.cuda.current_device()}"
+    arguments = {
+        "model": shortened(gpt.config),
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "recompute": config.recompute,
+        "by_block": config.strategy == "fsdp",
+        "documents": gpt.eot_id is not None,
+    }
+    failed = partial(failed_check, check=check, device=device, **arguments)
+    why_not = failed("the model's operators", seconds=_SECONDS_FOR_KERNELS, compiled=False)
+    return why_not or failed("torch.compile", seconds=_SECONDS_TO_COMPILE)
 
 
 def device_name(device: torch.device) -> str:

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Hashable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,9 @@ Tensors = dict[str, Tensor]
 
 outcomes: dict[str, str | None] = {}
 """What this process has asked `failed_check`, by name: why it fails, or None."""
+
+waiting: list[Callable[[str], None]] = []
+"""Called with what this process waits for, again and again while it does, so that it does not seem to hang."""
 
 
 class Wrong(Exception):
@@ -68,7 +72,7 @@ def failed_check(
         outcome = _read(path)
         if outcome is None:
             say_once(f"checking {name} on this machine ({about['device']}), once: this may take a minute or two")
-            with owned(path.with_suffix(".lock"), taken=None):
+            with owned(path.with_suffix(".lock"), partial(_wait_for, name)):
                 outcome = _read(path) or _run_and_keep(path, name, about, {"device": device, **arguments}, seconds)
     except (UserError, OSError) as error:
         return f"cannot be checked: {error}"
@@ -82,11 +86,16 @@ def _run_and_keep(
 ) -> dict[str, Any]:
     """Run a check. Its outcome is kept, unless it fails for want of memory or of a free GPU."""
     started = time.monotonic()
-    failure, output = _run(about["check"], arguments, seconds)
+    failure, output = _run(about["check"], arguments, seconds, partial(_wait_for, name))
     outcome = {"name": name, **about, "failure": failure, "seconds": time.monotonic() - started}
     if failure is None or not any(words in failure + output for words in _PASSING):
         write_json(path, outcome | {"output": output})
     return outcome
+
+
+def _wait_for(name: str) -> None:
+    for call in waiting:
+        call(f"checking {name}")
 
 
 def cache_folder() -> Path:
@@ -123,7 +132,9 @@ def triton_version() -> str | None:
     return None if find_spec("triton") is None else str(import_module("triton").__version__)
 
 
-def _run(check: str, arguments: dict[str, Any], seconds: float) -> tuple[str | None, str]:
+def _run(
+    check: str, arguments: dict[str, Any], seconds: float, still_waiting: Callable[[], None]
+) -> tuple[str | None, str]:
     """Run a check in its own process. Return why it failed, or None, and the end of what it printed."""
     line = [sys.executable, "-m", __name__, check, json.dumps(arguments)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _NESTED: "1"}
@@ -132,11 +143,12 @@ def _run(check: str, arguments: dict[str, Any], seconds: float) -> tuple[str | N
         process = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=own_group
         )
-        status = None
+        status, end = None, time.monotonic() + seconds
         try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pass
+            while status is None and (left := end - time.monotonic()) > 0:
+                still_waiting()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(min(left, 1.0))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 if own_group:

@@ -1,9 +1,11 @@
 """Kernels are used once they pass their check, which may also crash or hang; the outcome is kept."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from common.console import say_once
+from common.lock import owned
 from model.ops import checks, log_attention
 from model.ops.checks import Wrong, failed_check
 from model.ops.log_attention import check as log_attention_check
@@ -51,9 +54,28 @@ def test_what_fails_is_said_and_kept(kept, monkeypatch, check, seconds, reason):
     assert failed_check("a kernel", check, "cpu", seconds).startswith(reason)
 
 
+def test_who_waits_for_a_check_says_so_all_the_time(kept, monkeypatch):
+    """So that other processes don't take it for a process that hangs."""
+    places = []
+    monkeypatch.setattr(checks, "waiting", [places.append])
+    assert failed_check("a kernel", fake_checks.hangs, "cpu", 2.5) is not None
+    assert len(places) >= 3
+    monkeypatch.setattr(checks, "_run", lambda *arguments: (None, ""))
+    failed_check.cache_clear()
+    (lock,) = kept.glob("*.lock")
+    lock.with_suffix(".json").unlink()
+    another = contextlib.ExitStack()
+    another.enter_context(owned(lock, lambda: "taken"))
+    places.clear()
+    threading.Timer(1, another.close).start()
+    assert failed_check("a kernel", fake_checks.hangs, "cpu", 2.5) is None
+    assert len(places) >= 2
+    assert set(places) == {"checking a kernel"}
+
+
 def test_what_may_pass_by_itself_is_not_kept(kept, monkeypatch):
     outcomes = [("failed a check: OutOfMemoryError: CUDA out of memory", "many lines"), (None, "")]
-    monkeypatch.setattr(checks, "_run", lambda check, arguments, seconds: outcomes.pop(0))
+    monkeypatch.setattr(checks, "_run", lambda *arguments: outcomes.pop(0))
     assert failed_check("a kernel", fake_checks.passes, "cpu").endswith("CUDA out of memory (not kept)")
     failed_check.cache_clear()
     assert failed_check("a kernel", fake_checks.passes, "cpu") is None
@@ -62,7 +84,7 @@ def test_what_may_pass_by_itself_is_not_kept(kept, monkeypatch):
 
 def test_what_passes_runs_once_for_each_version(kept, monkeypatch, tmp_path, capsys):
     ran = []
-    monkeypatch.setattr(checks, "_run", lambda check, arguments, seconds: (ran.append(arguments), (None, ""))[1])
+    monkeypatch.setattr(checks, "_run", lambda check, arguments, *more: (ran.append(arguments), (None, ""))[1])
 
     def run(**arguments):
         failed_check.cache_clear()
@@ -147,11 +169,11 @@ def test_the_check_of_log_attention_tells_right_from_wrong(monkeypatch, gates, c
 
     monkeypatch.setitem(log_attention.BACKENDS, "triton", form)
     dtypes, sizes = (["float32"] * 4, [4, 4, 3, 4]) if gates else (["float32"] * 3, [4, 4, 3])
-    check = partial(log_attention_check.check, "cpu", dtypes, sizes, T=70)
+    check = partial(log_attention_check.check, "cpu", dtypes, sizes, lengths=(70,))
     if change == 1:
         check()
     else:
-        with pytest.raises(Wrong, match=r"^log_y is off by .* \(causal, no state, deviation 1\)$"):
+        with pytest.raises(Wrong, match=r"^log_y is off by .* \(causal, no state, deviation 1, 70 tokens\)$"):
             check()
 
 
@@ -161,7 +183,7 @@ def test_the_kernels_pass_in_the_interpreter(kept, dtype, sizes):
     pytest.importorskip("triton")
     dtypes = (dtype,) * 3 + ("float32",) * (len(sizes) - 3)
     check = log_attention_check.check
-    assert failed_check("kernels", check, "cpu", 900.0, dtypes=dtypes, sizes=sizes, T=5) is None
+    assert failed_check("kernels", check, "cpu", 900.0, dtypes=dtypes, sizes=sizes, lengths=(5,)) is None
 
 
 def test_a_perturbed_kernel_fails(monkeypatch):
@@ -210,7 +232,7 @@ def test_kernels_are_used_where_they_pass(gpu, kept, monkeypatch, capsys, failur
         chosen = log_attention._fastest_on_gpu(0, *given)
         assert chosen == ("triton" if failure is None else "chunked")
         assert attend._form(torch.device("cuda:0"), torch.bfloat16, 32) == ("flex" if failure is None else "masks")
-    (check, arguments, _), (other, _, _) = runs
+    (check, arguments, *_), (other, *_) = runs
     assert check == "model.ops.log_attention.check:check"
     assert arguments == {"device": "cuda:0", "dtypes": ("bfloat16",) * 3 + ("float32",), "sizes": (32, 32, 32, 1)}
     assert other == "model.ops.sparse_attention.check:check"

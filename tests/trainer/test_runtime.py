@@ -9,7 +9,7 @@ import torch
 from common.console import say_once
 from common.settings import UserError, decode
 from model import compiled
-from model.gpt import GPTConfig
+from model.gpt import GPT, GPTConfig
 from model.ops import checks
 from model.ops.checks import Wrong
 from trainer import runtime
@@ -107,11 +107,16 @@ def test_a_gpu_compiles_what_passes(monkeypatch, capsys, tmp_path, failure):
     facts = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(checks, "_run", lambda *arguments: (failure, ""))
     checks.failed_check.cache_clear()
     say_once.cache_clear()
     module, here = torch.nn.Linear(1, 1), Runtime(torch.device("cuda"), torch.bfloat16)
-    maybe_compile([module], decode(RuntimeConfig, {}), here, decode(GPTConfig, MODEL))
+    asked = []
+    monkeypatch.setattr(checks, "_run", lambda check, given, *more: (asked.append(given), (failure, ""))[1])
+    config = decode(RuntimeConfig, {"strategy": "fsdp", "recompute": "block"})
+    maybe_compile([module], config, here, GPT(decode(GPTConfig, MODEL), eot_id=0))
+    assert all(given["by_block"] and given["documents"] and given["recompute"] == "block" for given in asked)
+    assert [given.get("compiled", True) for given in asked] == [False, True][: len(asked)]
+    assert len(asked) == (2 if failure is None else 1)
     assert (module._compiled_call_impl is None) == (failure is not None)
     if failure:
         assert f"not compiled: torch.compile {failure}" in capsys.readouterr().out
@@ -121,16 +126,21 @@ def faked(monkeypatch, backend):
     monkeypatch.setattr(torch, "compile", lambda function: COMPILE(function, backend=backend))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch.compile
 def test_a_compiled_model_is_compared_with_eager(monkeypatch):
     model = compiled.shortened(decode(GPTConfig, MODEL))
     assert '"n_layer": 2' in model
     faked(monkeypatch, "eager")
     compiled.check("cpu", model, "float32", True)
+    compiled.check("cpu", model, "float32", True, recompute="selective", by_block=True, documents=True)
 
     def off(graph, inputs):
         return lambda *given: [x * 1.01 if x.requires_grad else x for x in graph(*given)]
 
     torch.compiler.reset()
     faked(monkeypatch, off)
-    with pytest.raises(Wrong, match=r"^the loss is off by"):
-        compiled.check("cpu", model, "float32", True)
+    for how in ({}, {"recompute": "block", "by_block": True}, {"recompute": "selective", "documents": True}):
+        torch.compiler.reset()
+        with pytest.raises(Wrong, match=r"^(the loss|the gradient of .*) is off by"):
+            compiled.check("cpu", model, "float32", True, **how)
+        compiled.check("cpu", model, "float32", True, **how, compiled=False)

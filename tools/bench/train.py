@@ -68,7 +68,7 @@ class Training:
         gpt = GPT(config.model).to(self.runtime.device, self.runtime.param_dtype)
         gpt.recompute(config.runtime.recompute)
         self.optimizer, self.summed_loss = config.optim.build(gpt), SummedLoss(gpt)
-        maybe_compile([self.summed_loss], config.runtime, self.runtime, config.model)
+        maybe_compile([self.summed_loss], config.runtime, self.runtime, gpt)
         shape = (sequences, config.seq_len + 1)
         ids = torch.randint(config.model.n_vocab, shape, device=self.runtime.device)
         self.batch = [(ids[:, :-1], ids[:, 1:])]

@@ -16,21 +16,22 @@ DEVIATIONS = (1, 80)  # at 80, plain exponentials under- and overflow, and the e
 _FORGOTTEN = 0.05  # times the deviation: a head's gates of a chunk add up to about -2.6, or -200
 
 
-def check(device: str, dtypes: Sequence[str], sizes: Sequence[int], T: int = 130) -> None:
+def check(device: str, dtypes: Sequence[str], sizes: Sequence[int], lengths: Sequence[int] = (130, 144)) -> None:
     """Compare the kernels with the definition, causal and not, with and without a state, near 0 and far from it.
 
     Args:
         dtypes: types of q, k, log_v and, with gates, log_f.
         sizes: their last dimensions.
-        T: tokens; 130 are two chunks and the beginning of a third.
+        lengths: numbers of tokens; two chunks and a part of a third. Triton compiles other code for multiples of 16.
 
     Raises:
         Wrong: a result or a gradient is wrong, or a second run has other bits.
     """
-    for causal, has_state, deviation in itertools.product((True, False), (False, True), DEVIATIONS):
+    for T, causal, has_state, deviation in itertools.product(lengths, (True, False), (False, True), DEVIATIONS):
         if len(sizes) == 4 and not causal:  # with gates, all attention is causal
             continue
-        case = f"{'causal' if causal else 'full'}, {'a state' if has_state else 'no state'}, deviation {deviation}"
+        kind, state = "causal" if causal else "full", "a state" if has_state else "no state"
+        case = f"{kind}, {state}, deviation {deviation}, {T} tokens"
         kernels, definition = (partial(attend, causal, backend) for backend in ("triton", "naive"))
         compare(case, kernels, definition, inputs(torch.device(device), dtypes, sizes, T, has_state, deviation))
 
