@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import simulated_gpu
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy
@@ -13,6 +14,10 @@ from model.ops.linear_cross_entropy import summed_loss
 from model.ops.linear_cross_entropy import triton as kernel
 from model.ops.linear_cross_entropy.check import check
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(simulated_gpu.ASKED_FOR, reason="Triton's interpreter does not take its tensors"),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OTHERS = [torch.float16, torch.float32, torch.float64]
 by_kernel = partial(summed_loss, backend="triton")

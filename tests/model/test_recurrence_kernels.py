@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import simulated_gpu
 import torch
 from gradients import assert_all_close
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,6 +14,10 @@ from model.ops.log_recurrence import BACKENDS, log_recurrence, naive_log_recurre
 from model.ops.log_recurrence import triton as kernels
 from model.ops.log_recurrence.check import check
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(simulated_gpu.ASKED_FOR, reason="Triton's interpreter does not take its tensors"),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OTHERS = [torch.float16, torch.float32, torch.float64]
 by_kernel = partial(log_recurrence, backend="triton")

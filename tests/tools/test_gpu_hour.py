@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -77,10 +78,13 @@ def test_figures_of_benchmarks_are_in_the_report(tmp_path):
 
 def test_every_stage_is_a_command_that_is_there(tmp_path):
     stages = stages_on_gpu(tmp_path)
-    assert [stage.name for stage in stages][:3] == ["suite", "racecheck", "memcheck"]
+    races = ["racecheck", "racecheck_of_the_loss", "racecheck_of_the_recurrence"]
+    assert [stage.name for stage in stages][:5] == ["suite", *races, "memcheck"]
     assert sum("tests/test_gpu.py" in stage.command for stage in stages) == 1
     for one in stages:
         assert all((ROOT / word).is_file() for word in one.command if word.endswith(".py"))
+        for word in one.command:
+            assert not word.endswith(":check") or callable(resolve_name(word))
 
 
 def test_without_a_gpu_it_is_refused_in_one_line(command, tmp_path):

@@ -1,6 +1,7 @@
 """Stages that run one after another within a time limit, each a process, and go on where they were cut off."""
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -56,10 +57,13 @@ def stages_on_gpu(out: Path) -> list[Stage]:
     missing = None if shutil.which(sanitizer) else "compute-sanitizer is not installed (it comes with the CUDA toolkit)"
     quick = _script("bench_attention", out / "quick", "device=cuda", "quick=true")
     check = [sanitizer, "--target-processes=all", "--error-exitcode=1"]
+    loss, recurrence = (_check(f"model.ops.{name}.check:check") for name in ("linear_cross_entropy", "log_recurrence"))
     models = "models=log_gpt_125m,log_gpt_mlp_124m"
     return [
-        Stage("suite", [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--durations=20", *tests], 15),
+        Stage("suite", [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--durations=20", *tests], 10),
         Stage("racecheck", [*check, "--tool=racecheck", *quick], 8, missing),
+        Stage("racecheck_of_the_loss", [*check, "--tool=racecheck", *loss], 4, missing),
+        Stage("racecheck_of_the_recurrence", [*check, "--tool=racecheck", *recurrence], 4, missing),
         Stage("memcheck", [*check, "--tool=memcheck", *quick], 8, missing),
         Stage("bench_attention", _script("bench_attention", out / "bench_attention", "device=cuda"), 12),
         Stage("bench_train", _script("bench_train", out / "bench_train", models, "batch=16", "steps=10"), 10),
@@ -73,6 +77,11 @@ def stages_on_gpu(out: Path) -> list[Stage]:
 
 def _has_gpu_tests(path: Path) -> bool:
     return "pytest.mark.gpu" in path.read_text(encoding="utf-8")
+
+
+def _check(name: str) -> list[str]:
+    arguments = {"device": "cuda:0", "dtype": "bfloat16"}
+    return [sys.executable, "-m", "model.ops.checks", name, json.dumps(arguments)]
 
 
 def _script(name: str, out: Path, *options: str) -> list[str]:
