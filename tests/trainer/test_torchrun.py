@@ -53,6 +53,16 @@ def test_two_processes_take_the_steps_of_one(command, args, tmp_path):
     assert_same_values(together, alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_two_processes_may_compile(command, args, tmp_path, recompute):
+    """torch cuts a compiled model into a graph for each bucket of gradients that DDP sends."""
+    args = [*args, "max_steps=4"]
+    assert command("train", *args, f"run_dir={tmp_path / 'one'}").status == 0
+    in_two_processes("train.py", *args, "runtime.compile=true", f"runtime.recompute={recompute}")
+    assert_same_steps(tmp_path / "one", tmp_path / "run", tolerance=1e-5)
+
+
 def assert_same_values(a, b):
     """The same JSON, up to the order of summation."""
     if isinstance(b, dict | list):
