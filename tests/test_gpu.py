@@ -9,15 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cli import compose, to_dict
 from common.settings import decode
-from model.compiled import shortened
 from model.gpt import GPT, GPTConfig
 from model.ops import checks
 from model.ops.sparse_attention import naive_sparse_attention, sparse_attention
 from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
+from tools.bench.harness import composed
+from tools.doctor import examine
 from trainer.checkpoint import load_model, newest
+from trainer.config import TrainConfig
 from trainer.loop import fit
+from trainer.runtime import open_runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("restored_torch")]
 
@@ -105,19 +107,11 @@ def test_flex_attention_is_the_definition_in_both_passes(pattern, T):
 
 
 @pytest.mark.gpu(alone=True)
-@pytest.mark.parametrize(
-    ("model", "n_checks"), [("log_gpt2_125m", 2), ("log_gpt_125m", 3), ("gpt2_124m model/attention=sliding_window", 2)]
-)
-def test_what_auto_would_use_passes_its_check(model, n_checks, device, monkeypatch):
-    """Attention, the loss and the log recurrence, in the types and sizes of the models."""
-    monkeypatch.setattr(checks, "outcomes", {})
+def test_what_auto_would_use_passes_its_check():
+    """Attention, FlexAttention, the loss, the log recurrence and graphs, in the types and sizes of the 125M models."""
     checks.failed_check.cache_clear()
-    raw = to_dict(compose("train", ["experiment=pile_125m", *f"model={model}".split()]))["model"]
-    gpt = GPT(decode(GPTConfig, json.loads(shortened(decode(GPTConfig, raw))))).to(device)
-    ids = torch.randint(512, (2, 97))
-    with torch.autocast("cuda", torch.bfloat16):
-        gpt.summed_loss(ids[:, :-1], ids[:, 1:]).backward()
-    assert len(checks.outcomes) == n_checks
+    examine.use_operators(open_runtime(decode(TrainConfig, composed(examine.FLAGSHIP)).runtime))
+    assert len(checks.outcomes) >= 5
     assert [why for why in checks.outcomes.values() if why] == []
 
 

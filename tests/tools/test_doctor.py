@@ -63,6 +63,16 @@ def test_a_cpu_is_examined(small, command, tmp_path):
         assert word in result.out.replace("_", " ")
 
 
+def test_operators_of_all_kinds_are_used_to_have_them_checked(monkeypatch, device):
+    used, counted = [], doctor.GPT.summed_loss
+    monkeypatch.setattr(
+        doctor.GPT, "summed_loss", lambda gpt, *given: (used.append(gpt.config), counted(gpt, *given))[1]
+    )
+    doctor.use_operators(Runtime(device, torch.float32))
+    assert [config.attention.name for config in used] == ["log_space", "log_space", "sliding_window"]
+    assert [config.position.name for config in used] == ["none", "log_recurrence", "learned"]
+
+
 def test_no_names_are_written():
     names = str(Path.home()), getpass.getuser(), platform.node()
     text = doctor.without_names(json.dumps([f"{name}/x: {name} failed" for name in names]))

@@ -16,7 +16,9 @@ from cli import compose, to_dict
 from common.console import say
 from common.files import make_directory, write_json
 from common.settings import decode
-from model.gpt import GPT
+from model.compiled import shortened
+from model.gpt import GPT, GPTConfig
+from model.graphs import use_graphs
 from model.ops.checks import outcomes
 from tools.bench.harness import Row, composed, print_table, timed
 from tools.bench.train import Training
@@ -29,6 +31,8 @@ from trainer.config import TrainConfig
 from trainer.runtime import Runtime, open_runtime, peak_flops
 
 FLAGSHIP = ["experiment=pile_125m", "model=log_gpt2_125m"]
+OTHERS = (["model=log_gpt_125m"], ["model=gpt2_124m", "model/attention=sliding_window"])
+"""Models that use, with the flagship, every operator that is checked at its first use on a GPU."""
 _CPU_TOKENS = 64
 
 
@@ -54,8 +58,10 @@ def examine(out: Path | None) -> None:
     measured = part("rates", lambda: rates(runtime.device))
     n_gpu = torch.cuda.device_count()
     reduced = part("all-reduce", lambda: all_reduce_rate(n_gpu)) if n_gpu > 1 else None
+    if device == "cuda":
+        part("the checks of kernels", lambda: use_operators(runtime))
     training = part("a training step", lambda: step(config, runtime, max(1, n_gpu)))
-    checks = {name: why or "passed" for name, why in outcomes.items()}  # those that the step needed
+    checks = {name: why or "passed" for name, why in outcomes.items()}
     problems = [*findings(disk), *(f"{name} {why}" for name, why in outcomes.items() if why), *problems]
     found = {"machine": about, "disk": disk, "checks": checks, "rates": measured, "all_reduce_GB_per_s": reduced}
     found |= {"training": training, "findings": problems}
@@ -92,6 +98,19 @@ def without_names(text: str) -> str:
     for name, stand_in in ((os.path.expanduser("~"), "~"), (platform.node(), "HOST"), (user, "USER")):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", stand_in, text) if len(name) > 1 else text
     return text
+
+
+def use_operators(runtime: Runtime) -> None:
+    """Train and decode a little with short models, so that `outcomes` has every check of operators."""
+    for words in (FLAGSHIP, *OTHERS):
+        model = decode(TrainConfig, composed([*FLAGSHIP, *words])).model
+        gpt = GPT(decode(GPTConfig, json.loads(shortened(model)))).to(runtime.device, runtime.param_dtype)
+        ids = torch.zeros(2, 97, dtype=torch.int64, device=runtime.device)
+        with runtime.autocast():
+            gpt.summed_loss(ids, ids).backward()
+        with torch.inference_mode():
+            _, state = gpt(ids, return_state=True)
+            use_graphs(gpt, state)
 
 
 def step(config: TrainConfig, runtime: Runtime, n_device: int) -> Row:

@@ -46,7 +46,9 @@ def driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
 
 def disks() -> Row:
     """Bytes free where this runs, and where the caches are."""
-    places = {"here": Path.cwd(), "caches": cache_folder(), "temporary": Path(os.environ.get("TMPDIR", "/tmp"))}
+    triton = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))
+    temporary = Path(os.environ.get("TMPDIR", "/tmp"))  # compiled code, too
+    places = {"here": Path.cwd(), "caches": cache_folder(), "triton": triton, "temporary": temporary}
     return {name: shutil.disk_usage(_existing(path)).free for name, path in places.items()}
 
 
