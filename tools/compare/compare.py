@@ -77,6 +77,7 @@ DESIGNS: dict[str, Raw] = {
     "log_space_forgets_no_conv": design(_OURS, conv=0),
     "log_space_forgets_attention_conv": design(_OURS | {"conv": 4}),
     "hybrid_softmax": design([_OURS] * 3 + [_THEIRS]),
+    "hybrid_remembers": design([_OURS] * 3 + [_OURS | {"decay": "none"}]),
     "hybrid_window": design([_OURS] * 3 + [_WINDOW | {"gate": "silu"}]),
     "linear_forgets": design({"name": "linear", "decay": "feature", "gate": "silu"}),
     "softmax_forgets": design(_THEIRS),
