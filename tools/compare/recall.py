@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import FixedLocator, NullLocator
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -218,8 +218,9 @@ def picture_of(rows: list[Raw]) -> bytes:
         axes.set(xscale="log", xlabel=f"{task}: {DIFFICULTY[task]}", title=f"head_dim {head_dim}", ylim=(-0.02, 1.02))
         shown = {row["difficulty"] for row in rows} | {n for row in rows for n, _ in row["tested"]}
         axes.xaxis.set(major_locator=FixedLocator(sorted(shown)))
-        axes.xaxis.set(major_formatter=ScalarFormatter(), minor_locator=NullLocator())
+        axes.xaxis.set(minor_locator=NullLocator())
+        axes.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
-        axes.legend(title="numbers kept of the longest document", **below)
+        axes.legend(title="numbers kept of the longest document of training", **below)
     figure.axes[0].set_ylabel("share of answers that are right")
     return png(figure)
