@@ -4,12 +4,13 @@ import pytest
 
 from tools.compare import evidence
 
-TABLE = """seq_len,arm,parameters,tokens,max_lr,seed,loss
-256,log_space_forgets,10,100,0.1,1,2.0
-256,log_space_forgets,10,100,0.2,1,1.5
-256,log_space_forgets,10,100,0.2,2,1.7
-256,log_space_forgets_no_gate,10,100,0.2,1,1.9
-512,softmax_forgets_rotary,10,100,0.2,1,1.4
+TABLE = """vocabulary,seq_len,arm,parameters,tokens,max_lr,seed,loss
+bytes,256,log_space_forgets,10,100,0.1,1,2.0
+bytes,256,log_space_forgets,10,100,0.2,1,1.5
+bytes,256,log_space_forgets,10,100,0.2,2,1.7
+bytes,256,log_space_forgets_no_gate,10,100,0.2,1,1.9
+bytes,512,softmax_forgets_rotary,10,100,0.2,1,1.4
+gpt2,256,log_space_forgets,10,100,0.2,1,1.0
 """
 
 

@@ -47,9 +47,11 @@ def main() -> None:
 
 
 def read(table: Path) -> Losses:
-    """Read the runs, and keep those at each arm's learning rate of the lowest mean."""
+    """Read the runs on bytes, and keep those at each arm's learning rate of the lowest mean."""
     by_rate: dict[tuple[str, int, int], dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in csv.DictReader(table.read_text(encoding="utf-8").splitlines()):
+        if row["vocabulary"] != "bytes":
+            continue
         key = row["arm"], int(row["seq_len"]), int(row["tokens"])
         by_rate[key][row["max_lr"]][int(row["seed"])] = float(row["loss"])
     return {key: min(rates.values(), key=_mean) for key, rates in by_rate.items()}
