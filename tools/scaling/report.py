@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from common.console import count, say, warn
 from common.figures import png, short_count
@@ -131,6 +132,8 @@ def _draw(runs: Runs, law: Law, samples: Law) -> bytes:
         left.plot(runs.D[own], runs.L[own], "o", color=colour, label=f"{short_count(N, 0)} parameters")
         left.plot(D, law.loss(N, D), color=colour, linewidth=1)
     left.set(xscale="log", xlabel="tokens D", ylabel="validation loss (nats per token)", title="Runs, and the law")
+    left.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_formatter=NullFormatter())
+    left.xaxis.set_major_formatter(short_count)
     left.legend()
     flops = 6 * runs.N * runs.D
     C = np.geomspace(flops.min(), flops.max() * 10)
