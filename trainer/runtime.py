@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -186,14 +185,14 @@ def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: 
         say_once("not compiled: torch.compile needs the package triton on a GPU")
         return
     if config.compile == "auto" and (why_not := _why_not_compiled(config, runtime, gpt)):
-        say_once(f"not compiled: torch.compile {why_not}")
+        say_once(f"not compiled: {why_not}")
         return
     for module in modules:
         module.compile()
 
 
 def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str | None:
-    """Return why torch.compile fails its check with models like this one, or None if it passes.
+    """Return what fails its check with models like this one, and why, or None if all pass.
 
     The operators of the model are checked before, so that their checks don't count to the time that compiling takes.
     """
@@ -206,9 +205,13 @@ def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str 
         "by_block": config.strategy == "fsdp",
         "documents": gpt.eot_id is not None,
     }
-    failed = partial(failed_check, check=check, device=device, **arguments)
-    why_not = failed("the model's operators", seconds=_SECONDS_FOR_KERNELS, compiled=False)
-    return why_not or failed("torch.compile", seconds=_SECONDS_TO_COMPILE)
+    for name, seconds, compiled in (
+        ("the model's operators", _SECONDS_FOR_KERNELS, False),
+        ("torch.compile", _SECONDS_TO_COMPILE, True),
+    ):
+        if why_not := failed_check(name, check, device, seconds, compiled=compiled, **arguments):
+            return f"{name} {why_not}"
+    return None
 
 
 def device_name(device: torch.device) -> str:

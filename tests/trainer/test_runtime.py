@@ -101,25 +101,30 @@ def test_bfloat16_that_is_not_faster_fails_its_check(monkeypatch):
         runtime.check_bfloat16("cpu", "here")
 
 
-@pytest.mark.parametrize("failure", [None, "failed a check: the loss is off by 1"])
-def test_a_gpu_compiles_what_passes(monkeypatch, capsys, tmp_path, failure):
+@pytest.mark.parametrize("fails", [None, "the model's operators", "torch.compile"])
+def test_a_gpu_compiles_what_passes(monkeypatch, capsys, tmp_path, fails):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     facts = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     checks.failed_check.cache_clear()
     say_once.cache_clear()
-    module, here = torch.nn.Linear(1, 1), Runtime(torch.device("cuda"), torch.bfloat16)
     asked = []
-    monkeypatch.setattr(checks, "_run", lambda check, given, *more: (asked.append(given), (failure, ""))[1])
+
+    def run(check, given, *more):
+        asked.append(given)
+        failing = "torch.compile" if given["compiled"] else "the model's operators"
+        return ("failed a check: it is off" if failing == fails else None), ""
+
+    monkeypatch.setattr(checks, "_run", run)
+    module, here = torch.nn.Linear(1, 1), Runtime(torch.device("cuda"), torch.bfloat16)
     config = decode(RuntimeConfig, {"strategy": "fsdp", "recompute": "block"})
     maybe_compile([module], config, here, GPT(decode(GPTConfig, MODEL), eot_id=0))
+    assert [given["compiled"] for given in asked] == ([False] if fails == "the model's operators" else [False, True])
     assert all(given["by_block"] and given["documents"] and given["recompute"] == "block" for given in asked)
-    assert [given.get("compiled", True) for given in asked] == [False, True][: len(asked)]
-    assert len(asked) == (2 if failure is None else 1)
-    assert (module._compiled_call_impl is None) == (failure is not None)
-    if failure:
-        assert f"not compiled: torch.compile {failure}" in capsys.readouterr().out
+    assert (module._compiled_call_impl is None) == (fails is not None)
+    if fails:
+        assert f"not compiled: {fails} failed a check: it is off" in capsys.readouterr().out
 
 
 def faked(monkeypatch, backend):
