@@ -109,7 +109,6 @@ def test_flex_attention_is_the_definition_in_both_passes(pattern, T):
 @pytest.mark.gpu(alone=True)
 def test_what_auto_would_use_passes_its_check():
     """Attention, FlexAttention, the loss, the log recurrence and graphs, in the types and sizes of the 125M models."""
-    checks.failed_check.cache_clear()
     examine.use_operators(open_runtime(decode(TrainConfig, composed(examine.FLAGSHIP)).runtime))
     assert len(checks.outcomes) >= 5
     assert [why for why in checks.outcomes.values() if why] == []

@@ -241,7 +241,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
             # A connection of its own, because the group's may be in use when everything hangs.
             own = dist.PrefixStore("watchdog", _connect(False, size, timedelta(seconds=hang_seconds or 60)))
             watchdog = Watchdog(own, dist.group.WORLD, hang_seconds, hosts_store)
-            checks.waiting.append(watchdog.at)
+            checks.waiting.append(watchdog.touch)
         yield World(device, rank, size, watchdog)
     except BaseException as error:
         abort = device.type == "cuda" and (_is_own(error) or _is_lost_peer(error))
@@ -256,7 +256,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         # And its connections would stay open: the others would not notice that this process is gone.
         gc.collect()
         if watchdog is not None:
-            checks.waiting.remove(watchdog.at)
+            checks.waiting.remove(watchdog.touch)
             watchdog.end()
         if abort and dist.group.WORLD is not None:
             if watchdog is not None:

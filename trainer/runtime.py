@@ -185,14 +185,14 @@ def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: 
         say_once("not compiled: torch.compile needs the package triton on a GPU")
         return
     if config.compile == "auto" and (why_not := _why_not_compiled(config, runtime, gpt)):
-        say_once(f"not compiled: {why_not}")
+        say_once(f"not compiled: torch.compile {why_not}")
         return
     for module in modules:
         module.compile()
 
 
 def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str | None:
-    """Return what fails its check with models like this one, and why, or None if all pass.
+    """Return why torch.compile fails its check with models like this one, or None if it passes.
 
     The operators of the model are checked before, so that their checks don't count to the time that compiling takes.
     """
@@ -205,13 +205,8 @@ def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str 
         "by_block": config.strategy == "fsdp",
         "documents": gpt.eot_id is not None,
     }
-    for name, seconds, compiled in (
-        ("the model's operators", _SECONDS_FOR_KERNELS, False),
-        ("torch.compile", _SECONDS_TO_COMPILE, True),
-    ):
-        if why_not := failed_check(name, check, device, seconds, compiled=compiled, **arguments):
-            return f"{name} {why_not}"
-    return None
+    failed_check("the model's operators", check, device, _SECONDS_FOR_KERNELS, compiled=False, **arguments)
+    return failed_check("torch.compile", check, device, _SECONDS_TO_COMPILE, **arguments)
 
 
 def device_name(device: torch.device) -> str:

@@ -106,6 +106,11 @@ class Watchdog:
         """Note where the main thread is."""
         self._at = (place, time.monotonic())
 
+    def touch(self) -> None:
+        """Note that the main thread is at work where it is, unless all processes end."""
+        if self.verdict is None:
+            self.at(self._at[0])
+
     def end(self, failed: bool = False) -> Verdict | None:
         """Stop watching. The others go on without this process or, if it has `failed`, end too.
 

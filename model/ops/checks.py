@@ -17,7 +17,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Hashable
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +31,7 @@ from common.files import make_directory, read_json, write_json
 from common.lock import owned
 from common.settings import UserError
 
-SECONDS = 300.0  # of a check: compiling all variants of a kernel takes up to a minute or two
+SECONDS = 600.0  # of a check: compiling all variants of a kernel takes some minutes
 
 _PASSING = ("out of memory", "busy or unavailable", "SIGKILL")  # in messages of failures that may pass by themselves
 _NESTED = "LOG_GPT_IN_A_CHECK"  # set in the environment of checks
@@ -42,8 +41,8 @@ Tensors = dict[str, Tensor]
 outcomes: dict[str, str | None] = {}
 """What this process has asked `failed_check`, by name: why it fails, or None."""
 
-waiting: list[Callable[[str], None]] = []
-"""Called with what this process waits for, again and again while it does, so that it does not seem to hang."""
+waiting: list[Callable[[], None]] = []
+"""Called again and again while this process waits for a check, so that it does not seem to hang."""
 
 
 class Wrong(Exception):
@@ -71,8 +70,8 @@ def failed_check(
         path = make_directory(cache_folder(), "XDG_CACHE_HOME") / f"{key}.json"
         outcome = _read(path)
         if outcome is None:
-            say_once(f"checking {name} on this machine ({about['device']}), once: this may take a minute or two")
-            with owned(path.with_suffix(".lock"), partial(_wait_for, name)):
+            say_once(f"checking {name} on this machine ({about['device']}), once: this may take some minutes")
+            with owned(path.with_suffix(".lock"), _still_waiting):
                 outcome = _read(path) or _run_and_keep(path, name, about, {"device": device, **arguments}, seconds)
     except (UserError, OSError) as error:
         return f"cannot be checked: {error}"
@@ -86,16 +85,16 @@ def _run_and_keep(
 ) -> dict[str, Any]:
     """Run a check. Its outcome is kept, unless it fails for want of memory or of a free GPU."""
     started = time.monotonic()
-    failure, output = _run(about["check"], arguments, seconds, partial(_wait_for, name))
+    failure, output = _run(about["check"], arguments, seconds)
     outcome = {"name": name, **about, "failure": failure, "seconds": time.monotonic() - started}
     if failure is None or not any(words in failure + output for words in _PASSING):
         write_json(path, outcome | {"output": output})
     return outcome
 
 
-def _wait_for(name: str) -> None:
+def _still_waiting() -> None:
     for call in waiting:
-        call(f"checking {name}")
+        call()
 
 
 def cache_folder() -> Path:
@@ -132,9 +131,7 @@ def triton_version() -> str | None:
     return None if find_spec("triton") is None else str(import_module("triton").__version__)
 
 
-def _run(
-    check: str, arguments: dict[str, Any], seconds: float, still_waiting: Callable[[], None]
-) -> tuple[str | None, str]:
+def _run(check: str, arguments: dict[str, Any], seconds: float) -> tuple[str | None, str]:
     """Run a check in its own process. Return why it failed, or None, and the end of what it printed."""
     line = [sys.executable, "-m", __name__, check, json.dumps(arguments)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _NESTED: "1"}
@@ -146,7 +143,7 @@ def _run(
         status, end = None, time.monotonic() + seconds
         try:
             while status is None and (left := end - time.monotonic()) > 0:
-                still_waiting()
+                _still_waiting()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(min(left, 1.0))
         finally:

@@ -57,7 +57,7 @@ def test_two_processes_take_the_steps_of_one(command, args, tmp_path):
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_two_processes_may_compile(command, args, tmp_path, recompute):
     """torch cuts a compiled model into a graph for each bucket of gradients that DDP sends."""
-    args = [*args, "max_steps=4"]
+    args = [*args, "max_steps=4", "model.n_embd=256", "model.n_layer=3"]  # 9.5 MB of gradients: more than one bucket
     assert command("train", *args, f"run_dir={tmp_path / 'one'}").status == 0
     in_two_processes("train.py", *args, "runtime.compile=true", f"runtime.recompute={recompute}")
     assert_same_steps(tmp_path / "one", tmp_path / "run", tolerance=1e-5)

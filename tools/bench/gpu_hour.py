@@ -60,7 +60,7 @@ def stages_on_gpu(out: Path) -> list[Stage]:
     loss, recurrence = (_check(f"model.ops.{name}.check:check") for name in ("linear_cross_entropy", "log_recurrence"))
     models = "models=log_gpt_125m,log_gpt_mlp_124m"
     return [
-        Stage("suite", [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--durations=20", *tests], 10),
+        Stage("suite", [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--durations=20", *tests], 15),
         Stage("racecheck", [*check, "--tool=racecheck", *quick], 8, missing),
         Stage("racecheck_of_the_loss", [*check, "--tool=racecheck", *loss], 4, missing),
         Stage("racecheck_of_the_recurrence", [*check, "--tool=racecheck", *recurrence], 4, missing),

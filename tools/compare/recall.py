@@ -214,9 +214,9 @@ def picture_of(rows: list[Raw]) -> bytes:
             own = [[row["difficulty"], row["accuracy"]] for row in line]
             (drawn,) = axes.plot(*np.transpose(own or [[np.nan, np.nan]]), "o-", label=f"{arm}: {kept}")
             for trained_at, row in zip(own, line, strict=True):
-                axes.plot(*np.transpose(sorted([trained_at, *row["tested"]])), ".:", color=drawn.get_color())
+                axes.plot(*np.transpose(sorted([trained_at, *row.get("tested", [])])), ".:", color=drawn.get_color())
         axes.set(xscale="log", xlabel=f"{task}: {DIFFICULTY[task]}", title=f"head_dim {head_dim}", ylim=(-0.02, 1.02))
-        shown = {row["difficulty"] for row in rows} | {n for row in rows for n, _ in row["tested"]}
+        shown = {row["difficulty"] for row in rows} | {n for row in rows for n, _ in row.get("tested", [])}
         axes.xaxis.set(major_locator=FixedLocator(sorted(shown)))
         axes.xaxis.set(minor_locator=NullLocator())
         axes.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
