@@ -107,6 +107,14 @@ def test_with_torchrun_a_stopped_first_process_is_named_as_any_other(worker, tmp
 
 
 @pytest.mark.slow
+def test_a_process_that_waits_for_a_check_does_not_hang(worker):
+    """As model/ops/checks.py says while a check runs: here for 9 seconds."""
+    waits = "from model.ops import checks; [(time.sleep(0.2), [call() for call in checks.waiting]) for _ in range(45)]"
+    results = run(2, *worker(f"if step == 25 and world.rank == 1: {waits}", steps=30))
+    assert [(result.status, result.err) for result in results] == [(0, "")] * 2
+
+
+@pytest.mark.slow
 def test_when_all_are_at_one_place_nobody_is_named(worker):
     results = run(2, *worker("if step == 25: time.sleep(10**6)"))
     assert [result.status for result in results] == [AGAIN] * 2
