@@ -119,6 +119,32 @@ def test_memory_grows_with_the_piece_and_not_with_the_sequence(tiny):
     assert most(2048, 128) < most(2048, None) / 8
 
 
+CHILD = """
+import torch
+from tests.trainer.test_memory import GPT, config_of
+from trainer.distributed import World
+from trainer.runtime import Runtime
+from trainer.step import SummedLoss, accumulate_gradients
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+torch.set_num_threads(1)
+cpu = torch.device("cpu")
+loss = SummedLoss(GPT(config_of(n_layer=6, n_embd=192)))
+for pieces in (8, 8, 96):
+    ids = torch.zeros(1, 512 * pieces, dtype=torch.int64)
+    accumulate_gradients(loss, [(ids, ids)], Runtime(cpu, torch.float32, 512), World(cpu))
+    print(peak())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_keeps_no_memory_that_pieces_have_freed(run_process):
+    (child,) = run_process(["-c", CHILD])
+    assert child.status == 0, child.err
+    _, few, many = map(int, child.out.split())
+    assert many < 1.15 * few
+
+
 def test_a_run_in_pieces_takes_the_same_steps(tiny, tmp_path):
     base = {"runtime.dtype": "float64", "seq_len": 50, "batch_tokens": 200, "max_steps": 3, "eval.batches": 1}
     lines = {}

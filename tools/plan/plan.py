@@ -139,7 +139,8 @@ def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> M
     """The memory that a device needs with micro-batches of this size."""
     fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share
     size, how = (micro_batch, config.seq_len // config.runtime.context_parallel), config.runtime.recompute
-    return step_memory(gpt, *size, place.runtime, config.n_device, fsdp, how, accumulated, config.means(gpt))
+    kept = config.means(gpt), config.share if config.data.carry_state else 0
+    return step_memory(gpt, *size, place.runtime, config.n_device, fsdp, how, accumulated, *kept)
 
 
 def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> dict[str, Any]:
