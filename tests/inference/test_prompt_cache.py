@@ -16,10 +16,10 @@ from model.gpt import GPT, GPTConfig
 TOKENIZER = build_tokenizer(BytesConfig(name="bytes"))
 
 
-def gpt_of(attention="log_space", position="log_recurrence"):
+def gpt_of(attention="log_space", position="log_recurrence", eot_id=None):
     torch.manual_seed(0)
     raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "block": {"name": "mlp"}}
-    return GPT(GPTConfig(**raw, attention={"name": attention}, position={"name": position})).eval()
+    return GPT(GPTConfig(**raw, attention={"name": attention}, position={"name": position}), eot_id).eval()
 
 
 def text_after(ids):
@@ -87,11 +87,18 @@ def ids_of(n, seed=0):
 
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize(
-    ("attention", "position"), [("log_space", "log_recurrence"), ("softmax", "rotary"), ("strided", "learned")]
+    ("attention", "position", "eot_id"),
+    [
+        ("log_space", "log_recurrence", None),
+        ("log_space", "log_recurrence", 256),
+        ("softmax", "rotary", None),
+        ("softmax", "rotary", 256),
+        ("strided", "learned", None),
+    ],
 )
-def test_texts_have_the_same_bits_with_it(attention, position, interleave):
+def test_texts_have_the_same_bits_with_it(attention, position, eot_id, interleave):
     """A conversation of growing prompts, another text, the same again, and one that ends with a whole piece."""
-    gpt, first = gpt_of(attention, position), ids_of(400)
+    gpt, first = gpt_of(attention, position, eot_id), ids_of(400)
     prompts = [first, first + ids_of(250, 1), ids_of(300, 2), first + ids_of(250, 1), first[:PIECE], first[:100]]
     cached = Engine(gpt, 257, 2, interleave, cache=PromptCache(20, 10**8))
     reused = []

@@ -71,14 +71,15 @@ def test_gradients_are_those_of_the_whole_sequence(name, size, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_icount_is_the_run_of_one_process(train):  # noqa: F811
+def test_a_run_in_groups_is_the_run_of_one_process(train):  # noqa: F811
     """Two groups of two processes; the run goes on in one process, and in one group of four."""
-    whole = train("whole", 1)
-    shared = train("shared", 4, "runtime.context_parallel=2")
+    averaged = "average=0.4"
+    whole = train("whole", 1, averaged)
+    shared = train("shared", 4, averaged, "runtime.context_parallel=2")
     assert_same_steps(whole, shared, tolerance=1e-9)
     assert_same_checkpoint(newest(whole), newest(shared), tolerance=1e-9)
     for stop_at, processes, context in [(2, 2, 2), (4, 1, 1), (6, 4, 4)]:
-        mixed = train("mixed", processes, f"runtime.context_parallel={context}", f"stop_at={stop_at}")
+        mixed = train("mixed", processes, averaged, f"runtime.context_parallel={context}", f"stop_at={stop_at}")
     assert_same_steps(whole, mixed, tolerance=1e-9)
 
 

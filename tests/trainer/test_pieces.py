@@ -147,15 +147,18 @@ def test_a_process_keeps_no_memory_that_pieces_have_freed(run_process):
 
 def test_a_run_in_pieces_takes_the_same_steps(tiny, tmp_path):
     base = {"runtime.dtype": "float64", "seq_len": 50, "batch_tokens": 200, "max_steps": 3, "eval.batches": 1}
-    lines = {}
+    base["average"] = 0.5
+    lines, means = {}, {}
     for carried in (False, True):
         for chunk in (None, 20):
             changes = base | {"runtime.sequence_chunk": chunk, "data.carry_state": carried}
             run = run_of_config(tiny(changes))
             lines[carried, chunk] = [run.train_step() for _ in range(3)]
+            means[carried, chunk] = run.average.tensors
     for carried in (False, True):
         for one, two in zip(lines[carried, None], lines[carried, 20], strict=True):
             assert (one["loss"], one["grad_norm"]) == pytest.approx((two["loss"], two["grad_norm"]), rel=1e-9)
+        torch.testing.assert_close(means[carried, None], means[carried, 20], rtol=1e-8, atol=1e-10)
     assert lines[False, None][2]["loss"] != pytest.approx(lines[True, None][2]["loss"], rel=1e-6)
 
 
