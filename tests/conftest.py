@@ -14,6 +14,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import pytest
 import simulated_gpu  # before torch
@@ -32,6 +33,17 @@ torch.cpu._is_amx_tile_supported = lambda: False  # the same types on every CPU
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日本", "🙂"]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="K/N", help="run only part K of N; the parts are of about equal size")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if part := config.getoption("--part"):
+        k, n = map(int, part.split("/"))
+        items[:] = [item for item in items if crc32(item.nodeid.encode()) % n == k % n]
 
 
 def pytest_configure(config):
