@@ -52,7 +52,7 @@ def main(folders: list[str]) -> None:
                     axes.plot(*zip(*sorted(curve.items()), strict=True), "o-", color=f"C{i}", label=label)
                     if lowest:
                         axes.plot(*lowest, "*", color=f"C{i}", markersize=13)
-            axes.set(xscale="log", xlabel="learning rate", title=f"{optimizer} {name}")
+            axes.set(xscale="log", xlabel="learning rate", title=f"{optimizer} {name}, over {over}")
             # Below the axes, where it hides no point.
             title = f"{_OVER[over][1]}: rate of lowest loss"
             axes.legend(title=title, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
