@@ -63,9 +63,9 @@ def main(folders: list[str]) -> None:
 
 
 def _rows(folder: Path) -> Iterator[tuple[str, str, str, int, float, float]]:
-    """One for each finished run, with the loss of its end. What has several values is what they are over."""
+    """One for each finished run, with the loss of its end. They are over depth if they have several."""
     runs = read_records([folder])
-    over = next(name for name, (key, _) in _OVER.items() if len({run.settings[key] for run in runs}) > 1)
+    over = "depth" if len({run.settings["model.n_layer"] for run in runs}) > 1 else "width"
     for run in runs:
         ends = [point for point in run.curves["val_loss"] if point["step"] == run.figures["max_steps"]]
         if ends:

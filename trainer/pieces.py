@@ -1,4 +1,4 @@
-"""The gradient of a text of any length, one piece at a time: memory grows with the piece, not with the text.
+"""The gradient of a text of any length, one piece at a time: memory is that of a piece, and of a state for each.
 
 A model whose state has one size turns a piece and the state before it into a loss and the state after it. So a text is
 read twice. The first time, from its beginning and without gradients, only the state before each piece is kept. The
@@ -55,7 +55,7 @@ class Pieces:
             at()
             with torch.no_grad(), runtime.autocast():
                 self._before.append(summed_loss(ids, None, self._before[-1], True)[1])
-            self._give_back(len(self._before))
+            self._give_back()
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -80,14 +80,14 @@ class Pieces:
         roots = [(loss, None), *((x, g) for x, g in later if g is not None)]
         torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
         self._gradients = [x.grad for x in _floats(self._before.pop())]
-        self._give_back(len(self._before))
+        self._give_back()
 
-    def _give_back(self, n: int) -> None:
-        """Return freed memory to the system after every fourth piece: glibc keeps it, and so grows with each piece.
+    def _give_back(self) -> None:
+        """Return freed memory to the system after every fourth piece: glibc keeps it, and the process grows with each.
 
         After every piece, it would cost 7 to 13 % of the time, because memory that is new to a process is slow.
         """
-        if n % 4 == 0 and len(self) > 1 and self._token_ids[0].is_cpu and (trim := _malloc_trim()):
+        if len(self._before) % 4 == 0 and len(self) > 1 and self._token_ids[0].is_cpu and (trim := _malloc_trim()):
             trim(0)
 
 
