@@ -75,7 +75,7 @@ def _draw_losses(axes: Axes, losses: Losses) -> None:
     axes.set_xticks([1e6, 2e6, 4e6, 8e6])
     axes.xaxis.set_major_formatter(short_count)
     axes.minorticks_off()
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)  # below, where it hides no run
 
 
 def _draw_parts(axes: Axes, losses: Losses) -> None:
