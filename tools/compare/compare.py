@@ -53,10 +53,10 @@ _OURS = {"name": "log_space", "decay": "head", "product": True, "d_key": 16, "ga
 _THEIRS = {"name": "softmax", "decay": "head", "gate": "silu"}
 
 
-def design(attention: Any, position: str = "none", conv: int = 4, zero_init: bool = False) -> Raw:
+def design(attention: Any, position: str = "none", conv: int = 4) -> Raw:
     """The settings of an arm; a list of attentions is a pattern of layers."""
     layers = {"attention_pattern": attention} if isinstance(attention, list) else {}
-    block = {"name": "mlp", "conv": conv, "zero_init": zero_init}
+    block = {"name": "mlp", "conv": conv}
     return {
         "attention": attention[0] if layers else attention,
         **layers,
@@ -74,9 +74,9 @@ DESIGNS: dict[str, Raw] = {
     "log_space_forgets_norm": design(_OURS | {"norm": True}),
     "log_space_forgets_no_gate": design(_OURS | {"gate": "none"}),
     "log_space_forgets_no_product": design(_OURS | {"product": False, "d_key": None}),
+    "log_space_forgets_16x16": design(_OURS | {"d_key": 32}),
     "log_space_forgets_no_conv": design(_OURS, conv=0),
     "log_space_forgets_attention_conv": design(_OURS | {"conv": 4}),
-    "log_space_forgets_zero_init": design(_OURS, zero_init=True),
     "hybrid_softmax": design([_OURS] * 3 + [_THEIRS]),
     "hybrid_remembers": design([_OURS] * 3 + [_OURS | {"decay": "none"}]),
     "hybrid_window": design([_OURS] * 3 + [_WINDOW | {"gate": "silu"}]),
@@ -85,7 +85,6 @@ DESIGNS: dict[str, Raw] = {
     "softmax_forgets_rotary_norms": design(_THEIRS | {"qk_norm": True}, "rotary"),
     "softmax_forgets_rotary_no_conv": design(_THEIRS, "rotary", conv=0),
     "softmax_forgets_rotary_attention_conv": design(_THEIRS | {"conv": 4}, "rotary"),
-    "softmax_forgets_rotary_zero_init": design(_THEIRS, "rotary", zero_init=True),
     "softmax_rotary": design({"name": "softmax", "gate": "silu"}, "rotary"),
 }
 """The flagship, its control, what each of their parts is worth, and hybrids."""
