@@ -8,9 +8,9 @@ import pty
 import random
 import re
 import shutil
-import signal
+import subprocess
 import sys
-import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
+ROOT = Path(__file__).resolve().parents[2]
 ODD_PROMPT = """def f("a", 'b'): ${x} ${oc.env:HOME} {[(=,\\ ~$\n\té日🙂 #"""
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
 EOT = BYTES.eot_id
@@ -391,22 +392,17 @@ def test_a_character_that_the_output_cannot_show(monkeypatch):
     assert out.buffer.getvalue() == b"\xe9\\u65e5"
 
 
-class Terminal:
-    """A function that runs in a separate process on its own terminal."""
+_AT_TERMINAL = "import os, sys; os.login_tty(0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
-    def __init__(self, run):
-        self.pid, self.handle = pty.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
-                run()
-                status = 0
-            except BaseException:
-                traceback.print_exc(file=sys.stdout)
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
+
+class Terminal:
+    """A Python program on a terminal of its own."""
+
+    def __init__(self, *args):
+        self.handle, theirs = pty.openpty()
+        # Not pty.fork: torch does not survive a fork while other tests' threads use it.
+        self.process = subprocess.Popen([sys.executable, "-c", _AT_TERMINAL, *args], cwd=ROOT, stdin=theirs)
+        os.close(theirs)
         self.seen = ""
 
     def until(self, pattern):
@@ -422,15 +418,15 @@ class Terminal:
         os.write(self.handle, text.encode())
 
     def close(self):
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        self.process.kill()
+        self.process.wait()
         os.close(self.handle)
 
 
 def test_a_conversation_at_a_terminal(run_dir):
     """Ctrl-C ends an answer, Ctrl-D the conversation."""
-    talk = make_config(checkpoint=run_dir, interactive=True, max_new_tokens=10**9, runtime={"device": "cpu"})
-    terminal = Terminal(lambda: run_sampling(talk.model_copy(update={"temperature": 0})))
+    options = ["interactive=true", "temperature=0", f"max_new_tokens={10**9}", "runtime.device=cpu"]
+    terminal = Terminal("sample.py", f"checkpoint={run_dir}", *options)
     try:
         terminal.until("ends the conversation[.]\r\n")
         terminal.until("> ")
