@@ -8,7 +8,6 @@ of that state, which is where the backward pass of the piece before begins. The 
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -87,13 +86,8 @@ class Pieces:
 
         After every piece, it would cost 7 to 13 % of the time, because memory that is new to a process is slow.
         """
-        if len(self._before) % 4 == 0 and len(self) > 1 and self._token_ids[0].is_cpu and (trim := _malloc_trim()):
-            trim(0)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if len(self._before) % 4 == 0 and len(self) > 1 and self._token_ids[0].is_cpu:
+            getattr(ctypes.CDLL(None), "malloc_trim", lambda spare: 0)(0)  # other C libraries do not have it
 
 
 def _leaf(x: Tensor) -> Tensor:
