@@ -340,7 +340,7 @@ def config_of(
         "optim": {"name": "adamw", "max_lr": lr},
         "schedule": {"name": "one_cycle", "warmup_steps": max(1, steps // 10)},
         "runtime": {"dtype": "float32", "micro_batch": size.batch_tokens // size.seq_len, "compile": False},
-        "checkpoint": {"every": steps},
+        "checkpoint": {"every": min(steps, 2000)},
         "eval": {"every": steps, "batches": _EVAL_WINDOWS},
         "tracker": {"name": "local"},
     }
