@@ -91,8 +91,10 @@ def step_memory(
         of_weights += autocast * narrow
         copy = V * D * narrow
 
-    at_once = min(tokens, max(1, linear_cross_entropy.CHUNK[runtime.device.type] // V))
-    loss = 2 * at_once * V * wide + copy
+    most = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
+    logits = V * min(tokens, max(1, most // V))
+    in_float32 = 3 * min(logits, most // linear_cross_entropy.ROWS) * wide
+    loss = logits * narrow + copy + max(copy, in_float32)  # the weight, and its gradient, in the type of products
     layer: float = D * wide + max(part.out_features for part in linear) * narrow  # gradients, input and product
     outside, kept = kept_per_token(gpt.config, seq_len, runtime.dtype)
     if recompute != "none":

@@ -10,6 +10,8 @@ import hashlib
 import inspect
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -70,7 +72,8 @@ def failed_check(
         path = make_directory(cache_folder(), "XDG_CACHE_HOME") / f"{key}.json"
         outcome = _read(path)
         if outcome is None:
-            say_once(f"checking {name} on this machine ({about['device']}), once: this may take some minutes")
+            where, minutes = f"on this machine ({about['device']})", f"{seconds / 60:g} minutes"
+            say_once(f"checking {name} {where}, once: this takes at most {minutes}")
             with owned(path.with_suffix(".lock"), _still_waiting):
                 outcome = _read(path) or _run_and_keep(path, name, about, {"device": device, **arguments}, seconds)
     except (UserError, OSError) as error:
@@ -119,11 +122,18 @@ def _about(check: Callable[..., None], device: str, arguments: dict[str, Hashabl
     return {
         "check": f"{check.__module__}:{check.__qualname__}",
         "arguments": arguments,
-        "device": "cpu" if gpu is None else f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}",
+        "device": cpu_name() if gpu is None else f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}",
         "torch": torch.__version__,
         "triton": triton_version(),
         "sources": digest.hexdigest(),
     }
+
+
+def cpu_name() -> str:
+    """The CPU's name."""
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    return name[1] if name else platform.processor() or platform.machine()
 
 
 def triton_version() -> str | None:

@@ -28,7 +28,7 @@ def truth(x, weight, targets, cap=None):
 
 @pytest.fixture(params=[1, 3, 70, 1000], autouse=True)
 def tokens_at_a_time(request, monkeypatch):
-    monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 11 * request.param)
+    monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 11 * 8 * request.param)
 
 
 @pytest.mark.gpu
@@ -102,13 +102,24 @@ def test_under_autocast_it_is_computed_in_its_type():
     x, weight, targets = inputs(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = summed_loss(x, weight, targets)
-    assert loss == summed_loss(x.bfloat16(), weight.bfloat16(), targets)
-    assert {g.dtype for g in torch.autograd.grad(loss, (x, weight))} == {torch.float32}
+    short = summed_loss(x.bfloat16(), weight.bfloat16(), targets)
+    assert loss == short
+    (g_x, g_weight), (short_g_x, short_g_weight) = (torch.autograd.grad(y, (x, weight)) for y in (loss, short))
+    assert torch.equal(g_x, short_g_x)
+    assert g_weight.dtype == torch.float32  # it is not rounded to the type of the products
+    assert torch.equal(g_weight.bfloat16(), short_g_weight.bfloat16())
+
+
+def test_no_tokens_are_a_loss_of_zero():
+    x, weight, targets = inputs()
+    loss = summed_loss(x[:0], weight, targets[:0])
+    assert loss == 0
+    assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, weight)))
 
 
 def test_holds_no_more_than_some_logits(tokens_at_a_time):
     x, weight, targets = inputs(N=4000, V=1100)
-    linear_cross_entropy.CHUNK["cpu"] = 1100 * 100  # as if the vocabulary were large
+    linear_cross_entropy.CHUNK["cpu"] = 1100 * 100 * 8  # as if the vocabulary were large
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         torch.autograd.grad(summed_loss(x, weight, targets), (x, weight))
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]

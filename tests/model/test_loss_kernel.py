@@ -41,7 +41,7 @@ def truth(x, weight, targets, cap=None):
 @pytest.fixture
 def at_once(monkeypatch):
     """Sets how many float64 logits are computed at a time."""
-    return lambda logits: monkeypatch.setitem(linear_cross_entropy.CHUNK, DEVICE, logits)
+    return lambda logits: monkeypatch.setitem(linear_cross_entropy.CHUNK, DEVICE, 8 * logits)
 
 
 @pytest.mark.parametrize(("N", "V", "tokens"), [(20, 11, 1), (20, 64, 6), (1, 1, 5), (5, 300, 3), (3, 4160, 9)])

@@ -85,8 +85,8 @@ def test_auto_takes_float32_where_bfloat16_is_emulated(monkeypatch, emulated, dt
 
 
 @pytest.mark.parametrize(("failure", "dtype"), [(None, torch.bfloat16), ("failed a check", torch.float32)])
-def test_auto_takes_bfloat16_on_a_cpu_that_has_amx_and_passes_a_check(monkeypatch, tmp_path, failure, dtype):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+def test_auto_takes_bfloat16_on_a_cpu_that_computes_in_it_and_passes_a_check(monkeypatch, tmp_path, failure, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(checks, "_run", lambda *arguments: (failure, ""))
     checks.failed_check.cache_clear()
@@ -98,7 +98,7 @@ def test_bfloat16_that_is_not_faster_fails_its_check(monkeypatch):
     ticks = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, 1.2]))  # seconds in bfloat16, then in float32
     monkeypatch.setattr(runtime.time, "perf_counter", lambda: next(ticks))
     with pytest.raises(Wrong, match=r"float32 takes 1\.20 x as long"):
-        runtime.check_bfloat16("cpu", "here")
+        runtime.check_bfloat16("cpu")
 
 
 @pytest.mark.parametrize("fails", [None, "torch.compile"])

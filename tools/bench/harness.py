@@ -2,9 +2,7 @@
 
 import functools
 import os
-import platform
 import random
-import re
 import shlex
 import statistics
 import sys
@@ -24,6 +22,7 @@ from common.console import say, show_table
 from common.files import make_directory, write_json
 from common.settings import decode
 from data.prepare.dataset import PrepareConfig, prepare
+from model.ops.checks import cpu_name
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.run import Run
@@ -92,10 +91,8 @@ def speedup(times: Iterable[float], reference: Iterable[float]) -> tuple[float, 
 
 def machine() -> Row:
     """The machine and the versions that the figures depend on."""
-    info = Path("/proc/cpuinfo")
-    cpu = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
     return {
-        "cpu": cpu[1] if cpu else platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,

@@ -15,7 +15,8 @@ from model.ops.derivatives import refuse_second_order, refuse_transforms
 from model.ops.kernels import choose_backend
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
-CHUNK = {"cpu": 2**24, "cuda": 2**27}  # logits at a time: a GPU needs enough work
+CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
+ROWS = 128  # parts of these that plain torch computes in float32 one after the other
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -32,7 +33,7 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None =
         targets: (N,), from 0 to V - 1.
     """
     losses = []
-    for x_n, target in zip(*(tensor.split(_tokens(weight, "chunked")) for tensor in (x, targets)), strict=True):
+    for x_n, target in zip(*(tensor.split(_tokens(weight)) for tensor in (x, targets)), strict=True):
         logits = x_n @ weight.T
         logits = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), cap)
         losses.append(cross_entropy(logits, target.clamp(min=-1), ignore_index=-1, reduction="none"))
@@ -51,7 +52,7 @@ def summed_loss(
         ValueError: the backend does not exist or is not supported here.
     """
     refuse_transforms(_ITSELF, _OTHER, x, weight)
-    x, weight = as_autocast(x, weight)
+    (x,) = as_autocast(x)
     backend = choose_backend("the loss", __name__, backend, _FORMS, x)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _summed_loss(x, weight, targets, wanted, cap, backend)[0]
@@ -61,64 +62,60 @@ def summed_loss(
 def _summed_loss(
     x: Tensor, weight: Tensor, targets: Tensor, wanted: bool, cap: float | None, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and, if wanted, the gradients of x and weight, else empty tensors; sums in float32 or float64."""
+    """The loss and, if wanted, the gradients of x and weight, else empty tensors.
+
+    Products are in the type of x, and sums in float32 or float64.
+    """
     n_vocab = len(weight)
+    weight = weight.to(x.dtype)
     if backend == "triton":  # products of rows that are not aligned are slow on GPUs
         weight = pad(weight, (0, 0, 0, -n_vocab % 64))
     loss, g_x, g_weight = _empty_results(x, weight, wanted)
     loss.zero_()
-    g_weight.zero_()
-    size = _tokens(weight, backend)
+    size = _tokens(weight)
     with torch.autocast(x.device.type, enabled=False):
-        for n in range(0, len(x), size):
+        for n in range(0, max(1, len(x)), size):
             part = slice(n, n + size)
-            losses, g_logits = _FORMS[backend](x[part], weight, targets[part], n_vocab, wanted, cap)
-            loss += losses.sum()
+            logits = x[part] @ weight.T
+            loss += _FORMS[backend](logits, targets[part], n_vocab, wanted, cap).sum()
             if wanted:
-                g_x[part] = g_logits @ weight
-                _add_product(g_weight, g_logits.T, x[part])
-            del g_logits  # before the next ones are allocated
+                g_x[part] = logits @ weight
+                _add_product(g_weight, logits.T, x[part], first=n == 0)
+            del logits  # before the next ones are allocated
     return loss, g_x, g_weight[:n_vocab]
 
 
-def _by_torch(
-    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
-) -> tuple[Tensor, Tensor]:
-    """Losses of some tokens (n, 1) and, if wanted, the gradient of their logits (n, V) in the type of x."""
-    target, seen = targets.clamp(min=0).unsqueeze(1), (targets >= 0).unsqueeze(1)
-    logits = x @ weight.T
-    logits = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), cap)  # (n, V)
-    log_z = logits.logsumexp(1, keepdim=True)
-    losses = (log_z - logits.gather(1, target)) * seen
-    if not wanted:
-        return losses, logits
-    slope = None if cap is None else 1 - (logits / cap).square()
-    g_logits = logits.sub_(log_z).exp_()
-    g_logits.scatter_add_(1, target, torch.full_like(log_z, -1)).mul_(seen)
-    if slope is not None:
-        g_logits.mul_(slope)
-    return losses, g_logits.to(x.dtype)
+def _by_torch(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None) -> Tensor:
+    """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these, as in the kernel.
+
+    Some rows at a time, so that what is computed of them in float32 stays in a CPU's cache.
+    """
+    acc = torch.promote_types(logits.dtype, torch.float32)
+    size, losses = _tokens(logits.T, ROWS), []
+    for rows, target in zip(logits.split(size), targets.split(size), strict=True):
+        target, seen = target.clamp(min=0).unsqueeze(1), (target >= 0).unsqueeze(1)
+        z = capped(rows.to(acc), cap)
+        log_p = z.log_softmax(1)
+        losses.append(-(log_p.gather(1, target) * seen).squeeze(1))
+        if wanted:
+            g = log_p.exp_().scatter_add_(1, target, -torch.ones_like(target, dtype=acc))
+            torch.mul(g, seen if cap is None else seen * (1 - (z / cap).square()), out=rows)
+    return torch.cat(losses)
 
 
-def _by_triton(
-    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None
-) -> tuple[Tensor, Tensor]:
-    """As `_by_torch`, for a weight with more than n_vocab rows: the gradient of what is beyond them is 0."""
+def _by_triton(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None) -> Tensor:
+    """As `_by_torch`, for logits of more than n_vocab columns: the gradient of what is beyond them is 0."""
     from model.ops.linear_cross_entropy.triton import cross_entropy_  # importing triton is slow, and it may be missing
 
-    logits = x @ weight.T  # (n, V)
-    return cross_entropy_(logits, targets, n_vocab, wanted, cap), logits
+    return cross_entropy_(logits, targets, n_vocab, wanted, cap)
 
 
 _FORMS = {"chunked": _by_torch, "triton": _by_triton}
 
 
-def _tokens(weight: Tensor, backend: str) -> int:
-    """Tokens at a time. The torch form takes 8 bytes a logit, the kernel only the logit itself."""
-    logits = CHUNK.get(weight.device.type, CHUNK["cuda"])
-    if backend == "triton":
-        logits *= 8 // weight.itemsize
-    return max(1, logits // len(weight))
+def _tokens(weight: Tensor, share: int = 1) -> int:
+    """Tokens at a time, for a weight of (V, D)."""
+    return max(1, CHUNK.get(weight.device.type, CHUNK["cuda"]) // (share * len(weight) * weight.itemsize))
 
 
 def _empty_results(x: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,9 +153,11 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 _summed_loss.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where a and b may have a lower precision than total."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a @ b, or total = a @ b for the `first`; a and b may have a lower precision than total."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=0 if first else 1)
+    elif first:
+        total.copy_(a @ b)
     else:
         total += a @ b
