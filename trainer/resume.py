@@ -27,6 +27,7 @@ from trainer.runtime import device_name
 from trainer.tensor_file import Expected
 
 _KEPT = set(Kept.model_fields)
+_ROUNDING = "device", "dtype", "torch"  # parts of the environment that rounding depends on
 
 
 def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
@@ -161,23 +162,30 @@ def own_run(run_dir: Path) -> AbstractContextManager[None]:
     return owned(run_dir / "run.lock", taken)
 
 
-def write_config(path: Path, config: dict[str, Any], world: World, found: dict[str, int], resumed: bool) -> None:
-    """Write config.json: the configuration, and the environment with what was `found` about the model.
+def write_config(path: Path, config: dict[str, Any], world: World, found: dict[str, Any], resumed: bool) -> None:
+    """Write config.json: the configuration, and the environment with what was `found` about model and device.
 
     Prints what changed since the run was last started.
     """
+    environment = _environment(world) | found
     if resumed:
-        say_changes(path, config, "changed since this run was last started: {key}={new} (before: {old})")
-    write_json(path, {"config": config, "environment": _environment(world) | found})
+        line = "changed since this run was last started: {key}={new} (before: {old})"
+        say_changes(path, config, line, {key: environment[key] for key in _ROUNDING})
+    write_json(path, {"config": config, "environment": environment})
 
 
-def say_changes(path: Path, config: dict[str, Any], line: str) -> None:
-    """Print a line with {key}, {new} and {old} for every setting that is not as config.json has it."""
+def say_changes(path: Path, config: dict[str, Any], line: str, environment: Mapping[str, Any] | None = None) -> None:
+    """Print a line with {key}, {new} and {old} for every setting that is not as config.json has it.
+
+    And for each part of the environment that is given, if config.json has another.
+    """
     try:
-        before = read_json(path)["config"]
+        file = read_json(path)
+        before = {key: file["environment"].get(key, value) for key, value in (environment or {}).items()}
+        changes = differences(file["config"], config) | differences(before, dict(environment or {}))
     except (UserError, KeyError, TypeError) as error:  # the file is only a record: no reason to stop
         return warn(f"{path} is damaged: {error}")
-    for key, (old, new) in differences(before, config).items():
+    for key, (old, new) in changes.items():
         say(line.format(key=key, new=new, old=old))
 
 

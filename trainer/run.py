@@ -423,8 +423,9 @@ class Run:
         """Write config.json, open metrics and trackers, and say what will be trained."""
         config, run_dir = self.config, self.config.run_dir
         dumped, flops = config.model_dump(mode="json"), self.gpt.flops_per_token(config.seq_len)
-        found = {"micro_batch": self.micro_batch, "n_params": self.gpt.n_params(), "flops_per_token": flops}
-        write_config(run_dir / "config.json", dumped, self.world, found, resumed=self.step > 0)
+        dtype = str(self.runtime.dtype).removeprefix("torch.")
+        sizes = {"micro_batch": self.micro_batch, "n_params": self.gpt.n_params(), "flops_per_token": flops}
+        write_config(run_dir / "config.json", dumped, self.world, sizes | {"dtype": dtype}, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.curves = curves_of(read_metrics(self.log.path))
         self.trackers = config.tracker.open(TrackedRun(self.state.run_id, run_dir, dumped, resumed_at=self.step))

@@ -1,10 +1,12 @@
 """An interrupted and resumed run has the same results as an uninterrupted one."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from common.settings import UserError
 from data.loader import TrainBatches
@@ -168,6 +170,23 @@ def test_other_changed_settings_are_said(tiny, capsys):
     said = capsys.readouterr().out
     assert "changed since this run was last started: optim.max_lr=0.5 (before: 0.01)" in said
     assert "changed since this run was last started: stop_at=None (before: 2)" in said
+    assert "dtype" not in said
+
+
+def test_another_type_of_products_is_said(tiny, capsys):
+    fit(tiny({"stop_at": 2}))
+    record = tiny().run_dir / "config.json"
+    found = json.loads(record.read_text())
+    found["environment"] |= {"dtype": "bfloat16", "torch": "2.11.0"}
+    del found["environment"]["device"]  # as in runs of earlier versions
+    record.write_text(json.dumps(found))
+    fit(tiny({"stop_at": 3}))
+    said = re.findall(r"changed since this run was last started: (.*)", capsys.readouterr().out)
+    assert said == [
+        "stop_at=3 (before: 2)",
+        "dtype=float32 (before: bfloat16)",
+        f"torch={torch.__version__} (before: 2.11.0)",
+    ]
 
 
 def test_another_tokenizer_than_the_manifests_is_refused(tiny, tmp_path):
