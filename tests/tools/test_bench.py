@@ -28,7 +28,8 @@ def test_bench_attention_checks_times_and_writes(command, tmp_path):
     tiles = {deviation: row["forward_tiles"] for (deviation, name), row in errors.items() if name == "chunked"}
     assert tiles[1] == tiles[5] == 0 < tiles[200]
     rows = {(row["contender"], row["T"]): row for row in found["rows"]}
-    assert set(rows) == {(name, T) for name in ("published", "chunked", "SDPA flash") for T in (64, 100)}
+    timed = "published", "chunked", "a gate for each head", "a gate for each feature", "SDPA flash"
+    assert set(rows) == {(name, T) for name in timed for T in (64, 100)}
     for (_, T), row in rows.items():
         assert min(row["forward_ms"], row["both_ms"]) > 0
         assert row["both_x_published"] == pytest.approx(rows["published", T]["both_ms"] / row["both_ms"])

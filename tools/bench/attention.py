@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from common.console import say
@@ -77,7 +77,10 @@ def implementations(device: torch.device) -> dict[str, Operator]:
 
 
 def contenders(device: torch.device) -> dict[str, Operator]:
-    """What is timed, by name: log attention, and softmax attention."""
+    """What is timed, by name: log attention, without gates and with both kinds, and softmax attention."""
+
+    def gated(q: Tensor, k: Tensor, v: Tensor, gates: int | None) -> Tensor:
+        return log_attention(q, k, v, logsigmoid(k[..., :gates] + 4))
 
     def softmax(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
         with sdpa_kernel(getattr(SDPBackend, kernel)):
@@ -86,6 +89,7 @@ def contenders(device: torch.device) -> dict[str, Operator]:
     found = implementations(device)
     if device.type == "cpu":
         found.pop("triton", None)  # the time of its interpreter says nothing about the kernels
+    found |= {"a gate for each head": partial(gated, gates=1), "a gate for each feature": partial(gated, gates=None)}
     return found | {f"SDPA {x.split('_')[0].lower()}": partial(softmax, kernel=x) for x in SDPA[device.type]}
 
 
