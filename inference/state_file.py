@@ -22,7 +22,7 @@ from common.settings import Settings, UserError, decode
 from inference.engine import Texts, read
 from inference.load import Loaded
 from inference.reading import Reading
-from model.state import parts_of, restored, select_rows
+from model.state import restored, select_rows, tensors_of
 from trainer.tensor_file import Expected, read_header, read_tensors
 
 _FORMAT: Literal["log-gpt state 1"] = "log-gpt state 1"
@@ -59,7 +59,7 @@ def save_state(path: Path, reading: Reading, loaded: Loaded) -> None:
         UserError: the file cannot be written.
     """
     tensors = {_REST: torch.tensor(reading.rest, dtype=torch.int64)}
-    for name, part in parts_of(select_rows(reading.texts, [0])):  # a copy, without the room behind a cache
+    for name, part in tensors_of(select_rows(reading.texts, [0])):  # a copy, without the room behind a cache
         tensors[name] = part.value.cpu().contiguous()
     header = {"format": _FORMAT, **_owner(loaded), "tokens": str(reading.n_read)}
     content = safetensors.torch.save(tensors, header | {"sha256": sum_of(tensors, header)})
@@ -117,7 +117,7 @@ def sum_of(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
 def _expected(like: Texts | None, shapes: Mapping[str, list[int]]) -> Expected:
     """Shapes and types of a state's tensors. A cache may have any number of columns, and `rest` any length."""
     expected = {_REST: (torch.Size(shapes.get(_REST, [])[:1] or [0]), {torch.int64})}
-    for name, part in parts_of(like):
+    for name, part in tensors_of(like):
         shape = list(part.value.shape)
         if part.cache is not None:
             shape[2:3] = shapes.get(f"{part.cache}.k", [])[2:3]

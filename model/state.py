@@ -50,7 +50,7 @@ def select_rows(state: Any, rows: Sequence[int] | slice) -> Any:
     return _like(state, (select_rows(part, rows) for part in state))
 
 
-class Part(NamedTuple):
+class StateTensor(NamedTuple):
     """A tensor of a state, or the ints of its rows."""
 
     value: Tensor
@@ -59,20 +59,20 @@ class Part(NamedTuple):
     """The name of the cache of which this has columns, (B, H, S, D) or (B, 1, S); None: its shape never changes."""
 
 
-def parts_of(state: Any, name: str = "", cache: str | None = None) -> Iterator[tuple[str, Part]]:
+def tensors_of(state: Any, name: str = "", cache: str | None = None) -> Iterator[tuple[str, StateTensor]]:
     """Yield the tensors and counts of a state, named by their paths in it, such as layers.0.log_s."""
     if isinstance(state, Tensor):
-        yield name, Part(state, cache)
+        yield name, StateTensor(state, cache)
     elif isinstance(state, tuple) and state and _per_row(state):
-        yield name, Part(torch.tensor(state), None)
+        yield name, StateTensor(torch.tensor(state), None)
     elif isinstance(state, tuple):
         cache = name if isinstance(state, KVCache | SparseCache) else None
         for key, part in zip(getattr(state, "_fields", range(len(state))), state, strict=True):
-            yield from parts_of(part, f"{name}.{key}" if name else str(key), cache)
+            yield from tensors_of(part, f"{name}.{key}" if name else str(key), cache)
 
 
 def restored(like: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
-    """The state whose parts have these names and values; `like` has its form."""
+    """The state whose tensors have these names and values; `like` has its form."""
     if isinstance(like, Tensor):
         return tensors[name]
     if not isinstance(like, tuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPTState
-from model.state import cat_states, parts_of, select_rows
+from model.state import cat_states, select_rows, tensors_of
 from trainer.distributed import World
 
 
@@ -35,7 +35,7 @@ def gathered(state: GPTState | None, world: World, counts: Sequence[int]) -> lis
         counts: how many rows each process has.
     """
     whole = []
-    for name, (own, _) in parts_of(state, "carried"):
+    for name, (own, _) in tensors_of(state, "carried"):
         same_size = torch.cat([own, own.new_zeros(max(counts) - len(own), *own.shape[1:])]).to(world.device)
         rows = [part[:n] for part, n in zip(world.gather(same_size), counts, strict=True)]
         if world.is_main:

@@ -18,7 +18,7 @@ from common.lock import owned
 from common.settings import UserError, differences
 from data.shards import Manifest
 from model.gpt import GPT, GPTState
-from model.state import parts_of, restored
+from model.state import restored, tensors_of
 from trainer.checkpoint import FLOATS, Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import World
@@ -110,7 +110,7 @@ def restore(
     sequences = state.batch_tokens // state.seq_len
     streams: Expected = {
         name: (torch.Size([sequences, *x.shape[1:]]), FLOATS if x.is_floating_point() else [x.dtype])
-        for name, (x, _) in parts_of(carried, "carried")
+        for name, (x, _) in tensors_of(carried, "carried")
     }
     saved_states = checkpoint.tensors(
         "random", {**random_tensors(state.processes, state.device), **streams}, dict.fromkeys(streams, rows)

@@ -23,7 +23,7 @@ from model.attention.base import AttentionSettings
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
 from model.position import Order, RotaryPosition
-from model.state import cat_states, parts_of, restored, select_rows
+from model.state import cat_states, restored, select_rows, tensors_of
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
@@ -474,11 +474,11 @@ def test_a_text_goes_on_from_the_state_before_its_first_token(case, position):
         wanted, state = gpt(text), gpt.initial_state(2)
         gpt.config.check_constant_state("carried state", from_empty=True)
         for piece in text.split([20, 1, 49], dim=1):
-            shapes = {name: (x.shape, x.dtype) for name, (x, _) in parts_of(state)}
+            shapes = {name: (x.shape, x.dtype) for name, (x, _) in tensors_of(state)}
             logits, state = gpt(piece, state, return_state=True)
-            assert {name: (x.shape, x.dtype) for name, (x, _) in parts_of(state)} == shapes
+            assert {name: (x.shape, x.dtype) for name, (x, _) in tensors_of(state)} == shapes
     close(logits, wanted[:, 21:])
-    other = restored(state, {name: x.clone() for name, (x, _) in parts_of(state)})
+    other = restored(state, {name: x.clone() for name, (x, _) in tensors_of(state)})
     close(gpt(text, other), gpt(text, state))
 
 
