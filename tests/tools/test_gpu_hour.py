@@ -53,6 +53,13 @@ def test_a_stage_that_fails_or_hangs_is_reported_and_the_rest_goes_on(tmp_path):
     assert not any(b"time.sleep(60)" in line and str(tmp_path).encode() in line for line in commands)
 
 
+def test_stages_find_packages_of_the_users_path(tmp_path, monkeypatch):
+    (tmp_path / "a_users_package.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run_stages([stage("both", "import a_users_package, trainer")], 1, tmp_path)
+    assert outcomes(tmp_path) == {"both": "passed"}
+
+
 def test_it_goes_on_where_it_was_cut_off(tmp_path):
     log = tmp_path / "ran"
     stages = [

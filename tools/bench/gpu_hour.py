@@ -108,7 +108,8 @@ def run_stages(stages: Sequence[Stage], minutes: float, out: Path) -> None:
 def _run(stage: Stage, seconds: float, output: Path) -> Row:
     """Run a stage to its end or for so many seconds; the result is for its .json file."""
     started = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # where packages may be, too
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     with open(output, "wb") as file:
         process = subprocess.Popen(
             stage.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
