@@ -85,7 +85,8 @@ def load_state(path: Path, loaded: Loaded) -> Reading:
         raise UserError(f"state_in={path} is damaged: {error}") from None
     for key, expected in _owner(loaded).items():
         if (found := getattr(header, key)) != expected:
-            other = f"another {key} ({found[:12]}, not {expected[:12]}): use the same, or read the text again"
+            name = "runtime.dtype" if key == "dtype" else key
+            other = f"another {name} ({found[:12]}, not {expected[:12]}): use the same, or read the text again"
             raise UserError(f"state_in={path} was written with {other}")
     eot = torch.tensor([[loaded.tokenizer.eot_id]])
     like = read(loaded.gpt, eot, loaded.tokenizer.n_vocab)[0] if header.tokens else None

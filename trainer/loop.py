@@ -53,7 +53,7 @@ def _train(run: Run, config: TrainConfig) -> float | None:
     if run.step >= config.last_step:
         if run.world.is_main:
             line = "{key}={new} was given, but this run was trained with {old}"
-            say_changes(config.run_dir / "config.json", config.model_dump(mode="json"), line)
+            say_changes(config.run_dir / "config.json", config.model_dump(mode="json"), line, {})
         say(f"{config.run_dir} is already at step {run.step}: nothing to train. {_to_go_on(config, run.step)}")
         return run.state.best_val_loss
     if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:

@@ -93,7 +93,7 @@ def step_memory(
 
     most = linear_cross_entropy.CHUNK[runtime.device.type] // narrow
     logits = V * min(tokens, max(1, most // V))
-    in_float32 = 3 * min(logits, most // linear_cross_entropy.ROWS) * wide
+    in_float32 = 3 * min(logits, most // linear_cross_entropy.PARTS[runtime.device.type]) * wide
     loss = logits * narrow + copy + max(copy, in_float32)  # the weight, and its gradient, in the type of products
     layer: float = D * wide + max(part.out_features for part in linear) * narrow  # gradients, input and product
     outside, kept = kept_per_token(gpt.config, seq_len, runtime.dtype)

@@ -174,16 +174,16 @@ def write_config(path: Path, config: dict[str, Any], world: World, found: dict[s
     write_json(path, {"config": config, "environment": environment})
 
 
-def say_changes(path: Path, config: dict[str, Any], line: str, environment: Mapping[str, Any] | None = None) -> None:
+def say_changes(path: Path, config: dict[str, Any], line: str, environment: dict[str, Any]) -> None:
     """Print a line with {key}, {new} and {old} for every setting that is not as config.json has it.
 
-    And for each part of the environment that is given, if config.json has another.
+    And for each given part of the environment, if config.json has another or none.
     """
     try:
         file = read_json(path)
-        before = {key: file["environment"].get(key, value) for key, value in (environment or {}).items()}
-        changes = differences(file["config"], config) | differences(before, dict(environment or {}))
-    except (UserError, KeyError, TypeError) as error:  # the file is only a record: no reason to stop
+        before = {key: file["environment"].get(key, "not recorded") for key in environment}
+        changes = differences(file["config"], config) | differences(before, environment)
+    except (UserError, KeyError, TypeError, AttributeError) as error:  # the file is only a record: no reason to stop
         return warn(f"{path} is damaged: {error}")
     for key, (old, new) in changes.items():
         say(line.format(key=key, new=new, old=old))

@@ -434,20 +434,21 @@ class Run:
     def _announce(self, flops: int) -> None:
         """Say what will be trained, and what a user may not expect."""
         config, n_params = self.config, self.gpt.n_params()
-        seconds = flops * config.tokens(1) / self.world.size / (torch.get_num_threads() * _FLOPS_OF_A_CORE)
+        rate = torch.get_num_threads() * _FLOPS_OF_A_CORE * 4 / self.runtime.dtype.itemsize
+        seconds = flops * config.tokens(1) / self.world.size / rate
         if self.world.device.type == "cpu" and seconds > _LONG_STEP:
             small = "give experiment=quickstart, or a small model and fewer batch_tokens"
             warn(f"a step takes about {seconds / 60:,.0f} minutes on this CPU; for a model that suits it, {small}")
         first = f"{config.batch_sizes.at(0)} to " if config.batch_doublings else ""
         batch = f"{first}{config.batch_size} x {config.seq_len} tokens a step, {count(config.max_steps, 'step')}"
         say(f"{n_params:,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")
-        rate, tuned = f"optim.max_lr={config.optim.max_lr:g} was tuned for", config.optim.transfer
+        tuned_rate, tuned = f"optim.max_lr={config.optim.max_lr:g} was tuned for", config.optim.transfer
         if tuned is not None and ratios(self.gpt, tuned) != (1, 1):
-            say(f"{rate} n_embd={tuned.n_embd}, n_layer={tuned.n_layer}, and is transferred to this model")
+            say(f"{tuned_rate} n_embd={tuned.n_embd}, n_layer={tuned.n_layer}, and is transferred to this model")
         usual = float(config.optim.default_values()["max_lr"])
         if tuned is None and config.optim.max_lr == usual and not 0.25 < n_params / _USUAL_PARAMETERS < 4:
             remedy = "give another, or 'optim.transfer={n_embd:768,n_layer:12}'"
-            say(f"{rate} {_USUAL_PARAMETERS / 1e6:g} M parameters: for this model, {remedy}")
+            say(f"{tuned_rate} {_USUAL_PARAMETERS / 1e6:g} M parameters: for this model, {remedy}")
 
 
 class OpenData(NamedTuple):

@@ -31,8 +31,8 @@ class DeviceConfig(Settings, defaults="device"):
     device: Literal["auto", "cpu", "cuda"]
     """auto: a GPU if there is one; an error if there is one that torch does not see."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"]
-    """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that compute in it, and on CPUs that do where
-    it is faster, else float32."""
+    """bfloat16 is autocast with float32 weights; auto: bfloat16 on GPUs that compute in it, and on CPUs with
+    AVX512-BF16 where it is faster, else float32."""
     deterministic: Literal["auto"] | bool
     """Whether operations give the same bits in every run, as far as torch can; auto: on CPUs. It is slower on GPUs,
     where it also turns off padding and autotuning in compiled code."""
@@ -114,7 +114,7 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     name = config.dtype
     if name == "auto":
-        name = "bfloat16" if _is_bfloat16_fast(device) else "float32"
+        name = "bfloat16" if is_bfloat16_fast(device) else "float32"
     deterministic = device.type == "cpu" if config.deterministic == "auto" else config.deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
@@ -124,12 +124,13 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     return Runtime(device, getattr(torch, name), config.sequence_chunk if isinstance(config, RuntimeConfig) else None)
 
 
-def _is_bfloat16_fast(device: torch.device) -> bool:
+def is_bfloat16_fast(device: torch.device) -> bool:
+    """Whether `runtime.dtype=auto` is bfloat16 on this machine's GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if not torch.cpu._is_avx512_bf16_supported():  # CPUs with AMX have this, too
         return False
-    # Its outcome is kept, so that a run has the same type after each start.
+    # Its outcome is kept until torch or this code changes, so that timings do not change the type of a run.
     return failed_check("bfloat16", check_bfloat16, "cpu", 120) is None
 
 

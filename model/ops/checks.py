@@ -1,4 +1,4 @@
-"""Kernels prove themselves before they are used: each is checked once on a kind of GPU, in a process of its own.
+"""Kernels prove themselves before they are used: each is checked once on a kind of device, in a process of its own.
 
 `failed_check` runs a check and keeps the outcome on disk. A check is a function that raises an error if something is
 wrong; it may also crash or hang, because its process is not the caller's. `compare` is what most checks call.
@@ -9,6 +9,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 import os
 import platform
 import re
@@ -57,8 +58,8 @@ def failed_check(
 ) -> str | None:
     """Return why a check fails here, in the rest of a sentence, or None if it passes.
 
-    It runs if its outcome is not known yet for this kind of GPU, these arguments, these versions of torch and Triton,
-    and the Python files of operators and in its folder. Of several processes, one runs it and the others wait.
+    It runs if its outcome is not known yet for this kind of GPU or CPU, these arguments, these versions of torch and
+    Triton, and the Python files of operators and in its folder. Of several processes, one runs it and the others wait.
 
     Args:
         name: what is checked, for messages.
@@ -72,7 +73,7 @@ def failed_check(
         path = make_directory(cache_folder(), "XDG_CACHE_HOME") / f"{key}.json"
         outcome = _read(path)
         if outcome is None:
-            where, minutes = f"on this machine ({about['device']})", f"{seconds / 60:g} minutes"
+            where, minutes = f"on this machine ({about['device']})", f"{math.ceil(seconds / 60)} minutes"
             say_once(f"checking {name} {where}, once: this takes at most {minutes}")
             with owned(path.with_suffix(".lock"), _still_waiting):
                 outcome = _read(path) or _run_and_keep(path, name, about, {"device": device, **arguments}, seconds)

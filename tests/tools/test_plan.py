@@ -15,6 +15,7 @@ from trainer.checkpoint import newest
 from trainer.devices import DEVICES, device_by_name, device_of_gpu
 from trainer.metrics import read_metrics
 from trainer.micro_batch import SPARE
+from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -187,6 +188,14 @@ def test_the_table_of_devices_is_sound():
         assert device.peak(torch.float64) is None
         if device.bfloat16 is not None:
             assert device.peak(torch.bfloat16) == pytest.approx(2 * device.peak(torch.float32), rel=0.02)
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_plan_for_this_cpu_has_the_type_that_a_run_has(tiny_plan, monkeypatch, fast, dtype):
+    monkeypatch.setattr("trainer.runtime.failed_check", lambda *arguments: None if fast else "failed")
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    config = tiny_plan({"runtime.device": "cpu", "runtime.dtype": "auto"})
+    assert find_place(config).runtime.dtype == open_runtime(config.runtime).dtype == dtype
 
 
 def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):

@@ -15,7 +15,7 @@ from trainer.config import TrainConfig
 from trainer.devices import device_by_name, device_of_gpu
 from trainer.memory import Memory, step_memory
 from trainer.micro_batch import SPARE, largest
-from trainer.runtime import Runtime
+from trainer.runtime import Runtime, is_bfloat16_fast
 
 
 class PlanConfig(TrainConfig, defaults="plan"):
@@ -121,10 +121,10 @@ def find_place(config: PlanConfig) -> Place:
     known = here if device == "auto" else device_by_name(device)
     if config.measure and device not in ("auto", "cpu") and (known is None or known != here):
         raise UserError(f"measure=true measures this machine, which has no {device}: leave out measure or device")
-    dtype = config.runtime.dtype
+    dtype, where = config.runtime.dtype, torch.device("cpu" if device == "cpu" else "cuda")
     if dtype == "auto":
-        dtype = "float32" if device == "cpu" or (known and known.bfloat16 is None) else "bfloat16"
-    where = torch.device("cpu" if device == "cpu" else "cuda")
+        fast = is_bfloat16_fast(where) if device == "cpu" else known is None or known.bfloat16 is not None
+        dtype = "bfloat16" if fast else "float32"
     runtime = Runtime(where, getattr(torch, dtype), config.runtime.sequence_chunk)
     if device == "cpu":
         return Place("cpu", runtime, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")

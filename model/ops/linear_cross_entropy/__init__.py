@@ -16,7 +16,10 @@ from model.ops.kernels import choose_backend
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
-ROWS = 128  # parts of these that plain torch computes in float32 one after the other
+PARTS = {
+    "cpu": 128,
+    "cuda": 16,
+}  # of these, which plain torch computes in float32 one after the other: small for a CPU's cache
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -33,7 +36,7 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None =
         targets: (N,), from 0 to V - 1.
     """
     losses = []
-    for x_n, target in zip(*(tensor.split(_tokens(weight)) for tensor in (x, targets)), strict=True):
+    for x_n, target in zip(*(tensor.split(_tokens(weight, 2)) for tensor in (x, targets)), strict=True):
         logits = x_n @ weight.T
         logits = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), cap)
         losses.append(cross_entropy(logits, target.clamp(min=-1), ignore_index=-1, reduction="none"))
@@ -88,10 +91,10 @@ def _summed_loss(
 def _by_torch(logits: Tensor, targets: Tensor, n_vocab: int, wanted: bool, cap: float | None) -> Tensor:
     """Losses of some tokens, (n,); if wanted, the gradient of their logits (n, V) replaces these, as in the kernel.
 
-    Some rows at a time, so that what is computed of them in float32 stays in a CPU's cache.
+    Some rows at a time, so that what is computed of them in float32 takes little memory, and stays in a CPU's cache.
     """
     acc = torch.promote_types(logits.dtype, torch.float32)
-    size, losses = _tokens(logits.T, ROWS), []
+    size, losses = _tokens(logits.T, PARTS.get(logits.device.type, PARTS["cuda"])), []
     for rows, target in zip(logits.split(size), targets.split(size), strict=True):
         target, seen = target.clamp(min=0).unsqueeze(1), (target >= 0).unsqueeze(1)
         z = capped(rows.to(acc), cap)

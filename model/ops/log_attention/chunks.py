@@ -40,8 +40,9 @@ def write(place: Tensor, chunks: Tensor) -> None:
 
 
 def maxima(x: Tensor, C: int) -> Tensor:
-    """Maximum of each chunk and feature: (B, H, T, D) -> (N, B, H, D), at least in float32."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))  # maxima of shorter types are slow on CPUs
+    """Maximum of each chunk and feature: (B, H, T, D) -> (N, B, H, D)."""
+    if x.device.type == "cpu":  # where maxima of shorter types are slow
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
     N, rest = divmod(x.shape[2], C)
     parts = [split(x[:, :, : N * C], C, 0.0).amax(3)] if N else []
     return torch.cat([*parts, x[:, :, N * C :].amax(2).unsqueeze(0)] if rest else parts)
