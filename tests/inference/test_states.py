@@ -213,7 +213,7 @@ def test_a_state_of_something_else_is_refused(written, tmp_path, rank_file):
     tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=rank_file))
     refuses(path, loaded._replace(tokenizer=tokenizer), "another tokenizer")
     wide = loaded._replace(gpt=loaded.gpt.double(), runtime=Runtime(torch.device("cpu"), torch.float64))
-    refuses(path, wide, r"another dtype .float32, not float64.: use the same, or read the text again")
+    refuses(path, wide, r"another runtime.dtype .float32, not float64.: use the same, or read the text again")
     other = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"x": torch.zeros(3)}, other)
     refuses(other, loaded, "is not a state: give a file that state_out= wrote")
