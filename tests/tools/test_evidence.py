@@ -13,6 +13,12 @@ bytes,512,softmax_forgets_rotary,10,100,0.2,1,1.4
 gpt2,256,log_space_forgets,10,100,0.2,1,1.0
 """
 
+CURVES = """arm,seq_len,tokens,loss
+softmax_forgets_rotary,512,100,2.0
+softmax_forgets_rotary,512,200,1.5
+hybrid_second,512,100,1.75
+"""
+
 
 def test_runs_count_at_the_best_learning_rate(tmp_path, monkeypatch):
     table = tmp_path / "runs.csv"
@@ -21,10 +27,13 @@ def test_runs_count_at_the_best_learning_rate(tmp_path, monkeypatch):
     assert losses["log_space_forgets", 256, 100] == {1: 1.5, 2: 1.7}
     assert losses["softmax_forgets_rotary", 512, 100] == {1: 1.4}
     drawn = []
+    (curves := tmp_path / "curves.csv").write_text(CURVES)
     monkeypatch.setattr(evidence, "TABLE", table)
+    monkeypatch.setattr(evidence, "CURVES", curves)
     monkeypatch.setattr(evidence, "png", lambda figure: drawn.append(figure) or b"picture")
     evidence.main()
-    losses, parts = drawn[0].axes
+    losses, above, parts = drawn[0].axes
+    assert [list(line.get_ydata()) for line in above.lines] == [[0, 0], [-0.25]]
     assert [line.get_label() for line in losses.lines if "M" in str(line.get_label())] == [
         "softmax, forget gate, rotary (control), 2 M",
         "log-space that forgets (flagship), 0.4 M",

@@ -80,6 +80,8 @@ DESIGNS: dict[str, Raw] = {
     "hybrid_softmax": design([_OURS] * 3 + [_THEIRS]),
     "hybrid_remembers": design([_OURS] * 3 + [_OURS | {"decay": "none"}]),
     "hybrid_window": design([_OURS] * 3 + [_WINDOW | {"gate": "silu"}]),
+    "hybrid_second": design([_OURS, _THEIRS, _OURS, _OURS]),
+    **{f"window_{w}": design(_WINDOW | {"window": w, "gate": "silu"}, "rotary") for w in (1, 8, 32)},
     "linear_forgets": design({"name": "linear", "decay": "feature", "gate": "silu"}),
     "softmax_forgets": design(_THEIRS),
     "softmax_forgets_rotary_norms": design(_THEIRS | {"qk_norm": True}, "rotary"),

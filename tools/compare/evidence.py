@@ -1,12 +1,14 @@
-"""Draw docs/attention_forgets.png from docs/attention_forgets.csv: python -m tools.compare.evidence.
+"""Draw docs/attention_forgets.png from two tables in docs: python -m tools.compare.evidence.
 
 Left, the loss over the text that was read, for the flagship's form, its control and the published form, each at the
-best of its learning rates in the table. Right, the loss that each part of the flagship's form saves.
+best of its learning rates in attention_forgets.csv. In the middle, how far the training loss is from the control's in
+long runs, from attention_curves.csv. Right, the loss that each part of the flagship's form saves.
 """
 
 import csv
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -16,12 +18,14 @@ from common.figures import png, short_count
 from common.files import write_atomic
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "attention_forgets.csv"
-_OURS = "log_space_forgets"
+CURVES = TABLE.with_name("attention_curves.csv")
+_OURS, _CONTROL = "log_space_forgets", "softmax_forgets_rotary"
 _ARMS = {
-    "softmax_forgets_rotary": ("softmax, forget gate, rotary (control)", "C7"),
+    _CONTROL: ("softmax, forget gate, rotary (control)", "C7"),
     _OURS: ("log-space that forgets (flagship)", "C4"),
     "log_space-glu-log_recurrence": ("log-space, published form", "C1"),
 }
+_HYBRIDS = {"hybrid_second": ("the second of four layers softmax (hybrid)", "C2")}
 _PARTS = {
     f"{_OURS}_by_feature": "a gate for each feature, not each head",
     f"{_OURS}_no_product": "no product",
@@ -39,9 +43,10 @@ Losses = dict[tuple[str, int, int], dict[int, float]]
 def main() -> None:
     """Write the picture."""
     losses = read(TABLE)
-    figure = Figure(figsize=(11, 4.6))
-    left, right = figure.subplots(1, 2, width_ratios=[1.3, 1])
+    figure = Figure(figsize=(16, 4.6))
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1.3, 1.2, 1])
     _draw_losses(left, losses)
+    _draw_curves(middle, csv.DictReader(CURVES.read_text(encoding="utf-8").splitlines()))
     _draw_parts(right, losses)
     write_atomic(TABLE.with_suffix(".png"), png(figure))
 
@@ -72,10 +77,24 @@ def _draw_losses(axes: Axes, losses: Losses) -> None:
                 axes.plot([tokens] * len(own), [*own.values()], ".", color=colour, markersize=4)
     axes.set(xscale="log", xlabel="bytes read", ylabel="validation loss (nats per byte)")
     axes.set_title("Loss on the Pile's bytes, by parameters")
-    axes.set_xticks([1e6, 2e6, 4e6, 8e6])
+    axes.set_xticks([1e6, 3e6, 1e7, 4e7])
     axes.xaxis.set_major_formatter(short_count)
     axes.minorticks_off()
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)  # below, where it hides no run
+
+
+def _draw_curves(axes: Axes, rows: Iterable[dict[str, str]]) -> None:
+    """Rows are means of the training loss over the tokens since the row before."""
+    curves: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        curves[row["arm"]][int(row["tokens"])] = float(row["loss"])
+    for arm, (label, colour) in (_ARMS | _HYBRIDS).items():
+        if above := [(n, loss - curves[_CONTROL][n]) for n, loss in curves[arm].items()]:
+            axes.plot(*zip(*above, strict=True), color=colour, label=label)
+    axes.set(xlabel="bytes read", ylabel="training loss above the control's")
+    axes.set_title("2 M parameters, texts of 512 bytes")
+    axes.xaxis.set_major_formatter(short_count)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
 
 def _draw_parts(axes: Axes, losses: Losses) -> None:
