@@ -252,8 +252,9 @@ def test_colours_are_for_terminals_that_want_them(variables, terminal, coloured)
 
 @pytest.mark.slow
 def test_a_plan_that_takes_long_can_be_interrupted():
+    command = "scripts/plan.py model=log_gpt_125m measure=true runtime.device=cpu runtime.dtype=float32"
     process = subprocess.Popen(
-        [sys.executable, "scripts/plan.py", "model=log_gpt_125m", "measure=true", "runtime.device=cpu"],
+        [sys.executable, *command.split()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
