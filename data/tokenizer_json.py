@@ -93,7 +93,7 @@ def read_hf_tokenizer(path: Path) -> HFTokenizer:
     try:
         if path.is_dir():
             raise UserError("it is a folder")
-        raw = read_json(path, LARGEST_FILE)
+        raw = read_json(path.resolve(), LARGEST_FILE)  # files in Hugging Face's cache are links
         n_ids = len(_tokens(_backend(raw)))
         if _end(raw) is None:
             raw["added_tokens"] = [*raw.get("added_tokens", []), {"id": n_ids, "content": END_OF_TEXT} | _SPECIAL]

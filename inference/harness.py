@@ -73,15 +73,19 @@ def run_harness(config: HarnessConfig) -> None:
         raise UserError(f"tasks={config.tasks} need data that cannot be fetched ({error}): {remedy}") from error
     show(make_table(found) + "\n")
     kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
+    asked = config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"})
     result = {
         "checkpoint": loaded.checkpoint.path.name,
         "step": loaded.checkpoint.state.step,
-        **config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"}),
+        "average": config.average and loaded.checkpoint.state.average is not None,
+        **asked,
         **{key: found[key] for key in kept if key in found},
     }
     text = json.dumps(result, indent=2, default=str) + "\n"
-    asked = config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"}, exclude_none=True)
-    name = name_of([loaded.checkpoint.path.name, "lm_eval", *(f"{key}={value}" for key, value in asked.items())])
+    settings = [f"{key}={value}" for key, value in asked.items() if value is not None]
+    settings += [] if config.average else ["average=False"]
+    settings += [] if config.runtime.dtype == "auto" else [f"runtime.dtype={config.runtime.dtype}"]
+    name = name_of([loaded.checkpoint.path.name, "lm_eval", *settings])
     loaded.checkpoint.leave(f"evals/{name}.json", text)
     loaded.checkpoint.leave("lm_eval.json", text)
 

@@ -190,7 +190,7 @@ def _heading(i: int, n_prompts: int, n_samples: int, seed: int) -> str:
 def _read_prompts(config: SampleConfig) -> list[str]:
     path = config.prompt_file or config.prompts_file
     try:
-        text = path.read_text(encoding="utf-8") if path else sys.stdin.read() if config.prompt == "-" else config.prompt
+        text = path.read_bytes().decode() if path else sys.stdin.read() if config.prompt == "-" else config.prompt
         text.encode()  # fails on the surrogates that stand for an argument's invalid bytes
     except (OSError, UnicodeError) as error:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
@@ -202,6 +202,6 @@ def _read_prompts(config: SampleConfig) -> list[str]:
             warn("the prompt is empty: prompt=- reads it from standard input")
     if not config.prompts_file:
         return [text]
-    if not (prompts := [line for line in text.split("\n") if line]):
+    if not (prompts := [line for line in text.replace("\r\n", "\n").split("\n") if line]):
         raise UserError(f"prompts_file={path} has no prompts: write one per line")
     return prompts

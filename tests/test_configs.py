@@ -113,7 +113,12 @@ def test_a_yaml_begins_with_what_it_is():
         assert lines[0].endswith("."), path
 
 
-KNOWN = {"log_gpt_125m": 124_879_872, "gpt2_124m": 124_439_808, "log_gpt_mlp_124m": 124_870_656}
+KNOWN = {
+    "log_gpt_125m": 124_879_872,
+    "gpt2_124m": 124_439_808,
+    "log_gpt_mlp_124m": 124_870_656,
+    "log_gpt2_hybrid_125m": 125_285_052,
+}
 LADDER = ("1m", "10m", "40m", "125m", "350m", "1b")
 
 
@@ -148,6 +153,16 @@ def test_the_ladder_is_one_design_beside_its_control(size):
 
 def test_the_flagship_is_as_large_as_gpt2():
     assert abs(n_params("log_gpt2_125m") / 124_439_808 - 1) < 0.01
+
+
+def test_the_hybrid_is_the_flagship_with_softmax_attention_in_the_second_of_four_layers():
+    hybrid, flagship = model_of("log_gpt2_hybrid_125m"), model_of("log_gpt2_125m")
+    assert abs(n_params("log_gpt2_hybrid_125m") / n_params("gpt_125m") - 1) < 0.01
+    ours, theirs = flagship.attention, model_of("gpt_125m").attention
+    assert hybrid.attention_pattern == [ours, theirs, ours, ours]
+    assert hybrid.model_dump(exclude=(different := {"attention_pattern", "n_head"})) == flagship.model_dump(
+        exclude=different
+    )
 
 
 def test_the_published_recipe():

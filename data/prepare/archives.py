@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.settings import UserError
-from data.prepare.items import Seen, Unreadable
+from data.prepare.items import LONG_WINDOW, Seen, Unreadable
 
 LONGEST_LINE = 2**28
 _READ_BYTES = 4_096  # compressed; small, because a hostile archive can unpack to 30,000 times its size
@@ -71,8 +71,8 @@ def _decompressed(raw: Iterator[bytes], new_frame: Callable[[], Any], broken: ty
             frame = frame or new_frame()
             try:
                 content = frame.decompress(chunk)
-            except broken:
-                raise Unreadable("corrupted archive") from None
+            except broken as error:
+                raise Unreadable(LONG_WINDOW if "too much memory" in str(error) else "corrupted archive") from None
             for start in range(0, len(content), _PIECE_BYTES):
                 yield content[start : start + _PIECE_BYTES]
             chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)

@@ -25,9 +25,11 @@ class Unreadable(Exception):
 NO_TEXT = "missing text"
 """The reason for a document without its text_field."""
 NOT_JSON, NOT_UTF8 = "malformed JSON", "invalid UTF-8"
+LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
     NOT_JSON: "write one JSON object a line, or give plain text as .txt files with data=text",
     NOT_UTF8: "convert text to UTF-8, as with iconv -f latin1 -t utf-8, and leave out binary files",
+    LONG_WINDOW: "decompress the archive with zstd -d --long=31",
 }
 
 

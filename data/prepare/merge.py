@@ -6,7 +6,7 @@ from pathlib import Path
 from common.settings import UserError
 from data.prepare.dataset import part_dir
 from data.prepare.join import existing, join, partial_dir
-from data.prepare.parts import FINISHED, read_plan, writing
+from data.prepare.parts import FINISHED, PLAN, read_plan, writing
 from data.shards import Manifest
 
 _PART_NAME = re.compile(r"task-(\d{5})-of-(\d{5})")
@@ -16,7 +16,8 @@ def merge(parts_dir: Path, out_dir: Path) -> Manifest:
     """Join what all tasks have written into `parts_dir` to the dataset `out_dir`.
 
     Raises:
-        UserError: a task is not finished, its parts are damaged, or it had other settings than the first.
+        UserError: a task is not finished, its parts are damaged, or it had other settings than the first; or
+            `prepare` was stopped before it finished this dataset.
     """
     folders = find_tasks(parts_dir)
     plans = [read_plan(folder) for folder in folders]
@@ -26,7 +27,9 @@ def merge(parts_dir: Path, out_dir: Path) -> Manifest:
             raise UserError(f"{other}: {changes}: prepare one of them again")
     if (manifest := existing(out_dir, plans[0].prepared)) is not None:
         return manifest
-    with writing(partial_dir(out_dir)):
+    with writing(partial := partial_dir(out_dir)):
+        if (partial / PLAN).exists():  # joining deletes the folder in the end
+            raise UserError(f"{partial} holds an unfinished preparation: finish it, delete it, or give another out_dir")
         return join(folders, plans[0], out_dir)
 
 

@@ -13,13 +13,11 @@ from inference.token_log import Token
 class Answer:
     """The answer to one request. `body` makes the whole answer, or one chunk of a stream; each piece is passed once."""
 
-    def __init__(
-        self, model: str, tokenizer: Tokenizer, with_logprobs: bool, texts: Sequence[TextRequest], n: int
-    ) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, texts: Sequence[TextRequest], n: int) -> None:
         """`texts`: n for each prompt."""
         kind, name = "text_completion", f"cmpl-{uuid.uuid4().hex}"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
-        self._tokenizer, self._with_logprobs, self._texts, self._n = tokenizer, with_logprobs, texts, n
+        self._tokenizer, self._texts, self._n = tokenizer, texts, n
         self._last: dict[int, Piece] = {}  # of each text so far
 
     def body(self, choices: Sequence[tuple[int, Piece]], usage: bool = False) -> dict[str, Any]:
@@ -29,7 +27,7 @@ class Answer:
         return body | {"usage": self._usage()} if usage else body
 
     def _usage(self) -> dict[str, Any]:
-        """Counts of tokens, of each prompt as it was given, and once."""
+        """Return the token counts. A prompt counts once, whatever n is, and without the end of text put before it."""
         prompt = cached = 0
         for i in range(0, len(self._texts), self._n):
             prompt += len(self._texts[i].ids) - self._texts[i].prompt_start
@@ -39,7 +37,7 @@ class Answer:
         return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        logprobs = self._logprobs(piece.tokens) if self._with_logprobs else None
+        logprobs = self._logprobs(piece.tokens) if self._texts[index].n_top is not None else None
         reason = "stop" if piece.finish_reason == "end_of_text" else piece.finish_reason
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
 

@@ -55,7 +55,7 @@ async def complete(http: Request, served: Served) -> Response:
         texts = await run_in_threadpool(_texts, request, served)
     except UserError as error:
         raise ApiError(400, str(error)) from None
-    answer = Answer(served.name, served.tokenizer, request.logprobs is not None, texts, request.n)
+    answer = Answer(served.name, served.tokenizer, texts, request.n)
     pieces = continuations(texts, served, http)
     if not request.stream:
         return JSONResponse(await whole(pieces, len(texts), answer))

@@ -212,6 +212,13 @@ def test_save_and_load(build, raw, tmp_path):
     assert library.encode(f"the{END_OF_TEXT}").ids == [*tokenizer.encode("the"), tokenizer.eot_id]
 
 
+def test_a_linked_file_can_be_read_as_in_the_cache_of_hugging_face(build, tmp_path):
+    tokenizer = build()
+    (tmp_path / "tokenizer.json").rename(tmp_path / "blob")
+    (tmp_path / "tokenizer.json").symlink_to("blob")
+    assert build_tokenizer(HFConfig(name="hf", path=tmp_path / "tokenizer.json")).sha256 == tokenizer.sha256
+
+
 NOT_A_BYTE = {character: i for i, character in enumerate([*byte_characters().values(), "日"])}
 
 

@@ -242,6 +242,8 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks, tiny):
     assert found["step"] == 2
     (kept,) = (run_dir / "evals").glob("step-00000002,lm_eval,tasks=*.json")
     assert json.loads(kept.read_text()) == found
+    assert ",runtime.dtype=float64" in kept.name
+    assert found["average"] is False
     for word in ("local_multiple_choice", "acc", "bits_per_byte", f"written to {run_dir / 'lm_eval.json'}"):
         assert word in done.out
 

@@ -241,6 +241,9 @@ def test_prompt_from_argument_file_and_standard_input(command, run_dir, tmp_path
     assert text_of(command, run_dir, f"prompt_file={tmp_path / 'prompt.txt'}") == given
     monkeypatch.setattr("sys.stdin", io.StringIO(ODD_PROMPT))
     assert text_of(command, run_dir, "prompt=-") == given
+    (tmp_path / "prompt.txt").write_bytes(b"of Windows\r\n")
+    run_sampling(make_config(checkpoint=run_dir, prompt_file=tmp_path / "prompt.txt"))
+    assert (run_dir / "samples.txt").read_bytes().startswith(b"of Windows\r\n")
 
 
 def test_nothing_is_said_amid_a_text(tiny, monkeypatch):

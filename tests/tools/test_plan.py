@@ -209,7 +209,9 @@ def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
     assert find_place(tiny_plan({"runtime.device": "cpu"}, device="h100")).name == "h100"
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA Tomorrow")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1, 7 * 10**9))
-    place = find_place(tiny_plan({"runtime.device": "auto"}))
+    monkeypatch.setattr("tools.plan.plan.is_bfloat16_fast", lambda device: device.type != "cuda")
+    place = find_place(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
+    assert place.runtime.dtype == torch.float32
     assert (place.name, place.memory, place.peak, place.source) == ("NVIDIA Tomorrow", 7e9, None, "unknown")
 
 

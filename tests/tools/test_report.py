@@ -13,7 +13,7 @@ import pytest
 
 from common.settings import UserError
 from tools.report.page import page_of
-from tools.report.records import labels, read_records, varying_settings
+from tools.report.records import labels, lowest_loss, read_records, varying_settings
 from tools.report.write import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -46,6 +46,24 @@ def sweep(tmp_path):
             config = {"run_dir": f"x/{lr},{seed}", "max_steps": 6, "seed": seed, "optim": {"max_lr": lr, "eps": None}}
             make_run(tmp_path / "sweep" / f"optim.max_lr={lr},seed={seed}", lines, config)
     return tmp_path / "sweep"
+
+
+def test_models_that_differ_in_the_last_of_many_layers_are_not_seeds_of_one(tmp_path):
+    for seed, last in ((1, "softmax"), (2, "sliding_window")):
+        pattern = [{"name": "log_space", "decay": "head", "product": True, "d_key": 16, "gate": "silu"}] * 4
+        config = {"seed": seed, "model": {"attention_pattern": [*pattern, {"name": last}]}}
+        make_run(tmp_path / last, [val(1, 2.0)], config)
+    assert len(read_records([tmp_path])) == 2
+
+
+def test_the_lowest_loss_is_in_bits_per_byte_if_tokens_differ(tmp_path):
+    short, long = val(1, 1.0), val(1, 3.2) | {"val_bits_per_byte": 1.1}
+    for name, line in {"bytes": short, "words": long}.items():
+        make_run(tmp_path / name, [line], {"dataset_dir": name})
+        assert (
+            lowest_loss(read_records([tmp_path]))
+            == {"bytes": "1.0000 nats per token", "words": "1.1000 bits per byte"}[name]
+        )
 
 
 def data_of(page):
@@ -234,7 +252,7 @@ def test_without_a_run_there_is_one_line(command, tmp_path, given):
 def test_every_path_that_is_printed_exists(command, sweep):
     result = command("scripts/report", f"folders={sweep}")
     assert result.status == 0
-    assert "6 runs; lowest validation loss 1.2500: max_lr=0.001 (mean of 2 runs)" in result.out
+    assert "6 runs; lowest validation loss 1.2500 nats per token: max_lr=0.001 (mean of 2 runs)" in result.out
     paths = re.findall(r"written: (.*)", result.out)
     assert len(paths) == 3
     assert all(os.path.isfile(path) for path in paths)

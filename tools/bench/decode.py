@@ -26,7 +26,7 @@ Decode = Callable[[Tensor], Tensor]
 """One more token (1, 1) -> its logits (1, 1, n)."""
 
 
-@benchmark("decoding in float32, medians of {steps} steps; x: times Hugging Face's GPT-2 of {hf}'s shape")
+@benchmark("decoding in float32, medians of {steps} steps; x: times Hugging Face's GPT-2 in the shape of hf={hf}")
 def bench(options: Any) -> Row:
     """Measure each model.
 

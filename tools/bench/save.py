@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from common.settings import UserError
 from tools.bench.harness import Row, benchmark, open_run, prepare_dataset, timed
 
 
@@ -19,7 +20,13 @@ def bench(options: Any) -> Row:
 
 
 def measure(overrides: list[str], dataset_dir: Path, options: Any) -> Row:
-    """Medians of steps and of saves, and the size of a checkpoint, in one run."""
+    """Medians of steps and of saves, and the size of a checkpoint, in one run.
+
+    Raises:
+        UserError: there are fewer than two saves, the first of which is not counted.
+    """
+    if options.steps < 2 * options.every:
+        raise UserError(f"steps={options.steps} is too few for every={options.every}: use at least {2 * options.every}")
     run_dir = Path(tempfile.mkdtemp(dir=options.out))
     paths = [f"dataset_dir={dataset_dir}", f"run_dir={run_dir}", "resume=auto"]
     run = open_run([*overrides, *paths, "schedule.warmup_steps=1", f"max_steps={options.steps}"])

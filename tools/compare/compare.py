@@ -81,6 +81,7 @@ DESIGNS: dict[str, Raw] = {
     "hybrid_remembers": design([_OURS] * 3 + [_OURS | {"decay": "none"}]),
     "hybrid_window": design([_OURS] * 3 + [_WINDOW | {"gate": "silu"}]),
     "hybrid_second": design([_OURS, _THEIRS, _OURS, _OURS]),
+    "hybrid_second_window": design([_OURS, _WINDOW | {"window": 256, "gate": "silu"}, _OURS, _OURS]),
     **{f"window_{w}": design(_WINDOW | {"window": w, "gate": "silu"}, "rotary") for w in (1, 8, 32)},
     "linear_forgets": design({"name": "linear", "decay": "feature", "gate": "silu"}),
     "softmax_forgets": design(_THEIRS),
@@ -214,17 +215,12 @@ def count(model: GPTConfig) -> int:
         return GPT(model).n_params()
 
 
-def train_all(models: Models, terms: Terms, jobs: int) -> None:
-    """Finish every run, with the arms shared among `jobs` processes.
+def in_processes(work: list[Callable[[], str]], jobs: int) -> None:
+    """Do all work in `jobs` processes of one thread, or for one job in this process, and print what comes of it.
 
     Raises:
         KeyboardInterrupt: the user stopped it; unfinished runs are saved.
     """
-    in_processes([functools.partial(train_arm, terms, name, model) for name, model in models.items()], jobs)
-
-
-def in_processes(work: list[Callable[[], str]], jobs: int) -> None:
-    """Do all work in `jobs` processes of one thread, or for one job in this process, and print what comes of it."""
     if jobs == 1:
         return _say_all(do() for do in work)
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))

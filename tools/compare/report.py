@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ def run(
     say(f"{len(models)} arms of {parameters:,} parameters, {terms.tokens:,} tokens a run")
     speed = speeds(models, terms)
     try:
-        compare.train_all(models, terms, jobs)
+        compare.in_processes([partial(compare.train_arm, terms, name, model) for name, model in models.items()], jobs)
     finally:
         report(models, speed, terms)
 
@@ -52,13 +53,17 @@ def speeds(models: Models, terms: Terms) -> dict[str, list[float]]:
     """
     path = terms.out / "speed.json"
     known: dict[str, list[float]] = read_json(path) if path.exists() else {}
-    if models.keys() <= known.keys():
+    if not (missing := models.keys() - known.keys()):
         return known
     places = terms.out, terms.out, terms.size
-    configs = {name: compare.config_of(*places, model, 1e-4, seed=1, steps=1) for name, model in models.items()}
+    configs = {
+        name: compare.config_of(*places, model, 1e-4, seed=1, steps=1)
+        for name, model in models.items()
+        if name in missing | {CONTROL}
+    }
     steps = {name: timed(Training(config, 1).step, clock=time.process_time) for name, config in configs.items()}
     times = in_turn(steps, _ROUNDS, warm_up=1)
-    known = {name: [statistics.median(own), speedup(own, times[CONTROL])[0]] for name, own in times.items()}
+    known |= {name: [statistics.median(own), speedup(own, times[CONTROL])[0]] for name, own in times.items()}
     write_json(path, known)
     return known
 

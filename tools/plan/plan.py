@@ -123,7 +123,7 @@ def find_place(config: PlanConfig) -> Place:
         raise UserError(f"measure=true measures this machine, which has no {device}: leave out measure or device")
     dtype, where = config.runtime.dtype, torch.device("cpu" if device == "cpu" else "cuda")
     if dtype == "auto":
-        fast = is_bfloat16_fast(where) if device == "cpu" else known is None or known.bfloat16 is not None
+        fast = known.bfloat16 is not None if known else device not in ("auto", "cpu") or is_bfloat16_fast(where)
         dtype = "bfloat16" if fast else "float32"
     runtime = Runtime(where, getattr(torch, dtype), config.runtime.sequence_chunk)
     if device == "cpu":

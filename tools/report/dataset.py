@@ -27,6 +27,8 @@ def inspect(**given: Any) -> None:
         raise UserError("nothing to look into: give dataset_dir, or run_dir and step")
     manifest = read_manifest(dataset_dir)
     if options.step is not None:
+        if options.window or options.random or options.chart:
+            raise UserError("step shows the windows of a training step: leave out window, random and chart, or step")
         batches = _batches(options, dataset_dir, manifest, state)
         if state and options.step > state.step:
             say(f"the run's last checkpoint is of step {state.step}: this is what step {options.step} would read")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from common.figures import log_scale, png, short_count
-from tools.report.records import Point, Record, brief, labels, shown, varying_settings
+from tools.report.records import Point, Record, brief, labels, lowest_loss, shown, varying_settings
 
 _DASHES = ((), (6, 2), (1, 2), (6, 2, 1, 2))
 """Line styles, one for every round through the colours: lengths of lines and gaps, for pictures and page."""
@@ -85,8 +85,8 @@ def draw_curves(records: Sequence[Record], title: str) -> bytes:
 
 def finding(records: Sequence[Record], title: str) -> str:
     """Return a title that says the lowest loss."""
-    best = records[0].figures["best"]
-    return title if best is None else f"lowest validation loss {best:.4f} nats per token: {title}"
+    best = lowest_loss(records)
+    return title if best is None else f"lowest validation loss {best}: {title}"
 
 
 def _draw(axes: Axes, records: Sequence[Record], curve: str, x: str, size: float) -> None:
@@ -129,8 +129,8 @@ def _unit(records: Sequence[Record]) -> str:
 def _colour_bar(figure: SubFigure, panels: Any, records: Sequence[Record]) -> None:
     colour_map = ListedColormap([_shade(i / 99) for i in range(100)])
     bar = figure.colorbar(ScalarMappable(Normalize(0, 1), colour_map), ax=list(panels), ticks=[0, 1])
-    bests = [f"{best:.4f}" for record in records if (best := record.figures["best"]) is not None] or [""]
-    bar.ax.set_yticklabels([bests[0], bests[-1]])
+    bests = sorted(best for record in records if (best := record.figures["best"]) is not None)
+    bar.ax.set_yticklabels([f"{best:.4f}" for best in (bests[0], bests[-1])] if bests else ["", ""])
     bar.set_label(f"{_LOSS}, by rank")
 
 

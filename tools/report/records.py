@@ -228,10 +228,19 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def lowest_loss(records: Sequence[Record]) -> str | None:
+    """Return the best run's loss and unit: bits per byte if another has fewer nats, for smaller tokens."""
+    nats, bits = records[0].figures["best"], records[0].figures["bits"]
+    if nats is None:
+        return None
+    fewest = min(best for record in records if (best := record.figures["best"]) is not None)
+    return f"{nats:.4f} nats per token" if bits is None or nats <= fewest else f"{bits:.4f} bits per byte"
+
+
 def varying_settings(records: Sequence[Record]) -> list[str]:
     """Return the settings in which the runs differ: first those that change what is learned, and have most values."""
     keys = dict.fromkeys(itertools.chain.from_iterable(record.settings for record in records))
-    values = {key: {printable(json.dumps(record.settings.get(key))) for record in records} for key in keys}
+    values = {key: {json.dumps(record.settings.get(key)) for record in records} for key in keys}
     varying = [key for key in keys if len(values[key]) > 1 and key not in _NOT_COMPARED]
     return sorted(varying, key=lambda key: (key.startswith(_COMPARED_LAST), -len(values[key]), key))
 

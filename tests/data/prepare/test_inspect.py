@@ -132,6 +132,7 @@ def test_a_run_on_another_dataset_is_refused(tiny, command, dataset):
 
 def test_what_cannot_be_shown_is_one_line(command, dataset):
     for arguments, named in {
+        "step=1 seed=1 window=5": "step shows the windows of a training step: leave out window, random and chart",
         "step=1": "step needs a run: give run_dir, or seed, seq_len and batch_tokens",
         "step=1 run_dir=nowhere": "checkpoint=nowhere does not exist",
         "step=1 seed=1 seq_len=3 batch_tokens=8": "is not a multiple of seq_len=3",

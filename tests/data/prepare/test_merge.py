@@ -123,6 +123,20 @@ def test_no_parts_have_anything(make, tmp_path):
     assert not (tmp_path / "merged.partial").exists()
 
 
+def test_a_merge_does_not_delete_an_unfinished_preparation(make, parts, tmp_path, monkeypatch):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data.prepare.join._Joint, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        make("merged", dedup="exact")
+    monkeypatch.undo()
+    begun = sorted((tmp_path / "merged.partial").rglob("*"))
+    with pytest.raises(UserError, match=r"merged\.partial holds an unfinished preparation: finish it, delete it, or"):
+        merge(parts, tmp_path / "merged")
+    assert sorted((tmp_path / "merged.partial").rglob("*")) == begun
+
+
 @pytest.mark.parametrize("copied", [0, 1, 2])
 def test_a_merge_that_was_stopped_can_be_started_again(make, parts, tmp_path, monkeypatch, copied):
     make("whole", dedup="exact")

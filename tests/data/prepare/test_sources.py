@@ -9,7 +9,7 @@ import zstandard
 
 import data.prepare.sources
 from common.settings import UserError, decode, variant_names
-from data.prepare.items import Document, Position, Unreadable
+from data.prepare.items import LONG_WINDOW, REMEDIES, Document, Position, Unreadable
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource, passages
 
 STRANGE = [
@@ -150,6 +150,15 @@ def test_damaged_archives_keep_what_stands_before(tmp_path, suffix, damage):
     assert first.text == "whole"
     assert [document.text for document in others] == [str(i) for i in range(len(others))]
     assert (type(last), last.reason) == (Refused, damage)
+
+
+def test_an_archive_with_a_long_window_is_not_called_corrupted(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, write_content_size=False)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(compressor.compress(b'{"text": "long"}\n') + compressor.flush())
+    (refused,) = jsonl(tmp_path / "a.jsonl.zst")
+    assert refused.reason == LONG_WINDOW
+    assert "--long=31" in REMEDIES[LONG_WINDOW]
 
 
 def test_files_that_hold_nothing(tmp_path):

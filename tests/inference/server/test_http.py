@@ -136,7 +136,7 @@ def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, m
             yield 0, one
 
     async def collect():
-        answer = Answer("tiny", tokenizer, False, [text.request], 1)
+        answer = Answer("tiny", tokenizer, [text.request], 1)
         return [event async for event in stream((0, progress[0]), each(), answer, True)]
 
     *comments, last, usage, done = asyncio.run(collect())
