@@ -2,10 +2,10 @@
 
 import glob
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from cli.options import groups_of
+from common.settings import flat
 
 
 def offers(config_name: str, word: str, composed: dict[str, Any]) -> list[str]:
@@ -17,7 +17,10 @@ def offers(config_name: str, word: str, composed: dict[str, Any]) -> list[str]:
     groups = groups_of(config_name)
     key, equals, value = word.partition("=")
     if not equals:
-        words = [*(f"{group}=" for group in groups), *(f"{key}=" for key in _keys(composed))]
+        keys = [
+            key for key in flat(composed) if key.rpartition(".")[2] != "name"
+        ]  # names are set by choosing in a group
+        words = [*(f"{group}=" for group in groups), *(f"{key}=" for key in keys)]
         ends = ((len(word) + (each[len(word) :].find(".") + 1 or len(each)), each) for each in words)
         return sorted({each[:end] for end, each in ends if each.startswith(word)})
     found = groups.get(key, [])
@@ -25,12 +28,3 @@ def offers(config_name: str, word: str, composed: dict[str, Any]) -> list[str]:
         paths = glob.glob(f"{glob.escape(value)}*")
         found = [path for path in paths if re.fullmatch(r"[\w.,=+/@:~-]+", path)]  # others, a shell could run
     return [f"{key}={name}" for name in sorted(found) if name.startswith(value)]
-
-
-def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key that takes a value; names are set by choosing in a group."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{key}.")
-        elif key != "name":
-            yield f"{prefix}{key}"

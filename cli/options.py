@@ -149,7 +149,7 @@ def as_text(option: str) -> str:
     """Quote the value of an option that Hydra's grammar cannot read, such as checkpoint=runs/sweep/seed=1.
 
     Raises:
-        UserError: a bracket or a quote is not closed, or the key is no key.
+        UserError: a bracket or a quote is not closed, or the key is not valid.
     """
     key, _, value = option.partition("=")
     if missing := _unclosed(value):

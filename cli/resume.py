@@ -15,8 +15,8 @@ _TRACKERS = ("wandb", "tensorboard")
 def compose_training(options: list[str], config_dir: str | None, complete: bool = True) -> dict[str, Any]:
     """Compose configs/train.yaml with these options, over the settings of the run in run_dir, if it holds one.
 
-    An `experiment` is complete, so nothing of the run is added to it, nor where a key is deleted (~KEY). Only names of
-    files in configs/ go from the run's config.json through Hydra; the rest is data. `complete`: as for to_dict.
+    With an `experiment`, which is complete, or if a key is deleted (~KEY), the run's own settings are not used. Hydra
+    gets only names of files in configs/ from config.json; all other values are data. `complete`: as for to_dict.
     """
     given = keys_and_values(options)
     goes_on = "run_dir" in given and not given.keys() & {"experiment", "~"}

@@ -351,10 +351,12 @@ def save_checkpoint(
     def finish() -> str:
         if rank == 0:
             _write_rest(beside, tensors, state, tokenizer, sums)
-            if path.exists():  # a damaged checkpoint: the run was resumed from an earlier one
-                _remove(path)
+            old = _aside(path)
+            if path.exists():  # it is damaged, or the run was rolled back to it
+                os.rename(path, old)
             os.rename(beside, path)
             sync_directory(path.parent)
+            _clear(old)
         return ""
 
     try:
@@ -471,12 +473,17 @@ def _clear(path: Path) -> None:
             path.unlink()
 
 
+def _aside(path: Path) -> Path:
+    """The name that a checkpoint has while it is deleted. If files cannot be deleted, the next save tries again."""
+    old = path.with_name(path.name + ".old.tmp")
+    _clear(old)
+    return old
+
+
 def _remove(path: Path) -> None:
     """Delete a checkpoint. A crash leaves it whole, or under another name."""
-    doomed = path.with_name(path.name + ".old.tmp")
-    _clear(doomed)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    os.rename(path, old := _aside(path))
+    _clear(old)
 
 
 def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lambda place: None) -> None:

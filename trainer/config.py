@@ -47,7 +47,8 @@ class TrainConfig(Kept, defaults="train"):
     max_steps: int = Field(ge=1, lt=10**18)
     """Number of steps of the run, which the schedule spans."""
     stop_at: int | None = Field(ge=1)
-    """Save and stop after this step, without changing the schedule or an extra evaluation; null: at max_steps."""
+    """Save and stop after this step. The schedule still spans max_steps, and there is no extra evaluation. null: run to
+    max_steps."""
     optim: OptimConfig
     schedule: ScheduleConfig
     runtime: RuntimeConfig

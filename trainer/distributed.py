@@ -32,6 +32,8 @@ Strategy = Literal["ddp", "fsdp"]
 # Found in the messages of gloo's RuntimeErrors when another process is gone or does not answer.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out")
 
+_FOREVER = timedelta(days=20)  # torch counts milliseconds, in part with 32 bits
+
 
 @dataclass(frozen=True)
 class World:
@@ -43,6 +45,8 @@ class World:
     watchdog: Watchdog | None = field(default=None, repr=False, compare=False)
     group: Any = field(default=None, repr=False, compare=False)
     """The connections that collective operations use, a ProcessGroup; None: torch's default."""
+    timeout: timedelta | None = field(default=None, repr=False, compare=False)
+    """How long an operation may wait for the others."""
 
     @property
     def is_main(self) -> bool:
@@ -55,7 +59,7 @@ class World:
             self.watchdog.at(place)
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum of `value` over all processes, on all of them."""
+        """Add up `value` over all processes, in place, and return it."""
         if self.size > 1:
             dist.all_reduce(value, group=self.group)
         return value
@@ -78,12 +82,12 @@ class World:
 
         Every process must call this. Tensors are on the CPU.
         """
-        group = dist.new_group(backend="gloo") if self.size > 1 else None
-        return World(torch.device("cpu"), self.rank, self.size, group=group)
+        group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
+        return World(torch.device("cpu"), self.rank, self.size, group=group, timeout=self.timeout)
 
     def sequence_group(self, size: int) -> "SequenceGroup":
         """The `size` processes that share sequences, this one among them. Every process must call this."""
-        return SequenceGroup(self, size, dist.new_group() if size > 1 else None)
+        return SequenceGroup(self, size, dist.new_group(timeout=self.timeout) if size > 1 else None)
 
     def wait_for_all(self) -> None:
         """Return once every process has called this."""
@@ -167,12 +171,11 @@ class World:
         return {name: slice(at.offsets[0], at.offsets[0] + at.sizes[0]) for name, at in chunks.items()}
 
     def like(self, full: Tensor, param: Tensor) -> Tensor:
-        """The part of `full` that this process holds of `param`, with its sharding, device and dtype.
+        """The part of `full` that this process holds of `param`, with its sharding, device and dtype. Sends nothing.
 
-        Sends nothing. Tensors of another shape (a step count), and all tensors where parameters are not sharded, are
-        only moved to the device.
+        If `param` is not sharded, the tensor is only moved to its device.
         """
-        if not _is_sharded(param) or full.shape != param.shape:
+        if not _is_sharded(param):
             return full.to(param.device)
         from torch.distributed.tensor import distribute_tensor
 
@@ -232,7 +235,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
     watchdog, abort = None, False
     try:
         # Longer than the watchdog needs, because it knows which process the others wait for.
-        timeout = timedelta(seconds=1800 if hang_seconds is None else 2 * hang_seconds + min(10 * hang_seconds, 60))
+        timeout = _FOREVER if hang_seconds is None else timedelta(seconds=2 * hang_seconds + min(10 * hang_seconds, 60))
         hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun hosts it
         store = _connect(hosts_store, size, timeout)
         how: dict[str, Any] = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
@@ -242,7 +245,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
             own = dist.PrefixStore("watchdog", _connect(False, size, timedelta(seconds=hang_seconds or 60)))
             watchdog = Watchdog(own, dist.group.WORLD, hang_seconds, hosts_store)
             checks.waiting.append(watchdog.touch)
-        yield World(device, rank, size, watchdog)
+        yield World(device, rank, size, watchdog, timeout=timeout)
     except BaseException as error:
         abort = device.type == "cuda" and (_is_own(error) or _is_lost_peer(error))
         verdict = None if watchdog is None else watchdog.end(failed=_is_own(error))

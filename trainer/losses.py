@@ -57,7 +57,7 @@ class Sums:
         self._sums.index_add_(0, keys.flatten(), each.flatten(0, 1))
 
     def losses(self, world: World) -> list[Loss]:
-        """The loss of each key over all processes. Every process must call this once."""
+        """The loss of each key over all processes. Every process must call this once: sums become totals."""
         return [Loss(nats, int(tokens), int(n_bytes)) for nats, tokens, n_bytes in world.sum(self._sums).tolist()]
 
 

@@ -30,8 +30,8 @@ class Memory(NamedTuple):
     activations: int
     """Kept by a micro-batch for its backward pass, including copies of weights in the dtype of products."""
     working: int
-    """Temporary: the logits of some tokens and the loss's intermediate results, or a layer's gradients, and what of a
-    block is computed again."""
+    """Temporary: either the logits of some tokens with the loss's intermediate results, or a layer's gradients with
+    the activations that a block recomputes."""
 
     @property
     def peak(self) -> int:

@@ -34,8 +34,8 @@ def choose_micro_batch(
     Args:
         loss_module: (m, seq_len) ids and targets -> loss, ready for training: wrapped, compiled, on its device. Its
             weights do not change; its gradients are None afterwards.
-        share: most sequences that a process has in a step; the result is at most this.
-        states: those that a micro-batch of so many sequences goes on from, if any.
+        share: the most sequences that a process has in a step; the result is at most this.
+        states: returns the states that a micro-batch of so many sequences continues from; empty if none are carried.
         predict: the bytes that a step of so many sequences needs besides weights and optimizer.
 
     Raises:

@@ -175,9 +175,9 @@ def write_config(path: Path, config: dict[str, Any], world: World, found: dict[s
 
 
 def say_changes(path: Path, config: dict[str, Any], line: str, environment: dict[str, Any]) -> None:
-    """Print a line with {key}, {new} and {old} for every setting that is not as config.json has it.
+    """Print a line for every setting, and every given part of the environment, that differs from config.json.
 
-    And for each given part of the environment, if config.json has another or none.
+    `line` has the places {key}, {new} and {old}; a part that config.json lacks is "not recorded".
     """
     try:
         file = read_json(path)

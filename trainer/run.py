@@ -64,6 +64,8 @@ class Run:
         """Why the run stops early, once all processes know."""
         self.manifest, self.tokenizer, self.batches, self.windows = open_data(config)
         _check_split(config, world)
+        if len(types := sorted(set(world.gather_text(str(runtime.dtype))))) > 1:
+            raise UserError(f"runtime.dtype=auto is {' and '.join(types)} on these machines: name one type")
         self.group = world.sequence_group(config.runtime.context_parallel)
         if config.data.mixture is not None:
             weights, seq_len = config.data.mixture, config.seq_len
@@ -118,7 +120,9 @@ class Run:
         wanted, world = self.config.runtime.micro_batch, self.world
         if wanted != "auto":
             return wanted
-        place = f"{world.size} x {device_name(world.device)}"
+        place = (
+            f"{world.size} x {world.gather_text(device_name(world.device))[0]}"  # every process must decide the same
+        )
         if self.state.micro_batch is None or self.state.micro_batch_for != place:
             share, seq_len = -(-self.config.batch_size // world.size), self.config.seq_len
 
@@ -247,11 +251,8 @@ class Run:
         return {"step": self.step, "tokens": self.config.tokens(self.step), **values}
 
     def _count(self, update: dict[str, Any]) -> None:
-        """Count a finished step, and forget skipped steps that are too old to be in a row with later ones."""
-        step = self.step + 1
-        first = step - self.config.runtime.max_bad_steps
-        passed_over = {bad: why for bad, why in self.state.passed_over.items() if bad >= first}
-        self.state = self.state.model_copy(update={"step": step, "passed_over": passed_over, **update})
+        """Count a finished step."""
+        self.state = self.state.model_copy(update={"step": self.step + 1, **update})
 
     def _keep_evidence(self, step: int, result: StepResult, lr: float) -> Path:
         world, config = self.world, self.config
@@ -367,6 +368,11 @@ class Run:
         states = world.gather(random_state(world.device).to(world.device))
         each = [sequences_of(rank, world.size, self.config.batch_size) for rank in range(world.size)]
         carried = gathered(self.carried, world, [stop - first for first, stop in each])
+        # Forget skipped steps that are too old to be in a row with later ones. Before this save they are remembered,
+        # because a roll back repeats them.
+        first = self.step - self.config.runtime.max_bad_steps
+        passed_over = {bad: why for bad, why in self.state.passed_over.items() if bad >= first}
+        self.state = self.state.model_copy(update={"passed_over": passed_over})
         if not world.is_main and not self._in_parts:
             return
         parts = [

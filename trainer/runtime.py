@@ -88,7 +88,7 @@ class Runtime:
         """Print the choice."""
         exact = torch.are_deterministic_algorithms_enabled()
         how = "" if exact else ", without the same bits in every run (runtime.deterministic=true is slower)"
-        name = device_name(self.device).replace(" 1 threads", " 1 thread")  # checkpoints know it by the former
+        name = device_name(self.device).replace(" 1 threads", " 1 thread")  # only here: checkpoints hold device_name()
         say_once(f"running on {name} in {str(self.dtype).removeprefix('torch.')}{how}")
 
     @property

@@ -38,7 +38,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._step = 0
-        """Of the last save that was started."""
+        """The step of the save that was started last."""
         self.saved_step: int | None = None
         """The step of the newest checkpoint, if it is the run's state after that step."""
 

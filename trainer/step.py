@@ -78,7 +78,7 @@ def train_step(
         summed_loss: (B, T) ids and targets -> summed loss; a SummedLoss, possibly wrapped by World.wrap.
         micro_batches: this process's part of the global batch.
         world: the processes that train together; None: this one alone.
-        states: that each micro-batch goes on from; none: all begin texts.
+        states: the state that each micro-batch continues from; empty: every sequence begins a text.
         grad_clip: largest norm of the whole gradient; None: not clipped.
         refuse: gets loss and gradient norm before the update; returns why it must not happen, or None.
         asked_to_stop: asked after the backward passes; the answer travels with the loss, so that all processes stop
@@ -132,7 +132,7 @@ def accumulate_gradients(
     DDP averages gradients over processes, so `scale` includes the number of processes as a factor.
 
     Args:
-        states: that each micro-batch goes on from, through which no gradient goes; none: all begin texts.
+        states: the state that each micro-batch continues from, without gradients; empty: every sequence begins a text.
         sync: average the gradients over the processes in the last backward pass.
         abandon: is asked before each micro-batch.
 

@@ -1,6 +1,7 @@
 """Sends a run's metrics to wandb and TensorBoard, if asked to. The only file that imports them."""
 
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from common.console import console, errors, say, warn
 from common.settings import Settings
@@ -85,15 +86,6 @@ class TrackerConfig(Settings, defaults="train:tracker"):
     """Weights & Biases; null: not used."""
     tensorboard: TensorBoardConfig | None
     """TensorBoard; null: not used."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_older(cls, given: Any) -> Any:
-        """Accept {"name": "wandb", ...}, as config.json has it in runs from when there could only be one tracker."""
-        if not isinstance(given, dict) or given.get("name") not in ("local", "wandb"):
-            return given
-        own = {key: value for key, value in given.items() if key != "name"}
-        return {} if given["name"] == "local" else {"wandb": own}
 
     def import_packages(self) -> None:
         """Import what is not installed everywhere, before anything is made.
@@ -216,16 +208,19 @@ def _start_process() -> "subprocess.Popen[bytes]":
     ignored = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # a new process inherits the mask
     try:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-P", "-m", "trainer.trackers"],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             bufsize=0,
             stdin=subprocess.PIPE,
             start_new_session=True,
-            pipesize=_PIPE_BYTES,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # a user has only so much memory for pipes: then it holds fewer lines
+        fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return process
 
 
 def _serve() -> None:

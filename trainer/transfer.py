@@ -46,11 +46,11 @@ class Scale(NamedTuple):
     """Factors for a parameter."""
 
     init: float = 1.0
-    """Of the values that the model draws."""
+    """Factor of the initial values."""
     adamw: float = 1.0
-    """Of AdamW's learning rate."""
+    """Factor of AdamW's learning rate."""
     muon: float = 1.0
-    """Of Muon's learning rate."""
+    """Factor of Muon's learning rate."""
 
 
 def ratios(gpt: GPT, tuned: TransferConfig | None) -> tuple[float, float]:

@@ -298,7 +298,7 @@ def test_keys_that_a_file_includes_are_known(command):
 def test_help_names_the_keys_of_every_group(command):
     out = command("train", "--help").out
     for key in ("n_layer", "n_head", "max_lr", "weight_decay", "warmup_steps", "micro_batch", "project", "max_len"):
-        assert re.search(rf"keys [^;]*\b{key}\b", out, re.DOTALL), key
+        assert re.search(rf"keys\s[^;]*\b{key}\b", out, re.DOTALL), key
 
 
 @pytest.mark.parametrize("script", ["train", "eval", "scripts/prepare_data"])

@@ -180,6 +180,22 @@ def test_rollbacks_end(tiny, factor_at):
         fit(tiny(changes))
 
 
+def test_each_bad_step_costs_one_rollback(tiny, factor_at, capsys):
+    """Four bad steps far from each other, and no checkpoint between them: the fourth repeats three, already known."""
+    factor_at(dict.fromkeys((4, 8, 12, 16), float("nan")))
+    changes = {
+        "runtime.on_nonfinite": "rollback",
+        "runtime.max_bad_steps": 2,
+        "checkpoint.every": 100,
+        "eval.every": 100,
+    }
+    config = tiny({**changes, "max_steps": 20})
+    fit(config)
+    assert capsys.readouterr().err.count("back to step 0") == 4
+    skipped = [line["step"] for line in metrics(config.run_dir) if line.get("event") == "skipped"]
+    assert skipped == [4, 8, 12, 16]
+
+
 def test_a_gradient_that_is_not_finite_is_named(tiny, monkeypatch):
     build = GPT.__init__
 

@@ -569,12 +569,6 @@ def test_the_real_tensorboard(tiny):
             assert stored[key, line["step"]] == pytest.approx(line[key], rel=1e-6)  # it stores float32
 
 
-@pytest.mark.parametrize("name", ["local", "wandb"])
-def test_the_tracker_of_older_runs_is_understood(tiny, name):
-    tracker = tiny({"tracker": {"name": name, "every": 7}}).tracker
-    assert (tracker.wandb and tracker.wandb.every) == (7 if name == "wandb" else None)
-
-
 def test_wandb_settings_of_a_run_can_be_named(tmp_path, wandb):
     fake = wandb()
     config = WandbConfig(mode="offline", project="p", run_name="n")

@@ -340,6 +340,5 @@ def config_of(
         "runtime": {"dtype": "float32", "micro_batch": size.batch_tokens // size.seq_len, "compile": False},
         "checkpoint": {"every": min(steps, 2000)},
         "eval": {"every": steps, "batches": _EVAL_WINDOWS},
-        "tracker": {"name": "local"},
     }
     return decode(TrainConfig, raw)
