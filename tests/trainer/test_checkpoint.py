@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, verified, and complete."""
 
+import errno
 import itertools
 import json
 import os
@@ -158,6 +159,18 @@ def test_the_newest_and_the_best_are_kept(tiny, monkeypatch):
     assert (folder / "latest").read_text().strip() == "step-00000006"
     state = open_checkpoint(folder / "latest").state
     assert (state.best_val_loss, state.best_step) == (3.0, 2)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_a_run(tiny, monkeypatch):
+    """As on NFS, while a server on this machine reads one of its files."""
+
+    def busy(*args, **kwargs):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    config = tiny({"checkpoint.every": 1, "checkpoint.keep_last": 1, "max_steps": 4})
+    fit(config)
+    assert open_checkpoint(config.run_dir).state.step == 4
 
 
 class Crash(Exception):
