@@ -181,7 +181,7 @@ def test_the_recipes_of_fewer_tokens(name, tokens):
     config = decode(TrainConfig, compose("train", f"experiment={name}"))
     assert 0.98 * tokens < config.max_steps * config.batch_tokens <= 1.001 * tokens
     assert config.batch_doublings == []
-    assert (config.model, config.optim.name) == (model_of("log_gpt2_125m"), "muon")
+    assert (config.model, config.optim.name) == (model_of("log_gpt2_hybrid_125m"), "muon")
     other = decode(TrainConfig, compose("train", f"experiment={name}", "model=gpt_125m", "optim=adamw"))
     assert (other.model, other.optim.name) == (model_of("gpt_125m"), "adamw")
     factors = [config.schedule.factor(step, config.max_steps) for step in range(config.max_steps)]

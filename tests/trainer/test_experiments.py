@@ -8,7 +8,7 @@ from trainer.checkpoint import newest
 from trainer.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("restored_torch")]
-SMALL = "model.n_vocab=257 model.n_layer=2 model.n_head=2 model.head_dim=16 model.n_embd=32 seq_len=32 batch_tokens=128"
+SMALL = "model.n_vocab=257 model.n_layer=4 model.n_head=2 model.head_dim=16 model.n_embd=32 seq_len=32 batch_tokens=128"
 
 
 @pytest.mark.parametrize(("name", "hours"), [("pile_125m_2h", 2.0), ("fineweb_124m", 0.8)])

@@ -25,7 +25,10 @@ _ARMS = {
     _OURS: ("log-space that forgets (flagship)", "C4"),
     "log_space-glu-log_recurrence": ("log-space, published form", "C1"),
 }
-_HYBRIDS = {"hybrid_second": ("the second of four layers softmax (hybrid)", "C2")}
+_HYBRIDS = {
+    "hybrid_second": ("the second of four layers softmax (hybrid)", "C2"),
+    "hybrid_second_window": ("the second of four layers a window of 256", "C3"),
+}
 _PARTS = {
     f"{_OURS}_by_feature": "a gate for each feature, not each head",
     f"{_OURS}_no_product": "no product",
