@@ -73,7 +73,7 @@ class TrainBatches:
         """Set by the owner if sets are weighted. None: the corpus as it is."""
 
     def begins(self, step: int, start: int, stop: int) -> np.ndarray:
-        """Which rows [start, stop) of the batch `step` begin the split, whose text follows no other: bool."""
+        """Which rows [start, stop) of the batch `step` are the split's first window, with no text before it: bool."""
         return self.windows(self.sizes.before(step) + np.arange(start, stop)) == 0
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:

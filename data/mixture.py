@@ -52,7 +52,7 @@ class DataConfig(Settings, defaults="train:data"):
         return self
 
     def reset_at(self, eot_id: int) -> int | None:
-        """The token at which documents begin that do not see those before, if there is one."""
+        """The id of <|endoftext|> if documents are kept apart (document_reset), else None."""
         return eot_id if self.document_reset else None
 
 

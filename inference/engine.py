@@ -206,7 +206,7 @@ class Engine:
         n_prompts = min(1, len(self._reading)) if self.interleave else len(self._reading)
         ready = [one for one in [self._reading.popleft() for _ in range(n_prompts)] if self._read_prompt(one)]
         if ready:
-            with _failing(ready):  # for example for want of memory
+            with _failing(ready):  # such as running out of memory
                 self._texts = cat_states([*([self._texts] if self._writing else []), *(one.texts for one in ready)])
                 self._writing += ready
         for generation in ready:

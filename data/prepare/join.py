@@ -200,7 +200,7 @@ def check_text(data: dict[str, Any], missing: int, n_items: int, first: str | No
     """Check that at most half of the documents of a source have no text; `first`: where the first of these is.
 
     Raises:
-        UserError: more have none. No Unusable, which deletes the parts: they may have taken hours.
+        UserError: more have none. Not Unusable, because that deletes the parts, which may have taken hours.
     """
     if 2 * missing > n_items:
         what = f"data.text_field={data['text_field']} is missing in {missing:,} of {of}{n_items:,} documents"

@@ -91,7 +91,7 @@ class FileSource(Source):
         raise NotImplementedError
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
-        """Yield what has a number in a file, such as its lines; None for what is no item.
+        """Yield the numbered parts of a file, such as its lines; None for a part that is not an item, such as a blank line.
 
         Raises:
             OSError, Unreadable: the file cannot be read any further.
@@ -166,12 +166,12 @@ class NamedFiles(FileSource):
     """A source of files that the user names."""
 
     path: str | list[str]
-    """A file, a folder (all files in it), a glob (`**` reaches into folders), or a list of them."""
+    """A file, a folder (its files, without hidden ones), a glob (`**` reaches into folders), or a list of them."""
     text_field: str
     """The key that holds the text of a JSON line. The set is `meta.pile_set_name` where there is one, else `name`."""
 
     def paths(self) -> dict[str, Path]:
-        """Return each file that `path` names once: patterns in the given order, the files of a pattern sorted."""
+        """Return the files that `path` names, each once: patterns in the given order, the files of a pattern sorted."""
         found: dict[str, str] = {}  # by their real paths
         for pattern in [self.path] if isinstance(self.path, str) else self.path:
             files = [pattern] if os.path.isfile(pattern) else self._matches(pattern)

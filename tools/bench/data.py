@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Cost(NamedTuple):
-    """What work on all documents takes; of all its processes together."""
+    """The cost of processing all documents, summed over processes."""
 
     seconds: float
     cpu_seconds: float
@@ -106,7 +106,7 @@ def _texts(files: list[str], text_field: str) -> Iterator[str]:
 
 
 def prepare_and_verify(options: Any) -> tuple[Cost, Cost]:
-    """What preparing costs, and both commands."""
+    """Return the cost of preparing, and of preparing and verifying together."""
     with tempfile.TemporaryDirectory(dir=options.out) as folder:
         dataset_dir = f"{folder}/dataset"
         settings = {

@@ -34,9 +34,9 @@ R = TypeVar("R")
 
 
 def benchmark(title: str) -> Callable[[Callable[[Any], dict[str, Any]]], Callable[..., None]]:
-    """Make the work of a script of a measurement, which gets the options as attributes and returns its figures.
+    """Turn a measurement, which takes the options as attributes and returns its figures, into what a script runs.
 
-    Their "rows" are printed under the title, which may name options. All are written to bench.json in the folder `out`,
+    The figures' "rows" are printed under the title, which may name options. All are written to bench.json in the folder `out`,
     with the command, its options and the machine.
     """
 

@@ -15,7 +15,7 @@ from tools.report.records import Record, common_folder, labels, lowest_loss, pri
 _REFRESH = 10.0
 """Seconds between two looks at running runs."""
 _LAST_LOOKS = 12
-"""For so many looks, all runs must have been at their end: the next job of a sweep may not have begun."""
+"""Watching stops once all runs were ended in so many looks, because the next job of a sweep may be about to begin."""
 
 
 def write_report(folders: Sequence[Path], out: Path | None, watch: bool = False) -> list[Path]:
