@@ -91,7 +91,7 @@ class FileSource(Source):
         raise NotImplementedError
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
-        """Yield the numbered parts of a file, such as its lines; None for a part that is not an item, such as a blank line.
+        """Yield the numbered parts of a file, such as its lines; None for one that is no item, such as a blank line.
 
         Raises:
             OSError, Unreadable: the file cannot be read any further.

@@ -36,8 +36,8 @@ R = TypeVar("R")
 def benchmark(title: str) -> Callable[[Callable[[Any], dict[str, Any]]], Callable[..., None]]:
     """Turn a measurement, which takes the options as attributes and returns its figures, into what a script runs.
 
-    The figures' "rows" are printed under the title, which may name options. All are written to bench.json in the folder `out`,
-    with the command, its options and the machine.
+    The figures' "rows" are printed under the title, which may name options. All are written to bench.json in the folder
+    `out`, with the command, its options and the machine.
     """
 
     def wrap(measure: Callable[[Any], dict[str, Any]]) -> Callable[..., None]:

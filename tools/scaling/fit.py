@@ -87,7 +87,7 @@ def _check(N: Array, D: Array, L: Array) -> None:
 
 
 def _start(y: Array, alpha: float, beta: float, share: float) -> list[float]:
-    """Return constants to start from: `share` of the lowest loss is irreducible, size and tokens have half of the rest."""
+    """Return constants to start from: of the lowest loss `share` is irreducible, size and tokens halve the rest."""
     rest = y.mean() + np.log(max(1 - share, 0.05) / 2)
     return [rest, alpha, rest, beta, y.min() + np.log(share)]
 
