@@ -88,6 +88,7 @@ class MLPBlock(nn.Module):
                 nn.init.normal_(module.weight, std=to_stream if module in (self.proj, self.down) else std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        attention.copy_weights()
         self.conv_attention = initial_conv(settings.conv, n_embd) if settings.conv else None
         self.conv_mlp = initial_conv(settings.conv, n_embd) if settings.conv else None
 
@@ -176,7 +177,7 @@ class GPTConfig(Settings):
     """Norms of blocks and of the output layer's input: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
     tied: bool = True
     """Whether the output layer shares the embedding's weights."""
-    logit_cap: float | None = Field(None, gt=0)
+    logit_cap: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Logits x become cap tanh(x / cap); null: no cap."""
 
     @model_validator(mode="before")
@@ -236,7 +237,9 @@ class GPTConfig(Settings):
 
         def check(layer: AttentionConfig) -> None:
             if not layer.constant_state:
-                fitting = ", ".join(name for cls in ATTENTION if cls.constant_state for name in variant_names(cls))
+                able = [cls for cls in ATTENTION if cls.constant_state]
+                able = [cls for cls in able if not (from_empty and "n_global" in cls.model_fields)]
+                fitting = ", ".join(name for cls in able for name in variant_names(cls))
                 raise ValueError(f"{setting} needs a state of one size, and that of {layer.name} grows: use {fitting}")
             if from_empty and hasattr(layer, "n_global"):
                 raise ValueError(f"{setting} does not work with {layer.name}, which keeps a text's first tokens")

@@ -103,6 +103,9 @@ class Attention(nn.Module):
         self.gate: nn.Linear | None = None
         self.decay: Decay | None = None
 
+    def copy_weights(self) -> None:
+        """Make weights equal that start as copies of others; called whenever weights have been drawn."""
+
     def add_parts(self, settings: AttentionSettings, query_dim: int) -> None:
         """Create the parameters of the optional parts."""
         n_embd, n_qkv = self.qkv.in_features, self.qkv.out_features

@@ -38,7 +38,8 @@ class KVCache(NamedTuple):
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> "KVCache":
         """Return the cache after the first tokens: keys (B, H, T, D) and values (B, H, T, E)."""
-        return cls(k[:, :, :0], v[:, :, :0], (0,) * len(k)).append(k, v)[0]
+        k_all, v_all, room = _extend(k[:, :, :0], v[:, :, :0], None, k, v)
+        return cls(k_all, v_all, (k.shape[2],) * len(k), room)
 
     def append(self, k: Tensor, v: Tensor) -> tuple["KVCache", Tensor, Tensor, Tensor | None]:
         """Add T tokens with keys (B, H, T, D) and values (B, H, T, E).

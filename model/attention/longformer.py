@@ -59,6 +59,9 @@ class LongformerAttention(SparseAttention):
         super().__init__(n_embd, n_head, head_dim, settings.n_kv_head, patterns)
         self.n_global = settings.n_global
         self.qkv_global = FusedLinear(n_embd, self.qkv.parts)
+        self.copy_weights()
+
+    def copy_weights(self) -> None:
         self.qkv_global.load_state_dict(self.qkv.state_dict())
 
     def mix(self, x: Tensor, features: Tensor, order: Order, state: Any, return_state: bool) -> tuple[Tensor, Any]:

@@ -78,7 +78,8 @@ def failed_check(
             with owned(path.with_suffix(".lock"), _still_waiting):
                 outcome = _read(path) or _run_and_keep(path, name, about, {"device": device, **arguments}, seconds)
     except (UserError, OSError) as error:
-        return f"cannot be checked: {error}"
+        outcomes[name] = f"cannot be checked: {error}"
+        return outcomes[name]
     again = f"to check again, remove log_gpt/checks/{path.name} from the folder of caches"
     outcomes[name] = outcome["failure"] and f"{outcome['failure']} ({again if path.exists() else 'not kept'})"
     return outcomes[name]
@@ -87,7 +88,7 @@ def failed_check(
 def _run_and_keep(
     path: Path, name: str, about: dict[str, Any], arguments: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
-    """Run a check. Its outcome is kept, unless it fails for want of memory or of a free GPU."""
+    """Run a check. Its outcome is kept, unless it failed because memory or a free GPU was missing."""
     started = time.monotonic()
     failure, output = _run(about["check"], arguments, seconds)
     outcome = {"name": name, **about, "failure": failure, "seconds": time.monotonic() - started}

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.console import say_once
 from common.settings import decode
-from model.attention.longformer import LongformerConfig
+from model.attention.longformer import LongformerAttention, LongformerConfig
 from model.attention.sliding_window import SlidingWindowConfig
 from model.attention.sparse import FixedConfig, StridedConfig
 from model.gpt import GPT, GPTConfig
@@ -252,8 +252,12 @@ def build(name):
     return CONFIGS[name].build(8, 4, 6).double()
 
 
-def test_global_projections_begin_equal_to_the_others():
-    module = LongformerConfig(name="longformer", window=4, n_global=3).build(8, 4, 6)
+@pytest.mark.parametrize("block", ["glu", "mlp"])
+def test_global_projections_begin_equal_to_the_others(block):
+    sizes = {"n_vocab": 16, "n_layer": 1, "n_head": 4, "head_dim": 6, "n_embd": 8}
+    attention = {"name": "longformer", "window": 4, "n_global": 3}
+    parts = {"block": {"name": block}, "position": {"name": "none"}, "attention": attention}
+    (module,) = (m for m in GPT(decode(GPTConfig, sizes | parts)).modules() if isinstance(m, LongformerAttention))
     assert torch.equal(module.qkv.weight, module.qkv_global.weight)
     assert torch.equal(module.qkv.bias, module.qkv_global.bias)
     assert module.qkv.weight is not module.qkv_global.weight
