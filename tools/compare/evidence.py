@@ -25,7 +25,8 @@ _ARMS = {
     _OURS: ("log-space that forgets (flagship)", "C4"),
     "log_space-glu-log_recurrence": ("log-space, published form", "C1"),
 }
-_HYBRIDS = {
+_OTHERS = {
+    "softmax_forgets": ("softmax, forget gate, no positions", "C0"),
     "hybrid_second": ("the second of four layers softmax (hybrid)", "C2"),
     "hybrid_second_window": ("the second of four layers a window of 256", "C3"),
 }
@@ -91,7 +92,7 @@ def _draw_curves(axes: Axes, rows: Iterable[dict[str, str]]) -> None:
     curves: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
         curves[row["arm"]][int(row["tokens"])] = float(row["loss"])
-    for arm, (label, colour) in (_ARMS | _HYBRIDS).items():
+    for arm, (label, colour) in (_ARMS | _OTHERS).items():
         if above := [(n, loss - curves[_CONTROL][n]) for n, loss in curves[arm].items()]:
             axes.plot(*zip(*above, strict=True), color=colour, label=label)
     axes.set(xlabel="bytes read", ylabel="training loss above the control's")
