@@ -19,6 +19,7 @@ _PUBLISHED_NAMES = {
     "blocks.{}.gate": "layers.{}.feedforward2.0",
     "blocks.{}.proj": "layers.{}.feedforward2.2",
 }
+_SIZES = ("vocab_sz", "d_emb", "n_layers", "n_heads", "d_key", "d_val")
 
 
 def load_published(path: str | Path) -> GPT:
@@ -37,12 +38,11 @@ def load_published(path: str | Path) -> GPT:
             tensors = {key.removeprefix("weights/"): file.get_tensor(key) for key in file.keys() if "weights/" in key}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"cannot read published weights from {path}: {error}") from None
-    missing = {"vocab_sz", "d_emb", "n_layers", "n_heads", "d_key", "d_val"} - set(sizes)
-    if missing:
+    if missing := [size for size in _SIZES if size not in sizes]:
         raise UserError(
-            f"{path} does not describe an architecture: the config in its metadata lacks {', '.join(sorted(missing))}"
+            f"{path} does not describe an architecture: the config in its metadata lacks {', '.join(missing)}"
         )
-    gpt = GPT(published_config(**sizes))
+    gpt = GPT(published_config(**{size: sizes[size] for size in _SIZES}))
     try:
         gpt.load_state_dict({ours: tensors[published_name(ours)] for ours in gpt.state_dict()}, assign=True)
     except (KeyError, RuntimeError) as error:

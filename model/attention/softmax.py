@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -39,6 +40,12 @@ class SoftmaxConfig(GroupedSettings, defaults="model/attention/softmax"):
     """head: scores have the logarithm of what a head forgets between key and query added (Lin et al. 2025)."""
     kernel: Literal["auto", "flash", "efficient", "cudnn", "math"]
     """torch's kernel for whole texts, as in training; auto: the fastest that can run. Decoding always uses auto."""
+
+    @model_validator(mode="after")
+    def _kernel_fits(self) -> "SoftmaxConfig":
+        if self.kernel != "auto" and self.decay != "none":
+            raise ValueError(f"kernel={self.kernel} cannot be used with decay={self.decay}: use auto")
+        return self
 
     def check_documents(self) -> None:
         if self.kernel != "auto":

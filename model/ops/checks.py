@@ -36,7 +36,7 @@ from common.settings import UserError
 
 SECONDS = 600.0  # of a check: compiling all variants of a kernel takes some minutes
 
-_PASSING = ("out of memory", "busy or unavailable", "SIGKILL")  # in messages of failures that may pass by themselves
+_TEMPORARY = ("out of memory", "busy or unavailable", "SIGKILL")  # in messages of failures that may pass by themselves
 _NESTED = "LOG_GPT_IN_A_CHECK"  # set in the environment of checks
 
 Tensors = dict[str, Tensor]
@@ -92,7 +92,7 @@ def _run_and_keep(
     started = time.monotonic()
     failure, output = _run(about["check"], arguments, seconds)
     outcome = {"name": name, **about, "failure": failure, "seconds": time.monotonic() - started}
-    if failure is None or not any(words in failure + output for words in _PASSING):
+    if failure is None or not any(words in failure + output for words in _TEMPORARY):
         write_json(path, outcome | {"output": output})
     return outcome
 

@@ -635,6 +635,8 @@ def test_a_kernel_that_cannot_run_is_refused_in_one_line():
         module(text(3))
     with pytest.raises(ValidationError, match="kernel"):
         build({"name": "softmax", "kernel": "quick"})
+    with pytest.raises(ValidationError, match="kernel=math cannot be used with decay=head: use auto"):
+        build({"name": "softmax", "kernel": "math", "decay": "head"})
 
 
 @pytest.mark.parametrize("kernel", ["auto", "math"])

@@ -13,7 +13,7 @@ from model.ops.gates import check_gates
 from model.ops.kernels import why_not_triton
 from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
-from model.ops.log_attention.repair import Fallback as fallback
+from model.ops.log_attention.repair import fallback
 from model.ops.log_attention.signed import join_signs, split_signs
 from model.ops.log_attention.state import LogAttentionState, empty_state, merge_states
 from model.ops.log_attention.step import log_attention_step

@@ -17,7 +17,7 @@ from model.ops.log_attention.frames import CERTAIN
 
 
 class _Fallback:
-    """Counts the tiles (chunks of at most 64 tokens in one head) that this process computed by the exact form.
+    """Counts the tiles (chunks of at most 64 tokens in one head) that this process computed again, with more range.
 
     Kernels count on their device without synchronisation; reading a total here synchronises.
     """
@@ -46,7 +46,7 @@ class _Fallback:
         return self._total("backward")
 
 
-Fallback = _Fallback()
+fallback = _Fallback()
 
 
 class Certificate:
@@ -122,7 +122,7 @@ def _doubtful(sums: Tensor) -> Tensor | None:
 def count(which: str, doubtful: Tensor, T: int, causal: bool) -> None:
     """Count the tiles of a "forward" or "backward" pass over T queries: chunks (N, B, H), or all T as one."""
     if doubtful.any():
-        Fallback.counter(which, doubtful.device).add_(doubtful.sum() * (1 if causal else -(-T // CHUNK)))
+        fallback.counter(which, doubtful.device).add_(doubtful.sum() * (1 if causal else -(-T // CHUNK)))
 
 
 def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from model.ops.gates import REACH
 from model.ops.log_attention.chunked import NAMES
 from model.ops.log_attention.chunks import chunk_size
 from model.ops.log_attention.frames import CERTAIN
-from model.ops.log_attention.repair import Fallback
+from model.ops.log_attention.repair import fallback
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
 from model.ops.log_attention.triton_arguments import Constants, Found, Given, Saved, Sums, Tokens
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
@@ -80,7 +80,7 @@ def _attend(
     log_y, log_s_after, log_z_after, *saved, doubtful = results = _empty_results(inputs, causal, want_state, save)
     found = Found(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
     fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
-    counter = Fallback.counter("forward", q.device)
+    counter = fallback.counter("forward", q.device)
     with torch.cuda.device_of(q):  # kernels are launched on the current device
         forward_sweep[_grid(q, P)](_given(inputs), found, fast, doubtful, P=P, **_launch(P))
         exact_forward[_grid(q, P)](_given(inputs), found, exact, doubtful, counter, P=P, num_warps=8)
@@ -129,7 +129,7 @@ def _attend_backward(
     They are computed from those of log_y and, if there are more, of the state, and from what the forward pass saved.
     """
     given, (g_y, *g_state), (*state, doubtful) = _Inputs._make(inputs), g, saved
-    P, to, counter = _constants(given, causal), _empty_gradients(given), Fallback.counter("backward", g_y.device)
+    P, to, counter = _constants(given, causal), _empty_gradients(given), fallback.counter("backward", g_y.device)
     g_of = Found(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
     grid, x = _grid(given.q, P), _given(given)
     g_x = Given(to.q, to.k, to.log_v, to.log_f, None if to.log_s is None else Sums(to.log_s, to.log_z), *x[5:])
