@@ -169,8 +169,8 @@ class GPTConfig(Settings):
     """Attention used by every layer, unless attention_pattern is set."""
     attention_pattern: list[AttentionConfig] | None = Field(None, min_length=1)
     """Attention of each layer, repeated: with [log_space, softmax] layers alternate. An item is a mechanism with its
-    settings, or a name: that of the mechanism of `attention` means `attention`, any other the values of that file in
-    configs/model/attention."""
+    settings, or the name of a file in configs/model/attention. The name of the mechanism in `attention` stands for
+    `attention` with its settings."""
     block: BlockConfig
     position: PositionConfig
     norm: Literal["layer", "rms"] = "layer"
@@ -338,7 +338,8 @@ class GPT(nn.Module):
         """Create the model.
 
         Args:
-            eot_id: the token at which a document begins that does not see those before; None: there is none.
+            eot_id: the token that begins a document. Its tokens do not see earlier documents. None: all tokens see
+                each other.
 
         Raises:
             ValueError: attention cannot keep documents apart.

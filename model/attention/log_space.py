@@ -72,7 +72,7 @@ class LogSpaceAttention(Attention):
         return (pairs_of(q), pairs_of(k), log_v) if self.product else (q, k, log_v)
 
     def gates(self, x: Tensor, starts: Tensor | None = None) -> dict[str, Tensor]:
-        """The arguments of `attend`; of pairs, the mean of both gates."""
+        """The arguments of `attend`. A pair of features has the mean of their gates."""
         gates = super().gates(x, starts)
         if self.product and "log_f" in gates and gates["log_f"].shape[-1] > 1:
             gates["log_f"] = pairs_of(gates["log_f"]) / 2

@@ -13,8 +13,8 @@ from model.ops.autocast import as_autocast
 def initial_conv(width: int, n_features: int) -> nn.Parameter:
     """Weights (width * n_features,) of the identity plus torch's initial Conv1d: uniform, up to 1 / sqrt(width).
 
-    As the identity alone, they would have to grow before anything sees the order of tokens, which costs 0.03 nats in
-    docs/attention.md. A vector has no weight decay.
+    Weights of the identity alone would have to grow before the model sees the order of tokens, which costs 0.03 nats
+    (docs/attention.md). They are one vector because vectors have no weight decay.
     """
     weight = torch.empty(width, n_features).uniform_(-(width**-0.5), width**-0.5)
     weight[-1] += 1

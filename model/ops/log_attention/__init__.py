@@ -61,7 +61,7 @@ def log_attention(
         log_y[t, e] = LSE_d( q[t, d] + LSE_j(k[j, d] + log_v[j, e]) ) - LSE_d( q[t, d] + LSE_j(k[j, d]) )
 
     with j <= t where causal (paper, eqs. 4-6), so exp(log_y) is a convex mixture of the values exp(log_v). With gates,
-    what is seen at token t of k[j] has log_f[j + 1] + ... + log_f[t] added: earlier keys are forgotten.
+    token t sees k[j] + log_f[j + 1] + ... + log_f[t] in place of k[j]: earlier keys are forgotten.
 
     Args:
         q: (B, H, T, d_k).

@@ -1,6 +1,6 @@
 """What the kernels take, in bundles, and how they read and write tokens.
 
-A member that is None is so at compile time: a kernel without gates, say, has no code for them.
+Whether a member is None is known at compile time, so a kernel without gates, for example, has no code for them.
 """
 
 from typing import Any, NamedTuple
