@@ -9,8 +9,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, get_args
 
+import yaml
+
 from cli import compose, to_dict
-from common.settings import Settings, variant_names
+from cli.options import groups_of
+from common.settings import CONFIGS, Settings, variant_names
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMANDS = {
@@ -28,7 +31,8 @@ _HEAD = """# Configuration
 
 Every key of every command with its type, its default and its meaning. A key is set by `KEY=VALUE`, such as
 `optim.max_lr=1e-3`, and a group's member by `GROUP=NAME`, such as `model/attention=softmax`; its keys then have its
-defaults. Parts that several commands share are described once. Other scripts list their keys with `--help`.
+defaults. A model's file in configs/model says which attention, block and position it has. Parts that several commands
+share are described once. Other scripts list their keys with `--help`.
 
 `python -m tools.reference` writes this page from the settings themselves.
 """
@@ -40,8 +44,25 @@ def reference() -> str:
     for root, (command, settings) in COMMANDS.items():
         cls: type[Settings] = resolve_name(settings)
         defaults = to_dict(compose(root, []), complete=False)
-        lines += [f"\n## {command}\n", *_tables(cls, "", defaults, shown)]
+        lines += [f"\n## {command}\n", *_groups(root), *_tables(cls, "", defaults, shown)]
     return "\n".join(lines) + "\n"
+
+
+def _groups(root: str) -> Iterator[str]:
+    """Yield the table of a command's groups; plan.py's are those of train.py."""
+    if root == "plan" or not (groups := groups_of(root)):
+        return
+    chosen = {
+        group: name
+        for one in yaml.safe_load((CONFIGS / f"{root}.yaml").read_text(encoding="utf-8"))["defaults"]
+        if isinstance(one, dict)
+        for group, name in one.items()
+    }
+    yield from ("| group | default | members |", "|---|---|---|")
+    for group, names in groups.items():
+        default = chosen.get(group) or ("the model's" if group.startswith("model/") else "none")
+        yield f"| `{group}` | {default} | {', '.join(names)} |"
+    yield ""
 
 
 def _tables(cls: type[Settings], prefix: str, defaults: Mapping[str, Any], shown: set[type[Settings]]) -> Iterator[str]:

@@ -100,7 +100,7 @@ def table(lines: dict[str, int]) -> str:
     """The lines of each room as a Markdown table, with sums."""
     core = sum(n for room, n in lines.items() if room in CORE)
     rows = [*lines.items(), ("core (cli, trainer, data, model, common)", core), ("all", sum(lines.values()))]
-    return "\n".join(["| room | lines of code |", "|---|---|", *(f"| {room} | {n:,} |" for room, n in rows)])
+    return "\n".join(["| package | lines of code |", "|---|---|", *(f"| {room} | {n:,} |" for room, n in rows)])
 
 
 def shown(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
