@@ -118,6 +118,7 @@ KNOWN = {
     "gpt2_124m": 124_439_808,
     "log_gpt_mlp_124m": 124_870_656,
     "log_gpt2_hybrid_125m": 125_285_052,
+    "log_gpt2_window_125m": 125_255_061,
 }
 LADDER = ("1m", "10m", "40m", "125m", "350m", "1b")
 
@@ -155,14 +156,16 @@ def test_the_flagship_is_as_large_as_gpt2():
     assert abs(n_params("log_gpt2_125m") / 124_439_808 - 1) < 0.01
 
 
-def test_the_hybrid_is_the_flagship_with_softmax_attention_in_the_second_of_four_layers():
-    hybrid, flagship = model_of("log_gpt2_hybrid_125m"), model_of("log_gpt2_125m")
-    assert abs(n_params("log_gpt2_hybrid_125m") / n_params("gpt_125m") - 1) < 0.01
-    ours, theirs = flagship.attention, model_of("gpt_125m").attention
-    assert hybrid.attention_pattern == [ours, theirs, ours, ours]
-    assert hybrid.model_dump(exclude=(different := {"attention_pattern", "n_head"})) == flagship.model_dump(
-        exclude=different
-    )
+@pytest.mark.parametrize(("name", "arm"), [("hybrid", "hybrid_second"), ("window", "hybrid_second_window")])
+def test_hybrids_are_the_flagship_with_other_attention_in_the_second_of_four_layers(name, arm):
+    hybrid, flagship = model_of(f"log_gpt2_{name}_125m"), model_of("log_gpt2_125m")
+    assert abs(n_params(f"log_gpt2_{name}_125m") / n_params("gpt_125m") - 1) < 0.01
+    first, second, *rest = hybrid.attention_pattern
+    assert [first, *rest] == [flagship.attention] * 3
+    measured = arms()[arm]["attention_pattern"][1] | ({"window": 512} if name == "window" else {})
+    assert second.model_dump().items() >= measured.items()
+    different = {"attention_pattern", "n_head"}
+    assert hybrid.model_dump(exclude=different) == flagship.model_dump(exclude=different)
 
 
 def test_the_published_recipe():
