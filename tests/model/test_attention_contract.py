@@ -83,10 +83,14 @@ def covering(factors, keep=lambda own: True):
         wanted = dict(next(iter(missing)))
         fitting = [space for space in spaces if all(value in space.get(key, ()) for key, value in wanted.items())]
         drawn = [{k: rng.choice(v) for k, v in rng.choice(fitting).items()} | wanted for _ in range(30)]
-        rows.append(max(drawn, key=lambda row: sum(pair in missing for pair in pairs_of(row))))
+        rows.append(max(filter(is_allowed, drawn), key=lambda row: sum(pair in missing for pair in pairs_of(row))))
         for pair in pairs_of(rows[-1]):
             missing.pop(pair, None)
     return rows
+
+
+def is_allowed(row):
+    return settings_of(row["own"]).get("kernel", "auto") == "auto" or row["decay"] == "none"
 
 
 def settings_of(own):
