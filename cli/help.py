@@ -6,7 +6,7 @@ from textwrap import fill
 from typing import Any
 
 from cli.compose import CONFIGS
-from cli.options import explained, groups_of, with_keys
+from cli.options import DEFAULTS, explained, groups_of, with_keys
 
 
 def help_of(config_name: str) -> str:
@@ -14,7 +14,7 @@ def help_of(config_name: str) -> str:
     comment, _, rest = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8").partition("\n\n")
     header = re.sub("^# ?", "", comment, flags=re.MULTILINE)
     script = re.findall(r"^ *python (\S+)", header, re.MULTILINE)[0]
-    keys = re.sub(r"^defaults:\n( .*\n)*", "", rest).split("\n")
+    keys = DEFAULTS.sub("", rest).split("\n")
     for file, section in re.findall(r"^  - (\w+)@(\w+)$", rest, re.MULTILINE):
         of_file = (CONFIGS / f"{file}.yaml").read_text(encoding="utf-8").split("\n")[1:]
         keys += [f"{section}:", *(f"  {line}" for line in of_file if line)]

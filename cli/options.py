@@ -8,6 +8,8 @@ from pathlib import Path
 from common.command import in_hydras_grammar, refuse_flag
 from common.settings import CONFIGS, UserError, nearest
 
+DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
+"""Hydra's list of the files that a file of configs/ is based on."""
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 _ABSENT = {
     "batch_size": "the size of a batch is batch_tokens, in tokens: sequences x seq_len",
@@ -110,12 +112,13 @@ def explained(path: Path) -> dict[str, str]:
     """Return the comment of every dotted key in a file of configs/, and in those that it includes in its place."""
     text = path.read_text(encoding="utf-8")
     comments: dict[str, str] = {}
-    for file, section in re.findall(r"^  - (/?\w+)(?:@(\w+))?$", text, re.MULTILINE):
+    defaults = DEFAULTS.search(text)
+    for file, section in re.findall(r"^  - (/?\w+)(?:@(\w+))?$", defaults[0] if defaults else "", re.MULTILINE):
         if file != "_self_":
             included = CONFIGS / f"{file[1:]}.yaml" if file[0] == "/" else path.with_name(f"{file}.yaml")
             prefix = "" if section in ("", "_here_") else f"{section}."
             comments |= {f"{prefix}{key}": comment for key, comment in explained(included).items()}
-    for line, key in with_keys(re.sub(r"^defaults:\n( .*\n)*", "", text, flags=re.MULTILINE)):
+    for line, key in with_keys(DEFAULTS.sub("", text)):
         if key:
             comments.setdefault(key, line.partition(" # ")[2])
     if "name" in comments:

@@ -19,7 +19,11 @@ def test_every_command_of_the_tutorial_does_what_it_says(tmp_path):
         if path.name not in made:
             (tmp_path / path.name).symlink_to(path)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    env = os.environ | {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }  # other tests run beside this one
     said = {}
     for line in re.findall(r"^    (python .*)$", (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"), re.M):
         done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
