@@ -92,7 +92,9 @@ DESIGNS: dict[str, Raw] = {
 }
 """The flagship, its control, what each of their parts is worth, and hybrids."""
 CONTROL = "softmax_forgets_rotary"
-"""The strongest softmax attention that we know: FoX (Lin et al. 2025), rotary positions and the flagship's parts."""
+"""The strongest softmax attention in short runs: FoX (Lin et al. 2025), rotary positions and the flagship's parts.
+
+After about 10 MB, once it copies, the same without rotary positions is stronger: softmax_forgets, as in model=gpt_*."""
 _EXTENSIONS = 2  # learning rates beyond the grid
 _EVAL_WINDOWS = 128
 _DIVERGES = "left out, because it diverges at every learning rate: give lower learning rates, and another folder"

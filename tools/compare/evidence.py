@@ -27,8 +27,8 @@ _ARMS = {
 }
 _OTHERS = {
     "softmax_forgets": ("softmax, forget gate, no positions", "C0"),
-    "hybrid_second": ("the second of four layers softmax (hybrid)", "C2"),
-    "hybrid_second_window": ("the second of four layers a window of 256", "C3"),
+    "hybrid_second": ("log-space, one layer of four softmax (hybrid)", "C2"),
+    "hybrid_second_window": ("log-space, one layer of four a window of 256", "C3"),
 }
 _PARTS = {
     f"{_OURS}_by_feature": "a gate for each feature, not each head",
