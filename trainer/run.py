@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -339,7 +339,8 @@ class Run:
             loss = evaluate(self.gpt, self.windows, self.byte_lengths, size, self.runtime, self.world, piece)
         if not math.isfinite(loss.nats):
             raise UserError(f"step {self.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
-        self.write(self._line(val_loss=loss.per_token, val_bits_per_byte=loss.bits_per_byte))
+        bits = {"val_bits_per_byte": loss.bits_per_byte} if loss.bytes else {}
+        self.write(self._line(val_loss=loss.per_token, **bits))
         of = "" if self.average is None else " (averaged weights)"
         figures = f"{loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte"
         say(f"step {self.step}: validation loss{of} {figures}")
@@ -457,18 +458,8 @@ class Run:
             say(f"{tuned_rate} {_USUAL_PARAMETERS / 1e6:g} M parameters: for this model, {remedy}")
 
 
-class OpenData(NamedTuple):
-    """What a run reads."""
-
-    manifest: Manifest
-    tokenizer: Tokenizer
-    batches: TrainBatches
-    """Without a mixture."""
-    windows: EvalBatches
-
-
-def open_data(config: TrainConfig) -> OpenData:
-    """Open the dataset of a run.
+def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, EvalBatches]:
+    """Open the dataset of a run, without a mixture.
 
     Raises:
         UserError: there is none, it is too small, or the model has fewer ids than its tokenizer.
@@ -476,13 +467,15 @@ def open_data(config: TrainConfig) -> OpenData:
     manifest, tokenizer = read_manifest(config.dataset_dir), load_tokenizer(config.dataset_dir / TOKENIZER)
     _check_vocabulary(config, manifest, tokenizer)
     train, val = (TokenStream(config.dataset_dir, manifest, split) for split in ("train", "val"))
+    if val.n_tokens < 2:
+        raise UserError(f"dataset_dir={config.dataset_dir} has no text in its split val: prepare it with val_tokens")
     sizes, carry, n_batches = config.batch_sizes, config.data.carry_state, config.eval.batches
     batches = TrainBatches(train, config.seq_len, sizes.last, config.seed, sizes.doublings, carry)
     if carry:
         windows = eval_streams(val, config.seq_len, sizes.last, n_batches)
     else:
         windows = EvalBatches(val, config.seq_len, n_batches and n_batches * sizes.last)
-    return OpenData(manifest, tokenizer, batches, windows)
+    return manifest, tokenizer, batches, windows
 
 
 def _check_vocabulary(config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer) -> None:

@@ -172,7 +172,9 @@ class WandbTracker:
         """Send a line. If wandb is too far behind, or gone, the line is in metrics.jsonl only."""
         if not self._pipe.closed:
             try:
-                os.write(self._pipe.fileno(), json.dumps(line).encode() + b"\n")
+                data = json.dumps(line).encode() + b"\n"
+                if os.write(self._pipe.fileno(), data) < len(data):  # the pipe holds less
+                    raise BlockingIOError
             except BlockingIOError:
                 self._kill("it does not keep up")
             except BrokenPipeError:

@@ -109,10 +109,6 @@ class SparseCache(NamedTuple):
         k, v = (torch.zeros(B, H, S, D, dtype=dtype, device=device) for _ in range(2))
         return cls(k, v, torch.zeros(B, 1, S, dtype=torch.int32, device=device), (0,) * B)
 
-    def without_columns(self, gone: Tensor) -> "SparseCache":
-        """Return the cache without the tokens of some columns, bool (B, S), which keep their places."""
-        return self._replace(place=self.place.masked_fill(gone.unsqueeze(1), 0))
-
     def append(self, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> tuple["SparseCache", Tensor, Tensor, Tensor]:
         """Add T tokens with keys (B, H, T, D) and values (B, H, T, E).
 

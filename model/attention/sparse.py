@@ -143,8 +143,8 @@ class SparseAttention(MultiHeadAttention):
             if document is not None:
                 of_keys = pad(document, (j.shape[1] - document.shape[1], 0))  # (B, S)
                 mask = mask & (document.unsqueeze(2) == of_keys.unsqueeze(1)).unsqueeze(1)
-                last = of_keys[:, j.shape[1] - after.place.shape[2] :]
-                after = after.without_columns(last != document[:, -1:])
+                gone = of_keys[:, j.shape[1] - after.place.shape[2] :] != document[:, -1:]  # (B, S)
+                after = after._replace(place=after.place.masked_fill(gone.unsqueeze(1), 0))
             if q.shape[2] == 1:
                 seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
                 if 0 < 2 * len(seen) < k_all.shape[2]:  # copying these keys costs less than reading all

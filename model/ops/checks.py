@@ -204,25 +204,22 @@ def compare(
     operator: Callable[..., Tensors],
     definition: Callable[..., Tensors],
     leaves: Tensors,
-    rounding: float | None = None,
 ) -> None:
     """Compare an operator with its definition in float64 on the CPU: results with and without gradients, and gradients.
 
-    Errors may be twice those of the definition in the operator's own type, plus `rounding`, 1e-6, and a last place.
+    Errors may be twice those of the definition in the operator's own type, plus 1e-6 and a last place. With 16 bits,
+    four more roundings are allowed: of results, and of gradients relative to the largest.
 
     Args:
         case: what is compared, for messages.
         operator: tensors by name -> results by name.
         definition: the same, in plain torch.
-        rounding: of results, and of gradients relative to the largest. None: of four factors in the type of the first
-            leaf, if it has 16 bits.
 
     Raises:
         Wrong: an error is larger, or a second run has other bits.
     """
     dtype = next(iter(leaves.values())).dtype
-    if rounding is None:
-        rounding = 4 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
+    rounding = 4 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
     exact = outputs(definition, {name: x.detach().double().cpu() for name, x in leaves.items()})
     own = outputs(definition, leaves)
     got = outputs(operator, leaves)

@@ -27,11 +27,6 @@ def naive_projection_attention(q: Tensor, k: Tensor, v: Tensor, sigma: Tensor, m
     return exponents.masked_fill(~mask, -torch.inf).softmax(-1) @ v  # exp, and rows normalised
 
 
-def n_features(head_dim: int) -> int:
-    """D', the number of features of `inner_queries` and `inner_keys`."""
-    return -(-(head_dim + 2) // _ALIGNED) * _ALIGNED
-
-
 def inner_queries(q: Tensor, sigma: Tensor) -> Tensor:
     """Extend q (B, H, T, D) by the features for `inner_keys`: (B, H, T, D'); sigma is (H,).
 
@@ -60,4 +55,5 @@ def padded_values(v: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, head_dim: int) -> Tensor:
-    return pad(x, (0, n_features(head_dim) - x.shape[-1]))
+    """Pad x with zeros to D' features: those of a head and two more, aligned."""
+    return pad(x, (0, head_dim + 2 + -(head_dim + 2) % _ALIGNED - x.shape[-1]))

@@ -1,6 +1,7 @@
 """A step of training, against its definition."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -80,6 +81,18 @@ def test_a_learning_rate_that_breaks_a_model_with_gates_stops_it_in_one_line(tin
     with pytest.raises(UserError, match=r"^step \d: loss is .* lower optim.max_lr=1000") as error:
         fit(tiny({"model.attention": gates, "optim.max_lr": 1000, "optim.grad_clip": None}))
     assert "\n" not in str(error.value)
+
+
+def test_an_empty_validation_split_is_refused_before_training(tiny, tmp_path):
+    config = tiny({"dataset_dir": str(tmp_path / "data")})
+    shutil.copytree(tiny().dataset_dir, config.dataset_dir)
+    path = config.dataset_dir / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["splits"]["val"] |= {"sets": {}, "shards": []}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="has no text in its split val: prepare it with val_tokens"):
+        fit(config)
+    assert not (config.run_dir / "metrics.jsonl").exists()
 
 
 def test_the_folder_of_a_dataset_or_of_runs_is_refused(tiny, tmp_path):

@@ -467,6 +467,13 @@ def test_wandb_that_does_not_keep_up_loses_lines_and_not_time(wandb, capsys):
     assert fake.lines == []
 
 
+def test_settings_larger_than_the_pipe_are_not_sent_in_part(wandb, capsys):
+    fake = wandb(hang="init")
+    WandbTracker({"names": ["Pile-CC"] * 1_000_000}, finish_seconds=0.1).finish()
+    assert capsys.readouterr().err.count("does not keep up") == 1
+    assert fake.lines == []
+
+
 def test_an_error_that_ends_training_still_finishes_wandb(tiny, wandb, monkeypatch):
     fake = wandb()
     monkeypatch.setattr("trainer.run.Run.save", lambda self: 1 / 0)

@@ -5,7 +5,6 @@ scaling by it changes no bit of the mantissa: a later token can change the frame
 results of earlier tokens, as long as nothing underflows.
 """
 
-import functools
 import math
 
 import torch
@@ -42,13 +41,13 @@ def scaled_exp(x: Tensor, *frames: Tensor) -> Tensor:
             for frame in frames:
                 result.mul_(torch.exp2(-frame))
             return result if counts is None else result.mul_(counts)  # masked_fill_ takes 20 times as long
-        result.mul_(torch.exp2(-_sum(frames)))
+        result.mul_(torch.exp2(-sum(frames[1:], frames[0])))
     else:
         far = (2 * FAR[x.dtype] + 2**11) * LN2  # -far is 0 even against two frames of -FAR: 2^-2048 is 0 in float64
         x = x.clamp(-far, far)
         steps = (x / (_GRID * LN2)).round_()
         result = (x - steps * _GRID_HIGH).sub_(steps * _GRID_LOW).exp_()
-        result.mul_((steps * _GRID - _sum(frames)).exp2_())
+        result.mul_((steps * _GRID - sum(frames[1:], frames[0])).exp2_())
     return result if counts is None else result.masked_fill_(counts == 0, 0)
 
 
@@ -74,10 +73,6 @@ def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
 def finite(x: Tensor) -> Tensor:
     """`x` with -inf replaced by 0, to avoid -inf - -inf in differences."""
     return torch.where(x == -torch.inf, 0, x)
-
-
-def _sum(frames: tuple[Tensor, ...]) -> Tensor:
-    return functools.reduce(torch.add, frames)
 
 
 def _is_small(frame: Tensor) -> bool:

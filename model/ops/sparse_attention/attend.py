@@ -131,7 +131,7 @@ class _Joined(torch.autograd.Function):
         y, lse = None, None
         for n, tiles in enumerate(layouts):
             y_p, lse_p = _aten._scaled_dot_product_flash_attention_for_cpu(
-                *laid_out[3 * n : 3 * n + 3], 0.0, tiles.causal, attn_mask=_mask(tiles, T, q.dtype)
+                *laid_out[3 * n : 3 * n + 3], 0.0, tiles.causal, attn_mask=tile_mask(tiles, T, q.dtype)
             )
             rows = tiles.rows(T)
             n_rows = rows.stop - rows.start
@@ -168,13 +168,9 @@ class _Joined(torch.autograd.Function):
                 lse_p.squeeze(-1),
                 0.0,
                 tiles.causal,
-                attn_mask=_mask(tiles, T, y.dtype),
+                attn_mask=tile_mask(tiles, T, y.dtype),
             )
         return tuple(gradients)
-
-
-def _mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
-    return tile_mask(tiles, T, torch.promote_types(dtype, torch.float32))
 
 
 def _by_flex_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:

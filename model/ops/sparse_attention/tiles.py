@@ -103,14 +103,15 @@ Tiles = Blocks | Selected
 
 @lru_cache(maxsize=64)  # a mask takes as long as a small attention, and all layers need the same
 def tile_mask(tiles: Tiles, T: int, dtype: torch.dtype) -> Tensor | None:
-    """What to add to the scores, (N or 1, 1, C, S): 0 where the query may attend to the key, else UNSEEN."""
+    """What to add to scores of keys of type `dtype`, (N or 1, 1, C, S): 0 where the query may attend, else UNSEEN."""
     if tiles.causal:
         return None
     with torch.inference_mode(False):
         t = torch.arange(1, T + 1, dtype=torch.int32).view(1, 1, T, 1)  # 0 stands for padding
         i = tiles.queries(t[:, :, tiles.rows(T)]) - 1  # (N, 1, C, 1)
         j = tiles.keys(t).mT - 1  # (N, 1, 1, S)
-        return torch.zeros((), dtype=dtype).where((j >= 0) & tiles.part.sees(i, j), UNSEEN)
+        allowed = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32))
+        return allowed.where((j >= 0) & tiles.part.sees(i, j), UNSEEN)
 
 
 @lru_cache(maxsize=64)
