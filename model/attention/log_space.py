@@ -60,11 +60,14 @@ class LogSpaceAttention(Attention):
     """Causal log-space attention. Its result is log_y: it stays in log space."""
 
     resets = True
+    signs = 1
+    """Signs that values can have. A state has columns for each, besides the normalizer's."""
 
     def __init__(self, settings: _Sizes, n_embd: int, n_head: int, head_dim: int) -> None:
         d_key, d_val = settings.query_dim(head_dim), settings.d_val or head_dim
         super().__init__(n_embd, n_head, n_head * d_val, (d_key, d_key, d_val), n_group=n_head)
         self.d_key, self.d_val, self.product = d_key, d_val, settings.product
+        self.state_features = (d_key // 2) ** 2 if self.product else d_key
         self.chunk = CHUNK if settings.decay in ("none", "head") else SHORT_CHUNK
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,26 +108,19 @@ class LogSpaceAttention(Attention):
     def empty(self, B: int) -> LogAttentionState:
         weight = self.qkv.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        shape = B, self.n_head, self.state_features, self.state_values
+        shape = B, self.n_head, self.state_features, self.signs * self.d_val
         log_s = torch.full(shape, -torch.inf, dtype=dtype, device=weight.device)
         return LogAttentionState(log_s, log_s[..., 0].clone())
 
-    @property
-    def state_values(self) -> int:
-        """Columns of a head's state, without the normalizer's."""
-        return self.d_val
-
-    @property
-    def state_features(self) -> int:
-        """Rows of a head's state."""
-        return (self.d_key // 2) ** 2 if self.product else self.d_key
-
     def flops_per_token(self, seq_len: int) -> int:
-        return chunked_flops(self.n_head, min(self.chunk, seq_len), self.state_features, self.state_values)
+        values = self.signs * self.d_val
+        return chunked_flops(self.n_head, min(self.chunk, seq_len), self.state_features, values)
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):
     """Log-space attention over values v of either sign: y = exp(log_y of v > 0) - exp(log_y of v < 0)."""
+
+    signs = 2
 
     def attend(
         self,
@@ -139,10 +135,6 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         log_y, after = super().attend(q, k, split_signs(v.abs().log(), v.sign()), state, return_state, log_f)
         positive, negative = log_y.exp().chunk(2, dim=-1)
         return positive - negative, after
-
-    @property
-    def state_values(self) -> int:
-        return 2 * self.d_val
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
         """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not matter."""
