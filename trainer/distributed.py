@@ -311,7 +311,12 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
     find values (such as addresses) of an earlier one, as it would with torch's own rendezvous.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, size, is_master=host_it, timeout=timeout, multi_tenant=host_it)
+    try:
+        store = dist.TCPStore(host, port, size, is_master=host_it, timeout=timeout, multi_tenant=host_it)
+    except dist.DistNetworkError as error:
+        if host_it and "EADDRINUSE" in str(error):
+            raise UserError(f"MASTER_PORT={port} is in use on {host}: set another for all processes") from None
+        raise
     return dist.PrefixStore(f"{size} processes, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 

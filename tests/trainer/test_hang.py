@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import time
 
 import pytest
@@ -333,6 +334,16 @@ def test_an_incomplete_launcher_is_told(monkeypatch):
         join_world(torch.device("cpu")),
     ):
         pass
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in launcher.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"^MASTER_PORT={port} is in use on 127.0.0.1: set another"):
+            join_world(torch.device("cpu"), hang_seconds=5).__enter__()
 
 
 NOW = 1e9
