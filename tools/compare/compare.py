@@ -82,6 +82,8 @@ DESIGNS: dict[str, Raw] = {
     "hybrid_window": design([_OURS] * 3 + [_WINDOW | {"gate": "silu"}]),
     "hybrid_second": design([_OURS, _THEIRS, _OURS, _OURS]),
     "hybrid_second_window": design([_OURS, _WINDOW | {"window": 256, "gate": "silu"}, _OURS, _OURS]),
+    "hybrid_third": design([_OURS, _OURS, _THEIRS, _OURS]),
+    "hybrid_third_window": design([_OURS, _OURS, _WINDOW | {"window": 256, "gate": "silu"}, _OURS]),
     **{f"window_{w}": design(_WINDOW | {"window": w, "gate": "silu"}, "rotary") for w in (1, 8, 32)},
     "linear_forgets": design({"name": "linear", "decay": "feature", "gate": "silu"}),
     "softmax_forgets": design(_THEIRS),
