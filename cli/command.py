@@ -64,8 +64,9 @@ def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool
         if re.match(r"-[a-z]\w", word) and word not in ("-sc", "-cd"):  # argparse reads -max_steps as -m
             refuse_flag(word)
     flags, options = _parser().parse_known_args()
-    texts = dict(option.split("=", 1) for option in options if option.partition("=")[0] in text_keys)
-    overrides = [option for option in options if option.partition("=")[0] not in text_keys]
+    own = [option for option in options if option.startswith(tuple(f"{key}=" for key in text_keys))]
+    texts = dict(option.split("=", 1) for option in own)
+    overrides = [option for option in options if option not in own]
     if flags.help:
         return print(help_of(config_name))
     if flags.shell_completion and not any(re.match("(install|uninstall|query)=", option) for option in options):

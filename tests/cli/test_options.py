@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "attention=softmax", "attention=softmax: write model/attention=softmax"),
         ("train", "model.attention=softmx", "write model/attention=softmx"),
         ("train", "model.attention.name=softmax", "write model/attention=softmax"),
+        ("sample", "prompt", "prompt: options are KEY=VALUE here"),
         ("train", "-sc", "-sc lacks what to do: write -sc install=bash"),
         ("train", "device=cuda", "did you mean 'runtime.device'?"),
         ("train", "norm=rms", "did you mean 'model.attention.norm' or 'model.norm'?"),

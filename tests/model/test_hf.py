@@ -57,6 +57,7 @@ def configs():
         attention = {"name": name, **OWN.get(name, [{}])[0], **heads}
         yield name, config_of(attention=attention, block={"name": ["glu", "mlp"][i % 2]}, position=position)
     yield "gpt2", config_of()
+    yield "gpt2_documents", config_of()
     yield "gpt2_wide", config_of(pad_vocab=64, block={"name": "mlp", "expansion": 3}, n_head=3)
     flagship = {"name": "log_space", "decay": "head", "product": True, "conv": 4, "gate": "silu"}
     yield "flagship", config_of(attention=flagship, block={"name": "mlp", "conv": 4}, position={"name": "none"})
@@ -66,7 +67,7 @@ def configs():
 
 
 CONFIGS = dict(configs())
-DOCUMENTS = ("flagship", "softmax")  # models whose documents don't see each other
+DOCUMENTS = ("flagship", "softmax", "gpt2_documents")  # models whose documents don't see each other
 
 
 def gpt_of(name):

@@ -56,7 +56,7 @@ def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
 def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
     """Write the weights, their configuration and, if transformers lacks it, the code; return whether it lacks none."""
     config, tensors = _without_padding(gpt, tokenizer.n_vocab)
-    plain = is_gpt2(config)
+    plain = is_gpt2(config) and gpt.eot_id is None  # GPT-2's documents see each other
     if plain:
         tensors = {PREFIX + gpt2_name(name): turned(gpt2_name(name), value) for name, value in tensors.items()}
     else:

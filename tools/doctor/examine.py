@@ -67,7 +67,7 @@ def examine(out: Path | None) -> None:
     found |= {"training": training, "findings": problems}
     show(found)
     if out is not None:
-        write_json(out, json.loads(without_names(json.dumps(found))))
+        write_json(out, json.loads(without_names(json.dumps(found, ensure_ascii=False))))
         say(f"written to {out}")
 
 
