@@ -27,11 +27,6 @@ def log_scale(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def literally(text: str) -> str:
-    """Return a text that matplotlib draws as it is: it takes what stands between dollars for a formula."""
-    return text.replace("$", r"\$")
-
-
 def short_count(x: float, _: float) -> str:
     """Format a token count: 500 k, 3 M, 1.5 B."""
     size, unit = next(((size, unit) for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if x >= size), (1, ""))

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.console import say, show_table
-from common.figures import literally, png
+from common.figures import png
 
 _MOST_BARS = 30
 _FIRST_POSITION = 16  # beside long contexts: the loss of the first tokens is so high that it would flatten the rest
@@ -59,7 +59,7 @@ def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
     if len(sets) > 1:
         _draw_sets(grid[1, 0], sets, result["loss"])
     title = f"{result['run']} {result['checkpoint']} on {result['dataset_dir']} ({result['split']})"
-    figure.suptitle(literally(f"loss {_number(result['loss'], 4)} nats per token: {title}"))
+    figure.suptitle(f"loss {_number(result['loss'], 4)} nats per token: {title}")
     return png(figure)
 
 
@@ -84,7 +84,7 @@ def _draw_positions(axes: Axes, result: dict[str, Any], trained_on: int) -> None
 
 def _draw_sets(axes: Axes, sets: list[tuple[str, dict[str, Any]]], mean: float | None) -> None:
     worst_last = sorted(sets, key=lambda item: item[1]["loss"] or 0)
-    names = [literally(name) for name, _ in worst_last]
+    names = [name for name, _ in worst_last]
     drawn = axes.barh(names, [row["loss"] or 0 for _, row in worst_last], color="C0")
     labels = [_number(row["loss"], 3) for _, row in worst_last]
     axes.bar_label(drawn, labels, label_type="center", color="white", fontsize=9)

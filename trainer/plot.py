@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from common.console import warn
-from common.figures import literally, log_scale, png, short_count
+from common.figures import log_scale, png, short_count
 from common.files import write_atomic
 from trainer.curves import Curve, RunCurves
 
@@ -22,14 +22,14 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
     """
     figure = Figure(figsize=(8, 7))
     losses, rates, norms = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1, 1.4])
-    title, above = literally(name), _limit(losses, curves)
+    title, above = name, _limit(losses, curves)
     if curves.loss.stretches:
         _draw(losses, curves.loss, 0.02, f"training, every step{above}", "training, mean")
-        title = f"training loss {curves.loss.smoothed(0.02)[-1]:.4f} nats per token: {literally(name)}"
+        title = f"training loss {curves.loss.smoothed(0.02)[-1]:.4f} nats per token: {name}"
     if curves.val:
         marker = "o" if len(curves.val) <= _MOST_DOTS else ""
         losses.plot(*zip(*curves.val, strict=True), color=_VAL, marker=marker, label="validation")
-        title = f"validation loss {curves.val[-1][1]:.4f} nats per token: {literally(name)}"
+        title = f"validation loss {curves.val[-1][1]:.4f} nats per token: {name}"
     losses.set_title(title)
     if curves.val or curves.loss.stretches:
         losses.legend(loc="upper right")

@@ -36,7 +36,7 @@ def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
     names, tokens = bars(manifest)
     from matplotlib.figure import Figure  # here, because importing it is slow
 
-    from common.figures import literally, png, short_count
+    from common.figures import png, short_count
 
     def short(n: int) -> str:
         return short_count(float(f"{n:.3g}"), 0)
@@ -46,7 +46,7 @@ def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
     begins = np.zeros(len(names))
     for split, widths, color in zip(manifest.splits, tokens, ("C0", "C1"), strict=True):
         label = f"{split}, {short(int(widths.sum()))} tokens"
-        drawn = axes.barh(list(map(literally, names)), widths, left=begins, color=color, label=label)
+        drawn = axes.barh(names, widths, left=begins, color=color, label=label)
         begins += widths
     axes.bar_label(drawn, [f" {short(int(n))}, {n / tokens.sum():.1%}" for n in begins], fontsize=9)
     axes.margins(x=0.2, y=0.01)

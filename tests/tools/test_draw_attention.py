@@ -7,7 +7,7 @@ from common.settings import decode
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from model.position import Order
-from tools.report.attention_masks import PANELS, of_mechanisms, weights_and_masks, weights_of
+from tools.report.attention_masks import PANELS, of_mechanisms, picture, weights_and_masks, weights_of
 from trainer.loop import fit
 
 T = 13
@@ -53,6 +53,10 @@ def test_every_mechanism_has_a_panel():
     words, panels = of_mechanisms("a b a")
     assert words == ["a", "b", "a"]
     assert panels.keys() == PANELS.keys()
+
+
+def test_a_dollar_sign_begins_no_formula():
+    assert picture(["$", "\\frac", "$"], {"$\\frac$": (torch.eye(3), torch.ones(3, 3).bool())}).startswith(b"\x89PNG")
 
 
 def test_it_draws_mechanisms_and_a_trained_model(command, tiny, tmp_path, restored_torch):

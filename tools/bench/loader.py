@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,14 +47,15 @@ def random_dataset(folder: Path, n_tokens: int) -> Path:
     if (folder / MANIFEST).is_file():
         return folder
     rng, left = np.random.default_rng(0), n_tokens
-    with tempfile.NamedTemporaryFile("w", dir=folder.parent, suffix=".jsonl") as file:
+    path = folder.with_suffix(".jsonl")  # the same each time: a preparation that was stopped goes on
+    with path.open("w", encoding="utf-8") as file:
         while left > 0:
             text = rng.integers(32, 127, 1 + int(rng.exponential(1000)), np.uint8).tobytes().decode()
             file.write(json.dumps({"text": text, "meta": {"pile_set_name": f"set-{rng.integers(22):02}"}}) + "\n")
             left -= len(text)
-        file.flush()
-        source = ["data=jsonl", f"data.path={json.dumps(file.name)}", "val_fraction=0.05"]
-        prepare_dataset([*source, "tokenizer=bytes", f"out_dir={folder}"])
+    source = ["data=jsonl", f"data.path={json.dumps(str(path))}", "val_fraction=0.05"]
+    prepare_dataset([*source, "tokenizer=bytes", f"out_dir={folder}"])
+    path.unlink()
     return folder
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.settings import UserError
+from data.shards import MANIFEST
 from tools.bench.harness import Row, benchmark, open_run, prepare_dataset, timed
 
 
@@ -14,7 +15,7 @@ from tools.bench.harness import Row, benchmark, open_run, prepare_dataset, timed
 def bench(options: Any) -> Row:
     """Measure each run."""
     dataset_dir = options.out / "dataset"
-    if not dataset_dir.exists():
+    if not (dataset_dir / MANIFEST).is_file():
         prepare_dataset(["data=stdlib", "tokenizer=bytes", f"out_dir={dataset_dir}"])
     return {"rows": [measure(run.split(","), dataset_dir, options) for run in options.runs]}
 

@@ -1,7 +1,4 @@
-"""The pictures of a report, as PNGs, and the colours that pictures and page share.
-
-Names and settings are drawn literally: a dollar sign does not begin a formula.
-"""
+"""The pictures of a report, as PNGs, and the colours that pictures and page share."""
 
 import math
 from collections.abc import Sequence
@@ -59,28 +56,27 @@ def draw_curves(records: Sequence[Record], title: str) -> bytes:
     """Draw validation loss over tokens, FLOPs and time, for each that every run knows; and what led to it, as a PNG."""
     points = [point for record in records for point in record.curves["val_loss"]]
     known = [key for key in _X_AXES if points and all(point[key] is not None for point in points)] or ["tokens"]
-    with matplotlib.rc_context({"text.parse_math": False}):
-        heights = [5.0, 2.6] + [0.3 + 0.21 * len(records)] * (len(records) <= _MOST_NAMED)
-        figure = Figure(figsize=(max(9.0, 4.6 * len(known)), sum(heights)))
-        parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
-        upper, lower, *legend = parts
-        panels = upper.subplots(1, len(known), sharey=True, squeeze=False)[0]
-        unit = _unit(records)
-        for axes, key in zip(panels, known, strict=True):
-            _draw(axes, records, "val_loss", key, _UNITS[unit] if key == "seconds" else 1.0)
-            axes.set_xlabel(_X_AXES[key].format(unit=unit))
-        panels[0].set_ylabel("validation loss (nats per token)")
-        names = {"loss": "training loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm"}
-        for axes, (curve, name) in zip(lower.subplots(1, len(names)), names.items(), strict=True):
-            _draw(axes, records, curve, "tokens", 1.0)
-            axes.set(xlabel="tokens", ylabel=name)
-        handles, texts = panels[0].get_legend_handles_labels()
-        for below in legend:
-            below.legend(handles[::-1], texts[::-1], loc="upper left")
-        if not legend:
-            _colour_bar(upper, panels, records)
-        figure.suptitle(finding(records, title), wrap=True)
-        return png(figure)
+    heights = [5.0, 2.6] + [0.3 + 0.21 * len(records)] * (len(records) <= _MOST_NAMED)
+    figure = Figure(figsize=(max(9.0, 4.6 * len(known)), sum(heights)))
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
+    upper, lower, *legend = parts
+    panels = upper.subplots(1, len(known), sharey=True, squeeze=False)[0]
+    unit = _unit(records)
+    for axes, key in zip(panels, known, strict=True):
+        _draw(axes, records, "val_loss", key, _UNITS[unit] if key == "seconds" else 1.0)
+        axes.set_xlabel(_X_AXES[key].format(unit=unit))
+    panels[0].set_ylabel("validation loss (nats per token)")
+    names = {"loss": "training loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm"}
+    for axes, (curve, name) in zip(lower.subplots(1, len(names)), names.items(), strict=True):
+        _draw(axes, records, curve, "tokens", 1.0)
+        axes.set(xlabel="tokens", ylabel=name)
+    handles, texts = panels[0].get_legend_handles_labels()
+    for below in legend:
+        below.legend(handles[::-1], texts[::-1], loc="upper left")
+    if not legend:
+        _colour_bar(upper, panels, records)
+    figure.suptitle(finding(records, title), wrap=True)
+    return png(figure)
 
 
 def finding(records: Sequence[Record], title: str) -> str:
@@ -142,28 +138,27 @@ def draw_settings(records: Sequence[Record], title: str) -> bytes | None:
         return None
     keys = every[:_MOST_PANELS]
     rows, columns = math.ceil(len(keys) / _PANELS_IN_A_ROW), min(len(keys), _PANELS_IN_A_ROW)
-    with matplotlib.rc_context({"text.parse_math": False}):
-        figure = Figure(figsize=(max(7.0, 2.4 * columns + 1.2), 4.5 * rows + 0.5))
-        grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
-        for axes in grid.flat[len(keys) :]:
-            axes.set_visible(False)
-        panels = list(grid.flat[: len(keys)])
-        for axes, key in zip(panels, keys, strict=True):
-            values: list[Any] = [shown(record.settings.get(key)) for record in evaluated]
-            ranks = sorted(set(values), key=lambda value: (isinstance(value, str), value))  # numbers, then texts
-            places = [ranks.index(value) for value in values]
-            ends = [(record.figures["low"], record.figures["high"]) for record in evaluated]
-            axes.vlines(places, *zip(*ends, strict=True), color=shades(evaluated), alpha=0.6)
-            axes.scatter(places, [record.figures["best"] for record in evaluated], color=shades(evaluated))
-            ticks = range(0, len(ranks), math.ceil(len(ranks) / _MOST_TICKS))
-            axes.set_xticks(ticks, [_cut(brief(ranks[tick]), 20) for tick in ticks], rotation=90)
-            axes.set_xlabel(_cut(key.replace(".", ".\n"), 48))
-            axes.margins(x=0.15)
-        for axes in grid[:, 0]:
-            axes.set_ylabel(_LOSS)
-        more = f" ({len(every) - len(keys)} more settings vary)" if len(every) > len(keys) else ""
-        figure.suptitle(finding(records, title) + more, wrap=True)
-        return png(figure)
+    figure = Figure(figsize=(max(7.0, 2.4 * columns + 1.2), 4.5 * rows + 0.5))
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for axes in grid.flat[len(keys) :]:
+        axes.set_visible(False)
+    panels = list(grid.flat[: len(keys)])
+    for axes, key in zip(panels, keys, strict=True):
+        values: list[Any] = [shown(record.settings.get(key)) for record in evaluated]
+        ranks = sorted(set(values), key=lambda value: (isinstance(value, str), value))  # numbers, then texts
+        places = [ranks.index(value) for value in values]
+        ends = [(record.figures["low"], record.figures["high"]) for record in evaluated]
+        axes.vlines(places, *zip(*ends, strict=True), color=shades(evaluated), alpha=0.6)
+        axes.scatter(places, [record.figures["best"] for record in evaluated], color=shades(evaluated))
+        ticks = range(0, len(ranks), math.ceil(len(ranks) / _MOST_TICKS))
+        axes.set_xticks(ticks, [_cut(brief(ranks[tick]), 20) for tick in ticks], rotation=90)
+        axes.set_xlabel(_cut(key.replace(".", ".\n"), 48))
+        axes.margins(x=0.15)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(_LOSS)
+    more = f" ({len(every) - len(keys)} more settings vary)" if len(every) > len(keys) else ""
+    figure.suptitle(finding(records, title) + more, wrap=True)
+    return png(figure)
 
 
 def _cut(text: str, most: int) -> str:

@@ -143,5 +143,6 @@ def _draw(runs: Runs, law: Law, samples: Law) -> bytes:
     right.plot(C, [law.loss(*law.best(c)) for c in C], label="lowest loss by the law")
     right.plot(flops, runs.L, ".", color="dimgray", label="runs")
     right.set(xscale="log", xlabel="training operations, 6 N D", title="The lowest loss for a number of operations")
+    right.xaxis.set_major_formatter("{x:g}")
     right.legend()
     return png(figure)
