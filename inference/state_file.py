@@ -90,7 +90,7 @@ def load_state(path: Path, loaded: Loaded) -> Reading:
             raise UserError(f"state_in={path} was written with {other}")
     eot = torch.tensor([[loaded.tokenizer.eot_id]])
     like = read(loaded.gpt, eot, loaded.tokenizer.n_vocab)[0] if header.tokens else None
-    stored = read_tensors(path, _expected(like, shapes))
+    stored = read_tensors([path], _expected(like, shapes))
     if sum_of(stored, metadata) != header.sha256:
         raise UserError(f"state_in={path} is damaged: its sha256 is not the one in its header")
     _check_values(path, stored, header.tokens, loaded)

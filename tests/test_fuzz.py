@@ -324,7 +324,7 @@ def test_any_header_of_a_tensor_file(tmp_path_factory, data):
     header = data.draw(st.one_of(mutated(HEADER).map(json_bytes), damaged(json_bytes(HEADER))))
     path.write_bytes(tensor_bytes(header, bytes(data.draw(st.sampled_from([32, 32, 32, 0, 8, 56])))))
     with nothing_but_user_errors():
-        read = read_tensors(path, EXPECTED)
+        read = read_tensors([path], EXPECTED)
         assert all(
             read[name].shape == shape and read[name].dtype in dtypes for name, (shape, dtypes) in EXPECTED.items()
         )
@@ -337,4 +337,4 @@ def test_any_bytes_of_a_tensor_file(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
     path.write_bytes(data.draw(damaged(tensor_bytes(json_bytes(HEADER)))))
     with nothing_but_user_errors():
-        read_tensors(path, EXPECTED)
+        read_tensors([path], EXPECTED)

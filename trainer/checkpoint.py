@@ -44,7 +44,7 @@ from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT, GPTConfig
 from trainer.average import AVERAGE
 from trainer.guard import LossStatistics
-from trainer.tensor_file import Expected, read_parts, save_file
+from trainer.tensor_file import Expected, read_tensors, save_file
 
 FORMAT_VERSION: Literal[3] = 3
 _READABLE = (2, FORMAT_VERSION)  # 2 had no parts
@@ -173,7 +173,7 @@ class Checkpoint:
             UserError: the checkpoint does not hold exactly the expected tensors.
         """
         files = _sums(self.path)[f"{name}.safetensors"]
-        return read_parts([self.path / file for file in files], expected, rows or {})
+        return read_tensors([self.path / file for file in files], expected, rows)
 
     def leave(self, name: str, content: bytes | str) -> None:
         """Write a file into the run directory and print its path. Only warns if the directory is read-only."""

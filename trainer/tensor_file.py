@@ -31,24 +31,17 @@ def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] |
     path.chmod(mode)
 
 
-def read_tensors(path: Path, expected: Expected) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU.
-
-    Raises:
-        UserError: the file is missing, damaged or of another format, or a tensor is missing, unknown, or has another
-            shape or type. The message names the file and the tensor.
-    """
-    return read_parts([path], expected, {})
-
-
-def read_parts(paths: Sequence[Path], expected: Expected, rows: Mapping[str, slice]) -> dict[str, Tensor]:
-    """The tensors of several files, each of which has some of their rows, in order; on the CPU.
+def read_tensors(
+    paths: Sequence[Path], expected: Expected, rows: Mapping[str, slice] | None = None
+) -> dict[str, Tensor]:
+    """The tensors of safetensors files, each of which has some of their rows, in order; on the CPU.
 
     Args:
         rows: what to read of some tensors; the others are read whole.
 
     Raises:
-        UserError: as `read_tensors`.
+        UserError: a file is missing, damaged or of another format, or a tensor is missing, unknown, or has another
+            shape or type. The message names the first file and the tensor.
     """
     wrong = f"{paths[0]} does not hold the tensors it should: "
     parts: dict[str, list[Tensor]] = {}
@@ -69,7 +62,7 @@ def read_parts(paths: Sequence[Path], expected: Expected, rows: Mapping[str, sli
             if part.dtype not in dtypes:
                 allowed = " or ".join(sorted(_short(dtype) for dtype in dtypes))
                 raise UserError(f"{wrong}{name} has the type {_short(part.dtype)}, must have {allowed}")
-    return {name: _join(parts[name], rows.get(name)) for name in expected}
+    return {name: _join(parts[name], (rows or {}).get(name)) for name in expected}
 
 
 def _joined_shape(parts: list[Tensor]) -> torch.Size:

@@ -20,7 +20,7 @@ from common.settings import UserError
 from data.tokenizer import load_tokenizer
 from trainer.checkpoint import checkpoints_dir, load_model, newest, open_checkpoint, save_checkpoint
 from trainer.loop import fit
-from trainer.tensor_file import read_parts
+from trainer.tensor_file import read_tensors
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -64,11 +64,11 @@ TENSORS = {
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
 def test_every_range_of_rows_is_read_from_any_number_of_parts(tmp_path, count):
     paths = write(tmp_path, split(TENSORS, count))
-    for name, value in read_parts(paths, expected(TENSORS), {}).items():
+    for name, value in read_tensors(paths, expected(TENSORS)).items():
         assert (value.dtype, value.shape) == (TENSORS[name].dtype, TENSORS[name].shape), name
         assert torch.equal(value, TENSORS[name]), name
     for start, stop in itertools.combinations_with_replacement(range(8), 2):
-        some = read_parts(paths, expected(TENSORS), {"matrix": slice(start, stop)})
+        some = read_tensors(paths, expected(TENSORS), {"matrix": slice(start, stop)})
         assert torch.equal(some["matrix"], TENSORS["matrix"][start:stop])
         assert torch.equal(some["vector"], TENSORS["vector"])
 
@@ -98,7 +98,7 @@ def test_parts_that_do_not_make_up_the_tensors_are_refused(tmp_path, change, mes
     parts = split(TENSORS, 3)
     change(parts)
     with pytest.raises(UserError, match=message) as error:
-        read_parts(write(tmp_path, parts), expected(TENSORS), {"matrix": slice(0, 2)})
+        read_tensors(write(tmp_path, parts), expected(TENSORS), {"matrix": slice(0, 2)})
     assert "\n" not in str(error.value)
 
 

@@ -125,7 +125,7 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
     masks = {"bias": torch.Size([1, 1, n, n]), "masked_bias": torch.Size([])}  # old files store causal masks, too
     of_layers = {f"{prefix}h.{i}.attn.{name}": (shape, _MASK_TYPES) for i in layers for name, shape in masks.items()}
     expected |= {name: kind for name, kind in of_layers.items() if name in names}
-    stored = read_tensors(path, expected)
+    stored = read_tensors([path], expected)
     if not torch.equal(stored.get("lm_head.weight", stored[theirs["embed.weight"]]), stored[theirs["embed.weight"]]):
         raise UserError(f"{path}: lm_head.weight differs from wte.weight, but our output layer is the embedding")
     weights = {ours: turned(name, stored[name]).contiguous() for ours, name in theirs.items()}

@@ -136,8 +136,20 @@ def signed_log_attention(
 
 @assume_constant_result
 def _fastest_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str:
-    """Choose the backend for many tokens of these types and sizes of heads, and log the choice once."""
-    if why_not := _why_not_on_gpu(index, *given):
+    """Choose the backend for many tokens on this GPU, and log the choice once.
+
+    Args:
+        given: types and last dimensions of q, k, log_v and, with gates, log_f.
+    """
+    why_not = _why_not_triton("cuda", index, *given[0])
+    if why_not is None:
+        from model.ops.checks import failed_check  # only GPUs need it
+        from model.ops.log_attention.check import check
+
+        types, sizes = (str(dtype).removeprefix("torch.") for dtype, _ in given), (size for _, size in given)
+        what = "the Triton kernels of log attention"
+        why_not = failed_check(what, check, f"cuda:{index}", dtypes=tuple(types), sizes=tuple(sizes))
+    if why_not:
         say_once(f"log attention uses plain torch, which is slower: backend='triton' {why_not}")
         return "chunked"
     say_once("log attention uses Triton kernels")
@@ -161,22 +173,6 @@ def _why_not_triton(device: str, index: int | None, dtype: torch.dtype, d_k: int
     if d_k > most:
         return f"supports up to {most} key features a head in {dtype} on {gpu.name}, not {d_k}: use bfloat16"
     return None
-
-
-def _why_not_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str | None:
-    """Return why `auto` does not use the kernels on this GPU, or None if they pass their check (model/ops/checks.py).
-
-    Args:
-        given: types and last dimensions of q, k, log_v and, with gates, log_f.
-    """
-    if why_not := _why_not_triton("cuda", index, *given[0]):
-        return why_not
-    from model.ops.checks import failed_check  # only GPUs need it
-    from model.ops.log_attention.check import check
-
-    types, sizes = (str(dtype).removeprefix("torch.") for dtype, _ in given), (size for _, size in given)
-    what = "the Triton kernels of log attention"
-    return failed_check(what, check, f"cuda:{index}", dtypes=tuple(types), sizes=tuple(sizes))
 
 
 def _check_shapes(q: Tensor, k: Tensor, log_v: Tensor, state: LogAttentionState | None, causal: bool) -> None:
