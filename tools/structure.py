@@ -1,19 +1,14 @@
-"""Count the code and draw who imports whom: the table and the picture of docs/architecture.md.
+"""Draw who imports whom, from the source files: the picture of docs/architecture.md.
 
-    python -m tools.structure
-
-Both come from the source files alone, so they cannot go stale. Blank lines, comments and docstrings do not count.
+python -m tools.structure
 """
 
 import ast
-import io
 import re
-import tokenize
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from common.console import say
 from common.figures import png
 from common.files import write_atomic
 
@@ -33,12 +28,10 @@ PLACES = {  # rooms, with x and y of their boxes: a row is below all that may im
     "common": (0.9, 0),
 }
 CORE = {"cli", "trainer", "data.prepare", "data", "model", "model.ops", "common"}
-NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 def main() -> None:
-    """Write docs/architecture.png, and print the table."""
-    say(table(lines_by_room()))
+    """Write docs/architecture.png."""
     write_atomic(ROOT / "docs" / "architecture.png", picture(imports_by_room()))
 
 
@@ -57,27 +50,6 @@ def files() -> dict[Path, str]:
     return {path: str(room_of(str(path.relative_to(ROOT)))) for path in sorted(paths)}
 
 
-def lines_of_code(source: str) -> int:
-    """Lines that are not blank, comments or docstrings."""
-    documentation = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    code = {n for t in tokens if t.type not in NOT_CODE for n in range(t.start[0], t.end[0] + 1)}
-    return len(code - documentation)
-
-
-def lines_by_room() -> dict[str, int]:
-    """Lines of code of each room."""
-    lines = dict.fromkeys(PLACES, 0)
-    for path, room in files().items():
-        lines[room] += lines_of_code(path.read_text(encoding="utf-8"))
-    return lines
-
-
 def imports_by_room() -> set[tuple[str, str]]:
     """Pairs (a, b) where room a imports room b, by an import statement or by a name such as "module:function"."""
     arrows = set()
@@ -94,13 +66,6 @@ def imports_by_room() -> set[tuple[str, str]]:
                     continue
             arrows |= {(room, str(other)) for other in {room_of(name) for name in names} - {room, None}}
     return arrows
-
-
-def table(lines: dict[str, int]) -> str:
-    """The lines of each room as a Markdown table, with sums."""
-    core = sum(n for room, n in lines.items() if room in CORE)
-    rows = [*lines.items(), ("core (cli, trainer, data, model, common)", core), ("all", sum(lines.values()))]
-    return "\n".join(["| package | lines of code |", "|---|---|", *(f"| {room} | {n:,} |" for room, n in rows)])
 
 
 def shown(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
