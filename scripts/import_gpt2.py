@@ -1,10 +1,10 @@
 """Make a run of GPT-2's weights.
 
-    python scripts/import_gpt2.py folder=gpt2 run_dir=runs/gpt2 dataset_dir=datasets/pile
+    python scripts/import_gpt2.py folder=gpt2 run_dir=runs/gpt2
 
 The folder is what `hf download` or save_pretrained wrote for a GPT2LMHeadModel: config.json, tokenizer.json and
-model.safetensors. The run gets a checkpoint of step 0, which you can sample from, evaluate and, with a dataset of the
-same tokenizer, train with the command that is printed at the end. Its seed and its batch sizes are fixed here.
+model.safetensors. The run gets a checkpoint of step 0, which you can sample from and evaluate. train.py begins a run
+with its weights, on any dataset of the same tokenizer, by the command that is printed at the end.
 """
 
 from pathlib import Path
@@ -17,14 +17,6 @@ class Options(Settings):
     """folder of the GPT2LMHeadModel"""
     run_dir: Path
     """the run to make; it must not hold one"""
-    dataset_dir: Path | None = None
-    """dataset to train on, from scripts/prepare_data.py; null: no training"""
-    seq_len: int | None = None
-    """tokens of a training sequence; null: the model's positions"""
-    batch_tokens: int | None = None
-    """tokens of a training step; null: 480 sequences"""
-    seed: int = 1
-    """seed of the data's order"""
 
 
 if __name__ == "__main__":

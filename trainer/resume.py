@@ -17,9 +17,19 @@ from common.files import read_json, write_json
 from common.lock import owned
 from common.settings import UserError, differences
 from data.shards import Manifest
+from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTState
 from model.state import restored, tensors_of
-from trainer.checkpoint import FLOATS, Kept, TrainState, checkpoint_path, newest_whole, open_checkpoint, step_of
+from trainer.checkpoint import (
+    FLOATS,
+    Kept,
+    TrainState,
+    checkpoint_path,
+    load_model,
+    newest_whole,
+    open_checkpoint,
+    step_of,
+)
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
@@ -51,6 +61,29 @@ def initialise(gpt: GPT, world: World, dtype: torch.dtype) -> None:
     for name, module in gpt.config.parts():
         for key, value in module.to(dtype).state_dict(prefix=f"{name}.").items():
             weights[key].copy_(world.like(value, weights[key]))
+
+
+def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> None:
+    """Give the model the weights of the checkpoint init_from=path, the averaged ones if it has them.
+
+    Raises:
+        UserError: there is no whole checkpoint, or its model or tokenizer is another one.
+    """
+    if not path.exists():
+        raise UserError(f"init_from={path} does not exist: give a run directory, or a checkpoint in it")
+    trained, of_trained = load_model(path)
+    if of_trained.sha256 != tokenizer.sha256:
+        names = f"the tokenizer {of_trained.name}, and the dataset {tokenizer.name}"
+        raise UserError(f"init_from={path} was trained with {names}: prepare the dataset with the model's tokenizer")
+    changed = differences(trained.config.model_dump(mode="json"), gpt.config.model_dump(mode="json"))
+    if changed:
+        listed = ", ".join(f"model.{key}={old} (here: {new})" for key, (old, new) in changed.items())
+        raise UserError(f"init_from={path} has another model: {listed}; give the same settings")
+    weights = gpt.state_dict()
+    with torch.no_grad():
+        for name, value in trained.state_dict().items():
+            weights[name].copy_(world.like(value, weights[name]))
+    say(f"beginning with the weights of {path}")
 
 
 def find_checkpoint(run_dir: Path, world: World) -> Path | None:

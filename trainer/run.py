@@ -33,7 +33,7 @@ from trainer.micro_batch import choose_micro_batch, out_of_memory
 from trainer.optim import named_state
 from trainer.plot import draw_losses
 from trainer.randomness import RANDOM, random_state, seed_process
-from trainer.resume import find_checkpoint, initialise, new_state, restore, write_config
+from trainer.resume import find_checkpoint, initialise, new_state, restore, take_weights, write_config
 from trainer.runtime import Runtime, device_name, maybe_compile, peak_flops
 from trainer.saving import Saver
 from trainer.signals import StopSignals
@@ -99,6 +99,8 @@ class Run:
         if fsdp:
             initialise(self.gpt, world, self.runtime.param_dtype)
         scale_weights(self.gpt, config.optim.transfer)
+        if config.init_from is not None and not self.resumed:
+            take_weights(self.gpt, config.init_from, self.tokenizer, world)
         seed_process(f"{config.seed} 0 {world.rank}")
         self.optimizer = config.optim.build(self.gpt, world)
         self.average = None if config.average is None else Average(self.gpt, config.average, world)

@@ -10,7 +10,6 @@ from printed import commands_in
 from safetensors.torch import load_file, save_file
 
 from common.settings import UserError, decode
-from data.shards import read_manifest
 from data.tokenizer import BytesConfig, build_tokenizer
 from model.gpt import GPT, GPTConfig
 from tools.convert.export_hf import export
@@ -62,8 +61,8 @@ def change_weights(folder, change):
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_a_run_that_was_exported_and_imported_is_the_same_model(original, folder, tmp_path, dataset_dir):
-    path = import_gpt2(folder, tmp_path / "again", dataset_dir, seed=3)
+def test_a_run_that_was_exported_and_imported_is_the_same_model(original, folder, tmp_path):
+    path = import_gpt2(folder, tmp_path / "again")
     assert path == tmp_path / "again" / "checkpoints" / "step-00000000"
     (before, tokenizer), (after, tokenizer_after) = load_model(original / "run"), load_model(path)
     assert tokenizer_after.sha256 == tokenizer.sha256
@@ -71,27 +70,23 @@ def test_a_run_that_was_exported_and_imported_is_the_same_model(original, folder
     wanted = before.state_dict() | {"embed.weight": before.embed.weight[:257]}
     assert all(torch.equal(value, wanted[name]) for name, value in after.state_dict().items())
     state = open_checkpoint(path).state
-    assert (state.step, state.seed, state.seq_len, state.batch_tokens) == (0, 3, 16, 480 * 16)
-    assert state.dataset_fingerprint == read_manifest(dataset_dir).fingerprint
+    assert (state.step, state.seq_len) == (0, 16)
 
 
 def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, dataset_dir, command):
     run_dir = tmp_path / "it's again (1)"
-    result = command(
-        "scripts/import_gpt2",
-        *(f"folder={folder}", f"run_dir={run_dir}", f"dataset_dir={dataset_dir}"),
-        *("seq_len=8", "batch_tokens=32", "seed=5"),
-    )
+    result = command("scripts/import_gpt2", f"folder={folder}", f"run_dir={run_dir}")
     assert result.status == 0, result.err
     (typed,) = commands_in(result.out)
-    before, _ = load_model(run_dir)
-    result = command(typed.script, *typed.arguments, "stop_at=3", "runtime.device=cpu")
+    more = f"dataset_dir={dataset_dir}", "batch_tokens=32", "stop_at=3", "runtime.device=cpu"
+    result = command(typed.script, *typed.arguments, *more)
     assert result.status == 0, result.err
-    assert open_checkpoint(run_dir).state.step == 3
-    assert not torch.equal(before.embed.weight, load_model(run_dir)[0].embed.weight)
+    trained = tmp_path / "it's again (1)-trained"
+    assert open_checkpoint(trained).state.step == 3
+    assert not torch.equal(load_model(run_dir)[0].embed.weight, load_model(trained)[0].embed.weight)
 
 
-def test_without_a_dataset_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, command, tiny):
+def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, command, tiny):
     import_gpt2(folder, tmp_path / "again")
     again = f"checkpoint={tmp_path / 'again'}"
     result = command("sample", again, "prompt=the", "max_new_tokens=4", "runtime.device=cpu")
@@ -200,19 +195,7 @@ def test_folders_that_cannot_be_read_are_one_line(folder, tmp_path, change, mess
     assert not (tmp_path / "again").exists()
 
 
-def test_arguments_that_do_not_fit_are_one_line(original, folder, tmp_path, command, make_dataset, rank_file):
-    other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
-    for arguments, message in [
-        (["seq_len=17"], "seq_len=17 does not fit the model's 16 positions: use 1 to 16"),
-        (["seq_len=0"], "seq_len=0 does not fit"),
-        (["seq_len=8", "batch_tokens=12"], "batch_tokens=12 is not a multiple of 8"),
-        (["seed=-1"], "seed=-1"),
-        ([f"dataset_dir={tmp_path / 'nothing'}"], "does not exist"),
-        ([f"dataset_dir={other}"], "was made with tokenizer gpt2 (n_vocab 260), the model with bytes (n_vocab 257)"),
-    ]:
-        result = command("scripts/import_gpt2", f"folder={folder}", f"run_dir={tmp_path / 'again'}", *arguments)
-        assert result.status == 1, message
-        assert message in " ".join(result.err.split())
+def test_arguments_that_do_not_fit_are_one_line(original, folder, tmp_path, command):
     result = command("scripts/import_gpt2", f"folder={folder}", f"run_dir={original / 'run'}")
     assert "holds a run: choose another one" in " ".join(result.err.split())
     result = command("scripts/import_gpt2", f"folder={tmp_path / 'nothing'}", f"run_dir={tmp_path / 'again'}")

@@ -1,4 +1,4 @@
-"""Turn a Hugging Face folder of a GPT2LMHeadModel into a run whose checkpoint of step 0 can be sampled and trained.
+"""Turn a Hugging Face folder of a GPT2LMHeadModel into a run of one checkpoint, that of step 0.
 
 The folder is not trusted: JSON and safetensors are read, and nothing is run or unpickled.
 """
@@ -13,7 +13,6 @@ from common.console import say
 from common.files import file_size, read_json
 from common.settings import UserError, differences
 from data.tokenizer import Tokenizer
-from inference.load import open_dataset
 from model.gpt import GPT, GPTConfig
 from tools.convert.hf_tokenizer import read_tokenizer_json
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
@@ -25,50 +24,31 @@ _Kind = tuple[torch.Size, tuple[torch.dtype, ...]]
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
 _NO_DATASET = Path("no-dataset-that-was-given")
-_TO_CHOOSE = {"optim.max_lr": 6e-5, "max_steps": 1000, "schedule.warmup_steps": 100}
+_SEQUENCES = 480  # of a step: the published batch
+_TO_CHOOSE = {
+    "dataset_dir": "datasets/pile",
+    "optim.max_lr": 6e-5,
+    "max_steps": 1000,
+    "schedule.warmup_steps": 100,
+}
 """Suggested settings: a short training at a tenth of the usual rate."""
 
 
-def import_gpt2(
-    folder: Path,
-    run_dir: Path,
-    dataset_dir: Path | None = None,
-    *,
-    seq_len: int | None = None,
-    batch_tokens: int | None = None,
-    seed: int = 1,
-) -> Path:
+def import_gpt2(folder: Path, run_dir: Path) -> Path:
     """Write a run's checkpoint of step 0 and return its path.
 
-    Args:
-        dataset_dir: what to train on; without it the run can only be evaluated and sampled from.
-        seq_len: tokens of a training sequence; None: the model's positions.
-        batch_tokens: tokens of a training step; None: 480 sequences.
-
     Raises:
-        UserError: the folder does not hold such a model, it does not match the dataset, or run_dir holds a run.
+        UserError: the folder does not hold such a model, or run_dir holds a run.
     """
     gpt, tokenizer = read_gpt2(folder)
-    max_len = gpt.config.max_len or 1
-    seq_len = max_len if seq_len is None else seq_len
-    if not 1 <= seq_len <= max_len:
-        raise UserError(f"seq_len={seq_len} does not fit the model's {max_len} positions: use 1 to {max_len}")
-    batch_tokens = 480 * seq_len if batch_tokens is None else batch_tokens
-    if batch_tokens < 1 or batch_tokens % seq_len:
-        raise UserError(f"batch_tokens={batch_tokens} is not a multiple of {seq_len}, the tokens of a sequence")
-    kept = {"seq_len": seq_len, "batch_tokens": batch_tokens, "seed": seed}
-    data = {
-        "dataset_dir": dataset_dir.absolute() if dataset_dir else _NO_DATASET,
-        "dataset_fingerprint": open_dataset(dataset_dir, tokenizer).fingerprint if dataset_dir else "",
-    }
-    path = begin_with(gpt, tokenizer, run_dir, **data, **kept)
+    seq_len = gpt.config.max_len or 1
+    sizes = {"seq_len": seq_len, "batch_tokens": _SEQUENCES * seq_len}
+    path = begin_with(gpt, tokenizer, run_dir, **sizes, seed=1, dataset_dir=_NO_DATASET, dataset_fingerprint="")
     say(f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of {tokenizer.n_vocab:,} ids")
-    if dataset_dir is None:
-        say("no dataset_dir was given: evaluate with dataset_dir=..., or import again with one to train")
-        return path
-    settings = {"model": "gpt2_124m", **_settings(gpt.config), "dataset_dir": str(dataset_dir), "run_dir": str(run_dir)}
-    say(f"train it with python train.py {overrides(settings | kept | _TO_CHOOSE)}")
-    say(f"{', '.join(_TO_CHOOSE)} are examples: choose your own")
+    runs = {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"}
+    settings = {"model": "gpt2_124m", **_settings(gpt.config), **runs, **sizes, **_TO_CHOOSE}
+    say(f"train it with python train.py {overrides(settings)}")
+    say(f"{', '.join(_TO_CHOOSE)} are examples: choose your own, and any dataset of this tokenizer")
     return path
 
 
