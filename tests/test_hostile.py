@@ -200,12 +200,12 @@ def changed(name, **changes):
 def test_the_tensors_that_are_expected_are_read(tmp_path):
     tensors = {"a": torch.randn(2, 3), "b": torch.tensor(7)}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    read = read_tensors(tmp_path / "x.safetensors", EXPECTED)
+    read = read_tensors([tmp_path / "x.safetensors"], EXPECTED)
     assert list(read) == ["a", "b"]
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
-    assert torch.equal(read_tensors(tensor_file(tmp_path / "y.safetensors", GOOD), EXPECTED)["a"], torch.zeros(2, 3))
+    assert torch.equal(read_tensors([tensor_file(tmp_path / "y.safetensors", GOOD)], EXPECTED)["a"], torch.zeros(2, 3))
     save_file({}, tmp_path / "none.safetensors")
-    assert read_tensors(tmp_path / "none.safetensors", {}) == {}
+    assert read_tensors([tmp_path / "none.safetensors"], {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_the_tensors_that_are_expected_are_read(tmp_path):
 )
 def test_tensors_that_are_not_those_expected(tmp_path, header, message):
     with refused(rf"x\.safetensors .*{message}"):
-        read_tensors(tensor_file(tmp_path / "x.safetensors", header), EXPECTED)
+        read_tensors([tensor_file(tmp_path / "x.safetensors", header)], EXPECTED)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 60, -33, -32, -1])
@@ -253,12 +253,12 @@ def test_a_tensor_file_that_was_cut_off(tmp_path, cut):
     path = tensor_file(tmp_path / "x.safetensors", GOOD)
     path.write_bytes(path.read_bytes()[:cut])
     with refused(r"x\.safetensors is not a whole safetensors file"):
-        read_tensors(path, EXPECTED)
+        read_tensors([path], EXPECTED)
 
 
 def test_a_tensor_file_with_something_behind_it(tmp_path):
     with refused("not a whole safetensors file"):
-        read_tensors(tensor_file(tmp_path / "x.safetensors", GOOD, bytes(33)), EXPECTED)
+        read_tensors([tensor_file(tmp_path / "x.safetensors", GOOD, bytes(33))], EXPECTED)
 
 
 @pytest.mark.parametrize("replace", NO_FILES)
@@ -266,7 +266,7 @@ def test_tensors_from_what_is_no_file(tmp_path, replace):
     path = tensor_file(tmp_path / "x.safetensors", GOOD)
     replace(path)
     with refused(r"x\.safetensors is a link"):
-        read_tensors(path, EXPECTED)
+        read_tensors([path], EXPECTED)
 
 
 _MEASURE = """
@@ -280,11 +280,11 @@ def peak():
 
 good, *paths = map(Path, sys.argv[1:])
 expected = {"a": (torch.Size([2, 3]), [torch.float32]), "b": (torch.Size([]), [torch.int64])}
-read_tensors(good, expected)
+read_tensors([good], expected)
 before = peak()
 for path in paths:
     try:
-        read_tensors(path, expected)
+        read_tensors([path], expected)
     except UserError:
         print("refused", path.name)
 print(peak() - before)
