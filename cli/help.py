@@ -24,7 +24,7 @@ def help_of(config_name: str) -> str:
         "\n".join(["Keys (KEY=VALUE, SECTION.KEY=VALUE):", *filter(None, keys)]),
     ]
     more = f'All keys, explained: --cfg job. Completion with Tab, in bash: eval "$(python {script} -sc install=bash)"'
-    return "\n\n".join([*(part for part in parts if part.count("\n")), more])
+    return "\n\n".join(part for part in parts if part.count("\n")) + f"\n{more}"
 
 
 def _groups(config_name: str) -> Iterator[str]:
