@@ -87,6 +87,9 @@ class Kept(Settings):
     """Evaluate and export a running mean of the weights, whose mean age is about this share of the steps so far;
     null: the weights themselves."""
     data: DataConfig = DataConfig(mixture=None, document_reset=False, carry_state=False)
+    init_from: Path | None = None
+    """Weights to begin with: those of a run's newest checkpoint, or of a given one, averaged if it has averages. It has
+    the same model and tokenizer; optimizer, step and schedule begin anew. null: random weights."""
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -239,8 +242,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def open_checkpoint(path: str | Path, files: Collection[str] = _FILES) -> Checkpoint:
+def open_checkpoint(path: str | Path, files: Collection[str] = _FILES, key: str = "checkpoint") -> Checkpoint:
     """Open a run directory's newest whole checkpoint, the checkpoint at `path`, or the one that a file `latest` names.
+
+    Args:
+        key: the setting that names it, for errors.
 
     Raises:
         UserError: there is no checkpoint, one of `files` is missing or damaged, or it has another format version.
@@ -249,18 +255,18 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES) -> Checkp
     if path.name == "checkpoints" and path.is_dir():
         path = path.parent
     if not path.exists():
-        raise UserError(f"checkpoint={path} does not exist: give a run directory, or a checkpoint in it")
+        raise UserError(f"{key}={path} does not exist: give a run directory, or a checkpoint in it")
     if path.is_file():
         name = _first_line(path)
         if not _NAME.fullmatch(name):
-            raise UserError(f"checkpoint={path} does not name a checkpoint: give a run directory or a step-... folder")
+            raise UserError(f"{key}={path} does not name a checkpoint: give a run directory or a step-... folder")
         path = path.parent / name
     elif (path / "train-00000.bin").exists():
-        raise UserError(f"checkpoint={path} is a dataset: give the directory of a run that was trained on it")
+        raise UserError(f"{key}={path} is a dataset: give the directory of a run that was trained on it")
     elif not ((path / "manifest.json").is_file() or _NAME.fullmatch(path.name)):
         found = newest_whole(path, files)
         if found is None:
-            raise UserError(f"checkpoint={path} holds no checkpoint{_what_it_is(path)}")
+            raise UserError(f"{key}={path} holds no checkpoint{_what_it_is(path)}")
         return _opened(found)
     _verify(path, files)
     return _opened(path)
@@ -300,20 +306,36 @@ def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT
     state, tokenizer = checkpoint.state, load_tokenizer(checkpoint.path / "tokenizer.json")
     with torch.device("meta"):
         gpt = GPT(state.model, state.data.reset_at(tokenizer.eot_id))
-    expected: Expected = {name: (value.shape, FLOATS) for name, value in gpt.state_dict().items()}
-    averages = {AVERAGE + name: expected[name] for name, _ in gpt.named_parameters() if state.average is not None}
-    tensors = checkpoint.tensors("model", {**expected, **averages})
-    chosen = {name: tensors[AVERAGE + name if average and AVERAGE + name in averages else name] for name in expected}
-    gpt.load_state_dict(chosen, assign=True)
+    gpt.load_state_dict(read_weights(checkpoint, gpt, average), assign=True)
     if tokenizer.n_vocab > gpt.config.n_vocab:
         ids = f"{tokenizer.n_vocab} ids, but the model has only {gpt.config.n_vocab}"
         raise UserError(f"{checkpoint.path} has a tokenizer with {ids}: use another checkpoint")
     return gpt.requires_grad_(), tokenizer
 
 
-def open_model(path: str | Path) -> Checkpoint:
+def read_weights(
+    checkpoint: Checkpoint, gpt: GPT, average: bool = True, rows: Mapping[str, slice] | None = None
+) -> dict[str, Tensor]:
+    """Read the weights of `gpt` from a checkpoint of such a model, or some `rows` of them, by name.
+
+    Args:
+        average: read the averaged weights, if the run has them.
+    """
+    expected: Expected = {name: (value.shape, FLOATS) for name, value in gpt.state_dict().items()}
+    has_average = checkpoint.state.average is not None
+    averages = {name: AVERAGE + name for name, _ in gpt.named_parameters() if has_average}
+    rows = rows or {}
+    tensors = checkpoint.tensors(
+        "model",
+        {**expected, **{key: expected[name] for name, key in averages.items()}},
+        {**rows, **{key: rows[name] for name, key in averages.items() if name in rows}},
+    )
+    return {name: tensors[averages.get(name, name) if average else name] for name in expected}
+
+
+def open_model(path: str | Path, key: str = "checkpoint") -> Checkpoint:
     """Like `open_checkpoint`, but verify only the files needed to run the model."""
-    return open_checkpoint(path, ("model.safetensors", "state.json", "tokenizer.json"))
+    return open_checkpoint(path, ("model.safetensors", "state.json", "tokenizer.json"), key)
 
 
 def save_checkpoint(

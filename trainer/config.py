@@ -42,8 +42,6 @@ class TrainConfig(Kept, defaults="train"):
     """Directory for checkpoints, metrics and pictures."""
     dataset_dir: Path
     """A dataset made by scripts/prepare_data.py."""
-    init_from: Path | None
-    """Weights to begin with: a run, or a checkpoint, of the same model and tokenizer; null: random ones."""
     resume: Literal["auto", "never"]
     """auto: continue the run in run_dir if there is one; never: stop with an error instead."""
     max_steps: int = Field(ge=1, lt=10**18)

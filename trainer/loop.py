@@ -5,11 +5,11 @@ import contextlib
 from common.console import count, say
 from common.exits import AGAIN
 from common.files import make_directory
-from trainer.checkpoint import retain
+from trainer.checkpoint import newest, retain
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.progress import TrainingProgress
-from trainer.resume import check_folder, own_run, say_changes
+from trainer.resume import check_folder, open_source, own_run, say_changes
 from trainer.run import RollBack, Run, open_data
 from trainer.runtime import open_runtime
 from trainer.signals import StopSignals
@@ -44,7 +44,9 @@ def fit(config: TrainConfig) -> float | None:
 def check(config: TrainConfig) -> None:
     """Raise the errors of `fit` that need neither a device nor the model, and write nothing."""
     config.tracker.import_packages()
-    open_data(config)
+    _, tokenizer, *_ = open_data(config)
+    if config.init_from is not None and newest(config.run_dir) is None:
+        open_source(config.init_from, config.model, tokenizer)
 
 
 def _train(run: Run, config: TrainConfig) -> float | None:

@@ -17,17 +17,19 @@ from common.files import read_json, write_json
 from common.lock import owned
 from common.settings import UserError, differences
 from data.shards import Manifest
-from data.tokenizer import Tokenizer
-from model.gpt import GPT, GPTState
+from data.tokenizer import Tokenizer, load_tokenizer
+from model.gpt import GPT, GPTConfig, GPTState
 from model.state import restored, tensors_of
 from trainer.checkpoint import (
     FLOATS,
+    Checkpoint,
     Kept,
     TrainState,
     checkpoint_path,
-    load_model,
     newest_whole,
     open_checkpoint,
+    open_model,
+    read_weights,
     step_of,
 )
 from trainer.config import TrainConfig
@@ -63,27 +65,44 @@ def initialise(gpt: GPT, world: World, dtype: torch.dtype) -> None:
             weights[key].copy_(world.like(value, weights[key]))
 
 
-def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> None:
-    """Give the model the weights of the checkpoint init_from=path, the averaged ones if it has them.
+def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoint:
+    """Open the checkpoint init_from=path, whose weights a run with this model and tokenizer begins with.
 
     Raises:
         UserError: there is no whole checkpoint, or its model or tokenizer is another one.
     """
-    if not path.exists():
-        raise UserError(f"init_from={path} does not exist: give a run directory, or a checkpoint in it")
-    trained, of_trained = load_model(path)
-    if of_trained.sha256 != tokenizer.sha256:
-        names = f"the tokenizer {of_trained.name}, and the dataset {tokenizer.name}"
-        raise UserError(f"init_from={path} was trained with {names}: prepare the dataset with the model's tokenizer")
-    changed = differences(trained.config.model_dump(mode="json"), gpt.config.model_dump(mode="json"))
+    source = open_model(path, key="init_from")
+    trained = load_tokenizer(source.path / "tokenizer.json")
+    if trained.sha256 != tokenizer.sha256:
+        before, here = (f"{each.name} (n_vocab {each.n_vocab})" for each in (trained, tokenizer))
+        what = f"init_from={path} was trained with the tokenizer {before}, and the dataset has {here}"
+        raise UserError(f"{what}: prepare the dataset with the model's tokenizer")
+    changed = differences(source.state.model.model_dump(mode="json"), config.model_dump(mode="json"))
     if changed:
-        listed = ", ".join(f"model.{key}={old} (here: {new})" for key, (old, new) in changed.items())
-        raise UserError(f"init_from={path} has another model: {listed}; give the same settings")
-    weights = gpt.state_dict()
+        listed = [f"model.{key}={old} (here: {new})" for key, (old, new) in changed.items()]
+        more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+        remedy = f"give the experiment or the model settings of {source.run_dir}"
+        raise UserError(f"init_from={path} has another model: {', '.join(listed[:3])}{more}; {remedy}")
+    return source
+
+
+def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> None:
+    """Give the model the weights of the checkpoint init_from=path, the averaged ones if it has them.
+
+    Raises:
+        UserError: as `open_source`; or the processes do not all find the same checkpoint.
+    """
+    world.at(f"reading init_from={path}")
+    source, weights = open_source(path, gpt.config, tokenizer), gpt.state_dict()
+    if len(set(world.gather_text(source.identity()))) > 1:
+        remedy = "give a step-... folder that all of them see"
+        raise UserError(f"init_from={path} is not the same checkpoint in all processes: {remedy}")
+    stored = read_weights(source, gpt, rows=world.rows(weights))
     with torch.no_grad():
-        for name, value in trained.state_dict().items():
-            weights[name].copy_(world.like(value, weights[name]))
-    say(f"beginning with the weights of {path}")
+        for name, value in weights.items():
+            world.own(value).copy_(stored[name])
+    averaged = "" if source.state.average is None else "averaged "
+    say(f"beginning with the {averaged}weights of {source.path}")
 
 
 def find_checkpoint(run_dir: Path, world: World) -> Path | None:
@@ -157,6 +176,9 @@ def restore(
 
 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
+    if not before.dataset_fingerprint:
+        run_dir = path.parent.parent
+        raise UserError(f"run_dir={run_dir} is an imported model: train it with init_from={run_dir} in another run_dir")
     if before.dataset_fingerprint != now.dataset_fingerprint:
         what = f"{path} was trained on {before.dataset_dir}, whose content is not that of dataset_dir={now.dataset_dir}"
         raise UserError(f"{what}: use that dataset, or another run_dir")

@@ -212,6 +212,7 @@ def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, options, message
         ),
         (["model/attention=log_space,softmax", "model.attention.product=true"], "key 'model.attention.product'"),
         (["dataset_dir=/no/such"], "error: dataset_dir=/no/such does not exist"),
+        (["init_from=null,/no/such"], "init_from=/no/such does not exist: give a run directory"),
         (["seq_len=16,64000", "batch_tokens=64000"], "job seq_len=64000: seq_len=64000 needs 64001 tokens"),
         (["hydra/sweeper=optuna", "seed=choice(1,2)", "optim.max_lr=choice(1e-3,1e-2,-1)"], "optim.max_lr=-1:"),
     ],

@@ -95,7 +95,9 @@ def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, com
     assert result.status == 0, result.err
     assert "dataset_dir=no-dataset" in " ".join(command("eval", again, "runtime.device=cpu").err.split())
     settings = {"model": MODEL | {"pad_vocab": 1}, "run_dir": tmp_path / "again", "batch_tokens": 480 * 16}
-    with pytest.raises(UserError, match="no-dataset-that-was-given"):
+    with pytest.raises(
+        UserError, match=r"again is an imported model: train it with init_from=.*again in another run_dir"
+    ):
         fit(tiny(settings))
 
 

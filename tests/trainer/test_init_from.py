@@ -11,6 +11,7 @@ from common.settings import UserError
 from trainer.checkpoint import load_model, open_checkpoint
 from trainer.distributed import World
 from trainer.loop import fit
+from trainer.resume import take_weights
 from trainer.run import Run
 from trainer.runtime import open_runtime
 
@@ -23,7 +24,7 @@ def weights_at_the_start(config):
 
 
 @pytest.mark.parametrize("average", [None, 0.5])
-def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, average):
+def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, capsys, average):
     fit(tiny({"average": average}))
     first, _ = load_model(tmp_path / "run")
     other = {
@@ -34,12 +35,17 @@ def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, 
         "seed": 2,
         "init_from": str(tmp_path / "run"),
     }
+    capsys.readouterr()
     weights = weights_at_the_start(tiny(other))
+    what = "averaged weights" if average else "weights"
+    assert f"beginning with the {what} of {tmp_path}/run/checkpoints/step-00000006" in capsys.readouterr().out
     assert weights.keys() == first.state_dict().keys()
     assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
 
     fit(tiny(other | {"stop_at": 2}))
     shutil.rmtree(tmp_path / "run")  # a resumed run does not need it any more
+    with pytest.raises(UserError, match=r"another run: init_from=None \(checkpoint: .*run\); use the checkpoint"):
+        fit(tiny(other | {"init_from": None}))
     fit(tiny(other))
     assert open_checkpoint(tmp_path / "other").state.step == 6
     changed = load_model(tmp_path / "other")[0].state_dict()
@@ -51,19 +57,34 @@ def test_what_does_not_fit_is_refused(tiny, make_dataset, rank_file, tmp_path):
     begun = {"run_dir": str(tmp_path / "begun"), "init_from": str(tmp_path / "run")}
     other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
     for changes, message in [
-        ({"model.n_layer": 2}, r"has another model: model.n_layer=1 \(here: 2\); give the same settings$"),
+        (
+            {"model.n_layer": 2},
+            r"model: model.n_layer=1 \(here: 2\); give the experiment or the model settings of .*run$",
+        ),
+        ({"model.n_head": 1, "model.n_layer": 3, "model.tied": False, "model.norm": "rms"}, " and 1 more; give the"),
         (
             {"dataset_dir": str(other), "model.n_vocab": 260},
-            "was trained with the tokenizer bytes, and the dataset gpt2: prepare the dataset with the model's",
+            r"with the tokenizer bytes \(n_vocab 257\), and the dataset has gpt2 \(n_vocab 260\): prepare the dataset",
         ),
         (
             {"init_from": str(tmp_path / "nowhere")},
-            "nowhere does not exist: give a run directory, or a checkpoint in it",
+            "init_from=.*nowhere does not exist: give a run directory, or a checkpoint in it",
         ),
+        ({"init_from": str(other)}, "init_from=.* is a dataset: give the directory of a run"),
     ]:
         with pytest.raises(UserError, match=message) as error:
             fit(tiny(begun | changes))
         assert "\n" not in str(error.value)
+
+
+def test_processes_that_find_other_checkpoints_are_refused(tiny, tmp_path, monkeypatch):
+    """As where each machine has a disk of its own."""
+    fit(tiny({"stop_at": 2}))
+    gpt, tokenizer = load_model(tmp_path / "run")
+    world = World(torch.device("cpu"))
+    monkeypatch.setattr(World, "gather_text", lambda self, text: [text, "the identity of another"])
+    with pytest.raises(UserError, match=r"is not the same checkpoint in all processes: give a step-"):
+        take_weights(gpt, tmp_path / "run", tokenizer, world)
 
 
 @pytest.mark.slow
