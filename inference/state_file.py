@@ -22,6 +22,7 @@ from common.settings import Settings, UserError, decode
 from inference.engine import Texts, read
 from inference.load import Loaded
 from inference.reading import Reading
+from model.ops.ngrams import followers_in
 from model.state import restored, select_rows, tensors_of
 from trainer.tensor_file import Expected, read_header, read_tensors
 
@@ -132,7 +133,10 @@ def _check_values(path: Path, stored: Mapping[str, Tensor], n_read: int, loaded:
     good = bool(((rest >= 0) & (rest < loaded.tokenizer.n_vocab)).all())
     for name, x in stored.items():
         cache, _, part = name.rpartition(".")
-        if x.dtype == torch.int64 and name != _REST:
+        if cache.endswith(".ngrams"):
+            ids = followers_in(x) if part == "table" else x
+            good = good and bool(((ids >= -1) & (ids < loaded.tokenizer.n_vocab)).all())
+        elif x.dtype == torch.int64 and name != _REST:
             good = good and bool(((x >= least) & (x <= n_read)).all())
         elif part == "place":
             good = good and bool(((x >= 0) & (x <= stored[f"{cache}.lengths"])).all())

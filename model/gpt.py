@@ -20,9 +20,11 @@ from common.settings import Settings, values_of, variant_names
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import Attention
 from model.fused import FusedLinear
+from model.ngrams import NGramMemory
 from model.ops.causal_conv import causal_conv, initial_conv, no_inputs
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
+from model.ops.ngrams import NGramState
 from model.position import Order, PositionConfig
 from model.state import cat_states, select_rows
 
@@ -173,6 +175,11 @@ class GPTConfig(Settings):
     `attention` with its settings."""
     block: BlockConfig
     position: PositionConfig
+    ngrams: list[Annotated[int, Field(ge=1, le=64)]] = Field([], max_length=8)
+    """Lengths of strings in ascending order: every token sees what followed the last n tokens, the last time they
+    occurred in the text, for each length n. The state has one size. []: none."""
+    ngram_slots: int = Field(2**14, ge=1, le=2**20)
+    """How many strings of each length are remembered: each of them overwrites one, at random."""
     norm: Literal["layer", "rms"] = "layer"
     """Norms of blocks and of the output layer's input: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
     tied: bool = True
@@ -215,6 +222,8 @@ class GPTConfig(Settings):
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
                 f"set head_dim, or n_head to a divisor such as {' or '.join(map(str, sorted(close)))}"
             )
+        if sorted(set(self.ngrams)) != self.ngrams:
+            raise ValueError(f"ngrams={self.ngrams} are not in ascending order: use {sorted(set(self.ngrams))}")
         if len(pattern) > self.n_layer:
             raise ValueError(
                 f"attention_pattern has {len(pattern)} items for n_layer={self.n_layer}: use at most one for each layer"
@@ -290,6 +299,8 @@ class GPTConfig(Settings):
         nn.init.uniform_(embed.weight, -bound, bound)
         yield "embed", embed
         yield "position", self.position.build(self.n_embd, self.query_dim)
+        if self.ngrams:
+            yield "ngrams", NGramMemory(self.ngrams, self.ngram_slots, self.n_embd)
         for i, layer in enumerate(self.layers):
             yield f"blocks.{i}", self.block.build(self, layer.build(self.n_embd, self.n_head, self.head_features))
         yield "norm", self.new_norm()
@@ -329,6 +340,7 @@ class GPTState(NamedTuple):
 
     position: Any
     layers: tuple[Any, ...]
+    ngrams: NGramState | None = None
 
 
 class GPT(nn.Module):
@@ -353,6 +365,8 @@ class GPT(nn.Module):
         parts = (module for _, module in config.parts())
         self.embed: nn.Embedding = next(parts)
         self.position: nn.Module = next(parts)
+        if config.ngrams:
+            self.ngrams: NGramMemory = next(parts)
         self.blocks = nn.ModuleList(itertools.islice(parts, config.n_layer))
         self.norm: nn.Module = next(parts)
         if not config.tied:
@@ -400,13 +414,16 @@ class GPT(nn.Module):
     def _features(
         self, token_ids: Tensor, starts: Tensor | None, state: GPTState | None, return_state: bool
     ) -> tuple[Tensor, GPTState]:
-        position, layers = state or (None, (None,) * len(self.blocks))
-        x, rotation, position = self.position(self.embed(token_ids), position, starts)  # (B, T, n_embd)
+        position, layers, ngrams = state or GPTState(None, (None,) * len(self.blocks))
+        x = self.embed(token_ids)  # (B, T, n_embd)
+        if self.config.ngrams:
+            x, ngrams = self.ngrams(x, token_ids, self.embed.weight, ngrams, starts)
+        x, rotation, position = self.position(x, position, starts)
         after, order = [], Order(rotation, starts)
         for block, layer in zip(self.blocks, layers, strict=True):
             x, layer = block(x, order, layer, return_state)
             after.append(layer)
-        return self.norm(x), GPTState(position, tuple(after))
+        return self.norm(x), GPTState(position, tuple(after), ngrams)
 
     def _by_documents(self, token_ids: Tensor, starts: Tensor, state: GPTState | None) -> tuple[Tensor, GPTState]:
         """Compute `features` with a state, piece by piece: no document starts within a piece."""
@@ -432,8 +449,10 @@ class GPT(nn.Module):
         """The state of B texts before their first tokens, for models with `constant_state`; None means the same."""
         position: Any = self.position
         blocks: Iterable[Any] = self.blocks
+        device = self.embed.weight.device
         layers = tuple(block.initial_state(B) for block in blocks)
-        return GPTState(position.initial_state(B, self.embed.weight.device), layers)
+        ngrams = self.ngrams.initial_state(B, device) if self.config.ngrams else None
+        return GPTState(position.initial_state(B, device), layers, ngrams)
 
     def token_losses(
         self, token_ids: Tensor, targets: Tensor, state: GPTState | None = None, return_state: bool = False

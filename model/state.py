@@ -96,7 +96,7 @@ def stretched(gpt: nn.Module, state: Any, n: int) -> Any:
     position = state.position
     if isinstance(position, Tensor) and not position.is_floating_point():  # counts of tokens
         position = torch.full_like(position, n)
-    return _like(state, (_stretched(position, n, iter(())), tuple(layers)))
+    return state._replace(position=_stretched(position, n, iter(())), layers=tuple(layers))
 
 
 def _stretched(state: Any, n: int, patterns: Iterator[list[Pattern]]) -> Any:

@@ -25,6 +25,8 @@ def share_sequences(gpt: GPT, group: SequenceGroup) -> None:
     Only where gradients are computed: elsewhere, as in evaluation, every process computes whole sequences.
     """
     gpt.position.forward = _shared_position(gpt.position, group)
+    if gpt.config.ngrams:
+        gpt.ngrams.forward = _shared_ngrams(gpt.ngrams, group)  # type: ignore[method-assign]
     for block in gpt.blocks:  # around recomputation, which must not receive anything again
         block.forward = _shared_block(block, group)
 
@@ -39,6 +41,20 @@ def _shared_position(position: Any, group: SequenceGroup) -> Callable[..., Any]:
         x, state = _take(x, group, empty)
         x, rotation, after = forward(x, state, starts)
         return _pass_on(x, group, after, empty), rotation, after
+
+    return shared
+
+
+def _shared_ngrams(ngrams: Any, group: SequenceGroup) -> Callable[..., Any]:
+    forward = ngrams.forward
+
+    def shared(x: Tensor, token_ids: Tensor, embed: Tensor, state: Any, starts: Tensor | None) -> tuple[Tensor, Any]:
+        if not torch.is_grad_enabled():
+            return forward(x, token_ids, embed, state, starts)
+        empty = ngrams.initial_state(len(x), x.device)
+        x, state = _take(x, group, empty)
+        x, after = forward(x, token_ids, embed, state, starts)
+        return _pass_on(x, group, after, empty), after
 
     return shared
 

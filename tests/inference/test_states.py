@@ -37,6 +37,8 @@ MODELS = [
     {"attention_pattern": ["log_space", "softmax"], "attention": {"name": "log_space"}, "eot_id": 256},
     {"attention": {"name": "log_space", "decay": "head", "conv": 4}, "position": {"name": "rotary"}, "eot_id": 256},
     {"attention": {"name": "sliding_window", "window": 400}, "position": {"name": "rotary"}, "eot_id": 256},
+    {"ngrams": [1, 2], "ngram_slots": 64},
+    {"attention": {"name": "softmax"}, "ngrams": [2], "eot_id": 256},
 ]
 
 
@@ -189,7 +191,12 @@ def test_the_progress_of_a_long_prompt_is_shown(monkeypatch, capsys):
 # Files that do not fit
 
 
-KINDS = {"log_space": {}, "softmax": {"attention": {"name": "softmax"}}, "fixed": {"attention": {"name": "fixed"}}}
+KINDS = {
+    "log_space": {},
+    "softmax": {"attention": {"name": "softmax"}},
+    "fixed": {"attention": {"name": "fixed"}},
+    "ngrams": {"ngrams": [1, 2], "ngram_slots": 64},
+}
 
 
 @pytest.fixture(params=KINDS)
@@ -275,6 +282,14 @@ CHANGES = {
         (lambda t, h: h.update(tokens="768"), "counts of tokens"),
         (lambda t, h: t.update({f"{CACHE}v": t[f"{CACHE}v"][:, :, 1:].clone()}), "v has the shape"),
         (lambda t, h: t.update({f"{CACHE}{x}": t[f"{CACHE}{x}"][:, :, 1:].clone() for x in "kv"}), "counts of tokens"),
+    ],
+    "ngrams": [
+        (lambda t, h: t["state.ngrams.recent"].add_(257), "its tokens, are not possible"),
+        (lambda t, h: t["state.ngrams.table"].bitwise_or_(257), "its tokens, are not possible"),
+        (
+            lambda t, h: t.update({"state.ngrams.table": t["state.ngrams.table"][..., 1:].clone()}),
+            "table has the shape",
+        ),
     ],
     "fixed": [
         (lambda t, h: t[f"{CACHE}0.place"].add_(10**6), "counts of tokens"),

@@ -60,9 +60,9 @@ def convolved(x: Tensor, weight: Tensor | None) -> Tensor:
     return torch.stack([sum(row * x[:, t - i] for i, row in enumerate(rows[: t + 1])) for t in range(x.shape[1])], 1)
 
 
-def defined(gpt: GPT, token_ids: Tensor) -> Tensor:
-    """Logits from the definition of block, norms and output layer."""
-    config, x = gpt.config, gpt.embed.weight[token_ids]
+def defined(gpt: GPT, token_ids: Tensor, x: Tensor | None = None) -> Tensor:
+    """Logits from the definition of block, norms and output layer. x: what the first block reads; None: embeddings."""
+    config, x = gpt.config, gpt.embed.weight[token_ids] if x is None else x
     norm, activation = NORMS[config.norm], ACTIVATIONS[config.block.activation]
     for block in gpt.blocks:
         a = block.attention.naive(convolved(norm(x, block.norm_attention), block.conv_attention))

@@ -60,14 +60,17 @@ def configs():
     yield "gpt2_documents", config_of()
     yield "gpt2_wide", config_of(pad_vocab=64, block={"name": "mlp", "expansion": 3}, n_head=3)
     flagship = {"name": "log_space", "decay": "head", "product": True, "conv": 4, "gate": "silu"}
-    yield "flagship", config_of(attention=flagship, block={"name": "mlp", "conv": 4}, position={"name": "none"})
+    parts = {"attention": flagship, "block": {"name": "mlp", "conv": 4}, "position": {"name": "none"}}
+    yield "flagship", config_of(**parts)
+    yield "ngrams", config_of(**parts, ngrams=[1, 3])
+    yield "gpt2_ngrams", config_of(ngrams=[2])
     pattern = ["log_space", {"name": "sliding_window", "window": 5}]
     changes = {"attention": {"name": "log_space"}, "attention_pattern": pattern, "position": {"name": "none"}}
     yield "pattern", config_of(n_layer=3, pad_vocab=64, **changes)
 
 
 CONFIGS = dict(configs())
-DOCUMENTS = ("flagship", "softmax", "gpt2_documents")  # models whose documents don't see each other
+DOCUMENTS = ("flagship", "ngrams", "softmax", "gpt2_documents")  # models whose documents don't see each other
 
 
 def gpt_of(name):

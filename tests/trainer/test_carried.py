@@ -36,6 +36,7 @@ MODELS = {
     "signed": {"model.attention": {"name": "log_space_signed"}, "model.position.name": "rotary"},
     "linear": {"model.attention": {"name": "linear", "decay": "fixed"}, "model.block": {"name": "glu"}},
     "windows": {"model.attention": {"name": "sliding_window", "window": [5, 40], "dilation": [1, None]}},
+    "ngrams": {"model.ngrams": [1, 3], "model.position.name": "none"},
     "both": {"model.attention_pattern": ["log_space", "sliding_window"], "model.n_layer": 2},
 }
 

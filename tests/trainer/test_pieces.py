@@ -38,7 +38,7 @@ def gradients(run, chunk, x, y, states=()):
     return float(loss), [torch.zeros_like(p) if p.grad is None else p.grad for p in run.gpt.parameters()], after
 
 
-FAST = ["flagship", "windows", "linear head", "longformer"]
+FAST = ["flagship", "windows", "linear head", "longformer", "ngrams"]
 
 
 @pytest.mark.parametrize(

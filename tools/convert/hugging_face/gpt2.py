@@ -52,7 +52,8 @@ def is_gpt2(config: GPTConfig) -> bool:
     )
     usual_width = config.n_head * config.head_features == config.n_embd
     usual_block = config.block.name == "mlp" and config.block.activation == "gelu" and not config.block.conv
-    usual_rest = config.position.name == "learned" and config.norm == "layer" and config.tied and not config.logit_cap
+    usual_rest = config.position.name == "learned" and config.norm == "layer" and config.tied
+    usual_rest &= not config.logit_cap and not config.ngrams
     return own_heads and usual_width and usual_block and usual_rest
 
 

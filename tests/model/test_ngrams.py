@@ -1,0 +1,171 @@
+"""Strings that occurred before: against a dictionary of all strings, in pieces, by documents; and in the model."""
+
+import functools
+
+import pytest
+import torch
+from test_blocks import defined
+from test_gpt import tiny
+
+from model.gpt import GPT, GPTConfig
+from model.ops.ngrams import ngram_followers, no_ngrams
+from model.state import cat_states, select_rows
+
+EOT = 10
+CPU = torch.device("cpu")
+MANY = 2**20
+"""Slots: so many that none is written twice in these tests (seeds are fixed)."""
+close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)  # as in test_blocks
+
+
+def definition(token_ids, lengths, starts):
+    """The followers, from a dictionary of all strings of each document."""
+    followers = torch.full((len(token_ids), len(lengths), token_ids.shape[1]), -1)
+    for b, row in enumerate(token_ids.tolist()):
+        for i, n in enumerate(lengths):
+            seen, first = {}, 0
+            for t, token in enumerate(row):
+                if starts[b, t]:
+                    seen, first = {}, t
+                elif t - n >= first:
+                    seen[tuple(row[t - n : t])] = token
+                if t + 1 - n >= first:
+                    followers[b, i, t] = seen.get(tuple(row[t + 1 - n : t + 1]), -1)
+    return followers
+
+
+def texts(T, n_vocab, starts, B=3, seed=0):
+    """Token ids and document starts."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(n_vocab, (B, T), generator=generator)
+    return ids, torch.rand(B, T, generator=generator) < starts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(1,), (2, 3), (1, 4, 7), (64,)], ids=str)
+@pytest.mark.parametrize("T", [1, 2, 63, 300])
+@pytest.mark.parametrize(("n_vocab", "starts"), [(2, 0.0), (2, 0.05), (7, 0.0), (7, 0.3)])
+def test_followers_are_those_of_the_definition(device, T, lengths, n_vocab, starts):
+    ids, starts = texts(T, n_vocab, starts)
+    found, _ = ngram_followers(ids.to(device), lengths, no_ngrams(3, lengths, MANY, device), starts.to(device))
+    assert torch.equal(found.cpu(), definition(ids, lengths, starts))
+    if not starts.any():
+        assert torch.equal(ngram_followers(ids, lengths, no_ngrams(3, lengths, MANY, CPU))[0], found.cpu())
+
+
+def test_ids_may_have_24_bits():
+    ids = torch.tensor([[2**24 - 1, 2**24 - 2, 2**24 - 1, 2**24 - 2, 0]])
+    found, _ = ngram_followers(ids, (1, 2), no_ngrams(1, (1, 2), MANY, CPU))
+    assert found.tolist() == [[[-1, -1, 2**24 - 2, 2**24 - 1, -1], [-1, -1, -1, 2**24 - 1, -1]]]
+
+
+@pytest.mark.parametrize("pieces", [[1] * 90, [1, 40, 2, 30, 17], [89, 1]], ids=len)
+@pytest.mark.parametrize("n_slots", [1, 5, 64, MANY])
+@pytest.mark.parametrize("starts", [0.0, 0.05])
+def test_pieces_have_the_followers_and_the_state_of_the_whole(pieces, n_slots, starts):
+    ids, starts = texts(90, 3, starts)
+    empty = state = no_ngrams(3, (1, 3), n_slots, CPU)
+    whole, after = ngram_followers(ids, (1, 3), empty, starts)
+    found = []
+    for piece, start in zip(ids.split(pieces, dim=1), starts.split(pieces, dim=1), strict=True):
+        followers, state = ngram_followers(piece, (1, 3), state, start if start.any() else None)
+        found.append(followers)
+    assert torch.equal(torch.cat(found, dim=2), whole)
+    assert all(map(torch.equal, state, after))
+    assert all(map(torch.equal, empty, no_ngrams(3, (1, 3), n_slots, CPU)))  # a state is a value
+
+
+def test_few_slots_forget_but_never_invent():
+    ids, starts = texts(400, 5, 0.0)
+    every = definition(ids, (2,), starts)
+    found, _ = ngram_followers(ids, (2,), no_ngrams(3, (2,), 16, CPU))
+    known = found >= 0
+    assert 0.2 < known.sum() / (every >= 0).sum() < 0.9  # 25 strings share 16 slots
+    assert torch.equal(found[known], every[known])
+
+
+def test_old_strings_are_remembered_while_their_slots_are():
+    """Of 100 strings, 2,000 others between overwrite a share of 1 - (1 - 1 / n_slots)^2,000."""
+    generator = torch.Generator().manual_seed(0)
+    first, between = (torch.randint(2**20, (1, n), generator=generator) for n in (102, 2000))
+    ids = torch.cat([first, between, first], dim=1)
+    found, _ = ngram_followers(ids, (3,), no_ngrams(1, (3,), 2**12, CPU))
+    again = found[0, 0, -100:-1]
+    assert torch.equal(again[again >= 0], first[0, 3:][again >= 0])
+    expected = (1 - 2**-12) ** 2100  # 0.60, with a standard deviation of 0.05 for 99 strings
+    assert expected - 0.2 < (again >= 0).double().mean() < expected + 0.2
+
+
+def gpt_of(eot_id=None, **changes):
+    """A model in which no weight is 0; the weights do not depend on eot_id."""
+    parts = {"attention": "log_space", "block": "mlp", "position": "none"}
+    gpt = GPT(tiny(parts, ngrams=[1, 3], ngram_slots=2**10, **changes), eot_id).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.copy_(0.4 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return gpt
+
+
+def ids_of(T, B=2, seed=1):
+    return torch.randint(3, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def test_logits_and_gradients_are_the_definitions():
+    gpt, token_ids = gpt_of(), ids_of(37)
+    followers = definition(token_ids, (1, 3), torch.zeros(2, 37, dtype=torch.bool))
+    assert ((followers >= 0).sum((0, 2)) > 5).all()
+    embed = torch.cat([gpt.embed.weight, torch.zeros(1, 12, dtype=torch.float64)])  # row -1: no such string
+    weights = [proj.weight for proj in gpt.ngrams.proj]
+    x = embed[token_ids] + sum(embed[ids] @ W.T for ids, W in zip(followers.unbind(1), weights, strict=True))
+    found, wanted = gpt(token_ids), defined(gpt, token_ids, x)
+    close(found, wanted)
+    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for ours, theirs in zip(*(torch.autograd.grad(y, gpt.parameters(), g) for y in (found, wanted)), strict=True):
+        close(ours, theirs)
+
+
+def test_texts_of_several_lengths_go_on_together_and_apart():
+    gpt, lengths = gpt_of(), (1, 2, 9)
+    rows = [ids_of(n + 12, B=1, seed=n) for n in lengths]
+    state = cat_states([gpt(row[:, :n], return_state=True)[1] for row, n in zip(rows, lengths, strict=True)])
+    outputs = []
+    for piece in torch.cat([row[:, -12:] for row in rows]).split([1, 2, 5, 1, 3], dim=1):
+        logits, state = gpt(piece, state, return_state=True)
+        outputs.append(logits)
+    close(torch.cat(outputs, 1), torch.cat([gpt(row)[:, -12:] for row in rows]))
+    other, _ = gpt(ids_of(3, B=1), select_rows(state, [1]), return_state=True)
+    close(other, gpt(torch.cat([rows[1], ids_of(3, B=1)], 1))[:, -3:])
+
+
+@pytest.mark.parametrize("attention", ["log_space", "softmax"])
+def test_documents_do_not_see_strings_of_others(attention):
+    row = ids_of(60, B=1)
+    row[0, [7, 8, 30]] = EOT
+    gpt, alone = (gpt_of(eot_id, attention={"name": attention}) for eot_id in (EOT, None))
+    wanted = torch.cat([alone.features(document)[0] for document in row.tensor_split([7, 8, 30], dim=1)], 1)
+    close(gpt.features(row)[0], wanted)
+    close(gpt.features(row, return_state=True)[0], wanted)
+
+
+def test_a_new_model_starts_as_the_same_without_ngrams():
+    torch.manual_seed(0)
+    with_ngrams = GPT(tiny(ngrams=[2, 5]))
+    assert not any(proj.weight.any() for proj in with_ngrams.ngrams.proj)
+    without = GPT(tiny())
+    without.load_state_dict({name: p for name, p in with_ngrams.state_dict().items() if "ngrams" not in name})
+    assert torch.equal(with_ngrams(ids_of(20)), without(ids_of(20)))
+
+
+@pytest.mark.parametrize(
+    ("ngrams", "message"),
+    [
+        ([3, 1], r"use \[1, 3\]"),
+        ([2, 2], r"use \[2\]"),
+        ([0], "greater than or equal to 1"),
+        ([65], "less than or equal to 64"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(ngrams, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**tiny().model_dump() | {"ngrams": ngrams})
