@@ -176,8 +176,8 @@ class GPTConfig(Settings):
     block: BlockConfig
     position: PositionConfig
     ngrams: list[Annotated[int, Field(ge=1, le=64)]] = Field([], max_length=8)
-    """Lengths of strings in ascending order: every token sees what followed the last n tokens, the last time they
-    occurred in the text, for each length n. The state has one size. []: none."""
+    """Lengths of strings in ascending order: every token sees what followed the last n tokens the last time they
+    occurred in the text, for the longest n that did. The state has one size. []: none."""
     ngram_slots: int = Field(2**14, ge=1, le=2**20)
     """How many strings of each length are remembered: each of them overwrites one, at random."""
     norm: Literal["layer", "rms"] = "layer"

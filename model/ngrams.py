@@ -10,19 +10,21 @@ from model.ops.ngrams import NGramState, ngram_followers, no_ngrams
 
 
 class NGramMemory(nn.Module):
-    """x + sum_n W_n e_n: e_n is the embedding of the token after the latest earlier occurrence of the last n, or 0.
+    """x + W (a_n * e) + b_n, where e is the embedding of the token that followed the last n tokens the last time.
 
-    These are n-gram heads (Akyurek et al. 2024, "In-Context Language Learning") that read tokens, and the latest
-    occurrence alone, so that their state has one size. W_n starts at 0.
+    n is the longest of `lengths` for which these tokens occurred before; if there is none, n and e are 0. This is an
+    n-gram head (Akyurek et al. 2024, "In-Context Language Learning") that reads tokens, and of all occurrences the
+    latest, so that its state has one size. W and b start at 0.
     """
 
     def __init__(self, lengths: Sequence[int], n_slots: int, n_embd: int) -> None:
         super().__init__()
         self.lengths, self.n_slots = lengths, n_slots
-        layers = [nn.Linear(n_embd, n_embd, bias=False) for _ in lengths]
-        for layer in layers:
-            nn.init.zeros_(layer.weight)
-        self.proj = nn.ModuleList(layers)
+        self.proj = nn.Linear(n_embd, n_embd, bias=False)
+        nn.init.zeros_(self.proj.weight)
+        # One vector each, because vectors have no weight decay.
+        self.gain = nn.Parameter(torch.ones(len(lengths) * n_embd))
+        self.bias = nn.Parameter(torch.zeros((1 + len(lengths)) * n_embd))
 
     def forward(
         self, x: Tensor, token_ids: Tensor, embed: Tensor, state: NGramState | None = None, starts: Tensor | None = None
@@ -34,10 +36,13 @@ class NGramMemory(nn.Module):
             starts: those of Order.
         """
         state = state or self.initial_state(len(x), x.device)
-        followers, state = ngram_followers(token_ids, self.lengths, state, starts)
-        for proj, ids in zip(self.proj, followers.unbind(1), strict=True):
-            x = x + proj(embedding(ids.clamp(min=0), embed).masked_fill((ids < 0).unsqueeze(-1), 0))
-        return x, state
+        followers, state = ngram_followers(token_ids, self.lengths, state, starts)  # (B, lengths, T)
+        number = torch.arange(1, 1 + len(self.lengths), device=x.device).unsqueeze(1)
+        longest = number.where(followers >= 0, 0).amax(1)  # (B, T): 1 is the first length; 0: none
+        follower = followers.gather(1, (longest - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        gain, bias = (p.view(-1, x.shape[2]) for p in (self.gain, self.bias))
+        e = embedding(follower.clamp(min=0), embed) * embedding((longest - 1).clamp(min=0), gain)
+        return x + self.proj(e.masked_fill((longest == 0).unsqueeze(2), 0)) + embedding(longest, bias), state
 
     def initial_state(self, B: int, device: torch.device) -> NGramState:
         """The state of B texts before their first tokens."""

@@ -1,6 +1,7 @@
 """Strings that occurred before: against a dictionary of all strings, in pieces, by documents; and in the model."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -114,10 +115,15 @@ def ids_of(T, B=2, seed=1):
 def test_logits_and_gradients_are_the_definitions():
     gpt, token_ids = gpt_of(), ids_of(37)
     followers = definition(token_ids, (1, 3), torch.zeros(2, 37, dtype=torch.bool))
-    assert ((followers >= 0).sum((0, 2)) > 5).all()
-    embed = torch.cat([gpt.embed.weight, torch.zeros(1, 12, dtype=torch.float64)])  # row -1: no such string
-    weights = [proj.weight for proj in gpt.ngrams.proj]
-    x = embed[token_ids] + sum(embed[ids] @ W.T for ids, W in zip(followers.unbind(1), weights, strict=True))
+    W, gain, bias = gpt.ngrams.proj.weight, gpt.ngrams.gain.view(2, 12), gpt.ngrams.bias.view(3, 12)
+    rows, longest = [], []
+    for b, t in itertools.product(range(2), range(37)):
+        x, (one, three) = gpt.embed.weight[token_ids[b, t]], followers[b, :, t]
+        n, follower = (2, three) if three >= 0 else (1, one) if one >= 0 else (0, -1)
+        rows.append(x + bias[n] + (W @ (gain[n - 1] * gpt.embed.weight[follower]) if n else 0))
+        longest.append(n)
+    assert min(longest.count(n) for n in range(3)) > 3
+    x = torch.stack(rows).view(2, 37, 12)
     found, wanted = gpt(token_ids), defined(gpt, token_ids, x)
     close(found, wanted)
     g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -151,7 +157,6 @@ def test_documents_do_not_see_strings_of_others(attention):
 def test_a_new_model_starts_as_the_same_without_ngrams():
     torch.manual_seed(0)
     with_ngrams = GPT(tiny(ngrams=[2, 5]))
-    assert not any(proj.weight.any() for proj in with_ngrams.ngrams.proj)
     without = GPT(tiny())
     without.load_state_dict({name: p for name, p in with_ngrams.state_dict().items() if "ngrams" not in name})
     assert torch.equal(with_ngrams(ids_of(20)), without(ids_of(20)))

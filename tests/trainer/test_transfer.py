@@ -74,7 +74,7 @@ def test_a_model_of_the_tuned_size_trains_to_the_bit_as_without_transfer(optim, 
 def kind(name, p):
     """The row of CompleteP's table that a parameter belongs to."""
     layer = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    if layer in ("proj", "down") and ".decay." not in name:
+    if layer in ("proj", "down") and name.startswith("blocks.") and ".decay." not in name:
         return "to stream" if p.dim() == 2 else "bias to stream"
     if name.startswith("norm."):
         return "last norm"
@@ -106,7 +106,7 @@ def test_initial_weights_are_those_of_the_table(block, position, tied):
 def test_training_is_that_of_complete_p_with_its_multipliers(block, tied):
     """In float64, without eps: activations times 1 / d and logits times 1 / w, as the paper has it."""
     w, d = 2, 3
-    parts = {"block": block, "tied": tied, "position": "log_recurrence", "attention": FEATURE_GATES}
+    parts = {"block": block, "tied": tied, "position": "log_recurrence", "attention": FEATURE_GATES, "ngrams": [1, 2]}
     gpt = new_gpt(BASE, 32 * w, 2 * d, **parts).double()
     optim = optim_of("adamw", BASE, eps=1e-100, weight_decay=0.3)
     kinds = {name: kind(name, p) for name, p in gpt.named_parameters()}
