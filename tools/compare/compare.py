@@ -49,6 +49,7 @@ OTHERS: dict[str, Any] = {
 }
 """Settings of attention with rotary positions, without the designs' parts; a list is a pattern of layers. Mechanisms
 that are not named have their defaults. Windows and strides are scaled to the texts of size small."""
+_NGRAMS = {"ngrams": [1, 2, 3, 4, 6, 8, 12, 16]}
 _OURS = {"name": "log_space", "decay": "head", "product": True, "d_key": 16, "gate": "silu"}
 _THEIRS = {"name": "softmax", "decay": "head", "gate": "silu"}
 
@@ -68,6 +69,7 @@ def design(attention: Any, position: str = "none", conv: int = 4) -> Raw:
 DESIGNS: dict[str, Raw] = {
     "softmax_forgets_rotary": design(_THEIRS, "rotary"),
     "log_space_forgets": design(_OURS),
+    "log_space_forgets_ngrams": design(_OURS) | _NGRAMS,
     "log_space_forgets_by_feature": design(_OURS | {"decay": "feature"}),
     "log_space_forgets_evenly": design(_OURS | {"decay": "fixed"}),
     "log_space_forgets_nothing": design(_OURS | {"decay": "none"}, "log_recurrence"),
@@ -87,6 +89,8 @@ DESIGNS: dict[str, Raw] = {
     **{f"window_{w}": design(_WINDOW | {"window": w, "gate": "silu"}, "rotary") for w in (1, 8, 32)},
     "linear_forgets": design({"name": "linear", "decay": "feature", "gate": "silu"}),
     "softmax_forgets": design(_THEIRS),
+    "softmax_forgets_ngrams": design(_THEIRS) | _NGRAMS,
+    "softmax_forgets_rotary_ngrams": design(_THEIRS, "rotary") | _NGRAMS,
     "softmax_forgets_rotary_norms": design(_THEIRS | {"qk_norm": True}, "rotary"),
     "softmax_forgets_rotary_no_conv": design(_THEIRS, "rotary", conv=0),
     "softmax_forgets_rotary_attention_conv": design(_THEIRS | {"conv": 4}, "rotary"),
