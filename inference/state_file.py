@@ -132,15 +132,15 @@ def _check_values(path: Path, stored: Mapping[str, Tensor], n_read: int, loaded:
     rest, least = stored[_REST], n_read if loaded.gpt.eot_id is None else 1  # of documents, the last may be counted
     good = bool(((rest >= 0) & (rest < loaded.tokenizer.n_vocab)).all())
     for name, x in stored.items():
-        cache, _, part = name.rpartition(".")
-        if cache.endswith(".ngrams"):
+        owner, _, part = name.rpartition(".")
+        if owner.endswith(".ngrams"):
             ids = followers_in(x) if part == "table" else x
             good = good and bool(((ids >= -1) & (ids < loaded.tokenizer.n_vocab)).all())
         elif x.dtype == torch.int64 and name != _REST:
             good = good and bool(((x >= least) & (x <= n_read)).all())
         elif part == "place":
-            good = good and bool(((x >= 0) & (x <= stored[f"{cache}.lengths"])).all())
-        elif part == "k" and f"{cache}.place" not in stored:
-            good = good and x.shape[2] == int(stored[f"{cache}.lengths"])
+            good = good and bool(((x >= 0) & (x <= stored[f"{owner}.lengths"])).all())
+        elif part == "k" and f"{owner}.place" not in stored:
+            good = good and x.shape[2] == int(stored[f"{owner}.lengths"])
     if not good:
         raise UserError(f"state_in={path} is damaged: its counts of tokens, or its tokens, are not possible")

@@ -5,7 +5,7 @@ import json
 from copy import deepcopy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.settings import decode
 from model.gpt import GPT, GPTConfig, Recompute
@@ -19,6 +19,14 @@ def shortened(config: GPTConfig) -> str:
     n_layer = min(config.n_layer, max(2, len(config.attention_pattern or [])))
     n_vocab = min(config.n_vocab, 512)
     return json.dumps(config.model_dump(mode="json") | {"n_layer": n_layer, "n_vocab": n_vocab}, sort_keys=True)
+
+
+def without_zeros(gpt: GPT) -> GPT:
+    """Give parameters that start at 0 random values, so that errors in what they are multiplied with show."""
+    for p in gpt.parameters():
+        if not p.any():
+            nn.init.normal_(p, std=0.02)
+    return gpt
 
 
 def check(
@@ -48,8 +56,9 @@ def check(
     torch.use_deterministic_algorithms(deterministic)
     torch.manual_seed(0)
     config = decode(GPTConfig, json.loads(model))
-    ids = torch.randint(config.n_vocab, (_SEQUENCES, min(_TOKENS, config.max_len or _TOKENS) + 1))
-    truth = GPT(config, eot_id=int(ids[0, ids.shape[1] // 2]) if documents else None).double()
+    n_ids = min(config.n_vocab, 16)  # so few that strings occur again
+    ids = torch.randint(n_ids, (_SEQUENCES, min(_TOKENS, config.max_len or _TOKENS) + 1))
+    truth = without_zeros(GPT(config, eot_id=int(ids[0, ids.shape[1] // 2]) if documents else None)).double()
     gpt = deepcopy(truth).to(device, torch.float32 if dtype == "bfloat16" else getattr(torch, dtype))
     gpt.recompute(recompute)
     own = _loss_and_gradients(gpt, ids, dtype)

@@ -179,7 +179,7 @@ class GPTConfig(Settings):
     """Lengths of strings in ascending order: every token sees what followed the last n tokens the last time they
     occurred in the text, for the longest n that did. The state has one size. []: none."""
     ngram_slots: int = Field(2**14, ge=1, le=2**20)
-    """How many strings of each length are remembered: each of them overwrites one, at random."""
+    """Slots for strings of each length. A string is kept in the slot of its hash, in place of the one there."""
     norm: Literal["layer", "rms"] = "layer"
     """Norms of blocks and of the output layer's input: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
     tied: bool = True
@@ -417,7 +417,8 @@ class GPT(nn.Module):
         position, layers, ngrams = state or GPTState(None, (None,) * len(self.blocks))
         x = self.embed(token_ids)  # (B, T, n_embd)
         if self.config.ngrams:
-            x, ngrams = self.ngrams(x, token_ids, self.embed.weight, ngrams, starts)
+            x, ngrams = self.ngrams(x, ngrams, starts, token_ids, self.embed.weight)
+            ngrams = ngrams if return_state else None  # else its memory would be held until the loss is computed
         x, rotation, position = self.position(x, position, starts)
         after, order = [], Order(rotation, starts)
         for block, layer in zip(self.blocks, layers, strict=True):

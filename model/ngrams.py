@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, one_hot
 
 from model.ops.ngrams import NGramState, ngram_followers, no_ngrams
 
@@ -27,22 +27,24 @@ class NGramMemory(nn.Module):
         self.bias = nn.Parameter(torch.zeros((1 + len(lengths)) * n_embd))
 
     def forward(
-        self, x: Tensor, token_ids: Tensor, embed: Tensor, state: NGramState | None = None, starts: Tensor | None = None
+        self, x: Tensor, state: NGramState | None, starts: Tensor | None, token_ids: Tensor, embed: Tensor
     ) -> tuple[Tensor, NGramState]:
         """(B, T, n_embd) -> (B, T, n_embd), and the state.
 
         Args:
-            embed: embeddings of the tokens, (n_vocab_padded, n_embd).
             starts: those of Order.
+            embed: embeddings of the tokens, (n_vocab_padded, n_embd).
         """
         state = state or self.initial_state(len(x), x.device)
         followers, state = ngram_followers(token_ids, self.lengths, state, starts)  # (B, lengths, T)
-        number = torch.arange(1, 1 + len(self.lengths), device=x.device).unsqueeze(1)
-        longest = number.where(followers >= 0, 0).amax(1)  # (B, T): 1 is the first length; 0: none
-        follower = followers.gather(1, (longest - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        rank = torch.arange(1, 1 + len(self.lengths), device=x.device).unsqueeze(1)
+        longest = rank.where(followers >= 0, 0).amax(1)  # (B, T): 1 for the first length; 0: none
+        follower = followers.gather(1, (longest - 1).clamp(min=0).unsqueeze(1)).squeeze(1).where(longest > 0, token_ids)
+        # Products with rows of 0 and 1: the gradient of a lookup in so few rows would be slow.
+        n = one_hot(longest, 1 + len(self.lengths)).to(x.dtype)
         gain, bias = (p.view(-1, x.shape[2]) for p in (self.gain, self.bias))
-        e = embedding(follower.clamp(min=0), embed) * embedding((longest - 1).clamp(min=0), gain)
-        return x + self.proj(e.masked_fill((longest == 0).unsqueeze(2), 0)) + embedding(longest, bias), state
+        e = embedding(follower, embed) * (n[..., 1:] @ gain)
+        return x + self.proj(e) + n @ bias, state
 
     def initial_state(self, B: int, device: torch.device) -> NGramState:
         """The state of B texts before their first tokens."""

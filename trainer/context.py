@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPT
-from model.position import Order, Rotation
+from model.position import Order
 from model.state import restored, tensors_of
 from trainer.distributed import SequenceGroup
 
@@ -24,37 +24,24 @@ def share_sequences(gpt: GPT, group: SequenceGroup) -> None:
 
     Only where gradients are computed: elsewhere, as in evaluation, every process computes whole sequences.
     """
-    gpt.position.forward = _shared_position(gpt.position, group)
-    if gpt.config.ngrams:
-        gpt.ngrams.forward = _shared_ngrams(gpt.ngrams, group)  # type: ignore[method-assign]
+    first: list[Any] = [gpt.ngrams, gpt.position] if gpt.config.ngrams else [gpt.position]
+    for module in first:
+        module.forward = _shared(module, group)
     for block in gpt.blocks:  # around recomputation, which must not receive anything again
         block.forward = _shared_block(block, group)
 
 
-def _shared_position(position: Any, group: SequenceGroup) -> Callable[..., Any]:
-    forward = position.forward
+def _shared(module: Any, group: SequenceGroup) -> Callable[..., Any]:
+    """The forward function of a position or an n-gram memory: (x, state, ...) -> (x, ..., state)."""
+    forward = module.forward
 
-    def shared(x: Tensor, state: Any = None, starts: Tensor | None = None) -> tuple[Tensor, Rotation | None, Any]:
+    def shared(x: Tensor, state: Any = None, *others: Any) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
-            return forward(x, state, starts)
-        empty = position.initial_state(len(x), x.device)
+            return forward(x, state, *others)
+        empty = module.initial_state(len(x), x.device)
         x, state = _take(x, group, empty)
-        x, rotation, after = forward(x, state, starts)
-        return _pass_on(x, group, after, empty), rotation, after
-
-    return shared
-
-
-def _shared_ngrams(ngrams: Any, group: SequenceGroup) -> Callable[..., Any]:
-    forward = ngrams.forward
-
-    def shared(x: Tensor, token_ids: Tensor, embed: Tensor, state: Any, starts: Tensor | None) -> tuple[Tensor, Any]:
-        if not torch.is_grad_enabled():
-            return forward(x, token_ids, embed, state, starts)
-        empty = ngrams.initial_state(len(x), x.device)
-        x, state = _take(x, group, empty)
-        x, after = forward(x, token_ids, embed, state, starts)
-        return _pass_on(x, group, after, empty), after
+        x, *between, after = forward(x, state, *others)
+        return _pass_on(x, group, after, empty), *between, after
 
     return shared
 

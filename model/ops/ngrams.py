@@ -15,7 +15,7 @@ _PRIME = 2**31 - 1
 _BASES = (1_103_515_245, 1_664_525_023)
 """Of two polynomials: one gives a string's slot, and the other tells strings of one slot apart."""
 _ID_BITS = 24
-"""Bits of a token id in an entry. GPTConfig has at most 2^24 ids, so no product or entry is larger than 2^56."""
+"""Bits of a token id in an entry. GPTConfig has at most 2^24 ids and strings of 64, whose sums are less than 2^62."""
 _NONE = -1
 
 
@@ -40,8 +40,8 @@ def ngram_followers(
 ) -> tuple[Tensor, NGramState]:
     """For each n in `lengths`: the token after the latest earlier occurrence of the n tokens that end here.
 
-    A string is forgotten when another is written to its slot, which every other string is with a probability of
-    1 / n_slots. Different strings are taken for the same with a probability of 2^-31.
+    A string is forgotten when another is written to its slot. Two strings share a slot with a probability of
+    1 / n_slots, always or never, and are taken for the same with a probability of 2^-31.
 
     Args:
         token_ids: (B, T), from 0 to 2^24 - 1.
@@ -54,27 +54,26 @@ def ngram_followers(
     (recent, table), T, spare = state, token_ids.shape[1], state.table.shape[2] - 1
     ids = torch.cat([recent, token_ids], dim=1)
     number = torch.zeros_like(ids) if starts is None else pad(starts.cumsum(1), (ids.shape[1] - T, 0))
+    document, last_document = number[:, None, -1 - T :], number[:, None, -1:]
     slots, hashes = _hashes(ids, number, lengths, spare)  # (B, lengths, 1 + T): from the last of `recent` on
     entries = (hashes[..., :T] << _ID_BITS) + token_ids.unsqueeze(1)  # a string, and what follows it
-    document = number[:, None, -1 - T :].expand_as(slots)
-    last_document = number[:, None, -1:]
 
-    by_slot = slots.argsort(dim=2, stable=True)
-    sorted_slots, unsorted = slots.gather(2, by_slot), by_slot.argsort(dim=2)
-    same = sorted_slots[..., 1:] == sorted_slots[..., :-1]
-    before = pad(by_slot[..., :-1].where(same, _NONE), (1, 0), value=_NONE).gather(2, unsorted)
-    """The string before in the same slot, as an index; -1: what is in the table."""
-    is_last = pad(~same | (by_slot[..., 1:] == T), (0, 1), value=True).gather(2, unsorted)[..., :T]
+    # A string finds what the string before it in its slot left there, or else what is in the table. Each document has
+    # slots of its own in this order, and the table is that of the first.
+    own_slots = slots + document * (spare + 1)
+    order = own_slots.argsort(dim=2, stable=True)
+    in_order, back = own_slots.gather(2, order), order.argsort(dim=2)
+    same = in_order[..., 1:] == in_order[..., :-1]
+    before = pad(order[..., :-1].where(same, _NONE), (1, 0), value=_NONE).gather(2, back)  # an index; -1: none
+    found = table.gather(2, slots).masked_fill(document > 0, _NONE)
+    found = entries.gather(2, before.clamp(0, T - 1)).where(before >= 0, found)
+    followers = followers_in(found).where((slots < spare) & (found >> _ID_BITS == hashes), _NONE)[..., 1:]
 
-    has_one = before >= 0
-    found = entries.gather(2, before.clamp(0, T - 1)).where(has_one, table.gather(2, slots))
-    of_document = document.gather(2, before.clamp(min=0)).where(has_one, 0) == document
-    known = of_document & (slots < spare) & (found >> _ID_BITS == hashes)
-    followers = followers_in(found).where(known, _NONE)[..., 1:]
-
-    written = is_last & (document[..., :T] == last_document)
-    table = table.masked_fill(last_document > 0, _NONE).scatter(2, slots[..., :T].where(written, spare), entries)
-    table[..., spare] = _NONE
+    is_last = pad(~same | (order[..., 1:] == T), (0, 1), value=True).gather(2, back)
+    written = (is_last & (slots < spare) & (document == last_document))[..., :T]
+    if starts is not None:
+        table = table.masked_fill(last_document > 0, _NONE)
+    table = table.scatter(2, slots[..., :T].where(written, spare), entries.where(written, _NONE))
     return followers, NGramState(ids[:, T:].where(number[:, T:] == number[:, -1:], _NONE), table)
 
 
@@ -83,20 +82,21 @@ def followers_in(table: Tensor) -> Tensor:
     return torch.where(table >= 0, table & (2**_ID_BITS - 1), _NONE)
 
 
-def _hashes(ids: Tensor, document: Tensor, lengths: Sequence[int], spare: int) -> tuple[Tensor, Tensor]:
+def _hashes(ids: Tensor, number: Tensor, lengths: Sequence[int], spare: int) -> tuple[Tensor, Tensor]:
     """The slot of the string of each length that ends at each token, and its hash: (B, lengths, T - max(lengths) + 1).
 
-    Strings that would begin before their document have the slot `spare`.
+    Strings that would begin before their document have the slot `spare`. `number` is that of each token's document.
     """
-    first = max(lengths) - 1
-    own = document[:, first:]
-    whole, sums = torch.ones_like(own, dtype=torch.bool), [torch.zeros_like(own)] * len(_BASES)
-    slots, hashes = [], []
-    for i in range(max(lengths)):
-        x, its_document = (values[:, first - i : values.shape[1] - i] for values in (ids, document))
-        whole = whole & (x >= 0) & (its_document == own)
-        sums = [(s + (x + 2) * pow(base, i + 1, _PRIME)) % _PRIME for s, base in zip(sums, _BASES, strict=True)]
-        if i + 1 in lengths:
-            slots.append((sums[0] % spare).where(whole, spare))
-            hashes.append(sums[1])
-    return torch.stack(slots, dim=1), torch.stack(hashes, dim=1)
+    most, end = max(lengths), ids.shape[1]
+    t = torch.arange(end, device=ids.device)
+    is_new = number != pad(number, (1, 0))[:, :-1]
+    first = torch.where(ids < 0, t + 1, t.where(is_new, 0)).cummax(1).values  # of the document
+    seen, kept = (t + 1 - first)[:, most - 1 :], []
+    sums = [torch.zeros_like(seen)] * len(_BASES)
+    for n in range(1, 1 + most):
+        x = ids[:, most - n : end + 1 - n] + 2
+        sums = [torch.add(s, x, alpha=pow(base, n, _PRIME)) for s, base in zip(sums, _BASES, strict=True)]
+        if n in lengths:
+            kept.append((*sums, seen >= n))
+    slots, hashes, whole = (torch.stack(values, dim=1) for values in zip(*kept, strict=True))
+    return (slots % _PRIME % spare).where(whole, spare), hashes % _PRIME

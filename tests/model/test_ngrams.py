@@ -15,12 +15,13 @@ from model.state import cat_states, select_rows
 EOT = 10
 CPU = torch.device("cpu")
 MANY = 2**20
-"""Slots: so many that none is written twice in these tests (seeds are fixed)."""
+"""Slots: so many that no strings of these tests share one (seeds are fixed)."""
+PRIME, BASE = 2**31 - 1, 1_103_515_245
 close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)  # as in test_blocks
 
 
-def definition(token_ids, lengths, starts):
-    """The followers, from a dictionary of all strings of each document."""
+def definition(token_ids, lengths, starts, n_slots=None):
+    """The followers, from all strings of each document; with n_slots, from those that are the last in their slots."""
     followers = torch.full((len(token_ids), len(lengths), token_ids.shape[1]), -1)
     for b, row in enumerate(token_ids.tolist()):
         for i, n in enumerate(lengths):
@@ -29,10 +30,20 @@ def definition(token_ids, lengths, starts):
                 if starts[b, t]:
                     seen, first = {}, t
                 elif t - n >= first:
-                    seen[tuple(row[t - n : t])] = token
+                    before = row[t - n : t]
+                    seen[slot_of(before, n_slots)] = before, token
                 if t + 1 - n >= first:
-                    followers[b, i, t] = seen.get(tuple(row[t + 1 - n : t + 1]), -1)
+                    string = row[t + 1 - n : t + 1]
+                    found, follower = seen.get(slot_of(string, n_slots), (None, -1))
+                    followers[b, i, t] = follower if found == string else -1
     return followers
+
+
+def slot_of(string, n_slots):
+    """A polynomial of the ids, the last first, by Python's integers; without n_slots, each string has its own."""
+    if n_slots is None:
+        return tuple(string)
+    return sum((x + 2) * BASE**i for i, x in enumerate(reversed(string), start=1)) % PRIME % n_slots
 
 
 def texts(T, n_vocab, starts, B=3, seed=0):
@@ -76,13 +87,13 @@ def test_pieces_have_the_followers_and_the_state_of_the_whole(pieces, n_slots, s
     assert all(map(torch.equal, empty, no_ngrams(3, (1, 3), n_slots, CPU)))  # a state is a value
 
 
-def test_few_slots_forget_but_never_invent():
-    ids, starts = texts(400, 5, 0.0)
-    every = definition(ids, (2,), starts)
-    found, _ = ngram_followers(ids, (2,), no_ngrams(3, (2,), 16, CPU))
-    known = found >= 0
-    assert 0.2 < known.sum() / (every >= 0).sum() < 0.9  # 25 strings share 16 slots
-    assert torch.equal(found[known], every[known])
+@pytest.mark.parametrize("n_slots", [1, 7, 64])
+@pytest.mark.parametrize("starts", [0.0, 0.02])
+def test_a_string_takes_the_place_of_the_one_in_its_slot(n_slots, starts):
+    ids, starts = texts(300, 5, starts)
+    found, _ = ngram_followers(ids, (1, 2, 4), no_ngrams(3, (1, 2, 4), n_slots, CPU), starts)
+    assert torch.equal(found, definition(ids, (1, 2, 4), starts, n_slots))
+    assert (found >= 0).sum() < (definition(ids, (1, 2, 4), starts) >= 0).sum()  # some are forgotten
 
 
 def test_old_strings_are_remembered_while_their_slots_are():
@@ -154,7 +165,7 @@ def test_documents_do_not_see_strings_of_others(attention):
     close(gpt.features(row, return_state=True)[0], wanted)
 
 
-def test_a_new_model_starts_as_the_same_without_ngrams():
+def test_a_new_memory_changes_nothing():
     torch.manual_seed(0)
     with_ngrams = GPT(tiny(ngrams=[2, 5]))
     without = GPT(tiny())
@@ -163,14 +174,31 @@ def test_a_new_model_starts_as_the_same_without_ngrams():
 
 
 @pytest.mark.parametrize(
-    ("ngrams", "message"),
+    ("change", "message"),
     [
-        ([3, 1], r"use \[1, 3\]"),
-        ([2, 2], r"use \[2\]"),
-        ([0], "greater than or equal to 1"),
-        ([65], "less than or equal to 64"),
+        ({"ngrams": [3, 1]}, r"use \[1, 3\]"),
+        ({"ngrams": [2, 2]}, r"use \[2\]"),
+        ({"ngrams": [0]}, "or equal to 1"),
+        ({"ngrams": [65]}, "or equal to 64"),
+        ({"ngrams": list(range(1, 10))}, "at most 8 items"),
+        ({"ngram_slots": 2**20 + 1}, "or equal to 1048576"),
     ],
 )
-def test_lengths_that_do_not_fit_are_refused(ngrams, message):
+def test_what_does_not_fit_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        GPTConfig(**tiny().model_dump() | {"ngrams": ngrams})
+        GPTConfig(**tiny().model_dump() | change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_step_is_the_step(dtype):
+    """As one graph, with the gradients of all parameters."""
+    gpt, ids = gpt_of().float(), ids_of(40)
+
+    def outcome(summed_loss):
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            loss = summed_loss(ids[:, :-1], ids[:, 1:])
+        return loss, *torch.autograd.grad(loss, gpt.parameters())
+
+    compiled = torch.compile(gpt.summed_loss, fullgraph=True, backend="aot_eager")
+    for own, expected in zip(outcome(compiled), outcome(gpt.summed_loss), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)  # the same operations

@@ -23,6 +23,8 @@ from trainer.distributed import SequenceGroup, join_world
 settings, T, path = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.manual_seed(0)
 gpt = GPT(decode(GPTConfig, {"n_vocab": 64, "n_layer": 3, "n_head": 2, "n_embd": 32} | settings), eot_id=5).double()
+for p in gpt.parameters():  # none is 0, so that all have gradients
+    p.data.add_(0.02 * torch.randn_like(p))
 ids, targets = torch.randint(8, (2, T)), torch.randint(64, (2, T))  # strings of 2 occur again
 whole = gpt.summed_loss(ids, targets)
 gradients = torch.autograd.grad(whole, list(gpt.parameters()))

@@ -242,7 +242,8 @@ from trainer.resume import initialise
 from trainer.step import SummedLoss
 
 with join_world(torch.device("cpu")) as world:
-    for changes in ({"n_layer": 12}, {"block": "mlp", "position": "learned", "tied": False, "norm": "rms"}):
+    of_others = {"block": "mlp", "position": "learned", "tied": False, "norm": "rms"}
+    for changes in ({"n_layer": 12, "ngrams": [1, 2]}, of_others):
         config = config_of(**changes)
         with torch.device("meta"):
             gpt = GPT(config).double()

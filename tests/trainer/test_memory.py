@@ -100,7 +100,7 @@ def test_what_is_computed_again_is_not_kept(attention, block, dtype, recompute):
 
 def test_layers_that_take_turns_and_shared_heads_are_counted_each_as_it_is():
     pattern = ["log_space", {"name": "softmax", "n_kv_head": 2}, "linear"]
-    config = config_of(attention_pattern=pattern, n_layer=4, pad_vocab=64, head_dim=16)
+    config = config_of(attention_pattern=pattern, n_layer=4, pad_vocab=64, head_dim=16, ngrams=[1, 2, 4])
     predicted = step_memory(on_meta(config), B, T, runtime(torch.float32)).activations
     assert predicted == pytest.approx(saved_bytes(GPT(config), torch.float32), rel=0.02)
 

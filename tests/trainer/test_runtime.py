@@ -26,6 +26,7 @@ MODEL = {
     "attention": {"name": "log_space"},
     "block": {"name": "glu"},
     "position": {"name": "log_recurrence"},
+    "ngrams": [1, 2],
 }
 
 
