@@ -1,7 +1,7 @@
-"""The GPT: token embeddings, positions, residual blocks, and the embeddings again as output layer.
+"""The GPT: token embeddings, n-grams, positions, residual blocks, and the embeddings again as output layer.
 
 The file reads in order: blocks, GPTConfig, GPT. Attention mechanisms are in model/attention, positions in
-model/position.py.
+model/position.py, and the memory of n-grams in model/ngrams.py.
 """
 
 import itertools
