@@ -117,8 +117,8 @@ KNOWN = {
     "log_gpt_125m": 124_879_872,
     "gpt2_124m": 124_439_808,
     "log_gpt_mlp_124m": 124_870_656,
-    "log_gpt2_hybrid_125m": 125_285_052,
-    "log_gpt2_window_125m": 125_255_061,
+    "log_gpt2_hybrid_125m": 125_887_932,
+    "log_gpt2_window_125m": 125_857_941,
 }
 LADDER = ("1m", "10m", "40m", "125m", "350m", "1b")
 
