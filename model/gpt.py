@@ -178,8 +178,6 @@ class GPTConfig(Settings):
     ngrams: list[Annotated[int, Field(ge=1, le=64)]] = Field([], max_length=8)
     """Lengths of strings in ascending order: every token sees what followed the last n tokens the last time they
     occurred in the text, for the longest n that did. The state has one size. []: none."""
-    ngram_slots: int = Field(2**14, ge=1, le=2**20)
-    """Slots for strings of each length. A string is kept in the slot of its hash, in place of the one there."""
     norm: Literal["layer", "rms"] = "layer"
     """Norms of blocks and of the output layer's input: LayerNorm, or RMSNorm (Zhang and Sennrich 2019)."""
     tied: bool = True
@@ -300,7 +298,7 @@ class GPTConfig(Settings):
         yield "embed", embed
         yield "position", self.position.build(self.n_embd, self.query_dim)
         if self.ngrams:
-            yield "ngrams", NGramMemory(self.ngrams, self.ngram_slots, self.n_embd)
+            yield "ngrams", NGramMemory(self.ngrams, self.n_embd)
         for i, layer in enumerate(self.layers):
             yield f"blocks.{i}", self.block.build(self, layer.build(self.n_embd, self.n_head, self.head_features))
         yield "norm", self.new_norm()

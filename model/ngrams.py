@@ -8,6 +8,9 @@ from torch.nn.functional import embedding, one_hot
 
 from model.ops.ngrams import NGramState, ngram_followers, no_ngrams
 
+_SLOTS = 2**14
+"""For strings of each length: half of them are remembered for 11,000 tokens. A state has 8 bytes for each slot."""
+
 
 class NGramMemory(nn.Module):
     """x + W (a_n * e) + b_n, where e is the embedding of the token that followed the last n tokens the last time.
@@ -17,9 +20,9 @@ class NGramMemory(nn.Module):
     latest, so that its state has one size. W and b start at 0.
     """
 
-    def __init__(self, lengths: Sequence[int], n_slots: int, n_embd: int) -> None:
+    def __init__(self, lengths: Sequence[int], n_embd: int) -> None:
         super().__init__()
-        self.lengths, self.n_slots = lengths, n_slots
+        self.lengths = lengths
         self.proj = nn.Linear(n_embd, n_embd, bias=False)
         nn.init.zeros_(self.proj.weight)
         # One vector each, because vectors have no weight decay.
@@ -48,4 +51,4 @@ class NGramMemory(nn.Module):
 
     def initial_state(self, B: int, device: torch.device) -> NGramState:
         """The state of B texts before their first tokens."""
-        return no_ngrams(B, self.lengths, self.n_slots, device)
+        return no_ngrams(B, self.lengths, _SLOTS, device)

@@ -37,7 +37,7 @@ MODELS = [
     {"attention_pattern": ["log_space", "softmax"], "attention": {"name": "log_space"}, "eot_id": 256},
     {"attention": {"name": "log_space", "decay": "head", "conv": 4}, "position": {"name": "rotary"}, "eot_id": 256},
     {"attention": {"name": "sliding_window", "window": 400}, "position": {"name": "rotary"}, "eot_id": 256},
-    {"ngrams": [1, 2], "ngram_slots": 64},
+    {"ngrams": [1, 2]},
     {"attention": {"name": "softmax"}, "ngrams": [2], "eot_id": 256},
 ]
 
@@ -195,7 +195,7 @@ KINDS = {
     "log_space": {},
     "softmax": {"attention": {"name": "softmax"}},
     "fixed": {"attention": {"name": "fixed"}},
-    "ngrams": {"ngrams": [1, 2], "ngram_slots": 64},
+    "ngrams": {"ngrams": [1, 2]},
 }
 
 

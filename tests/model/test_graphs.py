@@ -29,7 +29,7 @@ each_model = pytest.mark.parametrize(("attention", "block", "position"), ONE_SIZ
 
 def config_of(attention, block=None, position="none", n_head=2, n_embd=16):
     raw = {"n_vocab": 50, "n_layer": 2, "n_head": n_head, "n_embd": n_embd, "attention": attention}
-    raw |= {"ngrams": [1, 2], "ngram_slots": 64} if position == "none" else {}
+    raw |= {"ngrams": [1, 2]} if position == "none" else {}
     return decode(GPTConfig, raw | {"block": block or {"name": "mlp"}, "position": {"name": position}})
 
 

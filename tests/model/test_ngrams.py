@@ -111,7 +111,7 @@ def test_old_strings_are_remembered_while_their_slots_are():
 def gpt_of(eot_id=None, **changes):
     """A model in which no weight is 0; the weights do not depend on eot_id."""
     parts = {"attention": "log_space", "block": "mlp", "position": "none"}
-    gpt = GPT(tiny(parts, ngrams=[1, 3], ngram_slots=2**10, **changes), eot_id).double()
+    gpt = GPT(tiny(parts, ngrams=[1, 3], **changes), eot_id).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in gpt.parameters():
@@ -181,7 +181,6 @@ def test_a_new_memory_changes_nothing():
         ({"ngrams": [0]}, "or equal to 1"),
         ({"ngrams": [65]}, "or equal to 64"),
         ({"ngrams": list(range(1, 10))}, "at most 8 items"),
-        ({"ngram_slots": 2**20 + 1}, "or equal to 1048576"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
