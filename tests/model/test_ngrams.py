@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from test_blocks import defined
+from test_blocks import gpt_of as blocks_gpt_of
 from test_gpt import tiny
 
 from model.gpt import GPT, GPTConfig
@@ -96,27 +97,7 @@ def test_a_string_takes_the_place_of_the_one_in_its_slot(n_slots, starts):
     assert (found >= 0).sum() < (definition(ids, (1, 2, 4), starts) >= 0).sum()  # some are forgotten
 
 
-def test_old_strings_are_remembered_while_their_slots_are():
-    """Of 100 strings, 2,000 others between overwrite a share of 1 - (1 - 1 / n_slots)^2,000."""
-    generator = torch.Generator().manual_seed(0)
-    first, between = (torch.randint(2**20, (1, n), generator=generator) for n in (102, 2000))
-    ids = torch.cat([first, between, first], dim=1)
-    found, _ = ngram_followers(ids, (3,), no_ngrams(1, (3,), 2**12, CPU))
-    again = found[0, 0, -100:-1]
-    assert torch.equal(again[again >= 0], first[0, 3:][again >= 0])
-    expected = (1 - 2**-12) ** 2100  # 0.60, with a standard deviation of 0.05 for 99 strings
-    assert expected - 0.2 < (again >= 0).double().mean() < expected + 0.2
-
-
-def gpt_of(eot_id=None, **changes):
-    """A model in which no weight is 0; the weights do not depend on eot_id."""
-    parts = {"attention": "log_space", "block": "mlp", "position": "none"}
-    gpt = GPT(tiny(parts, ngrams=[1, 3], **changes), eot_id).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in gpt.parameters():
-            p.copy_(0.4 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    return gpt
+gpt_of = functools.partial(blocks_gpt_of, {}, ngrams=[1, 3])
 
 
 def ids_of(T, B=2, seed=1):
@@ -159,7 +140,7 @@ def test_texts_of_several_lengths_go_on_together_and_apart():
 def test_documents_do_not_see_strings_of_others(attention):
     row = ids_of(60, B=1)
     row[0, [7, 8, 30]] = EOT
-    gpt, alone = (gpt_of(eot_id, attention={"name": attention}) for eot_id in (EOT, None))
+    gpt, alone = (gpt_of(attention, eot_id) for eot_id in (EOT, None))
     wanted = torch.cat([alone.features(document)[0] for document in row.tensor_split([7, 8, 30], dim=1)], 1)
     close(gpt.features(row)[0], wanted)
     close(gpt.features(row, return_state=True)[0], wanted)
