@@ -1,9 +1,8 @@
 """Where Triton kernels can run, and the choice between them and plain torch."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
-from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -11,13 +10,17 @@ from torch import Tensor
 from common.console import say_once
 from model.ops.compiling import assume_constant_result
 
+Check = Callable[..., None]
 
-def choose_backend(operator: str, package: str, backend: str, backends: Iterable[str], x: Tensor) -> str:
+
+def choose_backend(
+    operator: str, find_check: Callable[[], Check], backend: str, backends: Iterable[str], x: Tensor
+) -> str:
     """Return the backend to use: `backend` itself, or for "auto" "triton" on GPUs where it is right, else "chunked".
 
     Args:
         operator: name for messages.
-        package: where it is; its module `check` has a `check` of a device and the name of a dtype.
+        find_check: imports and returns a check of a device and the name of a dtype; called for "auto" on GPUs.
         backends: all that exist.
         x: has the device and the dtype of the operator's inputs.
 
@@ -26,7 +29,7 @@ def choose_backend(operator: str, package: str, backend: str, backends: Iterable
     """
     device = x.device
     if backend == "auto":
-        return _fastest_on_gpu(operator, package, device.index, x.dtype) if device.type == "cuda" else "chunked"
+        return _fastest_on_gpu(operator, find_check, device.index, x.dtype) if device.type == "cuda" else "chunked"
     if backend not in backends:
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(backends)}")
     if backend == "triton" and (why_not := why_not_triton(device.type, device.index)):
@@ -35,15 +38,14 @@ def choose_backend(operator: str, package: str, backend: str, backends: Iterable
 
 
 @assume_constant_result
-def _fastest_on_gpu(operator: str, package: str, index: int | None, dtype: torch.dtype) -> str:
+def _fastest_on_gpu(operator: str, find_check: Callable[[], Check], index: int | None, dtype: torch.dtype) -> str:
     """Choose the backend of an operator, and log the choice once."""
     why_not = why_not_triton("cuda", index)
     if why_not is None:
         from model.ops.checks import failed_check  # only GPUs need it
 
-        check = resolve_name(f"{package}.check:check")
         name = str(dtype).removeprefix("torch.")
-        why_not = failed_check(f"the Triton kernel of {operator}", check, f"cuda:{index}", dtype=name)
+        why_not = failed_check(f"the Triton kernel of {operator}", find_check(), f"cuda:{index}", dtype=name)
     if why_not:
         say_once(f"{operator} uses plain torch, which is slower: backend='triton' {why_not}")
         return "chunked"

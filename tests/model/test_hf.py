@@ -271,3 +271,5 @@ def test_what_an_exports_code_imports():
                 assert top in needed or top in sys.stdlib_module_names or top == "triton", f"{name} imports {top}"
         outside = [node for node in ast.parse(text).body if isinstance(node, ast.Import)]
         assert not any(alias.name.startswith("triton") for node in outside for alias in node.names), name
+    for operator in ("log_attention", "log_recurrence", "linear_cross_entropy"):  # only GPUs import these
+        assert f"model_ops_{operator}_check.py" in files

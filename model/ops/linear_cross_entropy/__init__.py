@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from model.ops.autocast import as_autocast
 from model.ops.derivatives import refuse_second_order, refuse_transforms
-from model.ops.kernels import choose_backend
+from model.ops.kernels import Check, choose_backend
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
@@ -43,6 +43,12 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None =
     return torch.cat(losses)
 
 
+def _check() -> Check:
+    from model.ops.linear_cross_entropy.check import check  # only GPUs need it
+
+    return check
+
+
 def summed_loss(
     x: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None, *, backend: str = "auto"
 ) -> Tensor:
@@ -56,7 +62,7 @@ def summed_loss(
     """
     refuse_transforms(_ITSELF, _OTHER, x, weight)
     (x,) = as_autocast(x)
-    backend = choose_backend("the loss", __name__, backend, _FORMS, x)
+    backend = choose_backend("the loss", _check, backend, _FORMS, x)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _summed_loss(x, weight, targets, wanted, cap, backend)[0]
 

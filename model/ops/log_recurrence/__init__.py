@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from model.ops.kernels import choose_backend
+from model.ops.kernels import Check, choose_backend
 from model.ops.log_recurrence.chunked import chunked_log_recurrence
 from model.ops.log_recurrence.naive import naive_log_recurrence
 
@@ -23,6 +23,12 @@ BACKENDS: dict[str, Callable[..., Any]] = {
     "chunked": chunked_log_recurrence,
     "triton": _triton_log_recurrence,
 }
+
+
+def _check() -> Check:
+    from model.ops.log_recurrence.check import check  # only GPUs need it
+
+    return check
 
 
 def log_recurrence(
@@ -47,5 +53,5 @@ def log_recurrence(
         raise ValueError(f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} must both be (B, T, D), with T at least 1")
     if state is not None and state.shape != h[:, 0].shape:
         raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
-    backend = choose_backend("the log recurrence", __name__, backend, BACKENDS, h)
+    backend = choose_backend("the log recurrence", _check, backend, BACKENDS, h)
     return BACKENDS[backend](log_p, h, state=state, return_state=return_state)
