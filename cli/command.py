@@ -84,7 +84,7 @@ def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool
 
         return run_sweep(config_name, overrides, flags.config_dir, with_texts, debug)
     if flags.cfg:
-        composed = _composed(config_name, overrides, flags.config_dir, complete=False)
+        composed = _composed(config_name, overrides, flags.config_dir, complete=False) | texts
         shown = yaml.safe_dump(composed, sort_keys=False, allow_unicode=True)
         return print(with_comments(shown, composed, config_name), end="")
     run(_composed(config_name, overrides, flags.config_dir) | texts)

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, errors
 
 from cli.options import as_text, bare_keys, groups_of, meant, takes_one_name
+from common.command import in_hydras_grammar
 from common.settings import CONFIGS, UserError, nearest
 
 OmegaConf.clear_resolver("oc.env")  # a downloaded experiment could send the environment elsewhere; shells have $HOME
@@ -31,14 +33,18 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
         raise UserError(
             f"--config-dir {config_dir} is not a folder: give one that has files for groups, as configs/ does"
         )
-    folder = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
+    folder = [f"hydra.searchpath=[{in_hydras_grammar(f'file://{Path(config_dir).resolve()}')}]"] if config_dir else []
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = hydra.compose(config_name, [*read_options(overrides), *folder], return_hydra_config=True)
             expected = _untouched_settings(*folder)
-    except (HydraException, errors.OmegaConfBaseException, OSError) as error:
+    except UserError:
+        raise
+    except (HydraException, errors.OmegaConfBaseException, OSError, yaml.YAMLError) as error:
         raise UserError(explain(error, config_name)) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # Hydra's, from nonsense under `hydra`
+        raise UserError(f"a configuration file sets `hydra`, which is not allowed: remove it ({error!r})") from error
     given = _hydra_settings(composed)
     for key in {**expected, **given}:
         if given.get(key) != expected.get(key):

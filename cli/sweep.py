@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -59,10 +60,18 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
         _store_config(config_name, first_job.get("run_dir", f"multirun/{config_name}"), list(swept))
         for_plugins = _settings_of_plugins(chosen := _compose_hydra(for_hydra), bool(swept))
+
+        def configuration(varied: Sequence[str]) -> dict[str, Any]:
+            config = to_dict(compose(config_name, [*fixed, *varied], config_dir))
+            if "run_dir" in config:
+                own = sorted(option for option in varied if not option.startswith("run_dir="))
+                config["run_dir"] = str(Path(config["run_dir"]) / name_of(own))
+            return config
+
         tries_all = chosen.runtime.choices["hydra/sweeper"] == "basic"
         for varied in itertools.product(*values) if tries_all else _each_once(values):
             try:
-                run(to_dict(compose(config_name, [*fixed, *varied], config_dir)), only_check=True)
+                run(configuration(varied), only_check=True)
             except UserError as error:
                 name = f"job {' '.join(varied)}: " if varied else ""
                 raise UserError(f"{name}{error}; no job was started") from None
@@ -72,10 +81,8 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes and machines
             now = HydraConfig.get()
             try:
-                config = to_dict(compose(config_name, [*fixed, *now.overrides.task], config_dir))
+                config = configuration(now.overrides.task)
                 if "run_dir" in config:
-                    varied = sorted(option for option in now.overrides.task if not option.startswith("run_dir="))
-                    config["run_dir"] = str(Path(config["run_dir"]) / name_of(varied))
                     say(f"--- job {now.job.num}: {config['run_dir']}")
                 with among_others(now.runtime.choices["hydra/launcher"]):
                     best = run(config)

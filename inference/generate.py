@@ -17,6 +17,7 @@ def generate(
     prompt_ids: Tensor | Sequence[Tensor],
     *,
     n_vocab: int,
+    eot_id: int = -1,
     sampling: SamplingConfig | None = None,
     generators: Sequence[torch.Generator | None] | None = None,
 ) -> Iterator[Tensor]:
@@ -25,13 +26,14 @@ def generate(
     Args:
         prompt_ids: (B, T) with T at least 1; or texts (T,) of different lengths.
         n_vocab: ids from here on, the padding of the embedding, are never drawn.
+        eot_id: the token that ends texts, which no penalty lowers; -1: the last, n_vocab - 1.
         sampling: how to draw; None: from the model's own distribution.
         generators: sources of randomness, on the CPU, one for each text.
 
     Raises:
         UserError: the model's logits are not finite.
     """
-    engine = Engine(gpt, n_vocab, len(prompt_ids))
+    engine = Engine(gpt, n_vocab, len(prompt_ids), eot_id=eot_id)
     texts = [
         Generation(ids.tolist(), sampling or SamplingConfig(), generator)
         for ids, generator in zip(prompt_ids, generators or [None] * len(prompt_ids), strict=True)

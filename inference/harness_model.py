@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
         ]
         engine = Engine(self.gpt, self.texts.n_vocab, self.micro_batch, eot_id=self.texts.eot_id)
         engine.submit(sorted(texts, key=lambda text: -len(text.ids)))
-        with Track("continuations", len(texts)) as track:
+        with Track("continuations", len(texts)) as track, self.runtime.autocast():
             for text in texts:
                 for _ in stream(engine, text):
                     pass

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cli.compose import compose
 from common.files import open_file, read_json, sha256_file, write_atomic
 from common.settings import UserError, decode
 from data.documents import documents_in, read_records
@@ -427,6 +428,17 @@ def test_an_experiment_of_a_stranger_runs_nothing(run_process, tmp_path, setting
     assert result.err.startswith("error: ")
     assert result.err.count("\n") == 1
     assert "hydra." in result.err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["seed: [1\n", "# @package _global_\nhydra: null\n", "# @package _global_\nhydra: {job: {env_copy: [NOPE]}}\n"],
+)
+def test_a_strange_experiment_is_one_line(tmp_path, text):
+    (tmp_path / "it's" / "experiment").mkdir(parents=True)
+    (tmp_path / "it's" / "experiment" / "strange.yaml").write_text(text)
+    with refused():
+        compose("train", ["experiment=strange"], str(tmp_path / "it's"))
 
 
 # ----- datasets

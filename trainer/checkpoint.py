@@ -89,7 +89,7 @@ class Kept(Settings):
     data: DataConfig = DataConfig(mixture=None, document_reset=False, carry_state=False)
     init_from: Path | None = None
     """Weights to begin with: those of a run's newest checkpoint, or of a given one, averaged if it has averages. It has
-    the same model and tokenizer; optimizer, step and schedule begin anew. null: random weights."""
+    the same model and tokenizer; optimizer, step and schedule start from scratch. null: random weights."""
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -462,7 +462,8 @@ def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | N
     than `state`, which are damaged, and what crashed saves left behind.
 
     Args:
-        state: of the newest whole checkpoint. A run also calls this at its start, in case it was killed before.
+        state: of the newest whole checkpoint. A run also calls this at its start, in case it was killed before, unless
+            later checkpoints are damaged: those are kept until the next save, because a disk may recover.
     """
     folder, paths = checkpoints_dir(run_dir), _all(run_dir)
     upto = [path for path in paths if step_of(path) <= state.step]

@@ -5,7 +5,7 @@ import contextlib
 from common.console import count, say
 from common.exits import AGAIN
 from common.files import make_directory
-from trainer.checkpoint import newest, retain
+from trainer.checkpoint import newest, retain, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.progress import TrainingProgress
@@ -50,7 +50,8 @@ def check(config: TrainConfig) -> None:
 
 
 def _train(run: Run, config: TrainConfig) -> float | None:
-    if run.world.is_main and run.step > 0:  # a kill during the last save may have left this undone
+    last = newest(config.run_dir)
+    if run.world.is_main and last and step_of(last) == run.step:  # a killed save may have left this undone
         retain(config.run_dir, run.state, config.checkpoint.keep_last, config.checkpoint.keep_every)
     if run.step >= config.last_step:
         if run.world.is_main:

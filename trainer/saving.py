@@ -51,7 +51,7 @@ class Saver:
         self.wait()
         self.check()
         tensors = {part: {name: self._copy(part, name, value) for name, value in named} for part, named in parts}
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # finishes the copies into pinned memory
         self._step, self.saved_step = state.step, None
         self._thread = threading.Thread(target=self._write, args=(tensors, state), name="saver", daemon=True)

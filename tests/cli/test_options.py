@@ -251,6 +251,8 @@ def test_what_is_shown_is_what_would_be_trained(command, tmp_path):
     shown = yaml.safe_load(command("train", "--cfg", "job", f"run_dir={tmp_path}", "max_steps=7").out)
     assert shown == settings | {"run_dir": str(tmp_path), "max_steps": 7}
     assert yaml.safe_load(command("train", "--cfg", "job").out)["dataset_dir"] == "???"
+    shown = yaml.safe_load(command("sample", "--cfg", "job", "checkpoint=x", "prompt=hello ${there}").out)
+    assert shown["prompt"] == "hello ${there}"
 
 
 def test_an_experiment_is_complete(command, tiny_args, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,15 @@ def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monke
     assert {path: when for path, when in written(run).items() if "seed=1" in str(path)} == before
     assert command(*sweep, f"run_dir={tmp_path / 'unbroken'}").status == 0
     assert weights(run) == weights(tmp_path / "unbroken")
+
+
+def test_a_finished_sweep_does_not_need_its_source_any_more(command, tiny_args, tmp_path):
+    source = tmp_path / "source"
+    assert command("train", *tiny_args, f"run_dir={source}").status == 0
+    sweep = ["train", "-m", *tiny_args, "seed=1,2", f"init_from={source}", f"run_dir={tmp_path / 'sweep'}"]
+    assert command(*sweep).status == 0
+    shutil.rmtree(source)
+    assert command(*sweep).out.count("nothing to train") == 2
 
 
 OPTUNA = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "seed=choice(1, 2)"]

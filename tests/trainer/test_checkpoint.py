@@ -106,6 +106,16 @@ def test_a_damaged_manifest_is_refused_and_named(run_dir, content):
         open_checkpoint(newest(run_dir))
 
 
+def test_a_start_keeps_later_checkpoints_that_cannot_be_read(tiny, run_dir):
+    """A disk may recover: only the next save deletes them."""
+    weights = newest(run_dir) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    fit(tiny({"run_dir": str(run_dir), "stop_at": 4}))
+    assert weights.exists()
+    fit(tiny({"run_dir": str(run_dir)}))
+    open_checkpoint(newest(run_dir))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

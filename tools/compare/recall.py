@@ -164,7 +164,7 @@ def only_answers(ids: np.ndarray, targets: np.ndarray, places: list[int]) -> tup
 
 
 def unseen(case: Case) -> tuple[Tensor, Tensor]:
-    """Documents of a difficulty that there is no dataset of, and their answers, both (B, T)."""
+    """Documents of a difficulty for which no dataset was prepared, and their answers, both (B, T)."""
     task = case.source
     n_documents = max(_LEAST_TESTED, min(_TESTED, _TESTED_CHARACTERS // (task.answers[-1] + 1)))
     texts = [task.text(Random(f"{case.seed} unseen {number}")) for number in range(n_documents)]
@@ -185,7 +185,7 @@ def accuracy(gpt: GPT, ids: Tensor, answers: Tensor) -> float:
 @torch.no_grad()
 def state_size(gpt: GPT, ids: Tensor) -> int:
     """How many numbers the model keeps of a document, the first of (B, T)."""
-    _, state = gpt.features(ids[:1], return_state=True)
+    _, state = gpt.features(ids[:1].to(gpt.embed.weight.device), return_state=True)
     return sum(leaf.numel() for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
