@@ -83,7 +83,7 @@ def keys_and_values(options: list[str]) -> dict[str, Any]:
 
 @functools.cache
 def _untouched_settings(*folder: str) -> dict[str, Any]:
-    """Return the settings of Hydra itself where no file and no option sets any; a sweep asks for every job."""
+    """Return Hydra's own settings when no file or option changes them. Cached: a sweep composes every job."""
     return _hydra_settings(hydra.compose(overrides=list(folder), return_hydra_config=True))
 
 

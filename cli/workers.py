@@ -71,7 +71,7 @@ def let_workers_save() -> None:
 def take_gpu() -> None:
     """Reserve one GPU for this process, before CUDA starts: one that the fewest other workers have.
 
-    Locks in a folder of the user's on this machine show which GPUs the living workers of all sweeps have.
+    Lock files in a folder of this user record which GPU each running worker uses, across all sweeps.
     """
     gpus = visible_gpus()
     if not gpus:

@@ -32,7 +32,7 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer
     runtime: Runtime
     identity: str
-    """A hex digest that no other model has."""
+    """A hex digest that identifies the model."""
 
     def place(self, device: torch.device, *, autocast: bool) -> GPT:
         """Move the model to `device`, for evaluation.

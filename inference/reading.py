@@ -22,8 +22,8 @@ _COPIES = 3  # a cache that grows is copied into a buffer of twice its size: see
 class Reading(NamedTuple):
     """A text of which a part is read.
 
-    If that part is a multiple of PIECE tokens, at which all prompts are cut, the text goes on with the same bits as if
-    it had been read without a stop.
+    If that part is a multiple of PIECE tokens, at which all prompts are cut, continuing gives the same bits as
+    reading it in one go.
     """
 
     texts: Texts | None = None

@@ -58,7 +58,7 @@ def _draw(logits: Tensor, seen: Tensor, sampling: SamplingConfig, uniform: Tenso
     """Draw (B,) by the same settings for all rows, given numbers (B,) in [0, 1)."""
     logits = logits.float()
     finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()
-    ids, weights = weigh(logits, seen, sampling)  # of rows that are not finite, any
+    ids, weights = weigh(logits, seen, sampling)  # arbitrary for rows that are not finite
     sums = weights.cumsum(-1)
     found = torch.searchsorted(sums, (uniform * sums[:, -1]).long().unsqueeze(-1), right=True)  # (B, 1)
     found = found.clamp(max=sums.shape[-1] - 1)

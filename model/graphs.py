@@ -71,7 +71,7 @@ class _Graph:
 
 
 def record(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Record a step on the GPU: what runs it again, and its result, which each run overwrites."""
+    """Record a step on the GPU. Return a function that replays it, and its result, which each replay overwrites."""
     device = step().device  # this run compiles kernels, which is not possible while a graph is recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):

@@ -1,11 +1,11 @@
-"""Run what is to be known of a GPU within an hour, the most important first: tests, race and memory checks, times.
+"""Test, check and time a GPU within an hour, the most important stages first: tests, race and memory checks, times.
 
     make gpu-hour
     python scripts/gpu_hour.py minutes=20
 
 Stages: the tests that need a GPU; compute-sanitizer on the smallest benchmark; all benchmarks; a profile of a training
 step; launch settings of the kernels side by side. Each is a process with a time limit of its own, and writes into
-`out`, where report.md and report.json are written anew after each. The same command goes on where it was cut off. A
+`out`, where report.md and report.json are rewritten after each. The same command goes on where it was cut off. A
 stage that has an outcome, good or bad, is not run again: delete its .json file for that.
 """
 

@@ -37,7 +37,7 @@ class Pieces:
 
         Args:
             summed_loss: a SummedLoss, possibly wrapped by World.wrap.
-            state: that the text goes on from, to which no gradient goes; None: it begins here.
+            state: the state before the text; no gradient flows into it. None: the text starts here.
             at: is called before each piece.
         """
         T = token_ids.shape[1]
@@ -47,7 +47,7 @@ class Pieces:
         self._before, self._after = [state], None
         """States before the pieces that are not done, and after the piece of the last call."""
         self._gradients: list[Tensor | None] = []
-        """Those of the state after the last piece that is not done."""
+        """Gradients with respect to the state after the last remaining piece."""
         self.last: Any = None
         """The state after the text, without a graph."""
         for ids in self._token_ids[:-1]:

@@ -441,7 +441,7 @@ class Run:
         self._announce(flops)
 
     def _announce(self, flops: int) -> None:
-        """Say what will be trained, and what a user may not expect."""
+        """Print what will be trained, and warn about settings that probably do not suit it."""
         config, n_params = self.config, self.gpt.n_params()
         rate = torch.get_num_threads() * _FLOPS_OF_A_CORE * 4 / self.runtime.dtype.itemsize
         seconds = flops * config.tokens(1) / self.world.size / rate

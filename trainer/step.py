@@ -14,8 +14,8 @@ from trainer.pieces import Pieces
 from trainer.runtime import Runtime
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
-"""Token ids and targets, int64 (sequences, seq_len); targets below 0 are not counted. On the CPU, best in pinned memory
-if a GPU trains: counting targets that are on a GPU waits for it."""
+"""Token ids and targets, int64 (sequences, seq_len); targets below 0 are not counted. Keep them on the CPU, in
+pinned memory if a GPU trains: counting targets on the GPU would wait for it."""
 
 
 class SummedLoss(nn.Module):

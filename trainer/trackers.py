@@ -36,7 +36,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about the run."""
+    """The facts about a run that a tracker needs."""
 
     run_id: str
     run_dir: Path
@@ -102,7 +102,7 @@ class TrackerConfig(Settings, defaults="train:tracker"):
 
 
 class Trackers:
-    """All trackers of a run. Each gets every line but those of training, and of these one in so many steps."""
+    """All trackers of a run. Each receives every line; of the training lines, only one every `every` steps."""
 
     def __init__(self, trackers: Sequence[tuple[int, Tracker]]) -> None:
         self._trackers = trackers

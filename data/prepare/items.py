@@ -14,7 +14,7 @@ class Position(NamedTuple):
 
 
 class Unreadable(Exception):
-    """An item is no document. The reason, such as "malformed JSON", is counted."""
+    """This item is not a document. The reason, such as "malformed JSON", is counted."""
 
     def __init__(self, reason: str, line: int = 1) -> None:
         """`line`: where in the rest of the input it is."""

@@ -65,7 +65,7 @@ class Source(Settings):
         """Turn an item of `documents` into a document.
 
         Raises:
-            Unreadable: it is none.
+            Unreadable: it is not a document.
         """
         if isinstance(raw.content, Unreadable):
             raise raw.content

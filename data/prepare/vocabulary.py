@@ -50,7 +50,7 @@ def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
 
 
 def _n_vocab(path: Path) -> int | None:
-    """Return how many ids a tokenizer.json has; None: it is none."""
+    """Return how many ids a tokenizer.json has; None if it is not a tokenizer.json."""
     try:
         return read_hf_tokenizer(path).n_vocab
     except UserError:

@@ -60,7 +60,7 @@ def check_gates(log_f: Tensor, q: Tensor) -> None:
 def gates_of(log_f: Tensor) -> Gates:
     """Return the factors of gates log_f (n, B, H, C, d_k or 1), in the accumulation type."""
     reset = (log_f == -torch.inf).all(-1, keepdim=True)
-    on_cpu = log_f.device.type == "cpu"  # elsewhere to ask would be to wait: both answers have a form that fits
+    on_cpu = log_f.device.type == "cpu"  # on a GPU, asking would wait: what follows is right with and without resets
     has_resets = not on_cpu or bool(reset.any())
     if log_f.shape[-1] > 1:
         gates = NO_GATES._replace(a=sums_of(log_f, reset))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def running_sum(x: Tensor, dim: int) -> Tensor:
-    """torch.cumsum, which GPUs refuse if deterministic algorithms are required: then, by log2(length) additions."""
+    """torch.cumsum; on GPUs with deterministic algorithms, where torch refuses it, log2(length) additions."""
     if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(dim)
     length, step = x.shape[dim], 1

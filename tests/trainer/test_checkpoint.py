@@ -1,17 +1,13 @@
 """Checkpoints are whole or absent, verified, and complete."""
 
 import errno
-import itertools
 import json
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import trainer.checkpoint as module
 from common.files import sha256_file
 from common.settings import UserError
 from data.tokenizer import load_tokenizer
@@ -27,10 +23,6 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 def run_dir(run_of):
     """A run of 6 steps: checkpoints after 4 and 6, the best after 6."""
     return run_of()
-
-
-def contents(folder):
-    return {p.relative_to(folder): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
@@ -181,82 +173,3 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_a_run(tiny, monke
     config = tiny({"checkpoint.every": 1, "checkpoint.keep_last": 1, "max_steps": 4})
     fit(config)
     assert open_checkpoint(config.run_dir).state.step == 4
-
-
-class Crash(Exception):
-    """The machine stops here."""
-
-
-def crash_at(monkeypatch, number, how):
-    """Stop at the `number`-th disk operation of a save: before it, in the middle of it, or right after it."""
-    counter = itertools.count(1)
-
-    def crashing(name, function):
-        def call(*args, **kwargs):
-            now = next(counter) == number
-            if now and how == "during" and name == "rmtree" and args[0].is_dir():
-                next(args[0].iterdir()).unlink()
-            if now and how == "during" and name == "save_file":
-                args[1].write_bytes(b"half")
-            if now and how != "after":
-                raise Crash
-            result = function(*args, **kwargs)
-            if now:
-                raise Crash
-            return result
-
-        return call
-
-    for owner, name in [
-        (module, "save_file"),
-        (module, "save_tokenizer"),
-        (module, "write_json"),
-        (module, "write_atomic"),
-        (module, "sync_directory"),
-        (os, "rename"),
-        (os, "fsync"),
-        (os, "replace"),
-        (shutil, "rmtree"),
-    ]:
-        monkeypatch.setattr(owner, name, crashing(name, getattr(owner, name)))
-
-
-@pytest.mark.parametrize("how", ["before", "during", "after"])
-@pytest.mark.slow
-def test_a_crash_anywhere_in_saving_leaves_whole_checkpoints_and_right_pointers(tiny, tmp_path, monkeypatch, how):
-    """The run is stopped at every single write of its save after step 4, its best, and is then resumed to the end."""
-    monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)  # slow, and not a checkpoint
-
-    def run(run_dir, stop_at, *losses):
-        losses = iter(losses)
-        monkeypatch.setattr("trainer.run.evaluate", lambda *_: Loss(nats=next(losses), tokens=1, bytes=1))
-        settings = {"checkpoint.keep_last": 1, "eval.every": 2}
-        fit(tiny(settings | {"run_dir": run_dir, "stop_at": stop_at}))
-
-    run(tmp_path / "whole", 6, 5.0, 3.0, 4.0)
-    expected = contents(newest(tmp_path / "whole"))
-    run(tmp_path / "start", 2, 5.0)
-    old = contents(tmp_path / "start" / "checkpoints" / "step-00000002")
-
-    for number in itertools.count(1):
-        run_dir = shutil.copytree(tmp_path / "start", tmp_path / f"crash{number}")
-        folder = run_dir / "checkpoints"
-        with pytest.MonkeyPatch.context() as patch:
-            crash_at(patch, number, how)
-            try:
-                run(run_dir, 4, 3.0)
-            except Crash:
-                pass
-            else:
-                break
-        for path in folder.glob("step-????????"):
-            open_checkpoint(path)  # whatever has the name is whole
-        step = open_checkpoint(run_dir).state.step
-        assert step == 4 or contents(folder / "step-00000002") == old
-        run(run_dir, 6, *([4.0] if step == 4 else [3.0, 4.0]))
-        for name in ("model.safetensors", "optimizer.safetensors"):
-            assert (newest(run_dir) / name).read_bytes() == expected[Path(name)]
-        assert open_checkpoint(folder / "best").state.step == 4
-        assert sorted(p.name for p in folder.iterdir()) == ["best", "latest", "step-00000004", "step-00000006"]
-        shutil.rmtree(run_dir)
-    assert number > 20  # the save does that many things to the disk

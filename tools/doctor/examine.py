@@ -45,7 +45,7 @@ def examine(out: Path | None) -> None:
     runtime = open_runtime(config.runtime.model_copy(update={"device": device}))
 
     def part(name: str, work: Callable[[], Any]) -> Any:
-        """What `work` returns; if the machine fails at it, that is a finding."""
+        """Return the result of `work`, or None; an error becomes a finding."""
         say(f"{name} ...")
         try:
             return work()

@@ -18,14 +18,14 @@ BYTES = {"cpu": 2**27, "cuda": 2**30}
 _SECONDS = 0.3
 
 
-def rates(device: torch.device, size: int | None = None) -> list[Row]:
-    """Matrix products of size x size, in TFLOP/s, and copies, in GB/s read and written, by type."""
-    n, rows = size or SIZES[device.type], []
+def rates(device: torch.device) -> list[Row]:
+    """Square matrix products, in TFLOP/s, and copies, in GB/s read and written, by type."""
+    n, rows = SIZES[device.type], []
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         if device.type == "cpu" and dtype == torch.float16:
             continue  # no program here uses it on CPUs
         a = torch.randn(n, n, device=device).to(dtype)
-        x = torch.zeros((BYTES[device.type] if size is None else size) // dtype.itemsize, dtype=dtype, device=device)
+        x = torch.zeros(BYTES[device.type] // dtype.itemsize, dtype=dtype, device=device)
         y, peak = torch.empty_like(x), peak_flops(device, dtype)
         product = 2 * n**3 / _seconds("a @ a", a=a)
         rows.append(

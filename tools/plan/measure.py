@@ -12,7 +12,7 @@ _FEWEST, _MOST = 3, 100
 
 
 def measure_rate(config: TrainConfig, micro_batch: int, sequences: int) -> float:
-    """Tokens per second of one device here, in steps over `sequences` sequences.
+    """Measure one device's tokens per second, for steps of `sequences` sequences.
 
     Runs on random tokens: reading, evaluating and saving are left out. Takes the medians of a few steps of one
     micro-batch and of a few passes over one more.

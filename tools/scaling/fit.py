@@ -47,7 +47,7 @@ class Law(NamedTuple):
         return N, flops / 6 / N
 
 
-def fit(N: Array, D: Array, L: Array, resamples: int = 1000, seed: int = 1) -> tuple[Law, Law]:
+def fit(N: Array, D: Array, L: Array, resamples: int = 1000) -> tuple[Law, Law]:
     """Fit the law to runs, and to samples of them drawn with replacement (the bootstrap).
 
     Args:
@@ -68,7 +68,7 @@ def fit(N: Array, D: Array, L: Array, resamples: int = 1000, seed: int = 1) -> t
     for what, exponent in (("size", best[1]), ("tokens", best[3])):
         if exponent <= _SMALLEST:
             raise UserError(f"these runs determine no law: their loss does not fall with {what}")
-    counts = np.random.default_rng(seed).multinomial(len(y), np.full(len(y), 1 / len(y)), size=resamples)
+    counts = np.random.default_rng(1).multinomial(len(y), np.full(len(y), 1 / len(y)), size=resamples)
     samples, _ = _minimize(np.tile(best, (resamples, 1)), n, d, y, counts.astype(float))
     centre = np.log(N).mean(), np.log(D).mean()
     return _law(best, *centre), _law(samples.T, *centre)

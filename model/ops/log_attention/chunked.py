@@ -308,7 +308,7 @@ def _of_sums(sums: Tensor, results: _Results, g_y: Tensor, tokens: slice, frames
     """Return the gradient of the sums (n, B, H, C, E), given log_y's gradient: 0 for doubtful and empty sums."""
     g_y = frames.split(g_y[:, :, tokens], 0.0)
     g_sums = torch.cat([g_y, g_y.sum(-1, keepdim=True).neg_()], dim=-1).div_(sums)
-    if not sums.amin() >= CERTAIN[sums.dtype]:  # NaN is not either
+    if not sums.amin() >= CERTAIN[sums.dtype]:  # also true if a sum is NaN
         g_sums.masked_fill_(results.doubtful[frames.chunks][..., None, None] | (sums == 0), 0)
     return g_sums
 

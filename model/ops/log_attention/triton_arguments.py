@@ -1,4 +1,4 @@
-"""What the kernels take, in bundles, and how they read and write tokens.
+"""The kernels' arguments, grouped in named tuples, and the functions that load and store tokens.
 
 Whether a member is None is known at compile time, so a kernel without gates, for example, has no code for them.
 """

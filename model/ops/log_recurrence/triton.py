@@ -98,7 +98,7 @@ def _join_logs(A, s, log_p, h):
 
 @triton.jit
 def _join(a, r, share, g):
-    """The same of a linear recurrence."""
+    """The same for a linear recurrence: the product of the shares, and the value after both stretches."""
     return a * share, r * share + g
 
 
