@@ -34,17 +34,17 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
             f"--config-dir {config_dir} is not a folder: give one that has files for groups, as configs/ does"
         )
     folder = [f"hydra.searchpath=[{in_hydras_grammar(f'file://{Path(config_dir).resolve()}')}]"] if config_dir else []
+    options = [*read_options(overrides), *folder]
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra.compose(config_name, [*read_options(overrides), *folder], return_hydra_config=True)
+            composed = hydra.compose(config_name, options, return_hydra_config=True)
             expected = _untouched_settings(*folder)
-    except UserError:
-        raise
     except (HydraException, errors.OmegaConfBaseException, OSError, yaml.YAMLError) as error:
         raise UserError(explain(error, config_name)) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # Hydra's, from nonsense under `hydra`
-        raise UserError(f"a configuration file sets `hydra`, which is not allowed: remove it ({error!r})") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # Hydra does not check what a file sets under `hydra`.
+        raise UserError(f"Hydra failed ({error!r}): if a configuration file sets hydra, remove that") from error
     given = _hydra_settings(composed)
     for key in {**expected, **given}:
         if given.get(key) != expected.get(key):

@@ -47,7 +47,7 @@ def takes_one_name(key: str) -> bool:
 
 
 def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
-    """Raise UserError for options that are written differently here, with the right spelling."""
+    """Raise UserError, which shows the right spelling, for options that are written differently here."""
     refuse_flag(option)
     key, equals, value = option.partition("=")
     groups = groups_of(config_name)

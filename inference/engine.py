@@ -27,7 +27,7 @@ from model.state import cat_states, select_rows
 
 PIECE = 256
 """Tokens of a prompt that go through the model at once. This bounds memory for long prompts, and the time that other
-texts wait with `interleave`. Prompts are cut at its multiples, so that one continues another bit for bit."""
+texts wait with `interleave`. All prompts are cut at its multiples: continuing a cached prefix gives the same bits."""
 
 
 class Texts(NamedTuple):

@@ -17,9 +17,8 @@ class PromptCache:
         """`max_bytes`: of all tensors kept, on the model's device."""
         self.max_states, self.max_bytes = max_states, max_bytes
         self.n_bytes = 0
-        self._texts: OrderedDict[bytes, tuple[int, Any]] = (
-            OrderedDict()
-        )  # number of tokens and `Texts`, by the tokens' sum
+        self._texts: OrderedDict[bytes, tuple[int, Any]] = OrderedDict()
+        """The number of tokens and `Texts` after them, by the sha256 of the tokens."""
 
     def __len__(self) -> int:
         return len(self._texts)

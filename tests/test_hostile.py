@@ -435,10 +435,17 @@ def test_an_experiment_of_a_stranger_runs_nothing(run_process, tmp_path, setting
     ["seed: [1\n", "# @package _global_\nhydra: null\n", "# @package _global_\nhydra: {job: {env_copy: [NOPE]}}\n"],
 )
 def test_a_strange_experiment_is_one_line(tmp_path, text):
-    (tmp_path / "it's" / "experiment").mkdir(parents=True)
-    (tmp_path / "it's" / "experiment" / "strange.yaml").write_text(text)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "strange.yaml").write_text(text)
     with refused():
-        compose("train", ["experiment=strange"], str(tmp_path / "it's"))
+        compose("train", ["experiment=strange"], str(tmp_path))
+
+
+def test_a_folder_of_experiments_may_have_any_name(tmp_path):
+    folder = tmp_path / "it's, [mine]"
+    (folder / "experiment").mkdir(parents=True)
+    (folder / "experiment" / "own.yaml").write_text("# @package _global_\nseed: 7\n")
+    assert compose("train", ["experiment=own"], str(folder)).seed == 7
 
 
 # ----- datasets

@@ -251,6 +251,9 @@ def test_what_is_shown_is_what_would_be_trained(command, tmp_path):
     shown = yaml.safe_load(command("train", "--cfg", "job", f"run_dir={tmp_path}", "max_steps=7").out)
     assert shown == settings | {"run_dir": str(tmp_path), "max_steps": 7}
     assert yaml.safe_load(command("train", "--cfg", "job").out)["dataset_dir"] == "???"
+
+
+def test_texts_are_shown_as_they_were_given(command):
     shown = yaml.safe_load(command("sample", "--cfg", "job", "checkpoint=x", "prompt=hello ${there}").out)
     assert shown["prompt"] == "hello ${there}"
 

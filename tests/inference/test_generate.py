@@ -311,3 +311,16 @@ def test_tokens_come_as_often_as_their_probabilities():
     counts = torch.bincount(torch.tensor(tokens), minlength=50)
     chi2 = ((counts - n * expected) ** 2 / (n * expected)).sum().item()
     assert chi2 < 49 + 6 * (2 * 49) ** 0.5  # mean and six deviations of chi-squared with 49 degrees of freedom
+
+
+def test_a_penalty_spares_the_end_of_text():
+    gpt, harsh = make_gpt(), SamplingConfig(temperature=0, repetition_penalty=1000)
+
+    def first(prompt, **options):
+        return int(next(generate(gpt, torch.tensor([prompt]), n_vocab=50, **options)))
+
+    likeliest = first([7], sampling=SamplingConfig(temperature=0))
+    prompt = [likeliest, 7]
+    assert first(prompt, sampling=SamplingConfig(temperature=0)) == likeliest
+    assert first(prompt, eot_id=likeliest, sampling=harsh) == likeliest
+    assert first(prompt, sampling=harsh) != likeliest

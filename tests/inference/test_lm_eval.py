@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def harness_model(build, runtime):
     pytest.importorskip("lm_eval", reason="the optional lm-evaluation-harness is not installed")
     from inference.harness_model import HarnessModel
 
-    def wrap(changes=None, max_length=None, micro_batch=2):
+    def wrap(changes=None, max_length=None, micro_batch=2, runtime=runtime):
         gpt, tokenizer = build(changes)
         return HarnessModel(gpt, tokenizer, max_length or gpt.config.max_len, micro_batch, runtime)
 
@@ -163,6 +164,18 @@ def test_continuations_are_greedy_and_end_before_their_stop_strings(harness_mode
     stopped = settings | {"until": [stop]}
     (found,) = model.generate_until([request("generate_until", prompts[0], stopped)])
     assert found == text[: text.index(stop)]
+
+
+def test_everything_is_computed_in_the_type_that_was_asked_for(harness_model, runtime):
+    model = harness_model(runtime=replace(runtime, dtype=torch.bfloat16))
+    model.gpt.float()
+    used = []
+    model.gpt.blocks[0].register_forward_pre_hook(lambda *_: used.append(torch.is_autocast_enabled("cpu")))
+    model.loglikelihood_rolling([request("loglikelihood_rolling", "def self")])
+    scored = len(used)
+    model.generate_until([request("generate_until", "def self", {"until": [], "max_gen_toks": 2})])
+    assert 0 < scored < len(used)
+    assert all(used)
 
 
 def test_what_does_not_fit_into_the_positions_is_said(harness_model):

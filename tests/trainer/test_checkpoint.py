@@ -100,6 +100,7 @@ def test_a_damaged_manifest_is_refused_and_named(run_dir, content):
 
 def test_a_start_keeps_later_checkpoints_that_cannot_be_read(tiny, run_dir):
     """A disk may recover: only the next save deletes them."""
+    (run_dir / "checkpoints" / "best").write_text("step-00000004\n")
     weights = newest(run_dir) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     fit(tiny({"run_dir": str(run_dir), "stop_at": 4}))
