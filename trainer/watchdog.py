@@ -21,7 +21,7 @@ _PATIENCE = 16
 _ANSWER_SECONDS = 2.0
 """How long the store has to answer the main thread."""
 _KEEP_STORE_SECONDS = 3.0
-"""How long a process that hosts the store stays after a verdict, for the others to read it."""
+"""How long a process that hosts the store stays for the others, at most."""
 
 
 class Beat(NamedTuple):
@@ -93,7 +93,7 @@ class Watchdog:
         """
         self.verdict: Verdict | None = None
         """Why all processes end, once this one knows."""
-        self._store, self._group, self._rank = store, group, group.rank()
+        self._store, self._group, self._rank, self._size = store, group, group.rank(), group.size()
         self._hang_seconds, self._hosts_store = hang_seconds or math.inf, hosts_store
         self._who = f"rank {self._rank} (host {socket.gethostname()}, pid {os.getpid()})"
         self._interval = min(self._hang_seconds / 16, 1.0)
@@ -127,9 +127,12 @@ class Watchdog:
             time.sleep((_PATIENCE + 2) * self._interval)
 
     def let_others_read(self) -> None:
-        """Give the others time to read the verdict, if there is one, before this process ends."""
+        """Give the others time to read the verdict or, if there is none, to stop using a store that this one hosts."""
         if self.verdict is not None:
-            time.sleep(_KEEP_STORE_SECONDS if self._hosts_store else 2 * self._interval)
+            return time.sleep(_KEEP_STORE_SECONDS if self._hosts_store else 2 * self._interval)
+        everyone, deadline = [f"done/{rank}" for rank in range(self._size)], time.monotonic() + _KEEP_STORE_SECONDS
+        while self._hosts_store and time.monotonic() < deadline and not self._store.check(everyone):
+            time.sleep(0.02)
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone; the process group has a timeout of its own
@@ -146,6 +149,7 @@ class Watchdog:
                 self._publish(Verdict([self._rank], line, self._rank, failed=True))
             self._beat()
             self._read_verdict()
+            self._store.set(f"done/{self._rank}", "")
 
     def _seconds(self) -> float:
         return time.monotonic() - self._at[1]
@@ -158,7 +162,7 @@ class Watchdog:
 
     def _look_around(self) -> None:
         """Read all processes' beats and, if some process keeps the others waiting, publish a verdict."""
-        keys = [f"beat/{rank}" for rank in range(self._group.size())]
+        keys = [f"beat/{rank}" for rank in range(self._size)]
         if self._store.check(keys):  # else some never started: the process group's own timeout is for them
             beats = [Beat(*json.loads(self._store.get(key))) for key in keys]
             if blamed := judge(beats, time.time(), self._hang_seconds):

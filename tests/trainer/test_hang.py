@@ -190,6 +190,13 @@ def test_slow_is_not_hung(worker):
     assert [result.err for result in results] == [""] * 3
 
 
+def test_the_first_process_keeps_the_store_until_the_others_are_done(worker):
+    """Otherwise torch prints a warning of thirty lines in processes that end a little later."""
+    later = "if step == 5: world.rank == 0 or time.sleep(1); break"
+    results = run(3, *worker(later))
+    assert [(result.status, result.err) for result in results] == [(0, "")] * 3
+
+
 @pytest.mark.slow
 def test_suspended_is_not_hung(worker, tmp_path):
     """A scheduler may stop all processes for a while, and lets them go on one after the other."""
