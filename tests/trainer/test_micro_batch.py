@@ -195,6 +195,8 @@ def test_half_of_the_memory_is_margin_enough(run_process):
 from tests.trainer.test_micro_batch import ALONE, CPU, tiny_gpt
 from trainer.memory import step_memory
 from trainer.micro_batch import _fits
+from trainer.runtime import keep_freed_memory
+keep_freed_memory()
 module = tiny_gpt(sys.argv[1], n_embd=128)
 import torch._dynamo  # the first update imports it, which takes more memory than this pass
 def resident(which):  # not getrusage: its maximum begins with that of the process that started this one

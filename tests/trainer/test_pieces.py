@@ -123,8 +123,9 @@ CHILD = """
 import torch
 from tests.trainer.test_memory import GPT, config_of
 from trainer.distributed import World
-from trainer.runtime import Runtime
+from trainer.runtime import Runtime, keep_freed_memory
 from trainer.step import SummedLoss, accumulate_gradients
+keep_freed_memory()
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 torch.set_num_threads(1)

@@ -1,6 +1,8 @@
 """Devices, types and compilation are chosen for what the machine has; what is wrong with it is an error."""
 
 import itertools
+import platform
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +102,30 @@ def test_bfloat16_that_is_not_faster_fails_its_check(monkeypatch):
     monkeypatch.setattr(runtime.time, "perf_counter", lambda: next(ticks))
     with pytest.raises(Wrong, match=r"float32 takes 1\.20 x as long"):
         runtime.check_bfloat16("cpu")
+
+
+FAULTS = """
+import resource, torch
+from common.settings import decode
+from trainer.runtime import DeviceConfig, open_runtime
+open_runtime(decode(DeviceConfig, {"device": "cpu", "dtype": "float32"}))
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2):
+    torch.ones(2**24)
+before = faults()
+for _ in range(4):
+    torch.ones(2**24)
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_memory_that_a_tensor_frees_is_kept_for_the_next(run_process):
+    (child,) = run_process(["-c", FAULTS])
+    assert child.status == 0, child.err
+    pages_of_a_tensor = 4 * 2**24 // resource.getpagesize()
+    assert int(child.out.split()[-1]) < pages_of_a_tensor / 8
 
 
 @pytest.mark.parametrize("fails", [None, "torch.compile"])

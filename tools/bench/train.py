@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import os
 import resource
 import statistics
 from functools import partial
@@ -26,7 +25,6 @@ CONTROL = "gpt2_124m"
 def bench(options: Any) -> Row:
     """Measure the models in turns, the control first."""
     names = dict.fromkeys([CONTROL, *options.models])
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # glibc reads it when a process starts
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
 
         def measured(name: str) -> Row:
