@@ -26,7 +26,7 @@ class Options(Settings):
     batch: PositiveInt = 1
     """sequences of a step"""
     steps: PositiveInt = 2
-    """timed steps of a measurement, after an untimed one"""
+    """timed steps of a measurement, after three others"""
     rounds: PositiveInt = 3
     """measurements of each model"""
     out: Path = Path("runs/bench_train")

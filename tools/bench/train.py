@@ -51,7 +51,7 @@ def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: in
     raw = composed([f"model={name}", *overrides]) | {"seq_len": seq_len, "batch_tokens": batch * seq_len}
     raw["model"] = with_room(raw["model"], seq_len)
     step = timed(Training(decode(TrainConfig, raw), batch).step)
-    seconds = [round(step(), 4) for _ in range(1 + steps)][1:]
+    seconds = [round(step(), 4) for _ in range(3 + steps)][3:]  # the first ones get new memory from the system
     on_gpu = torch.cuda.is_initialized()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "peak_gigabytes": peak / 1e9}
