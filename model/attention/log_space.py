@@ -1,6 +1,6 @@
 """Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant size."""
 
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -83,9 +83,8 @@ class LogSpaceAttention(Attention):
 
     def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
-        heads, sizes = features.unflatten(2, (self.n_head, -1)), self.qkv.parts
-        parts = _Split.apply(heads, *sizes) if torch.is_grad_enabled() else heads.split(sizes, dim=-1)
-        q, k, log_v = (part.transpose(1, 2) for part in parts)
+        heads = features.unflatten(2, (self.n_head, -1))
+        q, k, log_v = (part.transpose(1, 2) for part in heads.split(self.qkv.parts, dim=-1))
         return q, k, log_v
 
     def attend(
@@ -141,28 +140,6 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
         scores = (terms if log_f is None else terms + forgotten(log_f)).logsumexp(-1)  # (B, H, T, T)
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
-
-
-class _Split(torch.autograd.Function):
-    """torch.split of the last dimension with a faster backward pass: torch.cat is slow for rows this short."""
-
-    @staticmethod
-    def forward(x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-        return x.split(sizes, dim=-1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, *ctx.sizes = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        no_gradients = (None for _ in ctx.sizes)
-        if torch.is_grad_enabled():  # create_graph=True: autograd must be able to differentiate this
-            return torch.cat(gradients, dim=-1), *no_gradients
-        whole = gradients[0].new_empty(*gradients[0].shape[:-1], sum(ctx.sizes))
-        for part, gradient in zip(whole.split(ctx.sizes, dim=-1), gradients, strict=True):
-            part.copy_(gradient)
-        return whole, *no_gradients
 
 
 def pairs_of(x: Tensor) -> Tensor:
