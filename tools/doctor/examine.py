@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,6 @@ from trainer.runtime import Runtime, open_runtime, peak_flops
 FLAGSHIP = ["experiment=pile_125m", "model=log_gpt2_125m"]
 OTHERS = (["model=log_gpt_125m"], ["model=gpt2_124m", "model/attention=sliding_window"])
 """Models that use, with the flagship, every operator that is checked at its first use on a GPU."""
-_CPU_TOKENS = 64
 
 
 def examine(out: Path | None) -> None:
@@ -119,20 +119,18 @@ def step(config: TrainConfig, runtime: Runtime, n_device: int) -> Row:
         planned = plan(decode(PlanConfig, to_dict(compose("plan", [*FLAGSHIP, f"n_device={n_device}"]))))
         most = planned["memory"]["largest_micro_batch"] or 1
         rate = measure_rate(config, -(-most // 2), config.batch_size // n_device)  # half, as GPUs may need more memory
-        seq_len = config.seq_len
-    else:  # a single short sequence, since a step takes minutes; the update's time is left out, as a batch is large
-        seq_len = min(_CPU_TOKENS, config.seq_len)
-        training = Training(config.model_copy(update={"seq_len": seq_len}), 1)
+    else:  # single sequences, because a step takes hours; the update's time is left out, as a batch is large
+        training = Training(config, 1)
         training.step()
-        rate = seq_len / timed(training.one_more)()
+        rate = config.seq_len / statistics.median(timed(training.one_more)() for _ in range(3))
     with torch.device("meta"):
-        flops = GPT(config.model).flops_per_token(seq_len)
+        flops = GPT(config.model).flops_per_token(config.seq_len)
     peak = peak_flops(runtime.device, runtime.dtype)
     tokens = config.tokens(config.max_steps)
     return {
         "model": "log_gpt2_125m",
         "dtype": str(runtime.dtype).removeprefix("torch."),
-        "seq_len": seq_len,
+        "seq_len": config.seq_len,
         "tokens_per_second": rate,
         "mfu": peak and rate * flops / peak,
         "tokens": tokens,
