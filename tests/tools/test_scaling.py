@@ -1,6 +1,7 @@
 """A scaling law is found again in losses that were computed from it, and predictions say how far they reach."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,17 @@ def test_the_law_is_found_again():
     law, samples = fit(N, D, losses(), resamples=100)
     assert law == pytest.approx(TRUE, rel=1e-6)
     assert np.median(samples.E) == pytest.approx(TRUE.E, rel=1e-4)
+
+
+def test_the_law_of_a_public_table_is_the_published_one():
+    """Besiroglu et al. 2024 (arXiv 2404.10102) fitted 240 runs, read off figure 4 of Hoffmann et al. 2022."""
+    N, D, L = np.loadtxt(Path(__file__).with_name("chinchilla.csv"), delimiter=",", skiprows=1).T
+    law, samples = fit(N, D, L, resamples=1000)
+    published = Law(*map(np.float64, (1.8172, 482.01, 0.3478, 2085.43, 0.3658)))
+    errors = Law(*map(np.float64, (0.03, 124.58, 0.02, 1293.23, 0.02)))  # their standard errors, by the bootstrap too
+    for ours, theirs, error, sampled in zip(law, published, errors, samples, strict=True):
+        assert abs(ours - theirs) < error / 10  # both minimize the same objective, of which these are the digits
+        assert 0.7 * error < sampled.std() < 1.4 * error
 
 
 def test_one_run_that_went_wrong_changes_little():
@@ -75,16 +87,19 @@ def table(path, rows):
 
 def test_a_table_of_runs_becomes_predictions_and_a_picture(tmp_path, capsys):
     csv = table(tmp_path / "runs.csv", zip(N, D, losses(0.003), strict=True))
-    run([], csv, tmp_path / "out", 1e7, 6.0, resamples=100)
+    run([], csv, tmp_path / "out", 100, parameters=1e7, loss=6.0, tokens_per_second=1e4, price=2.0)
     near = capsys.readouterr().out
     assert "1e+07 parameters, 3.33 x the largest model:" in near
     assert "2 x the longest run" in near
     assert "order of magnitude" not in near
-    low, middle, high = json.loads((tmp_path / "out/scaling.json").read_text())["predictions"]["tokens to a loss of 6"]
+    predictions = json.loads((tmp_path / "out/scaling.json").read_text())["predictions"]
+    low, middle, high = predictions["tokens to a loss of 6"]
     assert low < middle < high
     assert middle == pytest.approx(TRUE.tokens(1e7, 6.0), rel=0.2)
+    assert predictions["hours to a loss of 6"] == pytest.approx([low / 3.6e7, middle / 3.6e7, high / 3.6e7])
+    assert predictions["cost of a loss of 6"] == pytest.approx([low / 1.8e7, middle / 1.8e7, high / 1.8e7])
     assert (tmp_path / "out/scaling.png").stat().st_size > 10_000
-    run([], csv, tmp_path / "out", 1e9, 1.0, resamples=100)
+    run([], csv, tmp_path / "out", 100, parameters=1e9, loss=1.0)
     far = capsys.readouterr().out
     assert "too far outside the runs for more than the order of magnitude" in far
     assert "tokens to a loss of 1: never, by this law" in far
@@ -97,7 +112,7 @@ def test_finished_runs_of_a_folder_count(tmp_path, capsys):
         steps = 10 if i else 5  # the first has not finished
         (folder / "config.json").write_text(json.dumps({"config": {"max_steps": 10}, "environment": {"n_params": n}}))
         (folder / "metrics.jsonl").write_text(json.dumps({"step": steps, "tokens": d, "val_loss": loss}) + "\n")
-    run([tmp_path / "runs"], None, tmp_path / "out", None, None, resamples=100)
+    run([tmp_path / "runs"], None, tmp_path / "out", 100)
     told = capsys.readouterr()
     assert "not finished, and left out: 1 run" in told.err + told.out
     law = json.loads((tmp_path / "out/scaling.json").read_text())["law"]
@@ -108,12 +123,20 @@ def test_finished_runs_of_a_folder_count(tmp_path, capsys):
 def test_a_cell_that_is_no_positive_number_is_named(tmp_path, cell):
     csv = table(tmp_path / "runs.csv", [(1e5, 1e6, 3.0), (1e5, 1e6, cell)])
     with pytest.raises(UserError, match=r"runs.csv, line 3: .*numbers"):
-        run([], csv, tmp_path, None, None, 100)
+        run([], csv, tmp_path, 100)
 
 
-def test_a_loss_without_a_size_is_refused(tmp_path):
-    with pytest.raises(UserError, match="loss=2 needs parameters"):
-        run([], tmp_path / "runs.csv", tmp_path, None, 2.0, 100)
+@pytest.mark.parametrize(
+    ("goal", "message"),
+    [
+        ({"loss": 2.0}, "loss=2 needs parameters"),
+        ({"parameters": 1e7, "tokens_per_second": 10.0}, "tokens_per_second=10 needs loss"),
+        ({"parameters": 1e7, "loss": 2.0, "price": 3.0}, "price=3 needs tokens_per_second"),
+    ],
+)
+def test_a_goal_that_lacks_what_it_needs_is_refused(tmp_path, goal, message):
+    with pytest.raises(UserError, match=message):
+        run([], tmp_path / "runs.csv", tmp_path, 100, **goal)
 
 
 def test_runs_of_different_vocabularies_are_not_mixed(tmp_path):
@@ -124,7 +147,7 @@ def test_runs_of_different_vocabularies_are_not_mixed(tmp_path):
         (folder / "config.json").write_text(json.dumps({"config": config, "environment": {"n_params": 1e5}}))
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "tokens": 1e6, "val_loss": 2.0}) + "\n")
     with pytest.raises(UserError, match="different datasets or vocabularies"):
-        run([tmp_path / "runs"], None, tmp_path / "out", None, None, 100)
+        run([tmp_path / "runs"], None, tmp_path / "out", 100)
 
 
 def test_runs_whose_loss_does_not_fall_determine_no_law():

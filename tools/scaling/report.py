@@ -17,6 +17,7 @@ from tools.scaling.fit import Array, Law, fit
 
 _TOKENS_PER_PARAMETER = 20  # near the optimum of Hoffmann et al. 2022
 _NEAR = 10  # an extrapolation to more than this times the largest run gives the order of magnitude only
+_MOST_CURVES = 10  # of as many sizes
 _COLUMNS = ("parameters", "tokens", "loss")
 
 
@@ -28,18 +29,31 @@ class Runs(NamedTuple):
     L: Array
 
 
-def run(
-    folders: list[Path], csv: Path | None, out: Path, parameters: float | None, loss: float | None, resamples: int
-) -> None:
+class Goal(NamedTuple):
+    """What to extrapolate to; None: not asked for."""
+
+    parameters: float | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    price: float | None = None
+    """Of an hour."""
+
+
+def run(folders: list[Path], csv: Path | None, out: Path, resamples: int, **goal: float | None) -> None:
     """Fit the law, print and draw it, and write scaling.json.
+
+    Args:
+        goal: the fields of a Goal.
 
     Raises:
         UserError: the runs do not determine a law, or an option is missing.
     """
     if not folders and csv is None:
         raise UserError("no runs are given: give folders=runs/ladder, or csv=table.csv")
-    if loss is not None and parameters is None:
-        raise UserError(f"loss={loss:g} needs parameters, the size of the model that should reach it")
+    wanted = Goal(**goal)
+    for name, needed in zip(Goal._fields[1:], Goal._fields, strict=False):
+        if getattr(wanted, name) is not None and getattr(wanted, needed) is None:
+            raise UserError(f"{name}={getattr(wanted, name):g} needs {needed}: give both")
     rows = [*_trained(folders), *([] if csv is None else _read_csv(csv))]
     runs = Runs(*np.array(rows, dtype=float).reshape(-1, 3).T)
     law, samples = fit(*runs, resamples)
@@ -47,7 +61,7 @@ def run(
     say(f"{count(len(rows), 'run')}; the law is off by {np.median(off):.2g} % in the median, at most {off.max():.2g} %")
     for name, value, sampled in zip(Law._fields, law, samples, strict=True):
         say(f"  {name:6} {value:.4g} ({' to '.join(f'{x:.4g}' for x in np.percentile(sampled, (5, 95)))})")
-    predictions = {} if parameters is None else _predict(runs, samples, parameters, loss)
+    predictions = _predict(runs, samples, wanted)
     make_directory(out, "out")
     constants = {name: float(value) for name, value in law._asdict().items()}
     write_json(out / "scaling.json", {"law": constants, "runs": rows, "predictions": predictions})
@@ -96,13 +110,21 @@ def _read_csv(path: Path) -> list[tuple[float, float, float]]:
     return rows
 
 
-def _predict(runs: Runs, samples: Law, N: float, loss: float | None) -> dict[str, list[float | None]]:
-    """Print and return percentiles 5, 50 and 95 of what the laws predict for N parameters; None is infinite."""
+def _predict(runs: Runs, samples: Law, goal: Goal) -> dict[str, list[float | None]]:
+    """Print and return percentiles 5, 50 and 95 of what the laws predict for the goal; None is infinite."""
+    N, loss, rate, price = goal
+    if N is None:
+        return {}
     D = _TOKENS_PER_PARAMETER * N
     found = {f"loss after {D:.3g} tokens": (D, _percentiles(samples.loss(N, D)))}
     if loss is not None:
         tokens = _percentiles(samples.tokens(N, loss))
         found[f"tokens to a loss of {loss:g}"] = (tokens[1], tokens)
+        if rate is not None and np.isfinite(tokens[1]):
+            hours = tokens / rate / 3600
+            found[f"hours to a loss of {loss:g}"] = (tokens[1], hours)
+            if price is not None:
+                found[f"cost of a loss of {loss:g}"] = (tokens[1], hours * price)
     say(f"{N:.4g} parameters, {N / runs.N.max():.3g} x the largest model:")
     for what, (tokens_of_run, (low, middle, high)) in found.items():
         if not np.isfinite(middle):
@@ -127,7 +149,8 @@ def _draw(runs: Runs, law: Law, samples: Law) -> bytes:
     left, right = figure.subplots(1, 2)
     D = np.geomspace(runs.D.min() / 1.5, runs.D.max() * 3)
     sizes = sorted(set(runs.N))
-    for i, N in enumerate(sizes):
+    shown = sizes[:: -(-len(sizes) // _MOST_CURVES)]
+    for i, N in enumerate(shown):
         own, colour = runs.N == N, f"C{i}"
         left.plot(runs.D[own], runs.L[own], "o", color=colour, label=f"{short_count(N, 0)} parameters")
         left.plot(D, law.loss(N, D), color=colour, linewidth=1)
