@@ -16,10 +16,11 @@ class FusedLinear(nn.Linear):
         super().__init__(in_features, n_group * sum(parts))
         self.parts, self.n_group = tuple(parts), n_group
 
-    def split(self, weight: Tensor) -> list[Tensor]:
-        """The matrices in a tensor of the weight's shape, each with its own rows."""
-        return [part.flatten(0, 1) for part in weight.unflatten(0, (self.n_group, -1)).split(self.parts, dim=1)]
+    def split(self, weights: Tensor) -> list[Tensor]:
+        """The matrices in tensors of the weight's shape (..., rows, columns), each with its own rows."""
+        groups = weights.unflatten(-2, (self.n_group, -1))
+        return [part.flatten(-3, -2) for part in groups.split(self.parts, dim=-2)]
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The tensor that `split` splits into these."""
-        return torch.cat([part.unflatten(0, (self.n_group, -1)) for part in matrices], dim=1).flatten(0, 1)
+        """The tensors that `split` splits into these."""
+        return torch.cat([part.unflatten(-2, (self.n_group, -1)) for part in matrices], dim=-2).flatten(-3, -2)

@@ -15,6 +15,9 @@ from model.gpt import GPT
 from trainer.distributed import World
 from trainer.transfer import TransferConfig, ratios, scales
 
+_TOGETHER = 2**20
+"""Numbers in matrices that are multiplied together: for small ones, starting each product takes most of the time."""
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -35,8 +38,12 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
     transfer: TransferConfig | None
     """The size that max_lr was tuned for; null: max_lr and initial weights are used as given."""
 
-    def build(self, gpt: GPT, world: World | None = None) -> torch.optim.Optimizer:
-        """Build the optimizer, with a fused update and its state allocated."""
+    def build(self, gpt: GPT, world: World | None = None, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+        """Build the optimizer, with a fused update and its state allocated.
+
+        Args:
+            dtype: the run's, in which Muon multiplies matrices.
+        """
         return self._adamw(gpt, list(gpt.parameters()))
 
     def means(self, gpt: GPT) -> float:
@@ -76,13 +83,12 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
     weight_decay_end: float = Field(ge=0, le=1)
     """Weight decay of the matrices at the end of the run, as a factor of that at the beginning; linear between."""
 
-    def build(self, gpt: GPT, world: World | None = None) -> torch.optim.Optimizer:
-        """Build both, with their state allocated."""
+    def build(self, gpt: GPT, world: World | None = None, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
         layers, scale = {layer.weight: layer for layer in block_matrices(gpt)}, scales(gpt, self.transfer)
         adamw = self._adamw(gpt, [p for p in gpt.parameters() if p not in layers])
         factors = {p: scale[p].muon for p in layers}
         world = world or World(torch.device("cpu"))
-        return Muon(layers, factors, adamw, self.max_lr, self.momentum, self.weight_decay, world)
+        return Muon(layers, factors, adamw, self.max_lr, self.momentum, self.weight_decay, world, dtype)
 
     def means(self, gpt: GPT) -> float:
         return 2.0 - sum(layer.weight.numel() for layer in block_matrices(gpt)) / gpt.n_params()
@@ -120,11 +126,13 @@ class Muon(torch.optim.Optimizer):
         momentum: float,
         weight_decay: float,
         world: World,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(list(layers), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for p in layers:
             self.state[p] = {"mean": torch.zeros_like(p)}
-        self._adamw, self._layers, self._factors, self._world = adamw, layers, factors, world
+        self._adamw, self._layers, self._factors, self._world, self._dtype = adamw, layers, factors, world, dtype
+        self._batches = list(_alike(layers))
         self.param_groups += adamw.param_groups
         self.state.update(adamw.state)
 
@@ -132,38 +140,51 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters."""
         self._adamw.step()
-        group = self.param_groups[0]
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            mean = self.state[p]["mean"].lerp_(p.grad, 1 - group["momentum"])
-            whole = self._world.full(p.grad.lerp(mean, group["momentum"]))  # Nesterov's momentum
-            layer = self._layers[p]
-            if isinstance(layer, FusedLinear):
-                update = layer.join([_update(part) for part in layer.split(whole)])
-            else:
-                update = _update(whole)
-            update = self._world.like(update, p)
-            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"] * self._factors[p])
+        for weights in self._batches:
+            if given := {p: p.grad for p in weights if p.grad is not None}:
+                self._update(given, self._layers[weights[0]])
+
+    def _update(self, grads: dict[Tensor, Tensor], layer: nn.Linear) -> None:
+        """Update the weights of layers that are like this one."""
+        group, directions = self.param_groups[0], []
+        for p, grad in grads.items():
+            mean = self.state[p]["mean"].lerp_(grad, 1 - group["momentum"])
+            directions.append(self._world.full(grad.lerp(mean, group["momentum"])))  # Nesterov's momentum
+        whole = torch.stack(directions)  # (n, rows, columns)
+        if isinstance(layer, FusedLinear):
+            updates = layer.join([self._of_one_size(part) for part in layer.split(whole)])
+        else:
+            updates = self._of_one_size(whole)
+        for p, update in zip(grads, updates, strict=True):
+            of_p = self._world.like(update, p)
+            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(of_p, alpha=group["lr"] * self._factors[p])
+
+    def _of_one_size(self, x: Tensor) -> Tensor:
+        """Return matrices' updates, with the root mean square of AdamW's updates, about 0.2 (Liu et al. 2025)."""
+        return 0.2 * max(x.shape[1:]) ** 0.5 * orthogonal(x, self._dtype)
 
 
-def _update(x: Tensor) -> Tensor:
-    """Return a matrix's update, with the root mean square of AdamW's updates, about 0.2 (Liu et al. 2025)."""
-    return 0.2 * max(x.shape) ** 0.5 * orthogonal(x)
+def _alike(layers: dict[Tensor, nn.Linear]) -> Iterator[list[Tensor]]:
+    """Yield weights of one shape whose rows are divided in the same way, small ones together."""
+    kinds = dict[Any, list[Tensor]]()
+    for p, layer in layers.items():
+        kinds.setdefault((p.shape, getattr(layer, "parts", None), getattr(layer, "n_group", None)), []).append(p)
+    for weights in kinds.values():
+        n = max(1, _TOGETHER // weights[0].numel())
+        yield from (weights[i : i + n] for i in range(0, len(weights), n))
 
 
-def orthogonal(x: Tensor) -> Tensor:
-    """Bring all singular values of a matrix near 1, to about 0.7 to 1.2, by Newton-Schulz iteration.
+def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bring all singular values of matrices (n, rows, columns) near 1, to about 0.7 to 1.2, by Newton-Schulz iteration.
 
-    Five steps of the polynomial of Jordan et al. 2024; in bfloat16 on GPUs.
+    Five steps of the polynomial of Jordan et al. 2024, in `dtype`: bfloat16 is enough.
     """
-    y = x.bfloat16() if x.is_cuda else x
-    y = y.mT if x.shape[0] > x.shape[1] else y
-    y = y / y.norm().clamp(min=1e-7)
+    y = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
+    y = y.mT if x.shape[1] > x.shape[2] else y
     for _ in range(5):
         square = y @ y.mT
-        y = torch.addmm(y, torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
-    return (y.mT if x.shape[0] > x.shape[1] else y).to(x.dtype)
+        y = torch.baddbmm(y, torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
+    return (y.mT if x.shape[1] > x.shape[2] else y).to(x.dtype)
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

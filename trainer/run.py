@@ -102,7 +102,7 @@ class Run:
         if config.init_from is not None and not self.resumed:
             take_weights(self.gpt, config.init_from, self.tokenizer, world)
         seed_process(f"{config.seed} 0 {world.rank}")
-        self.optimizer = config.optim.build(self.gpt, world)
+        self.optimizer = config.optim.build(self.gpt, world, self.runtime.dtype)
         self.average = None if config.average is None else Average(self.gpt, config.average, world)
         self.state = new_state(config, self.manifest)
         first, stop = self._sequences(self.step)

@@ -98,6 +98,21 @@ def test_states_merge_associatively(D):
     torch.testing.assert_close(tuple(left), tuple(whole), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("d_v", "log_f", "message"),
+    [
+        (6, None, r"states with log_s and log_z \[\(2, 3, 5, 7\), .* and \[\(2, 3, 5, 6\), .* do not match"),
+        (7, torch.zeros(2, 3, 4), r"log_f_of_second \(2, 3, 4\) must be \(2, 3, 5\) or \(2, 3, 1\)"),
+        (7, torch.full((2, 3, 1), 0.5), "log_f_of_second has a maximum of 0.5: it must be at most 0"),
+        (7, torch.full((2, 3, 1), torch.nan), "log_f_of_second has a maximum of nan"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused(d_v, log_f, message):
+    first, second = (log_attention(*inputs(9, 1, d_v=d)[:3], return_state=True)[1] for d in (7, d_v))
+    with pytest.raises(ValueError, match=message):
+        merge_states(first, second, log_f)
+
+
 @pytest.mark.parametrize("D", [1, 4])
 def test_the_gradient_of_gates_does_not_lose_digits_in_a_long_text(D):
     """float32 against float64: if the error grew with the text, the first gradients would be thousands of units off."""

@@ -28,11 +28,12 @@ def train(tiny_args, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_from_2_processes_to_1_and_to_4(train):
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_run_goes_from_2_processes_to_1_and_to_4(train, optim):
     """Same batches, same losses, at every step; a batch that was lost or came twice would be seen."""
-    whole = train("whole", 1, "runtime.micro_batch=1")
+    whole = train("whole", 1, "runtime.micro_batch=1", f"optim={optim}")
     for processes, stop_at in [(2, 7), (1, 12), (4, 20)]:
-        elastic = train("elastic", processes, f"stop_at={stop_at}", "runtime.micro_batch=1")
+        elastic = train("elastic", processes, f"stop_at={stop_at}", "runtime.micro_batch=1", f"optim={optim}")
         assert newest(elastic).name == f"step-{stop_at:08}"
     assert_same_steps(whole, elastic, tolerance=1e-5)
     steps = [line["step"] for line in read_lines(elastic) if "loss" in line]

@@ -65,10 +65,11 @@ def test_shared_or_whole_the_run_is_the_same(train, optim):
 
 
 @pytest.mark.slow
-def test_a_run_goes_from_whole_to_shared_and_back(train):
-    whole = train("whole", 2, "runtime.strategy=ddp")
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_run_goes_from_whole_to_shared_and_back(train, optim):
+    whole = train("whole", 2, "runtime.strategy=ddp", f"optim={optim}")
     for stop_at, processes, strategy in [(2, 2, "ddp"), (4, 2, "fsdp"), (5, 1, "fsdp"), (6, 1, "ddp")]:
-        mixed = train("mixed", processes, f"runtime.strategy={strategy}", f"stop_at={stop_at}")
+        mixed = train("mixed", processes, f"runtime.strategy={strategy}", f"stop_at={stop_at}", f"optim={optim}")
         assert newest(mixed).name == f"step-{stop_at:08}"
     assert_same_steps(whole, mixed, tolerance=1e-9)
     assert_same_checkpoint(newest(whole), newest(mixed), tolerance=1e-9)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, merge_states
+from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, add_states
 
 
 def log_attention_step(
@@ -18,7 +18,7 @@ def log_attention_step(
     dtype, acc = log_v.dtype, accumulation_dtype(q)
     q, k, log_v = q.mT.to(acc), k.mT.to(acc), log_v.to(acc)  # (B, H, d_k, 1) twice, (B, H, 1, d_v)
     token = LogAttentionState(k + log_v, k.squeeze(-1))
-    log_s, log_z = merge_states(state, token, None if log_f is None else log_f.squeeze(2).to(acc))
+    log_s, log_z = add_states(state, token, None if log_f is None else log_f.squeeze(2).to(acc))
     log_y = (q + log_s).logsumexp(-2, keepdim=True) - (q + log_z.unsqueeze(-1)).logsumexp(-2, keepdim=True)
     log_y = log_y.to(dtype)  # (B, H, 1, d_v)
     return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y
