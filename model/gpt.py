@@ -488,7 +488,8 @@ class GPT(nn.Module):
         """Choose what a backward pass computes again instead of keeping it. Results and gradients stay the same.
 
         Args:
-            what: "block": all of a block but its input; "selective": all but its input and its products with weights.
+            what: "block": all of a block but its input, and all that is read from the memory of n-grams; "selective":
+                the same but products with weights.
         """
         if what == "none":
             return
@@ -502,6 +503,8 @@ class GPT(nn.Module):
 
         for block in self.blocks:  # within the block, so that hooks and torch.compile are around it
             block.forward = recomputing(block.forward)
+        if self.config.ngrams:
+            self.ngrams.read = recomputing(self.ngrams.read)  # type: ignore[method-assign]
 
     def n_params(self) -> int:
         """Number of parameters, without counting shared ones twice."""

@@ -43,11 +43,15 @@ class NGramMemory(nn.Module):
         rank = torch.arange(1, 1 + len(self.lengths), device=x.device).unsqueeze(1)
         longest = rank.where(followers >= 0, 0).amax(1)  # (B, T): 1 for the first length; 0: none
         follower = followers.gather(1, (longest - 1).clamp(min=0).unsqueeze(1)).squeeze(1).where(longest > 0, token_ids)
+        y, b = self.read(longest, follower, embed, x.dtype)
+        return x + y + b, state
+
+    def read(self, longest: Tensor, follower: Tensor, embed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """W (a_n * e) and b_n, both (B, T, n_embd)."""
         # Products with rows of 0 and 1: the gradient of a lookup in so few rows would be slow.
-        n = one_hot(longest, 1 + len(self.lengths)).to(x.dtype)
-        gain, bias = (p.view(-1, x.shape[2]) for p in (self.gain, self.bias))
-        e = embedding(follower, embed) * (n[..., 1:] @ gain)
-        return x + self.proj(e) + n @ bias, state
+        n = one_hot(longest, 1 + len(self.lengths)).to(dtype)
+        gain, bias = (p.view(-1, embed.shape[1]) for p in (self.gain, self.bias))
+        return self.proj(embedding(follower, embed) * (n[..., 1:] @ gain)), n @ bias
 
     def initial_state(self, B: int, device: torch.device) -> NGramState:
         """The state of B texts before their first tokens."""

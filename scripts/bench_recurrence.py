@@ -7,6 +7,7 @@ The reference is log_recurrence in float64, which tests compare with the definit
 """
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import PositiveInt
 
@@ -20,6 +21,8 @@ class Options(Settings):
     """mean of p's logits; the larger, the longer the memory"""
     rounds: PositiveInt = 200
     """timed runs of each form"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto, cpu or cuda; auto is a GPU if there is one"""
     out: Path = Path("runs/bench_recurrence")
     """folder for bench.json"""
 

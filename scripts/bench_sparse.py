@@ -3,13 +3,13 @@
     python scripts/bench_sparse.py
     python scripts/bench_sparse.py lengths=1024,4096 heads=8 rounds=1 out=runs/bench_short
 
-Float32 on the CPU, one text. Every contender is first compared with its definition, at a length where that fits into
-memory; one that is wrong is not timed. They then take turns in every round, so that whatever else the machine does
-slows all of them. The ratio of a round is the dense form's time over the contender's; its median is reported with its
-range.
+Float32, one text. Every contender is first compared with its definition, at a length where that fits into memory; one
+that is wrong is not timed. They then take turns in every round, so that whatever else the machine does slows all of
+them. The ratio of a round is the dense form's time over the contender's; its median is reported with its range.
 """
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import PositiveInt
 
@@ -23,6 +23,8 @@ class Options(Settings):
     """attention heads"""
     rounds: PositiveInt = 3
     """measurements of each contender"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto, cpu or cuda; auto is a GPU if there is one"""
     out: Path = Path("runs/bench_sparse")
     """folder for bench.json"""
 

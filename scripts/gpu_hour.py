@@ -4,9 +4,9 @@
     python scripts/gpu_hour.py minutes=20
 
 Stages: the tests that need a GPU; compute-sanitizer on the smallest benchmark; all benchmarks; a profile of a training
-step; launch settings of the kernels side by side. Each is a process with a time limit of its own, and writes into
-`out`, where report.md and report.json are rewritten after each. The same command goes on where it was cut off. A
-stage that has an outcome, good or bad, is not run again: delete its .json file for that.
+step; launch settings of the kernels side by side. Each is a process with a time limit of its own, an hour together, and
+writes into `out`, where report.md and report.json are rewritten after each. The same command goes on where it was cut
+off. A stage that has an outcome, good or bad, is not run again: delete its .json file for that.
 """
 
 from pathlib import Path

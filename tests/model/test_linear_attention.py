@@ -38,7 +38,7 @@ def test_the_naive_form_is_the_definition(T):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 2, 31, CHUNK - 1, CHUNK, CHUNK + 1, 100, 3 * CHUNK])
+@pytest.mark.parametrize("T", [1, 2, 31, CHUNK - 1, CHUNK, CHUNK + 1, 100, 3 * CHUNK, 1000])
 def test_chunks_equal_the_naive_form_with_all_gradients(T):
     leaves = inputs(T)
     got = with_gradients(linear_attention(*leaves)[0], leaves)

@@ -52,7 +52,7 @@ def test_gradients_have_the_same_bits(attention, block, dtype, how):
 def test_the_state_carries_gradients(attention, how):
     choice = {"attention": attention, "block": "mlp", "position": "log_recurrence"}
     results = []
-    for gpt in (build("none", choice=choice), build(how, choice=choice)):
+    for gpt in (build(kind, choice=choice, ngrams=[1, 2]) for kind in ("none", how)):
         _, state = gpt(ids(9)[:, :4], return_state=True)
         results.append(gradients(gpt, gpt(ids(9)[:, 4:], state)[..., 0].sum()))
     assert_same_bits(*results)
@@ -77,23 +77,24 @@ def test_random_numbers_are_drawn_again_as_before(how):
     assert_same_bits(*results)
 
 
+def kept(how, B, T, **sizes):
+    """Bytes that a forward pass saves, without the weights."""
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor
+
+    gpt = build(how, **sizes)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        gpt.loss(ids(T, B), ids(T, B))
+    own = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in own)
+
+
 def kept_by_a_block(how, choice, B, T, n_layer=4):
-    """Bytes that a forward pass saves for each further block, without the weights."""
-
-    def kept(n_layer):
-        saved = {}
-
-        def keep(tensor):
-            saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
-            return tensor
-
-        gpt = build(how, choice=choice, n_layer=n_layer)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            gpt.loss(ids(T, B), ids(T, B))
-        own = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
-        return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in own)
-
-    return (kept(n_layer) - kept(1)) / (n_layer - 1)
+    """The same for each further block."""
+    return (kept(how, B, T, choice=choice, n_layer=n_layer) - kept(how, B, T, choice=choice, n_layer=1)) / (n_layer - 1)
 
 
 @pytest.mark.parametrize("attention", MECHANISMS)
@@ -101,6 +102,12 @@ def test_of_a_block_its_input_is_kept(attention):
     choice, (B, T, D) = {"attention": attention, "block": "glu", "position": "learned"}, (2, 64, 12)
     assert kept_by_a_block("block", choice, B, T) == B * T * D * 4
     assert kept_by_a_block("none", choice, B, T) > 5 * B * T * D * 4
+
+
+def test_of_ngrams_two_numbers_of_a_token_are_kept():
+    choice, (B, T) = {"attention": "log_space", "block": "mlp", "position": "none"}, (2, 64)
+    less, more = (kept("block", B, T, choice=choice, ngrams=ngrams) for ngrams in ([], [1, 2]))
+    assert more - less == B * T * 2 * 8
 
 
 @pytest.mark.parametrize("block", ["glu", "mlp"])
@@ -135,7 +142,8 @@ def test_compiled_in_one_graph(how, by_block):
     """As ddp and as fsdp compile it. Convolutions write in place, of which torch warns with "selective"."""
     results = []
     for kind in ("none", how):
-        gpt = build(kind, attention={"name": "log_space", "conv": 4}, block={"name": "mlp", "conv": 4})
+        conv = {"attention": {"name": "log_space", "conv": 4}, "block": {"name": "mlp", "conv": 4}}
+        gpt = build(kind, **conv, ngrams=[1, 2])
         torch.compiler.reset()
         for module in gpt.blocks if by_block else [gpt]:
             module.compile(backend="aot_eager", fullgraph=True)

@@ -59,7 +59,7 @@ def results(recurrence, leaves):
     return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
 
 
-@pytest.mark.parametrize(("T", "D"), [(1, 3), (31, 1), (32, 3), (33, 35), (100, 3)])
+@pytest.mark.parametrize(("T", "D"), [(1, 3), (31, 1), (32, 3), (33, 35), (63, 3), (64, 3), (65, 3), (1000, 3)])
 def test_equal_the_definition_with_state_and_all_gradients(quick_scan, T, D):
     leaves = inputs(T, D)
     assert_all_close(results(by_kernel, leaves), results(naive_log_recurrence, leaves))

@@ -88,6 +88,11 @@ def test_every_stage_is_a_command_that_is_there(tmp_path):
     races = ["racecheck", "racecheck_of_the_loss", "racecheck_of_the_recurrence"]
     assert [stage.name for stage in stages][:5] == ["suite", *races, "memcheck"]
     assert sum("tests/test_gpu.py" in stage.command for stage in stages) == 1
+    assert sum(stage.minutes for stage in stages) <= 60
+    scripts = {Path(word).stem for stage in stages for word in stage.command if word.startswith("scripts/")}
+    assert {path.stem for path in ROOT.glob("scripts/bench_*.py")} - scripts == {"bench_data"}  # for CPUs alone
+    for name in ("bench_train", "bench_decode", "profile"):
+        assert any("log_gpt2_125m" in word for stage in stages if stage.name == name for word in stage.command)
     for one in stages:
         assert all((ROOT / word).is_file() for word in one.command if word.endswith(".py"))
         for word in one.command:

@@ -126,6 +126,7 @@ def test_compiled_blocks_train_as_well(train, recompute):
 def test_what_is_computed_again_has_the_same_bytes(train, recompute):
     """With ddp and fsdp, in bfloat16; gradients are not clipped, as above."""
     options = "runtime.dtype=bfloat16", "optim.grad_clip=null", "max_steps=2", "schedule.warmup_steps=1"
+    options += ("model.ngrams=[1,2]",)
     kept, *again = (
         newest(train(f"{strategy}-{how}", 2, f"runtime.strategy={strategy}", f"runtime.recompute={how}", *options))
         for strategy, how in [("ddp", "none"), ("ddp", recompute), ("fsdp", recompute)]

@@ -140,6 +140,9 @@ with join_world(torch.device("cpu")) as world:
                 for piece in range(pieces):
                     with world.sync_gradients(module, now=piece == pieces - 1):
                         module(ids, ids).backward()
+                gradients = [p.grad for p in gpt.parameters()]
+                buckets = {x.untyped_storage().data_ptr() for x in gradients}
+                assert len(buckets) < len(gradients) / 4, "gradients are no views of what is sent"
                 optimizer.step()
                 optimizer.zero_grad()
         during = max(itertools.accumulate(event.nbytes() for event in allocations(profiled)))

@@ -51,27 +51,35 @@ def run(minutes: float, out: Path) -> None:
 
 
 def stages_on_gpu(out: Path) -> list[Stage]:
-    """The stages in order of priority."""
+    """The stages in order of priority. Their limits are an hour together."""
     tests = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py") if _has_gpu_tests(path))
     sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
     missing = None if shutil.which(sanitizer) else "compute-sanitizer is not installed (it comes with the CUDA toolkit)"
     quick = _script("bench_attention", out / "quick", "device=cuda", "quick=true")
     check = [sanitizer, "--target-processes=all", "--error-exitcode=1"]
     loss, recurrence = (_check(f"model.ops.{name}.check:check") for name in ("linear_cross_entropy", "log_recurrence"))
-    models = "models=log_gpt_125m,log_gpt_mlp_124m"
+    model, models = "model=log_gpt2_125m", "models=log_gpt2_125m,log_gpt_125m"  # the flagship has gates for heads
+    gates = ["head_dim=64", "gates=head", "registers=168,255"]
+
+    def bench(name: str, minutes: float, *options: str) -> Stage:
+        return Stage(name, _script(name, out / name, *options), minutes)
+
     return [
-        Stage("suite", [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--durations=20", *tests], 15),
-        Stage("racecheck", [*check, "--tool=racecheck", *quick], 8, missing),
-        Stage("racecheck_of_the_loss", [*check, "--tool=racecheck", *loss], 4, missing),
-        Stage("racecheck_of_the_recurrence", [*check, "--tool=racecheck", *recurrence], 4, missing),
-        Stage("memcheck", [*check, "--tool=memcheck", *quick], 8, missing),
-        Stage("bench_attention", _script("bench_attention", out / "bench_attention", "device=cuda"), 12),
-        Stage("bench_train", _script("bench_train", out / "bench_train", models, "batch=16", "steps=10"), 10),
-        Stage("profile", _script("profile_step", out / "profile"), 4),
-        Stage("launches", _script("bench_launches", out / "launches"), 12),
-        Stage("bench_decode", _script("bench_decode", out / "bench_decode", "models=log_gpt_125m,gpt2_124m"), 6),
-        Stage("bench_loader", _script("bench_loader", out / "bench_loader", "set=runtime.micro_batch=16"), 5),
-        Stage("bench_save", _script("bench_save", out / "bench_save"), 5),
+        Stage("suite", [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--durations=20", *tests], 10),
+        Stage("racecheck", [*check, "--tool=racecheck", *quick], 5, missing),
+        Stage("racecheck_of_the_loss", [*check, "--tool=racecheck", *loss], 2, missing),
+        Stage("racecheck_of_the_recurrence", [*check, "--tool=racecheck", *recurrence], 2, missing),
+        Stage("memcheck", [*check, "--tool=memcheck", *quick], 5, missing),
+        bench("bench_attention", 6, "device=cuda"),
+        bench("bench_train", 7, models, "batch=16", "steps=10", "rounds=2"),
+        bench("bench_decode", 3, f"{models},gpt2_124m"),
+        bench("bench_recurrence", 1, "device=cuda"),
+        bench("bench_sparse", 3, "device=cuda"),
+        bench("bench_loader", 2, model, "tokens=20000000", "set=runtime.micro_batch=16"),
+        bench("bench_save", 2),
+        Stage("profile", _script("profile_step", out / "profile", model), 2),
+        Stage("launches", _script("bench_launches", out / "launches", "head_dim=32"), 5),
+        Stage("launches_with_gates", _script("bench_launches", out / "launches_with_gates", *gates), 5),
     ]
 
 

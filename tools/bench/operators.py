@@ -9,10 +9,22 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from common.settings import UserError
 from tools.bench.harness import Row, in_turn
 
 Operator = Callable[..., Any]
 """Tensors -> a tensor."""
+
+
+def device_named(name: str) -> torch.device:
+    """The device of an option `device`: auto, cpu or cuda; auto is a GPU if there is one.
+
+    Raises:
+        UserError: there is no GPU.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch sees no GPU here: use device=cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def attention_inputs(

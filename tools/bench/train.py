@@ -1,16 +1,20 @@
 """Training steps of whole models side by side."""
 
+import importlib.util
 import json
 import multiprocessing
 import resource
 import statistics
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from common.console import say
-from common.settings import decode
+from common.settings import UserError, decode
 from model.gpt import GPT
 from tools.bench.harness import Row, benchmark, composed, in_turn, timed, with_room
 from trainer.config import TrainConfig
@@ -19,16 +23,26 @@ from trainer.runtime import maybe_compile, open_runtime
 from trainer.step import SummedLoss, accumulate_gradients, train_step
 
 CONTROL = "gpt2_124m"
+NANOGPT = "nanoGPT"
 
 
 @benchmark("training steps of {batch} x {seq_len} tokens; x: ratio to the control")
 def bench(options: Any) -> Row:
-    """Measure the models in turns, the control first."""
-    names = dict.fromkeys([CONTROL, *options.models])
+    """Measure the models in turns, the control first, and nanoGPT last if its folder is given.
+
+    Raises:
+        UserError: that folder has no model.py.
+    """
+    names, nanogpt = dict.fromkeys([CONTROL, *options.models]), options.nanogpt
+    if nanogpt is not None:
+        names[NANOGPT] = nanogpt
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        if nanogpt is not None and not (nanogpt / "model.py").is_file():
+            raise UserError(f"nanogpt={nanogpt} has no model.py: name the folder of a clone of nanoGPT")
 
         def measured(name: str) -> Row:
-            result = pool.apply(measure, (name, options.set, options.seq_len, options.batch, options.steps))
+            arguments = options.set, options.seq_len, options.batch, options.steps, names[name]
+            result = pool.apply(measure, (name, *arguments))
             say(f"{name}: {json.dumps(result)}")
             return result
 
@@ -40,17 +54,20 @@ def bench(options: Any) -> Row:
         rows.append({"model": name, "tokens_per_second": rate, "peak_gigabytes": peak})
     for row in rows:  # the control is the first
         row |= {f"x_{key}": row[key] / rows[0][key] for key in ("tokens_per_second", "peak_gigabytes")}
+        if nanogpt is not None:
+            row["x_nanogpt"] = row["tokens_per_second"] / rows[-1]["tokens_per_second"]
     return {"rows": rows}
 
 
-def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: int) -> Row:
-    """Seconds of each timed step and peak memory, in this process.
+def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: int, nanogpt: Path | None = None) -> Row:
+    """Seconds of each timed step and peak memory, in this process, of a model or of nanoGPT in the control's sizes.
 
     On the CPU the peak is the process's own, including 0.5 GB for the interpreter and torch.
     """
-    raw = composed([f"model={name}", *overrides]) | {"seq_len": seq_len, "batch_tokens": batch * seq_len}
+    raw = composed([f"model={name if nanogpt is None else CONTROL}", *overrides])
+    raw |= {"seq_len": seq_len, "batch_tokens": batch * seq_len}
     raw["model"] = with_room(raw["model"], seq_len)
-    step = timed(Training(decode(TrainConfig, raw), batch).step)
+    step = timed(Training(decode(TrainConfig, raw), batch, nanogpt).step)
     seconds = [round(step(), 4) for _ in range(3 + steps)][3:]  # the first ones get new memory from the system
     on_gpu = torch.cuda.is_initialized()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -60,16 +77,24 @@ def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: in
 class Training:
     """Takes training steps of a run on `batch`, which begins as `sequences` sequences of random tokens."""
 
-    def __init__(self, config: TrainConfig, sequences: int) -> None:
+    def __init__(self, config: TrainConfig, sequences: int, nanogpt: Path | None = None) -> None:
         self.runtime, self.grad_clip = open_runtime(config.runtime), config.optim.grad_clip
+        device, compiled = self.runtime.device, config.runtime.compile
         torch.manual_seed(config.seed)
-        gpt = GPT(config.model).to(self.runtime.device, self.runtime.param_dtype)
-        gpt.recompute(config.runtime.recompute)
-        self.optimizer = config.optim.build(gpt, World(self.runtime.device), self.runtime.dtype)
-        self.summed_loss = SummedLoss(gpt)
-        maybe_compile([self.summed_loss], config.runtime, self.runtime, gpt)
-        shape = (sequences, config.seq_len + 1)
-        ids = torch.randint(config.model.n_vocab, shape, device=self.runtime.device)
+        self.summed_loss: SummedLoss | NanoGPT
+        if nanogpt is None:
+            gpt = GPT(config.model).to(device, self.runtime.param_dtype)
+            gpt.recompute(config.runtime.recompute)
+            self.optimizer = config.optim.build(gpt, World(device), self.runtime.dtype)
+            self.summed_loss = SummedLoss(gpt)
+            maybe_compile([self.summed_loss], config.runtime, self.runtime, gpt)
+        else:
+            self.summed_loss = NanoGPT(nanogpt, config).to(device, self.runtime.param_dtype)
+            self.optimizer = self.summed_loss.optimizer(device.type)
+            if compiled is True or (compiled == "auto" and device.type == "cuda"):
+                self.summed_loss.compile()
+        shape, generator = (sequences, config.seq_len + 1), torch.Generator(device).manual_seed(config.seed)
+        ids = torch.randint(config.model.n_vocab, shape, device=device, generator=generator)
         self.batch = [(ids[:, :-1], ids[:, 1:])]
 
     def step(self) -> None:
@@ -80,3 +105,25 @@ class Training:
         """Take one more micro-batch of a step: a forward and a backward pass."""
         world, scale = World(self.runtime.device), 1 / self.batch[0][1].numel()
         accumulate_gradients(self.summed_loss, self.batch, self.runtime, world, scale=scale)[0].item()
+
+
+class NanoGPT(nn.Module):
+    """As SummedLoss, the GPT of the model.py in a clone of nanoGPT, in the sizes of a configuration."""
+
+    def __init__(self, folder: Path, config: TrainConfig) -> None:
+        super().__init__()
+        spec: Any = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
+        sys.modules[spec.name] = nanogpt = importlib.util.module_from_spec(spec)  # torch.compile looks there
+        spec.loader.exec_module(nanogpt)
+        sizes = {key: getattr(config.model, key) for key in ("n_layer", "n_head", "n_embd")}
+        sizes |= {"block_size": config.seq_len, "vocab_size": -(-config.model.n_vocab // 64) * 64}
+        self.gpt: Any = nanogpt.GPT(nanogpt.GPTConfig(**sizes, bias=False))
+
+    def optimizer(self, device: str) -> Any:
+        """Its own, with the settings of its train.py."""
+        return self.gpt.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device)
+
+    def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the losses. All targets count."""
+        loss: Tensor = self.gpt(token_ids, targets.contiguous())[1]
+        return loss * targets.numel()

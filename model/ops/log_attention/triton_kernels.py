@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from model.ops.log_attention.triton_arguments import (
     Saved,
@@ -25,6 +26,7 @@ from model.ops.log_attention.triton_arguments import (
     store_state,
 )
 from model.ops.log_attention.triton_frames import (
+    INTERPRETED,
     LOG2E,
     LOST,
     NOTHING,
@@ -130,7 +132,7 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
 
     if found.state is not None:
         seen = (key > NOTHING)[:, None] & (value > NOTHING)[None, :]
-        lost |= tl.max((seen & is_doubtful(M, P.CERTAIN)).to(tl.int32))
+        lost |= _largest((seen & is_doubtful(M, P.CERTAIN)).to(tl.int32))
         lost |= tl.max(((key > NOTHING) & is_doubtful(z, P.CERTAIN)).to(tl.int32))
         log_s = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
         store_state(state_of(found.state, at.g, at.g, P), 0, log_s, log_of_scaled(z, finite(key)), at, P)
@@ -305,7 +307,22 @@ def _some_doubtful(sums, z_sums, n, x, at, P: tl.constexpr):
     if P.D_V % P.BV != 0:
         small &= (at.e < P.D_V)[None, :]
     small = tl.max(small.to(tl.int32), 1) | is_doubtful(z_sums, P.CERTAIN).to(tl.int32)  # (C,)
-    return tl.max(tl.where(n * P.C + tl.arange(0, P.C) < x.T, small, 0), 0) > 0
+    return _largest(tl.where(n * P.C + tl.arange(0, P.C) < x.T, small, 0), 0) > 0
+
+
+@triton.jit
+def _largest(x, axis: tl.constexpr = None):
+    """The maximum of x.
+
+    For compute capabilities 10 and 11, Triton 3.7 does not compile tl.max of one dimension that comes from a product,
+    unless the layout is another: that of one more dimension.
+    """
+    if not INTERPRETED and cuda_capability_geq(10) and not cuda_capability_geq(12):
+        if len(x.shape) == 2:
+            x = tl.max(x, 1)
+        return tl.max(tl.max(x[None, :], 1), 0)
+    else:
+        return tl.max(x, axis)
 
 
 @triton.jit
@@ -339,7 +356,7 @@ def _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P: tl.constexpr):
     real = (n * P.C + tl.arange(0, P.C) < x.T)[:, None] & (at.e < P.D_V)[None, :]
     small = is_doubtful(sums, P.CERTAIN) & terms
     small |= (is_doubtful(z_sums, P.CERTAIN) & z_terms)[:, None]
-    return tl.max((small & real).to(tl.int32))
+    return _largest((small & real).to(tl.int32))
 
 
 @triton.jit
