@@ -9,16 +9,6 @@ import pytest
 pytest.register_assert_rewrite("faults")
 
 
-@pytest.fixture(scope="session")
-def server():
-    """Starts the lives of runs: faults.ForkServer."""
-    from faults import ForkServer
-
-    server = ForkServer()
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def memory(tmp_path):
     """A folder where fsync is free, if there is one: a killed process leaves the same files in any folder."""

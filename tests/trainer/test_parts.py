@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import ranks
 import torch
-from faults import assert_same, is_whole, kills, metrics, names_given, result, steps_of
+from faults import assert_same, finish, is_whole, kills, live, metrics, names_given, result, steps_of
 from safetensors.torch import load_file, save_file
 from test_resume import assert_same_run
 
@@ -375,10 +375,10 @@ def test_a_full_disk_under_one_process(train, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_at_some_operations_on_the_parts(server, quick, rank):
+def test_killed_at_some_operations_on_the_parts(quick, rank):
     """Either process is killed before or in an operation, also by a power cut, and then the other."""
     config = quick({"runtime.strategy": "fsdp", "runtime.micro_batch": 2})
-    operations = server.finish(config, processes=2, rank=rank).operations
+    operations = finish(config, processes=2, rank=rank).operations
     expected = result(config.run_dir)
     saved = {done.path[-len("model-00001-of-00002.safetensors") :] for done in operations if done.name == "save_file"}
     assert f"model-0000{rank + 1}-of-00002.safetensors" in saved
@@ -391,10 +391,10 @@ def test_killed_at_some_operations_on_the_parts(server, quick, rank):
     ]
     assert len(chosen) > 8
     for kill in chosen:
-        assert server.live(config, processes=2, kill=kill, rank=rank).killed, kill
+        assert live(config, processes=2, kill=kill, rank=rank).killed, kill
         for step in steps_of(config.run_dir):
             assert is_whole(config.run_dir, step), kill
-        life = server.finish(config, processes=2)
+        life = finish(config, processes=2)
         assert life.err == "", kill
         assert_same(config.run_dir, expected, kill)
         shutil.rmtree(config.run_dir)
