@@ -8,14 +8,15 @@ import re
 import pytest
 import ranks
 import torch
+from faults import metrics
+from forged import sign
 from safetensors.torch import load_file, save_file
-from test_resume import assert_same_run, metrics
+from test_resume import assert_same_run
 from test_torchrun import assert_same_steps
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import trainer.step
-from common.files import sha256_file
 from common.settings import UserError
 from data.loader import step_windows
 from inference.evaluate import EvaluateConfig, run_evaluation
@@ -265,9 +266,7 @@ def test_a_run_cannot_change_its_mind_and_a_state_of_other_shape_is_refused(tiny
     tensors = load_file(file)
     name = next(key for key in tensors if re.fullmatch(r"carried\.layers\.0\.log_s", key))
     save_file(tensors | {name: tensors[name][:3].clone()}, file)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["sha256"]["random.safetensors"] = sha256_file(file)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    sign(path)
     with pytest.raises(
         UserError, match=r"carried.layers.0.log_s has the shape \[3, 2, 8, 8\], must have \[4, 2, 8, 8\]"
     ):

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from forged import edit
 
 from common.settings import UserError, decode
 from model.gpt import GPT
@@ -86,10 +87,7 @@ def test_a_learning_rate_that_breaks_a_model_with_gates_stops_it_in_one_line(tin
 def test_an_empty_validation_split_is_refused_before_training(tiny, tmp_path):
     config = tiny({"dataset_dir": str(tmp_path / "data")})
     shutil.copytree(tiny().dataset_dir, config.dataset_dir)
-    path = config.dataset_dir / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["splits"]["val"] |= {"sets": {}, "shards": []}
-    path.write_text(json.dumps(manifest))
+    edit(config.dataset_dir / "manifest.json", lambda raw: raw["splits"]["val"].update(sets={}, shards=[]))
     with pytest.raises(UserError, match="has no text in its split val: prepare it with val_tokens"):
         fit(config)
     assert not (config.run_dir / "metrics.jsonl").exists()

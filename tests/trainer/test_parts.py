@@ -11,11 +11,11 @@ import pytest
 import ranks
 import torch
 from faults import assert_same, finish, is_whole, kills, live, metrics, names_given, result, steps_of
+from forged import edit, sign
 from safetensors.torch import load_file, save_file
 from test_resume import assert_same_run
 
 import trainer.checkpoint
-from common.files import sha256_file
 from common.settings import UserError
 from data.tokenizer import load_tokenizer
 from trainer.checkpoint import checkpoints_dir, load_model, newest, open_checkpoint, save_checkpoint
@@ -196,10 +196,7 @@ def test_damage_in_any_part_is_named(run, name):
 )
 def test_a_manifest_must_list_all_parts_and_nothing_else(run, change):
     run.write_parts()
-    path = newest(run.dir) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    change(manifest["sha256"])
-    path.write_text(json.dumps(manifest))
+    edit(newest(run.dir) / "manifest.json", lambda manifest: change(manifest["sha256"]))
     with pytest.raises(UserError, match=r"manifest\.json is damaged: it must list .*, or all of their parts$"):
         open_checkpoint(newest(run.dir))
 
@@ -238,11 +235,10 @@ def test_a_checkpoint_of_the_format_before_parts_is_resumed(tiny, tmp_path):
     fit(tiny({"run_dir": tmp_path / "whole"}))
     fit(tiny({"stop_at": 4}))
     path = newest(tmp_path / "run")
-    state, manifest = (json.loads((path / name).read_text()) for name in ("state.json", "manifest.json"))
-    assert state["format_version"] == manifest["format_version"] == 3
-    (path / "state.json").write_text(json.dumps(state | {"format_version": 2}))
-    manifest["sha256"]["state.json"] = sha256_file(path / "state.json")
-    (path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 2}))
+    for name in ("state.json", "manifest.json"):
+        assert json.loads((path / name).read_text())["format_version"] == 3
+        edit(path / name, lambda raw: raw.update(format_version=2))
+    sign(path)
     load_model(path)
     fit(tiny())
     assert_same_run(tmp_path / "whole", tmp_path / "run")
