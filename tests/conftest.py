@@ -105,19 +105,19 @@ class Result(NamedTuple):
 
 @pytest.fixture(scope="session")
 def make_dataset(tmp_path_factory):
-    """Makes datasets: about 40,000 bytes to train on and 4,000 to validate, of bytes or another tokenizer."""
+    """Makes datasets: of given documents, or of 40,000 bytes to train on and 4,000 to validate."""
     from data.prepare.dataset import PrepareConfig, prepare
 
-    def make(seed=0, tokenizer=None):
+    def make(seed=0, tokenizer=None, documents=None, val_fraction=0.1):
         folder = tmp_path_factory.mktemp("corpus")
         rng = random.Random(seed)
-        texts = [" ".join(rng.choices(WORDS, k=80)) for _ in range(160)]
-        (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+        documents = documents or [{"text": " ".join(rng.choices(WORDS, k=80))} for _ in range(160)]
+        (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, documents)), encoding="utf-8")
         raw = {
             "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
             "tokenizer": tokenizer or {"name": "bytes"},
             "out_dir": str(folder / "dataset"),
-            "val_fraction": 0.1,
+            "val_fraction": val_fraction,
         }
         prepare(decode(PrepareConfig, raw))
         return folder / "dataset"

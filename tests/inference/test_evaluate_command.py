@@ -11,7 +11,6 @@ import torch
 
 from common.settings import UserError, decode
 from data.documents import documents_in
-from data.prepare.dataset import PrepareConfig, prepare
 from data.shards import TokenStream, read_manifest
 from inference.eval_report import draw_evaluation
 from inference.evaluate import EvaluateConfig, measure, open_evaluation, run_evaluation
@@ -28,24 +27,15 @@ RUNTIME = {"device": "cpu", "dtype": "float64"}
 
 
 @pytest.fixture(scope="session")
-def sets_dir(tmp_path_factory):
+def sets_dir(make_dataset):
     """A dataset of three named sets, one with a name that matplotlib and rich would read as markup."""
-    folder = tmp_path_factory.mktemp("sets")
     rng = random.Random(1)
     words = {"code": ["def", "self", "("], "$x$ [red]_prose": ["the", "of", "é"], "chat": ["🙂", "hi", "日本"]}
     lines = [
         {"text": " ".join(rng.choices(words[name], k=rng.randrange(12))), "meta": {"pile_set_name": name}}
         for name in rng.choices(list(words), k=160)
     ]
-    (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    raw = {
-        "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
-        "tokenizer": {"name": "bytes"},
-        "out_dir": str(folder / "dataset"),
-        "val_fraction": 0.4,
-    }
-    prepare(decode(PrepareConfig, raw))
-    return folder / "dataset"
+    return make_dataset(documents=lines, val_fraction=0.4)
 
 
 @pytest.fixture(scope="session")

@@ -6,15 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from alone import open_run
 from forged import edit
 
 from common.settings import UserError, decode
 from model.gpt import GPT
-from trainer.distributed import World
 from trainer.loop import fit
 from trainer.optim import AdamWConfig
-from trainer.run import Run
-from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -31,11 +29,6 @@ class UnevenBatches:
 
     def batch(self, step, start, stop):
         return self.ids[start:stop], self.targets[start:stop]
-
-
-def open_run(config):
-    runtime = open_runtime(config.runtime)
-    return Run(config, runtime, World(runtime.device))
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
@@ -173,6 +166,5 @@ def test_a_configuration_that_the_dataset_does_not_fit_is_refused(tiny, changes,
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused(tiny):
-    config = tiny()
     with pytest.raises(UserError, match=r"batch_tokens=64 is 4 sequences, fewer than 5 processes"):
-        Run(config, open_runtime(config.runtime), World(torch.device("cpu"), rank=0, size=5))
+        open_run(tiny(), size=5)
