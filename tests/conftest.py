@@ -12,6 +12,7 @@ import runpy
 import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -267,6 +268,13 @@ def restored_torch():
     torch.use_deterministic_algorithms(before[0])
     torch.set_float32_matmul_precision(before[1])
     console.quiet = False
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A folder where fsync is free, if there is one: a killed process leaves the same files in any folder."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -136,14 +136,12 @@ def test_gradients_have_the_types_of_the_inputs(backend, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.usefixtures("restored_torch")
 def test_every_element_of_a_result_is_written(backend, causal):
     leaves = inputs(70, d_k=20, d_v=70, B=1, H=1)  # sizes that fill no block
     wanted = results_and_gradients(log_attention, leaves, causal=causal, backend=backend)
     torch.use_deterministic_algorithms(True)  # empty memory is now filled with NaN
-    try:
-        got = results_and_gradients(log_attention, leaves, causal=causal, backend=backend)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    got = results_and_gradients(log_attention, leaves, causal=causal, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
