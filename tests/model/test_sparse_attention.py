@@ -299,7 +299,6 @@ def test_flops_count_the_keys_that_are_seen():
         (FixedConfig, {"size": 0}, "size"),
         (FixedConfig, {"width": 0}, "width"),
         (FixedConfig, {"size": 8, "width": 9}, "width=9 is more than a block has: use 1 to size=8"),
-        (StridedConfig, {"n_kv_head": 0}, "n_kv_head"),
     ],
 )
 def test_bad_settings_are_refused(config, raw, message):
