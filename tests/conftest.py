@@ -196,7 +196,7 @@ def run_of(tiny, kept_runs):
         if (key := json.dumps(changes)) not in kept:
             fit(tiny(changes))
             kept[key] = run_dir.rename(folder / str(len(kept)))
-        return Path(shutil.copytree(kept[key], run_dir))
+        return Path(shutil.copytree(kept[key], run_dir, dirs_exist_ok=True))
 
     return copy
 

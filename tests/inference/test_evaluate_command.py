@@ -18,7 +18,6 @@ from inference.long_context import position_bins
 from model.gpt import GPT
 from trainer.checkpoint import load_model
 from trainer.distributed import World
-from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -38,25 +37,11 @@ def sets_dir(make_dataset):
     return make_dataset(documents=lines, val_fraction=0.4)
 
 
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory):
-    """The folder for trained models, and the models trained so far, by their settings."""
-    return tmp_path_factory.mktemp("runs"), {}
-
-
 @pytest.fixture
-def trained(tiny, sets_dir, runs):
+def trained(run_of, sets_dir):
     """Trains a tiny model on the sets, once for all tests, and returns where."""
-    folder, done = runs
-
-    def train(changes=None):
-        run_dir = done.setdefault(json.dumps(changes), folder / str(len(done)))
-        settings = {"runtime.dtype": "float64", "max_steps": 3, "dataset_dir": str(sets_dir), "run_dir": str(run_dir)}
-        if not run_dir.exists():
-            fit(tiny(settings | (changes or {})))
-        return run_dir
-
-    return train
+    settings = {"runtime.dtype": "float64", "max_steps": 3, "dataset_dir": str(sets_dir)}
+    return lambda changes=None: run_of(settings | (changes or {}))
 
 
 def evaluated(run_dir, **settings):

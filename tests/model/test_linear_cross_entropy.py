@@ -7,8 +7,8 @@ import contextlib
 from functools import partial
 
 import pytest
-import simulated_gpu
 import torch
+from gradients import KERNEL, assert_all_close, of_kernel
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
@@ -19,21 +19,11 @@ from model.ops.linear_cross_entropy import summed_loss, token_losses
 from model.ops.linear_cross_entropy import triton as kernel
 from model.ops.linear_cross_entropy.check import check
 
-KERNEL = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(simulated_gpu.ASKED_FOR, reason="Triton's interpreter does not take its tensors"),
-]
 OTHERS = [torch.float16, torch.float32, torch.float64]
 by_kernel = partial(summed_loss, backend="triton")
 on_both = pytest.mark.parametrize(
     "loss_of", [summed_loss, pytest.param(by_kernel, marks=KERNEL)], ids=["torch", "kernel"]
 )
-
-
-def of_kernel(test):
-    for mark in KERNEL:
-        test = mark(test)
-    return test
 
 
 def inputs(N=20, D=6, V=11, dtype=torch.float64):
@@ -77,8 +67,7 @@ def test_equals_the_definition_with_gradients(at_once, loss_of, N, V, logits, ca
     loss, wanted = loss_of(x, weight, targets, cap), truth(x, weight, targets, cap).sum()
     torch.testing.assert_close(loss, wanted, rtol=1e-13, atol=1e-13)
     gradients = [torch.autograd.grad(3 * y, (x, weight)) for y in (loss, wanted)]
-    for got, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+    assert_all_close(*gradients)
 
 
 @pytest.mark.gpu
@@ -91,8 +80,7 @@ def test_losses_of_tokens_equal_the_definition_with_gradients_for_any_weights(at
     losses, wanted = token_losses(x, weight, targets, cap), truth(x, weight, targets, cap)
     torch.testing.assert_close(losses, wanted, rtol=1e-13, atol=1e-13)
     gradients = [torch.autograd.grad(y @ weights, (x, weight)) for y in (losses, wanted)]
-    for got, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+    assert_all_close(*gradients)
 
 
 @on_both

@@ -5,9 +5,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-import simulated_gpu
 import torch
-from gradients import assert_all_close
+from gradients import KERNEL, assert_all_close, of_kernel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.ops.checks import Wrong
@@ -15,18 +14,8 @@ from model.ops.log_recurrence import BACKENDS, log_recurrence, naive_log_recurre
 from model.ops.log_recurrence import triton as kernels
 from model.ops.log_recurrence.check import check
 
-KERNEL = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(simulated_gpu.ASKED_FOR, reason="Triton's interpreter does not take its tensors"),
-]
 OTHERS = [torch.float16, torch.float32, torch.float64]
 by_kernel = partial(log_recurrence, backend="triton")
-
-
-def of_kernel(test):
-    for mark in KERNEL:
-        test = mark(test)
-    return test
 
 
 @pytest.fixture
