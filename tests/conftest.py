@@ -12,6 +12,7 @@ import runpy
 import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -105,19 +106,19 @@ class Result(NamedTuple):
 
 @pytest.fixture(scope="session")
 def make_dataset(tmp_path_factory):
-    """Makes datasets: about 40,000 bytes to train on and 4,000 to validate, of bytes or another tokenizer."""
+    """Makes datasets: of given documents, or of 40,000 bytes to train on and 4,000 to validate."""
     from data.prepare.dataset import PrepareConfig, prepare
 
-    def make(seed=0, tokenizer=None):
+    def make(seed=0, tokenizer=None, documents=None, val_fraction=0.1):
         folder = tmp_path_factory.mktemp("corpus")
         rng = random.Random(seed)
-        texts = [" ".join(rng.choices(WORDS, k=80)) for _ in range(160)]
-        (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+        documents = documents or [{"text": " ".join(rng.choices(WORDS, k=80))} for _ in range(160)]
+        (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, documents)), encoding="utf-8")
         raw = {
             "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
             "tokenizer": tokenizer or {"name": "bytes"},
             "out_dir": str(folder / "dataset"),
-            "val_fraction": 0.1,
+            "val_fraction": val_fraction,
         }
         prepare(decode(PrepareConfig, raw))
         return folder / "dataset"
@@ -195,7 +196,7 @@ def run_of(tiny, kept_runs):
         if (key := json.dumps(changes)) not in kept:
             fit(tiny(changes))
             kept[key] = run_dir.rename(folder / str(len(kept)))
-        return Path(shutil.copytree(kept[key], run_dir))
+        return Path(shutil.copytree(kept[key], run_dir, dirs_exist_ok=True))
 
     return copy
 
@@ -267,6 +268,13 @@ def restored_torch():
     torch.use_deterministic_algorithms(before[0])
     torch.set_float32_matmul_precision(before[1])
     console.quiet = False
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A folder where fsync is free, if there is one: a killed process leaves the same files in any folder."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -126,6 +126,16 @@ def json_bytes(value):
     return json.dumps(value).encode()
 
 
+def values(content):
+    """JSON with other values."""
+    return mutated(json.loads(content)).map(json_bytes)
+
+
+def overwritten(content):
+    """Content of the right length, because a wrong length is detected immediately."""
+    return damaged(content).map(lambda other: other.ljust(len(content), b"\xff")[: len(content)])
+
+
 # ----- JSON and settings
 
 
@@ -174,6 +184,7 @@ def replaced(path, content):
 
 def use_dataset(folder):
     """What training and scripts/inspect_dataset.py do with a dataset."""
+    load_tokenizer(folder / "tokenizer.json")
     parse_manifest(folder)
     manifest = read_manifest(folder)
     assert len(manifest.fingerprint) == 64
@@ -184,41 +195,21 @@ def use_dataset(folder):
             list(read_records(folder, manifest, shard))
 
 
-@fuzz(80)
-@given(data=st.data())
-def test_any_bytes_of_a_manifest(dataset, data):
-    path = dataset / "manifest.json"
-    with replaced(path, data.draw(damaged(path.read_bytes()))), nothing_but_user_errors():
-        use_dataset(dataset)
-
-
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("manifest.json", damaged),
+        ("manifest.json", values),
+        ("train-00000.idx", overwritten),
+        ("tokenizer.json", values),
+    ],
+)
 @fuzz(100)
 @given(data=st.data())
-def test_any_values_in_a_manifest(dataset, data):
-    path = dataset / "manifest.json"
-    content = json_bytes(data.draw(mutated(json.loads(path.read_bytes()))))
-    with replaced(path, content), nothing_but_user_errors():
+def test_any_change_of_a_dataset(dataset, data, name, change):
+    path = dataset / name
+    with replaced(path, data.draw(change(path.read_bytes()))), nothing_but_user_errors():
         use_dataset(dataset)
-
-
-@fuzz(50)
-@given(data=st.data())
-def test_any_bytes_of_an_index(dataset, data):
-    """Content of the right length, because a wrong length is detected immediately; the sum is checked at the end."""
-    path = dataset / "train-00000.idx"
-    before = path.read_bytes()
-    content = data.draw(damaged(before)).ljust(len(before), b"\xff")[: len(before)]
-    with replaced(path, content), nothing_but_user_errors():
-        use_dataset(dataset)
-
-
-@fuzz(50)
-@given(data=st.data())
-def test_any_values_in_a_tokenizer(dataset, data):
-    path = dataset / "tokenizer.json"
-    content = json_bytes(data.draw(mutated(json.loads(path.read_bytes()))))
-    with replaced(path, content), nothing_but_user_errors():
-        load_tokenizer(path)
 
 
 @fuzz(80)
@@ -254,45 +245,25 @@ def signed(path, name, content):
     return json_bytes(manifest)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "tokenizer.json", "model.safetensors"])
-@fuzz(25)
+@pytest.mark.parametrize(
+    ("name", "change", "right_sum"),
+    [
+        *((name, damaged, False) for name in ("manifest.json", "state.json", "tokenizer.json", "model.safetensors")),
+        *(
+            (name, damaged, True)
+            for name in ("state.json", "tokenizer.json", "model.safetensors", "optimizer.safetensors")
+        ),
+        ("manifest.json", values, False),
+        ("state.json", values, True),
+    ],
+)
+@fuzz(60)
 @given(data=st.data())
-def test_any_bytes_of_a_checkpoint(checkpoint, data, name):
-    path = checkpoint / name
-    with replaced(path, data.draw(damaged(path.read_bytes()))), nothing_but_user_errors():
-        use_checkpoint(checkpoint)
-
-
-@pytest.mark.parametrize("name", ["state.json", "tokenizer.json", "model.safetensors", "optimizer.safetensors"])
-@fuzz(25)
-@given(data=st.data())
-def test_any_bytes_of_a_checkpoint_with_right_sums(checkpoint, data, name):
-    content = data.draw(damaged((checkpoint / name).read_bytes()))
+def test_any_change_of_a_checkpoint(checkpoint, data, name, change, right_sum):
+    content, manifest = data.draw(change((checkpoint / name).read_bytes())), checkpoint / "manifest.json"
     with (
-        replaced(checkpoint / "manifest.json", signed(checkpoint, name, content)),
+        replaced(manifest, signed(checkpoint, name, content) if right_sum else manifest.read_bytes()),
         replaced(checkpoint / name, content),
-        nothing_but_user_errors(),
-    ):
-        use_checkpoint(checkpoint)
-
-
-@fuzz(50)
-@given(data=st.data())
-def test_any_values_in_a_checkpoints_manifest(checkpoint, data):
-    path = checkpoint / "manifest.json"
-    content = json_bytes(data.draw(mutated(json.loads(path.read_bytes()))))
-    with replaced(path, content), nothing_but_user_errors():
-        use_checkpoint(checkpoint)
-
-
-@fuzz(80)
-@given(data=st.data())
-def test_any_values_in_a_state(checkpoint, data):
-    path = checkpoint / "state.json"
-    content = json_bytes(data.draw(mutated(json.loads(path.read_bytes()))))
-    with (
-        replaced(checkpoint / "manifest.json", signed(checkpoint, "state.json", content)),
-        replaced(path, content),
         nothing_but_user_errors(),
     ):
         use_checkpoint(checkpoint)

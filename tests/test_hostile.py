@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from forged import edit, sign
 from safetensors.torch import load_file, save_file
 
 from cli.compose import compose
 from common.files import open_file, read_json, sha256_file, write_atomic
 from common.settings import UserError, decode
 from data.documents import documents_in, read_records
+from data.prepare.verify import verify
 from data.shards import read_manifest
 from data.tokenizer import GPT2Config, build_tokenizer, load_tokenizer, read_rank_file
 from inference.evaluate import EvaluateConfig, run_evaluation
@@ -457,13 +459,6 @@ def dataset(dataset_dir, tmp_path):
     return shutil.copytree(dataset_dir, tmp_path / "dataset")
 
 
-def edit(path, change):
-    """Change a JSON file."""
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
 def first_shard(manifest):
     return manifest["splits"]["train"]["shards"][0]
 
@@ -481,20 +476,29 @@ def first_shard(manifest):
         (lambda m: first_shard(m).update(tokens=9.5), "valid integer"),
         (lambda m: first_shard(m).update(sha256="0"), "sha256"),
         (lambda m: first_shard(m).update(_target_="os.system"), "_target_"),
-        (lambda m: m["splits"]["train"].update(shards=[]), "in its shards"),
+        (lambda m: first_shard(m).pop("index_sha256"), "index_sha256"),
+        (lambda m: m["splits"]["train"].update(shards=[]), "tokens of train: .* in its shards"),
+        (lambda m: next(iter(m["splits"]["train"]["sets"].values())).update(documents=0), "documents of train: 0 in"),
+        (lambda m: m["splits"]["train"]["sets"].update(other=m["splits"]["train"]["sets"].popitem()[1]), "set 'other'"),
         (lambda m: m["splits"]["train"]["shards"].append(first_shard(m)), "shard 1 of train is"),
         (lambda m: m["splits"].update(test=m["splits"]["val"]), "test"),
         (lambda m: m["splits"].pop("val"), "splits"),
         (lambda m: m["splits"].update({"tr\x1b[2J\nain": {}}), "is damaged"),
         (lambda m: m.update({"\x1b[2J\n": 1}), "is damaged"),
-        (lambda m: m.update(format_version=99), "has format version 99, this program reads 2"),
+        (lambda m: m.update(format_version=1), "has format version 1, this program reads 2"),
+        (lambda m: m.update(format_version="2"), "has format version '2'"),
         (lambda m: m.update(format_version="\x1b[2J" * 10**5), r"has format version '\\x1b"),
         (lambda m: m.pop("format_version"), "has format version None"),
         (lambda m: m.update(set_names=["\x1b[2J"]), "printable"),
+        (lambda m: m.update(set_names=m["set_names"] * 2), "has a name twice"),
+        (lambda m: m.update(set_names=[*m["set_names"], *map(str, range(2**16))]), "at most 65536 items"),
+        (lambda m: m["tokenizer"].update(n_vocab=2.5), "n_vocab"),
         (lambda m: m["tokenizer"].update(n_vocab=2**40), "n_vocab"),
         (lambda m: m["tokenizer"].update(name="x" * 10**6, n_vocab=0), "is damaged"),
         (lambda m: m.update(inputs="x" * 10**6), "is damaged"),
-        (lambda m: m.update(inputs=None), "is damaged"),
+        (lambda m: m.update(inputs=[7]), "is damaged"),
+        (lambda m: m.pop("inputs"), "is damaged"),
+        (lambda m: m.pop("skipped"), "is damaged"),
     ],
 )
 def test_a_dataset_with_a_strange_manifest(dataset, tiny, change, message):
@@ -503,6 +507,8 @@ def test_a_dataset_with_a_strange_manifest(dataset, tiny, change, message):
         read_manifest(dataset)
     with refused(message):
         fit(tiny({"dataset_dir": str(dataset)}))
+    with refused(message):
+        raise UserError(*verify(dataset))
 
 
 @pytest.mark.parametrize(
@@ -628,16 +634,6 @@ def config(tiny):
 def checkpoint(run_of):
     """The folder of the only checkpoint of a run that was stopped after 2 of its 4 steps."""
     return newest(run_of(FOUR_STEPS | {"stop_at": 2}))
-
-
-def sign(path):
-    """Update the manifest's sums to match the files, as an attacker would."""
-
-    def set_sums(manifest):
-        for name in manifest["sha256"]:
-            manifest["sha256"][name] = sha256_file(path / name)
-
-    edit(path / "manifest.json", set_sums)
 
 
 @pytest.fixture
@@ -910,7 +906,16 @@ def test_a_tokenizer_of_another_model(checkpoint, uses, rank_file):
 
 @pytest.mark.parametrize(
     "content",
-    [b"../../x", b"/etc/passwd", b"step-00000002/../../x", b"\xff\0", b"", b"step-" + b"1" * 10**6, b"\x1b[2J"],
+    [
+        b"../../x",
+        b"/etc/passwd",
+        b"step-00000002/../../x",
+        b"\xff\0",
+        b"",
+        b"hello",
+        b"step-" + b"1" * 10**6,
+        b"\x1b[2J",
+    ],
 )
 def test_a_pointer_that_leads_elsewhere(checkpoint, content):
     (checkpoint.parent / "latest").write_bytes(content)

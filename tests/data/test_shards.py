@@ -1,18 +1,11 @@
 import hashlib
-import json
 
 import numpy as np
 import pytest
+from forged import edit
 
 from common.settings import UserError
-from data.shards import HEADER, read_manifest, token_dtype
-
-
-def damage(folder, change):
-    path = folder / "manifest.json"
-    raw = json.loads(path.read_text())
-    change(raw)
-    path.write_text(json.dumps(raw))
+from data.shards import read_manifest, token_dtype
 
 
 @pytest.mark.parametrize(("n_vocab", "itemsize"), [(257, 2), (65_536, 2), (65_537, 4)])
@@ -46,30 +39,11 @@ def test_missing_dataset(tmp_path):
 
 
 @pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * 5)])
-def test_a_shard_of_the_wrong_size_is_named(make_stream, tmp_path, change):
+@pytest.mark.parametrize(("file", "size"), [("train-00000.bin", 6), ("train-00000.idx", 54)])
+def test_a_file_of_the_wrong_size_is_named(make_stream, tmp_path, change, file, size):
     make_stream([1, 2, 999])
-    change(tmp_path / "train-00000.bin")
-    with pytest.raises(UserError, match=r"train-00000\.bin (is missing|has 5 bytes), the manifest says 6 bytes"):
-        read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * 53)])
-def test_an_index_of_the_wrong_size_is_named(make_stream, tmp_path, change):
-    make_stream([1, 2, 999])
-    change(tmp_path / "train-00000.idx")
-    with pytest.raises(UserError, match=r"train-00000\.idx (is missing|has 53 bytes), the manifest says 54 bytes"):
-        read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize(("field", "value"), [(0, b"LOGGPTIY"), (1, 1), (2, 4), (3, 1001), (4, 1)])
-def test_an_index_with_another_header_is_named(make_stream, tmp_path, field, value):
-    make_stream([1, 2, 999])
-    path = tmp_path / "train-00000.idx"
-    content = path.read_bytes()
-    header = list(HEADER.unpack(content[: HEADER.size]))
-    header[field] = value
-    path.write_bytes(HEADER.pack(*header) + content[HEADER.size :])
-    with pytest.raises(UserError, match=r"train-00000\.idx is damaged: its header is \w+, must be \w+"):
+    change(tmp_path / file)
+    with pytest.raises(UserError, match=f"{file} (is missing|has 5 bytes), the manifest says {size} bytes"):
         read_manifest(tmp_path)
 
 
@@ -80,52 +54,11 @@ def test_a_shard_cut_while_it_is_used(make_stream, tmp_path):
         stream.read(0, 3)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
-def test_other_format_versions(make_stream, tmp_path, version):
-    make_stream([1, 999])
-    damage(tmp_path, lambda raw: raw.update(format_version=version))
-    with pytest.raises(UserError, match=r"has format version .* this program reads 2"):
-        read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda raw: raw["splits"]["train"]["shards"][0].update(file="../train-00000.bin"),
-        lambda raw: raw["splits"]["train"]["shards"][0].update(file="val-00000.bin"),
-        lambda raw: raw["splits"]["train"]["shards"][0].update(tokens="2"),
-        lambda raw: raw["splits"]["train"]["shards"][0].update(tokens=-2),
-        lambda raw: raw["splits"]["train"]["shards"][0].update(sha256="0"),
-        lambda raw: raw["splits"]["val"]["shards"].append(raw["splits"]["train"]["shards"][0] | {"tokens": 0}),
-        lambda raw: raw["splits"]["train"]["sets"]["set"].update(tokens=3),
-        lambda raw: raw["splits"]["train"]["sets"]["set"].update(documents=0),
-        lambda raw: raw["splits"]["train"]["sets"].update(other=raw["splits"]["train"]["sets"].pop("set")),
-        lambda raw: raw["splits"]["train"]["shards"][0].pop("index_sha256"),
-        lambda raw: raw["splits"].pop("val"),
-        lambda raw: raw["splits"].update(test=raw["splits"]["val"]),
-        lambda raw: raw["tokenizer"].update(n_vocab=2.5),
-        lambda raw: raw["tokenizer"].update(n_vocab=1),
-        lambda raw: raw.update(_target_="os.system"),
-        lambda raw: raw.pop("skipped"),
-        lambda raw: raw.pop("inputs"),
-        lambda raw: raw.update(inputs=[7]),
-        lambda raw: raw.update(set_names=["set", "set"]),
-        lambda raw: raw.update(set_names=["set", "\x1b[2J"]),
-        lambda raw: raw.update(set_names=[*raw["set_names"], *map(str, range(2**16))]),
-    ],
-)
-def test_damaged_manifests(make_stream, tmp_path, change):
-    make_stream([1, 999])
-    damage(tmp_path, change)
-    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
-        read_manifest(tmp_path)
-
-
 def test_fingerprint_is_of_tokenizer_tokens_and_sets(make_stream, tmp_path):
     def fingerprint(*documents, change=None):
         make_stream(*documents)
         if change:
-            damage(tmp_path, change)
+            edit(tmp_path / "manifest.json", change)
         return read_manifest(tmp_path).fingerprint
 
     def other_set(raw):

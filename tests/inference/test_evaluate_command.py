@@ -11,7 +11,6 @@ import torch
 
 from common.settings import UserError, decode
 from data.documents import documents_in
-from data.prepare.dataset import PrepareConfig, prepare
 from data.shards import TokenStream, read_manifest
 from inference.eval_report import draw_evaluation
 from inference.evaluate import EvaluateConfig, measure, open_evaluation, run_evaluation
@@ -19,7 +18,6 @@ from inference.long_context import position_bins
 from model.gpt import GPT
 from trainer.checkpoint import load_model
 from trainer.distributed import World
-from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -28,45 +26,22 @@ RUNTIME = {"device": "cpu", "dtype": "float64"}
 
 
 @pytest.fixture(scope="session")
-def sets_dir(tmp_path_factory):
+def sets_dir(make_dataset):
     """A dataset of three named sets, one with a name that matplotlib and rich would read as markup."""
-    folder = tmp_path_factory.mktemp("sets")
     rng = random.Random(1)
     words = {"code": ["def", "self", "("], "$x$ [red]_prose": ["the", "of", "é"], "chat": ["🙂", "hi", "日本"]}
     lines = [
         {"text": " ".join(rng.choices(words[name], k=rng.randrange(12))), "meta": {"pile_set_name": name}}
         for name in rng.choices(list(words), k=160)
     ]
-    (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    raw = {
-        "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
-        "tokenizer": {"name": "bytes"},
-        "out_dir": str(folder / "dataset"),
-        "val_fraction": 0.4,
-    }
-    prepare(decode(PrepareConfig, raw))
-    return folder / "dataset"
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory):
-    """The folder for trained models, and the models trained so far, by their settings."""
-    return tmp_path_factory.mktemp("runs"), {}
+    return make_dataset(documents=lines, val_fraction=0.4)
 
 
 @pytest.fixture
-def trained(tiny, sets_dir, runs):
+def trained(run_of, sets_dir):
     """Trains a tiny model on the sets, once for all tests, and returns where."""
-    folder, done = runs
-
-    def train(changes=None):
-        run_dir = done.setdefault(json.dumps(changes), folder / str(len(done)))
-        settings = {"runtime.dtype": "float64", "max_steps": 3, "dataset_dir": str(sets_dir), "run_dir": str(run_dir)}
-        if not run_dir.exists():
-            fit(tiny(settings | (changes or {})))
-        return run_dir
-
-    return train
+    settings = {"runtime.dtype": "float64", "max_steps": 3, "dataset_dir": str(sets_dir)}
+    return lambda changes=None: run_of(settings | (changes or {}))
 
 
 def evaluated(run_dir, **settings):

@@ -1,6 +1,19 @@
-"""What tests of operators compare: a result together with its gradients."""
+"""What tests of operators share: marks of kernels, and a result compared together with its gradients."""
 
+import pytest
+import simulated_gpu
 import torch
+
+KERNEL = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(simulated_gpu.ASKED_FOR, reason="Triton's interpreter does not take its tensors"),
+]
+
+
+def of_kernel(test):
+    for mark in KERNEL:
+        test = mark(test)
+    return test
 
 
 def with_gradients(y, leaves):

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from gradients import assert_all_close, with_gradients
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -87,10 +88,7 @@ def defined(gpt: GPT, token_ids: Tensor, x: Tensor | None = None) -> Tensor:
 def test_logits_and_gradients_are_the_definitions(activation, conv, norm, tied, logit_cap):
     gpt = gpt_of({"activation": activation, "conv": conv}, norm=norm, tied=tied, logit_cap=logit_cap)
     found, wanted = gpt(ids(37)), defined(gpt, ids(37))
-    close(found, wanted)
-    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    for ours, theirs in zip(*(torch.autograd.grad(y, gpt.parameters(), g) for y in (found, wanted)), strict=True):
-        close(ours, theirs)
+    assert_all_close(*(with_gradients(y, list(gpt.parameters())) for y in (found, wanted)), tolerance=1e-11)
 
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from common.settings import UserError, decode, variant_names
+from common.settings import variant_names
 from model.attention import ATTENTION
 from model.gpt import BLOCKS, GPT, GPTConfig
 from model.position import POSITIONS
@@ -107,28 +107,6 @@ def test_flops_count_the_weights_that_products_use():
     config = tiny({"attention": "softmax", "block": "mlp", "position": "learned"})
     linear = 11 * 12 + 2 * (12 * 36 + 12 * 12 + 2 * 12 * 48)  # embedding, and per layer qkv, proj, up and down
     assert build(config).flops_per_token(50) == 6 * linear + 3 * 2 * (2 * 3 * 50 * 4)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"n_head": 5}, "n_embd=12 is not divisible by n_head=5: set head_dim, or n_head to a divisor such as 4 or 6"),
-        ({"position": {"name": "rotary"}, "head_dim": 3}, "3 a head is odd"),
-        ({"n_layer": 0}, "n_layer"),
-        ({"attention": {"name": "log_space", "d_key": 0}}, "d_key"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(change, message):
-    with pytest.raises(ValidationError, match=message):
-        tiny(**change)
-
-
-def test_wrong_names_are_answered_with_the_nearest():
-    raw = tiny().model_dump()
-    with pytest.raises(UserError, match=r"unknown config key 'attention.d_keys': did you mean 'd_key'\?"):
-        decode(GPTConfig, raw | {"attention": {"name": "log_space", "d_keys": 4}})
-    with pytest.raises(UserError, match=r"attention.name='logspace' does not exist: did you mean 'log_space'\?"):
-        decode(GPTConfig, raw | {"attention": {"name": "logspace"}})
 
 
 def test_a_sequence_beyond_the_learned_positions_is_refused():

@@ -14,6 +14,8 @@ from common.console import say_once
 from model.ops import compiling, linear_cross_entropy
 from model.ops.kernels import _fastest_on_gpu
 from model.ops.linear_cross_entropy import summed_loss
+from model.ops.log_attention import _fastest_on_gpu as fastest_log_attention
+from model.ops.log_attention import log_attention
 from model.ops.log_recurrence import log_recurrence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +24,7 @@ OPERATORS = {
     "summed_loss": lambda **options: summed_loss(
         torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), **options
     ),
+    "log_attention": lambda **options: log_attention(*torch.zeros(3, 1, 1, 2, 3), **options),
     "log_recurrence": lambda **options: log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), **options),
 }
 
@@ -51,6 +54,28 @@ def test_auto_takes_kernels_on_gpus_that_pass_their_check(gpu, monkeypatch, caps
     assert backends == [backend] * 2
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("major", "dtype", "d_k", "backend"),
+    [
+        (9, torch.bfloat16, 128, "triton"),
+        (9, torch.float64, 64, "triton"),
+        (9, torch.float64, 128, "chunked"),  # would compile for minutes
+        (9, torch.bfloat16, 129, "chunked"),
+        (8, torch.bfloat16, 128, "triton"),
+        (8, torch.float32, 64, "triton"),
+        (8, torch.float32, 128, "chunked"),  # no room for its operands
+        (7, torch.bfloat16, 32, "chunked"),
+    ],
+)
+def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, monkeypatch, capsys, major, dtype, d_k, backend):
+    gpu.major = major
+    monkeypatch.setattr("model.ops.checks.failed_check", lambda *_, **__: None)
+    assert fastest_log_attention(0, *[(dtype, d_k)] * 3) == backend
+    assert fastest_log_attention(0, *[(dtype, d_k)] * 3) == backend
+    (line,) = capsys.readouterr().out.splitlines()  # said once
+    assert ("Triton kernels" in line) == (backend == "triton")
 
 
 @pytest.mark.parametrize("name", OPERATORS)

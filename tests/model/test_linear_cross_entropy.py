@@ -1,17 +1,32 @@
-"""Losses and their gradients without all logits, against torch's own cross-entropy of all logits."""
+"""Losses and their gradients without all logits, against torch's own cross-entropy of all logits.
+
+The kernel runs on a GPU, or in Triton's interpreter.
+"""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
+from gradients import KERNEL, assert_all_close, of_kernel
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
 from model.ops import linear_cross_entropy
+from model.ops.checks import Wrong
 from model.ops.linear_cross_entropy import summed_loss, token_losses
+from model.ops.linear_cross_entropy import triton as kernel
+from model.ops.linear_cross_entropy.check import check
+
+OTHERS = [torch.float16, torch.float32, torch.float64]
+by_kernel = partial(summed_loss, backend="triton")
+on_both = pytest.mark.parametrize(
+    "loss_of", [summed_loss, pytest.param(by_kernel, marks=KERNEL)], ids=["torch", "kernel"]
+)
 
 
-def inputs(N=70, D=6, V=11, dtype=torch.float64):
+def inputs(N=20, D=6, V=11, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, D, generator=generator, dtype=dtype).requires_grad_() for n in (N, V))
     targets = torch.randint(V, (N,), generator=generator)
@@ -26,45 +41,63 @@ def truth(x, weight, targets, cap=None):
     )
 
 
-@pytest.fixture(params=[1, 3, 70, 1000], autouse=True)
-def tokens_at_a_time(request, monkeypatch):
-    monkeypatch.setitem(linear_cross_entropy.CHUNK, "cpu", 11 * 8 * request.param)
+@pytest.fixture
+def at_once(monkeypatch, device):
+    """Sets how many float64 logits are computed at a time."""
+    return lambda logits: monkeypatch.setitem(linear_cross_entropy.CHUNK, device.type, 8 * logits)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("loss_of", "N", "V", "logits"),
+    [
+        *((summed_loss, 70, 11, 11 * tokens) for tokens in (1, 3, 70, 1000)),
+        # Vocabularies below, at and beyond a multiple of 64, and beyond a block; the last part is not full.
+        *(
+            pytest.param(by_kernel, N, V, tokens * (V + -V % 64), marks=KERNEL)
+            for N, V, tokens in [(20, 11, 1), (20, 64, 6), (1, 1, 5), (5, 300, 3), (3, 4160, 9)]
+        ),
+    ],
+)
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_equals_the_definition_with_gradients(cap):
-    x, weight, targets = inputs()
-    wanted = truth(x, weight, targets, cap)
-    torch.testing.assert_close(token_losses(x, weight, targets, cap), wanted, rtol=1e-13, atol=1e-13)
-    loss = summed_loss(x, weight, targets, cap)
-    torch.testing.assert_close(loss, wanted.sum(), rtol=1e-13, atol=1e-13)
-    gradients = [torch.autograd.grad(3 * y, (x, weight)) for y in (loss, wanted.sum())]
-    for got, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+def test_equals_the_definition_with_gradients(at_once, loss_of, N, V, logits, cap):
+    at_once(logits)
+    x, weight, targets = inputs(N, V=V)
+    targets[-1] = V - 1
+    loss, wanted = loss_of(x, weight, targets, cap), truth(x, weight, targets, cap).sum()
+    torch.testing.assert_close(loss, wanted, rtol=1e-13, atol=1e-13)
+    gradients = [torch.autograd.grad(3 * y, (x, weight)) for y in (loss, wanted)]
+    assert_all_close(*gradients)
 
 
 @pytest.mark.gpu
-def test_gradients_of_token_losses_are_for_any_weights():
-    x, weight, targets = inputs()
+@pytest.mark.parametrize("tokens", [1, 3, 70, 1000])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_losses_of_tokens_equal_the_definition_with_gradients_for_any_weights(at_once, tokens, cap):
+    at_once(2 * 11 * tokens)
+    x, weight, targets = inputs(70)
     weights = torch.randn(70, dtype=torch.float64)
-    results = [torch.autograd.grad((f(x, weight, targets) * weights).sum(), (x, weight)) for f in (token_losses, truth)]
-    for got, right in zip(*results, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+    losses, wanted = token_losses(x, weight, targets, cap), truth(x, weight, targets, cap)
+    torch.testing.assert_close(losses, wanted, rtol=1e-13, atol=1e-13)
+    gradients = [torch.autograd.grad(y @ weights, (x, weight)) for y in (losses, wanted)]
+    assert_all_close(*gradients)
 
 
-def test_only_one_gradient_may_be_wanted():
+@on_both
+def test_only_one_gradient_may_be_wanted(loss_of):
     x, weight, targets = inputs()
-    (got,) = torch.autograd.grad(summed_loss(x, weight.detach(), targets), x)
-    (wanted,) = torch.autograd.grad(truth(x, weight, targets).sum(), x)
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    loss = loss_of(x, weight.detach(), targets)
     with torch.no_grad():
-        assert not summed_loss(x, weight, targets).requires_grad
+        assert torch.equal(loss_of(x, weight, targets), loss)
+    got, wanted = (torch.autograd.grad(y, x)[0] for y in (loss, truth(x, weight, targets).sum()))
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_nothing_counted_is_zero():
+@on_both
+@pytest.mark.parametrize("N", [0, 20])
+def test_nothing_counted_is_zero(loss_of, N):
     x, weight, targets = inputs()
-    loss = summed_loss(x, weight, torch.full_like(targets, -1))
+    loss = loss_of(x[:N], weight, torch.full_like(targets, -100)[:N])
     assert loss == 0
     assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, weight)))
 
@@ -86,19 +119,58 @@ def test_any_negative_target_is_not_counted():
     assert torch.equal(summed_loss(x, weight, others), summed_loss(x, weight, targets))
 
 
+@of_kernel
+def test_targets_may_be_a_column_of_a_table():
+    x, weight, targets = inputs()
+    table = torch.stack([targets, targets.new_zeros(len(targets))], 1)
+    assert torch.equal(by_kernel(x, weight, table[:, 0]), by_kernel(x, weight, targets))
+
+
+@of_kernel
+def test_a_token_that_is_not_counted_cannot_spoil_the_others():
+    x, weight, targets = inputs()
+    with torch.no_grad():
+        x[0] = torch.nan
+    assert targets[0] < 0
+    assert torch.equal(by_kernel(x, weight, targets), by_kernel(x.nan_to_num(), weight, targets))
+
+
+@of_kernel
+@pytest.mark.parametrize("spoil", ["nan", "target"])
+def test_what_cannot_be_computed_is_nan(spoil):
+    x, weight, targets = inputs()
+    with torch.no_grad():
+        (x if spoil == "nan" else targets)[3] = torch.nan if spoil == "nan" else 11
+    assert by_kernel(x, weight, targets).isnan()
+
+
+@of_kernel
+def test_logits_of_any_size():
+    """An infinite weight of another token gives infinity or NaN, a token that is sure a loss of 0."""
+    x, weight = torch.eye(3).mul(1e4), torch.eye(3)
+    right, wrong = torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0])
+    assert by_kernel(x, weight, right) == 0
+    assert by_kernel(x, weight, wrong) == 3e4
+    assert not by_kernel(x, weight.masked_fill(weight == 1, torch.inf), wrong).isfinite()
+    torch.testing.assert_close(by_kernel(x, weight, wrong, cap=50.0), truth(x, weight, wrong, cap=50.0).sum())
+
+
+@on_both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_losses_of_short_types_are_summed_in_float32(dtype):
+def test_losses_of_short_types_are_summed_in_float32(at_once, loss_of, dtype):
+    at_once(11)
     x, weight, targets = (t.detach().to(dtype) if t.is_floating_point() else t for t in inputs())
     x.requires_grad_()
-    loss = summed_loss(x, weight, targets)
+    loss = loss_of(x, weight, targets)
     assert loss.dtype == torch.float32
-    # A logit of size up to 16 is rounded once, relative to 1; 60 of them are added.
+    # A logit of size up to 16 is rounded once, relative to 1; 17 of them are added.
     wanted = truth(x.double(), weight.double(), targets).sum()
-    torch.testing.assert_close(loss.double(), wanted, rtol=0, atol=60 * 16 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(loss.double(), wanted, rtol=0, atol=17 * 16 * torch.finfo(dtype).eps)
     assert torch.autograd.grad(loss, x)[0].dtype == dtype
 
 
-def test_under_autocast_it_is_computed_in_its_type():
+def test_under_autocast_it_is_computed_in_its_type(at_once):
+    at_once(11)
     x, weight, targets = inputs(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = summed_loss(x, weight, targets)
@@ -110,26 +182,72 @@ def test_under_autocast_it_is_computed_in_its_type():
     assert torch.equal(g_weight.bfloat16(), short_g_weight.bfloat16())
 
 
-def test_no_tokens_are_a_loss_of_zero():
-    x, weight, targets = inputs()
-    loss = summed_loss(x[:0], weight, targets[:0])
-    assert loss == 0
-    assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, weight)))
-
-
-def test_holds_no_more_than_some_logits(tokens_at_a_time):
+def test_holds_no_more_than_some_logits(at_once):
     x, weight, targets = inputs(N=4000, V=1100)
-    linear_cross_entropy.CHUNK["cpu"] = 1100 * 100 * 8  # as if the vocabulary were large
+    at_once(1100 * 100)  # as if the vocabulary were large
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         torch.autograd.grad(summed_loss(x, weight, targets), (x, weight))
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     assert max(event.nbytes() for event in events) <= 1100 * 100 * 8
 
 
-@pytest.mark.parametrize("cap", [None, 3.0])
-def test_keeps_the_promises_that_torch_asks_of_an_operator(cap):
+@of_kernel
+@pytest.mark.usefixtures("restored_torch")
+def test_every_element_of_a_result_is_written():
+    torch.use_deterministic_algorithms(True)  # empty memory is now filled with NaN
     x, weight, targets = inputs()
+    loss = by_kernel(x, weight, targets)
+    assert all(y.isfinite().all() for y in (loss, *torch.autograd.grad(loss, (x, weight))))
+
+
+@of_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)], ids=str)
+def test_passes_its_check(device, dtype):
+    check(device.type, str(dtype).removeprefix("torch."))
+
+
+@of_kernel
+@pytest.mark.parametrize(
+    ("losses", "gradient", "message"),
+    [(1e-3, 0.0, "the loss is off by"), (0.0, 1e-4, "the gradient of x is off by")],
+)
+def test_a_fault_does_not_pass_the_check(monkeypatch, device, losses, gradient, message):
+    right = kernel.cross_entropy_
+
+    def wrong(logits, targets, n_vocab, wanted, cap):
+        found = right(logits, targets, n_vocab, wanted, cap) + losses
+        logits[0, :1] += gradient
+        return found
+
+    monkeypatch.setattr(kernel, "cross_entropy_", wrong)
+    with pytest.raises(Wrong, match=rf"^{message} .* allowed \(1 x 1 logits, cap=None\)"):
+        check(device.type, "float32")
+
+
+@of_kernel
+@pytest.mark.slow
+def test_compiles_without_a_graph_break():
+    x, weight, targets = inputs()
+    compiled = torch.compile(by_kernel, fullgraph=True, backend="aot_eager")
+    results = [f(x, weight, targets, 2.0) for f in (by_kernel, compiled)]
+    gradients = [torch.autograd.grad(loss, (x, weight)) for loss in results]
+    assert torch.equal(*results)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@of_kernel
+def test_fakes_have_the_strides_of_results():
+    arguments = [*(x.detach() for x in inputs()), True, None, "triton"]
+    with FakeTensorMode() as mode:
+        fakes = linear_cross_entropy._summed_loss(*map(mode.from_tensor, arguments[:3]), *arguments[3:])
+    for fake, real in zip(fakes, linear_cross_entropy._summed_loss(*arguments), strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize(
+    ("cap", "backend"),
+    [(None, "chunked"), (3.0, "chunked"), pytest.param(3.0, "triton", marks=[*KERNEL, pytest.mark.slow])],
+)
+def test_keeps_the_promises_that_torch_asks_of_an_operator(cap, backend):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth goes back twice
-    torch.library.opcheck(
-        linear_cross_entropy._summed_loss, (x, weight, targets, True, cap, "chunked"), test_utils=checks
-    )
+    torch.library.opcheck(linear_cross_entropy._summed_loss, (*inputs(), True, cap, backend), test_utils=checks)

@@ -1,74 +1,161 @@
-"""log_recurrence against its definition."""
+"""log_recurrence against its definition. Its kernels run on a GPU, or in Triton's interpreter."""
 
 import math
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from gradients import KERNEL, assert_all_close, of_kernel
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model.ops.log_recurrence import log_recurrence, naive_log_recurrence
+from model.ops.checks import Wrong
+from model.ops.log_recurrence import BACKENDS, log_recurrence, naive_log_recurrence
+from model.ops.log_recurrence import triton as kernels
+from model.ops.log_recurrence.check import check
+
+OTHERS = [torch.float16, torch.float32, torch.float64]
+by_kernel = partial(log_recurrence, backend="triton")
 
 
-def inputs(T, dtype=torch.float64):
+@pytest.fixture
+def quick_scan(monkeypatch):
+    """Makes the interpreter scan whole tensors, and not number by number, each of which takes it milliseconds."""
+    from triton.runtime.interpreter import ScanOps
+
+    def scan(self, inputs):
+        columns, types = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs], [x.dtype for x in inputs]
+        step = 1
+        while step < len(columns[0]):  # each row is joined with the one `step` before it
+            earlier, own = (
+                [self.to_tensor(np.roll(x, shift, 0), y) for x, y in zip(columns, types, strict=True)]
+                for shift in (step, 0)
+            )
+            joined = self.combine_fn.fn(*earlier, *own)
+            columns = [np.concatenate([x[:step], y.handle.data[step:]]) for x, y in zip(columns, joined, strict=True)]
+            step *= 2
+        return [self.to_tensor(np.moveaxis(x, 0, self.axis), y) for x, y in zip(columns, types, strict=True)]
+
+    monkeypatch.setattr(ScanOps, "generic_scan", scan)
+
+
+@pytest.fixture(params=["auto", pytest.param("triton", marks=KERNEL)])
+def recurrence(request):
+    """log_recurrence as models call it, and by its kernels."""
+    if request.param == "triton":
+        request.getfixturevalue("quick_scan")
+    return partial(log_recurrence, backend=request.param)
+
+
+def inputs(T, D=3, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    log_p = -torch.rand(2, T, 3, generator=generator, dtype=dtype) * 3
-    h, state = (torch.randn(shape, generator=generator, dtype=dtype) * 3 for shape in ((2, T, 3), (2, 3)))
+    log_p = -torch.rand(2, T, D, generator=generator, dtype=dtype) * 3
+    h, state = (torch.randn(shape, generator=generator, dtype=dtype) * 3 for shape in ((2, T, D), (2, D)))
     return [x.requires_grad_() for x in (log_p, h, state)]
 
 
-def results_and_gradients(recurrence, leaves):
-    log_p, h, state = leaves
-    s, last = recurrence(log_p, h, state=state, return_state=True)
+def results(recurrence, leaves):
+    """s, the state after, and all gradients of a weighted sum of these."""
+    outputs = recurrence(leaves[0], leaves[1], state=leaves[2], return_state=True)
     generator = torch.Generator().manual_seed(1)
-    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in (s, last))
-    return [s, last, *torch.autograd.grad(loss, leaves)]
+    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 2, 31, 32, 33, 63, 64, 65, 1000])
-def test_equals_the_definition_with_state_and_all_gradients(T):
-    leaves = inputs(T)
-    got, wanted = (results_and_gradients(f, leaves) for f in (log_recurrence, naive_log_recurrence))
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(("T", "D"), [(1, 3), (2, 3), (31, 1), (32, 3), (33, 35), (63, 3), (64, 3), (65, 3), (1000, 3)])
+def test_equals_the_definition_with_state_and_all_gradients(recurrence, T, D):
+    leaves = inputs(T, D)
+    assert_all_close(results(recurrence, leaves), results(naive_log_recurrence, leaves))
+
+
+def test_the_interpreter_scans_as_the_tests_do():
+    leaves = inputs(2, 1)
+    assert_all_close(results(by_kernel, leaves), results(naive_log_recurrence, leaves))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 2, 33, 500])
-def test_a_token_that_keeps_nothing_forgets_all_before(T):
+@pytest.mark.parametrize("T", [1, 2, 33, 70, 500])
+def test_a_token_that_keeps_nothing_forgets_all_before(recurrence, T):
     """log_p = -inf, at borders of chunks too: as the definition, and as if the text began there with s = -inf."""
     leaves = inputs(T)
-    with torch.no_grad():
-        leaves[0][:, [0, T // 2, 32 * (T // 33), T - 1]] = -torch.inf
-    got, wanted = (results_and_gradients(f, leaves) for f in (log_recurrence, naive_log_recurrence))
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    log_p, h, _ = leaves
     half = T // 2
-    fresh = log_recurrence(log_p[:, half:], h[:, half:], state=torch.full((2, 3), -torch.inf, dtype=torch.float64))
-    torch.testing.assert_close(got[0][:, half:], fresh, rtol=0, atol=1e-13)
+    with torch.no_grad():
+        leaves[0][:, [t for t in (0, 31, 32, half, 32 * (T // 33), T - 1) if t < T]] = -torch.inf
+    found = results(recurrence, leaves)
+    assert_all_close(found, results(naive_log_recurrence, leaves))
+    log_p, h, _ = leaves
+    fresh = recurrence(log_p[:, half:], h[:, half:], state=torch.full((2, 3), -torch.inf, dtype=torch.float64))
+    torch.testing.assert_close(found[0][:, half:], fresh, rtol=0, atol=1e-13)
 
 
-def test_numerical_gradients():
-    leaves = inputs(5)
-    assert torch.autograd.gradcheck(lambda p, h, s: log_recurrence(p, h, state=s, return_state=True), leaves)
-
-
-def test_starts_from_zero():
+def test_starts_from_zero(recurrence):
     """s_0 = 0: the first token keeps p_1 exp(0)."""
     log_p, h, _ = inputs(1)
-    torch.testing.assert_close(log_recurrence(log_p, h), torch.logaddexp(log_p, h))
+    torch.testing.assert_close(recurrence(log_p, h), torch.logaddexp(log_p, h))
+
+
+@of_kernel
+def test_extreme_numbers(quick_scan):
+    """Of terms up to e^3000 only one counts. Numbers of 3000 are rounded by 2.3e-13, and gradients by some of these."""
+    leaves = inputs(40)
+    with torch.no_grad():
+        leaves[0][:, ::7] = -1e30
+        leaves[1][:, ::5] *= 1e3
+        leaves[1][:, 1::5] = -torch.inf
+        leaves[2][:, 0] = -torch.inf
+    assert_all_close(results(by_kernel, leaves), results(naive_log_recurrence, leaves), tolerance=1e-11)
+
+
+@of_kernel
+def test_a_number_that_is_nan_is_never_lost(quick_scan):
+    log_p, h, _ = (x.detach() for x in inputs(70))
+    h[0, 3, 1] = torch.nan
+    s = by_kernel(log_p, h)
+    assert s[0, 3:, 1].isnan().all()
+    assert s.isnan().sum() == 67
 
 
 @pytest.mark.gpu
-def test_pieces_with_the_state_carried_equal_one_call():
-    log_p, h, _ = (x.detach() for x in inputs(100))
-    whole, last = log_recurrence(log_p, h, return_state=True)
-    state, pieces = None, []
-    for p, x in zip(log_p.split(17, 1), h.split(17, 1), strict=True):
-        s, state = log_recurrence(p, x, state=state, return_state=True)
+@pytest.mark.parametrize("size", [17, 33])
+def test_pieces_with_the_state_carried_equal_one_call(recurrence, size):
+    log_p, h, state = (x.detach() for x in inputs(100))
+    whole, last = recurrence(log_p, h, state=state, return_state=True)
+    pieces = []
+    for p, x in zip(log_p.split(size, 1), h.split(size, 1), strict=True):
+        s, state = recurrence(p, x, state=state, return_state=True)
         pieces.append(s)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-13)
-    torch.testing.assert_close(state, last, rtol=0, atol=1e-13)
+    torch.testing.assert_close([torch.cat(pieces, 1), state], [whole, last], rtol=0, atol=1e-13)
+
+
+@of_kernel
+def test_take_views_of_any_strides(quick_scan):
+    log_p, h, _ = (x.detach() for x in inputs(33, 4))
+    wanted = by_kernel(log_p, h)
+    p, x = torch.stack([log_p, h], 2).flatten(2).chunk(2, dim=-1)  # as the model has them
+    assert p.stride() == (33 * 8, 8, 1)
+    assert torch.equal(by_kernel(p, x), wanted)
+    assert torch.equal(by_kernel(log_p.mT.contiguous().mT, h.mT.contiguous().mT), wanted)
+
+
+@of_kernel
+def test_derivatives_that_are_not_there_are_refused(quick_scan):
+    leaves = inputs(2)
+    with pytest.raises(NotImplementedError, match="use naive_log_recurrence"):
+        torch.autograd.grad(by_kernel(*leaves[:2]).sum(), leaves[:2], create_graph=True)
+    with pytest.raises(NotImplementedError, match="use naive_log_recurrence"):
+        torch.func.grad(lambda h: by_kernel(leaves[0].detach(), h).sum())(leaves[1].detach())
+
+
+@of_kernel
+@pytest.mark.slow
+def test_little_forgotten_in_many_tokens_keeps_float32s_digits(quick_scan):
+    """Errors of 1,000 tokens do not add up: about 1e-7 times |s| < 10, and not 1,000 times as much."""
+    generator = torch.Generator().manual_seed(0)
+    log_p, h = -1e-5 * torch.rand(1, 1000, 2, generator=generator), torch.randn(1, 1000, 2, generator=generator)
+    wanted = naive_log_recurrence(log_p.double(), h.double())
+    found = by_kernel(log_p, h)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=8 * 10 * torch.finfo(torch.float32).eps)
 
 
 MILLION = 2**20
@@ -117,6 +204,41 @@ def test_a_million_tokens_with_state_and_all_gradients(million, dtype, within):
     largest = max(x.abs().max() for x in truth[2:])
     for got, wanted, scale in zip([*outputs, *gradients], truth, [1, 1, *[largest] * 3], strict=True):
         assert (got - wanted).abs().max() / scale <= within
+
+
+@of_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)], ids=str)
+def test_pass_their_check(quick_scan, device, dtype):
+    check(device.type, str(dtype).removeprefix("torch."))
+
+
+@of_kernel
+def test_a_fault_does_not_pass_the_check(quick_scan, device, monkeypatch):
+    def wrong(*arguments, **options):
+        return [1.001 * x for x in naive_log_recurrence(*arguments, **options)]
+
+    monkeypatch.setitem(BACKENDS, "triton", wrong)
+    with pytest.raises(Wrong, match=r"^s is off by .* allowed \(1 tokens\)"):
+        check(device.type, "float32")
+
+
+@of_kernel
+@pytest.mark.slow
+def test_keep_the_promises_that_torch_asks_of_an_operator(quick_scan):
+    torch.library.opcheck(kernels._recur, inputs(1, 1))
+
+
+@of_kernel
+def test_fakes_have_the_strides_and_types_of_results(quick_scan):
+    log_p, h, state = (x.detach() for x in inputs(3, 2))
+    arguments = [log_p.float(), h.mT.contiguous().mT, state]
+    s = kernels._recur(*arguments)
+    for operator, given in [(kernels._recur, arguments), (kernels._recur_backward, [s, *arguments, s])]:
+        with FakeTensorMode() as mode:
+            fakes = operator(*map(mode.from_tensor, given))
+        found = operator(*given)
+        for fake, real in zip(*((y,) if isinstance(y, torch.Tensor) else y for y in (fakes, found)), strict=True):
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 def test_refuses_shapes_that_do_not_fit():

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from gradients import assert_all_close, with_gradients
 from test_blocks import defined
 from test_blocks import gpt_of as blocks_gpt_of
 from test_gpt import tiny
@@ -117,10 +118,7 @@ def test_logits_and_gradients_are_the_definitions():
     assert min(longest.count(n) for n in range(3)) > 3
     x = torch.stack(rows).view(2, 37, 12)
     found, wanted = gpt(token_ids), defined(gpt, token_ids, x)
-    close(found, wanted)
-    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    for ours, theirs in zip(*(torch.autograd.grad(y, gpt.parameters(), g) for y in (found, wanted)), strict=True):
-        close(ours, theirs)
+    assert_all_close(*(with_gradients(y, list(gpt.parameters())) for y in (found, wanted)), tolerance=1e-11)
 
 
 def test_texts_of_several_lengths_go_on_together_and_apart():

@@ -166,10 +166,3 @@ def test_autocast(values):
 def test_a_sigma_that_is_no_distance_is_refused(sigma):
     with pytest.raises(ValidationError, match="sigma"):
         ProjectionConfig(name="projection", sigma=sigma)
-
-
-def test_heads_that_cannot_be_shared_are_refused():
-    with pytest.raises(ValueError, match="n_kv_head=3 does not divide n_head=4: use one of 1, 2, 4"):
-        ProjectionConfig(name="projection", n_kv_head=3).check(12, 4, 6)
-    with pytest.raises(ValidationError, match="n_kv_head"):
-        ProjectionConfig(name="projection", n_kv_head=0)

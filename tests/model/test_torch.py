@@ -174,13 +174,11 @@ def test_is_a_pure_function_of_its_parameters():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("restored_torch")
 def test_deterministic_algorithms_are_enough():
     gpt = build()
     torch.use_deterministic_algorithms(True)
-    try:
-        results = [loss_and_gradients(gpt, gpt.loss(ids()[:, :-1], ids()[:, 1:])) for _ in range(2)]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    results = [loss_and_gradients(gpt, gpt.loss(ids()[:, :-1], ids()[:, 1:])) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 import torch
+from alone import open_run
 
 from common.settings import UserError, decode, variant_names
 from model.attention import ATTENTION
@@ -158,15 +159,10 @@ def test_training_goes_on_from_the_converted_checkpoint(tiny, settings, tmp_path
 
 
 def test_the_run_begins_with_the_converted_weights_and_an_optimizer_at_rest(tiny, settings, tmp_path):
-    from trainer.distributed import World
-    from trainer.loop import Run
-    from trainer.runtime import open_runtime
-
     fit(tiny(settings))
     convert(tmp_path / "run", tmp_path / "gqa", 1)
     config = tiny(settings | {"run_dir": tmp_path / "gqa", "model.attention": {"name": NAMES[0], "n_kv_head": 1}})
-    runtime = open_runtime(config.runtime)
-    run = Run(config, runtime, World(runtime.device))
+    run = open_run(config)
     wanted = shared(load_model(tmp_path / "run")[0], 1).state_dict()
     assert all(torch.equal(value, wanted[key]) for key, value in run.gpt.state_dict().items())
     assert not any(value.any() for state in run.optimizer.state.values() for value in state.values())

@@ -1,29 +1,8 @@
 """Fixtures for tests of runs that are killed."""
 
-import os
-import tempfile
-from pathlib import Path
-
 import pytest
 
 pytest.register_assert_rewrite("faults")
-
-
-@pytest.fixture(scope="session")
-def server():
-    """Starts the lives of runs: faults.ForkServer."""
-    from faults import ForkServer
-
-    server = ForkServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def memory(tmp_path):
-    """A folder where fsync is free, if there is one: a killed process leaves the same files in any folder."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

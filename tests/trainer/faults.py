@@ -1,50 +1,43 @@
 """Training in processes that are killed at chosen operations.
 
-A fork server imports torch once and forks a process for every life of a run, so that a start costs a tenth of a second.
-A life trains by `trainer.loop.fit` and ends on its own, after some time by SIGKILL, or by SIGKILL of itself at its n-th
-operation on the disk.
+A life of a run trains by `trainer.loop.fit`, in forks (ranks.py), so that a start costs a tenth of a second. It ends on
+its own, after some time by SIGKILL, or by SIGKILL of itself at its n-th operation on the disk.
 """
 
 import builtins
 import contextlib
 import faulthandler
 import functools
-import gc
 import hashlib
 import io
 import json
 import os
-import platform
 import secrets
 import signal
-import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections import Counter
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from typing import NamedTuple
 
+import ranks
 import safetensors.torch
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from common.console import console
 from common.settings import UserError, decode
 from trainer.config import TrainConfig
+from trainer.loop import fit
 
-ROOT = Path(__file__).resolve().parents[2]
 WRITES = ("write", "save_file")
 SECONDS_TO_FINISH = 120  # a life that takes longer hangs
 SECONDS_BEHIND_A_KILLED_ONE = 0.05  # how long the other processes of a run live on, before they are killed too
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """SIGKILL at an operation on the disk, counted from 1, of the main thread or of all other threads together."""
 
     thread: str  # "main" or "other"
@@ -53,8 +46,7 @@ class Kill:
     power: bool = False  # what was not fsynced is lost with the process
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """An operation on the disk: its thread, its name, and the path that it changes."""
 
     thread: str
@@ -62,14 +54,13 @@ class Operation:
     path: str
 
 
-@dataclass(frozen=True)
-class Life:
+class Life(NamedTuple):
     """How the processes of a life ended: their exit statuses by rank (-9: killed), and what they printed."""
 
     statuses: list[int]
     out: str
     err: str
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[Operation]
     """Of one process, as they were begun."""
 
     @property
@@ -83,52 +74,49 @@ class Life:
         return set(self.statuses) == {0}
 
 
-class ForkServer:
-    """Starts lives of runs, one after another."""
+def live(config, processes=1, kill=None, seconds=None, victims=None, rank=0):
+    """Train by `config` until it ends, or until it is killed.
 
-    def __init__(self):
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            cwd=ROOT,
-            env=os.environ | alone | {"PATH": ""},  # no git, which takes longer than the rest of a start
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    Args:
+        kill: the operation at which `rank` kills itself.
+        seconds: after this time, `victims` (ranks; None: all) are killed from outside.
+    """
+    with tempfile.NamedTemporaryFile("r") as trace:
+        job = {"config": config.model_dump(mode="json"), "kill": kill, "rank": rank}
+        arguments = ["-c", "import faults; faults.train()", json.dumps(job | {"trace": trace.name})]
+        with ranks.started(processes, *arguments, PATH="") as started:  # no git, which takes longer than other things
+            _watch(started, seconds, started if victims is None else [started[rank] for rank in victims])
+            statuses, outs, errs = zip(*ranks.finish(*started), strict=True)
+        life = Life(list(statuses), "".join(outs), "".join(errs), [Operation(*json.loads(line)) for line in trace])
+    assert -signal.SIGABRT not in life.statuses, f"it hangs:\n{life.err}"
+    return life
 
-    def live(self, config, processes=1, kill=None, seconds=None, victims=None, rank=0):
-        """Train by `config` until it ends, or until it is killed.
 
-        Args:
-            kill: the operation at which `rank` kills itself.
-            seconds: after this time, `victims` (ranks; None: all) are killed from outside.
-        """
-        job = {
-            "config": config.model_dump(mode="json"),
-            "processes": processes,
-            "kill": kill and asdict(kill),
-            "rank": rank,
-            "seconds": seconds,
-            "victims": list(range(processes)) if victims is None else victims,
-        }
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        life = Life(**answer | {"operations": [Operation(*line) for line in answer["operations"]]})
-        assert -signal.SIGABRT not in life.statuses, f"it hangs:\n{life.err}"
-        return life
+def _watch(processes, seconds, victims):
+    """Kill those that are to be killed, and wait for all."""
+    now = time.monotonic()
+    kills = [(now + SECONDS_TO_FINISH, signal.SIGABRT, processes)]  # it prints where all threads are
+    if seconds is not None:
+        kills.append((now + seconds, signal.SIGKILL, victims))
+    while running := [process for process in processes if process.returncode is None]:
+        now = time.monotonic()
+        due = [kill for kill in kills if kill[0] <= now]
+        kills = [kill for kill in kills if kill[0] > now]
+        for _, number, victims in due:
+            for process in victims:
+                if process.returncode is None:
+                    os.kill(process.pid, number)
+        for process in running:
+            if process.poll() == -signal.SIGKILL:
+                kills.append((now + SECONDS_BEHIND_A_KILLED_ONE, signal.SIGKILL, processes))
+        time.sleep(0.001)
 
-    def finish(self, config, processes=1, rank=0):
-        """Train by `config` to its end; all must be well. The operations are those of `rank`."""
-        life = self.live(config, processes, rank=rank)
-        assert life.finished, f"{life.statuses}\n{life.err}"
-        return life
 
-    def close(self):
-        """End the server."""
-        self._process.communicate()
+def finish(config, processes=1, rank=0):
+    """Train by `config` to its end; all must be well. The operations are those of `rank`."""
+    life = live(config, processes, rank=rank)
+    assert life.finished, f"{life.statuses}\n{life.err}"
+    return life
 
 
 # Where to kill
@@ -204,7 +192,7 @@ def assert_same(run_dir, expected, why=""):
     assert not differing, f"{why}: {differing}"
 
 
-# In the server and its children
+# In the processes of a life
 
 
 class Disk:
@@ -365,33 +353,24 @@ def _path(handle):
     return str(handle)
 
 
-def _picture(lines, path, title):
-    """Stands in for drawing loss.png, which would take most of a short run's time."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_bytes(b"a picture")
-    os.replace(beside, path)
-
-
 def _draw(count, *_):
     """Draw random numbers, as a model with dropout does in each step."""
     torch.rand(count)
 
 
-def _train(job, rank, folder):
+def train():
     """A process of a life, from its fork to its end."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for handle, name in (1, "out"), (2, "err"):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), handle)
+    job, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
+    if os.environ["WORLD_SIZE"] == "1":
+        del os.environ["RANK"]  # as started without a launcher
     faulthandler.enable()
-    if job["processes"] > 1:
-        os.environ.update(job["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
     secrets.token_hex = lambda n: "0" * 2 * n  # the run's id; it would be the only difference between two runs
     register_optimizer_step_pre_hook(functools.partial(_draw, 1 + rank))
     if rank == job["rank"]:
-        Disk(job["kill"] and Kill(**job["kill"]), folder / "operations").install()
+        Disk(job["kill"] and Kill(*job["kill"]), job["trace"]).install()
     status = 1
     try:
-        trainer.loop.fit(decode(TrainConfig, job["config"]))
+        fit(decode(TrainConfig, job["config"]))
         status = 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -402,67 +381,3 @@ def _train(job, rank, folder):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # whatever `fit` left to be done afterwards is lost
-
-
-def _live(job, folder):
-    """Fork the processes of a life, kill those that are to be killed, and wait for all; their exit statuses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job["environment"] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(job["processes"])}
-    pids = []
-    for rank in range(job["processes"]):
-        pid = os.fork()
-        if pid == 0:
-            _train(job, rank, folder)
-        pids.append(pid)
-    now = time.monotonic()
-    kills = [(now + SECONDS_TO_FINISH, signal.SIGABRT, pids)]  # it prints where all threads are
-    if job["seconds"] is not None:
-        kills.append((now + job["seconds"], signal.SIGKILL, [pids[rank] for rank in job["victims"]]))
-    statuses = {}
-    while len(statuses) < len(pids):
-        now = time.monotonic()
-        due = [kill for kill in kills if kill[0] <= now]
-        kills = [kill for kill in kills if kill[0] > now]
-        for _, number, victims in due:
-            for pid in set(victims) - set(statuses):
-                os.kill(pid, number)
-        for pid in set(pids) - set(statuses):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                statuses[pid] = os.waitstatus_to_exitcode(status)
-                if statuses[pid] == -signal.SIGKILL:
-                    kills.append((now + SECONDS_BEHIND_A_KILLED_ONE, signal.SIGKILL, pids))
-        time.sleep(0.001)
-    return [statuses[pid] for pid in pids]
-
-
-def serve():
-    """Read jobs from standard input, a JSON object a line, and answer each when its processes have ended."""
-    torch.set_num_threads(1)
-    platform.platform()  # slow once, and then remembered; as is what the first line on the console imports
-    console.print(end="")
-    gc.collect()
-    gc.freeze()  # the children's collections need not look at, and so copy, what is here
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for output in ("out", "err", "operations"):  # a process may be killed before it writes anything
-                (folder / output).touch()
-            statuses = _live(json.loads(line), folder)
-            out, err, operations = ((folder / name).read_text() for name in ("out", "err", "operations"))
-        done = [json.loads(line) for line in operations.splitlines()]
-        answer = {"statuses": statuses, "out": out, "err": err, "operations": done}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    import trainer.plot
-
-    trainer.plot.draw_losses = _picture
-    import trainer.loop
-
-    serve()

@@ -10,6 +10,7 @@ import functools
 import gc
 import json
 import os
+import platform
 import runpy
 import signal
 import socket
@@ -173,12 +174,15 @@ def _become(request):
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)
+    sys.path.insert(0, str(ROOT))
     import cli  # noqa: F401
     import trainer.loop
+    from common.console import console
     from common.files import write_atomic
 
     trainer.run.draw_losses = lambda lines, path, title: write_atomic(path, b"a picture")  # drawing takes longer
+    platform.platform()  # slow once, and then remembered; as is what the first line on the console imports
+    console.print(end="")
     gc.collect()
     gc.freeze()  # the children's collections need not look at, and so copy, what is here
     if (asked_for := _serve()) is not None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from alone import open_run
 from safetensors.torch import load_file
 from test_resume import assert_same_run, metrics
 
@@ -82,7 +83,7 @@ def test_a_halted_run_goes_on_when_the_fault_is_gone(tiny, tmp_path, factor_at):
 
 def reference_without(config, bad):
     """The weights after plain steps on all batches except those of the `bad` steps."""
-    run = Run(config, *_alone(config))
+    run = open_run(config)
     gpt = GPT(config.model).double()
     gpt.load_state_dict(run.gpt.state_dict())
     optimizer = config.optim.build(gpt)
@@ -98,14 +99,6 @@ def reference_without(config, bad):
         optimizer.step()
         optimizer.zero_grad()
     return dict(gpt.named_parameters())
-
-
-def _alone(config):
-    from trainer.distributed import World
-    from trainer.runtime import open_runtime
-
-    runtime = open_runtime(config.runtime)
-    return runtime, World(runtime.device)
 
 
 def test_skip_passes_over_the_batch_and_nothing_else(tiny, tmp_path, factor_at):
@@ -150,7 +143,7 @@ def test_rollback_heals_weights_that_went_bad(tiny, tmp_path, monkeypatch, facto
     monkeypatch.undo()
 
     accumulate, broken = Run._step, []
-    name = next(n for n, _ in Run(tiny(), *_alone(tiny())).gpt.named_parameters() if n.startswith("blocks.0"))
+    name = next(n for n, _ in open_run(tiny()).gpt.named_parameters() if n.startswith("blocks.0"))
     monkeypatch.setattr(Run, "_step", lambda run: _break(run, name, bad, broken, accumulate))
     fit(tiny(changes))
     assert broken == [bad - 1]

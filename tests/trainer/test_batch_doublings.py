@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from alone import open_run
 from test_elastic import train  # noqa: F401 (a fixture)
 from test_resume import assert_same_run, metrics
 from test_torchrun import assert_same_steps
@@ -13,21 +14,12 @@ from data.loader import TrainBatches
 from tools.convert.export_hf import export
 from tools.plan.plan import PlanConfig, plan
 from tools.plan.report import table_of
-from trainer.distributed import World
 from trainer.loop import fit
-from trainer.run import Run
-from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 DOUBLED = {"batch_doublings": [2, 3], "max_steps": 6}
 SIZES = [1, 1, 2, 4, 4, 4]  # of 16 tokens each
-
-
-def alone(config, size=1):
-    """The run in a world of so many processes, of which only this one is there."""
-    runtime = open_runtime(config.runtime)
-    return Run(config, runtime, World(runtime.device, size=size))
 
 
 def test_a_run_reads_the_sequences_of_any_other_in_order(tiny, monkeypatch, tmp_path):
@@ -42,7 +34,7 @@ def test_a_run_reads_the_sequences_of_any_other_in_order(tiny, monkeypatch, tmp_
     fit(tiny(DOUBLED))
     assert [len(read[step]) for step in range(6)] == SIZES
     in_order = [window for step in range(6) for window in read[step]]
-    assert in_order == alone(tiny({"run_dir": tmp_path / "plain"})).batches.windows(np.arange(16)).tolist()
+    assert in_order == open_run(tiny({"run_dir": tmp_path / "plain"})).batches.windows(np.arange(16)).tolist()
 
 
 def test_metrics_count_the_tokens_that_were_read(run_of):
@@ -53,7 +45,7 @@ def test_metrics_count_the_tokens_that_were_read(run_of):
 
 
 def test_the_rate_is_that_of_the_steps_own_tokens(tiny, monkeypatch):
-    run = alone(tiny(DOUBLED))
+    run = open_run(tiny(DOUBLED))
     rates = [run.train_step()["tokens_per_second"] * seconds for seconds in _seconds(monkeypatch)]
     assert rates == pytest.approx([16 * size for size in SIZES])
 
@@ -97,7 +89,7 @@ def test_a_bad_step_is_of_the_sequences_that_it_read(tiny, tmp_path, monkeypatch
     monkeypatch.setattr("trainer.run.why_bad", lambda *_: "a test")
     config = tiny(DOUBLED | {"runtime.on_nonfinite": "skip", "runtime.max_bad_steps": 10})
     fit(config)
-    begins = (alone(config).batches.windows(np.arange(16)) * 16).tolist()
+    begins = (open_run(config).batches.windows(np.arange(16)) * 16).tolist()
     for step in (1, 3, 6):
         found = json.loads((tmp_path / "run" / "bad_steps" / f"step-{step:08}.json").read_text())
         read = slice(sum(SIZES[: step - 1]), sum(SIZES[:step]))
@@ -157,13 +149,13 @@ def test_doublings_that_cannot_be_are_one_line(tiny, changes, message):
 )
 def test_a_first_batch_that_is_too_small_is_refused_before_training(tiny, size, strategy, message):
     with pytest.raises(UserError, match=message):
-        alone(tiny(DOUBLED | {"runtime.strategy": strategy}), size)
+        open_run(tiny(DOUBLED | {"runtime.strategy": strategy}), size)
 
 
 def test_a_first_batch_that_fsdp_cannot_divide_is_refused(tiny):
     config = tiny({"batch_tokens": 96, "batch_doublings": [2], "runtime.strategy": "fsdp"})
     with pytest.raises(UserError, match="begin with 3 sequences, not divisible among 2 processes"):
-        alone(config, 2)
+        open_run(config, 2)
     with pytest.raises(UserError, match="begin with 3 sequences, fewer than n_device=4"):
         decode(PlanConfig, config.model_dump() | {"n_device": 4})
 
@@ -177,6 +169,6 @@ def test_doublings_cannot_change_within_a_run(run_of, tiny):
 def test_the_largest_batch_decides_the_micro_batch(tiny, monkeypatch):
     asked = []
     monkeypatch.setattr("trainer.run.choose_micro_batch", lambda module, share, *rest: asked.append(share) or share)
-    run = alone(tiny(DOUBLED | {"runtime.micro_batch": "auto"}))
+    run = open_run(tiny(DOUBLED | {"runtime.micro_batch": "auto"}))
     assert asked == [4]
     assert [[len(ids) for ids, _ in run.share(step)] for step in range(6)] == [[size] for size in SIZES]

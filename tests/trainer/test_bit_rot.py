@@ -5,7 +5,7 @@ import random
 import shutil
 
 import pytest
-from faults import assert_same, checkpoint_of, is_whole, kills, last_saved, result, steps_of
+from faults import assert_same, checkpoint_of, finish, is_whole, kills, last_saved, live, result, steps_of
 
 from common.settings import UserError
 from trainer.checkpoint import open_checkpoint
@@ -26,12 +26,12 @@ def config(quick):
 
 
 @pytest.fixture
-def expected(server, config):
+def expected(config):
     """The results of the run if nothing is damaged; leaves the run as it is after step 4 in the folder `start`."""
-    server.finish(config)
+    finish(config)
     expected = result(config.run_dir)
     shutil.rmtree(config.run_dir)
-    server.finish(config.model_copy(update={"stop_at": 4}))
+    finish(config.model_copy(update={"stop_at": 4}))
     assert sorted(path.name for path in checkpoint_of(config.run_dir, 4).iterdir()) == FILES
     config.run_dir.rename(config.run_dir.with_name("start"))
     return expected
@@ -83,11 +83,11 @@ def swap(path, rng):
 
 @pytest.mark.parametrize("damage", [flip, cut, empty, grow, blank, lose, swap], ids=lambda damage: damage.__name__)
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over(server, config, expected, rng, damage):
+def test_a_damaged_checkpoint_is_passed_over(config, expected, rng, damage):
     for name in FILES:
         newest = begin(config)
         damage(newest / name, rng)
-        life = server.finish(config)
+        life = finish(config)
         assert life.err.startswith("warning: "), name
         assert life.err.count("\n") == 1, life.err
         # A manifest with another sum speaks ill of another file.
@@ -97,33 +97,33 @@ def test_a_damaged_checkpoint_is_passed_over(server, config, expected, rng, dama
         assert_same(config.run_dir, expected, name)
 
 
-def test_a_checkpoint_without_files_is_passed_over(server, config, expected):
+def test_a_checkpoint_without_files_is_passed_over(config, expected):
     for path in begin(config).iterdir():
         path.unlink()
-    life = server.finish(config)
+    life = finish(config)
     assert life.err.count("\n") == 1
     assert "warning: " in life.err
     assert "step-00000004" in life.err
     assert_same(config.run_dir, expected)
 
 
-def test_as_many_as_are_damaged_are_passed_over(server, config, expected, rng):
+def test_as_many_as_are_damaged_are_passed_over(config, expected, rng):
     begin(config)
-    server.finish(config)
+    finish(config)
     flip(checkpoint_of(config.run_dir, 4) / "random.safetensors", rng)
     flip(checkpoint_of(config.run_dir, 6) / "optimizer.safetensors", rng)
-    life = server.finish(config)
+    life = finish(config)
     assert [line.startswith("warning: ") for line in life.err.splitlines()] == [True, True]
     assert "after step 2\n" in life.out
     assert_same(config.run_dir, expected)
 
 
-def test_two_processes_pass_over_the_same(server, config, rng):
-    server.finish(config, processes=2)
+def test_two_processes_pass_over_the_same(config, rng):
+    finish(config, processes=2)
     expected = result(config.run_dir)
     for damage in (flip, cut, lose):
         damage(checkpoint_of(config.run_dir, 6) / "model.safetensors", rng)
-        life = server.finish(config, processes=2)
+        life = finish(config, processes=2)
         assert "step-00000006/model.safetensors" in life.err
         assert_same(config.run_dir, expected)
 
@@ -133,13 +133,13 @@ def snapshot(folder):
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_none_whole_is_an_error_and_nothing_is_touched(server, config, rng):
-    server.finish(config)
+def test_none_whole_is_an_error_and_nothing_is_touched(config, rng):
+    finish(config)
     for step, name in (2, "optimizer.safetensors"), (4, "manifest.json"), (6, "model.safetensors"):
         cut(checkpoint_of(config.run_dir, step) / name, rng)
     before = snapshot(config.run_dir)
     for changes in ({}, {"resume": "never"}, {"max_steps": 9}):
-        life = server.live(config.model_copy(update=changes))
+        life = live(config.model_copy(update=changes))
         assert life.statuses == [1]
         *warnings, error = life.err.splitlines()
         assert [line.startswith("warning: ") for line in warnings] == [True] * 3
@@ -149,7 +149,7 @@ def test_none_whole_is_an_error_and_nothing_is_touched(server, config, rng):
 
 
 @pytest.mark.slow
-def test_killed_while_it_goes_on_a_whole_one_is_left(server, config, expected, rng):
+def test_killed_while_it_goes_on_a_whole_one_is_left(config, expected, rng):
     """Even if only the newest checkpoint is kept, a whole one is always left."""
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 1, "keep_last": 1})})
 
@@ -157,21 +157,21 @@ def test_killed_while_it_goes_on_a_whole_one_is_left(server, config, expected, r
         flip(begin(config) / "model.safetensors", rng)
 
     begin(config)
-    server.finish(config)
+    finish(config)
     expected = result(config.run_dir)
     damaged()
-    for kill in list(kills(server.finish(config).operations))[::7]:
+    for kill in list(kills(finish(config).operations))[::7]:
         damaged()
-        life = server.live(config, kill=kill)
+        life = live(config, kill=kill)
         assert life.killed
         whole = [step for step in steps_of(config.run_dir) if is_whole(config.run_dir, step)]
         assert max(whole) >= max(2, last_saved(life.operations)), kill
-        server.finish(config)
+        finish(config)
         assert_same(config.run_dir, expected, kill)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
-def test_no_bit_of_what_is_text_can_flip(server, config, expected, rng, name):
+def test_no_bit_of_what_is_text_can_flip(config, expected, rng, name):
     """A flipped bit in any byte is detected; with the bytes restored, the state is the same."""
     newest = begin(config)
     before, state = (newest / name).read_bytes(), open_checkpoint(newest).state

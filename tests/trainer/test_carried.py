@@ -8,23 +8,23 @@ import re
 import pytest
 import ranks
 import torch
+from alone import open_run
+from faults import metrics
+from forged import sign
 from safetensors.torch import load_file, save_file
-from test_resume import assert_same_run, metrics
+from test_resume import assert_same_run
 from test_torchrun import assert_same_steps
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import trainer.step
-from common.files import sha256_file
 from common.settings import UserError
 from data.loader import step_windows
 from inference.evaluate import EvaluateConfig, run_evaluation
 from model.gpt import GPT
 from trainer.checkpoint import newest, open_checkpoint
-from trainer.distributed import World
 from trainer.loop import fit
 from trainer.run import Run
-from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -39,11 +39,6 @@ MODELS = {
     "ngrams": {"model.ngrams": [1, 3], "model.position.name": "none"},
     "both": {"model.attention_pattern": ["log_space", "sliding_window"], "model.n_layer": 2},
 }
-
-
-def run_of_config(config):
-    runtime = open_runtime(config.runtime)
-    return Run(config, runtime, World(runtime.device))
 
 
 def texts(run, steps, rows=4):
@@ -62,7 +57,7 @@ def texts(run, steps, rows=4):
 def test_steps_are_the_forward_pass_of_the_whole_text_without_its_gradients(tiny, changes, documents):
     """With a learning rate of nearly 0: a step's loss is that of its stretch, given all text before it."""
     sizes = {"seq_len": 65, "batch_tokens": 4 * 65, "optim.max_lr": 1e-300, "optim.grad_clip": None}
-    run = run_of_config(tiny(CARRIED | changes | sizes | {"data.document_reset": documents}))
+    run = open_run(tiny(CARRIED | changes | sizes | {"data.document_reset": documents}))
     ids, gpt = texts(run, 3), run.gpt
     assert (ids[:, 65:] == run.tokenizer.eot_id).any()
     assert (gpt.eot_id is None) != documents
@@ -81,7 +76,7 @@ def test_steps_are_the_forward_pass_of_the_whole_text_without_its_gradients(tiny
 
 def test_without_carried_state_the_losses_differ(tiny):
     """So the test above would see a state that is not carried."""
-    run = run_of_config(tiny(CARRIED | {"optim.max_lr": 1e-300}))
+    run = open_run(tiny(CARRIED | {"optim.max_lr": 1e-300}))
     ids = texts(run, 2)
     run.train_step()
     with torch.no_grad():
@@ -93,7 +88,7 @@ def test_a_row_that_comes_to_the_end_of_the_corpus_begins_again_without_a_state(
     config = tiny(
         CARRIED | {"seq_len": 256, "batch_tokens": 4 * 256, "optim.max_lr": 1e-300, "data.document_reset": True}
     )
-    run = run_of_config(config)
+    run = open_run(config)
     n = run.batches.n_windows
     begins = [step for step in range(1, n + 1) if run.batches.begins(step, 0, 4).any()]
     assert len(begins) == 4, "each row comes there once"
@@ -128,7 +123,7 @@ def test_a_run_goes_on_to_the_bit(tiny, tmp_path, name):
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, "auto"])
 def test_micro_batches_change_rounding_only(tiny, micro_batch):
     two, other = (
-        run_of_config(tiny(CARRIED | MODELS["flagship"] | {"runtime.micro_batch": size})) for size in (2, micro_batch)
+        open_run(tiny(CARRIED | MODELS["flagship"] | {"runtime.micro_batch": size})) for size in (2, micro_batch)
     )
     for _ in range(3):
         lines = [run.train_step() for run in (two, other)]
@@ -190,8 +185,8 @@ def test_the_step_after_a_bad_one_goes_on_from_the_state_before_it(tiny, monkeyp
     fit(config)
     lines = {line["step"]: line["loss"] for line in metrics(config.run_dir) if "loss" in line}
     assert sorted(lines) == [1, 2, 4, 5]
-    ids = texts(run_of_config(tiny(CARRIED | {"run_dir": config.run_dir.parent / "other"})), 5)
-    gpt = run_of_config(tiny(CARRIED | {"run_dir": config.run_dir.parent / "other"})).gpt
+    ids = texts(open_run(tiny(CARRIED | {"run_dir": config.run_dir.parent / "other"})), 5)
+    gpt = open_run(tiny(CARRIED | {"run_dir": config.run_dir.parent / "other"})).gpt
     with torch.no_grad():
         state = gpt.features(ids[:, :32], return_state=True)[1]
         losses, _ = gpt.token_losses(ids[:, 48:-1], ids[:, 49:], state, return_state=True)
@@ -204,7 +199,7 @@ def test_evaluation_reads_each_stream_in_order(tiny, batches):
     """Against one pass over each stretch of the split; eval.py measures what training did."""
     config = tiny(CARRIED | {"eval.batches": batches, "max_steps": 3, "runtime.micro_batch": 3})
     fit(config)
-    run = run_of_config(config)
+    run = open_run(config)
     val = run.windows.stream
     length = 16 * (batches or math.ceil(math.ceil((val.n_tokens - 1) / 16) / 4))
     begins = range(0, val.n_tokens - 1, length) if batches is None else [run.windows.begin(row) for row in range(4)]
@@ -253,7 +248,7 @@ def test_what_cannot_be_carried_is_refused_in_one_line(tiny, changes, message):
 def test_a_corpus_with_less_text_than_sequences_is_refused(tiny):
     config = tiny(CARRIED | {"seq_len": 8192, "batch_tokens": 64 * 8192})
     with pytest.raises(UserError, match=r"gives each of 64 sequences a text of its own.*lower batch_tokens or seq_len"):
-        run_of_config(config)
+        open_run(config)
 
 
 def test_a_run_cannot_change_its_mind_and_a_state_of_other_shape_is_refused(tiny):
@@ -265,9 +260,7 @@ def test_a_run_cannot_change_its_mind_and_a_state_of_other_shape_is_refused(tiny
     tensors = load_file(file)
     name = next(key for key in tensors if re.fullmatch(r"carried\.layers\.0\.log_s", key))
     save_file(tensors | {name: tensors[name][:3].clone()}, file)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["sha256"]["random.safetensors"] = sha256_file(file)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    sign(path)
     with pytest.raises(
         UserError, match=r"carried.layers.0.log_s has the shape \[3, 2, 8, 8\], must have \[4, 2, 8, 8\]"
     ):

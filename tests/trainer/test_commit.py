@@ -5,14 +5,14 @@ import re
 import shutil
 
 import pytest
-from faults import WRITES, Kill, assert_same, is_whole, kills, last_saved, names_given, result, steps_of
+from faults import WRITES, Kill, assert_same, finish, is_whole, kills, last_saved, live, names_given, result, steps_of
 
 from trainer.checkpoint import open_checkpoint
 
 
-def undisturbed(server, config, processes=1):
+def undisturbed(config, processes=1):
     """The results of an undisturbed run, and its operations."""
-    life = server.finish(config, processes)
+    life = finish(config, processes)
     assert steps_of(config.run_dir) == [2, 3], "the best and the newest"
     expected = result(config.run_dir)
     shutil.rmtree(config.run_dir)
@@ -43,17 +43,17 @@ def one_of_each_kind(operations, kills, which):
     ids=["before", "in_a_write", "power_cut"],
 )
 @pytest.mark.slow
-def test_killed_at_every_kind_of_operation(server, quick, how, power, which):
+def test_killed_at_every_kind_of_operation(quick, how, power, which):
     config = quick()
-    expected, operations = undisturbed(server, config)
+    expected, operations = undisturbed(config)
     count = 0
     for kill in one_of_each_kind(operations, kills(operations, how, power), which):
-        life = server.live(config, kill=kill)
+        life = live(config, kill=kill)
         assert life.killed, kill
         why = f"{kill}: {[done for done in life.operations if done.thread == kill.thread][-1]}"
         assert_all_whole(config.run_dir, why)
         assert max(steps_of(config.run_dir), default=0) >= last_saved(life.operations), why
-        life = server.finish(config)
+        life = finish(config)
         assert life.err == "", why
         assert_same(config.run_dir, expected, why)
         shutil.rmtree(config.run_dir)
@@ -61,9 +61,9 @@ def test_killed_at_every_kind_of_operation(server, quick, how, power, which):
     assert count > {"before": 30, "half": 8}[how], count
 
 
-def test_what_is_counted_on_is_synced(server, quick):
+def test_what_is_counted_on_is_synced(quick):
     """A checkpoint's files are synced before its rename, and the rename before anything else in its folder."""
-    _, operations = undisturbed(server, quick())
+    _, operations = undisturbed(quick())
     named = 0
     for thread in ("main", "other"):
         own = [done for done in operations if done.thread == thread]
@@ -85,15 +85,15 @@ def test_what_is_counted_on_is_synced(server, quick):
 
 
 @pytest.mark.slow
-def test_killed_again_and_again(server, quick):
+def test_killed_again_and_again(quick):
     """Each life makes some progress, however short it is."""
-    expected, operations = undisturbed(server, quick())
+    expected, operations = undisturbed(quick())
     rng, killed = random.Random(0), 0
     for _ in range(4):
         run_dir, life = quick().run_dir, None
         while life is None or life.killed:
             thread, how = rng.choice(operations).thread, rng.choice(["before", "half"])
-            life = server.live(quick(), kill=Kill(thread, rng.randrange(1, 60), how, power=rng.random() < 0.5))
+            life = live(quick(), kill=Kill(thread, rng.randrange(1, 60), how, power=rng.random() < 0.5))
             killed += life.killed
             assert life.killed or life.finished, life.err
             assert killed < 100
@@ -103,25 +103,25 @@ def test_killed_again_and_again(server, quick):
 
 
 @pytest.mark.slow
-def test_killed_at_some_operations_of_two_processes(server, quick):
+def test_killed_at_some_operations_of_two_processes(quick):
     config = quick({"runtime.micro_batch": 2})
-    expected, operations = undisturbed(server, config, processes=2)
+    expected, operations = undisturbed(config, processes=2)
     for kill in list(kills(operations))[::16] + list(kills(operations, "half", power=True))[::10]:
-        assert server.live(config, processes=2, kill=kill).killed
+        assert live(config, processes=2, kill=kill).killed
         assert_all_whole(config.run_dir, kill)
-        life = server.finish(config, processes=2)
+        life = finish(config, processes=2)
         assert life.err == "", kill
         assert_same(config.run_dir, expected, kill)
         shutil.rmtree(config.run_dir)
 
 
-def test_killed_in_a_save(server, quick):
+def test_killed_in_a_save(quick):
     """Some of the moments that the tests above try in full."""
     config = quick()
-    expected, operations = undisturbed(server, config)
+    expected, operations = undisturbed(config)
     for kill in list(kills(operations))[5::40] + list(kills(operations, "half", power=True))[2::12]:
-        assert server.live(config, kill=kill).killed, kill
+        assert live(config, kill=kill).killed, kill
         assert_all_whole(config.run_dir, kill)
-        assert server.finish(config).err == "", kill
+        assert finish(config).err == "", kill
         assert_same(config.run_dir, expected, kill)
         shutil.rmtree(config.run_dir)

@@ -148,33 +148,36 @@ def test_other_errors_pass_unchanged(worker):
         assert errors_of(result) == []
 
 
-FAULTY_TRAIN = """
-import os, runpy, sys, time
+# A model in DDP, whose frames an error of the training goes through: what holds connections, and what joins them.
+FAILING_TRAIN = """
+import os, runpy, sys
+from common.settings import UserError
 from model.gpt import GPT
 
 summed_loss, calls = GPT.summed_loss, 0
 
-def faulty(self, token_ids, targets, *state):
+def failing(self, token_ids, targets, *state):
     global calls
     calls += 1
-    while calls == 5 and os.environ["RANK"] == "1":
-        time.sleep(1)
+    if calls == 5 and os.environ["RANK"] == "{failing}":
+        {fault}
     return summed_loss(self, token_ids, targets)
 
-GPT.summed_loss = faulty
+GPT.summed_loss = failing
 sys.argv = ["train.py", *sys.argv[1:]]
 runpy.run_path("train.py", run_name="__main__")
 """
+DISK_FULL = "raise UserError('the disk is full')"
 
 
 @pytest.mark.slow
 def test_training_says_where_it_hangs_and_goes_on_when_it_is_started_again(tiny_args, tmp_path):
     args = [*tiny_args, "max_steps=10", f"runtime.hang_seconds={HANG_SECONDS}"]
-    results = run(2, "-c", FAULTY_TRAIN, *args)
+    results = run(2, "-c", FAILING_TRAIN.format(failing=1, fault="import time; time.sleep(10**6)"), *args)
     assert [result.status for result in results] == [AGAIN] * 2, results[0].err
     (line,) = errors_of(*results)
     assert re.search(r"rank 1 \(.*\) hangs, \d+ s at 'step 5: forward 1', and others wait for it", line)
-    assert "in faulty" in results[1].err
+    assert "in failing" in results[1].err
     results = run(2, "train.py", *args)
     assert [result.status for result in results] == [0] * 2, results[0].err
     assert f"resuming {tmp_path / 'run'} after step 4" in results[0].out
@@ -239,28 +242,6 @@ def test_a_process_that_has_left_is_not_waited_for(worker):
     assert (results[0].out, results[0].err) == ("saved\n", "")
     (line,) = errors_of(*results)
     assert "all processes hang at 'step 30: loss'" in line
-
-
-# A model in DDP, whose frames an error of the training goes through: what holds connections, and what joins them.
-FAILING_TRAIN = """
-import os, runpy, sys
-from common.settings import UserError
-from model.gpt import GPT
-
-summed_loss, calls = GPT.summed_loss, 0
-
-def failing(self, token_ids, targets, *state):
-    global calls
-    calls += 1
-    if calls == 5 and os.environ["RANK"] == "{failing}":
-        {fault}
-    return summed_loss(self, token_ids, targets)
-
-GPT.summed_loss = failing
-sys.argv = ["train.py", *sys.argv[1:]]
-runpy.run_path("train.py", run_name="__main__")
-"""
-DISK_FULL = "raise UserError('the disk is full')"
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from alone import open_run
 from test_fsdp import assert_same_checkpoint
 from test_fsdp import train as train_in_processes  # noqa: F401 (a fixture)
 
@@ -12,15 +13,12 @@ from trainer.checkpoint import load_model, open_checkpoint
 from trainer.distributed import World
 from trainer.loop import fit
 from trainer.resume import take_weights
-from trainer.run import Run
-from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 
 def weights_at_the_start(config):
-    runtime = open_runtime(config.runtime)
-    return Run(config, runtime, World(runtime.device)).gpt.state_dict()
+    return open_run(config).gpt.state_dict()
 
 
 @pytest.mark.parametrize("average", [None, 0.5])

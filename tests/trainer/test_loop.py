@@ -6,14 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from alone import open_run
+from forged import edit
 
 from common.settings import UserError, decode
 from model.gpt import GPT
-from trainer.distributed import World
 from trainer.loop import fit
 from trainer.optim import AdamWConfig
-from trainer.run import Run
-from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -30,11 +29,6 @@ class UnevenBatches:
 
     def batch(self, step, start, stop):
         return self.ids[start:stop], self.targets[start:stop]
-
-
-def open_run(config):
-    runtime = open_runtime(config.runtime)
-    return Run(config, runtime, World(runtime.device))
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
@@ -86,10 +80,7 @@ def test_a_learning_rate_that_breaks_a_model_with_gates_stops_it_in_one_line(tin
 def test_an_empty_validation_split_is_refused_before_training(tiny, tmp_path):
     config = tiny({"dataset_dir": str(tmp_path / "data")})
     shutil.copytree(tiny().dataset_dir, config.dataset_dir)
-    path = config.dataset_dir / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["splits"]["val"] |= {"sets": {}, "shards": []}
-    path.write_text(json.dumps(manifest))
+    edit(config.dataset_dir / "manifest.json", lambda raw: raw["splits"]["val"].update(sets={}, shards=[]))
     with pytest.raises(UserError, match="has no text in its split val: prepare it with val_tokens"):
         fit(config)
     assert not (config.run_dir / "metrics.jsonl").exists()
@@ -175,6 +166,5 @@ def test_a_configuration_that_the_dataset_does_not_fit_is_refused(tiny, changes,
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused(tiny):
-    config = tiny()
     with pytest.raises(UserError, match=r"batch_tokens=64 is 4 sequences, fewer than 5 processes"):
-        Run(config, open_runtime(config.runtime), World(torch.device("cpu"), rank=0, size=5))
+        open_run(tiny(), size=5)

@@ -1,12 +1,12 @@
 """runtime.micro_batch=auto finds the largest size that fits, whatever limits the memory."""
 
-import json
 import math
-import socket
 import weakref
 
 import pytest
+import ranks
 import torch
+from faults import metrics
 from torch import nn
 
 from common.memory import available_memory
@@ -192,6 +192,7 @@ def test_memory_for_less_than_one_sequence_is_found_without_a_trial(monkeypatch)
 def test_half_of_the_memory_is_margin_enough(run_process):
     """A pass must take less than twice the predicted memory, otherwise the kernel kills the process."""
     script = f"""{CHILD}
+sys.path += ["tests", "tests/trainer"]
 from tests.trainer.test_micro_batch import ALONE, CPU, tiny_gpt
 from trainer.memory import step_memory
 from trainer.micro_batch import _fits
@@ -287,22 +288,8 @@ print(chosen)
     assert 20 <= int(child.out.split()[-1]) <= (600 - 64) // 16  # of half of it
 
 
-@pytest.fixture
-def run_ranks(run_process):
-    """Runs a script in two processes of one group."""
-
-    def run(script):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        setting = f"os.environ.update(WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT='{port}', RANK=sys.argv[1])"
-        return run_process(*(["-c", f"import os, sys\n{setting}\n{script}", rank] for rank in "01"))
-
-    return run
-
-
 @pytest.mark.slow
-def test_two_processes_agree_on_what_the_poorer_one_can_do(run_ranks):
+def test_two_processes_agree_on_what_the_poorer_one_can_do():
     script = f"""{CHILD}
 from tests.trainer.test_micro_batch import Limited
 with join_world(runtime.device) as world:
@@ -313,7 +300,7 @@ with join_world(runtime.device) as world:
         module(*torch.zeros(2, 1 + world.rank, 16, dtype=torch.int64)).backward()  # gradients are shared as ever
         print("chosen", chosen, "gradient", module.module.weight.grad[0].item())
 """
-    for rank, result in enumerate(run_ranks(script)):
+    for rank, result in enumerate(ranks.run(2, "-c", script)):
         assert result.status == 0, result.err
         lines = [line.split() for line in result.out.splitlines() if line.startswith("chosen")]
         assert [int(line[1]) for line in lines] == [3, 3]
@@ -323,7 +310,7 @@ with join_world(runtime.device) as world:
 
 
 @pytest.mark.slow
-def test_sharded_weights_want_a_number(run_ranks):
+def test_sharded_weights_want_a_number():
     script = f"""{CHILD}
 from common.settings import UserError
 from tests.trainer.test_micro_batch import tiny_gpt
@@ -334,21 +321,15 @@ with join_world(runtime.device) as world:
     except UserError as error:
         print("refused:", error)
 """
-    results = run_ranks(script)
+    results = ranks.run(2, "-c", script)
     for result in results:
         assert result.status == 0, result.err
         assert "refused: runtime.micro_batch=auto" in result.out
         assert "give a number" in result.out
 
 
-def read_lines(run_dir):
-    """The training lines of metrics.jsonl, without timings."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu")} for line in lines]
-
-
 def assert_same_losses(a, b):
-    for one, two in zip(read_lines(a), read_lines(b), strict=True):
+    for one, two in zip(metrics(a), metrics(b), strict=True):
         assert one.keys() == two.keys()
         for key in one.keys() & {"loss", "val_loss"}:
             assert one[key] == pytest.approx(two[key], rel=0, abs=1e-5), one["step"]
@@ -403,7 +384,7 @@ def test_a_resumed_run_keeps_what_was_chosen(command, room_for, tiny_args, tmp_p
     assert open_checkpoint(b).state.micro_batch == 3
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
-    assert read_lines(tmp_path / "whole") == read_lines(tmp_path / "run")
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")
 
 
 def test_no_memory_for_one_sequence_is_one_line(command, monkeypatch, tiny_args):

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import ranks
 import torch
-from faults import assert_same, is_whole, kills, metrics, names_given, result, steps_of
+from faults import assert_same, finish, is_whole, kills, live, metrics, names_given, result, steps_of
+from forged import edit, sign
 from safetensors.torch import load_file, save_file
 from test_resume import assert_same_run
 
 import trainer.checkpoint
-from common.files import sha256_file
 from common.settings import UserError
 from data.tokenizer import load_tokenizer
 from trainer.checkpoint import checkpoints_dir, load_model, newest, open_checkpoint, save_checkpoint
@@ -196,10 +196,7 @@ def test_damage_in_any_part_is_named(run, name):
 )
 def test_a_manifest_must_list_all_parts_and_nothing_else(run, change):
     run.write_parts()
-    path = newest(run.dir) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    change(manifest["sha256"])
-    path.write_text(json.dumps(manifest))
+    edit(newest(run.dir) / "manifest.json", lambda manifest: change(manifest["sha256"]))
     with pytest.raises(UserError, match=r"manifest\.json is damaged: it must list .*, or all of their parts$"):
         open_checkpoint(newest(run.dir))
 
@@ -238,11 +235,10 @@ def test_a_checkpoint_of_the_format_before_parts_is_resumed(tiny, tmp_path):
     fit(tiny({"run_dir": tmp_path / "whole"}))
     fit(tiny({"stop_at": 4}))
     path = newest(tmp_path / "run")
-    state, manifest = (json.loads((path / name).read_text()) for name in ("state.json", "manifest.json"))
-    assert state["format_version"] == manifest["format_version"] == 3
-    (path / "state.json").write_text(json.dumps(state | {"format_version": 2}))
-    manifest["sha256"]["state.json"] = sha256_file(path / "state.json")
-    (path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 2}))
+    for name in ("state.json", "manifest.json"):
+        assert json.loads((path / name).read_text())["format_version"] == 3
+        edit(path / name, lambda raw: raw.update(format_version=2))
+    sign(path)
     load_model(path)
     fit(tiny())
     assert_same_run(tmp_path / "whole", tmp_path / "run")
@@ -375,10 +371,10 @@ def test_a_full_disk_under_one_process(train, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_at_some_operations_on_the_parts(server, quick, rank):
+def test_killed_at_some_operations_on_the_parts(quick, rank):
     """Either process is killed before or in an operation, also by a power cut, and then the other."""
     config = quick({"runtime.strategy": "fsdp", "runtime.micro_batch": 2})
-    operations = server.finish(config, processes=2, rank=rank).operations
+    operations = finish(config, processes=2, rank=rank).operations
     expected = result(config.run_dir)
     saved = {done.path[-len("model-00001-of-00002.safetensors") :] for done in operations if done.name == "save_file"}
     assert f"model-0000{rank + 1}-of-00002.safetensors" in saved
@@ -391,10 +387,10 @@ def test_killed_at_some_operations_on_the_parts(server, quick, rank):
     ]
     assert len(chosen) > 8
     for kill in chosen:
-        assert server.live(config, processes=2, kill=kill, rank=rank).killed, kill
+        assert live(config, processes=2, kill=kill, rank=rank).killed, kill
         for step in steps_of(config.run_dir):
             assert is_whole(config.run_dir, step), kill
-        life = server.finish(config, processes=2)
+        life = finish(config, processes=2)
         assert life.err == "", kill
         assert_same(config.run_dir, expected, kill)
         shutil.rmtree(config.run_dir)

@@ -5,7 +5,8 @@ import weakref
 import pytest
 import ranks
 import torch
-from test_carried import MODELS, run_of_config
+from alone import open_run
+from test_carried import MODELS
 from test_torchrun import assert_same_steps
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -51,7 +52,7 @@ FAST = ["flagship", "windows", "linear head", "longformer", "ngrams"]
     ],
 )
 def test_gradients_are_those_of_the_whole(tiny, name, documents):
-    run = run_of_config(tiny({"runtime.dtype": "float64", "data.document_reset": documents, **MECHANISMS[name]}))
+    run = open_run(tiny({"runtime.dtype": "float64", "data.document_reset": documents, **MECHANISMS[name]}))
     with torch.no_grad():  # weights that remember: the gradient through the state is large enough to be missed
         for p in run.gpt.parameters():
             p.add_(0.3 * torch.randn(p.shape, dtype=p.dtype))
@@ -105,7 +106,7 @@ class Kept:
 
 @pytest.mark.slow
 def test_memory_grows_with_the_piece_and_not_with_the_sequence(tiny):
-    run = run_of_config(tiny({"runtime.dtype": "float64", "model.n_layer": 2}))
+    run = open_run(tiny({"runtime.dtype": "float64", "model.n_layer": 2}))
 
     def most(T, chunk):
         ids = torch.randint(50, (1, T + 1))
@@ -153,7 +154,7 @@ def test_a_run_in_pieces_takes_the_same_steps(tiny, tmp_path):
     for carried in (False, True):
         for chunk in (None, 20):
             changes = base | {"runtime.sequence_chunk": chunk, "data.carry_state": carried}
-            run = run_of_config(tiny(changes))
+            run = open_run(tiny(changes))
             lines[carried, chunk] = [run.train_step() for _ in range(3)]
             means[carried, chunk] = run.average.tensors
     for carried in (False, True):

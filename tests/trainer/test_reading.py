@@ -1,6 +1,5 @@
 """What a run reads: weighted sets, and a thread that reads ahead of the steps."""
 
-import json
 import random
 import threading
 from types import SimpleNamespace
@@ -8,17 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from alone import open_run
 
 from common.settings import UserError, decode
 from data.loader import TrainBatches
-from data.prepare.dataset import PrepareConfig, prepare
 from model.gpt import GPT
 from trainer.checkpoint import TrainState, newest, open_checkpoint
-from trainer.distributed import World
 from trainer.loop import fit
 from trainer.resume import new_state
 from trainer.run import Run
-from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -26,22 +23,14 @@ MIXTURE = {"few": 5, "none": 0}
 
 
 @pytest.fixture(scope="module")
-def sets_dir(tmp_path_factory):
+def sets_dir(make_dataset):
     """A dataset whose sets are told apart by their letters: 'many' of a, 'few' of b, 'none' of c."""
-    folder = tmp_path_factory.mktemp("sets")
     rng = random.Random(0)
     sets = rng.choices(["many", "few", "none"], weights=[8, 1, 2], k=300)
     letters = {"many": "a", "few": "b", "none": "c"}
-    documents = [{"text": letters[name] * rng.randrange(20, 200), "meta": {"pile_set_name": name}} for name in sets]
-    (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, documents)))
-    raw = {
-        "data": {"name": "jsonl", "path": str(folder / "corpus.jsonl")},
-        "tokenizer": {"name": "bytes"},
-        "out_dir": str(folder / "dataset"),
-        "val_fraction": 0.1,
-    }
-    prepare(decode(PrepareConfig, raw))
-    return folder / "dataset"
+    return make_dataset(
+        documents=[{"text": letters[name] * rng.randrange(20, 200), "meta": {"pile_set_name": name}} for name in sets]
+    )
 
 
 def threads():
@@ -55,8 +44,7 @@ def assert_same_run(a, b):
 
 def test_a_run_reads_its_mixture(tiny, sets_dir):
     config = tiny({"dataset_dir": str(sets_dir), "data.mixture": MIXTURE, "batch_tokens": 16 * 200, "seq_len": 16})
-    runtime = open_runtime(config.runtime)
-    run = Run(config, runtime, World(runtime.device))
+    run = open_run(config)
     text = torch.cat([token_ids for token_ids, _ in run.share(0)])
     most = np.array([np.bincount(row, minlength=257)[[97, 98, 99]].argmax() for row in text.numpy()])
     assert run.batches.mixture is not None
@@ -108,8 +96,7 @@ SHORT = {"data.document_reset": True, "runtime.dtype": "float64", "batch_tokens"
 
 def test_a_step_learns_from_each_document_alone(tiny, sets_dir):
     config = tiny({**SHORT, "dataset_dir": str(sets_dir)})
-    runtime = open_runtime(config.runtime)
-    run = Run(config, runtime, World(runtime.device))
+    run = open_run(config)
     torch.manual_seed(config.seed)
     gpt, eot, nats = GPT(config.model).double(), run.tokenizer.eot_id, []
     for token_ids, targets in run.share(0):

@@ -5,14 +5,14 @@ import shutil
 import time
 
 import pytest
-from faults import assert_same, result
+from faults import assert_same, finish, live, result
 
 KILLS = 12
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.slow
-def test_400_steps_with_12_kills(server, quick, processes):
+def test_400_steps_with_12_kills(quick, processes):
     """Either of two processes is killed, or both at once."""
     config = quick(
         {
@@ -22,7 +22,7 @@ def test_400_steps_with_12_kills(server, quick, processes):
         }
     )
     started = time.monotonic()
-    server.finish(config, processes)
+    finish(config, processes)
     seconds_of_a_life = (time.monotonic() - started) / KILLS
     expected = result(config.run_dir)
     shutil.rmtree(config.run_dir)
@@ -31,7 +31,7 @@ def test_400_steps_with_12_kills(server, quick, processes):
     while kills < KILLS:
         ranks = list(range(processes))
         victims = rng.choice([[rank] for rank in ranks] + [ranks])
-        life = server.live(config, processes, seconds=rng.uniform(0, 2 * seconds_of_a_life), victims=victims)
+        life = live(config, processes, seconds=rng.uniform(0, 2 * seconds_of_a_life), victims=victims)
         kills += life.killed
         if life.finished:  # it made more steps in a life than we thought: the other kills hit it on another way
             assert_same(config.run_dir, expected)
@@ -39,6 +39,6 @@ def test_400_steps_with_12_kills(server, quick, processes):
         else:
             assert life.killed, life.err
         assert "warning" not in life.err
-    life = server.finish(config, processes)
+    life = finish(config, processes)
     assert life.err == ""
     assert_same(config.run_dir, expected)

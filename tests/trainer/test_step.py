@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from alone import open_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.gpt import GPT
 from trainer.distributed import World
-from trainer.run import Run
-from trainer.runtime import Runtime, open_runtime
+from trainer.runtime import Runtime
 from trainer.step import SummedLoss, train_step
 
 aten = torch.ops.aten
@@ -64,9 +64,7 @@ def test_the_count_sees_what_waits():
 
 
 def test_tiles_that_were_computed_again_are_in_the_line_of_their_step(tiny):
-    config = tiny()
-    runtime = open_runtime(config.runtime)
-    run = Run(config, runtime, World(runtime.device))
+    run = open_run(tiny())
     assert "exact_tiles" not in run.train_step()
     with torch.no_grad():
         run.gpt.blocks[0].attention.qkv.weight.mul_(1e9)

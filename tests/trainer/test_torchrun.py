@@ -1,7 +1,6 @@
 """Several processes are one: the same run from 1 or 2 processes, on one machine or as two agents."""
 
 import json
-import socket
 
 import pytest
 import ranks
@@ -106,9 +105,7 @@ def test_the_model_is_gone_before_the_group(args, option, status):
 def test_two_agents_end_with_the_weights_of_one_process(command, run_process, args, tmp_path):
     args = [*args, "runtime.dtype=float64"]
     assert command("train", *args, f"run_dir={tmp_path / 'one'}").status == 0
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = ranks.free_port()
     rendezvous = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test"]
     agent = [*TORCHRUN, *rendezvous, "--nproc_per_node=1", "train.py", *args]
     for result in run_process(agent, agent):

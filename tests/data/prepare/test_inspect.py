@@ -4,6 +4,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from forged import edit
 from matplotlib.image import imread
 
 from data.loader import TrainBatches
@@ -115,8 +116,7 @@ def test_a_run_and_a_step_are_enough_and_show_the_text(command, dataset, tiny):
     assert f"--- row 0, the first 3 of 17 tokens:\n{text}\n--- row 1" in few
     later = command("scripts/inspect_dataset", f"run_dir={config.run_dir}", "step=5").out
     assert later.startswith("the run's last checkpoint is of step 2: this is what step 5 would read\n")
-    manifest = json.loads((dataset / "manifest.json").read_text())
-    (dataset / "manifest.json").write_text(json.dumps(manifest | {"set_names": [*manifest["set_names"], "C"]}))
+    edit(dataset / "manifest.json", lambda raw: raw["set_names"].append("C"))
     changed = command("scripts/inspect_dataset", f"run_dir={config.run_dir}", "step=1")
     assert f"error: {dataset} has changed since {config.run_dir} was trained on it: prepare" in changed.err
 
@@ -176,9 +176,7 @@ def test_names_are_no_markup(dataset, command):
         for split in raw["splits"].values():
             split["sets"] = dict(zip(raw["set_names"], split["sets"].values(), strict=True))
 
-    raw = json.loads((dataset / "manifest.json").read_text())
-    rename(raw)
-    (dataset / "manifest.json").write_text(json.dumps(raw))
+    edit(dataset / "manifest.json", rename)
     result = command("scripts/inspect_dataset", f"dataset_dir={dataset}", f"chart={dataset / 'sets.png'}")
     assert result.status == 0, result.err
     assert "[red]A[/red]" in result.out

@@ -4,13 +4,12 @@ import json
 import os
 import random
 import re
-import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_prepare import contents
 
 import data.prepare.encode
 import data.prepare.join
@@ -24,10 +23,6 @@ from data.prepare.merge import merge
 from data.prepare.parts import read_parts, write_part
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -271,28 +266,19 @@ def test_parts_do_not_go_into_a_dataset(make, tmp_path):
         make("parts")
 
 
-def run_script(monkeypatch, capsys, parts_dir, out_dir):
-    """Status, standard output and standard error of merge_dataset.py."""
-    monkeypatch.setattr(sys, "argv", ["merge_dataset.py", f"parts_dir={parts_dir}", f"out_dir={out_dir}"])
-    capsys.readouterr()
-    status = 0
-    try:
-        runpy.run_path(str(ROOT / "scripts" / "merge_dataset.py"), run_name="__main__")
-    except SystemExit as exit_:
-        status = exit_.code
-    return status, *capsys.readouterr()
+def test_the_command(parts, tmp_path, monkeypatch, command):
+    def run_script(parts_dir, out_dir):
+        return command("scripts/merge_dataset", f"parts_dir={parts_dir}", f"out_dir={out_dir}")
 
-
-def test_the_command(parts, tmp_path, monkeypatch, capsys):
-    status, out, _ = run_script(monkeypatch, capsys, parts, tmp_path / "merged")
+    status, out, _ = run_script(parts, tmp_path / "merged")
     assert status == 0
     assert f"{tmp_path / 'merged'} is ready" in out
-    status, out, err = run_script(monkeypatch, capsys, tmp_path, tmp_path / "other")
+    status, out, err = run_script(tmp_path, tmp_path / "other")
     assert (status, out) == (1, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     monkeypatch.setattr(data.prepare.merge, "find_tasks", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-    status, _, err = run_script(monkeypatch, capsys, parts, tmp_path / "merged")
+    status, _, err = run_script(parts, tmp_path / "merged")
     assert (status, err) == (130, "error: interrupted; run the same command again to continue\n")
 
 

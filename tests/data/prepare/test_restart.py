@@ -12,13 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
+from test_prepare import contents
 
 import data.prepare.dataset
 import data.prepare.encode
@@ -39,17 +39,6 @@ data.prepare.parts._SECONDS_OF_A_PART = 0.05
 data.prepare.encode._BATCH_CHARACTERS = 20_000
 prepare(decode(PrepareConfig, json.loads(sys.argv[1])))
 """
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def memory(tmp_path):
-    """A folder where fsync is free, if there is one: a killed process leaves the same files in any folder."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

@@ -250,32 +250,15 @@ def test_passages_join_to_the_text(paragraph):
         assert cut == [text], "there is no place to cut"
 
 
-def test_pile_goes_on_where_the_connection_broke(monkeypatch, capsys):
-    import datasets
-
-    failed = []
-
-    def rows():
-        for i in range(100):
-            if i == 57 and not failed:
-                failed.append(i)
-                raise ConnectionError("reset by peer")
-            yield {"text": f"text {i}", "meta": {"pile_set_name": "Github"}}
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
-    monkeypatch.setattr(data.prepare.sources, "_SECONDS_BEFORE_RETRY", 0)
-    assert parsed(HubSource(name="pile", path="a/pile")) == [Document(f"text {i}", "Github") for i in range(100)]
-    assert failed == [57]
-    assert "failed at row 58 (reset by peer)" in capsys.readouterr().err
-
-
 class ReadTimeout(Exception):
     """An error of an HTTP client that is no OSError."""
 
     __module__ = "httpx"
 
 
-def test_pile_goes_on_after_a_position_and_a_broken_connection(monkeypatch):
+@pytest.mark.parametrize("error", [ConnectionError("reset by peer"), ReadTimeout("read timed out")])
+@pytest.mark.parametrize("after", [0, 10])
+def test_pile_goes_on_where_the_connection_broke(monkeypatch, capsys, error, after):
     import datasets
 
     failed = []
@@ -284,16 +267,17 @@ def test_pile_goes_on_after_a_position_and_a_broken_connection(monkeypatch):
         for i in range(100):
             if i == 57 and not failed:
                 failed.append(i)
-                raise ReadTimeout("read timed out")
-            yield {"text": f"text {i}"}
+                raise error
+            yield {"text": f"text {i}", "meta": {"pile_set_name": "Github"}}
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
     monkeypatch.setattr(data.prepare.sources, "_SECONDS_BEFORE_RETRY", 0)
     source = HubSource(name="pile", path="a/pile")
-    raws = list(source.documents(after=Position(source.path, 10)))
-    assert [raw.position for raw in raws] == [(source.path, number) for number in range(11, 101)]
-    assert [source.parse(raw).text for raw in raws] == [f"text {i}" for i in range(10, 100)]
+    raws = list(source.documents(after=Position(source.path, after) if after else None))
+    assert [raw.position for raw in raws] == [(source.path, number) for number in range(after + 1, 101)]
+    assert list(map(source.parse, raws)) == [Document(f"text {i}", "Github") for i in range(after, 100)]
     assert failed == [57]
+    assert f"failed at row 58 ({error})" in capsys.readouterr().err
 
 
 @pytest.fixture

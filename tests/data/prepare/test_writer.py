@@ -3,6 +3,7 @@ import random
 
 import numpy as np
 import pytest
+from test_prepare import contents
 
 from data.prepare.writer import ShardWriter
 from data.shards import HEADER, RECORD
@@ -29,10 +30,6 @@ def write(folder, ids, records, cuts):
             lengths = np.array([one.size for one in ids[first:last]])
             writer.append(np.concatenate(ids[first:last]), lengths, records[first:last])
     return writer.finish()
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_the_index_says_where_each_document_ends_and_where_it_is_from(tmp_path):
