@@ -489,7 +489,7 @@ class GPT(nn.Module):
 
         Args:
             what: "block": all of a block but its input, and all that is read from the memory of n-grams; "selective":
-                the same but products with weights.
+                the same, except products with weights, which are kept.
         """
         if what == "none":
             return

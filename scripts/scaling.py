@@ -33,7 +33,7 @@ class Options(Settings):
     tokens_per_second: Positive | None = None
     """rate of the machine for that model, as scripts/plan.py gives it: predicts the hours to `loss`"""
     price: Positive | None = None
-    """of an hour of the machine, in any currency: predicts the cost"""
+    """price of one hour of the machine, in any currency: predicts the cost"""
     resamples: Annotated[int, Field(ge=100, le=100_000)] = 1000
     """laws from which the intervals are taken"""
 

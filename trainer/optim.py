@@ -42,7 +42,7 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
         """Build the optimizer, with a fused update and its state allocated.
 
         Args:
-            dtype: the run's, in which Muon multiplies matrices.
+            dtype: the run's, in which Muon multiplies matrices; AdamW does not use it.
         """
         return self._adamw(gpt, list(gpt.parameters()))
 
@@ -152,14 +152,14 @@ class Muon(torch.optim.Optimizer):
             directions.append(self._world.full(grad.lerp(mean, group["momentum"])))  # Nesterov's momentum
         whole = torch.stack(directions)  # (n, rows, columns)
         if isinstance(layer, FusedLinear):
-            updates = layer.join([self._of_one_size(part) for part in layer.split(whole)])
+            updates = layer.join([self._updates_of(part) for part in layer.split(whole)])
         else:
-            updates = self._of_one_size(whole)
+            updates = self._updates_of(whole)
         for p, update in zip(grads, updates, strict=True):
             of_p = self._world.like(update, p)
             p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(of_p, alpha=group["lr"] * self._factors[p])
 
-    def _of_one_size(self, x: Tensor) -> Tensor:
+    def _updates_of(self, x: Tensor) -> Tensor:
         """Return matrices' updates, with the root mean square of AdamW's updates, about 0.2 (Liu et al. 2025)."""
         return 0.2 * max(x.shape[1:]) ** 0.5 * orthogonal(x, self._dtype)
 

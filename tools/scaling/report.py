@@ -17,7 +17,7 @@ from tools.scaling.fit import Array, Law, fit
 
 _TOKENS_PER_PARAMETER = 20  # near the optimum of Hoffmann et al. 2022
 _NEAR = 10  # an extrapolation to more than this times the largest run gives the order of magnitude only
-_MOST_CURVES = 10  # of as many sizes
+_MOST_CURVES = 10  # more would hide each other
 _COLUMNS = ("parameters", "tokens", "loss")
 
 

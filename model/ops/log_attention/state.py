@@ -27,7 +27,7 @@ def merge_states(
         ValueError: shapes do not match, or a gate is above 0 or NaN (checked on CPUs).
     """
     shapes = [tuple(x.shape) for x in (*first, *second)]
-    if shapes[:2] != shapes[2:]:
+    if shapes[:2] != shapes[2:] or len(shapes[1]) != 3 or shapes[0][:-1] != shapes[1]:
         raise ValueError(f"states with log_s and log_z {shapes[:2]} and {shapes[2:]} do not match")
     if log_f_of_second is not None:
         B, H, d_k = first.log_z.shape

@@ -307,12 +307,12 @@ def _some_doubtful(sums, z_sums, n, x, at, P: tl.constexpr):
     if P.D_V % P.BV != 0:
         small &= (at.e < P.D_V)[None, :]
     small = tl.max(small.to(tl.int32), 1) | is_doubtful(z_sums, P.CERTAIN).to(tl.int32)  # (C,)
-    return _largest(tl.where(n * P.C + tl.arange(0, P.C) < x.T, small, 0), 0) > 0
+    return _largest(tl.where(n * P.C + tl.arange(0, P.C) < x.T, small, 0)) > 0
 
 
 @triton.jit
-def _largest(x, axis: tl.constexpr = None):
-    """The maximum of x.
+def _largest(x):
+    """The maximum of all of x.
 
     For compute capabilities 10 and 11, Triton 3.7 does not compile tl.max of one dimension that comes from a product,
     unless the layout is another: that of one more dimension.
@@ -322,7 +322,7 @@ def _largest(x, axis: tl.constexpr = None):
             x = tl.max(x, 1)
         return tl.max(tl.max(x[None, :], 1), 0)
     else:
-        return tl.max(x, axis)
+        return tl.max(x)
 
 
 @triton.jit
