@@ -15,8 +15,7 @@ from model.gpt import GPT
 from trainer.distributed import World
 from trainer.transfer import TransferConfig, ratios, scales
 
-_TOGETHER = 2**20
-"""Numbers in matrices that are multiplied together: for small ones, starting each product takes most of the time."""
+_TOGETHER = 2**20  # numbers in matrices that are multiplied together: small products take less time than their start
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -72,7 +71,7 @@ class AdamWConfig(Settings, defaults="optim/adamw"):
 
 
 class MuonConfig(AdamWConfig, defaults="optim/muon"):
-    """Muon (Jordan et al. 2024) for the matrices of blocks, and AdamW for all else.
+    """Muon (Jordan et al. 2024) for the matrices of blocks, in the type of the run, and AdamW for all else.
 
     Each update is scaled to the size that AdamW's would have (Liu et al. 2025), so one learning rate serves both.
     """
@@ -168,7 +167,8 @@ def _alike(layers: dict[Tensor, nn.Linear]) -> Iterator[list[Tensor]]:
     """Yield weights of one shape whose rows are divided in the same way, small ones together."""
     kinds = dict[Any, list[Tensor]]()
     for p, layer in layers.items():
-        kinds.setdefault((p.shape, getattr(layer, "parts", None), getattr(layer, "n_group", None)), []).append(p)
+        division = (layer.parts, layer.n_group) if isinstance(layer, FusedLinear) else None
+        kinds.setdefault((p.shape, division), []).append(p)
     for weights in kinds.values():
         n = max(1, _TOGETHER // weights[0].numel())
         yield from (weights[i : i + n] for i in range(0, len(weights), n))

@@ -28,11 +28,12 @@ def test_the_law_of_a_public_table_is_the_published_one():
     """Besiroglu et al. 2024 (arXiv 2404.10102) fitted 240 runs, read off figure 4 of Hoffmann et al. 2022."""
     N, D, L = np.loadtxt(Path(__file__).with_name("chinchilla.csv"), delimiter=",", skiprows=1).T
     law, samples = fit(N, D, L, resamples=1000)
-    published = Law(*map(np.float64, (1.8172, 482.01, 0.3478, 2085.43, 0.3658)))
-    errors = Law(*map(np.float64, (0.03, 124.58, 0.02, 1293.23, 0.02)))  # their standard errors, by the bootstrap too
-    for ours, theirs, error, sampled in zip(law, published, errors, samples, strict=True):
-        assert abs(ours - theirs) < error / 10  # both minimize the same objective, of which these are the digits
-        assert 0.7 * error < sampled.std() < 1.4 * error
+    # Printed by their notebook: the best fit, and standard errors of the constants, by the bootstrap too. Two of its
+    # fits differ by 0.0006 of B; a standard deviation of 1,000 samples is off by some percent, more for B's long tail.
+    best = Law(*map(np.float64, (1.817236, 477.842, 0.347313, 2143.864, 0.367183)))
+    errors = Law(*map(np.float64, (0.02566, 124.52, 0.01540, 1293.28, 0.02060)))
+    assert law == pytest.approx(best, rel=1e-3)
+    assert [sampled.std() for sampled in samples] == pytest.approx(list(errors), rel=0.2)
 
 
 def test_one_run_that_went_wrong_changes_little():

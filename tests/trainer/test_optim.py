@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from alone import open_run
 from safetensors.torch import load, save
 
 from model.fused import FusedLinear
 from model.gpt import GPT
+from trainer import optim
 from trainer.optim import AdamWConfig, MuonConfig, block_matrices, named_state, orthogonal
 
 OPTIM = AdamWConfig(name="adamw", max_lr=1e-2, weight_decay=0.3)
@@ -137,8 +139,10 @@ def test_bfloat16_is_enough_for_orthogonal():
     assert torch.linalg.matrix_norm(found - exact, 2).min() > 1e-4  # it did multiply in bfloat16
 
 
-def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch):
-    """In float64, without the rounding to bfloat16 that is part of torch's."""
+@pytest.mark.parametrize("together", [1, 2**20])
+def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch, together):
+    """In float64, without the rounding to bfloat16 that is part of torch's; one at a time, and all that are alike."""
+    monkeypatch.setattr(optim, "_TOGETHER", together)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     gpt = GPT(tiny(FLAGSHIP).model).double()
     layers = list(block_matrices(gpt))
@@ -160,6 +164,17 @@ def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch):
         ours.zero_grad()
     for mine, theirs in zip(matrices([m.weight.detach() for m in layers]), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_muon_multiplies_in_the_type_of_the_run(tiny, monkeypatch, dtype):
+    types = set()
+    monkeypatch.setattr(optim, "orthogonal", lambda x, dtype: types.add(dtype) or x)
+    run = open_run(tiny({"optim": {"name": "muon"}, "runtime.dtype": dtype}))
+    for p in run.gpt.parameters():
+        p.grad = torch.ones_like(p)
+    run.optimizer.step()
+    assert types == {getattr(torch, dtype)}
 
 
 def test_muons_weight_decay_has_its_own_schedule(tiny):

@@ -78,8 +78,8 @@ def stages_on_gpu(out: Path) -> list[Stage]:
         bench("bench_loader", 2, model, "tokens=20000000", "set=runtime.micro_batch=16"),
         bench("bench_save", 2),
         Stage("profile", _script("profile_step", out / "profile", model), 2),
-        Stage("launches", _script("bench_launches", out / "launches", "head_dim=32"), 3),
-        Stage("launches_with_gates", _script("bench_launches", out / "launches_with_gates", *gates), 3),
+        Stage("launches", _script("bench_launches", out / "launches", "head_dim=32"), 5),
+        Stage("launches_with_gates", _script("bench_launches", out / "launches_with_gates", *gates), 5),
     ]
 
 

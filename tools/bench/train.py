@@ -108,7 +108,7 @@ class Training:
 
 
 class NanoGPT(nn.Module):
-    """As SummedLoss, the GPT of the model.py in a clone of nanoGPT, in the sizes of a configuration."""
+    """nanoGPT's model, from the model.py of a clone, in a configuration's sizes, with the interface of SummedLoss."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         super().__init__()

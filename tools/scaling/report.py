@@ -30,30 +30,35 @@ class Runs(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """What to extrapolate to; None: not asked for."""
+    """What to extrapolate to, and at what rate and price of an hour; each needs the one before it. None: not asked."""
 
-    parameters: float | None = None
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    price: float | None = None
-    """Of an hour."""
+    parameters: float | None
+    loss: float | None
+    tokens_per_second: float | None
+    price: float | None
 
 
-def run(folders: list[Path], csv: Path | None, out: Path, resamples: int, **goal: float | None) -> None:
+def run(
+    folders: list[Path],
+    csv: Path | None,
+    out: Path,
+    resamples: int,
+    parameters: float | None = None,
+    loss: float | None = None,
+    tokens_per_second: float | None = None,
+    price: float | None = None,
+) -> None:
     """Fit the law, print and draw it, and write scaling.json.
-
-    Args:
-        goal: the fields of a Goal.
 
     Raises:
         UserError: the runs do not determine a law, or an option is missing.
     """
     if not folders and csv is None:
         raise UserError("no runs are given: give folders=runs/ladder, or csv=table.csv")
-    wanted = Goal(**goal)
-    for name, needed in zip(Goal._fields[1:], Goal._fields, strict=False):
-        if getattr(wanted, name) is not None and getattr(wanted, needed) is None:
-            raise UserError(f"{name}={getattr(wanted, name):g} needs {needed}: give both")
+    goal = Goal(parameters, loss, tokens_per_second, price)
+    for name, given, needed, before in zip(Goal._fields[1:], goal[1:], Goal._fields, goal, strict=False):
+        if given is not None and before is None:
+            raise UserError(f"{name}={given:g} needs {needed}: give both")
     rows = [*_trained(folders), *([] if csv is None else _read_csv(csv))]
     runs = Runs(*np.array(rows, dtype=float).reshape(-1, 3).T)
     law, samples = fit(*runs, resamples)
@@ -61,7 +66,7 @@ def run(folders: list[Path], csv: Path | None, out: Path, resamples: int, **goal
     say(f"{count(len(rows), 'run')}; the law is off by {np.median(off):.2g} % in the median, at most {off.max():.2g} %")
     for name, value, sampled in zip(Law._fields, law, samples, strict=True):
         say(f"  {name:6} {value:.4g} ({' to '.join(f'{x:.4g}' for x in np.percentile(sampled, (5, 95)))})")
-    predictions = _predict(runs, samples, wanted)
+    predictions = _predict(runs, samples, goal)
     make_directory(out, "out")
     constants = {name: float(value) for name, value in law._asdict().items()}
     write_json(out / "scaling.json", {"law": constants, "runs": rows, "predictions": predictions})
