@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 CHUNK = 64  # tokens: C x C scores and d_k x d_v states then cost about the same at head sizes from 32 to 128
 # Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all chunks at once.
-BLOCK = 2**18
+BLOCK = 2**19
 SHORT_CHUNK = 32
 
 
