@@ -53,30 +53,29 @@ def check_gates(log_f: Tensor, q: Tensor) -> None:
         raise ValueError(f"log_f {tuple(log_f.shape)} must be {(B, H, T, d)} or {(B, H, T, 1)}")
     if log_f.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if not bool((log_f <= 0).all()) and bool(q.isfinite().all()):
+    if log_f.numel() and not bool(log_f.amax() <= 0) and bool(q.isfinite().all()):
         raise ValueError(f"log_f has a maximum of {float(log_f.detach().max())}: gates must be between -inf and 0")
 
 
 def gates_of(log_f: Tensor) -> Gates:
     """Return the factors of gates log_f (n, B, H, C, d_k or 1), in the accumulation type."""
-    reset = (log_f == -torch.inf).all(-1, keepdim=True)
-    on_cpu = log_f.device.type == "cpu"  # on a GPU, asking would wait: what follows is right with and without resets
-    has_resets = not on_cpu or bool(reset.any())
+    reset = resets_of(log_f)
     if log_f.shape[-1] > 1:
         gates = NO_GATES._replace(a=sums_of(log_f, reset))
-        if not has_resets:
+        if reset is None:
             return gates
         within, start, end, kept = (log_f.new_ones(()),) * 4
     else:
-        a = running_sum(log_f.masked_fill(reset, 0).double(), -2)  # large gates must not round small ones away
+        a = running_sum(without(log_f, reset).double(), -2)  # large gates must not round small ones away
         last = a[..., -1:, :]
         start, end, kept = (x.exp().to(log_f.dtype) for x in (a, last - a, last))
+        on_cpu = log_f.device.type == "cpu"
         if on_cpu and last.amin() > -REACH[log_f.dtype]:  # a product is faster than a difference and its exponential
             within = start * (-a).exp().to(log_f.dtype).mT
         else:
             within = (a - a.mT).clamp(max=0).to(log_f.dtype).exp_()  # above the diagonal it would be infinite
         gates = NO_GATES
-    if has_resets:
+    if reset is not None:
         segment = reset.cumsum(-2)
         last = segment[..., -1:, :]
         within = within * (segment == segment.mT)
@@ -84,9 +83,27 @@ def gates_of(log_f: Tensor) -> Gates:
     return gates._replace(within=within.tril(), start=start, end=end, kept=kept)
 
 
-def sums_of(log_f: Tensor, reset: Tensor) -> Tensor:
+def resets_of(log_f: Tensor) -> Tensor | None:
+    """Return the tokens of gates (..., D) that are resets, bool (..., 1), or None if a CPU finds none."""
+    if not _may_be_infinite(log_f):
+        return None
+    reset = (log_f == -torch.inf).all(-1, keepdim=True)
+    return reset if log_f.device.type != "cpu" or reset.any() else None
+
+
+def _may_be_infinite(log_f: Tensor) -> bool:
+    # The minimum takes a tenth of the time of comparing each. On a GPU, asking would wait.
+    return log_f.device.type != "cpu" or not bool(log_f.amin() > -torch.inf)
+
+
+def without(log_f: Tensor, reset: Tensor | None) -> Tensor:
+    """Return gates (..., D) with 0 at the resets (..., 1)."""
+    return log_f if reset is None else log_f.masked_fill(reset, 0)
+
+
+def sums_of(log_f: Tensor, reset: Tensor | None) -> Tensor:
     """Cumulative sums of log_f (n, B, H, C, d_k) in each chunk; tokens at a reset (n, B, H, C, 1) count as 0."""
-    return running_sum(log_f.masked_fill(reset, 0), -2).clamp_(min=-4 * REACH[log_f.dtype])
+    return running_sum(without(log_f, reset), -2).clamp_(min=-4 * REACH[log_f.dtype])
 
 
 def times(x: Tensor, factor: Tensor | None) -> Tensor:
@@ -104,7 +121,8 @@ def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> 
         g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times its gradient.
     """
     g = running_sum((g_q - g_k).flip(-2), -2).flip(-2).add_(g_after)
-    return (g.sum(-1, keepdim=True) if log_f.shape[-1] == 1 else g).masked_fill_(log_f == -torch.inf, 0)
+    g = g.sum(-1, keepdim=True) if log_f.shape[-1] == 1 else g
+    return g.masked_fill_(log_f == -torch.inf, 0) if _may_be_infinite(log_f) else g
 
 
 def forgotten(log_f: Tensor) -> Tensor:

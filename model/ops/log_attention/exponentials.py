@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.gates import HEAD_REACH, NO_GATES, REACH, Gates, gates_of, sums_of
+from model.ops.gates import HEAD_REACH, NO_GATES, REACH, Gates, gates_of, resets_of, sums_of, without
 from model.ops.log_attention.chunks import blocks, chunk_size, maxima, split
 from model.ops.log_attention.frames import FAR, LN2, finite, frame_above, scaled_exp
 from model.ops.running_sum import running_sum
@@ -88,10 +88,10 @@ def frames_of(inputs: Inputs, causal: bool) -> Frames:
 def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return the keys' frames (1 + N, B, H, d_k), their part of `Frames.factor` (N, B, H, d_k), `after` and `lost`."""
     log_z = inputs.log_s[..., -1]
-    top, kept, reset = (torch.cat(x) for x in zip(*_forgotten(inputs), strict=True))  # (N, B, H, d_k or 1)
+    top, kept, passed_on = (torch.cat(x) for x in zip(*_forgotten(inputs), strict=True))  # (N, B, H, d_k or 1)
     by_feature = kept.shape[-1] == top.shape[-1] > 1
     # What is measured in the frame of a chunk: the keys before it, as far as they are left, and its own.
-    sums = running_sum(kept.double().masked_fill(reset, -torch.inf).clamp(min=-1e9), 0)
+    sums = running_sum(passed_on.double().clamp(min=-1e9), 0)
     passed = pad(sums, (0, 0) * 3 + (1, 0))
     at_end = top + kept if by_feature else top
     left = passed + (torch.cat([log_z[None], at_end]) - passed).cummax(0).values  # (1 + N, B, H, d_k)
@@ -110,18 +110,19 @@ def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, T
 
 
 def _forgotten(inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, for the chunks of each block, the largest key as measured, the sum of log_f, and if there is a reset."""
+    """Yield, for the chunks of each block, the largest key as measured, and the sum of log_f without and with resets."""
     assert inputs.log_f is not None
     C, dtype = min(inputs.C, inputs.k.shape[2]), inputs.log_s.dtype
     for tokens, _ in blocks(inputs.k, C):
         f = split(inputs.log_f[:, :, tokens].to(dtype), C, 0.0)  # (n, B, H, C, .)
         k = split(inputs.k[:, :, tokens].to(dtype), C, -torch.inf)
-        reset = (f == -torch.inf).all(-1, keepdim=True)
+        reset = resets_of(f)
         if f.shape[-1] == 1:
-            yield k.amax(3), f.masked_fill(reset, 0).sum(3), reset.any(3)
+            top, kept = k.amax(3), without(f, reset).sum(3)
         else:
             a = sums_of(f, reset)
-            yield (k - a).amax(3), a[..., -1, :], reset.any(3)
+            top, kept = (k - a).amax(3), a[..., -1, :]
+        yield top, kept, kept if reset is None else kept.masked_fill(reset.any(3), -torch.inf)
 
 
 def gates_at(inputs: Inputs, tokens: slice, frames: Frames) -> Gates:
