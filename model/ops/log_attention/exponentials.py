@@ -110,7 +110,7 @@ def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, T
 
 
 def _forgotten(inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, for the chunks of each block, the largest key as measured, and the sum of log_f without and with resets."""
+    """Yield, for the chunks of a block, the largest key as measured, and the sum of log_f without and with resets."""
     assert inputs.log_f is not None
     C, dtype = min(inputs.C, inputs.k.shape[2]), inputs.log_s.dtype
     for tokens, _ in blocks(inputs.k, C):
