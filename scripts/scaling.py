@@ -1,11 +1,12 @@
 """Fit a scaling law to runs, and extrapolate it: L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022).
 
-    python train.py -m experiment=quickstart run_dir=runs/ladder model.n_embd=64,96,128,192 max_steps=300,600,1200,2400
-    python scripts/scaling.py folders=runs/ladder parameters=1e8 loss=1.0
+    python scripts/scaling.py ladder='experiment=quickstart model.n_embd=64,96,128,192 max_steps=300,600,1200,2400' \
+        out=runs/ladder parameters=1e8 loss=1.0
+    python scripts/scaling.py folders=runs/sweep parameters=1e8 loss=1.0
 
-N are parameters, D tokens, L nats per token. The first command trains a ladder of models: as any sweep, it continues
-when it is started again. Of each run, the last validation loss counts; runs that have not finished are left out.
-Intervals hold 90 % of the laws that are fitted to resampled runs.
+N are parameters, D tokens, L nats per token. The first command trains a ladder of models, and continues when it is
+started again; the second takes runs that are there. Of each run, the last validation loss counts; runs that have not
+finished are left out. Intervals hold 90 % of the laws that are fitted to resampled runs.
 """
 
 from pathlib import Path
@@ -19,6 +20,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Options(Settings):
+    ladder: str = ""
+    """options of train.py, with several values for some: all combinations are trained first, in OUT/runs"""
     folders: Items[Path] = []
     """folders of runs or of sweeps; put brackets around each of several folders with commas:
     'folders=[runs/s/a=1,b=2],[runs/s/a=2,b=2]'"""

@@ -120,6 +120,27 @@ def test_finished_runs_of_a_folder_count(tmp_path, capsys):
     assert law["alpha"] == pytest.approx(0.34, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_ladder_is_trained_once_and_fitted(tmp_path, tiny_args, capfd):
+    varied = "run_dir", "model.n_embd", "max_steps", "checkpoint.every", "eval.every"
+    own = [option for option in tiny_args if option.split("=")[0] not in varied]
+    ladder = f"{' '.join(own)} model.n_embd=8,16,32 max_steps=24,48,96"
+    run([], None, tmp_path, 100, ladder)
+    assert "9 runs; the law is off by" in capfd.readouterr().out
+    sizes = {n for n, _, _ in json.loads((tmp_path / "scaling.json").read_text())["runs"]}
+    assert len(sizes) == 3
+    written = {path: path.read_bytes() for path in tmp_path.glob("runs/*/metrics.jsonl")}
+    assert len(written) == 9
+    run([], None, tmp_path, 100, ladder)
+    assert written == {path: path.read_bytes() for path in written}
+
+
+def test_a_ladder_that_cannot_be_trained_is_refused(tmp_path, capfd):
+    with pytest.raises(UserError, match="training failed, see above"):
+        run([], None, tmp_path, 100, "model.n_layer=0,1")
+    assert "n_layer" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("cell", ["x", "-1", "inf", "", "0"])
 def test_a_cell_that_is_no_positive_number_is_named(tmp_path, cell):
     csv = table(tmp_path / "runs.csv", [(1e5, 1e6, 3.0), (1e5, 1e6, cell)])

@@ -1,6 +1,9 @@
 """Reads the runs, and says and draws what the law that fits them predicts."""
 
 import csv as tables
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +18,7 @@ from common.settings import UserError
 from tools.report.records import read_records
 from tools.scaling.fit import Array, Law, fit
 
+_TRAIN = Path(__file__).parents[2] / "train.py"
 _TOKENS_PER_PARAMETER = 20  # near the optimum of Hoffmann et al. 2022
 _NEAR = 10  # an extrapolation to more than this times the largest run gives the order of magnitude only
 _MOST_CURVES = 10  # more would hide each other
@@ -43,22 +47,25 @@ def run(
     csv: Path | None,
     out: Path,
     resamples: int,
+    ladder: str = "",
     parameters: float | None = None,
     loss: float | None = None,
     tokens_per_second: float | None = None,
     price: float | None = None,
 ) -> None:
-    """Fit the law, print and draw it, and write scaling.json.
+    """Train the ladder, if there is one, fit the law, print and draw it, and write scaling.json.
 
     Raises:
-        UserError: the runs do not determine a law, or an option is missing.
+        UserError: the runs do not determine a law, a run failed, or an option is missing.
     """
-    if not folders and csv is None:
-        raise UserError("no runs are given: give folders=runs/ladder, or csv=table.csv")
+    if not (folders or csv or ladder):
+        raise UserError("no runs are given: give ladder='OPTIONS of train.py', folders=runs/sweep, or csv=table.csv")
     goal = Goal(parameters, loss, tokens_per_second, price)
     for name, given, needed, before in zip(Goal._fields[1:], goal[1:], Goal._fields, goal, strict=False):
         if given is not None and before is None:
             raise UserError(f"{name}={given:g} needs {needed}: give both")
+    if ladder:
+        folders = [*folders, _train(ladder, out / "runs")]
     rows = [*_trained(folders), *([] if csv is None else _read_csv(csv))]
     runs = Runs(*np.array(rows, dtype=float).reshape(-1, 3).T)
     law, samples = fit(*runs, resamples)
@@ -72,6 +79,17 @@ def run(
     write_json(out / "scaling.json", {"law": constants, "runs": rows, "predictions": predictions})
     write_atomic(out / "scaling.png", _draw(runs, law, samples))
     say(f"written: {out / 'scaling.json'}, {out / 'scaling.png'}")
+
+
+def _train(ladder: str, folder: Path) -> Path:
+    """Train all combinations of these options of train.py, as a sweep, which skips runs that have finished.
+
+    Raises:
+        UserError: an option is wrong, or a run failed.
+    """
+    if subprocess.run([sys.executable, _TRAIN, "-m", *shlex.split(ladder), f"run_dir={folder}"]).returncode:
+        raise UserError(f"ladder={ladder}: training failed, see above; the same command continues")
+    return folder
 
 
 def _trained(folders: list[Path]) -> list[tuple[float, float, float]]:
