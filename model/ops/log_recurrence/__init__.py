@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model.ops.derivatives import refuse_second_order, refuse_transforms
-from model.ops.kernels import Check, choose_backend
+from model.ops.kernels import choose_backend
 from model.ops.log_recurrence import chunked
 from model.ops.log_recurrence.naive import naive_log_recurrence
 
@@ -15,10 +15,10 @@ __all__ = ["log_recurrence", "naive_log_recurrence"]
 NAMES = "log_recurrence", "naive_log_recurrence"  # the operator, and the form that has all derivatives
 
 
-def _check() -> Check:
+def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
     from model.ops.log_recurrence.check import check  # only GPUs need it
 
-    return check
+    return check, {"dtype": dtypes[0]}
 
 
 def log_recurrence(
