@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.log_attention.exponentials import Inputs
+from model.ops.log_attention.frames import finite
 from model.ops.running_sum import running_sum
 
 LARGEST = 2**24  # elements of a temporary
@@ -75,4 +76,4 @@ def causal_gradients(
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
     """exp(part - whole) for a term of a log-sum, between 0 and 1; 0 for an empty sum."""
-    return (part - torch.where(whole == -torch.inf, 0, whole)).exp_()
+    return (part - finite(whole)).exp_()
