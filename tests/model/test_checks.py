@@ -16,6 +16,7 @@ from common.console import say_once
 from common.lock import owned
 from model.ops import checks, log_attention
 from model.ops.checks import Wrong, failed_check
+from model.ops.kernels import _fastest_on_gpu
 from model.ops.log_attention import check as log_attention_check
 from model.ops.sparse_attention import attend, sparse_attention
 from model.ops.sparse_attention import check as sparse_attention_check
@@ -227,7 +228,7 @@ def test_kernels_are_used_where_they_pass(gpu, kept, monkeypatch, capsys, failur
     monkeypatch.setattr(checks, "_run", lambda *arguments: (runs.append(arguments), (failure, ""))[1])
     given = [(torch.bfloat16, 32)] * 3 + [(torch.float32, 1)]
     for _ in range(2):
-        chosen = log_attention._fastest_on_gpu(0, *given)
+        chosen = _fastest_on_gpu("log attention", log_attention._check, log_attention._why_not_triton, 0, *given)
         assert chosen == ("triton" if failure is None else "chunked")
         assert attend._form(torch.device("cuda:0"), torch.bfloat16, 32) == ("flex" if failure is None else "masks")
     (check, arguments, *_), (other, *_) = runs

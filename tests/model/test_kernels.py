@@ -12,9 +12,9 @@ import torch
 
 from common.console import say_once
 from model.ops import compiling, linear_cross_entropy
-from model.ops.kernels import _fastest_on_gpu
+from model.ops import log_attention as operator
+from model.ops.kernels import _fastest_on_gpu, why_not_triton
 from model.ops.linear_cross_entropy import summed_loss
-from model.ops.log_attention import _fastest_on_gpu as fastest_log_attention
 from model.ops.log_attention import log_attention
 from model.ops.log_recurrence import log_recurrence
 
@@ -42,7 +42,7 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("major", "failure", "backend", "line"),
     [
-        (8, None, "triton", "the loss uses a Triton kernel"),
+        (8, None, "triton", "the loss uses Triton kernels"),
         (8, "failed a check: it is wrong", "chunked", f"{SLOWER} failed a check: it is wrong"),
         (7, None, "chunked", f"{SLOWER} needs a GPU of compute capability"),
     ],
@@ -50,8 +50,8 @@ def gpu(monkeypatch):
 def test_auto_takes_kernels_on_gpus_that_pass_their_check(gpu, monkeypatch, capsys, major, failure, backend, line):
     gpu.major = major
     monkeypatch.setattr("model.ops.checks.failed_check", lambda *given, **more: failure)
-    backends = [_fastest_on_gpu("the loss", linear_cross_entropy._check, 0, torch.bfloat16) for _ in range(2)]
-    assert backends == [backend] * 2
+    arguments = "the loss", linear_cross_entropy._check, why_not_triton, 0, (torch.bfloat16, 8)
+    assert [_fastest_on_gpu(*arguments) for _ in range(2)] == [backend] * 2
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith(line)
 
@@ -72,8 +72,8 @@ def test_auto_takes_kernels_on_gpus_that_pass_their_check(gpu, monkeypatch, caps
 def test_auto_takes_triton_on_the_gpus_that_it_fits(gpu, monkeypatch, capsys, major, dtype, d_k, backend):
     gpu.major = major
     monkeypatch.setattr("model.ops.checks.failed_check", lambda *_, **__: None)
-    assert fastest_log_attention(0, *[(dtype, d_k)] * 3) == backend
-    assert fastest_log_attention(0, *[(dtype, d_k)] * 3) == backend
+    arguments = "log attention", operator._check, operator._why_not_triton, 0, *[(dtype, d_k)] * 3
+    assert [_fastest_on_gpu(*arguments) for _ in range(2)] == [backend] * 2
     (line,) = capsys.readouterr().out.splitlines()  # said once
     assert ("Triton kernels" in line) == (backend == "triton")
 

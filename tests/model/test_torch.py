@@ -15,7 +15,7 @@ from model.ops.linear_cross_entropy import _summed_loss
 from model.ops.log_attention import log_attention
 from model.ops.log_attention.chunked import _attend, _attend_backward
 from model.ops.log_attention.triton import _attend as _attend_triton
-from model.ops.log_recurrence.chunked import _recur, _recur_backward
+from model.ops.log_recurrence import _recur, _recur_backward
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"attention": {"name": "log_space"}, "block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
@@ -46,7 +46,7 @@ def test_operators_keep_the_promises_that_torch_asks_of_them(T):
     torch.library.opcheck(_attend, (q, k, log_v, None, log_s, True, True))
     torch.library.opcheck(_attend, (q, k, log_v, None, log_s, False, True))
     log_p, start = (torch.randn(2, *rest, 5, generator=generator).requires_grad_() for rest in ([T], []))
-    torch.library.opcheck(_recur, (log_p, k[0].detach().float().requires_grad_(), start))
+    torch.library.opcheck(_recur, (log_p, k[0].detach().float().requires_grad_(), start, "chunked"))
 
 
 @pytest.mark.parametrize(("T", "causal"), [(1, False), (70, True)])
@@ -90,8 +90,8 @@ def test_fakes_have_the_strides_of_results(T):
     calls = [
         (_attend, (q, k, log_v, None, narrow, True, True)),
         (_attend_backward, ([log_v, narrow], [q, k, log_v, None, narrow], results, True)),
-        (_recur, (s, s, s[:, 0].clone())),
-        (_recur_backward, (s, s, s, s[:, 0].clone(), s)),
+        (_recur, (s, s, s[:, 0].clone(), "chunked")),
+        (_recur_backward, (s, s, s, s[:, 0].clone(), s, "chunked")),
         (
             _summed_loss,
             (torch.randn(7, 3), torch.randn(4, 3), torch.zeros(7, dtype=torch.int64), True, None, "chunked"),

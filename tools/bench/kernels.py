@@ -18,7 +18,7 @@ from triton.runtime import JITFunction, driver
 
 from model.ops.linear_cross_entropy.triton import cross_entropy_
 from model.ops.log_attention.triton import triton_log_attention
-from model.ops.log_recurrence.triton import triton_log_recurrence
+from model.ops.log_recurrence import triton as log_recurrence
 
 
 def inspect(capability: int, operator: list[str], dtype: list[str], head_dim: list[int], gates: list[str]) -> None:
@@ -69,10 +69,10 @@ def _loss(dtype: torch.dtype) -> None:
 
 def _log_recurrence(dtype: torch.dtype) -> None:
     """A forward and backward pass over the two halves of a projection."""
-    log_p, h = (x.detach().requires_grad_() for x in torch.zeros(16, 1024, 2 * 768, dtype=dtype).chunk(2, dim=-1))
-    s = triton_log_recurrence(log_p, h)
-    assert isinstance(s, torch.Tensor)
-    s.sum().backward()
+    log_p, h = torch.zeros(16, 1024, 2 * 768, dtype=dtype).chunk(2, dim=-1)
+    start = torch.zeros(16, 768, dtype=torch.promote_types(dtype, torch.float32))
+    s = log_recurrence.forward(log_p, h, start)
+    log_recurrence.backward(s, log_p, h, start, s)
 
 
 _LAUNCH: dict[str, Callable[..., None]] = {

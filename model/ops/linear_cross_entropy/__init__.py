@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from model.ops.autocast import as_autocast
 from model.ops.derivatives import refuse_second_order, refuse_transforms
-from model.ops.kernels import Check, choose_backend
+from model.ops.kernels import choose_backend
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
@@ -43,10 +43,10 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float | None =
     return torch.cat(losses)
 
 
-def _check() -> Check:
+def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
     from model.ops.linear_cross_entropy.check import check  # only GPUs need it
 
-    return check
+    return check, {"dtype": dtypes[0]}
 
 
 def summed_loss(

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.console import say_once
 from model.ops.compiling import assume_constant_result
 from model.ops.gates import check_gates
-from model.ops.kernels import why_not_triton
+from model.ops.kernels import choose_backend, why_not_triton
 from model.ops.log_attention.chunked import chunked_log_attention
 from model.ops.log_attention.naive import naive_log_attention
 from model.ops.log_attention.repair import fallback
@@ -30,9 +29,6 @@ __all__ = [
 
 
 def _triton_log_attention(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, **options: Any) -> Any:
-    why_not = _why_not_triton(q.device.type, q.device.index, q.dtype, q.shape[3])
-    if why_not:
-        raise ValueError(f"backend='triton' {why_not}; backend='chunked' takes anything")
     from model.ops.log_attention.triton import triton_log_attention  # importing triton is slow, and it may be missing
 
     return triton_log_attention(q, k, log_v, log_f, **options)
@@ -82,21 +78,16 @@ def log_attention(
         ValueError: shapes do not match, a gate is above 0 or NaN (checked on CPUs, if q is finite), or the backend does
             not exist or does not support these inputs.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(BACKENDS)}")
     _check_shapes(q, k, log_v, state, causal)
     if log_f is not None:
         if not causal:
             raise ValueError("log_f needs causal=True: without an order of tokens none is earlier than another")
         check_gates(log_f, q)
-    if backend == "auto":
-        if causal and q.shape[2] == 1 and not torch.is_grad_enabled():
-            state = empty_state(q, log_v) if state is None else state
-            return log_attention_step(q, k, log_v, log_f, state=state, return_state=return_state)
-        backend = "chunked"
-        if q.device.type == "cuda":
-            given = (q, k, log_v) if log_f is None else (q, k, log_v, log_f)
-            backend = _fastest_on_gpu(q.device.index, *((x.dtype, x.shape[3]) for x in given))
+    if backend == "auto" and causal and q.shape[2] == 1 and not torch.is_grad_enabled():
+        state = empty_state(q, log_v) if state is None else state
+        return log_attention_step(q, k, log_v, log_f, state=state, return_state=return_state)
+    given = (q, k, log_v) if log_f is None else (q, k, log_v, log_f)
+    backend = choose_backend("log attention", _check, backend, BACKENDS, *given, why_not=_why_not_triton)
     return BACKENDS[backend](q, k, log_v, log_f, causal=causal, state=state, return_state=return_state)
 
 
@@ -134,26 +125,10 @@ def signed_log_attention(
     return (*join_signs(log_y), after) if return_state else join_signs(log_y)
 
 
-@assume_constant_result
-def _fastest_on_gpu(index: int, *given: tuple[torch.dtype, int]) -> str:
-    """Choose the backend for many tokens on this GPU, and log the choice once.
+def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
+    from model.ops.log_attention.check import check  # only GPUs need it
 
-    Args:
-        given: types and last dimensions of q, k, log_v and, with gates, log_f.
-    """
-    why_not = _why_not_triton("cuda", index, *given[0])
-    if why_not is None:
-        from model.ops.checks import failed_check  # only GPUs need it
-        from model.ops.log_attention.check import check
-
-        types, sizes = (str(dtype).removeprefix("torch.") for dtype, _ in given), (size for _, size in given)
-        what = "the Triton kernels of log attention"
-        why_not = failed_check(what, check, f"cuda:{index}", dtypes=tuple(types), sizes=tuple(sizes))
-    if why_not:
-        say_once(f"log attention uses plain torch, which is slower: backend='triton' {why_not}")
-        return "chunked"
-    say_once("log attention uses Triton kernels")
-    return "triton"
+    return check, {"dtypes": dtypes, "sizes": sizes}
 
 
 @assume_constant_result

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.log_attention.exponentials import Inputs
+from model.ops.log_attention.frames import finite
 from model.ops.running_sum import running_sum
 
 LARGEST = 2**24  # elements of a temporary
@@ -73,37 +74,6 @@ def causal_gradients(
     return Inputs(of_q, of_k, of_v, of_f, g)
 
 
-def full_log_sums(q: Tensor, log_s: Tensor) -> Tensor:
-    """log_S (G, T, E) for queries (G, T, d_k) that all attend to the state log_s (G, d_k, E)."""
-    return torch.cat(
-        [torch.logsumexp(part.unsqueeze(-1) + log_s.unsqueeze(1), dim=2) for part in _split(q, log_s)], dim=1
-    )
-
-
-def full_gradients(
-    q: Tensor, k: Tensor, log_v: Tensor, before: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor
-) -> Inputs:
-    """Backward of `full_log_sums`, and of the step from the state `before` to log_s (G, d_k, E) by all keys."""
-    g, g_q, g_k, g_v = g_after, [], [], []
-    for q_t, g_t in zip(_split(q, log_s), _split(g_log_S, log_s), strict=True):  # (G, C, .)
-        log_S = full_log_sums(q_t, log_s)
-        read = g_t.unsqueeze(-2) * _share(q_t.unsqueeze(-1) + log_s.unsqueeze(1), log_S.unsqueeze(-2))
-        g_q.append(read.sum(-1))
-        g = g + read.sum(1)
-    for k_t, v_t in zip(_split(k, log_s), _split(log_v, log_s), strict=True):
-        written = g.unsqueeze(1) * _share(k_t.unsqueeze(-1) + v_t.unsqueeze(-2), log_s.unsqueeze(1))
-        g_k.append(written.sum(-1))
-        g_v.append(written.sum(-2))
-    return Inputs(
-        torch.cat(g_q, 1), torch.cat(g_k, 1), torch.cat(g_v, 1), torch.zeros_like(k), g * _share(before, log_s)
-    )
-
-
-def _split(x: Tensor, log_s: Tensor) -> tuple[Tensor, ...]:
-    """Tokens of x (G, T, .) in pieces whose latent sums fit into memory."""
-    return x.split(max(1, LARGEST // log_s.numel()), dim=1)
-
-
 def _share(part: Tensor, whole: Tensor) -> Tensor:
     """exp(part - whole) for a term of a log-sum, between 0 and 1; 0 for an empty sum."""
-    return (part - torch.where(whole == -torch.inf, 0, whole)).exp_()
+    return (part - finite(whole)).exp_()

@@ -130,29 +130,30 @@ def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tu
 
     G counts through the batch and the heads of the inputs.
     """
+    if not causal:
+        reading = _keys_then_queries(inputs)[1]
+        chunks = doubtful.expand(-1, -(-log_y.shape[1] // inputs.C))
+        return forward(reading, True, chunks, log_y)
     tokens, log_s = _heads(inputs)
     q, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
     states = exact.states(k, log_v, log_f, log_s)  # (G, N + 1, d_k, E)
-    if causal:
-        chunks = _tiles(log_y, q.shape[2], 0.0).clone()
-        for g, n in _groups(doubtful, states):
-            log_S, _ = exact.causal_log_sums(q[g, n], k[g, n], log_v[g, n], log_f[g, n], states[g, n])
-            chunks[g, n] = _normalized(log_S)
-        log_y = _sequence(chunks, log_y.shape[1])
-    elif doubtful.any():
-        g = doubtful[:, 0]
-        log_y[g] = _normalized(exact.full_log_sums(tokens[0][g], states[g, -1]))
-    return log_y, states[:, -1]
+    tiles = _tiles(log_y, q.shape[2], 0.0).clone()
+    for g, n in _groups(doubtful, states):
+        log_S, _ = exact.causal_log_sums(q[g, n], k[g, n], log_v[g, n], log_f[g, n], states[g, n])
+        tiles[g, n] = log_S[..., :-1] - log_S[..., -1:]  # the last column is the normalizer
+    return _sequence(tiles, log_y.shape[1]), states[:, -1]
 
 
 def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
     """Return gradients for whole heads, from those of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
+    if not causal:
+        writing, reading = _keys_then_queries(inputs)
+        read = backward(reading, True, g_log_S, g_log_s)
+        g_none = g_log_S.new_zeros(len(g_log_S), inputs.k.shape[2], g_log_S.shape[2])
+        return backward(writing, True, g_none, read.log_s)._replace(q=read.q)
     tokens, log_s = _heads(inputs)
     tiles = _, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
     states = exact.states(k, log_v, log_f, log_s)  # (G, N + 1, d_k, E)
-    if not causal:
-        q, k, log_v, _ = tokens
-        return exact.full_gradients(q, k, log_v, log_s, states[:, -1], g_log_S, g_log_s)
     g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in (*tiles[:3], k)], g_log_s
     gradients: list[Any]
     for n in reversed(range(k.shape[1])):
@@ -166,6 +167,17 @@ def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> 
     return Inputs._make((*(_sequence(x, tokens[0].shape[1]) for x in parts), g))
 
 
+def _keys_then_queries(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """Attention that is not causal, as two that are: keys without queries, then queries of the state after them."""
+    writing = inputs._replace(q=torch.zeros_like(inputs.k))
+    tokens, log_s = _heads(writing)
+    _, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
+    after = exact.states(k, log_v, log_f, log_s)[:, -1].view_as(inputs.log_s)
+    (B, H, T, _), d_v = inputs.q.shape, inputs.log_v.shape[3]
+    no_keys, no_values = torch.full_like(inputs.q, -torch.inf), inputs.q.new_zeros(B, H, T, d_v)
+    return writing, Inputs(inputs.q, no_keys, no_values, None, after)
+
+
 def _heads(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
     """Queries, keys, values with the normalizer's column, and gates (G, T, .), and the state (G, d_k, E)."""
     log_f = torch.zeros_like(inputs.k[..., :1]) if inputs.log_f is None else inputs.log_f
@@ -177,11 +189,6 @@ def _heads(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
 def _tiles_of(tokens: list[Tensor], C: int) -> list[Tensor]:
     """Queries and gates (padded with 0), keys and values (padded with -inf), each (G, N, C, .)."""
     return [_tiles(x, C, fill) for x, fill in zip(tokens, (0.0, -torch.inf, -torch.inf, 0.0), strict=True)]
-
-
-def _normalized(log_S: Tensor) -> Tensor:
-    """log_y from the log-sums: their last column, the normalizer, is subtracted from the others."""
-    return log_S[..., :-1] - log_S[..., -1:]
 
 
 def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:

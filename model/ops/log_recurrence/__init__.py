@@ -1,34 +1,24 @@
 """The published model's position encoding: a log-space recurrence with forgetting, for each feature."""
 
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from model.ops.kernels import Check, choose_backend
-from model.ops.log_recurrence.chunked import chunked_log_recurrence
+from model.ops.derivatives import refuse_second_order, refuse_transforms
+from model.ops.kernels import choose_backend
+from model.ops.log_recurrence import chunked
 from model.ops.log_recurrence.naive import naive_log_recurrence
 
-__all__ = ["BACKENDS", "log_recurrence", "naive_log_recurrence"]
+__all__ = ["log_recurrence", "naive_log_recurrence"]
+
+NAMES = "log_recurrence", "naive_log_recurrence"  # the operator, and the form that has all derivatives
 
 
-def _triton_log_recurrence(log_p: Tensor, h: Tensor, **options: Any) -> Any:
-    from model.ops.log_recurrence.triton import triton_log_recurrence  # importing triton is slow, and it may be missing
-
-    return triton_log_recurrence(log_p, h, **options)
-
-
-BACKENDS: dict[str, Callable[..., Any]] = {
-    "naive": naive_log_recurrence,
-    "chunked": chunked_log_recurrence,
-    "triton": _triton_log_recurrence,
-}
-
-
-def _check() -> Check:
+def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
     from model.ops.log_recurrence.check import check  # only GPUs need it
 
-    return check
+    return check, {"dtype": dtypes[0]}
 
 
 def log_recurrence(
@@ -41,7 +31,7 @@ def log_recurrence(
         h: (B, T, D), logarithm of what is added.
         state: (B, D), s before the first token; None is zeros.
         return_state: also return s after the last token.
-        backend: "auto", or one of BACKENDS. "auto" uses "triton" on GPUs that support it, and "chunked" elsewhere.
+        backend: "naive", "chunked" or "triton"; "auto" uses "triton" on GPUs that support it, and "chunked" elsewhere.
 
     Returns:
         s (B, T, D) in the type of h, or (s, state), the state in float32 or float64.
@@ -53,5 +43,60 @@ def log_recurrence(
         raise ValueError(f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} must both be (B, T, D), with T at least 1")
     if state is not None and state.shape != h[:, 0].shape:
         raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
-    backend = choose_backend("the log recurrence", _check, backend, BACKENDS, h)
-    return BACKENDS[backend](log_p, h, state=state, return_state=return_state)
+    backend = choose_backend("the log recurrence", _check, backend, ("naive", "chunked", "triton"), h)
+    if backend == "naive":
+        return naive_log_recurrence(log_p, h, state=state, return_state=return_state)
+    refuse_transforms(*NAMES, log_p, h, *([] if state is None else [state]))
+    acc = torch.promote_types(h.dtype, torch.float32)
+    start = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
+    s = _recur(log_p, h, start, backend)
+    out = s.to(h.dtype)
+    return (out, s[:, -1].clone()) if return_state else out  # a view would keep the sequence in memory
+
+
+@torch.library.custom_op("log_gpt::log_recurrence", mutates_args=())
+def _recur(log_p: Tensor, h: Tensor, start: Tensor, backend: str) -> Tensor:
+    """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D) in the type of start."""
+    s: Tensor = _form(backend).forward(log_p, h, start)
+    return s
+
+
+@_recur.register_fake
+def _(log_p: Tensor, h: Tensor, start: Tensor, backend: str) -> Tensor:
+    return h.new_empty(h.shape, dtype=start.dtype)
+
+
+@torch.library.custom_op("log_gpt::log_recurrence_backward", mutates_args=())
+def _recur_backward(
+    g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of log_p, h and start, given the gradient of s."""
+    g_p, g_h, g_start = _form(backend).backward(g_s, log_p, h, start, s)
+    return g_p, g_h, g_start
+
+
+@_recur_backward.register_fake
+def _(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return log_p.new_empty(log_p.shape), h.new_empty(h.shape), start.new_empty(start.shape)
+
+
+def _form(backend: str) -> Any:
+    """The module with the functions `forward` and `backward`."""
+    if backend == "chunked":
+        return chunked
+    from model.ops.log_recurrence import triton  # importing triton is slow, and it may be missing
+
+    return triton
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.backend = inputs
+    ctx.save_for_backward(*tensors, output)
+
+
+def _backward(ctx: Any, g_s: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_order(*NAMES)
+    return *_recur_backward(g_s, *ctx.saved_tensors, ctx.backend), None
+
+
+_recur.register_autograd(_backward, setup_context=_save_for_backward)

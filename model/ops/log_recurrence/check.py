@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.ops.checks import Tensors, compare
-from model.ops.log_recurrence import BACKENDS
+from model.ops.log_recurrence import log_recurrence
 
 
 def check(device: str, dtype: str) -> None:
@@ -29,5 +29,5 @@ def check(device: str, dtype: str) -> None:
 
 def recur(backend: str, /, log_p: Tensor, h: Tensor, state: Tensor) -> Tensors:
     """The recurrence as a function of the leaves."""
-    s, after = cast(tuple[Tensor, Tensor], BACKENDS[backend](log_p, h, state=state, return_state=True))
+    s, after = cast(tuple[Tensor, Tensor], log_recurrence(log_p, h, state=state, return_state=True, backend=backend))
     return {"s": s, "the state": after}

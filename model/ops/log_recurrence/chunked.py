@@ -13,33 +13,16 @@ g_t = G_t + a_{t+1} g_{t+1}, where a_t = p_t exp(s_{t-1} - s_t) is at most 1.
 The carry between chunks is in float64: if almost nothing is forgotten, the rounding errors of all chunks add up.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
 from torch.nn.functional import pad
 
-from model.ops.derivatives import refuse_second_order, refuse_transforms
-
-NAMES = "log_recurrence", "naive_log_recurrence"  # the operator, and the form that has all derivatives
 CHUNK = 32  # tokens: T / C chunks of C steps take C + T / C dependent steps, fewest near C = sqrt(T)
 
 
-def chunked_log_recurrence(
-    log_p: Tensor, h: Tensor, *, state: Tensor | None = None, return_state: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
-    """As `log_recurrence`."""
-    refuse_transforms(*NAMES, log_p, h, *([] if state is None else [state]))
-    dtype, acc = h.dtype, torch.promote_types(h.dtype, torch.float32)
-    start = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
-    s = _recur(log_p.to(acc), h.to(acc), start)
-    return (s.to(dtype), s[:, -1].clone()) if return_state else s.to(dtype)  # a view would keep the sequence in memory
-
-
-@torch.library.custom_op("log_gpt::log_recurrence", mutates_args=())
-def _recur(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
-    """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D)."""
+def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
+    """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D) in the type of start."""
+    log_p, h = log_p.to(start.dtype), h.to(start.dtype)
     log_ps, hs = _chunk(log_p, 0.0), _chunk(h, -torch.inf)  # (B, N, C, D)
     local, A = hs.clone(), log_ps.clone()
     for t in range(1, local.shape[2]):
@@ -53,14 +36,9 @@ def _recur(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
     return s.flatten(1, 2)[:, : h.shape[1]].contiguous()
 
 
-@_recur.register_fake
-def _(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
-    return h.new_empty(h.shape)
-
-
-@torch.library.custom_op("log_gpt::log_recurrence_backward", mutates_args=())
-def _recur_backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of log_p, h and start, given the gradient of s."""
+    types, log_p, h = (log_p.dtype, h.dtype), log_p.to(s.dtype), h.to(s.dtype)
     previous = torch.cat([start.unsqueeze(1), s[:, :-1]], dim=1)
     a = (log_p + previous - s).exp_()  # (B, T, D): share of s_{t-1} in s_t
     first, kept = s[:, :: min(CHUNK, s.shape[1])].double(), _chunk(log_p.roll(-1, 1), 0.0).double().sum(2)  # (B, N, D)
@@ -69,28 +47,7 @@ def _recur_backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Ten
     ).exp_()  # share of a chunk's first s in the next chunk's first
     g = _reverse_linear_recurrence(pad(a[:, 1:], (0, 0, 0, 1)), g_s, across)
     g_p = g * a
-    return g_p, g.mul_((h - s).exp_()), g_p[:, 0].clone()
-
-
-@_recur_backward.register_fake
-def _(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return log_p.new_empty(log_p.shape), h.new_empty(h.shape), start.new_empty(start.shape)
-
-
-def differentiate(recur: CustomOpDef, recur_backward: CustomOpDef) -> None:
-    """Make the second operator the gradient of the first."""
-
-    def save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
-
-    def backward(ctx: Any, g_s: Tensor) -> Any:
-        refuse_second_order(*NAMES)
-        return recur_backward(g_s, *ctx.saved_tensors)
-
-    recur.register_autograd(backward, setup_context=save)
-
-
-differentiate(_recur, _recur_backward)
+    return g_p.to(types[0]), g.mul_((h - s).exp_()).to(types[1]), g_p[:, 0].clone()
 
 
 def _reverse_linear_recurrence(a: Tensor, g: Tensor, across: Tensor) -> Tensor:

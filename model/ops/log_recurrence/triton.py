@@ -11,76 +11,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.derivatives import refuse_transforms
-from model.ops.log_recurrence.chunked import NAMES, differentiate
-
 _TOKENS, _FEATURES = 32, 32  # of a program at a time
 
 
-def triton_log_recurrence(
-    log_p: Tensor, h: Tensor, *, state: Tensor | None = None, return_state: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
-    """As `log_recurrence`, for tensors with any strides."""
-    refuse_transforms(*NAMES, log_p, h, *([] if state is None else [state]))
-    acc = torch.promote_types(h.dtype, torch.float32)
-    start = h.new_zeros(h[:, 0].shape, dtype=acc) if state is None else state.to(acc).contiguous()
-    s = _recur(log_p, h, start)
-    return (s.to(h.dtype), s[:, -1].clone()) if return_state else s.to(h.dtype)
-
-
-@torch.library.custom_op("log_gpt::log_recurrence_triton", mutates_args=())
-def _recur(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
-    """log_p (B, T, D), h (B, T, D), start (B, D) -> s (B, T, D) in the type of start."""
-    log_p, h, s = _dense(log_p), _dense(h), _empty_s(log_p, h, start)
-    with torch.cuda.device_of(h):  # kernels are launched on the current device
-        recurrence_forward[_grid(h)](log_p, h, start, s, *_shape(log_p, h), **_constants(s))
+def forward(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
+    """As in chunked.py, for tensors with any strides."""
+    s = torch.empty(h.shape, dtype=start.dtype, device=h.device)
+    _launch(recurrence_forward, log_p, h, start=start.contiguous(), s=s)
     return s
 
 
-@_recur.register_fake
-def _empty_s(log_p: Tensor, h: Tensor, start: Tensor) -> Tensor:
-    return h.new_empty(h.shape, dtype=start.dtype)
+def backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As in chunked.py, for tensors with any strides."""
+    g_p, g_h, g_start = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (log_p, h, start))
+    gradients = {"g_s": g_s.contiguous(), "g_p": g_p, "g_h": g_h, "g_start": g_start}
+    _launch(recurrence_backward, log_p, h, start=start.contiguous(), s=s, **gradients)
+    return g_p, g_h, g_start
 
 
-@torch.library.custom_op("log_gpt::log_recurrence_triton_backward", mutates_args=())
-def _recur_backward(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of log_p, h and start, given the gradient of s."""
-    g_s, log_p, h = g_s.contiguous(), _dense(log_p), _dense(h)
-    gradients = _empty_gradients(g_s, log_p, h, start, s)
-    with torch.cuda.device_of(h):
-        recurrence_backward[_grid(h)](g_s, log_p, h, start, s, *gradients, *_shape(log_p, h), **_constants(s))
-    return gradients
-
-
-@_recur_backward.register_fake
-def _empty_gradients(g_s: Tensor, log_p: Tensor, h: Tensor, start: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return log_p.new_empty(log_p.shape), h.new_empty(h.shape), start.new_empty(start.shape)
-
-
-differentiate(_recur, _recur_backward)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """The tensor, with a dense last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _shape(log_p: Tensor, h: Tensor) -> tuple[int, ...]:
-    return *h.shape[1:], *log_p.stride()[:2], *h.stride()[:2]
-
-
-def _features(D: int) -> int:
-    return min(_FEATURES, triton.next_power_of_2(D))
-
-
-def _grid(h: Tensor) -> tuple[int, int]:
-    B, _, D = h.shape
-    return B, triton.cdiv(D, _features(D))
-
-
-def _constants(s: Tensor) -> dict[str, Any]:
-    acc = tl.float64 if s.dtype == torch.float64 else tl.float32
-    return {"ACC": acc, "C": _TOKENS, "BD": _features(s.shape[2]), "num_warps": 4}
+def _launch(kernel: Any, log_p: Tensor, h: Tensor, **others: Tensor) -> None:
+    """Launch a kernel for all sequences and blocks of features."""
+    log_p, h = (x if x.stride(-1) == 1 else x.contiguous() for x in (log_p, h))
+    B, T, D = h.shape
+    block = min(_FEATURES, triton.next_power_of_2(D))
+    (p_batch, p_token, _), (h_batch, h_token, _) = log_p.stride(), h.stride()
+    sizes = {"T": T, "D": D, "p_batch": p_batch, "p_token": p_token, "h_batch": h_batch, "h_token": h_token}
+    acc = tl.float64 if others["s"].dtype == torch.float64 else tl.float32
+    with torch.cuda.device_of(h):  # kernels are launched on the current device
+        launch = kernel[B, triton.cdiv(D, block)]
+        launch(log_p=log_p, h=h, **others, **sizes, ACC=acc, C=_TOKENS, BD=block, num_warps=4)
 
 
 @triton.jit

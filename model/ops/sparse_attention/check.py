@@ -1,7 +1,5 @@
 """The check of compiled FlexAttention, which runs before it is used on a GPU: see model/ops/checks.py."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from model.ops.sparse_attention.patterns import Pattern, longformer, strided, wi
 
 PATTERNS = {
     "window": window(40),
-    "dilated window, not causal": window(40, dilation=1, causal=False),
+    "dilated window": window(40, dilation=1),
     "strided": strided(48),
     "longformer": longformer(40, 5),
 }
@@ -28,19 +26,14 @@ def check(device: str, dtype: str, head_dim: int, T: int = 300) -> None:
         Wrong: a result or a gradient is wrong, or a second run has other bits.
     """
     generator = torch.Generator().manual_seed(0)
-    names = ("q", "k", "v")
-    leaves = {
-        name: torch.randn(1, 2, T, head_dim, generator=generator).to(device, getattr(torch, dtype)) for name in names
-    }
+    q_k_v = torch.randn(3, 1, 2, T, head_dim, generator=generator).to(device, getattr(torch, dtype))
+    leaves = dict(zip(("q", "k", "v"), q_k_v, strict=True))
     for name, pattern in PATTERNS.items():
-        compare(name, partial(flex, pattern), partial(definition, pattern), leaves)
 
+        def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern = pattern) -> Tensors:
+            return {"y": attend._by_flex_attention(q, k, v, pattern)}
 
-def flex(pattern: Pattern, /, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    """FlexAttention, as `sparse_attention` calls it."""
-    return {"y": attend._by_flex_attention(q, k, v, pattern)}
+        def definition(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern = pattern) -> Tensors:
+            return {"y": naive_sparse_attention(q, k, v, [pattern])}
 
-
-def definition(pattern: Pattern, /, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    """The definition."""
-    return {"y": naive_sparse_attention(q, k, v, [pattern])}
+        compare(name, flex, definition, leaves)

@@ -29,11 +29,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class Band(_Part):
-    """Keys j = i - step n for first <= n <= last."""
+    """Keys j = i - step n for first <= n <= last, where first is not negative."""
 
     step: int
     first: int
-    """Negative: keys after the query."""
     last: int | None
     """None: back to the beginning."""
     start: int = 0
@@ -100,13 +99,12 @@ Part = Band | Block | Columns | First
 Pattern = tuple[Part, ...]
 
 
-def window(size: int, dilation: int = 0, causal: bool = True) -> Pattern:
+def window(size: int, dilation: int = 0) -> Pattern:
     """Sliding windows, with `dilation` keys skipped between two (Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
 
-    Causal: (i - j) mod (dilation + 1) = 0 and 0 <= i - j < size (dilation + 1), which are `size` keys, including the
-    query's own. Otherwise |i - j| <= floor(size / 2) (dilation + 1).
+    (i - j) mod (dilation + 1) = 0 and 0 <= i - j < size (dilation + 1): `size` keys, including the query's own.
     """
-    return (Band(dilation + 1, 0, size - 1) if causal else Band(dilation + 1, -(size // 2), size // 2),)
+    return (Band(dilation + 1, 0, size - 1),)
 
 
 def longformer(size: int, n_global: int) -> Pattern:

@@ -22,14 +22,13 @@ _ROWS = 1024  # queries that share a tile of columns; columns after them are ski
 
 @dataclass(frozen=True)
 class Blocks:
-    """Every `step`-th token forms a sequence of its own; blocks of C of its queries see them and the keys around."""
+    """Every `step`-th token forms a sequence of its own; blocks of C of its queries see them and the keys before."""
 
     part: Part
     step: int
     C: int
     before: int
     """Number of keys before a block that its queries also see."""
-    after: int
     causal: bool
     """Whether query c of a tile attends to exactly the keys 0 to c, so that no mask is needed."""
 
@@ -40,7 +39,7 @@ class Blocks:
     def n_scores(self, T: int) -> int:
         """Scores computed for a head."""
         n_queries = -(-T // self.step)  # of each sequence
-        return self.step * -(-n_queries // self.C) * self.C * (self.before + self.C + self.after)
+        return self.step * -(-n_queries // self.C) * self.C * (self.before + self.C)
 
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, rows, D) -> (N, B H, C, D), where N includes all `step` sequences."""
@@ -54,10 +53,10 @@ class Blocks:
         return y.permute(2, 3, 1, 4, 0, 5).flatten(2, 4)[:, :, :n]
 
     def keys(self, x: Tensor) -> Tensor:
-        """(B, H, T, D) -> (N, B H, before + C + after, D)."""
+        """(B, H, T, D) -> (N, B H, before + C, D)."""
         x = self._residues(x)
-        x = pad(x, (0, 0, self.before, self.after + -x.shape[3] % self.C))
-        x = x.unfold(3, self.before + self.C + self.after, self.C)  # (B, H, step, N, D, S)
+        x = pad(x, (0, 0, self.before, -x.shape[3] % self.C))
+        x = x.unfold(3, self.before + self.C, self.C)  # (B, H, step, N, D, S)
         return x.permute(2, 3, 0, 1, 5, 4).flatten(2, 3).flatten(0, 1)
 
     def _residues(self, x: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ def _tiles(part: Part, T: int) -> list[Tiles]:
         case Band():
             return [_band(part, T)]
         case Block():
-            return [Blocks(part, 1, min(part.size, T), 0, 0, causal=True)]
+            return [Blocks(part, 1, min(part.size, T), 0, causal=True)]
         case First():
             count = min(part.count, T)
             return [Selected(part, 0, T, count, count, count)]
@@ -142,9 +141,9 @@ def _band(part: Band, T: int) -> Blocks:
     """Block size: a quarter of the keys that a query attends to, so that 4 of 5 computed scores are used."""
     step = min(part.step, T)  # a larger step would still leave every token alone
     M = -(-T // step)
-    before, after = M - 1 if part.last is None else min(part.last, M - 1), min(max(-part.first, 0), M - 1)
+    before = M - 1 if part.last is None else min(part.last, M - 1)
     if before == M - 1:  # back to the beginning: one block
         causal = part.first == 0 and part.start == 0
-        return Blocks(part, step, M, 0, 0, causal)
-    C = min(M, max(_QUERIES, (before + after) // 4))
-    return Blocks(part, step, C, before, after, causal=False)
+        return Blocks(part, step, M, 0, causal)
+    C = min(M, max(_QUERIES, before // 4))
+    return Blocks(part, step, C, before, causal=False)
