@@ -195,13 +195,13 @@ def _of_heads(inputs: Inputs, heads: Tensor) -> Inputs:
 
 @torch.library.custom_op("log_gpt::log_attention_backward", mutates_args=())
 def _attend_backward(
-    g: Sequence[Tensor], inputs: Sequence[Tensor | None], results: Sequence[Tensor], causal: bool
+    g: Sequence[Tensor], inputs: Sequence[Tensor | None], M: Tensor, doubtful: Tensor, causal: bool
 ) -> list[Tensor]:
     """Return gradients of `Inputs` (empty without gates) from those of log_y and of the state after, both in `g`."""
-    given, found = Inputs._make(inputs), _Results._make(results)
+    given = Inputs._make(inputs)
     with torch.autocast(given.q.device.type, enabled=False):
-        gradients = _backward(given, causal, found, *g)
-        repair.count("backward", found.doubtful, given.q.shape[2], causal)
+        gradients = _backward(given, causal, M, doubtful, *g)
+        repair.count("backward", doubtful, given.q.shape[2], causal)
     return _or_empty(gradients)
 
 
@@ -221,35 +221,36 @@ def _or_empty(gradients: Inputs) -> list[Tensor]:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.causal, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, *output[2:])
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _backward_of_op(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
-    saved = ctx.saved_tensors  # only once: checkpointing computes them when they are read
-    inputs = saved[:5]
-    gradients = _attend_backward([g_y, g_log_s], inputs, saved[5:], ctx.causal)
+    *inputs, M, doubtful = ctx.saved_tensors
+    gradients = _attend_backward([g_y, g_log_s], inputs, M, doubtful, ctx.causal)
     return *(None if x is None else g for x, g in zip(inputs, gradients, strict=True)), None, None
 
 
 _attend.register_autograd(_backward_of_op, setup_context=_save_for_backward)
 
 
-def _backward(inputs: Inputs, causal: bool, results: _Results, g_y: Tensor, g_log_s: Tensor) -> Inputs:
+def _backward(inputs: Inputs, causal: bool, M: Tensor, doubtful: Tensor, g_y: Tensor, g_log_s: Tensor) -> Inputs:
+    """Return the gradients, given M and what is doubtful from the forward pass."""
     gradients = _empty_gradients(inputs)
     for batch in batches(inputs.q, inputs.C):
-        part, found, g, into = inputs.of(batch), results.of(batch), (g_y[batch], g_log_s[batch]), gradients.of(batch)
-        g_M, lost = _of_last_M(part, found.M[-1], g[1])  # (B, H, d_k, E), (B, H)
-        heads = found.doubtful.any(0) | lost  # (B, H)
+        part, g, into = inputs.of(batch), (g_y[batch], g_log_s[batch]), gradients.of(batch)
+        found = M[:, batch], doubtful[:, batch]
+        g_M, lost = _of_last_M(part, found[0][-1], g[1])  # (B, H, d_k, E), (B, H)
+        heads = found[1].any(0) | lost  # (B, H)
         go_back = _causal_backward if causal else _full_backward
-        go_back(part, found, g[0], g_M, into)
+        go_back(part, *found, g[0], g_M, into)
         if heads.any():
             _backward_again(part, causal, g, heads, into)
     return gradients
 
 
-def _causal_backward(inputs: Inputs, results: _Results, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
+def _causal_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
     """Write the gradients, given those of log_y and of the last M, g (B, H, d_k, E)."""
     frames = frames_of(inputs, causal=True)
     for i, (tokens, chunks) in reversed(list(enumerate(blocks(inputs.q, inputs.C)))):
@@ -258,10 +259,10 @@ def _causal_backward(inputs: Inputs, results: _Results, g_y: Tensor, g: Tensor, 
         e_q = queries(inputs, tokens, here, gates.a)  # (n, B, H, C, d_k)
         e_k, e_v = keys_and_values(inputs, tokens, here, gates.a)  # (n, B, H, C, .)
         from_start, to_end = times(e_q, gates.start), times(e_k, gates.end)
-        Ms = _carry(results.M[i], to_end.mT @ e_v, gates.kept, frames.factor, chunks)  # (n + 1, B, H, d_k, E)
+        Ms = _carry(M[i], to_end.mT @ e_v, gates.kept, frames.factor, chunks)  # (n + 1, B, H, d_k, E)
         A = gates.weigh(e_q @ e_k.mT)  # (n, B, H, C, C)
         sums = _add_product(from_start @ Ms[:-1], A, e_v)
-        g_sums = _of_sums(sums, results, g_y, tokens, here)  # (n, B, H, C, E)
+        g_sums = _of_sums(sums, doubtful, g_y, tokens, here)  # (n, B, H, C, E)
         g_seen = from_start.mT @ g_sums  # (n, B, H, d_k, E): gradient of M through the chunk's queries
         g_A = gates.weigh(g_sums @ e_v.mT)
         g_q = _add_product(times(g_sums @ Ms[:-1].mT, gates.start), g_A, e_k).mul_(e_q)
@@ -280,14 +281,14 @@ def _causal_backward(inputs: Inputs, results: _Results, g_y: Tensor, g: Tensor, 
             g_next = torch.cat([times(g_M, gates.kept)[1:] + g_seen[1:], g_last.unsqueeze(0)])  # of Ms[1:]
             g_after = (g_next * Ms[1:]).sum(-1).unsqueeze(3)  # (n, B, H, 1, d_k)
             write(gradients.log_f[:, :, tokens], log_f_gradient(g_q, g_k, g_after, log_f))
-    torch.mul(g, results.M[0], out=gradients.log_s)
+    torch.mul(g, M[0], out=gradients.log_s)
 
 
-def _full_backward(inputs: Inputs, results: _Results, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
-    frames, M = frames_of(inputs, causal=False), results.M  # M (2, B, H, d_k, E)
+def _full_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
+    frames = frames_of(inputs, causal=False)
     for tokens, _ in blocks(inputs.q, CHUNK):
         e_q = queries(inputs, tokens, frames)  # (1, B, H, t, d_k)
-        g_sums = _of_sums(e_q @ M[1:], results, g_y, tokens, frames)
+        g_sums = _of_sums(e_q @ M[1:], doubtful, g_y, tokens, frames)
         write(gradients.q[:, :, tokens], (g_sums @ M[1:].mT).mul_(e_q))
         g = g + (e_q.mT @ g_sums)[0]
     for tokens, _ in blocks(inputs.k, CHUNK):
@@ -304,12 +305,12 @@ def _of_last_M(inputs: Inputs, M: Tensor, g_log_s: Tensor) -> tuple[Tensor, Tens
     return torch.where(unused | (M == 0), 0, g_log_s / M), lost
 
 
-def _of_sums(sums: Tensor, results: _Results, g_y: Tensor, tokens: slice, frames: Frames) -> Tensor:
+def _of_sums(sums: Tensor, doubtful: Tensor, g_y: Tensor, tokens: slice, frames: Frames) -> Tensor:
     """Return the gradient of the sums (n, B, H, C, E), given log_y's gradient: 0 for doubtful and empty sums."""
     g_y = frames.split(g_y[:, :, tokens], 0.0)
     g_sums = torch.cat([g_y, g_y.sum(-1, keepdim=True).neg_()], dim=-1).div_(sums)
     if not sums.amin() >= CERTAIN[sums.dtype]:  # also true if a sum is NaN
-        g_sums.masked_fill_(results.doubtful[frames.chunks][..., None, None] | (sums == 0), 0)
+        g_sums.masked_fill_(doubtful[frames.chunks][..., None, None] | (sums == 0), 0)
     return g_sums
 
 
@@ -320,7 +321,7 @@ def _backward_again(inputs: Inputs, causal: bool, g: tuple[Tensor, ...], heads: 
         g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (F, 1, T, E)
         again = repair.backward(some, causal, g_log_S[:, 0], g_log_s[:, 0])
     else:
-        again = _backward(some, causal, _forward(some, causal, want_state=True), g_y, g_log_s)
+        again = _backward(some, causal, *_forward(some, causal, want_state=True)[2:], g_y, g_log_s)
     for whole, part in zip(gradients, again, strict=True):
         if whole is None or part is None:
             continue
