@@ -38,7 +38,7 @@ from trainer.runtime import Runtime, device_name, maybe_compile, peak_flops
 from trainer.saving import Saver
 from trainer.signals import StopSignals
 from trainer.step import Abandoned, MicroBatches, StepResult, SummedLoss, train_step
-from trainer.trackers import TrackedRun
+from trainer.trackers import Trackers
 from trainer.transfer import ratios, scale_weights
 
 _FLOPS_OF_A_CORE = 5e10  # in a second, of a fast core in float32
@@ -437,7 +437,7 @@ class Run:
         write_config(run_dir / "config.json", dumped, self.world, sizes | {"dtype": dtype}, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.curves = curves_of(read_metrics(self.log.path))
-        self.trackers = config.tracker.open(TrackedRun(self.state.run_id, run_dir, dumped, resumed_at=self.step))
+        self.trackers = Trackers(config.tracker, self.state.run_id, run_dir, dumped, resumed_at=self.step)
         self._announce(flops)
 
     def _announce(self, flops: int) -> None:
