@@ -24,7 +24,7 @@ from trainer.carried import gathered, restarted_rows, split_rows
 from trainer.config import TrainConfig
 from trainer.context import share_sequences
 from trainer.curves import RunCurves, curves_of
-from trainer.distributed import World
+from trainer.distributed import SequenceGroup, World
 from trainer.guard import bad_steps_before, keep_evidence, why_bad
 from trainer.losses import evaluate
 from trainer.memory import step_memory
@@ -66,7 +66,7 @@ class Run:
         _check_split(config, world)
         if len(types := sorted(set(world.gather_text(str(runtime.dtype))))) > 1:
             raise UserError(f"runtime.dtype=auto is {' and '.join(types)} on these machines: name one type")
-        self.group = world.sequence_group(config.runtime.context_parallel)
+        self.group = SequenceGroup(world, config.runtime.context_parallel)
         if config.data.mixture is not None:
             weights, seq_len = config.data.mixture, config.seq_len
             self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
