@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -27,7 +26,7 @@ from common.settings import UserError, decode
 def command(
     config_name: str,
     settings: str,
-    run: Callable[[Any], float | None] | str,
+    run: str,
     text_keys: tuple[str, ...] = (),
     when_interrupted: str = "interrupted",
     check: str | None = None,
@@ -37,7 +36,7 @@ def command(
     Args:
         settings: the class that the configuration is decoded into, as "package.module:Class". It is imported when the
             options are read: --help does not wait for torch.
-        run: what is done with it: a function, or its name as "package.module:function".
+        run: the name of the function that works with it, as "package.module:function".
         text_keys: keys whose values on the command line are taken literally, with quotes, brackets and ${}.
         when_interrupted: the answer to Ctrl-C.
         check: the name of a function that raises UserError for what can be known before `run`; a sweep calls it for
@@ -51,7 +50,7 @@ def command(
         decoded = decode(resolve_name(settings), config)
         if only_check:
             return resolve_name(check)(decoded) if check else None
-        function = resolve_name(run) if isinstance(run, str) else run
+        function: Command = resolve_name(run)
         allow_cleanup()
         return function(decoded)
 

@@ -39,14 +39,9 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool 
 
 def _settings_of(run_dir: Path) -> dict[str, Any]:
     try:
-        own = dict(read_json(run_dir / "config.json")["config"])
+        return dict(read_json(run_dir / "config.json")["config"])
     except (UserError, KeyError, TypeError, ValueError):  # no run, or a damaged record, which training warns of
         return {}
-    tracker = own.get("tracker")
-    if isinstance(tracker, dict) and "name" in tracker:  # from when there could only be one tracker
-        name = tracker.pop("name")
-        own["tracker"] = {"wandb": tracker} if name == "wandb" else {}
-    return own
 
 
 def _variant(own: Any, group: str) -> str | None:

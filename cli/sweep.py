@@ -58,8 +58,9 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
             else:
                 fixed.append(f"{key}={option.get_value_element_as_str()}" if "=" in str(option.input_line) else key)
         first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
-        _store_config(config_name, first_job.get("run_dir", f"multirun/{config_name}"), list(swept))
-        for_plugins = _settings_of_plugins(chosen := _compose_hydra(for_hydra), bool(swept))
+        folder = first_job.get("run_dir", f"multirun/{config_name}")
+        chosen = _settings_of_hydra(config_name, folder, list(swept), for_hydra)
+        for_plugins = _settings_of_plugins(chosen, bool(swept))
 
         def configuration(varied: Sequence[str]) -> dict[str, Any]:
             config = to_dict(compose(config_name, [*fixed, *varied], config_dir))
@@ -113,8 +114,11 @@ def _each_once(values: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
         yield tuple(some[i % len(some)] for some in values)
 
 
-def _store_config(config_name: str, folder: str, keys: list[str]) -> None:
-    """Give Hydra the configuration of a sweep: its own settings, and an empty entry for every key with values."""
+def _settings_of_hydra(config_name: str, folder: str, keys: list[str], options: list[str]) -> DictConfig:
+    """Give Hydra the configuration of a sweep, with an empty entry for every key with values.
+
+    Returns Hydra's own settings, with the options for them.
+    """
     logging = [{f"override hydra/{name}": "disabled"} for name in ("job_logging", "hydra_logging")]
     settings = {"sweep": {"dir": folder, "subdir": "."}, "output_subdir": None, "job": {"name": config_name}}
     config = OmegaConf.create({"defaults": ["_self_", *logging], "hydra": settings})
@@ -122,12 +126,9 @@ def _store_config(config_name: str, folder: str, keys: list[str]) -> None:
         if not key.startswith("+"):
             OmegaConf.update(config, key, None)
     ConfigStore.instance().store("sweep", config)
-
-
-def _compose_hydra(overrides: list[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     with hydra.initialize(version_base="1.3", config_path=None):
-        composed: DictConfig = hydra.compose("sweep", overrides, return_hydra_config=True).hydra
+        composed: DictConfig = hydra.compose("sweep", options, return_hydra_config=True).hydra
         return composed
 
 

@@ -23,17 +23,6 @@ from pydantic.fields import FieldInfo
 from common.console import print_error
 from common.settings import Settings, UserError, decode
 
-__all__ = [
-    "Items",
-    "Settings",
-    "drop_output",
-    "in_hydras_grammar",
-    "overrides",
-    "refuse_flag",
-    "reported",
-    "run_script",
-]
-
 EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "lm_eval": "lm-eval", "transformers": "hf"} | {
     name: name for name in ("tensorboard", "tokenizers", "triton")
 }
@@ -107,8 +96,8 @@ def reported(run: Callable[[], int | None], debug: bool, when_interrupted: str) 
         status = run() or 0
         sys.stdout.flush()  # here, where a closed pipe is not an error
         return status
-    except BrokenPipeError:  # the reader has seen enough
-        drop_output()
+    except BrokenPipeError:  # the reader has seen enough, and gets no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         message, status = when_interrupted, 130
@@ -166,11 +155,6 @@ def _default(field: FieldInfo) -> str:
     if isinstance(field.default, list):
         return f"[{_joined(field.default)}]"
     return json.dumps(field.default) if field.default in (None, False, True) else str(field.default)
-
-
-def drop_output() -> None:
-    """Discard the remaining output, because the reader has closed standard output."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _NO_TEXTS = ("null", "true", "false", "nan", "inf")

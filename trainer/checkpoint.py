@@ -47,12 +47,10 @@ from trainer.guard import LossStatistics
 from trainer.tensor_file import Expected, read_tensors, save_file
 
 FORMAT_VERSION: Literal[3] = 3
-_READABLE = (2, FORMAT_VERSION)  # 2 had no parts
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
-_TENSORS = ("model", "optimizer", "random")
-_FILES = (*(f"{name}.safetensors" for name in _TENSORS), "state.json", "tokenizer.json")
 _IN_PARTS = ("model.safetensors", "optimizer.safetensors")
+_FILES = (*_IN_PARTS, "random.safetensors", "state.json", "tokenizer.json")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -120,7 +118,7 @@ class Kept(Settings):
 class TrainState(Kept):
     """The state of a run besides its tensors."""
 
-    format_version: Literal[2, 3] = FORMAT_VERSION
+    format_version: Literal[3] = FORMAT_VERSION
     optimizer: str = "adamw"
     """Its name: another one has other state."""
     step: int = Field(ge=0, lt=10**18)
@@ -442,7 +440,7 @@ def _write_rest(folder: Path, tensors: Tensors, state: TrainState, tokenizer: To
     """Write the other files, and the manifest with the sums of the `parts`, last."""
     _write_tensors(folder / "random.safetensors", tensors["random"])
     save_tokenizer(tokenizer, folder / "tokenizer.json")
-    write_json(folder / "state.json", state.model_dump(mode="json") | {"format_version": FORMAT_VERSION})
+    write_json(folder / "state.json", state.model_dump(mode="json"))
     sums = {name: sha256_file(folder / name) for name in _FILES if name not in _IN_PARTS}
     for file, of_parts in zip(_IN_PARTS, zip(*map(str.split, parts), strict=True), strict=True):
         sums |= dict(zip(_names(file, len(parts)), of_parts, strict=True))
@@ -534,8 +532,8 @@ def _sums(path: Path) -> dict[str, dict[str, str]]:
         manifest = decode(Sums, read_json(path / "manifest.json", limit=_LARGEST_STATE))
     except UserError as error:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
-    if manifest.format_version not in _READABLE:
-        message = f"{path} has format version {manifest.format_version}; this program reads 2 and {FORMAT_VERSION}"
+    if manifest.format_version != FORMAT_VERSION:
+        message = f"{path} has format version {manifest.format_version}; this program reads {FORMAT_VERSION}"
         if manifest.format_version == _version_of_state(path):  # not damage, but another program's
             raise UserError(f"{message}: use another run_dir")
         raise Damaged(message)

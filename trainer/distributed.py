@@ -85,10 +85,6 @@ class World:
         group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
         return World(torch.device("cpu"), self.rank, self.size, group=group, timeout=self.timeout)
 
-    def sequence_group(self, size: int) -> "SequenceGroup":
-        """The `size` processes that share sequences, this one among them. Every process must call this."""
-        return SequenceGroup(self, size, dist.new_group(timeout=self.timeout) if size > 1 else None)
-
     def wait_for_all(self) -> None:
         """Return once every process has called this."""
         if self.size > 1:
@@ -192,13 +188,14 @@ class SequenceGroup:
     """Processes with ranks that follow each other, which share sequences: each has a stretch of them, in order.
 
     `size` is their number, and `place` this process's place among them. The world has `count` such groups, and this one
-    is number `index`.
+    is number `index`. Every process must make its group.
     """
 
-    def __init__(self, world: World, size: int, group: Any) -> None:
+    def __init__(self, world: World, size: int) -> None:
         self.size, self.place = size, world.rank % size
         self.count, self.index = world.size // size, world.rank // size
-        self._world, self._group = world, group
+        self._world = world
+        self._group = dist.new_group(timeout=world.timeout) if size > 1 else None
         self._sending: list[tuple[Any, Tensor]] = []
 
     def send(self, tensor: Tensor, steps: int) -> None:

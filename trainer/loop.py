@@ -57,14 +57,18 @@ def _train(run: Run, config: TrainConfig) -> float | None:
         if run.world.is_main:
             line = "{key}={new} was given, but this run was trained with {old}"
             say_changes(config.run_dir / "config.json", config.model_dump(mode="json"), line, {})
-        say(f"{config.run_dir} is already at step {run.step}: nothing to train. {_to_go_on(config, run.step)}")
+        more = f"max_steps above {run.step}"
+        if run.step < config.max_steps:
+            more = f"stop_at above {run.step}, or leave it out"
+        say(f"{config.run_dir} is already at step {run.step}: nothing to train. To go on, give a {more}")
         return run.state.best_val_loss
     if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:
         asked = f"schedule.warmup_steps={config.schedule.warmup_steps} does not fit in max_steps={config.max_steps}"
         say(f"{asked}: the learning rate rises for {count(warmup, 'step')}")
     with run.open_files():
         if config.runtime.on_nonfinite == "rollback" and not run.resumed:
-            run.save(wait=True)  # a checkpoint to roll back to
+            run.save()
+            run.saver.finish()  # there must be a checkpoint to roll back to
         while not run.ended:
             try:
                 _train_on(run, config)
@@ -77,13 +81,6 @@ def _train(run: Run, config: TrainConfig) -> float | None:
     run_dir = config.run_dir
     say(f"step {run.step} of {config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
     return run.state.best_val_loss
-
-
-def _to_go_on(config: TrainConfig, step: int) -> str:
-    """Say how a run that needs no more steps goes on."""
-    if step < config.max_steps:
-        return f"To go on, give a stop_at above {step}, or leave it out"
-    return f"To go on, give a max_steps above {step}"
 
 
 def _train_on(run: Run, config: TrainConfig) -> None:

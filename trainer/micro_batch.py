@@ -53,11 +53,34 @@ def choose_micro_batch(
         room, spare = available_memory() // beside, 0
         most = largest(lambda size: predict(size) <= room / 2, share)
 
-    def fits(size: int) -> bool:
-        world.at(f"start: trial of {size} sequences")
-        return _least(_fits(loss_module, size, seq_len, spare, runtime, world, states), world) == 1
+    params = [p for p in loss_module.parameters() if p.requires_grad]
 
-    chosen = largest(fits, _least(most, world))
+    def fits(size: int) -> bool:
+        """Whether a micro-batch in the middle of a step fits in memory here, with `spare` bytes left.
+
+        Gradients exist already. They are not averaged, because other processes would wait forever for one that runs
+        out of memory.
+        """
+        world.at(f"start: trial of {size} sequences")
+        try:
+            reserve = torch.empty(spare, dtype=torch.uint8, device=world.device)
+            for p in params:
+                p.grad = torch.zeros_like(p)
+            ids = torch.zeros(size, seq_len, dtype=torch.int64, device=world.device)
+            accumulate_gradients(loss_module, [(ids, ids)], runtime, world, states=states(size), sync=False)
+            del reserve
+            return True
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            return False
+        finally:
+            for p in params:
+                p.grad = None
+            if world.device.type == "cuda":
+                torch.cuda.empty_cache()  # blocks of this size must not fragment the memory of the next trial
+
+    chosen = largest(lambda size: _least(fits(size), world) == 1, _least(most, world))
     if any(module._compiled_call_impl is not None for module in loss_module.modules()):
         torch.compiler.reset()  # code compiled for many sizes is slower than code for one
     how, place = "runtime.micro_batch=auto", f"the {room / 1e9:.1f} GB of {device_name(world.device)}"
@@ -90,37 +113,3 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 def _least(value: int, world: World) -> int:
     """The minimum over all processes, on all of them."""
     return min(int(each) for each in world.gather(torch.tensor([value], device=world.device)))
-
-
-def _fits(
-    module: nn.Module,
-    size: int,
-    seq_len: int,
-    spare: int,
-    runtime: Runtime,
-    world: World,
-    states: Callable[[int], list[GPTState]],
-) -> bool:
-    """Whether a micro-batch in the middle of a step fits in memory, with `spare` bytes left. Other errors are raised.
-
-    Gradients exist already. They are not averaged, because other processes would wait forever for one that runs out of
-    memory.
-    """
-    params = [p for p in module.parameters() if p.requires_grad]
-    try:
-        reserve = torch.empty(spare, dtype=torch.uint8, device=world.device)
-        for p in params:
-            p.grad = torch.zeros_like(p)
-        ids = torch.zeros(size, seq_len, dtype=torch.int64, device=world.device)
-        accumulate_gradients(module, [(ids, ids)], runtime, world, states=states(size), sync=False)
-        del reserve
-        return True
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        return False
-    finally:
-        for p in params:
-            p.grad = None
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()  # blocks of this size must not fragment the memory of the next trial

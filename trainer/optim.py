@@ -83,11 +83,9 @@ class MuonConfig(AdamWConfig, defaults="optim/muon"):
     """Weight decay of the matrices at the end of the run, as a factor of that at the beginning; linear between."""
 
     def build(self, gpt: GPT, world: World | None = None, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
-        layers, scale = {layer.weight: layer for layer in block_matrices(gpt)}, scales(gpt, self.transfer)
-        adamw = self._adamw(gpt, [p for p in gpt.parameters() if p not in layers])
-        factors = {p: scale[p].muon for p in layers}
-        world = world or World(torch.device("cpu"))
-        return Muon(layers, factors, adamw, self.max_lr, self.momentum, self.weight_decay, world, dtype)
+        matrices = {layer.weight for layer in block_matrices(gpt)}
+        adamw = self._adamw(gpt, [p for p in gpt.parameters() if p not in matrices])
+        return Muon(self, gpt, adamw, world or World(torch.device("cpu")), dtype)
 
     def means(self, gpt: GPT) -> float:
         return 2.0 - sum(layer.weight.numel() for layer in block_matrices(gpt)) / gpt.n_params()
@@ -117,21 +115,17 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        layers: dict[Tensor, nn.Linear],
-        factors: dict[Tensor, float],
-        adamw: torch.optim.AdamW,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        world: World,
-        dtype: torch.dtype,
+        self, config: MuonConfig, gpt: GPT, adamw: torch.optim.AdamW, world: World, dtype: torch.dtype
     ) -> None:
-        super().__init__(list(layers), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        for p in layers:
+        """`adamw` updates the other parameters."""
+        self._layers, scale = {layer.weight: layer for layer in block_matrices(gpt)}, scales(gpt, config.transfer)
+        self._factors = {p: scale[p].muon for p in self._layers}
+        self._adamw, self._world, self._dtype = adamw, world, dtype
+        self._batches = list(_alike(self._layers))
+        defaults = {"lr": config.max_lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
+        super().__init__(list(self._layers), defaults)
+        for p in self._layers:
             self.state[p] = {"mean": torch.zeros_like(p)}
-        self._adamw, self._layers, self._factors, self._world, self._dtype = adamw, layers, factors, world, dtype
-        self._batches = list(_alike(layers))
         self.param_groups += adamw.param_groups
         self.state.update(adamw.state)
 

@@ -218,11 +218,21 @@ def own_run(run_dir: Path) -> AbstractContextManager[None]:
 
 
 def write_config(path: Path, config: dict[str, Any], world: World, found: dict[str, Any], resumed: bool) -> None:
-    """Write config.json: the configuration, and the environment with what was `found` about model and device.
+    """Write config.json: the configuration, and the versions, devices and environment that a run's numbers depend on.
 
-    Prints what changed since the run was last started.
+    Prints what changed since the run was last started. `found` is what else is known about model and device.
     """
-    environment = _environment(world) | found
+    environment = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "git_commit": git_commit(),
+        "device": device_name(world.device),
+        "processes": world.size,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        **found,
+    }
     if resumed:
         line = "changed since this run was last started: {key}={new} (before: {old})"
         say_changes(path, config, line, {key: environment[key] for key in _ROUNDING})
@@ -232,27 +242,13 @@ def write_config(path: Path, config: dict[str, Any], world: World, found: dict[s
 def say_changes(path: Path, config: dict[str, Any], line: str, environment: dict[str, Any]) -> None:
     """Print a line for every setting, and every given part of the environment, that differs from config.json.
 
-    `line` has the places {key}, {new} and {old}; a part that config.json lacks is "not recorded".
+    `line` has the places {key}, {new} and {old}.
     """
     try:
         file = read_json(path)
-        before = {key: file["environment"].get(key, "not recorded") for key in environment}
+        before = {key: file["environment"][key] for key in environment}
         changes = differences(file["config"], config) | differences(before, environment)
     except (UserError, KeyError, TypeError, AttributeError) as error:  # the file is only a record: no reason to stop
         return warn(f"{path} is damaged: {error}")
     for key, (old, new) in changes.items():
         say(line.format(key=key, new=new, old=old))
-
-
-def _environment(world: World) -> dict[str, Any]:
-    """The versions, devices and environment that a run's numbers depend on besides the configuration."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "git_commit": git_commit(),
-        "device": device_name(world.device),
-        "processes": world.size,
-        "host": platform.node(),
-        "pid": os.getpid(),
-    }

@@ -24,7 +24,7 @@ from trainer.carried import gathered, restarted_rows, split_rows
 from trainer.config import TrainConfig
 from trainer.context import share_sequences
 from trainer.curves import RunCurves, curves_of
-from trainer.distributed import World
+from trainer.distributed import SequenceGroup, World
 from trainer.guard import bad_steps_before, keep_evidence, why_bad
 from trainer.losses import evaluate
 from trainer.memory import step_memory
@@ -38,7 +38,7 @@ from trainer.runtime import Runtime, device_name, maybe_compile, peak_flops
 from trainer.saving import Saver
 from trainer.signals import StopSignals
 from trainer.step import Abandoned, MicroBatches, StepResult, SummedLoss, train_step
-from trainer.trackers import TrackedRun
+from trainer.trackers import Trackers
 from trainer.transfer import ratios, scale_weights
 
 _FLOPS_OF_A_CORE = 5e10  # in a second, of a fast core in float32
@@ -66,7 +66,7 @@ class Run:
         _check_split(config, world)
         if len(types := sorted(set(world.gather_text(str(runtime.dtype))))) > 1:
             raise UserError(f"runtime.dtype=auto is {' and '.join(types)} on these machines: name one type")
-        self.group = world.sequence_group(config.runtime.context_parallel)
+        self.group = SequenceGroup(world, config.runtime.context_parallel)
         if config.data.mixture is not None:
             weights, seq_len = config.data.mixture, config.seq_len
             self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
@@ -122,9 +122,8 @@ class Run:
         wanted, world = self.config.runtime.micro_batch, self.world
         if wanted != "auto":
             return wanted
-        place = (
-            f"{world.size} x {world.gather_text(device_name(world.device))[0]}"  # every process must decide the same
-        )
+        main_device = world.gather_text(device_name(world.device))[0]  # every process must decide the same
+        place = f"{world.size} x {main_device}"
         if self.state.micro_batch is None or self.state.micro_batch_for != place:
             share, seq_len = -(-self.config.batch_size // world.size), self.config.seq_len
 
@@ -137,7 +136,7 @@ class Run:
                 return [self.gpt.initial_state(size)] if self.config.data.carry_state else []
 
             size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world, states)
-            self.state = self.state.model_copy(update={"micro_batch": size, "micro_batch_for": place})
+            self._update(micro_batch=size, micro_batch_for=place)
         else:
             say(f"runtime.micro_batch=auto: {self.state.micro_batch}, as chosen when this run began on {place}")
         assert self.state.micro_batch is not None
@@ -169,8 +168,12 @@ class Run:
         if self.carried is not None:
             begins = torch.from_numpy(self.batches.begins(self.step, *self._sequences(self.step)))
             self.carried = restarted_rows(self.carried, begins, self.gpt.initial_state(1))
+        if (reason := self.state.passed_over.get(self.step + 1)) is not None:  # the run was rolled back because of it
+            if self._ahead is not None:
+                next(self._ahead)
+            return self._skipped(reason)
         try:
-            line = self._skip_known_bad_step() or self._step()
+            line = self._step()
         except Abandoned:
             self.stopped_by = self._signal()
             raise
@@ -205,7 +208,9 @@ class Run:
         if result.refused is not None:
             return self._bad_step(result, lr)
         self.carried = cat_states(result.states) if result.states else None
-        self._count({"statistics": self.state.statistics.after(result.loss)} if config.runtime.spike_sigmas else {})
+        if config.runtime.spike_sigmas:
+            self._update(statistics=self.state.statistics.after(result.loss))
+        self._update(step=self.step + 1)
         if self.average is not None:
             self.average.take(self.step)
         tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
@@ -232,29 +237,19 @@ class Run:
         if policy == "rollback":
             raise RollBack(step, reason)
         warn(f"skipping step {step}: {reason}; {path} lists the data it read")
-        self.state = self.state.model_copy(update={"passed_over": {**self.state.passed_over, step: reason}})
-        return self._skipped(reason)
-
-    def _skip_known_bad_step(self) -> dict[str, Any] | None:
-        """If the next step went wrong before the run was rolled back, skip it and return its line."""
-        reason = self.state.passed_over.get(self.step + 1)
-        if reason is None:
-            return None
-        if self._ahead is not None:
-            next(self._ahead)
+        self._update(passed_over={**self.state.passed_over, step: reason})
         return self._skipped(reason)
 
     def _skipped(self, reason: str) -> dict[str, Any]:
-        self._count({})
+        self._update(step=self.step + 1)
         return self._line(event="skipped", reason=reason)
 
     def _line(self, **values: Any) -> dict[str, Any]:
         """A line of metrics.jsonl."""
         return {"step": self.step, "tokens": self.config.tokens(self.step), **values}
 
-    def _count(self, update: dict[str, Any]) -> None:
-        """Count a finished step."""
-        self.state = self.state.model_copy(update={"step": self.step + 1, **update})
+    def _update(self, **changes: Any) -> None:
+        self.state = self.state.model_copy(update=changes)
 
     def _keep_evidence(self, step: int, result: StepResult, lr: float) -> Path:
         world, config = self.world, self.config
@@ -288,7 +283,7 @@ class Run:
             raise UserError(f"{bad}; its checkpoints were deleted, so it cannot go back: use another run_dir")
         passed_over = self.state.passed_over | bad.skip
         self._restore(path)
-        self.state = self.state.model_copy(update={"passed_over": passed_over})
+        self._update(passed_over=passed_over)
         self.saver.saved_step = None  # the checkpoint does not know what is passed over
         if self.world.is_main:
             self.log.truncate(self.step)
@@ -349,7 +344,7 @@ class Run:
         self.draw()
         improved = self.state.best_val_loss is None or loss.per_token < self.state.best_val_loss
         if improved:
-            self.state = self.state.model_copy(update={"best_val_loss": loss.per_token, "best_step": self.step})
+            self._update(best_val_loss=loss.per_token, best_step=self.step)
         return improved
 
     def draw(self) -> None:
@@ -364,8 +359,8 @@ class Run:
             self.curves.add(line)
             self.trackers.log(line)
 
-    def save(self, wait: bool = False) -> None:
-        """Write a checkpoint in the background, and delete those that need not be kept; `wait` until that is done."""
+    def save(self) -> None:
+        """Write a checkpoint in the background, and delete those that need not be kept."""
         world = self.world
         world.at(f"step {self.step + 1}: save")
         states = world.gather(random_state(world.device).to(world.device))
@@ -375,7 +370,7 @@ class Run:
         # because a roll back repeats them.
         first = self.step - self.config.runtime.max_bad_steps
         passed_over = {bad: why for bad, why in self.state.passed_over.items() if bad >= first}
-        self.state = self.state.model_copy(update={"passed_over": passed_over})
+        self._update(passed_over=passed_over)
         if not world.is_main and not self._in_parts:
             return
         parts = [
@@ -384,8 +379,6 @@ class Run:
         ]
         where = {"processes": world.size, "device": world.device.type}
         self.saver.save(parts, self.state.model_copy(update=where))
-        if wait:
-            self.saver.finish()
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """The run's tensors by name, as in its checkpoints."""
@@ -437,7 +430,7 @@ class Run:
         write_config(run_dir / "config.json", dumped, self.world, sizes | {"dtype": dtype}, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.curves = curves_of(read_metrics(self.log.path))
-        self.trackers = config.tracker.open(TrackedRun(self.state.run_id, run_dir, dumped, resumed_at=self.step))
+        self.trackers = Trackers(config.tracker, self.state.run_id, run_dir, dumped, resumed_at=self.step)
         self._announce(flops)
 
     def _announce(self, flops: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import nn
 
-from common.console import say_once
+from common.console import count, say_once
 from common.settings import Settings, UserError
 from model.compiled import check, shortened
 from model.gpt import GPT, Recompute
@@ -89,8 +89,7 @@ class Runtime:
         """Print the choice."""
         exact = torch.are_deterministic_algorithms_enabled()
         how = "" if exact else ", without the same bits in every run (runtime.deterministic=true is slower)"
-        name = device_name(self.device).replace(" 1 threads", " 1 thread")  # only here: checkpoints hold device_name()
-        say_once(f"running on {name} in {str(self.dtype).removeprefix('torch.')}{how}")
+        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}")
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -186,30 +185,29 @@ def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
 
 def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> None:
     """Compile the modules of a model in place, if the configuration or the device requires it."""
-    device = runtime.device
-    wanted = device.type == "cuda" if config.compile == "auto" else config.compile
-    if config.context_parallel > 1:
-        say_once("not compiled: processes share sequences")
-        return
-    if not wanted:
-        why = "compiling takes longer than it saves on a CPU" if config.compile == "auto" else "runtime.compile=false"
-        say_once(f"not compiled: {why}")
-        return
-    if device.type == "cuda" and find_spec("triton") is None:
-        say_once("not compiled: torch.compile needs the package triton on a GPU")
-        return
-    if config.compile == "auto" and (why_not := _why_not_compiled(config, runtime, gpt)):
-        say_once(f"not compiled: torch.compile {why_not}")
+    if why_not := _why_not_compiled(config, runtime, gpt):
+        say_once(f"not compiled: {why_not}")
         return
     for module in modules:
         module.compile()
 
 
 def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str | None:
-    """Return why torch.compile fails its check with models like this one, or None if it passes.
+    """Return why the model is not to be compiled, or None. With runtime.compile=auto, a model like it is checked first.
 
     The operators of the model are checked before, so that their checks don't count to the time that compiling takes.
     """
+    on_gpu = runtime.device.type == "cuda"
+    if config.context_parallel > 1:
+        return "processes share sequences"
+    if config.compile is False:
+        return "runtime.compile=false"
+    if config.compile == "auto" and not on_gpu:
+        return "compiling takes longer than it saves on a CPU"
+    if on_gpu and find_spec("triton") is None:
+        return "torch.compile needs the package triton on a GPU"
+    if config.compile is True:
+        return None
     device = f"cuda:{torch.cuda.current_device()}"
     arguments = {
         "model": shortened(gpt.config),
@@ -220,14 +218,15 @@ def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str 
         "documents": gpt.eot_id is not None,
     }
     failed_check("the model's operators", check, device, _SECONDS_FOR_KERNELS, compiled=False, **arguments)
-    return failed_check("torch.compile", check, device, _SECONDS_TO_COMPILE, **arguments)
+    failure = failed_check("torch.compile", check, device, _SECONDS_TO_COMPILE, **arguments)
+    return failure and f"torch.compile {failure}"
 
 
 def device_name(device: torch.device) -> str:
     """The name that the device reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"the CPU with {torch.get_num_threads()} threads"
+    return f"the CPU with {count(torch.get_num_threads(), 'thread')}"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -10,11 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -22,27 +21,6 @@ from common.console import console, errors, say, warn
 from common.settings import Settings
 
 _PIPE_BYTES = 2**20  # the most that Linux gives to any user
-
-
-class Tracker(Protocol):
-    """Receives lines of metrics.jsonl. Neither method raises."""
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Take a line, without waiting."""
-
-    def finish(self) -> None:
-        """Send what is left, in bounded time."""
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """The facts about a run that a tracker needs."""
-
-    run_id: str
-    run_dir: Path
-    config: dict[str, Any]
-    resumed_at: int
-    """The step after which the run goes on; 0 for a new run."""
 
 
 class WandbConfig(Settings, defaults="tracker/wandb:wandb"):
@@ -59,12 +37,11 @@ class WandbConfig(Settings, defaults="tracker/wandb:wandb"):
     finish_seconds: float = Field(gt=0)
     """Longest time that the end of training waits for the last uploads."""
 
-    def open(self, run: TrackedRun) -> Tracker:
+    def open(self, run_id: str, run_dir: Path, config: dict[str, Any]) -> "WandbTracker":
         """Start the tracker of a run."""
         settings = {"program": sys.argv[0], "x_stats_pid": os.getpid()}  # this process, not the one that wandb runs in
-        name = self.run_name or run.run_dir.name
-        about = {"project": self.project, "name": name, "dir": str(run.run_dir), "config": run.config}
-        how = {"id": run.run_id, "resume": "allow", "mode": self.mode, "settings": settings}
+        about = {"project": self.project, "name": self.run_name or run_dir.name, "dir": str(run_dir), "config": config}
+        how = {"id": run_id, "resume": "allow", "mode": self.mode, "settings": settings}
         return WandbTracker(about | how, self.finish_seconds)
 
 
@@ -73,10 +50,6 @@ class TensorBoardConfig(Settings, defaults="tracker/tensorboard:tensorboard"):
 
     every: int = Field(ge=1)
     """Steps between training lines that are written."""
-
-    def open(self, run: TrackedRun) -> Tracker:
-        """Start the tracker of a run."""
-        return TensorBoardTracker(run.run_dir / "tensorboard", run.resumed_at)
 
 
 class TrackerConfig(Settings, defaults="train:tracker"):
@@ -96,16 +69,22 @@ class TrackerConfig(Settings, defaults="train:tracker"):
         if self.tensorboard is not None:
             importlib.import_module("tensorboard")
 
-    def open(self, run: TrackedRun) -> "Trackers":
-        """Start the trackers of a run."""
-        return Trackers([(one.every, one.open(run)) for one in (self.wandb, self.tensorboard) if one is not None])
-
 
 class Trackers:
-    """All trackers of a run. Each receives every line; of the training lines, only one every `every` steps."""
+    """All trackers of a run. Each receives every line; of the training lines, only one every `every` steps.
 
-    def __init__(self, trackers: Sequence[tuple[int, Tracker]]) -> None:
-        self._trackers = trackers
+    No method of a tracker raises, and `finish` takes bounded time.
+    """
+
+    def __init__(
+        self, config: TrackerConfig, run_id: str, run_dir: Path, settings: dict[str, Any], resumed_at: int
+    ) -> None:
+        """Start the trackers of a run with these settings, which goes on after the step `resumed_at`, or is new (0)."""
+        self._trackers: list[tuple[int, WandbTracker | TensorBoardTracker]] = []
+        if (wandb := config.wandb) is not None:
+            self._trackers.append((wandb.every, wandb.open(run_id, run_dir, settings)))
+        if (tensorboard := config.tensorboard) is not None:
+            self._trackers.append((tensorboard.every, TensorBoardTracker(run_dir / "tensorboard", resumed_at)))
 
     def log(self, line: dict[str, Any]) -> None:
         """Hand on a line."""

@@ -31,7 +31,7 @@ gradients = torch.autograd.grad(whole, list(gpt.parameters()))
 sent, send = [], SequenceGroup.send
 SequenceGroup.send = lambda group, tensor, steps: (sent.append(tensor.nbytes), send(group, tensor, steps))
 with join_world(torch.device("cpu"), 60) as world:
-    group = world.sequence_group(world.size)
+    group = SequenceGroup(world, world.size)
     gpt.recompute("block")
     share_sequences(gpt, group)
     loss = gpt.summed_loss(*(x.chunk(group.size, dim=1)[group.place] for x in (ids, targets)))

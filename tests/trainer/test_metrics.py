@@ -19,7 +19,7 @@ from common.settings import UserError
 from trainer import metrics
 from trainer.loop import fit
 from trainer.metrics import MetricsLog
-from trainer.trackers import TrackedRun, WandbConfig, WandbTracker
+from trainer.trackers import WandbConfig, WandbTracker
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -579,7 +579,7 @@ def test_the_real_tensorboard(tiny):
 def test_wandb_settings_of_a_run_can_be_named(tmp_path, wandb):
     fake = wandb()
     config = WandbConfig(mode="offline", project="p", run_name="n")
-    config.open(TrackedRun("abc", tmp_path, {"x": 1}, resumed_at=0)).finish()
+    config.open("abc", tmp_path, {"x": 1}).finish()
     ((settings,),) = fake.calls("init")
     assert settings == {
         "id": "abc",

@@ -195,7 +195,7 @@ def test_half_of_the_memory_is_margin_enough(run_process):
 sys.path += ["tests", "tests/trainer"]
 from tests.trainer.test_micro_batch import ALONE, CPU, tiny_gpt
 from trainer.memory import step_memory
-from trainer.micro_batch import _fits
+from trainer.micro_batch import choose_micro_batch
 from trainer.runtime import keep_freed_memory
 keep_freed_memory()
 module = tiny_gpt(sys.argv[1], n_embd=128)
@@ -203,7 +203,7 @@ import torch._dynamo  # the first update imports it, which takes more memory tha
 def resident(which):  # not getrusage: its maximum begins with that of the process that started this one
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(which)) * 1024
 before = resident("VmRSS")
-assert _fits(module, 12, 512, 0, CPU, ALONE, lambda size: [])
+assert choose_micro_batch(module, 12, 512, lambda size: 0, CPU, ALONE) == 12
 took = resident("VmHWM") - before
 memory = step_memory(module.gpt, 12, 512, CPU)
 print(took / (memory.peak - memory.weights - memory.optimizer))

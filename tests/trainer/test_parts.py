@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import json
 import shutil
 import threading
 from types import SimpleNamespace
@@ -11,15 +10,13 @@ import pytest
 import ranks
 import torch
 from faults import assert_same, finish, is_whole, kills, live, metrics, names_given, result, steps_of
-from forged import edit, sign
+from forged import edit
 from safetensors.torch import load_file, save_file
-from test_resume import assert_same_run
 
 import trainer.checkpoint
 from common.settings import UserError
 from data.tokenizer import load_tokenizer
 from trainer.checkpoint import checkpoints_dir, load_model, newest, open_checkpoint, save_checkpoint
-from trainer.loop import fit
 from trainer.tensor_file import read_tensors
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -229,19 +226,6 @@ def test_an_error_in_one_process_is_an_error_in_all_and_leaves_nothing(run, monk
     others = {str(error) for rank, error in enumerate(errors) if rank != failing}
     assert others == {f"process {failing}: No space left on device"}
     assert sorted(checkpoints_dir(run.dir).iterdir()) == files
-
-
-def test_a_checkpoint_of_the_format_before_parts_is_resumed(tiny, tmp_path):
-    fit(tiny({"run_dir": tmp_path / "whole"}))
-    fit(tiny({"stop_at": 4}))
-    path = newest(tmp_path / "run")
-    for name in ("state.json", "manifest.json"):
-        assert json.loads((path / name).read_text())["format_version"] == 3
-        edit(path / name, lambda raw: raw.update(format_version=2))
-    sign(path)
-    load_model(path)
-    fit(tiny())
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 # ----- with processes
