@@ -13,7 +13,8 @@ from pathlib import Path
 
 from tools.bench.packages import refuse_without
 
-refuse_without("pydantic", "rich", "yaml")  # what the imports below need
+NEEDED = ("torch", "hydra", "matplotlib", "numpy", "orjson", "pydantic", "rich", "safetensors", "tiktoken", "yaml")
+refuse_without(*NEEDED, "hypothesis", "pytest")  # before an import stops at the first that is missing
 
 from pydantic import PositiveFloat  # noqa: E402
 

@@ -77,6 +77,32 @@ def test_packages_import_only_what_stands_below_them(name):
         assert [other for other in others if imports(file, other)] == [], file
 
 
+def test_the_diagram_of_architecture_shows_who_imports_whom():
+    """It leaves out what follows from other arrows, and common, which everything may import."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    arrows = set(re.findall(r"^ +([\w.]+) --> ([\w.]+)$", page, re.M))
+    boxes = {box for arrow in arrows for box in arrow}
+
+    def box_of(module):
+        if module.split(".")[0] in ("train", "eval", "sample", "scripts"):
+            return "commands"
+        return max((box for box in boxes if f"{module}.".startswith(f"{box}.")), key=len, default=None)
+
+    def leads(start, end, arrows):
+        return (start, end) in arrows or any(leads(via, end, arrows) for first, via in arrows if first == start)
+
+    found = {
+        (start, end)
+        for file in FILES
+        for start in [box_of(".".join(file.with_suffix("").parts))]
+        for end in map(box_of, imported(file))
+        if start and end and start != end
+    }
+    assert arrows <= found, "an arrow is drawn that no import is"
+    assert [pair for pair in found if not leads(*pair, arrows)] == [], "an import is not drawn"
+    assert [pair for pair in arrows if leads(*pair, arrows - {pair})] == [], "an arrow follows from others"
+
+
 def test_inference_imports_no_training():
     for file in files_of("inference"):
         of_trainer = {name.split(".")[1] for name in imported(file) if name.startswith("trainer.")}

@@ -5,7 +5,6 @@ python -m tools.transfer FOLDER     # first replaces the part over width, or ove
 """
 
 import csv
-import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,11 +32,8 @@ def main(folders: list[str]) -> None:
     if folders:
         new = [dict(zip(_COLUMNS, map(str, row), strict=True)) for row in sorted(_rows(Path(folders[0])))]
         rows = [*(row for row in rows if row["over"] not in {row["over"] for row in new}), *new]
-        text = io.StringIO()
-        table = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-        write_atomic(TABLE, text.getvalue().encode())
+        lines = [_COLUMNS, *(row.values() for row in rows)]
+        write_atomic(TABLE, "".join(f"{','.join(line)}\n" for line in lines))
     kinds = list(dict.fromkeys((row["over"], row["optimizer"]) for row in rows))
     figure = Figure(figsize=(9, 4.2 * len(kinds)))
     grid = figure.subplots(len(kinds), len(_SIDES), sharey="row", sharex="row", squeeze=False)

@@ -112,7 +112,7 @@ def test_the_settings_that_vary_name_the_runs_and_the_best_comes_first(sweep):
     keys = varying_settings(records)
     assert keys == ["optim.max_lr"]
     assert records[0].name == "optim.max_lr=0.001,seed=1, optim.max_lr=0.001,seed=2"
-    assert labels(records, keys)[0] == "max_lr=0.001 (mean of 2 runs)"
+    assert labels(records)[0] == "max_lr=0.001 (mean of 2 runs)"
 
 
 def test_seeds_are_one_row_with_their_mean_range_and_number(sweep):

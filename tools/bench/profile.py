@@ -6,10 +6,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from common.console import say
-from common.settings import decode
-from tools.bench.harness import Row, benchmark, composed, with_room
-from tools.bench.train import Training
-from trainer.config import TrainConfig
+from tools.bench.harness import Row, benchmark
+from tools.bench.train import Training, config_of
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 """Names of calls in which the CPU waits for a GPU; the last is item(), which also counts on a CPU."""
@@ -18,10 +16,8 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 @benchmark("kernels of a step of {batch} x {seq_len} tokens")
 def bench(options: Any) -> Row:
     """Profile some steps and write trace.json."""
-    raw = composed([f"model={options.model}", *options.set])
-    raw |= {"seq_len": options.seq_len, "batch_tokens": options.batch * options.seq_len}
-    raw["model"] = with_room(raw["model"], options.seq_len)
-    training = Training(decode(TrainConfig, raw), options.batch)
+    config = config_of([f"model={options.model}", *options.set], options.seq_len, options.batch)
+    training = Training(config, options.batch)
     for _ in range(2):  # compiles, and allocates memory
         training.step()
     on_gpu = training.runtime.device.type == "cuda"

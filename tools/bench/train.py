@@ -64,14 +64,19 @@ def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: in
 
     On the CPU the peak is the process's own, including 0.5 GB for the interpreter and torch.
     """
-    raw = composed([f"model={name if nanogpt is None else CONTROL}", *overrides])
-    raw |= {"seq_len": seq_len, "batch_tokens": batch * seq_len}
-    raw["model"] = with_room(raw["model"], seq_len)
-    step = timed(Training(decode(TrainConfig, raw), batch, nanogpt).step)
+    config = config_of([f"model={name if nanogpt is None else CONTROL}", *overrides], seq_len, batch)
+    step = timed(Training(config, batch, nanogpt).step)
     seconds = [round(step(), 4) for _ in range(3 + steps)][3:]  # the first ones get new memory from the system
     on_gpu = torch.cuda.is_initialized()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "peak_gigabytes": peak / 1e9}
+
+
+def config_of(overrides: list[str], seq_len: int, batch: int) -> TrainConfig:
+    """The configuration of train.py with these options, for steps of `batch` sequences of any length."""
+    raw = composed(overrides)
+    raw |= {"seq_len": seq_len, "batch_tokens": batch * seq_len, "model": with_room(raw["model"], seq_len)}
+    return decode(TrainConfig, raw)
 
 
 class Training:

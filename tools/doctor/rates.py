@@ -1,7 +1,6 @@
 """Rates of matrix products, of copies in memory, and of sums over all GPUs."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from trainer.runtime import peak_flops
 SIZES = {"cpu": 512, "cuda": 8192}
 BYTES = {"cpu": 2**27, "cuda": 2**30}
 _SECONDS = 0.3
+_LONGEST_WAIT = 60.0  # seconds in which processes that sum make no progress, before they are ended
 
 
 def rates(device: torch.device) -> list[Row]:
@@ -46,33 +46,23 @@ def _seconds(statement: str, **tensors: torch.Tensor) -> float:
 
 def all_reduce_rate(n_processes: int) -> float:
     """GB/s that each of several processes, one for each GPU, sends while all sum a tensor: busbw of nccl-tests."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n_processes)}
-    line = [sys.executable, "-m", "tools.doctor.rates"]
-    path = os.pathsep.join(filter(None, sys.path))
-    running = [
-        subprocess.Popen(
-            line,
-            env=os.environ | about | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(n_processes)
-    ]
-    try:
-        printed = [process.communicate(timeout=60)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    if any(process.returncode for process in running):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_processes}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, "-m", "tools.doctor.rates"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=2 * _LONGEST_WAIT,
+    )
+    if done.returncode:
         raise RuntimeError("the processes of an all-reduce failed: see above")
-    return float(printed[0])
+    return float(done.stdout)
 
 
 def _reduce() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with join_world(device, hang_seconds=60) as world:
+    with join_world(device, hang_seconds=_LONGEST_WAIT) as world:
         x = torch.ones(BYTES[device.type] // 16, device=world.device)  # a quarter of the bytes of a copy
         rounds = 5
         for i in range(1 + rounds):

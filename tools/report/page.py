@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tools.report.pictures import colours, dashes, shades
+from tools.report.pictures import shades, styles
 from tools.report.records import Point, Record, labels, printable, shown, varying_settings
 
 _HERE = Path(__file__).parent
@@ -23,7 +23,7 @@ CURVES = ("val_loss", "val_bits_per_byte", "loss", "lr", "grad_norm")
 def page_of(records: Sequence[Record], title: str, refresh: float | None = None) -> str:
     """Return the report as one HTML file. `refresh`: seconds after which a browser loads it again."""
     keys = varying_settings(records)
-    runs = zip(records, labels(records, keys), colours(records), dashes(records), shades(records), strict=True)
+    runs = zip(records, labels(records), styles(records), shades(records), strict=True)
     data = {
         "title": printable(title),
         "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
@@ -41,7 +41,7 @@ def page_of(records: Sequence[Record], title: str, refresh: float | None = None)
                 "curves": _columns(record),
                 "members": [{"name": member.name, "curves": _columns(member)} for member in record.members],
             }
-            for record, label, colour, dash, shade in runs
+            for record, label, (colour, dash), shade in runs
         ],
     }
     script, style = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))

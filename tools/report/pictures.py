@@ -39,17 +39,15 @@ def _shade(share: float) -> str:
     return to_hex(matplotlib.colormaps["cividis"](0.1 + 0.85 * share))
 
 
-def colours(records: Sequence[Record]) -> list[str]:
-    """Return the runs' colours, which `dashes` make distinct, or their shades if there are many."""
-    cycle = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"][:_COLOURS]
-    named = len(records) <= _MOST_NAMED
-    return [to_hex(cycle[i % _COLOURS]) for i in range(len(records))] if named else shades(records)
+def styles(records: Sequence[Record]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the colour of each run, and its lengths of lines and gaps: none for a whole line.
 
-
-def dashes(records: Sequence[Record]) -> list[tuple[int, ...]]:
-    """Return the runs' line styles: lengths of lines and gaps; none for a whole line."""
-    named = len(records) <= _MOST_NAMED
-    return [_DASHES[i // _COLOURS] if named else () for i in range(len(records))]
+    Many runs, which these could not make distinct, have their shades.
+    """
+    if len(records) > _MOST_NAMED:
+        return [(shade, ()) for shade in shades(records)]
+    cycle = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
+    return [(to_hex(cycle[i % _COLOURS]), _DASHES[i // _COLOURS]) for i in range(len(records))]
 
 
 def draw_curves(records: Sequence[Record], title: str) -> bytes:
@@ -87,10 +85,8 @@ def finding(records: Sequence[Record], title: str) -> str:
 
 def _draw(axes: Axes, records: Sequence[Record], curve: str, x: str, size: float) -> None:
     """Draw a curve of every run; of seeds, each as a thin line and their mean as a thick one."""
-    names = labels(records, varying_settings(records))
-    for record, colour, dash, name in reversed(
-        list(zip(records, colours(records), dashes(records), names, strict=True))
-    ):
+    runs = list(zip(records, labels(records), styles(records), strict=True))
+    for record, name, (colour, dash) in reversed(runs):
         style: dict[str, Any] = {"color": colour, "linestyle": (0, dash) if dash else "-"}
         for member in record.members:
             _plot(axes, member.curves[curve], x, size, **style | {"linewidth": 0.7, "alpha": 0.6})
@@ -99,8 +95,8 @@ def _draw(axes: Axes, records: Sequence[Record], curve: str, x: str, size: float
             axes.fill_between([part[x] / size for part in parts], lows, highs, color=colour, alpha=0.2, linewidth=0)
         label = "\u200b" + name  # matplotlib hides labels that begin with _
         _plot(axes, record.curves[curve], x, size, **style, label=label)
-    runs = [one for record in records for one in (record, *record.members)]
-    values = [point["value"] for run in runs for point in run.curves[curve] if point["value"] > 0]
+    every = [one for record in records for one in (record, *record.members)]
+    values = [point["value"] for run in every for point in run.curves[curve] if point["value"] > 0]
     if values and max(values) > 10 * min(values):
         log_scale(axes)
     axes.xaxis.set_major_locator(MaxNLocator(5))

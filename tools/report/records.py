@@ -252,9 +252,9 @@ def shown(value: Any) -> float | str:
     return printable(value if isinstance(value, str) else json.dumps(value))
 
 
-def labels(records: Sequence[Record], keys: Sequence[str]) -> list[str]:
+def labels(records: Sequence[Record]) -> list[str]:
     """Return short names: the settings in which the runs differ, or their folders if the settings are not enough."""
-    keys = [key for key in keys if key != "seed" or all(not record.members for record in records)]
+    keys = [key for key in varying_settings(records) if key != "seed" or all(not r.members for r in records)]
     short = [", ".join(f"{key.rpartition('.')[2]}={brief(r.settings.get(key))}" for key in keys) for r in records]
     enough = keys and len(set(short)) == len(short) and max(map(len, short)) <= 80
     names = short if enough else [record.members[0].name if record.members else record.name for record in records]

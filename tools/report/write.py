@@ -10,7 +10,7 @@ from common.files import make_directory, write_atomic
 from common.settings import UserError
 from tools.report.page import page_of
 from tools.report.pictures import draw_curves, draw_settings
-from tools.report.records import Record, common_folder, labels, lowest_loss, printable, read_records, varying_settings
+from tools.report.records import Record, common_folder, labels, lowest_loss, printable, read_records
 
 _REFRESH = 10.0
 """Seconds between two looks at running runs."""
@@ -42,7 +42,7 @@ def write_report(folders: Sequence[Path], out: Path | None, watch: bool = False)
             warn(f"{error}: looking again in {_REFRESH:g} seconds")
             continue
         looks = looks + 1 if _ended(records) else 0
-    best, name = lowest_loss(records), labels(records, varying_settings(records))[0]
+    best, name = lowest_loss(records), labels(records)[0]
     lowest = "" if best is None else f"; lowest validation loss {best}: {name}"
     n_runs = sum(record.figures["runs"] for record in records)
     say(f"{count(n_runs, 'run')}{lowest}")

@@ -36,31 +36,26 @@ class Runs(NamedTuple):
 class Goal(NamedTuple):
     """What to extrapolate to, and at what rate and price of an hour; each needs the one before it. None: not asked."""
 
-    parameters: float | None
-    loss: float | None
-    tokens_per_second: float | None
-    price: float | None
+    parameters: float | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    price: float | None = None
 
 
 def run(
-    folders: list[Path],
-    csv: Path | None,
-    out: Path,
-    resamples: int,
-    ladder: str = "",
-    parameters: float | None = None,
-    loss: float | None = None,
-    tokens_per_second: float | None = None,
-    price: float | None = None,
+    folders: list[Path], csv: Path | None, out: Path, resamples: int, ladder: str = "", **asked: float | None
 ) -> None:
     """Train the ladder, if there is one, fit the law, print and draw it, and write scaling.json.
+
+    Args:
+        asked: the fields of Goal.
 
     Raises:
         UserError: the runs do not determine a law, a run failed, or an option is missing.
     """
     if not (folders or csv or ladder):
         raise UserError("no runs are given: give ladder='OPTIONS of train.py', folders=runs/sweep, or csv=table.csv")
-    goal = Goal(parameters, loss, tokens_per_second, price)
+    goal = Goal(**asked)
     for name, given, needed, before in zip(Goal._fields[1:], goal[1:], Goal._fields, goal, strict=False):
         if given is not None and before is None:
             raise UserError(f"{name}={given:g} needs {needed}: give both")
