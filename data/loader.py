@@ -113,27 +113,42 @@ class EvalBatches:
     def __len__(self) -> int:
         return self.n_windows
 
-    def begin(self, window: int) -> int:
-        """Return the number of a window's first token in the split, one less than its first target's."""
-        return window * self.total // self.n_windows * self.stride
+    def span(self, window: int) -> tuple[int, int]:
+        """Return [start, stop) of a window's tokens in the split. Its targets are one token later."""
+        start = window * self.total // self.n_windows * self.stride
+        return start, min(start + self.seq_len, self.stream.n_tokens - 1)
 
     def rows(self, start: int, stop: int) -> Batch:
         """Windows [start, stop): token_ids and targets, int64 (stop - start, seq_len).
 
-        A short last window is filled with <|endoftext|> and targets of -1. Positions that the previous window covers
+        A short window is filled with <|endoftext|> and targets of -1. Positions that the previous window covers
         also have the target -1.
         """
         n_rows = max(0, stop - start)
         token_ids = np.full((n_rows, self.seq_len), self.stream.eot_id, np.int64)
         targets = np.full((n_rows, self.seq_len), IGNORED, np.int64)
         for row in range(n_rows):
-            begin = self.begin(start + row)
-            tokens = self.stream.read(begin, min(begin + self.seq_len + 1, self.stream.n_tokens))
+            first, end = self.span(start + row)
+            tokens = self.stream.read(first, end + 1)
             token_ids[row, : tokens.size - 1] = tokens[:-1]
             targets[row, : tokens.size - 1] = tokens[1:]
-            if begin:
+            if first:
                 targets[row, : self.seq_len - self.stride] = IGNORED
         return token_ids, targets
+
+
+class CutWindows(EvalBatches):
+    """The windows of an EvalBatches without stride, cut into shorter ones. The targets are the same for any seq_len."""
+
+    def __init__(self, whole: EvalBatches, seq_len: int) -> None:
+        super().__init__(whole.stream, seq_len)
+        spans = map(whole.span, range(len(whole)))
+        self._spans = [(i, min(i + seq_len, stop)) for start, stop in spans for i in range(start, stop, seq_len)]
+        self.n_windows = len(self._spans)
+
+    def span(self, window: int) -> tuple[int, int]:
+        """Return [start, stop) of a window's tokens in the split."""
+        return self._spans[window]
 
 
 def eval_streams(stream: TokenStream, seq_len: int, rows: int, batches: int | None) -> EvalBatches:

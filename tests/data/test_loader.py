@@ -208,7 +208,7 @@ def test_evaluation_with_a_stride_covers_every_target_once_and_far_in(n_tokens, 
     assert targets[counted].tolist() == list(range(1, n_tokens))
     assert np.array_equal(token_ids[counted] + 1, targets[counted])
     assert counted.any(axis=1).all(), "no row is only padding"
-    assert [batches.begin(i) for i in range(len(batches))] == token_ids[:, 0].tolist()
+    assert [batches.span(i)[0] for i in range(len(batches))] == token_ids[:, 0].tolist()
     assert np.diff(token_ids[:, 0]).tolist() == [stride] * (len(batches) - 1)
     assert (np.argmax(counted, axis=1)[1:] == 7 - stride).all(), "so many tokens stand before the first that counts"
 

@@ -202,7 +202,7 @@ def test_evaluation_reads_each_stream_in_order(tiny, batches):
     run = open_run(config)
     val = run.windows.stream
     length = 16 * (batches or math.ceil(math.ceil((val.n_tokens - 1) / 16) / 4))
-    begins = range(0, val.n_tokens - 1, length) if batches is None else [run.windows.begin(row) for row in range(4)]
+    begins = range(0, val.n_tokens - 1, length) if batches is None else [run.windows.span(row)[0] for row in range(4)]
     assert len(begins) == 4
     nats = 0.0
     for begin in begins:
