@@ -1,6 +1,5 @@
 """eval.py: the loss of a checkpoint on held-out text, in total, by sets, by position, and at long contexts."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from common.files import name_of
-from common.settings import UserError, decode, differences
+from common.settings import UserError
 from data.documents import sets_between
 from data.loader import CutWindows, EvalBatches, eval_streams
 from data.shards import Manifest, TokenStream
@@ -72,28 +70,14 @@ def run_evaluation(config: EvaluateConfig) -> None:
     """
     plan = open_evaluation(config)
     checkpoint = plan.loaded.checkpoint
+    if plan.dataset_dir == checkpoint.state.dataset_dir:
+        config = config.model_copy(update={"dataset_dir": None})
     with join_world(plan.loaded.runtime.device) as world:
         result = measure(plan, world)
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:
-            text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-            checkpoint.leave(f"evals/{_name(plan)}.json", text)
-            checkpoint.leave("eval.json", text)
+            plan.loaded.leave(result, config, "eval")
             checkpoint.leave("eval.png", draw_evaluation(result, checkpoint.state.seq_len))
-
-
-def _name(plan: Evaluation) -> str:
-    """Name the results by the checkpoint and by every setting that changes them and is not the default."""
-    config, state = plan.config, plan.loaded.checkpoint.state
-    usual = decode(EvaluateConfig, {"checkpoint": config.checkpoint, "runtime": config.runtime})
-    same = {"checkpoint", "runtime", "micro_batch", *(["dataset_dir"] if plan.dataset_dir == state.dataset_dir else [])}
-    changed = differences(usual.model_dump(mode="json", exclude=same), config.model_dump(mode="json", exclude=same))
-    settings = (
-        f"{key}={'-'.join(map(str, new)) or 'none' if isinstance(new, list) else new}"
-        for key, (_, new) in changed.items()
-    )
-    dtype = [] if config.runtime.dtype == "auto" else [f"runtime.dtype={config.runtime.dtype}"]
-    return name_of([plan.loaded.checkpoint.path.name, *settings, *dtype])
 
 
 def open_evaluation(config: EvaluateConfig) -> Evaluation:
