@@ -72,15 +72,15 @@ class TrainBatches:
         self.mixture: Mixture | None = None
         """Set by the owner if sets are weighted. None: the corpus as it is."""
 
-    def begins(self, step: int, start: int, stop: int) -> np.ndarray:
-        """Which rows [start, stop) of the batch `step` are the split's first window, with no text before it: bool."""
-        return self.windows(self.sizes.before(step) + np.arange(start, stop)) == 0
+    def starts(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return where rows [start, stop) of the batch `step` begin in the split: int64 (stop - start,)."""
+        rows = np.arange(start, self.sizes.at(step) if stop is None else stop)
+        return self.windows(self.sizes.before(step) + rows) * self.seq_len
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows [start, stop) of the global batch `step`: token_ids and targets, int64 (stop - start, seq_len)."""
-        rows = np.arange(start, self.sizes.at(step) if stop is None else stop)
-        begins = self.windows(self.sizes.before(step) + rows) * self.seq_len
-        tokens = [self.stream.read(begin, begin + self.seq_len + 1) for begin in begins.tolist()]
+        begins = self.starts(step, start, stop).tolist()
+        tokens = [self.stream.read(begin, begin + self.seq_len + 1) for begin in begins]
         windows = np.stack(tokens) if tokens else np.empty((0, self.seq_len + 1), np.int64)
         return windows[:, :-1], windows[:, 1:]
 
@@ -159,6 +159,4 @@ def eval_streams(stream: TokenStream, seq_len: int, rows: int, batches: int | No
 
 def step_windows(batches: TrainBatches, step: int) -> list[tuple[int, int]]:
     """Return where the sequences of a step (from 1, as in metrics.jsonl) are in the training split: [start, stop)."""
-    sequences = np.arange(batches.sizes.before(step - 1), batches.sizes.before(step))
-    begins = (batches.windows(sequences) * batches.seq_len).tolist()
-    return [(begin, begin + batches.seq_len + 1) for begin in begins]
+    return [(begin, begin + batches.seq_len + 1) for begin in batches.starts(step - 1).tolist()]

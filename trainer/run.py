@@ -167,7 +167,8 @@ class Run:
         """
         started = time.perf_counter()
         if self.carried is not None:
-            begins = torch.from_numpy(self.batches.begins(self.step, *self._sequences(self.step)))
+            starts = self.batches.starts(self.step, *self._sequences(self.step))
+            begins = torch.from_numpy(starts == 0)  # the rows with no text before them
             self.carried = restarted_rows(self.carried, begins, self.gpt.initial_state(1))
         try:
             line = self._skip_known_bad_step() or self._step()
