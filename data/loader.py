@@ -151,8 +151,15 @@ class CutWindows(EvalBatches):
         return self._spans[window]
 
 
-def eval_streams(stream: TokenStream, seq_len: int, rows: int, batches: int | None) -> EvalBatches:
-    """A split as at most `rows` long windows, of `batches` times seq_len tokens or all of the split together."""
+def eval_windows(
+    stream: TokenStream, seq_len: int, rows: int, batches: int | None, stride: int | None = None, in_order: bool = False
+) -> EvalBatches:
+    """`batches` batches of `rows` windows, spread evenly over a split; None: all of the split.
+
+    With `in_order`, as in TrainBatches, and without a stride: at most `rows` long windows of as many tokens together.
+    """
+    if not in_order or stride is not None:
+        return EvalBatches(stream, seq_len, batches and batches * rows, stride)
     total = len(EvalBatches(stream, seq_len))
     return EvalBatches(stream, seq_len * (batches or max(1, -(-total // rows))), rows)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.settings import UserError
 from data.documents import sets_between
-from data.loader import CutWindows, EvalBatches, eval_streams
+from data.loader import CutWindows, EvalBatches, eval_windows
 from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
@@ -110,11 +110,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
                 f"{key}={length} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
             )
     rows = max(1, state.batch_tokens // seq_len)
-    if state.data.carry_state and config.stride is None:
-        windows = eval_streams(stream, seq_len, rows, config.batches)
-    else:
-        n_windows = None if config.batches is None else config.batches * rows
-        windows = EvalBatches(stream, seq_len, n_windows, config.stride)
+    windows = eval_windows(stream, seq_len, rows, config.batches, config.stride, state.data.carry_state)
     piece = min(seq_len, _MOST_AT_ONCE) if gpt.constant_state else seq_len
     return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)), piece)
 

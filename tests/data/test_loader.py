@@ -8,7 +8,7 @@ import pytest
 
 from common.settings import UserError
 from data import permutation
-from data.loader import BatchSizes, EvalBatches, TrainBatches, eval_streams, step_windows
+from data.loader import BatchSizes, EvalBatches, TrainBatches, eval_windows, step_windows
 from data.permutation import permute
 
 
@@ -273,7 +273,7 @@ def test_in_order_needs_a_window_for_each_row():
     ("n_tokens", "rows", "batches"), [(701, 4, None), (701, 4, 3), (60, 4, None), (9, 4, 2), (2, 3, None)]
 )
 def test_streams_to_evaluate_are_the_whole_split_or_as_much_as_was_asked_for(n_tokens, rows, batches):
-    streams = eval_streams(FakeStream(n_tokens), 7, rows, batches)
+    streams = eval_windows(FakeStream(n_tokens), 7, rows, batches, in_order=True)
     ids, targets = streams.rows(0, len(streams))
     assert len(streams) <= rows
     counted = targets[targets >= 0]
