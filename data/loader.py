@@ -72,15 +72,15 @@ class TrainBatches:
         self.mixture: Mixture | None = None
         """Set by the owner if sets are weighted. None: the corpus as it is."""
 
-    def begins(self, step: int, start: int, stop: int) -> np.ndarray:
-        """Which rows [start, stop) of the batch `step` are the split's first window, with no text before it: bool."""
-        return self.windows(self.sizes.before(step) + np.arange(start, stop)) == 0
+    def starts(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return where rows [start, stop) of the batch `step` begin in the split: int64 (stop - start,)."""
+        rows = np.arange(start, self.sizes.at(step) if stop is None else stop)
+        return self.windows(self.sizes.before(step) + rows) * self.seq_len
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows [start, stop) of the global batch `step`: token_ids and targets, int64 (stop - start, seq_len)."""
-        rows = np.arange(start, self.sizes.at(step) if stop is None else stop)
-        begins = self.windows(self.sizes.before(step) + rows) * self.seq_len
-        tokens = [self.stream.read(begin, begin + self.seq_len + 1) for begin in begins.tolist()]
+        begins = self.starts(step, start, stop).tolist()
+        tokens = [self.stream.read(begin, begin + self.seq_len + 1) for begin in begins]
         windows = np.stack(tokens) if tokens else np.empty((0, self.seq_len + 1), np.int64)
         return windows[:, :-1], windows[:, 1:]
 
@@ -113,37 +113,57 @@ class EvalBatches:
     def __len__(self) -> int:
         return self.n_windows
 
-    def begin(self, window: int) -> int:
-        """Return the number of a window's first token in the split, one less than its first target's."""
-        return window * self.total // self.n_windows * self.stride
+    def span(self, window: int) -> tuple[int, int]:
+        """Return [start, stop) of a window's tokens in the split. Its targets are one token later."""
+        start = window * self.total // self.n_windows * self.stride
+        return start, min(start + self.seq_len, self.stream.n_tokens - 1)
 
     def rows(self, start: int, stop: int) -> Batch:
         """Windows [start, stop): token_ids and targets, int64 (stop - start, seq_len).
 
-        A short last window is filled with <|endoftext|> and targets of -1. Positions that the previous window covers
+        A short window is filled with <|endoftext|> and targets of -1. Positions that the previous window covers
         also have the target -1.
         """
         n_rows = max(0, stop - start)
         token_ids = np.full((n_rows, self.seq_len), self.stream.eot_id, np.int64)
         targets = np.full((n_rows, self.seq_len), IGNORED, np.int64)
         for row in range(n_rows):
-            begin = self.begin(start + row)
-            tokens = self.stream.read(begin, min(begin + self.seq_len + 1, self.stream.n_tokens))
+            first, end = self.span(start + row)
+            tokens = self.stream.read(first, end + 1)
             token_ids[row, : tokens.size - 1] = tokens[:-1]
             targets[row, : tokens.size - 1] = tokens[1:]
-            if begin:
+            if first:
                 targets[row, : self.seq_len - self.stride] = IGNORED
         return token_ids, targets
 
 
-def eval_streams(stream: TokenStream, seq_len: int, rows: int, batches: int | None) -> EvalBatches:
-    """A split as at most `rows` long windows, of `batches` times seq_len tokens or all of the split together."""
+class CutWindows(EvalBatches):
+    """The windows of an EvalBatches without stride, cut into shorter ones. The targets are the same for any seq_len."""
+
+    def __init__(self, whole: EvalBatches, seq_len: int) -> None:
+        super().__init__(whole.stream, seq_len)
+        spans = map(whole.span, range(len(whole)))
+        self._spans = [(i, min(i + seq_len, stop)) for start, stop in spans for i in range(start, stop, seq_len)]
+        self.n_windows = len(self._spans)
+
+    def span(self, window: int) -> tuple[int, int]:
+        """Return [start, stop) of a window's tokens in the split."""
+        return self._spans[window]
+
+
+def eval_windows(
+    stream: TokenStream, seq_len: int, rows: int, batches: int | None, stride: int | None = None, in_order: bool = False
+) -> EvalBatches:
+    """`batches` batches of `rows` windows, spread evenly over a split; None: all of the split.
+
+    With `in_order`, as in TrainBatches, and without a stride: at most `rows` long windows of as many tokens together.
+    """
+    if not in_order or stride is not None:
+        return EvalBatches(stream, seq_len, batches and batches * rows, stride)
     total = len(EvalBatches(stream, seq_len))
     return EvalBatches(stream, seq_len * (batches or max(1, -(-total // rows))), rows)
 
 
 def step_windows(batches: TrainBatches, step: int) -> list[tuple[int, int]]:
     """Return where the sequences of a step (from 1, as in metrics.jsonl) are in the training split: [start, stop)."""
-    sequences = np.arange(batches.sizes.before(step - 1), batches.sizes.before(step))
-    begins = (batches.windows(sequences) * batches.seq_len).tolist()
-    return [(begin, begin + batches.seq_len + 1) for begin in begins]
+    return [(begin, begin + batches.seq_len + 1) for begin in batches.starts(step - 1).tolist()]

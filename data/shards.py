@@ -107,15 +107,8 @@ class TokenizerId(Strict):
     n_vocab: Annotated[int, Field(ge=2, le=2**32)]
     sha256: Sha256
     """As in `Tokenizer.sha256`."""
-    eot_id: Count = -1
-    """The id of <|endoftext|>; in older manifests, which do not name it, the last."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_end(cls, raw: Any) -> Any:
-        if isinstance(raw, dict) and isinstance(raw.get("n_vocab"), int):
-            return {"eot_id": raw["n_vocab"] - 1} | raw
-        return raw
+    eot_id: Count
+    """The id of <|endoftext|>."""
 
     @model_validator(mode="after")
     def _check_end(self) -> "TokenizerId":

@@ -1,6 +1,5 @@
 """eval.py: the loss of a checkpoint on held-out text, in total, by sets, by position, and at long contexts."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +10,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from common.files import name_of
-from common.settings import UserError, decode, differences
+from common.settings import UserError
 from data.documents import sets_between
-from data.loader import EvalBatches, eval_streams
+from data.loader import CutWindows, EvalBatches, eval_windows
 from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
-from inference.long_context import bin_of_positions, context_losses, position_bins
 from trainer.distributed import World, join_world
 from trainer.losses import Loss, Sums, total, window_losses
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
 _MOST_AT_ONCE = 4096  # tokens; longer windows are read in pieces, where the state has one size
+_PIECE_OF_CONTEXT = 512  # tokens of a long context that are read at once
 
 
 class EvaluateConfig(ModelConfig, defaults="eval"):
@@ -72,28 +70,14 @@ def run_evaluation(config: EvaluateConfig) -> None:
     """
     plan = open_evaluation(config)
     checkpoint = plan.loaded.checkpoint
+    if plan.dataset_dir == checkpoint.state.dataset_dir:
+        config = config.model_copy(update={"dataset_dir": None})
     with join_world(plan.loaded.runtime.device) as world:
         result = measure(plan, world)
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:
-            text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-            checkpoint.leave(f"evals/{_name(plan)}.json", text)
-            checkpoint.leave("eval.json", text)
+            plan.loaded.leave(result, config, "eval")
             checkpoint.leave("eval.png", draw_evaluation(result, checkpoint.state.seq_len))
-
-
-def _name(plan: Evaluation) -> str:
-    """Name the results by the checkpoint and by every setting that changes them and is not the default."""
-    config, state = plan.config, plan.loaded.checkpoint.state
-    usual = decode(EvaluateConfig, {"checkpoint": config.checkpoint, "runtime": config.runtime})
-    same = {"checkpoint", "runtime", "micro_batch", *(["dataset_dir"] if plan.dataset_dir == state.dataset_dir else [])}
-    changed = differences(usual.model_dump(mode="json", exclude=same), config.model_dump(mode="json", exclude=same))
-    settings = (
-        f"{key}={'-'.join(map(str, new)) or 'none' if isinstance(new, list) else new}"
-        for key, (_, new) in changed.items()
-    )
-    dtype = [] if config.runtime.dtype == "auto" else [f"runtime.dtype={config.runtime.dtype}"]
-    return name_of([plan.loaded.checkpoint.path.name, *settings, *dtype])
 
 
 def open_evaluation(config: EvaluateConfig) -> Evaluation:
@@ -126,11 +110,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
                 f"{key}={length} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
             )
     rows = max(1, state.batch_tokens // seq_len)
-    if state.data.carry_state and config.stride is None:
-        windows = eval_streams(stream, seq_len, rows, config.batches)
-    else:
-        n_windows = None if config.batches is None else config.batches * rows
-        windows = EvalBatches(stream, seq_len, n_windows, config.stride)
+    windows = eval_windows(stream, seq_len, rows, config.batches, config.stride, state.data.carry_state)
     piece = min(seq_len, _MOST_AT_ONCE) if gpt.constant_state else seq_len
     return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)), piece)
 
@@ -141,20 +121,22 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     gpt = plan.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
     bins = position_bins(windows.seq_len)
-    bin_of = bin_of_positions(bins).unsqueeze(0)  # (1, T)
     by_set, by_position = (Sums(n, byte_lengths) for n in (len(plan.manifest.set_names), len(bins) - 1))
     for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, plan.piece):
         by_set.add(_sets(plan, windows, first, len(targets)), targets, losses)
-        by_position.add(bin_of, targets, losses)
+        by_position.add(bin_of_positions(bins), targets, losses)
     sets = by_set.losses(world)
     named = sorted(zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens)
     contexts = []
     for context in plan.contexts:
         stretches = EvalBatches(windows.stream, max(plan.contexts), config.context_windows)
-        at_once = config.micro_batch * windows.seq_len
-        by_bin = context_losses(gpt, stretches, context, byte_lengths, at_once, runtime, world)
-        binned = _binned(position_bins(context), by_bin)
-        contexts.append({"context": context, **figures(total(by_bin)), "by_position": binned})
+        rows = max(1, config.micro_batch * windows.seq_len // context)
+        cut, edges = CutWindows(stretches, context), position_bins(context)
+        sums = Sums(len(edges) - 1, byte_lengths)
+        for _, targets, losses in window_losses(gpt, cut, rows, runtime, world, _PIECE_OF_CONTEXT):
+            sums.add(bin_of_positions(edges), targets, losses)
+        found = sums.losses(world)
+        contexts.append({"context": context, **figures(total(found)), "by_position": _binned(edges, found)})
     return {
         "run": checkpoint.run_dir.name,
         "checkpoint": checkpoint.path.name,
@@ -178,10 +160,21 @@ def _sets(plan: Evaluation, windows: EvalBatches, first: int, n_windows: int) ->
     sets = np.zeros((n_windows, windows.seq_len), np.int64)
     if len(plan.manifest.set_names) > 1:
         for row in range(n_windows):
-            begin = windows.begin(first + row) + 1
-            stop = min(begin + windows.seq_len, windows.stream.n_tokens)
-            sets[row, : stop - begin] = sets_between(plan.dataset_dir, plan.manifest, plan.config.split, begin, stop)
+            begin, stop = windows.span(first + row)
+            targets = begin + 1, stop + 1
+            sets[row, : stop - begin] = sets_between(plan.dataset_dir, plan.manifest, plan.config.split, *targets)
     return torch.from_numpy(sets)
+
+
+def position_bins(length: int) -> list[int]:
+    """Edges of bins of positions, two per octave: 0 1 2 3 4 6 8 12 16 24 ... and `length`, where the last bin ends."""
+    powers = [2**k for k in range(length.bit_length())]
+    return [0, *sorted(n for n in {*powers, *(3 * n // 2 for n in powers)} if n < length), length]
+
+
+def bin_of_positions(bins: list[int]) -> Tensor:
+    """The bin of each position, int64 (1, length)."""
+    return torch.bucketize(torch.arange(bins[-1]), torch.tensor(bins), right=True).unsqueeze(0) - 1
 
 
 def _binned(bins: list[int], losses: list[Loss]) -> list[dict[str, Any]]:

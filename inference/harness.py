@@ -1,6 +1,5 @@
 """scripts/lm_eval.py: benchmarks of EleutherAI's lm-evaluation-harness."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 from pydantic import Field
 
 from common.console import say, show
-from common.files import name_of
 from common.settings import UserError, nearest
 from inference.load import ModelConfig, load
 
@@ -73,21 +71,14 @@ def run_harness(config: HarnessConfig) -> None:
         raise UserError(f"tasks={config.tasks} need data that cannot be fetched ({error}): {remedy}") from error
     show(make_table(found) + "\n")
     kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
-    asked = config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"})
     result = {
         "checkpoint": loaded.checkpoint.path.name,
         "step": loaded.checkpoint.state.step,
         "average": config.average and loaded.checkpoint.state.average is not None,
-        **asked,
+        **config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"}),
         **{key: found[key] for key in kept if key in found},
     }
-    text = json.dumps(result, indent=2, default=str) + "\n"
-    settings = [f"{key}={value}" for key, value in asked.items() if value is not None]
-    settings += [] if config.average else ["average=False"]
-    settings += [] if config.runtime.dtype == "auto" else [f"runtime.dtype={config.runtime.dtype}"]
-    name = name_of([loaded.checkpoint.path.name, "lm_eval", *settings])
-    loaded.checkpoint.leave(f"evals/{name}.json", text)
-    loaded.checkpoint.leave("lm_eval.json", text)
+    loaded.leave(result, config.model_copy(update={"include_path": None}), "lm_eval")
 
 
 def find_tasks(names: str, manager: Any) -> list[str]:

@@ -1,11 +1,13 @@
 """A checkpoint's model, its tokenizer, and the device that it runs on."""
 
+import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from common.console import say
+from common.files import name_of
 from common.settings import Settings, UserError
 from data.shards import Manifest, read_manifest
 from data.tokenizer import Tokenizer
@@ -43,6 +45,25 @@ class Loaded(NamedTuple):
         """
         self.runtime.announce()
         return self.gpt.to(device, self.runtime.param_dtype if autocast else self.runtime.dtype).eval()
+
+    def leave(self, result: dict[str, Any], config: ModelConfig, kind: str) -> None:
+        """Write a result into the run directory, as KIND.json and into evals/.
+
+        There it is named by the checkpoint and by every setting that changes it and is not the default.
+        """
+        usual = config.default_values()
+        given = config.model_dump(mode="json", exclude={"checkpoint", "runtime", "micro_batch"})
+        changed = {key: value for key, value in sorted(given.items()) if value != usual[key]}
+        if config.runtime.dtype != "auto":
+            changed["runtime.dtype"] = config.runtime.dtype
+        settings = (
+            f"{key}={'-'.join(map(str, value)) or 'none' if isinstance(value, list) else value}"
+            for key, value in changed.items()
+        )
+        name = name_of([self.checkpoint.path.name, *([] if kind == "eval" else [kind]), *settings])
+        text = json.dumps(result, indent=2, default=str) + "\n"
+        self.checkpoint.leave(f"evals/{name}.json", text)
+        self.checkpoint.leave(f"{kind}.json", text)
 
 
 def open_dataset(dataset_dir: Path, tokenizer: Tokenizer) -> Manifest:

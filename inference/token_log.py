@@ -1,11 +1,11 @@
 """What the server reports about a text's tokens: where each begins, its log-probability, and the likeliest others."""
 
-import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from data.text_stream import TextStream
 from data.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # lower values are raised to it, as in OpenAI's API: JSON has no infinity
@@ -28,8 +28,8 @@ class TokenLog:
     """Collects the tokens of a growing text."""
 
     def __init__(self, tokenizer: Tokenizer, n_top: int) -> None:
-        self._tokenizer, self._n_top = tokenizer, n_top
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._n_top = n_top
+        self._text = TextStream(tokenizer)
         self._n_chars = 0
         self._tokens: list[Token] = []
 
@@ -53,4 +53,4 @@ class TokenLog:
 
     def _add(self, token_id: int, logprob: float | None, top: dict[int, float]) -> None:
         self._tokens.append(Token(token_id, self._n_chars, logprob, top))
-        self._n_chars += len(self._decoder.decode(self._tokenizer.decode_bytes([token_id])))
+        self._n_chars += len(self._text.push(token_id))

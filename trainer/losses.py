@@ -98,7 +98,7 @@ def window_losses(
     """
     gpt.eval()
     together, piece = world.size * micro_batch, min(piece or windows.seq_len, windows.seq_len)
-    with Track("evaluating", len(windows)) as track:
+    with Track(f"evaluating windows of {windows.seq_len:,}: tokens", len(windows) * windows.seq_len) as track:
         for first in range(0, len(windows), together):
             world.at(f"evaluating window {first}")
             start = first + world.rank * micro_batch
@@ -108,21 +108,22 @@ def window_losses(
                 passes = -(-windows.seq_len // piece)
                 token_ids, targets = torch.zeros(1, passes, dtype=torch.int64), torch.full((1, passes), IGNORED)
             token_ids, targets = token_ids.to(world.device), targets.to(world.device)
+            parts, n_rows = [], min(together, len(windows) - first)
             with torch.no_grad(), runtime.autocast():
-                losses = _losses_in_pieces(gpt, token_ids, targets, piece if mine else 1)
+                for losses in _losses_in_pieces(gpt, token_ids, targets, piece if mine else 1):
+                    parts.append(losses)
+                    track.advance(losses.shape[1] * n_rows)
             if mine:
-                yield start, targets, losses
-            track.advance(min(together, len(windows) - first))
+                yield start, targets, torch.cat(parts, dim=1)
     gpt.train()
 
 
-def _losses_in_pieces(gpt: GPT, token_ids: Tensor, targets: Tensor, piece: int) -> Tensor:
-    """The losses (B, T) of whole texts, `piece` tokens at a time."""
+def _losses_in_pieces(gpt: GPT, token_ids: Tensor, targets: Tensor, piece: int) -> Iterator[Tensor]:
+    """The losses of whole texts, (B, T) in all, `piece` tokens at a time."""
     if token_ids.shape[1] <= piece:
-        return gpt.token_losses(token_ids, targets)
-    parts: list[Tensor] = []
+        yield gpt.token_losses(token_ids, targets)
+        return
     state: GPTState | None = None
     for ids, wanted in zip(token_ids.split(piece, dim=1), targets.split(piece, dim=1), strict=True):
         losses, state = gpt.token_losses(ids, wanted, state, return_state=True)
-        parts.append(losses)
-    return torch.cat(parts, dim=1)
+        yield losses

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.console import count, say, warn
 from common.settings import UserError
-from data.loader import EvalBatches, TrainBatches, eval_streams
+from data.loader import EvalBatches, TrainBatches, eval_windows
 from data.mixture import open_mixture
 from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
@@ -166,7 +166,8 @@ class Run:
         """
         started = time.perf_counter()
         if self.carried is not None:
-            begins = torch.from_numpy(self.batches.begins(self.step, *self._sequences(self.step)))
+            starts = self.batches.starts(self.step, *self._sequences(self.step))
+            begins = torch.from_numpy(starts == 0)  # the rows with no text before them
             self.carried = restarted_rows(self.carried, begins, self.gpt.initial_state(1))
         if (reason := self.state.passed_over.get(self.step + 1)) is not None:  # the run was rolled back because of it
             if self._ahead is not None:
@@ -466,10 +467,7 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
         raise UserError(f"dataset_dir={config.dataset_dir} has no text in its split val: prepare it with val_tokens")
     sizes, carry, n_batches = config.batch_sizes, config.data.carry_state, config.eval.batches
     batches = TrainBatches(train, config.seq_len, sizes.last, config.seed, sizes.doublings, carry)
-    if carry:
-        windows = eval_streams(val, config.seq_len, sizes.last, n_batches)
-    else:
-        windows = EvalBatches(val, config.seq_len, n_batches and n_batches * sizes.last)
+    windows = eval_windows(val, config.seq_len, sizes.last, n_batches, in_order=carry)
     return manifest, tokenizer, batches, windows
 
 

@@ -65,7 +65,7 @@ def make_stream(tmp_path):
         tokens = int(lengths.sum())
         counts = Counts(tokens=tokens, documents=len(documents), utf8_bytes=tokens)
         manifest = Manifest(
-            tokenizer=TokenizerId(name="bytes", n_vocab=n_vocab, sha256="0" * 64),
+            tokenizer=TokenizerId(name="bytes", n_vocab=n_vocab, sha256="0" * 64, eot_id=n_vocab - 1),
             inputs=["corpus.txt"],
             set_names=["set"],
             splits={"train": Split(sets={"set": counts}, shards=shards), "val": Split(sets={}, shards=[])},

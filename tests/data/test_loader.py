@@ -8,7 +8,7 @@ import pytest
 
 from common.settings import UserError
 from data import permutation
-from data.loader import BatchSizes, EvalBatches, TrainBatches, eval_streams, step_windows
+from data.loader import BatchSizes, EvalBatches, TrainBatches, eval_windows, step_windows
 from data.permutation import permute
 
 
@@ -208,7 +208,7 @@ def test_evaluation_with_a_stride_covers_every_target_once_and_far_in(n_tokens, 
     assert targets[counted].tolist() == list(range(1, n_tokens))
     assert np.array_equal(token_ids[counted] + 1, targets[counted])
     assert counted.any(axis=1).all(), "no row is only padding"
-    assert [batches.begin(i) for i in range(len(batches))] == token_ids[:, 0].tolist()
+    assert [batches.span(i)[0] for i in range(len(batches))] == token_ids[:, 0].tolist()
     assert np.diff(token_ids[:, 0]).tolist() == [stride] * (len(batches) - 1)
     assert (np.argmax(counted, axis=1)[1:] == 7 - stride).all(), "so many tokens stand before the first that counts"
 
@@ -256,7 +256,7 @@ def test_in_order_each_row_goes_on_where_it_ended_and_an_epoch_takes_each_window
         counts = np.bincount(begins[:steps].flatten() // 7, minlength=n)
         assert counts.max() - counts.min() <= 1
     for step in range(2 * n):
-        assert batches.begins(step, 1, 4).tolist() == [begin == 0 for begin in begins[step, 1:4]]
+        assert batches.starts(step, 1, 4).tolist() == begins[step, 1:4].tolist()
     other = TrainBatches(FakeStream(n_tokens), seq_len=7, batch_size=batch_size, seed=2, in_order=True)
     assert (other.batch(0)[0] != batches.batch(0)[0]).any(), "the seed says where rows begin"
     for step in (0, 5, 2 * n - 1):
@@ -273,7 +273,7 @@ def test_in_order_needs_a_window_for_each_row():
     ("n_tokens", "rows", "batches"), [(701, 4, None), (701, 4, 3), (60, 4, None), (9, 4, 2), (2, 3, None)]
 )
 def test_streams_to_evaluate_are_the_whole_split_or_as_much_as_was_asked_for(n_tokens, rows, batches):
-    streams = eval_streams(FakeStream(n_tokens), 7, rows, batches)
+    streams = eval_windows(FakeStream(n_tokens), 7, rows, batches, in_order=True)
     ids, targets = streams.rows(0, len(streams))
     assert len(streams) <= rows
     counted = targets[targets >= 0]

@@ -41,7 +41,7 @@ def dataset(tmp_path):
                     sets[name] = Counts(tokens=sum(mine), documents=len(mine), utf8_bytes=sum(mine))
             splits[split] = Split(sets=sets, shards=shards)
         return tmp_path, Manifest(
-            tokenizer=TokenizerId(name="bytes", n_vocab=1000, sha256="0" * 64),
+            tokenizer=TokenizerId(name="bytes", n_vocab=1000, sha256="0" * 64, eot_id=999),
             inputs=["corpus"],
             set_names=names,
             splits=splits,

@@ -13,8 +13,7 @@ from common.settings import UserError, decode
 from data.documents import documents_in
 from data.shards import TokenStream, read_manifest
 from inference.eval_report import draw_evaluation
-from inference.evaluate import EvaluateConfig, measure, open_evaluation, run_evaluation
-from inference.long_context import position_bins
+from inference.evaluate import EvaluateConfig, measure, open_evaluation, position_bins, run_evaluation
 from model.gpt import GPT
 from trainer.checkpoint import load_model
 from trainer.distributed import World
@@ -152,7 +151,7 @@ def test_a_stride_gives_every_token_the_window_before_it(trained, sets_dir, stri
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax"])
 def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, attention):
-    monkeypatch.setattr("inference.scoring._PIECE", 37)  # windows are read in several pieces
+    monkeypatch.setattr("inference.evaluate._PIECE_OF_CONTEXT", 37)  # windows are read in several pieces
     run_dir = trained({"model.attention": {"name": attention}})
     tokens = all_tokens(sets_dir)
     longest = len(tokens) - 1

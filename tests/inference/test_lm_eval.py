@@ -253,7 +253,7 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks, tiny):
     assert results["local_loglikelihood_rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-9)
     assert "exact_match,none" in results["local_generate_until"]
     assert found["step"] == 2
-    (kept,) = (run_dir / "evals").glob("step-00000002,lm_eval,tasks=*.json")
+    (kept,) = (run_dir / "evals").glob("step-00000002,lm_eval,*tasks=*.json")
     assert json.loads(kept.read_text()) == found
     assert ",runtime.dtype=float64" in kept.name
     assert found["average"] is False

@@ -90,11 +90,11 @@ def test_a_row_that_comes_to_the_end_of_the_corpus_begins_again_without_a_state(
     )
     run = open_run(config)
     n = run.batches.n_windows
-    begins = [step for step in range(1, n + 1) if run.batches.begins(step, 0, 4).any()]
+    begins = [step for step in range(1, n + 1) if (run.batches.starts(step) == 0).any()]
     assert len(begins) == 4, "each row comes there once"
     run.state = run.state.model_copy(update={"step": begins[0] - 1})
     run.train_step()
-    row = run.batches.begins(run.step, 0, 4).tolist().index(True)
+    row = run.batches.starts(run.step).tolist().index(0)
     assert step_windows(run.batches, run.step + 1)[row][0] == 0
     seen = []
     run.gpt.summed_loss = lambda ids, targets, state, want: (
@@ -202,7 +202,7 @@ def test_evaluation_reads_each_stream_in_order(tiny, batches):
     run = open_run(config)
     val = run.windows.stream
     length = 16 * (batches or math.ceil(math.ceil((val.n_tokens - 1) / 16) / 4))
-    begins = range(0, val.n_tokens - 1, length) if batches is None else [run.windows.begin(row) for row in range(4)]
+    begins = range(0, val.n_tokens - 1, length) if batches is None else [run.windows.span(row)[0] for row in range(4)]
     assert len(begins) == 4
     nats = 0.0
     for begin in begins:
