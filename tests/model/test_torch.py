@@ -86,10 +86,10 @@ def test_fakes_have_the_strides_of_results(T):
     """Compiled code relies on this, and opcheck does not check it."""
     x, narrow, s = torch.randn(2, T, 3, 15), torch.randn(2, 3, 5, 6), torch.zeros(2, T, 4)
     q, k, log_v = (part.transpose(1, 2) for part in x.split(5, dim=-1))
-    results = _attend(q, k, log_v, None, narrow, True, True)
+    *_, M, doubtful = _attend(q, k, log_v, None, narrow, True, True)
     calls = [
         (_attend, (q, k, log_v, None, narrow, True, True)),
-        (_attend_backward, ([log_v, narrow], [q, k, log_v, None, narrow], results, True)),
+        (_attend_backward, ([log_v, narrow], [q, k, log_v, None, narrow], M, doubtful, True)),
         (_recur, (s, s, s[:, 0].clone(), "chunked")),
         (_recur_backward, (s, s, s, s[:, 0].clone(), s, "chunked")),
         (
