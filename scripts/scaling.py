@@ -1,6 +1,6 @@
 """Fit a scaling law to runs, and extrapolate it: L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022).
 
-    python scripts/scaling.py ladder='experiment=quickstart model.n_embd=64,96,128 max_steps=300,600,900' out=runs/l
+    python scripts/scaling.py ladder='experiment=quickstart model.n_embd=64,96,128 max_steps=300,600,900'
     python scripts/scaling.py folders=runs/sweep parameters=1e8 loss=1.0
 
 N are parameters, D tokens, L nats per token. The first command trains a ladder of models, and continues when it is

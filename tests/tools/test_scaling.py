@@ -139,6 +139,8 @@ def test_a_ladder_that_cannot_be_trained_is_refused(tmp_path, capfd):
     with pytest.raises(UserError, match="training failed, see above"):
         run([], None, tmp_path, 100, "model.n_layer=0,1")
     assert "n_layer" in capfd.readouterr().err
+    with pytest.raises(UserError, match="No closing quotation: give options"):
+        run([], None, tmp_path, 100, "seed='1,2")
 
 
 @pytest.mark.parametrize("cell", ["x", "-1", "inf", "", "0"])

@@ -82,7 +82,11 @@ def _train(ladder: str, folder: Path) -> Path:
     Raises:
         UserError: an option is wrong, or a run failed.
     """
-    if subprocess.run([sys.executable, _TRAIN, "-m", *shlex.split(ladder), f"run_dir={folder}"]).returncode:
+    try:
+        options = shlex.split(ladder)
+    except ValueError as error:
+        raise UserError(f"ladder={ladder}: {error}: give options of train.py, separated by spaces") from None
+    if subprocess.run([sys.executable, _TRAIN, "-m", *options, f"run_dir={folder}"]).returncode:
         raise UserError(f"ladder={ladder}: training failed, see above; the same command continues")
     return folder
 
