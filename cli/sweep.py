@@ -5,6 +5,7 @@ controls neither what Hydra calls nor what it writes.
 """
 
 import itertools
+import math
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -44,10 +46,7 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
     """
     try:
         fixed, values, swept, for_hydra = [], [], {}, []
-        parsed = {
-            option.get_key_element(): option
-            for option in OverridesParser.create().parse_overrides(read_options(options, True))
-        }
+        parsed = {option.get_key_element(): option for option in _parsed(options)}
         for key, option in parsed.items():
             if option.is_hydra_override():
                 for_hydra.append(str(option.input_line))
@@ -106,6 +105,22 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         raise UserError(f"some jobs of the sweep failed (see above). {again}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
+
+
+def number_of_jobs(options: list[str]) -> int | None:
+    """Return how many combinations these options have, or None if a sweeper chooses the values.
+
+    Raises:
+        UserError: a bracket or a quote is not closed.
+    """
+    swept = [option for option in _parsed(options) if option.is_sweep_override()]
+    if not all(option.is_discrete_sweep() for option in swept):
+        return None
+    return math.prod(len([*option.sweep_string_iterator()]) for option in swept)
+
+
+def _parsed(options: list[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides(read_options(options, in_sweep=True))
 
 
 def _each_once(values: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
