@@ -13,7 +13,7 @@ from common.settings import decode
 from model.gpt import GPT, GPTConfig
 from model.ops import checks
 from model.ops.sparse_attention import naive_sparse_attention, sparse_attention
-from model.ops.sparse_attention.patterns import fixed, longformer, strided, window
+from model.ops.sparse_attention.patterns import CAUSAL, fixed, longformer, strided, window
 from tools.bench.harness import composed
 from tools.doctor import examine
 from trainer.checkpoint import load_model, newest
@@ -102,6 +102,20 @@ def test_flex_attention_is_the_definition_in_both_passes(pattern, T):
     results = []
     for attend in (sparse_attention, naive_sparse_attention):
         y = attend(*leaves, [pattern])
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, g)])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu(alone=True)
+@pytest.mark.parametrize("pattern", [CAUSAL, window(40)], ids=str)
+def test_flex_attention_keeps_documents_apart(pattern):
+    """The tolerance is that above."""
+    q, k, v, g = (torch.randn(2, 2, 700, 16) for _ in range(4))
+    starts = torch.rand(2, 700) < 0.01
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    results = []
+    for attend in (sparse_attention, naive_sparse_attention):
+        y = attend(*leaves, [pattern], starts)
         results.append([y.detach(), *torch.autograd.grad(y, leaves, g)])
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-4)
 

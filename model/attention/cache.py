@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from model.ops.documents import document_mask
-from model.ops.sparse_attention.patterns import Pattern, needed_keys, reach_of
+from model.ops.sparse_attention import sparse_attention
+from model.ops.sparse_attention.patterns import CAUSAL, Pattern, needed_keys, reach_of
 from model.position import positions
 
 _SMALLEST_ROOM = 64  # columns of a new buffer
@@ -66,13 +67,20 @@ def remember(
 
     Returns:
         The cache, if wanted or if there was one; keys and values of all tokens; and which of them the T tokens may
-        attend to, in the arguments of `scaled_dot_product_attention`.
+        attend to, in the arguments of `scaled_dot_product_attention` or as `starts`: see `attend_to`.
     """
     if cache is not None:
         after, k, v, mask = cache.append(k, v)
         return after, k, v, {"attn_mask": mask}
-    visible = {"is_causal": True} if starts is None else {"attn_mask": document_mask(starts)}
+    visible = {"is_causal": True} if starts is None else {"starts": starts}
     return KVCache.of(k, v) if return_state else None, k, v, visible
+
+
+def attend_to(visible: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Softmax attention to the keys that `remember` returns as visible."""
+    if "starts" in visible:
+        return sparse_attention(q, k, v, [CAUSAL], visible["starts"], scale)
+    return scaled_dot_product_attention(q, k, v, **visible, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
 
 
 class SparseCache(NamedTuple):

@@ -6,10 +6,9 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.base import GroupedSettings, MultiHeadAttention
-from model.attention.cache import KVCache, remember
+from model.attention.cache import KVCache, attend_to, remember
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.position import Rotation, rotate
 
@@ -59,7 +58,7 @@ class ProjectionAttention(MultiHeadAttention):
         v = padded_values(v) if self.own_values else k[..., :0]  # keys are cached once
         after, k, v, visible = remember(state, k, v, return_state, starts)
         v = v if self.own_values else k
-        y = scaled_dot_product_attention(q, k, v, **visible, scale=1.0, enable_gqa=self.grouped)
+        y = attend_to(visible, q, k, v, scale=1.0)
         return y[..., : self.head_dim], after
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from common.console import say_once
 from common.settings import UserError
 from model.attention.base import GroupedSettings, MultiHeadAttention
-from model.attention.cache import remember
+from model.attention.cache import attend_to, remember
 from model.ops.compiling import assume_constant_result
 from model.ops.gates import forgotten
 from model.ops.running_sum import running_sum
@@ -56,10 +56,7 @@ class SoftmaxConfig(GroupedSettings, defaults="model/attention/softmax"):
 
 
 class SoftmaxAttention(MultiHeadAttention):
-    """Causal softmax attention; its state is a cache of keys and values.
-
-    Several documents in a window take a mask (B, 1, T, T), on GPUs too: masked keys cost as much as others.
-    """
+    """Causal softmax attention; its state is a cache of keys and values."""
 
     def __init__(self, settings: SoftmaxConfig, n_embd: int, n_head: int, head_dim: int) -> None:
         super().__init__(n_embd, n_head, head_dim, settings.n_kv_head)
@@ -86,7 +83,7 @@ class SoftmaxAttention(MultiHeadAttention):
             _say_kernel(self.kernel, q.device.type, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
         after, k, v, visible = remember(state, k, v, return_state, starts)
         with sdpa_kernel(_KERNELS[self.kernel]) if whole_text and self.kernel != "auto" else nullcontext():
-            return scaled_dot_product_attention(q, k, v, **visible, enable_gqa=self.grouped), after
+            return attend_to(visible, q, k, v), after
 
     def _attend_and_forget(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, log_f: Tensor, starts: Tensor | None
@@ -108,7 +105,7 @@ class SoftmaxAttention(MultiHeadAttention):
         unused = -(q.shape[-1] + 2 * _PARTS) % _ALIGNED
         q, k = pad(torch.cat([q, own, ones], -1), (0, unused)), pad(torch.cat([k, ones, -own], -1), (0, unused))
         after, k, v, visible = remember(cache, k, pad(v, (0, q.shape[-1] - v.shape[-1])), return_state, starts)
-        y = scaled_dot_product_attention(q, k, v, **visible, scale=self.head_dim**-0.5)
+        y = attend_to(visible, q, k, v, scale=self.head_dim**-0.5)
         return y[..., : self.head_dim], (after, a[:, :, -1:])
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:

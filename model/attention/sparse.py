@@ -11,7 +11,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
 from model.ops.compiling import disable
-from model.ops.documents import document_mask, document_positions
 from model.ops.sparse_attention import masked_attention, sparse_attention
 from model.ops.sparse_attention.patterns import Pattern, fixed, pattern_mask, strided
 from model.position import positions
@@ -114,16 +113,11 @@ class SparseAttention(MultiHeadAttention):
         return_state: bool,
         starts: Tensor | None = None,
     ) -> tuple[Tensor, tuple[SparseCache, ...] | None]:
-        """Several documents in a window take dense attention with a mask, whatever the pattern."""
         if starts is not None and return_state and state is None:
             state = self.empty(len(q))
         if state is not None:
             return self._continue(q, k, v, state, starts)
-        if starts is not None:
-            t = document_positions(starts)
-            mask = pattern_mask(self.patterns, t, t) & document_mask(starts)  # (B, 1 or H, T, T)
-            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped), None
-        y = sparse_attention(q, k, v, self.patterns)
+        y = sparse_attention(q, k, v, self.patterns, starts)
         if not return_state:
             return y, None
         caches = (SparseCache.of(_heads(k, g.kv_heads), _heads(v, g.kv_heads), g.patterns) for g in self.groups)

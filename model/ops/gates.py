@@ -80,7 +80,7 @@ def gates_of(log_f: Tensor) -> Gates:
         last = segment[..., -1:, :]
         within = within * (segment == segment.mT)
         start, end, kept = start * (segment == 0), end * (segment == last), kept * (last == 0)
-    return gates._replace(within=within.tril_(), start=start, end=end, kept=kept)
+    return gates._replace(within=within.tril(), start=start, end=end, kept=kept)
 
 
 def resets_of(log_f: Tensor) -> Tensor | None:

@@ -206,7 +206,9 @@ def test_a_perturbed_kernel_fails(monkeypatch):
 @pytest.mark.parametrize(("change", "dtype"), [(1.0, "float32"), (1.0, "bfloat16"), (1.1, "float32")])
 def test_the_check_of_flex_attention_tells_right_from_wrong(monkeypatch, change, dtype):
     """FlexAttention has no backward pass on CPUs: tiles stand in for it."""
-    monkeypatch.setattr(attend, "_by_flex_attention", lambda q, k, v, p: sparse_attention(q * change, k, v, [p]))
+    monkeypatch.setattr(
+        attend, "_by_flex_attention", lambda q, k, v, p, starts: sparse_attention(q * change, k, v, [p], starts)
+    )
     if change == 1:
         sparse_attention_check.check("cpu", dtype, 16, T=140)
     else:

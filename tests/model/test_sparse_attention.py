@@ -14,7 +14,7 @@ from model.attention.sliding_window import SlidingWindowConfig
 from model.attention.sparse import FixedConfig, StridedConfig
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import attend, naive_sparse_attention, sparse_attention
-from model.ops.sparse_attention.patterns import fixed, is_causal, longformer, pattern_mask, strided, window
+from model.ops.sparse_attention.patterns import CAUSAL, fixed, is_causal, longformer, pattern_mask, strided, window
 from model.ops.sparse_attention.tiles import tiles_of
 
 # The definitions, one query and one key at a time.
@@ -169,6 +169,42 @@ def test_flex_attention_has_the_same_masks(name, T, monkeypatch):
         for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
             assert torch.equal(getattr(ours, part), getattr(torchs, part))
         assert torch.equal(ours.to_dense(), torchs.to_dense())
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("pattern", [CAUSAL, window(40), window(150, 1), strided(48)], ids=str)
+@pytest.mark.parametrize("T", [1, 128, 700])
+def test_flex_attention_keeps_documents_apart(pattern, T, monkeypatch):
+    """Uncompiled, forward only, as above: documents of 1 to 500 tokens, some of which end with a block."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.BlockMask))
+    q, k, v = (x.detach() for x in inputs(T, B=3, D=16, dtype=torch.float32)[:3])
+    starts = torch.zeros(3, T, dtype=torch.bool)
+    starts[1, [t for t in (0, 1, 128, 200, 384) if t < T]] = starts[2, T - 1] = True
+    found = attend._by_flex_attention(q, k, v, pattern, starts, scale=16**-0.5)
+    torch.testing.assert_close(found, naive_sparse_attention(q, k, v, [pattern], starts), rtol=0, atol=1e-5)
+    ours = attend._document_block_mask(pattern, starts)
+    torchs = flex.create_block_mask(ours.mask_mod, 3, None, T, T, device="cpu")
+    for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(ours, part), getattr(torchs, part)), part
+    assert torch.equal(ours.to_dense(), torchs.to_dense())
+
+
+@pytest.mark.parametrize("patterns", [[CAUSAL], [window(5)], [window(3, 2), fixed(9, 3)], [longformer(4, 2)]], ids=str)
+def test_documents_have_the_attention_and_gradients_that_they_have_alone(patterns):
+    q, k, v, g = inputs(33, H=2, G=1)
+    starts = torch.zeros(len(q), 33, dtype=torch.bool)
+    starts[:, [1, 20]] = True
+    y = sparse_attention(q, k, v, patterns, starts, scale=0.3)
+    given = torch.autograd.grad(y, (q, k, v), g)
+    alone = []
+    for tokens in (slice(0, 1), slice(1, 20), slice(20, 33)):
+        scaled = q[:, :, tokens] * 0.3 * q.shape[3] ** 0.5
+        alone.append(naive_sparse_attention(scaled, k[:, :, tokens], v[:, :, tokens], patterns))
+    torch.testing.assert_close(y, torch.cat(alone, 2), rtol=0, atol=1e-12)
+    wanted = torch.autograd.grad(torch.cat(alone, 2), (q, k, v), g)
+    torch.testing.assert_close(given, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.gpu

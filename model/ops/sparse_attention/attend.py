@@ -8,7 +8,7 @@ A tile's weights in the whole are exp(scores - l), so its backward pass is that 
 arXiv 2205.14135, algorithm 4) with y and l in place of y_p and l_p. It needs only y, l, and each part's q, k and v.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,14 @@ from common.console import say_once
 from model.ops.autocast import as_autocast
 from model.ops.compiling import disable
 from model.ops.derivatives import refuse_second_order, refuse_transforms
-from model.ops.sparse_attention.patterns import Pattern, is_causal, pattern_mask, pattern_sees
+from model.ops.sparse_attention.patterns import (
+    Pattern,
+    document_pattern_mask,
+    is_by_distance,
+    is_causal,
+    pattern_mask,
+    pattern_sees,
+)
 from model.ops.sparse_attention.tiles import UNSEEN, Tiles, tile_mask, tiles_of
 
 _ITSELF, _OTHER = "sparse_attention in tiles", "naive_sparse_attention"
@@ -30,17 +37,27 @@ _SHORT = 128  # tokens: for shorter sequences, preparing tiles takes longer than
 
 
 @disable  # layouts and masks are cached; FlexAttention is compiled separately
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    patterns: Sequence[Pattern],
+    starts: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where each query attends to the keys of its head's pattern.
 
     CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention where it passes its check: both
-    skip masked blocks. Otherwise attention is dense with a mask, and a message says so.
+    skip masked blocks. Otherwise attention is dense with a mask, and a message says so. With documents, CPUs use
+    masks, and FlexAttention needs patterns that depend on distances alone.
 
     Args:
         q: (B, H, T, D).
         k: (B, G, T, D), where G divides H: H / G consecutive heads share a key and value head.
         v: (B, G, T, D).
         patterns: one for all heads, or H.
+        starts: where documents begin, bool (B, T): patterns then start again with each, and do not reach beyond it.
+        scale: what scores are multiplied by in place of 1 / sqrt(D), only with `starts`.
 
     Returns:
         y (B, H, T, D) in the type of q; 0 where a query has no key. Sums are kept in float32, or float64 for float64.
@@ -59,9 +76,11 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     form = _form(q.device, q.dtype, q.shape[3])
     kinds = list(dict.fromkeys(patterns))
     if len(kinds) == 1:
-        return _attend(form, q, k, v, kinds[0])
+        return _attend(form, q, k, v, kinds[0], starts, scale)
     heads = [[h for h, pattern in enumerate(patterns) if pattern == kind] for kind in kinds]
-    parts = [_attend(form, q[:, hs], k[:, hs], v[:, hs], kind) for hs, kind in zip(heads, kinds, strict=True)]
+    parts = [
+        _attend(form, q[:, hs], k[:, hs], v[:, hs], kind, starts, scale) for hs, kind in zip(heads, kinds, strict=True)
+    ]
     order = torch.tensor([h for hs in heads for h in hs], device=q.device).argsort()
     return torch.cat(parts, dim=1)[:, order]
 
@@ -86,8 +105,14 @@ def _form(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     return "masks"
 
 
-def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+def _attend(
+    form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor | None, scale: float | None
+) -> Tensor:
     T = q.shape[2]
+    if starts is not None:
+        if form == "flex" and is_by_distance(pattern):
+            return _by_flex_attention(q, k, v, pattern, starts, scale)
+        return scaled_dot_product_attention(q, k, v, document_pattern_mask([pattern], starts), scale=scale)
     if is_causal(pattern, T):
         return scaled_dot_product_attention(q, k, v, is_causal=True)
     if form == "flex":
@@ -173,10 +198,14 @@ class _Joined(torch.autograd.Function):
         return tuple(gradients)
 
 
-def _by_flex_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+def _by_flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """Attend by FlexAttention's block masks. `_form` chooses this only where it passes its check."""
     attend, _ = _flex_attention()
-    y: Tensor = attend(q, k, v, block_mask=_block_mask(pattern, q.shape[2], q.device))
+    T, device = q.shape[2], q.device
+    mask = _block_mask(pattern, T, device) if starts is None else _document_block_mask(pattern, starts)
+    y: Tensor = attend(q, k, v, block_mask=mask, scale=scale)
     return y
 
 
@@ -189,25 +218,55 @@ def _flex_attention() -> tuple[Any, Any]:
 
 @lru_cache(maxsize=64)
 def _block_mask(pattern: Pattern, T: int, device: torch.device) -> Any:
-    """Return FlexAttention's mask of 128 x 128 blocks, computed by rows: torch's own function needs T x T memory."""
-
     def sees(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
         return pattern_sees(pattern, i, j)
 
-    n = -(-T // _BLOCK)
     with torch.inference_mode(False):  # cached, and training may use it next
+        return _of_blocks(*_blocks(pattern, T, device), sees, T)
+
+
+def _document_block_mask(pattern: Pattern, starts: Tensor) -> Any:
+    """The mask of a pattern that is by distance, in each document: numbers of documents ascend in a row of tokens."""
+    T, device = starts.shape[1], starts.device
+    number = starts.cumsum(1, dtype=torch.int32)  # (B, T)
+
+    def sees(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
+        return pattern_sees(pattern, i, j) & (number[b, i] == number[b, j])
+
+    some, every = _blocks(pattern, T, device)  # (n, n)
+    t = torch.arange(0, T, _BLOCK, device=device)  # (n,)
+    first, last = number[:, t], number[:, (t + _BLOCK - 1).clamp(max=T - 1)]  # (B, n)
+    meet = last.unsqueeze(1) >= first.unsqueeze(2)  # (B, n, n), as no key comes after its query
+    one = first.unsqueeze(1) == last.unsqueeze(2)  # from the first key to the last query
+    return _of_blocks(some & meet, every & one, sees, T)
+
+
+@lru_cache(maxsize=64)
+def _blocks(pattern: Pattern, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the blocks of 128 x 128 where some or all pairs are seen, (n, n), bool.
+
+    They are computed by rows, as torch's own function needs T x T memory.
+    """
+    n = -(-T // _BLOCK)
+    with torch.inference_mode(False):
         t = torch.arange(n * _BLOCK, device=device)
         some, every = (torch.zeros(n, n, dtype=torch.bool, device=device) for _ in range(2))
         for row, i in enumerate(t.split(_BLOCK)):
             seen = pattern_sees(pattern, i.unsqueeze(1), t) & (i.unsqueeze(1) < T) & (t < T)  # (128, n 128)
             blocks = seen.unflatten(1, (n, _BLOCK))
             some[row], every[row] = blocks.any(2).any(0), blocks.all(2).all(0)
-        partly, wholly = (_numbered(blocks) for blocks in (some & ~every, every))
-        _, BlockMask = _flex_attention()
-        return BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(T, T))
+        return some, every
+
+
+def _of_blocks(some: Tensor, every: Tensor, sees: Callable[..., Tensor], T: int) -> Any:
+    """Return FlexAttention's mask of T x T, given its blocks (..., n, n)."""
+    partly, wholly = (_numbered(blocks) for blocks in (some & ~every, every))
+    _, BlockMask = _flex_attention()
+    return BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(T, T))
 
 
 def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks (n, n) as FlexAttention wants them: counts of each row (1, 1, n), and their columns first (1, 1, n, n)."""
-    numbers = blocks.int().argsort(dim=1, descending=True, stable=True)
-    return blocks.sum(1, dtype=torch.int32)[None, None], numbers.to(torch.int32)[None, None]
+    """Blocks (B, n, n) or (n, n) as FlexAttention wants them: counts of rows (B, 1, n), their columns first in each."""
+    blocks = blocks.view(-1, 1, *blocks.shape[-2:])
+    numbers = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), numbers.to(torch.int32)

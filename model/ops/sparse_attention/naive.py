@@ -5,13 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.ops.sparse_attention.patterns import Pattern, pattern_mask
+from model.ops.sparse_attention.patterns import Pattern, document_pattern_mask, pattern_mask
 
 
-def naive_sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
+def naive_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], starts: Tensor | None = None
+) -> Tensor:
     """Child et al. 2019 (arXiv 1904.10509), eqs. 2 and 3. Shapes and result are those of `sparse_attention`."""
     t = torch.arange(q.shape[2], device=q.device)
-    return masked_attention(q, k, v, pattern_mask(patterns, t, t))
+    mask = pattern_mask(patterns, t, t) if starts is None else document_pattern_mask(patterns, starts)
+    return masked_attention(q, k, v, mask)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.ops.documents import document_mask, document_positions
+
 
 class _Part:
     """A regular set of keys for every query."""
@@ -99,6 +101,9 @@ Part = Band | Block | Columns | First
 Pattern = tuple[Part, ...]
 
 
+CAUSAL: Pattern = (Band(1, 0, None),)
+
+
 def window(size: int, dilation: int = 0) -> Pattern:
     """Sliding windows, with `dilation` keys skipped between two (Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
 
@@ -150,6 +155,17 @@ def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
     seen = torch.stack([pattern_sees(pattern, i.unsqueeze(-1), j.unsqueeze(-2)) for pattern in kinds], dim=-3)
     of_head = [kinds.index(pattern) for pattern in patterns]
     return seen if len(kinds) == 1 or of_head == [*range(len(kinds))] else seen[..., of_head, :, :]
+
+
+def document_pattern_mask(patterns: Sequence[Pattern], starts: Tensor) -> Tensor:
+    """`pattern_mask` by positions in documents, given their starts (B, T): (B, 1 or H, T, T)."""
+    t = document_positions(starts)
+    return pattern_mask(patterns, t, t) & document_mask(starts)
+
+
+def is_by_distance(pattern: Pattern) -> bool:
+    """Whether the pattern depends on distances alone, so that it is the same wherever a document starts."""
+    return all(isinstance(part, Band) and part.start == 0 for part in pattern)
 
 
 def needed_keys(patterns: Sequence[Pattern], j: Tensor, n: Tensor) -> Tensor:
