@@ -120,8 +120,10 @@ def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> 
     Args:
         g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times its gradient.
     """
-    g = running_sum((g_q - g_k).flip(-2), -2).flip(-2).add_(g_after)
-    g = g.sum(-1, keepdim=True) if log_f.shape[-1] == 1 else g
+    g = g_q - g_k
+    if log_f.shape[-1] == 1:
+        g, g_after = g.sum(-1, keepdim=True), g_after.sum(-1, keepdim=True)
+    g = running_sum(g.flip(-2), -2).flip(-2).add_(g_after)
     return g.masked_fill_(log_f == -torch.inf, 0) if _may_be_infinite(log_f) else g
 
 

@@ -1,4 +1,4 @@
-"""The picture of the comparison is drawn from its table."""
+"""The picture of the comparison is drawn from its tables."""
 
 import pytest
 
@@ -19,6 +19,15 @@ softmax_forgets_rotary,512,200,1.5
 hybrid_second,512,100,1.75
 """
 
+NGRAMS = """model,ngrams,parameters,seed,step,tokens,val_loss
+gpt_1m,"[2,3,4,5,6,8,12,16]",10,1,1,100,2.0
+gpt_1m,"[2,3,4,5,6,8,12,16]",10,2,1,100,3.0
+gpt_1m,"[2,3,4,5,6,8,12,16]",10,2,2,200,1.0
+log_gpt2_1m,"[2,3,4,5,6,8,12,16]",10,1,1,100,1.5
+log_gpt2_1m,"[2,3,4,5,6,8,12,16]",10,2,1,100,2.75
+log_gpt2_1m,"[3,5,8]",10,2,2,200,0.5
+"""
+
 
 def test_runs_count_at_the_best_learning_rate(tmp_path, monkeypatch):
     table = tmp_path / "runs.csv"
@@ -28,11 +37,14 @@ def test_runs_count_at_the_best_learning_rate(tmp_path, monkeypatch):
     assert losses["softmax_forgets_rotary", 512, 100] == {1: 1.4}
     drawn = []
     (curves := tmp_path / "curves.csv").write_text(CURVES)
-    monkeypatch.setattr(evidence, "TABLE", table)
-    monkeypatch.setattr(evidence, "CURVES", curves)
+    (ngrams := tmp_path / "ngrams.csv").write_text(NGRAMS)
+    for name, path in (("TABLE", table), ("CURVES", curves), ("NGRAMS", ngrams)):
+        monkeypatch.setattr(evidence, name, path)
     monkeypatch.setattr(evidence, "png", lambda figure: drawn.append(figure) or b"picture")
     evidence.main()
-    losses, above, parts = drawn[0].axes
+    shipped, losses, above, parts = drawn[0].axes
+    mean, seeds, zero = (list(line.get_ydata()) for line in shipped.lines)
+    assert (mean, seeds, zero) == ([-0.375], [-0.5, -0.25], [0, 0])
     assert [list(line.get_ydata()) for line in above.lines] == [[0, 0], [-0.25]]
     assert [line.get_label() for line in losses.lines if "M" in str(line.get_label())] == [
         "softmax, forget gate, rotary (control), 2 M",
