@@ -6,6 +6,7 @@ import pytest
 import torch
 from gradients import assert_all_close
 from pydantic import TypeAdapter, ValidationError
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from common.console import say_once
 from common.settings import decode
@@ -189,6 +190,25 @@ def test_flex_attention_keeps_documents_apart(pattern, T, monkeypatch):
     for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(ours, part), getattr(torchs, part)), part
     assert torch.equal(ours.to_dense(), torchs.to_dense())
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_flex_attention_is_compiled_once_for_any_documents(monkeypatch):
+    """Forward only: it has no compiled backward pass on CPUs."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    compiled = CompileCounterWithBackend("inductor")
+    monkeypatch.setattr(
+        attend, "_flex_attention", lambda: (torch.compile(flex.flex_attention, backend=compiled), flex.BlockMask)
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        q, k, v = torch.randn(3, 2, 2, 300, 16, generator=generator)
+        starts = torch.rand(2, 300, generator=generator) < 0.02
+        found = attend._by_flex_attention(q, k, v, window(40), starts)
+        wanted = naive_sparse_attention(q, k, v, [window(40)], starts)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert compiled.frame_count == 1
 
 
 @pytest.mark.parametrize("patterns", [[CAUSAL], [window(5)], [window(3, 2), fixed(9, 3)], [longformer(4, 2)]], ids=str)
