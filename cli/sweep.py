@@ -108,15 +108,19 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
 
 
 def number_of_jobs(options: list[str]) -> int | None:
-    """Return how many combinations these options have, or None if a sweeper chooses the values.
+    """Return how many combinations these options have at most, or None if there are infinitely many.
 
     Raises:
-        UserError: a bracket or a quote is not closed.
+        UserError: an option cannot be read.
     """
-    swept = [option for option in _parsed(options) if option.is_sweep_override()]
-    if not all(option.is_discrete_sweep() for option in swept):
-        return None
-    return math.prod(len([*option.sweep_string_iterator()]) for option in swept)
+    try:
+        of_keys = {option.get_key_element(): option for option in _parsed(options) if not option.is_hydra_override()}
+        swept = [option for option in of_keys.values() if option.is_sweep_override()]
+        if not all(option.is_discrete_sweep() for option in swept):
+            return None
+        return math.prod(len({*option.sweep_string_iterator()}) for option in swept)
+    except HydraException as error:
+        raise UserError(explain(error)) from error
 
 
 def _parsed(options: list[str]) -> list[Override]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.ops.sparse_attention import sparse_attention
+from model.ops.sparse_attention import document_attention
 from model.ops.sparse_attention.patterns import CAUSAL, Pattern, needed_keys, reach_of
 from model.position import positions
 
@@ -79,7 +79,7 @@ def remember(
 def attend_to(visible: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Softmax attention to the keys that `remember` returns as visible."""
     if "starts" in visible:
-        return sparse_attention(q, k, v, [CAUSAL], visible["starts"], scale)
+        return document_attention(q, k, v, [CAUSAL], visible["starts"], scale)
     return scaled_dot_product_attention(q, k, v, **visible, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
 
 

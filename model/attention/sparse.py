@@ -11,7 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from model.attention.base import GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
 from model.ops.compiling import disable
-from model.ops.sparse_attention import masked_attention, sparse_attention
+from model.ops.sparse_attention import document_attention, masked_attention, sparse_attention
 from model.ops.sparse_attention.patterns import Pattern, fixed, pattern_mask, strided
 from model.position import positions
 
@@ -117,7 +117,9 @@ class SparseAttention(MultiHeadAttention):
             state = self.empty(len(q))
         if state is not None:
             return self._continue(q, k, v, state, starts)
-        y = sparse_attention(q, k, v, self.patterns, starts)
+        if starts is not None:
+            return document_attention(q, k, v, self.patterns, starts), None
+        y = sparse_attention(q, k, v, self.patterns)
         if not return_state:
             return y, None
         caches = (SparseCache.of(_heads(k, g.kv_heads), _heads(v, g.kv_heads), g.patterns) for g in self.groups)

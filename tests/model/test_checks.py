@@ -18,7 +18,7 @@ from model.ops import checks, log_attention
 from model.ops.checks import Wrong, failed_check
 from model.ops.kernels import _fastest_on_gpu
 from model.ops.log_attention import check as log_attention_check
-from model.ops.sparse_attention import attend, sparse_attention
+from model.ops.sparse_attention import attend, document_attention, sparse_attention
 from model.ops.sparse_attention import check as sparse_attention_check
 
 AGAIN = "to check again, remove log_gpt/checks/"
@@ -206,9 +206,13 @@ def test_a_perturbed_kernel_fails(monkeypatch):
 @pytest.mark.parametrize(("change", "dtype"), [(1.0, "float32"), (1.0, "bfloat16"), (1.1, "float32")])
 def test_the_check_of_flex_attention_tells_right_from_wrong(monkeypatch, change, dtype):
     """FlexAttention has no backward pass on CPUs: tiles stand in for it."""
-    monkeypatch.setattr(
-        attend, "_by_flex_attention", lambda q, k, v, p, starts: sparse_attention(q * change, k, v, [p], starts)
-    )
+
+    def tiles(q, k, v, pattern, starts):
+        documents = {} if starts is None else {"starts": starts}
+        attention = sparse_attention if starts is None else document_attention
+        return attention(q * change, k, v, [pattern], **documents)
+
+    monkeypatch.setattr(attend, "_by_flex_attention", tiles)
     if change == 1:
         sparse_attention_check.check("cpu", dtype, 16, T=140)
     else:

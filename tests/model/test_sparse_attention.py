@@ -14,7 +14,8 @@ from model.attention.longformer import LongformerAttention, LongformerConfig
 from model.attention.sliding_window import SlidingWindowConfig
 from model.attention.sparse import FixedConfig, StridedConfig
 from model.gpt import GPT, GPTConfig
-from model.ops.sparse_attention import attend, naive_sparse_attention, sparse_attention
+from model.ops.sparse_attention import attend, document_attention, naive_sparse_attention, sparse_attention
+from model.ops.sparse_attention import check as sparse_attention_check
 from model.ops.sparse_attention.patterns import CAUSAL, fixed, is_causal, longformer, pattern_mask, strided, window
 from model.ops.sparse_attention.tiles import tiles_of
 
@@ -187,28 +188,30 @@ def test_flex_attention_keeps_documents_apart(pattern, T, monkeypatch):
     torch.testing.assert_close(found, naive_sparse_attention(q, k, v, [pattern], starts), rtol=0, atol=1e-5)
     ours = attend._document_block_mask(pattern, starts)
     torchs = flex.create_block_mask(ours.mask_mod, 3, None, T, T, device="cpu")
-    for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-        assert torch.equal(getattr(ours, part), getattr(torchs, part)), part
-    assert torch.equal(ours.to_dense(), torchs.to_dense())
+    assert torch.equal(ours.full_kv_num_blocks, torchs.full_kv_num_blocks)
+    assert bool((ours.to_dense() >= torchs.to_dense()).all())
+    if pattern in (CAUSAL, window(40)):  # those with gaps may have blocks whose visible pairs are of two documents
+        assert torch.equal(ours.to_dense(), torchs.to_dense())
 
 
 @torch.no_grad()
-@pytest.mark.slow
-def test_flex_attention_is_compiled_once_for_any_documents(monkeypatch):
-    """Forward only: it has no compiled backward pass on CPUs."""
+def test_flex_attention_is_compiled_once_for_each_case_of_its_check(monkeypatch):
+    """And not again for other documents. With gradients, which need a GPU, it is compiled twice as often."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    compiled = CompileCounterWithBackend("inductor")
-    monkeypatch.setattr(
-        attend, "_flex_attention", lambda: (torch.compile(flex.flex_attention, backend=compiled), flex.BlockMask)
-    )
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        q, k, v = torch.randn(3, 2, 2, 300, 16, generator=generator)
-        starts = torch.rand(2, 300, generator=generator) < 0.02
-        found = attend._by_flex_attention(q, k, v, window(40), starts)
-        wanted = naive_sparse_attention(q, k, v, [window(40)], starts)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-    assert compiled.frame_count == 1
+    attend._flex_attention()  # raises the limit
+    torch.compiler.reset()
+    compiled = CompileCounterWithBackend("eager")
+    attention = torch.compile(flex.flex_attention, backend=compiled, fullgraph=True)
+    monkeypatch.setattr(attend, "_flex_attention", lambda: (attention, flex.BlockMask))
+    q, k, v = torch.randn(3, 1, 2, 140, 16)
+    cases = sparse_attention_check.PATTERNS | sparse_attention_check.IN_DOCUMENTS
+    for border in (70, 90):
+        starts = torch.arange(140).eq(border).unsqueeze(0)
+        for name, pattern in cases.items():
+            documents = starts if name in sparse_attention_check.IN_DOCUMENTS else None
+            attend._by_flex_attention(q, k, v, pattern, documents)
+    assert compiled.frame_count == len(cases)
+    assert torch._dynamo.config.recompile_limit >= 4 * len(cases)
 
 
 @pytest.mark.parametrize("patterns", [[CAUSAL], [window(5)], [window(3, 2), fixed(9, 3)], [longformer(4, 2)]], ids=str)
@@ -216,7 +219,7 @@ def test_documents_have_the_attention_and_gradients_that_they_have_alone(pattern
     q, k, v, g = inputs(33, H=2, G=1)
     starts = torch.zeros(len(q), 33, dtype=torch.bool)
     starts[:, [1, 20]] = True
-    y = sparse_attention(q, k, v, patterns, starts, scale=0.3)
+    y = document_attention(q, k, v, patterns, starts, scale=0.3)
     given = torch.autograd.grad(y, (q, k, v), g)
     alone = []
     for tokens in (slice(0, 1), slice(1, 20), slice(20, 33)):

@@ -61,7 +61,7 @@ def run(
         if given is not None and before is None:
             raise UserError(f"{name}={given:g} needs {needed}: give both")
     if ladder:
-        folders = [*folders, _train(ladder, out / "runs", alone=not (folders or csv))]
+        folders = [*folders, _train(ladder, out / "runs", alone=not (folders or csv or (out / "runs").exists()))]
     rows = [*_trained(folders), *([] if csv is None else _read_csv(csv))]
     runs = Runs(*np.array(rows, dtype=float).reshape(-1, 3).T)
     law, samples = fit(*runs, resamples)

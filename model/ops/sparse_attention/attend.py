@@ -37,27 +37,17 @@ _SHORT = 128  # tokens: for shorter sequences, preparing tiles takes longer than
 
 
 @disable  # layouts and masks are cached; FlexAttention is compiled separately
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    patterns: Sequence[Pattern],
-    starts: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
+def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where each query attends to the keys of its head's pattern.
 
     CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention where it passes its check: both
-    skip masked blocks. Otherwise attention is dense with a mask, and a message says so. With documents, CPUs use
-    masks, and FlexAttention needs patterns that depend on distances alone.
+    skip masked blocks. Otherwise attention is dense with a mask, and a message says so.
 
     Args:
         q: (B, H, T, D).
         k: (B, G, T, D), where G divides H: H / G consecutive heads share a key and value head.
         v: (B, G, T, D).
         patterns: one for all heads, or H.
-        starts: where documents begin, bool (B, T): patterns then start again with each, and do not reach beyond it.
-        scale: what scores are multiplied by in place of 1 / sqrt(D), only with `starts`.
 
     Returns:
         y (B, H, T, D) in the type of q; 0 where a query has no key. Sums are kept in float32, or float64 for float64.
@@ -76,13 +66,47 @@ def sparse_attention(
     form = _form(q.device, q.dtype, q.shape[3])
     kinds = list(dict.fromkeys(patterns))
     if len(kinds) == 1:
-        return _attend(form, q, k, v, kinds[0], starts, scale)
+        return _attend(form, q, k, v, kinds[0])
     heads = [[h for h, pattern in enumerate(patterns) if pattern == kind] for kind in kinds]
-    parts = [
-        _attend(form, q[:, hs], k[:, hs], v[:, hs], kind, starts, scale) for hs, kind in zip(heads, kinds, strict=True)
-    ]
+    parts = [_attend(form, q[:, hs], k[:, hs], v[:, hs], kind) for hs, kind in zip(heads, kinds, strict=True)]
     order = torch.tensor([h for hs in heads for h in hs], device=q.device).argsort()
     return torch.cat(parts, dim=1)[:, order]
+
+
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], starts: Tensor, scale: float | None = None
+) -> Tensor:
+    """`sparse_attention` in which patterns start again with each document, and do not reach beyond it.
+
+    On CUDA GPUs, 16-bit types use FlexAttention where it passes its check, if all heads have the same pattern and it
+    depends on distances alone. Everything else is dense attention with a mask: FlexAttention multiplies float32 as
+    TF32, which would lose the gates of softmax attention.
+
+    Args:
+        starts: where documents begin, bool (B, T).
+        scale: what scores are multiplied by; None: 1 / sqrt(D).
+    """
+    q, k, v = as_autocast(q, k, v)
+    if q.is_cuda and q.dtype.itemsize == 2 and len({*patterns}) == 1 and is_by_distance(patterns[0]):
+        return _document_attention_on_gpu(q, k, v, patterns[0], starts, scale)
+    return _masked_by_documents(q, k, v, patterns, starts, scale)
+
+
+@disable  # as above
+def _document_attention_on_gpu(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor, scale: float | None
+) -> Tensor:
+    if _form(q.device, q.dtype, q.shape[3]) != "flex":
+        return _masked_by_documents(q, k, v, [pattern], starts, scale)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return _by_flex_attention(q, k, v, pattern, starts, scale)
+
+
+def _masked_by_documents(
+    q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], starts: Tensor, scale: float | None
+) -> Tensor:
+    mask = document_pattern_mask(patterns, starts)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
 
 
 def _form(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -101,18 +125,12 @@ def _form(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         why = failed_check("compiled FlexAttention", check, str(device), dtype=name, head_dim=head_dim)
     if why is None:
         return "flex"
-    say_once(f"sparse attention computes masked scores too, which is slower: FlexAttention {why}")
+    say_once(f"attention to some keys computes masked scores too, which is slower: FlexAttention {why}")
     return "masks"
 
 
-def _attend(
-    form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor | None, scale: float | None
-) -> Tensor:
+def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
     T = q.shape[2]
-    if starts is not None:
-        if form == "flex" and is_by_distance(pattern):
-            return _by_flex_attention(q, k, v, pattern, starts, scale)
-        return scaled_dot_product_attention(q, k, v, document_pattern_mask([pattern], starts), scale=scale)
     if is_causal(pattern, T):
         return scaled_dot_product_attention(q, k, v, is_causal=True)
     if form == "flex":
@@ -213,7 +231,10 @@ def _by_flex_attention(
 def _flex_attention() -> tuple[Any, Any]:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention  # slow to import
 
-    return torch.compile(flex_attention), BlockMask
+    # Each pattern is compiled with and without gradients, and again for other shapes. Beyond the limit flex_attention
+    # would run uncompiled, with T x T scores: fullgraph makes that an error.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(flex_attention, fullgraph=True), BlockMask
 
 
 @lru_cache(maxsize=64)
@@ -234,6 +255,7 @@ def _document_block_mask(pattern: Pattern, starts: Tensor) -> Any:
         return pattern_sees(pattern, i, j) & (number[b, i] == number[b, j])
 
     some, every = _blocks(pattern, T, device)  # (n, n)
+    # With gaps between keys, `some & meet` may be more than the blocks with a visible pair, which costs only time.
     t = torch.arange(0, T, _BLOCK, device=device)  # (n,)
     first, last = number[:, t], number[:, (t + _BLOCK - 1).clamp(max=T - 1)]  # (B, n)
     meet = last.unsqueeze(1) >= first.unsqueeze(2)  # (B, n, n), as no key comes after its query
@@ -245,7 +267,7 @@ def _document_block_mask(pattern: Pattern, starts: Tensor) -> Any:
 def _blocks(pattern: Pattern, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the blocks of 128 x 128 where some or all pairs are seen, (n, n), bool.
 
-    They are computed by rows, as torch's own function needs T x T memory.
+    Computed row by row, because torch's own function needs T x T memory.
     """
     n = -(-T // _BLOCK)
     with torch.inference_mode(False):
@@ -259,14 +281,14 @@ def _blocks(pattern: Pattern, T: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 def _of_blocks(some: Tensor, every: Tensor, sees: Callable[..., Tensor], T: int) -> Any:
-    """Return FlexAttention's mask of T x T, given its blocks (..., n, n)."""
+    """Return FlexAttention's mask of T x T, given blocks (B, n, n) or (n, n) where it sees some or all pairs."""
     partly, wholly = (_numbered(blocks) for blocks in (some & ~every, every))
     _, BlockMask = _flex_attention()
     return BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(T, T))
 
 
 def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks (B, n, n) or (n, n) as FlexAttention wants them: counts of rows (B, 1, n), their columns first in each."""
+    """Return the number of blocks in each row (B, 1, n), and its columns with these blocks first, (B, 1, n, n)."""
     blocks = blocks.view(-1, 1, *blocks.shape[-2:])
     numbers = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), numbers.to(torch.int32)

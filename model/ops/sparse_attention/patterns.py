@@ -159,6 +159,8 @@ def pattern_mask(patterns: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
 
 def document_pattern_mask(patterns: Sequence[Pattern], starts: Tensor) -> Tensor:
     """`pattern_mask` by positions in documents, given their starts (B, T): (B, 1 or H, T, T)."""
+    if {*patterns} == {CAUSAL}:
+        return document_mask(starts)
     t = document_positions(starts)
     return pattern_mask(patterns, t, t) & document_mask(starts)
 
