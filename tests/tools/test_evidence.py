@@ -29,6 +29,11 @@ log_gpt2_1m,"[3,5,8]",10,2,2,200,0.5
 """
 
 
+def test_the_table_of_ngrams_has_every_model_that_is_drawn():
+    models = {row["model"] for row in evidence._rows(evidence.NGRAMS) if row["ngrams"] == evidence._NGRAMS}
+    assert {name for pair in evidence._SHIPPED.values() for name in pair} <= models
+
+
 def test_runs_count_at_the_best_learning_rate(tmp_path, monkeypatch):
     table = tmp_path / "runs.csv"
     table.write_text(TABLE)
