@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from common.settings import decode
 from model.gpt import GPT, GPTConfig, Recompute
-from model.ops.checks import Outputs, judge, require_same_bits
+from model.ops.checks import Outputs, judge, require_same_bits, separate_compiled_code
 
 _SEQUENCES, _TOKENS = 2, 130
 
@@ -65,6 +65,7 @@ def check(
     if not compiled:
         return
     exact = _loss_and_gradients(truth, ids, "float64")
+    separate_compiled_code()
     if by_block:
         for block in gpt.blocks:
             block.compile()

@@ -19,7 +19,7 @@ from common.console import count, say_once
 from common.settings import Settings, UserError
 from model.compiled import check, shortened
 from model.gpt import GPT, Recompute
-from model.ops.checks import Wrong, failed_check
+from model.ops.checks import Wrong, failed_check, separate_compiled_code
 from trainer.devices import device_of_gpu
 
 _SECONDS_TO_COMPILE = 500.0  # a small model
@@ -188,6 +188,7 @@ def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: 
     if why_not := _why_not_compiled(config, runtime, gpt):
         say_once(f"not compiled: {why_not}")
         return
+    separate_compiled_code()
     for module in modules:
         module.compile()
 

@@ -116,10 +116,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _about(check: Callable[..., None], device: str, arguments: dict[str, Hashable]) -> dict[str, Any]:
     """Return all that an outcome depends on."""
-    digest = hashlib.sha256()
-    folders = Path(__file__).parent, Path(inspect.getfile(check)).parent
-    for file in sorted({file for folder in folders for file in folder.rglob("*.py")}):
-        digest.update(file.read_bytes())
     gpu = torch.cuda.get_device_properties(device) if device != "cpu" else None
     return {
         "check": f"{check.__module__}:{check.__qualname__}",
@@ -127,8 +123,23 @@ def _about(check: Callable[..., None], device: str, arguments: dict[str, Hashabl
         "device": cpu_name() if gpu is None else f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}",
         "torch": torch.__version__,
         "triton": triton_version(),
-        "sources": digest.hexdigest(),
+        "sources": digest_of_sources(Path(inspect.getfile(check)).parent),
     }
+
+
+def digest_of_sources(*folders: Path) -> str:
+    """Return a hash of the Python files of the operators and of other folders."""
+    digest = hashlib.sha256()
+    for file in sorted({file for folder in (Path(__file__).parent, *folders) for file in folder.rglob("*.py")}):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def separate_compiled_code() -> None:
+    """Let torch.compile ignore what other versions of the operators left on disk: it may call them as they were."""
+    from torch.compiler import config  # slow to import
+
+    config.cache_key_tag = digest_of_sources()
 
 
 def cpu_name() -> str:
