@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import fake_checks
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_inductor_cache
 
 from common.console import say_once
 from common.lock import owned
 from model.ops import checks, log_attention
-from model.ops.checks import Wrong, failed_check
+from model.ops.checks import Wrong, failed_check, separate_compiled_code
 from model.ops.kernels import _fastest_on_gpu
 from model.ops.log_attention import check as log_attention_check
 from model.ops.sparse_attention import attend, document_attention, sparse_attention
@@ -106,6 +108,19 @@ def test_what_passes_runs_once_for_each_version(kept, monkeypatch, tmp_path, cap
     assert capsys.readouterr().out.splitlines() == [
         f"checking a kernel on this machine ({checks.cpu_name()}), once: this takes at most 10 minutes"
     ]
+
+
+def test_compiled_code_of_other_operators_is_not_used(monkeypatch):
+    misses = []
+    with fresh_inductor_cache(), torch.compiler.config.patch(cache_key_tag=""):
+        for sources in ("one", "one", "other"):
+            monkeypatch.setattr(checks, "digest_of_sources", lambda sources=sources: sources)
+            separate_compiled_code()
+            torch.compiler.reset()
+            counters.clear()
+            torch.compile(lambda x: x.sin() + 1)(torch.ones(8))
+            misses.append(counters["inductor"]["fxgraph_cache_miss"])
+    assert misses == [1, 0, 1]
 
 
 def test_without_a_folder_nothing_is_used(kept, monkeypatch, tmp_path):
