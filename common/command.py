@@ -162,7 +162,12 @@ _NO_TEXTS = ("null", "true", "false", "nan", "inf")
 
 def overrides(settings: Mapping[str, Any]) -> str:
     """Return settings as command-line arguments in Hydra's grammar, quoted for a shell."""
-    return " ".join(shlex.quote(f"{key}={in_hydras_grammar(value)}") for key, value in settings.items())
+    return " ".join(shlex.quote(option) for option in options_of(settings))
+
+
+def options_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as command-line arguments in Hydra's grammar, each as the program gets it."""
+    return [f"{key}={in_hydras_grammar(value)}" for key, value in settings.items()]
 
 
 def in_hydras_grammar(value: Any) -> str:

@@ -3,9 +3,9 @@
     python scripts/convert_gqa.py checkpoint=runs/gpt2 run_dir=runs/gpt2-gqa n_kv_head=4
 
 The new run's checkpoint of step 0 holds the model with fewer key and value heads, each the mean of a group's (Ainslie
-et al. 2023, section 2.1). Where the heads of a group were equal, it is the same model. Step, schedule and optimizer
-start from zero. Train the new run for a few per cent of the first one's steps with train.py, the settings of the first
-run, and those that this prints at the end.
+et al. 2023, section 2.1). Where the heads of a group were equal, it is the same model. You can sample from it and
+evaluate it. Train it further, for a few per cent of the first run's steps, with train.py, the settings of the first
+run, and those that this prints at the end: they begin another run with its weights.
 """
 
 from pathlib import Path
@@ -20,8 +20,6 @@ class Options(Settings):
     """the run to make; it must not hold one"""
     n_kv_head: int
     """key and value heads; 1: all query heads share one"""
-    seed: int | None = None
-    """seed of the new run's data order; null: the first run's"""
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from common.settings import Settings
 from model.attention.decay import Decay
 from model.fused import FusedLinear
 from model.ops.causal_conv import causal_conv, initial_conv, no_inputs
+from model.ops.log_attention.chunks import CHUNK, SHORT_CHUNK
 from model.position import NO_ORDER, Order, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
@@ -210,6 +211,11 @@ class Attention(nn.Module):
         """Floating-point operations of the forward pass per token, without the projections."""
         raise NotImplementedError
 
+    def chunked_flops(self, seq_len: int, d_key: int, d_val: int) -> int:
+        """The same in chunks of C tokens: C x C scores, their product with the values, the state read and written."""
+        C = min(SHORT_CHUNK if self.decay is not None and self.decay.by_feature else CHUNK, seq_len)
+        return 2 * self.n_head * (C * d_key + C * d_val + 2 * d_key * d_val)
+
 
 class MultiHeadAttention(Attention):
     """Attention with n_head query heads over n_kv_head key and value heads, all of `head_dim` features.
@@ -245,11 +251,6 @@ class MultiHeadAttention(Attention):
     def flops_per_token(self, seq_len: int) -> int:
         """Scores and their product with the values. On average a causal token attends to half of the sequence."""
         return 2 * self.n_head * seq_len * self.head_dim
-
-
-def chunked_flops(n_head: int, C: int, d_key: int, d_val: int) -> int:
-    """Per token of a chunk of C: C x C scores, their product with the values, the state read and written."""
-    return 2 * n_head * (C * d_key + C * d_val + 2 * d_key * d_val)
 
 
 def _rms_norm(x: Tensor, scale: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ class Decay(nn.Module):
 
     def __init__(self, kind: str, n_embd: int, n_head: int, query_dim: int) -> None:
         super().__init__()
-        self.kind, self.n_head = kind, n_head
+        self.kind, self.n_head, self.by_feature = kind, n_head, kind != "head"
         first, last = map(math.log, _SPANS)
-        spans = torch.linspace(first, last, n_head if kind == "head" else query_dim).exp()
+        spans = torch.linspace(first, last, query_dim if self.by_feature else n_head).exp()
         if kind == "head":
             self.to_gates = nn.Linear(n_embd, n_head, bias=False)
             self.bias = nn.Parameter(torch.logit((-1 / spans).exp()))

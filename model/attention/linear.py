@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionSettings, MultiHeadAttention, chunked_flops
-from model.ops.linear_attention import CHUNK, LinearAttentionState, linear_attention, naive_linear_attention
+from model.attention.base import AttentionSettings, MultiHeadAttention
+from model.ops.linear_attention import LinearAttentionState, linear_attention, naive_linear_attention
 
 
 class LinearConfig(AttentionSettings, defaults="model/attention/linear"):
@@ -52,4 +52,4 @@ class LinearAttention(MultiHeadAttention):
         return naive_linear_attention(q, k, v, log_f)
 
     def flops_per_token(self, seq_len: int) -> int:
-        return chunked_flops(self.n_head, min(CHUNK, seq_len), self.head_dim, self.head_dim)
+        return self.chunked_flops(seq_len, self.head_dim, self.head_dim)

@@ -6,10 +6,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.attention.base import Attention, AttentionSettings, chunked_flops
+from model.attention.base import Attention, AttentionSettings
 from model.ops.gates import forgotten
 from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention
-from model.ops.log_attention.chunks import CHUNK, SHORT_CHUNK
 from model.ops.log_attention.signed import split_signs
 from model.position import Rotation
 
@@ -68,7 +67,6 @@ class LogSpaceAttention(Attention):
         super().__init__(n_embd, n_head, n_head * d_val, (d_key, d_key, d_val), n_group=n_head)
         self.d_key, self.d_val, self.product = d_key, d_val, settings.product
         self.state_features = (d_key // 2) ** 2 if self.product else d_key
-        self.chunk = CHUNK if settings.decay in ("none", "head") else SHORT_CHUNK
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, log_v = super().project(features, rotation)
@@ -112,8 +110,7 @@ class LogSpaceAttention(Attention):
         return LogAttentionState(log_s, log_s[..., 0].clone())
 
     def flops_per_token(self, seq_len: int) -> int:
-        values = self.signs * self.d_val
-        return chunked_flops(self.n_head, min(self.chunk, seq_len), self.state_features, values)
+        return self.chunked_flops(seq_len, self.state_features, self.signs * self.d_val)
 
 
 class LogSpaceSignedAttention(LogSpaceAttention):

@@ -82,9 +82,7 @@ def gpt_of(name):
 
 
 def run_of(gpt, run_dir):
-    sizes = {"seed": 1, "seq_len": 16, "batch_tokens": 64}
-    data = {"document_reset": gpt.eot_id is not None}
-    begin_with(gpt, BYTES, run_dir, **sizes, data=data, dataset_dir="datasets/none", dataset_fingerprint="")
+    begin_with(gpt, BYTES, run_dir, seq_len=16, batch_tokens=64)
     return run_dir
 
 

@@ -13,9 +13,10 @@ def test_measures_the_loader_alone_and_under_models(run_process, tmp_path, mixtu
     options = ["tokens=100000", "seq_len=64", "batch_tokens=4096", "seconds=0.2", "rate=2e5"]
     small = ["seq_len=32", "batch_tokens=64", "runtime.micro_batch=2", *SMALL]
     model = ["model_steps=1", f"set={','.join(small)}"]
-    (done,) = run_process(["scripts/bench_loader.py", *options, *mixture, *model, f"out={tmp_path}"])
+    out = tmp_path / "a, b=c"
+    (done,) = run_process(["scripts/bench_loader.py", *options, *mixture, *model, f"out={out}"])
     assert done.status == 0, done.err
-    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    rows = json.loads((out / "bench.json").read_text())["rows"]
     figures = {row["what"]: row for row in rows}
     assert figures.keys() == {"loader alone", "dummy model", "log_gpt_125m"}
     assert all(row["tokens_per_second"] > 0 for row in figures.values())

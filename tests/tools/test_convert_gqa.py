@@ -1,6 +1,5 @@
 """scripts/convert_gqa.py: fewer key and value heads, each the mean of a group's, and training goes on."""
 
-import json
 import shlex
 
 import pytest
@@ -134,38 +133,29 @@ def settings():
     return {"model.n_head": 4, "model.attention": {"name": NAMES[0]}, "model.position": {"name": "rotary"}}
 
 
-def test_training_goes_on_from_the_converted_checkpoint(tiny, settings, tmp_path):
+def test_a_run_begins_with_the_converted_weights(tiny, settings, tmp_path):
+    settings = settings | {"data.document_reset": True}
     fit(tiny(settings))
-    path = convert(tmp_path / "run", tmp_path / "gqa", 2, seed=7)
+    path = convert(tmp_path / "run", tmp_path / "gqa", 2)
     assert path == tmp_path / "gqa" / "checkpoints" / "step-00000000"
-
-    checkpoint = open_checkpoint(path)
-    first = open_checkpoint(tmp_path / "run").state
-    assert (checkpoint.state.step, checkpoint.state.seed) == (0, 7)
-    assert checkpoint.state.run_id != first.run_id
-    assert checkpoint.state.best_val_loss is None
-    assert checkpoint.state.dataset_fingerprint == first.dataset_fingerprint
-    gpt, _ = load_model(path)
-    trained, _ = load_model(tmp_path / "run")
-    wanted = shared(trained, 2).state_dict()
+    checkpoint, first = open_checkpoint(path).state, open_checkpoint(tmp_path / "run").state
+    assert (checkpoint.step, checkpoint.best_val_loss) == (0, None)
+    assert checkpoint.run_id != first.run_id
+    wanted = shared(load_model(tmp_path / "run")[0], 2).state_dict()
+    gpt, tokenizer = load_model(path)
+    assert gpt.eot_id == tokenizer.eot_id  # it keeps documents apart, as before
     assert all(torch.equal(value, wanted[key]) for key, value in gpt.state_dict().items())
 
-    again = {"run_dir": tmp_path / "gqa", "model.attention": {"name": NAMES[0], "n_kv_head": 2}, "seed": 7}
-    fit(tiny(settings | again))
-    lines = [json.loads(line) for line in (tmp_path / "gqa" / "metrics.jsonl").read_text().splitlines()]
-    assert max(line["step"] for line in lines) == 6
-    after, _ = load_model(tmp_path / "gqa")
+    config = tiny(
+        settings
+        | {"init_from": tmp_path / "gqa", "run_dir": tmp_path / "gqa-trained"}
+        | {"model.attention": {"name": NAMES[0], "n_kv_head": 2}}
+    )
+    begun = open_run(config).gpt.state_dict()
+    assert all(torch.equal(value, wanted[key]) for key, value in begun.items())
+    fit(config)
+    after, _ = load_model(tmp_path / "gqa-trained")
     assert any(not torch.equal(value, wanted[key]) for key, value in after.state_dict().items())
-
-
-def test_the_run_begins_with_the_converted_weights_and_an_optimizer_at_rest(tiny, settings, tmp_path):
-    fit(tiny(settings))
-    convert(tmp_path / "run", tmp_path / "gqa", 1)
-    config = tiny(settings | {"run_dir": tmp_path / "gqa", "model.attention": {"name": NAMES[0], "n_kv_head": 1}})
-    run = open_run(config)
-    wanted = shared(load_model(tmp_path / "run")[0], 1).state_dict()
-    assert all(torch.equal(value, wanted[key]) for key, value in run.gpt.state_dict().items())
-    assert not any(value.any() for state in run.optimizer.state.values() for value in state.values())
 
 
 def test_mistakes_are_one_line(tiny, settings, tmp_path, command):
@@ -190,7 +180,7 @@ def test_mistakes_are_one_line(tiny, settings, tmp_path, command):
     ("options", "heads", "wanted"),
     [
         ([], 2, [2]),
-        (["average=0.2", "batch_doublings=[1]"], 2, [2]),
+        (["average=0.2", "batch_doublings=[1]", "optim=muon"], 2, [2]),
         (["model.n_layer=2", f"model.attention_pattern=[{NAMES[0]},{{name:{NAMES[1]},n_kv_head:2}}]"], 1, [1, 1]),
     ],
 )
@@ -202,8 +192,8 @@ def test_the_settings_to_go_on_with_are_printed(tiny_args, tmp_path, command, op
         "scripts/convert_gqa", f"checkpoint={tmp_path / 'run'}", f"run_dir={run_dir}", f"n_kv_head={heads}"
     )
     assert result.status == 0, result.err
-    settings = shlex.split(result.out.partition("go on with train.py, the settings of the first run, and ")[2])
+    settings = shlex.split(result.out.partition("train it with train.py, the settings of the first run, and ")[2])
     result = command("train", *first, *settings, "stop_at=1")
     assert result.status == 0, result.err
-    state = open_checkpoint(run_dir).state
+    state = open_checkpoint(tmp_path / f"{run_dir.name}-trained").state
     assert (state.step, [layer.n_kv_head for layer in state.model.layers]) == (1, wanted)

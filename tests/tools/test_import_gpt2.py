@@ -38,8 +38,7 @@ def original(tmp_path_factory):
     path = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     gpt = GPT(decode(GPTConfig, MODEL))
-    tokenizer, sizes = build_tokenizer(BytesConfig(name="bytes")), {"seed": 1, "seq_len": 16, "batch_tokens": 64}
-    begin_with(gpt, tokenizer, path / "run", **sizes, dataset_dir="none", dataset_fingerprint="")
+    begin_with(gpt, build_tokenizer(BytesConfig(name="bytes")), path / "run", seq_len=16, batch_tokens=64)
     export(path / "run", path / "folder")
     return path
 
@@ -88,6 +87,8 @@ def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, datas
 
 def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, command, tiny):
     import_gpt2(folder, tmp_path / "again")
+    refused = " ".join(command("train", f"run_dir={tmp_path / 'again'}").err.split())
+    assert f"again holds an imported model: train it with init_from={tmp_path}" in refused
     again = f"checkpoint={tmp_path / 'again'}"
     result = command("sample", again, "prompt=the", "max_new_tokens=4", "runtime.device=cpu")
     assert result.status == 0, result.err

@@ -125,6 +125,7 @@ def test_a_ladder_is_trained_once_and_fitted(tmp_path, tiny_args, capfd):
     varied = "run_dir", "model.n_embd", "max_steps", "checkpoint.every", "eval.every"
     own = [option for option in tiny_args if option.split("=")[0] not in varied]
     ladder = f"{' '.join(own)} model.n_embd=8,16,32 max_steps=24,48,96"
+    tmp_path /= "a, b"
     run([], None, tmp_path, 100, ladder)
     assert "9 runs; the law is off by" in capfd.readouterr().out
     sizes = {n for n, _, _ in json.loads((tmp_path / "scaling.json").read_text())["runs"]}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.command import options_of
 from common.console import say
 from data.loader import TrainBatches
 from data.mixture import open_mixture
@@ -53,8 +54,8 @@ def random_dataset(folder: Path, n_tokens: int) -> Path:
             text = rng.integers(32, 127, 1 + int(rng.exponential(1000)), np.uint8).tobytes().decode()
             file.write(json.dumps({"text": text, "meta": {"pile_set_name": f"set-{rng.integers(22):02}"}}) + "\n")
             left -= len(text)
-    source = ["data=jsonl", f"data.path={json.dumps(str(path))}", "val_fraction=0.05"]
-    prepare_dataset([*source, "tokenizer=bytes", f"out_dir={folder}"])
+    paths = options_of({"data.path": str(path), "out_dir": str(folder)})
+    prepare_dataset(["data=jsonl", *paths, "val_fraction=0.05", "tokenizer=bytes"])
     path.unlink()
     return folder
 
@@ -74,7 +75,7 @@ def open_batches(dataset_dir: Path, options: Any) -> TrainBatches:
 def real(dataset_dir: Path, options: Any) -> Row:
     """Take training steps of a model."""
     length = f"stop_at={WARM_UP + options.model_steps}"
-    paths = [f"dataset_dir={dataset_dir}", f"run_dir={options.out / 'run'}"]
+    paths = options_of({"dataset_dir": str(dataset_dir), "run_dir": str(options.out / "run")})
     run = open_run([f"model={options.model}", *paths, *options.set, length], options.mixture)
     with run.reading_ahead() as ahead:
         return take_steps(run.train_step, run.config.batch_tokens, steps=options.model_steps, ahead=ahead)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from common.command import options_of
 from common.settings import UserError
 from data.shards import MANIFEST
 from tools.bench.harness import Row, benchmark, open_run, prepare_dataset, timed
@@ -16,7 +17,7 @@ def bench(options: Any) -> Row:
     """Measure each run."""
     dataset_dir = options.out / "dataset"
     if not (dataset_dir / MANIFEST).is_file():
-        prepare_dataset(["data=stdlib", "tokenizer=bytes", f"out_dir={dataset_dir}"])
+        prepare_dataset(["data=stdlib", "tokenizer=bytes", *options_of({"out_dir": str(dataset_dir)})])
     return {"rows": [measure(run.split(","), dataset_dir, options) for run in options.runs]}
 
 
@@ -29,8 +30,8 @@ def measure(overrides: list[str], dataset_dir: Path, options: Any) -> Row:
     if options.steps < 2 * options.every:
         raise UserError(f"steps={options.steps} is too few for every={options.every}: use at least {2 * options.every}")
     run_dir = Path(tempfile.mkdtemp(dir=options.out))
-    paths = [f"dataset_dir={dataset_dir}", f"run_dir={run_dir}", "resume=auto"]
-    run = open_run([*overrides, *paths, "schedule.warmup_steps=1", f"max_steps={options.steps}"])
+    paths = options_of({"dataset_dir": str(dataset_dir), "run_dir": str(run_dir)})
+    run = open_run([*overrides, *paths, "resume=auto", "schedule.warmup_steps=1", f"max_steps={options.steps}"])
     held: list[float] = []
     steps: dict[bool, list[float]] = {True: [], False: []}  # by whether a checkpoint is being written meanwhile
     with run.open_files(), run.reading_ahead():

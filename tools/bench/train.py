@@ -88,7 +88,8 @@ class Training:
         torch.manual_seed(config.seed)
         self.summed_loss: SummedLoss | NanoGPT
         if nanogpt is None:
-            gpt = GPT(config.model).to(device, self.runtime.param_dtype)
+            eot_id = config.data.reset_at(config.model.n_vocab - 1)  # about as good as the tokenizer's
+            gpt = GPT(config.model, eot_id).to(device, self.runtime.param_dtype)
             gpt.recompute(config.runtime.recompute)
             self.optimizer = config.optim.build(gpt, World(device), self.runtime.dtype)
             self.summed_loss = SummedLoss(gpt)

@@ -1,7 +1,6 @@
 """From a checkpoint to one with fewer key and value heads (Ainslie et al. 2023, arXiv 2305.13245, section 2.1)."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from tools.convert.new_run import begin_with
 from trainer.checkpoint import load_model, open_model
 
 
-def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = None) -> Path:
+def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> Path:
     """Write the converted model as a run's checkpoint of step 0 and return its path.
 
     Raises:
@@ -23,18 +22,12 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int, seed: int | None = 
     opened = open_model(checkpoint)
     before, tokenizer = load_model(opened)
     after = shared(before, n_kv_head)
-    seed = opened.state.seed if seed is None else seed
-    kept = opened.state.model_dump(include={"seq_len", "batch_tokens", "data", "dataset_dir", "dataset_fingerprint"})
-    carries = kept["data"].pop("carry_state")  # a new run has no state to go on from
-    path = begin_with(after, tokenizer, run_dir, seed=seed, **kept)
+    path = begin_with(after, tokenizer, run_dir, opened.state.seq_len, opened.state.batch_tokens)
     changed = differences(before.config.model_dump(mode="json"), after.config.model_dump(mode="json"))
     own = {f"model.{key}": new for key, (_, new) in changed.items()}
-    of_first: dict[str, Any] = {"batch_doublings": [], "average": None}
-    own |= {key: new for key, new in of_first.items() if getattr(opened.state, key) != new}
-    own |= {"data.carry_state": False} if carries else {}
-    settings = overrides(own | {"seed": seed, "run_dir": str(run_dir)})
+    settings = overrides(own | {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"})
     say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
-    say(f"go on with train.py, the settings of the first run, and {settings}")
+    say(f"train it with train.py, the settings of the first run, and {settings}")
     return path
 
 
@@ -45,7 +38,7 @@ def shared(gpt: GPT, n_kv_head: int) -> GPT:
         UserError: no layer can, or n_kv_head does not divide the heads of one.
     """
     with torch.device("meta"):
-        fewer = GPT(with_n_kv_head(gpt.config, n_kv_head))
+        fewer = GPT(with_n_kv_head(gpt.config, n_kv_head), gpt.eot_id)
     tensors = dict(gpt.state_dict())
     for path, module in fewer.named_modules():
         n_before, n_after = (getattr(each, "n_kv_head", 0) for each in (gpt.get_submodule(path), module))

@@ -23,7 +23,6 @@ _WEIGHTS = "model.safetensors"
 _Kind = tuple[torch.Size, tuple[torch.dtype, ...]]
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
-_NO_DATASET = Path("no-dataset-that-was-given")
 _SEQUENCES = 480  # of a step: the published batch
 _TO_CHOOSE = {
     "dataset_dir": "datasets/pile",
@@ -43,7 +42,7 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
     gpt, tokenizer = read_gpt2(folder)
     seq_len = gpt.config.max_len or 1
     sizes = {"seq_len": seq_len, "batch_tokens": _SEQUENCES * seq_len}
-    path = begin_with(gpt, tokenizer, run_dir, **sizes, seed=1, dataset_dir=_NO_DATASET, dataset_fingerprint="")
+    path = begin_with(gpt, tokenizer, run_dir, **sizes)
     say(f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of {tokenizer.n_vocab:,} ids")
     runs = {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"}
     settings = {"model": "gpt2_124m", **_settings(gpt.config), **runs, **sizes, **_TO_CHOOSE}

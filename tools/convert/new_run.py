@@ -2,7 +2,6 @@
 
 import secrets
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,18 +14,19 @@ from trainer.optim import AdamWConfig, named_state
 from trainer.randomness import RANDOM, random_state, seed_process
 from trainer.resume import own_run
 
+_NO_DATASET = Path("no-dataset-that-was-given")
 
-def begin_with(gpt: GPT, tokenizer: Tokenizer, run_dir: Path, **of_run: Any) -> Path:
-    """Start a run with a converted model: write its checkpoint of step 0, with a fresh optimizer, and return its path.
 
-    Args:
-        of_run: seed, sizes and data of the run, as in TrainState.
+def begin_with(gpt: GPT, tokenizer: Tokenizer, run_dir: Path, seq_len: int, batch_tokens: int) -> Path:
+    """Make a run of a converted model, for `init_from`: write its checkpoint of step 0, and return its path.
 
     Raises:
         UserError: run_dir holds a run.
     """
-    run_id = secrets.token_hex(4)
-    state = decode(TrainState, {"step": 0, "run_id": run_id, "model": gpt.config, **of_run})
+    run = {"step": 0, "run_id": secrets.token_hex(4), "model": gpt.config, "seed": 1}
+    sizes = {"seq_len": seq_len, "batch_tokens": batch_tokens}
+    data = {"dataset_dir": _NO_DATASET, "dataset_fingerprint": "", "data": {"document_reset": gpt.eot_id is not None}}
+    state = decode(TrainState, run | sizes | data)
     make_directory(run_dir, "run_dir")
     with own_run(run_dir):
         if newest(run_dir) is not None:

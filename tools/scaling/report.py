@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from cli.sweep import number_of_jobs
+from common.command import options_of
 from common.console import count, say, warn
 from common.figures import png, short_count
 from common.files import make_directory, write_atomic, write_json
@@ -93,7 +94,8 @@ def _train(ladder: str, folder: Path, alone: bool) -> Path:
             f"ladder={ladder} has {count(runs, 'run')}, and a law needs at least {LEAST_RUNS}: "
             "give 3 or more sizes and as many numbers of tokens, as in model.n_embd=64,96,128 max_steps=300,600,900"
         )
-    if subprocess.run([sys.executable, _TRAIN, "-m", *options, f"run_dir={folder}"]).returncode:
+    run_dir = options_of({"run_dir": str(folder)})
+    if subprocess.run([sys.executable, _TRAIN, "-m", *options, *run_dir]).returncode:
         raise UserError(f"ladder={ladder}: training failed, see above; the same command continues")
     return folder
 

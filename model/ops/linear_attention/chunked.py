@@ -14,8 +14,6 @@ from model.ops.gates import NO_GATES, REACH, check_gates, gates_of, times
 from model.ops.log_attention.chunks import chunk_size
 from model.ops.running_sum import running_sum
 
-CHUNK = 64  # tokens, about as many as a head has features: scores and products with the state then cost the same
-
 
 class LinearAttentionState(NamedTuple):
     """The sums of the paper's eqs. 10 and 11 over all tokens so far. Their size is constant."""
