@@ -10,15 +10,15 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -38,6 +38,19 @@ class AlreadyReportedError(Exception):
     """A job of a sweep failed and has printed why."""
 
 
+class _Options(NamedTuple):
+    """The options of a sweep."""
+
+    fixed: list[str]
+    """Those that all jobs have."""
+    values: list[list[str]]
+    """For each key with several values, KEY=VALUE for each."""
+    swept: dict[str, str]
+    """By key, the option that has several values or a range."""
+    for_hydra: list[str]
+    """Those for Hydra itself."""
+
+
 def run_sweep(config_name: str, options: list[str], config_dir: str | None, run: Command, debug: bool) -> None:
     """Run a command once for every combination of values that Hydra's sweeper asks for.
 
@@ -45,29 +58,12 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         UserError: an option is wrong, or jobs have failed.
     """
     try:
-        fixed, values, swept, for_hydra = [], [], {}, []
-        parsed = {option.get_key_element(): option for option in _parsed(options)}
-        for key, option in parsed.items():
-            if option.is_hydra_override():
-                for_hydra.append(str(option.input_line))
-            elif option.is_sweep_override():
-                swept[key] = str(option.input_line)
-                if option.is_discrete_sweep():
-                    values.append([f"{key}={value}" for value in option.sweep_string_iterator()])
-            else:
-                fixed.append(f"{key}={option.get_value_element_as_str()}" if "=" in str(option.input_line) else key)
+        fixed, values, swept, for_hydra = _by_kind(options)
         first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
         folder = first_job.get("run_dir", f"multirun/{config_name}")
         chosen = _settings_of_hydra(config_name, folder, list(swept), for_hydra)
         for_plugins = _settings_of_plugins(chosen, bool(swept))
-
-        def configuration(varied: Sequence[str]) -> dict[str, Any]:
-            config = to_dict(compose(config_name, [*fixed, *varied], config_dir))
-            if "run_dir" in config:
-                own = sorted(option for option in varied if not option.startswith("run_dir="))
-                config["run_dir"] = str(Path(config["run_dir"]) / name_of(own))
-            return config
-
+        configuration = partial(_configuration, config_name, fixed, config_dir)
         tries_all = chosen.runtime.choices["hydra/sweeper"] == "basic"
         for varied in itertools.product(*values) if tries_all else _each_once(values):
             try:
@@ -79,23 +75,7 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
             say("-m runs a job for each of several values, as in seed=1,2: here no key has several, so this is one job")
 
         def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes and machines
-            now = HydraConfig.get()
-            try:
-                config = configuration(now.overrides.task)
-                if "run_dir" in config:
-                    say(f"--- job {now.job.num}: {config['run_dir']}")
-                with among_others(now.runtime.choices["hydra/launcher"]):
-                    best = run(config)
-                if best is None and now.runtime.choices["hydra/sweeper"] == "optuna":
-                    raise UserError("no validation loss for optuna to compare: lower eval.every, or raise stop_at")
-                return best
-            except BrokenPipeError:
-                raise
-            except (UserError, OSError) as error:
-                if debug:
-                    raise
-                print_error(error)  # at once; the other jobs go on, and the sweep fails at its end
-                raise AlreadyReportedError from None
+            return _run_job(run, configuration, debug)
 
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
         sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *for_plugins]
@@ -114,17 +94,54 @@ def number_of_jobs(options: list[str]) -> int | None:
         UserError: an option cannot be read.
     """
     try:
-        of_keys = {option.get_key_element(): option for option in _parsed(options) if not option.is_hydra_override()}
-        swept = [option for option in of_keys.values() if option.is_sweep_override()]
-        if not all(option.is_discrete_sweep() for option in swept):
-            return None
-        return math.prod(len({*option.sweep_string_iterator()}) for option in swept)
+        _, values, swept, _ = _by_kind(options)
     except HydraException as error:
         raise UserError(explain(error)) from error
+    return math.prod(len({*some}) for some in values) if len(values) == len(swept) else None
 
 
-def _parsed(options: list[str]) -> list[Override]:
-    return OverridesParser.create().parse_overrides(read_options(options, in_sweep=True))
+def _by_kind(options: list[str]) -> _Options:
+    sorted_out = _Options([], [], {}, [])
+    parsed = OverridesParser.create().parse_overrides(read_options(options, in_sweep=True))
+    for key, option in {option.get_key_element(): option for option in parsed}.items():
+        if option.is_hydra_override():
+            sorted_out.for_hydra.append(str(option.input_line))
+        elif option.is_sweep_override():
+            sorted_out.swept[key] = str(option.input_line)
+            if option.is_discrete_sweep():
+                sorted_out.values.append([f"{key}={value}" for value in option.sweep_string_iterator()])
+        else:
+            has_value = "=" in str(option.input_line)
+            sorted_out.fixed.append(f"{key}={option.get_value_element_as_str()}" if has_value else key)
+    return sorted_out
+
+
+def _configuration(config_name: str, fixed: list[str], config_dir: str | None, varied: Sequence[str]) -> dict[str, Any]:
+    config = to_dict(compose(config_name, [*fixed, *varied], config_dir))
+    if "run_dir" in config:
+        own = sorted(option for option in varied if not option.startswith("run_dir="))
+        config["run_dir"] = str(Path(config["run_dir"]) / name_of(own))
+    return config
+
+
+def _run_job(run: Command, configuration: Callable[[Sequence[str]], dict[str, Any]], debug: bool) -> float | None:
+    now = HydraConfig.get()
+    try:
+        config = configuration(now.overrides.task)
+        if "run_dir" in config:
+            say(f"--- job {now.job.num}: {config['run_dir']}")
+        with among_others(now.runtime.choices["hydra/launcher"]):
+            best = run(config)
+        if best is None and now.runtime.choices["hydra/sweeper"] == "optuna":
+            raise UserError("no validation loss for optuna to compare: lower eval.every, or raise stop_at")
+        return best
+    except BrokenPipeError:
+        raise
+    except (UserError, OSError) as error:
+        if debug:
+            raise
+        print_error(error)  # at once; the other jobs go on, and the sweep fails at its end
+        raise AlreadyReportedError from None
 
 
 def _each_once(values: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
