@@ -14,7 +14,7 @@ _RECORDS_AT_ONCE = 2**14
 _FIELDS = ("end", "input", "number", "set")
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """A document's position in its split, and its origin."""
 
     start: int
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     """Its line or document number in `input`, from 1."""
 
 
-def documents_in(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int) -> Iterator[Place]:
+def documents_in(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, stop: int) -> Iterator[Origin]:
     """Yield the documents that tokens [start, stop) of a split belong to, in order; the split may end before.
 
     Raises:
@@ -38,7 +38,7 @@ def documents_in(dataset_dir: Path, manifest: Manifest, split: SplitName, start:
         if first < last:
             records, token = _find(dataset_dir, manifest, shard, first, last)
             for end, input_, number, set_ in records.tolist():
-                yield Place(begin + token, begin + end, manifest.set_names[set_], manifest.inputs[input_], number)
+                yield Origin(begin + token, begin + end, manifest.set_names[set_], manifest.inputs[input_], number)
                 token = end
         begin += shard.tokens
 

@@ -17,7 +17,7 @@ from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
 from trainer.distributed import World, join_world
-from trainer.losses import Loss, Sums, total, window_losses
+from trainer.losses import Loss, LossSums, total, window_losses
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
 _MOST_AT_ONCE = 4096  # tokens; longer windows are read in pieces, where the state has one size
@@ -121,7 +121,7 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     gpt = plan.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
     bins = position_bins(windows.seq_len)
-    by_set, by_position = (Sums(n, byte_lengths) for n in (len(plan.manifest.set_names), len(bins) - 1))
+    by_set, by_position = (LossSums(n, byte_lengths) for n in (len(plan.manifest.set_names), len(bins) - 1))
     for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, plan.piece):
         by_set.add(_sets(plan, windows, first, len(targets)), targets, losses)
         by_position.add(bin_of_positions(bins), targets, losses)
@@ -132,7 +132,7 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
         stretches = EvalBatches(windows.stream, max(plan.contexts), config.context_windows)
         rows = max(1, config.micro_batch * windows.seq_len // context)
         cut, edges = CutWindows(stretches, context), position_bins(context)
-        sums = Sums(len(edges) - 1, byte_lengths)
+        sums = LossSums(len(edges) - 1, byte_lengths)
         for _, targets, losses in window_losses(gpt, cut, rows, runtime, world, _PIECE_OF_CONTEXT):
             sums.add(bin_of_positions(edges), targets, losses)
         found = sums.losses(world)

@@ -461,13 +461,9 @@ class GPT(nn.Module):
         With `return_state` also the state: as `forward`.
         """
         x, state = self.features(token_ids, state, return_state)
-        losses = self.losses_of(x, targets)
-        return (losses, state) if return_state else losses
-
-    def losses_of(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The same, given `features` x (B, T, n_embd)."""
         cap = self.config.logit_cap
-        return token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap).view_as(targets)
+        losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), cap).view_as(targets)
+        return (losses, state) if return_state else losses
 
     def summed_loss(
         self, token_ids: Tensor, targets: Tensor | None, state: GPTState | None = None, return_state: bool = False

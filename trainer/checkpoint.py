@@ -61,7 +61,7 @@ class Damaged(UserError):
     """A checkpoint's files differ from what was written. Another checkpoint may still be intact."""
 
 
-class Sums(Settings):
+class Digests(Settings):
     """manifest.json."""
 
     format_version: int
@@ -444,7 +444,7 @@ def _write_rest(folder: Path, tensors: Tensors, state: TrainState, tokenizer: To
     sums = {name: sha256_file(folder / name) for name in _FILES if name not in _IN_PARTS}
     for file, of_parts in zip(_IN_PARTS, zip(*map(str.split, parts), strict=True), strict=True):
         sums |= dict(zip(_names(file, len(parts)), of_parts, strict=True))
-    write_json(folder / "manifest.json", Sums(format_version=FORMAT_VERSION, sha256=sums).model_dump())
+    write_json(folder / "manifest.json", Digests(format_version=FORMAT_VERSION, sha256=sums).model_dump())
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -529,7 +529,7 @@ def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lamb
 def _sums(path: Path) -> dict[str, dict[str, str]]:
     """The sums in a checkpoint's manifest: for each of _FILES, those of its parts, by name and in order."""
     try:
-        manifest = decode(Sums, read_json(path / "manifest.json", limit=_LARGEST_STATE))
+        manifest = decode(Digests, read_json(path / "manifest.json", limit=_LARGEST_STATE))
     except UserError as error:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
     if manifest.format_version != FORMAT_VERSION:

@@ -41,7 +41,7 @@ class Loss:
         return math.exp(self.per_token) if self.per_token < 700 else math.inf
 
 
-class Sums:
+class LossSums:
     """Sums of losses by a key, such as a token's position or dataset, in float64."""
 
     def __init__(self, n_keys: int, byte_lengths: Tensor) -> None:
@@ -83,7 +83,7 @@ def evaluate(
         micro_batch: windows per forward pass.
         piece: tokens of a window per forward pass, with the state carried along; None: all.
     """
-    sums, key = Sums(1, byte_lengths), torch.zeros(1, 1, dtype=torch.int64)
+    sums, key = LossSums(1, byte_lengths), torch.zeros(1, 1, dtype=torch.int64)
     for _, targets, losses in window_losses(gpt, windows, micro_batch, runtime, world, piece):
         sums.add(key, targets, losses)
     return sums.losses(world)[0]

@@ -4,6 +4,7 @@ The folder is not trusted: JSON and safetensors are read, and nothing is run or 
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,10 @@ from model.gpt import GPT, GPTConfig
 from tools.convert.hf_tokenizer import read_tokenizer_json
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from tools.convert.new_run import begin_with
+from trainer.checkpoint import FLOATS
 from trainer.tensor_file import read_header, read_tensors
 
 _WEIGHTS = "model.safetensors"
-_Kind = tuple[torch.Size, tuple[torch.dtype, ...]]
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
 _SEQUENCES = 480  # of a step: the published batch
 _TO_CHOOSE = {
@@ -97,7 +97,7 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
     prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
     theirs = {ours: prefix + gpt2_name(ours) for ours in gpt.state_dict()}
     shapes = {name: turned(name, gpt.state_dict()[ours]).shape for ours, name in theirs.items()}
-    expected: dict[str, _Kind] = {name: (shape, _FLOATS) for name, shape in shapes.items()}
+    expected: dict[str, Any] = {name: (shape, FLOATS) for name, shape in shapes.items()}
     if "lm_head.weight" in names:
         expected["lm_head.weight"] = expected[theirs["embed.weight"]]
     n, layers = gpt.config.max_len or 0, range(gpt.config.n_layer)

@@ -60,7 +60,7 @@ class PlanConfig(TrainConfig, defaults="plan"):
         return self
 
 
-class Place(NamedTuple):
+class Target(NamedTuple):
     """The device that a run is planned for."""
 
     name: str
@@ -103,7 +103,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     }
 
 
-def find_place(config: PlanConfig) -> Place:
+def find_place(config: PlanConfig) -> Target:
     """The requested device, or this machine's.
 
     Raises:
@@ -127,15 +127,15 @@ def find_place(config: PlanConfig) -> Place:
         dtype = "bfloat16" if fast else "float32"
     runtime = Runtime(where, getattr(torch, dtype), config.runtime.sequence_chunk)
     if device == "cpu":
-        return Place("cpu", runtime, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
+        return Target("cpu", runtime, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
     if known is not None:
-        return Place(known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype), known.source)
+        return Target(known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype), known.source)
     if gpu is not None and device == "auto":
-        return Place(gpu, runtime, float(torch.cuda.mem_get_info()[1]), None, "unknown")
-    return Place(device, runtime, None, None, "unknown")
+        return Target(gpu, runtime, float(torch.cuda.mem_get_info()[1]), None, "unknown")
+    return Target(device, runtime, None, None, "unknown")
 
 
-def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> Memory:
+def memory_of(gpt: GPT, config: PlanConfig, place: Target, micro_batch: int) -> Memory:
     """The memory that a device needs with micro-batches of this size."""
     fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share
     size, how = (micro_batch, config.seq_len // config.runtime.context_parallel), config.runtime.recompute
@@ -143,7 +143,7 @@ def memory_of(gpt: GPT, config: PlanConfig, place: Place, micro_batch: int) -> M
     return step_memory(gpt, *size, place.runtime, config.n_device, fsdp, how, accumulated, *kept)
 
 
-def time_of(config: PlanConfig, place: Place, flops: int, micro_batch: int) -> dict[str, Any]:
+def time_of(config: PlanConfig, place: Target, flops: int, micro_batch: int) -> dict[str, Any]:
     """Steps and tokens, and their duration at the given or measured rate."""
     tokens = config.tokens(config.last_step)
     rate = config.tokens_per_second

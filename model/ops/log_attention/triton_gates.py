@@ -23,7 +23,7 @@ from model.ops.log_attention.triton_frames import (
 )
 
 
-class Gates(NamedTuple):
+class ChunkGates(NamedTuple):
     """Sums of gates in a chunk; None without gates."""
 
     a: Any
@@ -40,9 +40,9 @@ class Gates(NamedTuple):
 
 @triton.jit
 def gates_of(log_f, n, S, d, P: tl.constexpr):
-    """Return the `Gates` of chunk n of a head."""
+    """Return the gates of chunk n of a head."""
     if log_f is None:
-        return Gates(None, None, None, None, None)
+        return ChunkGates(None, None, None, None, None)
     else:
         f = load_chunk(log_f, n, S, d, 0.0, P.D_F, P)  # (C, BK)
         if P.D_F == 1:
@@ -53,7 +53,7 @@ def gates_of(log_f, n, S, d, P: tl.constexpr):
             a = tl.maximum(tl.cumsum(tl.where(reset[:, None], 0.0, f), 0), -4 * P.REACH)
             of_head = tl.where(reset, NOTHING, 0.0).to(P.ACC)
         end = tl.sum(_later(of_head), 0)
-        return Gates(a, of_head, tl.cumsum(of_head, 0), end, tl.sum(of_head, 0))
+        return ChunkGates(a, of_head, tl.cumsum(of_head, 0), end, tl.sum(of_head, 0))
 
 
 @triton.jit
