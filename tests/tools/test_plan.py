@@ -8,6 +8,7 @@ import torch
 from common.settings import decode
 from model.gpt import GPT
 from model.state import state_bytes
+from tools.bench.train import Training
 from tools.plan.measure import measure_rate
 from tools.plan.plan import PlanConfig, find_place, memory_of, plan
 from tools.plan.report import duration, engineering, gigabytes
@@ -134,6 +135,12 @@ def test_the_measured_rate_is_that_of_training(command, tiny_args, tmp_path, tin
     sizes = {"seq_len": 128, "batch_tokens": 1024, "model.n_embd": 64, "max_steps": 8}
     measured = measure_rate(tiny_plan(sizes), 2, 8)
     assert 1 / 3 < measured / sorted(rates)[len(rates) // 2] < 3
+
+
+def test_the_measured_model_keeps_documents_apart_as_the_run_does(tiny):
+    for reset in (False, True):
+        training = Training(tiny({"data.document_reset": reset}), 1)
+        assert (training.summed_loss.gpt.eot_id is not None) == reset
 
 
 def test_disk_is_what_a_run_writes(command, tiny_args, tmp_path, tiny_plan, dataset_dir):
