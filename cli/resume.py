@@ -22,14 +22,8 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool 
     goes_on = "run_dir" in given and not given.keys() & {"experiment", "~"}
     own = _settings_of(Path(str(given["run_dir"]))) if goes_on else {}
     if goes_on and not own and "dataset_dir" not in given:
-        run_dir = Path(str(given["run_dir"]))
-        if (run_dir / "config.json").exists():
-            why = "a damaged config.json: give experiment=... or dataset_dir=..."
-        elif (run_dir / "checkpoints").exists():
-            why = f"an imported model: train it with init_from={run_dir} in another run_dir"
-        else:
-            why = "no run to go on with: give experiment=... or dataset_dir=..."
-        raise UserError(f"run_dir={run_dir} holds {why}")
+        why = "a damaged config.json" if Path(str(given["run_dir"]), "config.json").exists() else "no run to go on with"
+        raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=... or dataset_dir=...")
     if not own:
         return to_dict(compose("train", options, config_dir), complete)
     variants = [

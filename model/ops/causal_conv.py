@@ -14,7 +14,7 @@ def initial_conv(width: int, n_features: int) -> nn.Parameter:
     """Weights (width * n_features,) of the identity plus torch's initial Conv1d: uniform, up to 1 / sqrt(width).
 
     Weights of the identity alone would have to grow before the model sees the order of tokens, which costs 0.03 nats
-    (docs/comparison.md). They are one vector because vectors have no weight decay.
+    (docs/experiments.md). They are one vector because vectors have no weight decay.
     """
     weight = torch.empty(width, n_features).uniform_(-(width**-0.5), width**-0.5)
     weight[-1] += 1

@@ -148,7 +148,9 @@ def test_bfloat16_autocast_rounds_the_projection_and_the_result_alone():
     assert ((y - wanted).abs() <= 1.01 * 2**-8 * wanted.abs() + 1e-5).all()
 
 
-@pytest.mark.parametrize(("decay", "C"), [("none", CHUNK), ("head", CHUNK), ("feature", SHORT_CHUNK)])
+@pytest.mark.parametrize(
+    ("decay", "C"), [("none", CHUNK), ("head", CHUNK), ("fixed", SHORT_CHUNK), ("feature", SHORT_CHUNK)]
+)
 def test_flops_are_those_of_the_products(decay, C):
     d = 4
     attention = LinearConfig(name="linear", decay=decay).build(12, 3, d)

@@ -133,7 +133,7 @@ def settings():
     return {"model.n_head": 4, "model.attention": {"name": NAMES[0]}, "model.position": {"name": "rotary"}}
 
 
-def test_a_run_begins_with_the_converted_weights(tiny, settings, tmp_path):
+def test_a_run_begins_with_the_converted_weights(tiny, settings, tmp_path, command):
     settings = settings | {"data.document_reset": True}
     fit(tiny(settings))
     path = convert(tmp_path / "run", tmp_path / "gqa", 2)
@@ -145,6 +145,9 @@ def test_a_run_begins_with_the_converted_weights(tiny, settings, tmp_path):
     gpt, tokenizer = load_model(path)
     assert gpt.eot_id == tokenizer.eot_id  # it keeps documents apart, as before
     assert all(torch.equal(value, wanted[key]) for key, value in gpt.state_dict().items())
+
+    result = command("eval", f"checkpoint={tmp_path / 'gqa'}", "batches=1", "runtime.device=cpu")
+    assert result.status == 0, result.err
 
     config = tiny(
         settings

@@ -10,7 +10,7 @@ from model.gpt import GPT
 from model.state import state_bytes
 from tools.bench.train import Training
 from tools.plan.measure import measure_rate
-from tools.plan.plan import PlanConfig, find_place, memory_of, plan
+from tools.plan.plan import PlanConfig, find_target, memory_of, plan
 from tools.plan.report import duration, engineering, gigabytes
 from trainer.checkpoint import newest
 from trainer.devices import DEVICES, device_by_name, device_of_gpu
@@ -93,7 +93,7 @@ def test_a_mistake_is_one_line(command, arguments, fragments):
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not(tiny_plan):
     config = tiny_plan({"batch_tokens": 16 * 1_000_000, "model.n_vocab": 50_257}, device="t4", n_device=2)
-    place = find_place(config)
+    place = find_target(config)
     with torch.device("meta"):
         gpt = GPT(config.model)
     largest = plan(config)["memory"]["largest_micro_batch"]
@@ -202,22 +202,22 @@ def test_a_plan_for_this_cpu_has_the_type_that_a_run_has(tiny_plan, monkeypatch,
     monkeypatch.setattr("trainer.runtime.failed_check", lambda *arguments: None if fast else "failed")
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
     config = tiny_plan({"runtime.device": "cpu", "runtime.dtype": "auto"})
-    assert find_place(config).runtime.dtype == open_runtime(config.runtime).dtype == dtype
+    assert find_target(config).runtime.dtype == open_runtime(config.runtime).dtype == dtype
 
 
 def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-40GB")
-    place = find_place(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
+    place = find_target(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
     assert (place.name, place.peak, place.runtime.device.type) == ("a100-40gb", 312e12, "cuda")
     assert place.runtime.dtype == torch.bfloat16
-    assert find_place(tiny_plan({"runtime.device": "cuda"})).name == "a100-40gb"
-    assert find_place(tiny_plan({"runtime.device": "cpu"})).name == "cpu"
-    assert find_place(tiny_plan({"runtime.device": "cpu"}, device="h100")).name == "h100"
+    assert find_target(tiny_plan({"runtime.device": "cuda"})).name == "a100-40gb"
+    assert find_target(tiny_plan({"runtime.device": "cpu"})).name == "cpu"
+    assert find_target(tiny_plan({"runtime.device": "cpu"}, device="h100")).name == "h100"
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA Tomorrow")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1, 7 * 10**9))
     monkeypatch.setattr("tools.plan.plan.is_bfloat16_fast", lambda device: device.type != "cuda")
-    place = find_place(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
+    place = find_target(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
     assert place.runtime.dtype == torch.float32
     assert (place.name, place.memory, place.peak, place.source) == ("NVIDIA Tomorrow", 7e9, None, "unknown")
 

@@ -22,7 +22,8 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> Path:
     opened = open_model(checkpoint)
     before, tokenizer = load_model(opened)
     after = shared(before, n_kv_head)
-    path = begin_with(after, tokenizer, run_dir, opened.state.seq_len, opened.state.batch_tokens)
+    state = opened.state
+    path = begin_with(after, tokenizer, run_dir, state.seq_len, state.batch_tokens, state.dataset_dir)
     changed = differences(before.config.model_dump(mode="json"), after.config.model_dump(mode="json"))
     own = {f"model.{key}": new for key, (_, new) in changed.items()}
     settings = overrides(own | {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"})

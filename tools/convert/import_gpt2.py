@@ -42,7 +42,7 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
     gpt, tokenizer = read_gpt2(folder)
     seq_len = gpt.config.max_len or 1
     sizes = {"seq_len": seq_len, "batch_tokens": _SEQUENCES * seq_len}
-    path = begin_with(gpt, tokenizer, run_dir, **sizes)
+    path = begin_with(gpt, tokenizer, run_dir, seq_len, sizes["batch_tokens"])
     say(f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of {tokenizer.n_vocab:,} ids")
     runs = {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"}
     settings = {"model": "gpt2_124m", **_settings(gpt.config), **runs, **sizes, **_TO_CHOOSE}

@@ -17,15 +17,19 @@ from trainer.resume import own_run
 _NO_DATASET = Path("no-dataset-that-was-given")
 
 
-def begin_with(gpt: GPT, tokenizer: Tokenizer, run_dir: Path, seq_len: int, batch_tokens: int) -> Path:
+def begin_with(
+    gpt: GPT, tokenizer: Tokenizer, run_dir: Path, seq_len: int, batch_tokens: int, dataset_dir: Path = _NO_DATASET
+) -> Path:
     """Make a run of a converted model, for `init_from`: write its checkpoint of step 0, and return its path.
+
+    `seq_len`, `batch_tokens` and `dataset_dir` are what eval.py reads unless it is told otherwise.
 
     Raises:
         UserError: run_dir holds a run.
     """
     run = {"step": 0, "run_id": secrets.token_hex(4), "model": gpt.config, "seed": 1}
     sizes = {"seq_len": seq_len, "batch_tokens": batch_tokens}
-    data = {"dataset_dir": _NO_DATASET, "dataset_fingerprint": "", "data": {"document_reset": gpt.eot_id is not None}}
+    data = {"dataset_dir": dataset_dir, "dataset_fingerprint": "", "data": {"document_reset": gpt.eot_id is not None}}
     state = decode(TrainState, run | sizes | data)
     make_directory(run_dir, "run_dir")
     with own_run(run_dir):

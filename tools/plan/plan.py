@@ -79,31 +79,31 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     Raises:
         UserError: the plan needs a device that this machine does not have.
     """
-    place = find_place(config)
+    target = find_target(config)
     with torch.device("meta"):
         gpt = GPT(config.model)
     most = None  # unknown; 0: not even one sequence fits
-    if place.memory is not None:
-        room = place.memory * (1 - SPARE)
-        most = largest(lambda size: memory_of(gpt, config, place, size).peak <= room, config.share)
+    if target.memory is not None:
+        room = target.memory * (1 - SPARE)
+        most = largest(lambda size: memory_of(gpt, config, target, size).peak <= room, config.share)
     wanted = config.runtime.micro_batch
     micro_batch = min(most or 1 if wanted == "auto" else wanted, config.share)
-    memory = memory_of(gpt, config, place, micro_batch)
+    memory = memory_of(gpt, config, target, micro_batch)
     flops = gpt.flops_per_token(config.seq_len)
     return {
-        "device": {"name": place.name, "n": config.n_device, "memory": place.memory, "peak_flops": place.peak}
-        | {"dtype": str(place.runtime.dtype).removeprefix("torch."), "source": place.source},
+        "device": {"name": target.name, "n": config.n_device, "memory": target.memory, "peak_flops": target.peak}
+        | {"dtype": str(target.runtime.dtype).removeprefix("torch."), "source": target.source},
         "model": {"parameters": gpt.n_params(), "flops_per_token": flops},
         "step": {"tokens": config.batch_tokens, "sequences": config.batch_size, "seq_len": config.seq_len}
         | {"sequences_at_first": config.batch_sizes.at(0)}
         | {"micro_batch": micro_batch, "micro_batches": -(-config.share // micro_batch), "share": config.share},
         "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
-        "time": time_of(config, place, flops, micro_batch),
-        "disk": disk_of(config, round(gpt.n_params() * place.runtime.param_dtype.itemsize * (1 + config.means(gpt)))),
+        "time": time_of(config, target, flops, micro_batch),
+        "disk": disk_of(config, round(gpt.n_params() * target.runtime.param_dtype.itemsize * (1 + config.means(gpt)))),
     }
 
 
-def find_place(config: PlanConfig) -> Target:
+def find_target(config: PlanConfig) -> Target:
     """The requested device, or this machine's.
 
     Raises:
@@ -135,31 +135,31 @@ def find_place(config: PlanConfig) -> Target:
     return Target(device, runtime, None, None, "unknown")
 
 
-def memory_of(gpt: GPT, config: PlanConfig, place: Target, micro_batch: int) -> Memory:
+def memory_of(gpt: GPT, config: PlanConfig, target: Target, micro_batch: int) -> Memory:
     """The memory that a device needs with micro-batches of this size."""
     fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share
     size, how = (micro_batch, config.seq_len // config.runtime.context_parallel), config.runtime.recompute
     kept = config.means(gpt), config.share if config.data.carry_state else 0
-    return step_memory(gpt, *size, place.runtime, config.n_device, fsdp, how, accumulated, *kept)
+    return step_memory(gpt, *size, target.runtime, config.n_device, fsdp, how, accumulated, *kept)
 
 
-def time_of(config: PlanConfig, place: Target, flops: int, micro_batch: int) -> dict[str, Any]:
+def time_of(config: PlanConfig, target: Target, flops: int, micro_batch: int) -> dict[str, Any]:
     """Steps and tokens, and their duration at the given or measured rate."""
     tokens = config.tokens(config.last_step)
     rate = config.tokens_per_second
     if config.measure:
-        runtime = config.runtime.model_copy(update={"device": place.runtime.device.type})
+        runtime = config.runtime.model_copy(update={"device": target.runtime.device.type})
         rate = measure_rate(config.model_copy(update={"runtime": runtime}), micro_batch, config.share)
-    elif config.mfu is not None and place.peak is not None:
-        rate = config.mfu * place.peak / flops
+    elif config.mfu is not None and target.peak is not None:
+        rate = config.mfu * target.peak / flops
     seconds = tokens / (rate * config.n_device) if rate else None
-    at_peak = tokens * flops / (place.peak * config.n_device) if place.peak else None
+    at_peak = tokens * flops / (target.peak * config.n_device) if target.peak else None
     return {
         "steps": config.last_step,
         "tokens": tokens,
         "flops": tokens * flops,
         "tokens_per_second": rate and rate * config.n_device,
-        "mfu": rate * flops / place.peak if rate and place.peak else None,
+        "mfu": rate * flops / target.peak if rate and target.peak else None,
         "seconds": seconds,
         "device_hours": seconds and seconds * config.n_device / 3600,
         "seconds_at_peak": at_peak,
