@@ -1,9 +1,10 @@
-"""Draw docs/attention_forgets.png from three tables in docs: python -m tools.compare.evidence.
+"""Draw two pictures from tables in docs: python -m tools.compare.evidence.
 
-First, how far the flagship's loss is from its control's, from ngrams.csv. The other three are without n-grams: the loss
-over the text that was read, for the flagship's form, its control and the published form, each at the best of its
-learning rates in attention_forgets.csv; how far the training loss is from the control's in long runs, from
-attention_curves.csv; and the loss that each part of the flagship's form saves.
+docs/flagship.png, from flagship.csv: how far the loss of model=log_gpt2_* is from that of its control, model=gpt_*,
+and the loss that each of its parts saves. docs/attention_forgets.png, of the earlier experiments without n-grams: the
+loss over the text that was read, for log-space attention that forgets, its control and the published form, each at the
+best of its learning rates in attention_forgets.csv; and, from attention_curves.csv, how far the training loss is from
+the control's in long runs.
 """
 
 import csv
@@ -18,13 +19,11 @@ from matplotlib.figure import Figure
 from common.figures import png, short_count
 from common.files import write_atomic
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "attention_forgets.csv"
-CURVES = TABLE.with_name("attention_curves.csv")
-NGRAMS = TABLE.with_name("ngrams.csv")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 _OURS, _CONTROL = "log_space_forgets", "softmax_forgets_rotary"
 _ARMS = {
     _CONTROL: ("softmax, forget gate, rotary (control)", "C7"),
-    _OURS: ("log-space that forgets (flagship)", "C4"),
+    _OURS: ("log-space that forgets (the flagship's form)", "C4"),
     "log_space-glu-log_recurrence": ("log-space, published form", "C1"),
 }
 _OTHERS = {
@@ -32,42 +31,71 @@ _OTHERS = {
     "hybrid_second": ("log-space, one layer of four softmax (hybrid)", "C2"),
     "hybrid_second_window": ("log-space, one layer of four a window of 256", "C3"),
 }
-_PARTS = {
-    f"{_OURS}_by_feature": "a gate for each feature, not each head",
-    f"{_OURS}_no_product": "no product",
-    f"{_OURS}_no_gate": "no output gate",
-    f"{_OURS}_nothing": "no forgetting; log recurrence",
-    f"{_OURS}_no_conv": "no convolutions",
-}
-_NGRAMS = "[2,3,4,5,6,8,12,16]"
 _SIZES = {256: ("0.4 M", "o"), 512: ("2 M", "s"), 1024: ("5 M", "D")}
 """Parameters of the models of each text length, and their marker."""
 
-_SHIPPED = {
-    "0.9 M": ("log_gpt2_1m, swiglu", "gpt_1m, swiglu"),
-    "0.9 M, GELU": ("log_gpt2_1m", "gpt_1m"),
-    "2 M, GELU": ("log_gpt2_1m model.n_embd=192 model.n_head=7", "gpt_1m model.n_embd=192 model.n_head=6"),
+_FLAGSHIP = "model=log_gpt2_1m"
+_GELU = "model.block.activation=gelu"
+_PAIRS = {
+    "0.9 M": (_FLAGSHIP, "model=gpt_1m", 8192),
+    "0.9 M, 18.6 MB": (_FLAGSHIP, "model=gpt_1m", 18176),
+    "0.9 M, GELU": (f"{_FLAGSHIP} {_GELU}", f"model=gpt_1m {_GELU}", 8192),
+    "2 M, GELU": (
+        f"{_FLAGSHIP} model.n_embd=192 model.n_head=7 {_GELU}",
+        f"model=gpt_1m model.n_embd=192 model.n_head=6 {_GELU}",
+        6144,
+    ),
     "5 M, GELU": (
-        "log_gpt2_1m model.n_layer=6 model.n_embd=256 model.n_head=10",
-        "gpt_1m model.n_layer=6 model.n_embd=256 model.n_head=8",
+        f"{_FLAGSHIP} model.n_layer=6 model.n_embd=256 model.n_head=10 {_GELU}",
+        f"model=gpt_1m model.n_layer=6 model.n_embd=256 model.n_head=8 {_GELU}",
+        768,
     ),
 }
-"""Flagship and control of each size."""
+"""Options of the flagship and of its control, and the steps of their runs, by parameters."""
+_PARTS = {
+    "SwiGLU": f"{_FLAGSHIP} {_GELU}",
+    "product of two similarities": f"{_FLAGSHIP} model.attention.product=false",
+    "forgetting (log recurrence instead)": (
+        f"{_FLAGSHIP} model.attention.decay=none model/position=log_recurrence model.n_embd=126"
+    ),
+    "output gate": f"{_FLAGSHIP} model.attention.gate=none model.n_head=6 model.n_embd=132",
+    "convolutions": f"{_FLAGSHIP} model.block.conv=0",
+    "n-grams": f"{_FLAGSHIP} model.ngrams=[]",
+    "all attention to other tokens": (
+        "model=gpt_1m model/attention=sliding_window model.attention.window=1 model.attention.gate=silu"
+    ),
+}
+"""Parts of the flagship, and the options of a model without each."""
+_PARTS_STEPS = 2048
 
+Runs = dict[tuple[str, int], dict[tuple[int, int, str], float]]
+"""For options and number of steps of runs, their losses by tokens, seed and machine."""
 Losses = dict[tuple[str, int, int], dict[int, float]]
 """The losses by seed of each arm, text length and number of tokens, at the best learning rate."""
 
 
 def main() -> None:
-    """Write the picture."""
-    losses = read(TABLE)
-    figure = Figure(figsize=(13, 11), layout="constrained")
-    shipped, by_size, curves, parts = figure.subplots(2, 2).flat
-    _draw_shipped(shipped, _rows(NGRAMS))
+    """Write the pictures."""
+    runs, losses = read_flagship(DOCS / "flagship.csv"), read(DOCS / "attention_forgets.csv")
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    pairs, parts = figure.subplots(1, 2)
+    _draw_pairs(pairs, runs)
+    _draw_parts(parts, runs)
+    write_atomic(DOCS / "flagship.png", png(figure))
+    figure = Figure(figsize=(13, 6), layout="constrained")
+    by_size, curves = figure.subplots(1, 2)
     _draw_losses(by_size, losses)
-    _draw_curves(curves, _rows(CURVES))
-    _draw_parts(parts, losses)
-    write_atomic(TABLE.with_suffix(".png"), png(figure))
+    _draw_curves(curves, _rows(DOCS / "attention_curves.csv"))
+    write_atomic(DOCS / "attention_forgets.png", png(figure))
+
+
+def read_flagship(table: Path) -> Runs:
+    """Read the runs of the flagship, its control and their variants."""
+    runs: Runs = defaultdict(dict)
+    for row in _rows(table):
+        key = int(row["tokens"]), int(row["seed"]), row["machine"]
+        runs[row["options"], int(row["steps"])][key] = float(row["val_loss"])
+    return runs
 
 
 def read(table: Path) -> Losses:
@@ -89,26 +117,41 @@ def _mean(by_seed: dict[int, float]) -> float:
     return statistics.mean(by_seed.values())
 
 
-def _draw_shipped(axes: Axes, rows: Iterable[dict[str, str]]) -> None:
-    losses: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
-    for row in rows:
-        if row["ngrams"] == _NGRAMS:
-            losses[row["model"]][int(row["seed"]), int(row["tokens"])] = float(row["val_loss"])
-    for colour, (label, (ours, control)) in zip(("C4", "C0", "C2", "C3"), _SHIPPED.items(), strict=True):
-        above: dict[int, list[float]] = defaultdict(list)
-        for seed, tokens in sorted(losses[ours].keys() & losses[control].keys()):
-            above[tokens].append(losses[ours][seed, tokens] - losses[control][seed, tokens])
-        means = [(tokens, statistics.mean(own)) for tokens, own in sorted(above.items())]
-        if means:
-            seeds = len(above[means[-1][0]])
-            axes.plot(*zip(*means, strict=True), "-", color=colour, label=f"{label}, seeds: {seeds}")
+def _differences(runs: Runs, ours: str, theirs: str, steps: int) -> dict[int, list[float]]:
+    """By tokens, how far `ours` is above `theirs`, for each seed that both have on the same machine."""
+    a, b = runs[ours, steps], runs[theirs, steps]
+    above: dict[int, list[float]] = defaultdict(list)
+    for key in sorted(a.keys() & b.keys()):
+        above[key[0]].append(a[key] - b[key])
+    return above
+
+
+def _draw_pairs(axes: Axes, runs: Runs) -> None:
+    for i, (label, (ours, control, steps)) in enumerate(_PAIRS.items()):
+        above = _differences(runs, ours, control, steps)
+        if not above:
+            continue
+        seeds = len(above[max(above)])
+        means = [statistics.mean(own) for own in above.values()]
+        axes.plot([*above], means, "-", color=f"C{i}", label=f"{label} ({seeds} seed{'s' * (seeds > 1)})")
         for tokens, own in above.items():
-            axes.plot([tokens] * len(own), own, ".", color=colour, markersize=4)
+            axes.plot([tokens] * len(own), own, ".", color=f"C{i}", markersize=4)
     axes.axhline(0, color="C7", linewidth=1)
     axes.set(xlabel="bytes read", ylabel="flagship's validation loss above the control's")
-    axes.set_title("With n-grams, by parameters; points are seeds")
+    axes.set_title("Flagship and control, by size and run; points are seeds")
     axes.xaxis.set_major_formatter(short_count)
     axes.legend(fontsize=8)
+
+
+def _draw_parts(axes: Axes, runs: Runs) -> None:
+    for part, without in _PARTS.items():
+        if own := _differences(runs, without, _FLAGSHIP, _PARTS_STEPS).get(_PARTS_STEPS * 1024):
+            label = f"{part}: {statistics.mean(own):z.3f}"
+            axes.barh(label, statistics.mean(own), color="C4")
+            axes.plot(own, [label] * len(own), ".", color="C7", markersize=6)
+    axes.invert_yaxis()
+    axes.set(xlabel="validation loss without it, above the flagship's (nats per byte)")
+    axes.set_title("What each part is worth after 2.1 MB; points are seeds")
 
 
 def _draw_losses(axes: Axes, losses: Losses) -> None:
@@ -121,7 +164,7 @@ def _draw_losses(axes: Axes, losses: Losses) -> None:
             for tokens, own in points:
                 axes.plot([tokens] * len(own), [*own.values()], ".", color=colour, markersize=4)
     axes.set(xscale="log", xlabel="bytes read", ylabel="validation loss (nats per byte)")
-    axes.set_title("Without n-grams, by parameters")
+    axes.set_title("Loss by size")
     axes.set_xticks([1e6, 3e6, 1e7, 4e7])
     axes.xaxis.set_major_formatter(short_count)
     axes.minorticks_off()
@@ -137,24 +180,9 @@ def _draw_curves(axes: Axes, rows: Iterable[dict[str, str]]) -> None:
         if above := [(n, loss - curves[_CONTROL][n]) for n, loss in curves[arm].items()]:
             axes.plot(*zip(*above, strict=True), color=colour, label=label)
     axes.set(xlabel="bytes read", ylabel="training loss above the control's")
-    axes.set_title("Without n-grams, 2 M parameters, texts of 512 bytes")
+    axes.set_title("2 M parameters, texts of 512 bytes")
     axes.xaxis.set_major_formatter(short_count)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13))
-
-
-def _draw_parts(axes: Axes, losses: Losses) -> None:
-    whole = {key[1:]: own for key, own in losses.items() if key[0] == _OURS}
-    worth = {
-        label: statistics.mean(own[seed] - whole[length, tokens][seed] for seed in own)
-        for part, label in _PARTS.items()
-        for (name, length, tokens), own in losses.items()
-        if name == part
-    }
-    bars = axes.barh([*worth], [*worth.values()], color="C4")
-    axes.bar_label(bars, fmt="%+.3f", padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set(xlabel="loss above the flagship's (nats per byte)", title="What each part is worth, without n-grams")
 
 
 if __name__ == "__main__":
