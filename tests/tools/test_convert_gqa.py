@@ -195,7 +195,7 @@ def test_the_settings_to_go_on_with_are_printed(tiny_args, tmp_path, command, op
         "scripts/convert_gqa", f"checkpoint={tmp_path / 'run'}", f"run_dir={run_dir}", f"n_kv_head={heads}"
     )
     assert result.status == 0, result.err
-    settings = shlex.split(result.out.partition("train it with train.py, the settings of the first run, and ")[2])
+    settings = shlex.split(result.out.partition("the settings of the first run, and ")[2])
     result = command("train", *first, *settings, "stop_at=1")
     assert result.status == 0, result.err
     state = open_checkpoint(tmp_path / f"{run_dir.name}-trained").state

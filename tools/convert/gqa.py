@@ -28,7 +28,7 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> Path:
     own = {f"model.{key}": new for key, (_, new) in changed.items()}
     settings = overrides(own | {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"})
     say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
-    say(f"train it with train.py, the settings of the first run, and {settings}")
+    say(f"train it with python train.py, the settings of the first run, and {settings}")
     return path
 
 
