@@ -48,6 +48,7 @@ def test_the_pictures_show_the_tables(tmp_path, monkeypatch):
     (pairs, parts), (losses, above) = (figure.axes for figure in drawn)
     assert [list(line.get_ydata()) for line in pairs.lines] == [[-0.375], [-0.5, -0.25], [0, 0]]
     assert [label.get_text() for label in parts.get_yticklabels()] == ["convolutions: 0.250"]
+    assert [bar.get_width() for bar in parts.patches] == [0.25]
     assert [list(line.get_ydata()) for line in above.lines] == [[0, 0], [-0.25]]
     assert [line.get_label() for line in losses.lines if "M" in str(line.get_label())] == [
         "softmax, forget gate, rotary (control), 2 M",

@@ -93,13 +93,13 @@ def test_a_mistake_is_one_line(command, arguments, fragments):
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not(tiny_plan):
     config = tiny_plan({"batch_tokens": 16 * 1_000_000, "model.n_vocab": 50_257}, device="t4", n_device=2)
-    place = find_target(config)
+    target = find_target(config)
     with torch.device("meta"):
         gpt = GPT(config.model)
     largest = plan(config)["memory"]["largest_micro_batch"]
     assert 1 < largest < 500_000
-    assert memory_of(gpt, config, place, largest).peak <= 16e9 * (1 - SPARE)
-    assert memory_of(gpt, config, place, largest + 1).peak > 16e9 * (1 - SPARE)
+    assert memory_of(gpt, config, target, largest).peak <= 16e9 * (1 - SPARE)
+    assert memory_of(gpt, config, target, largest + 1).peak > 16e9 * (1 - SPARE)
 
 
 def test_carried_states_are_counted_before_and_after_a_step(tiny_plan):
@@ -208,18 +208,18 @@ def test_a_plan_for_this_cpu_has_the_type_that_a_run_has(tiny_plan, monkeypatch,
 def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-40GB")
-    place = find_target(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
-    assert (place.name, place.peak, place.runtime.device.type) == ("a100-40gb", 312e12, "cuda")
-    assert place.runtime.dtype == torch.bfloat16
+    target = find_target(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
+    assert (target.name, target.peak, target.runtime.device.type) == ("a100-40gb", 312e12, "cuda")
+    assert target.runtime.dtype == torch.bfloat16
     assert find_target(tiny_plan({"runtime.device": "cuda"})).name == "a100-40gb"
     assert find_target(tiny_plan({"runtime.device": "cpu"})).name == "cpu"
     assert find_target(tiny_plan({"runtime.device": "cpu"}, device="h100")).name == "h100"
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA Tomorrow")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1, 7 * 10**9))
     monkeypatch.setattr("tools.plan.plan.is_bfloat16_fast", lambda device: device.type != "cuda")
-    place = find_target(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
-    assert place.runtime.dtype == torch.float32
-    assert (place.name, place.memory, place.peak, place.source) == ("NVIDIA Tomorrow", 7e9, None, "unknown")
+    target = find_target(tiny_plan({"runtime.device": "auto", "runtime.dtype": "auto"}))
+    assert target.runtime.dtype == torch.float32
+    assert (target.name, target.memory, target.peak, target.source) == ("NVIDIA Tomorrow", 7e9, None, "unknown")
 
 
 def test_figures_as_people_read_them():

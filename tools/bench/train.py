@@ -88,7 +88,7 @@ class Training:
         torch.manual_seed(config.seed)
         self.summed_loss: SummedLoss | NanoGPT
         if nanogpt is None:
-            eot_id = config.data.reset_at(config.model.n_vocab - 1)  # random tokens contain every id
+            eot_id = config.data.reset_at(config.model.n_vocab - 1)  # in random tokens any id will do
             gpt = GPT(config.model, eot_id).to(device, self.runtime.param_dtype)
             gpt.recompute(config.runtime.recompute)
             self.optimizer = config.optim.build(gpt, World(device), self.runtime.dtype)

@@ -1,17 +1,13 @@
-"""A run that begins with a converted model."""
+"""A run of a converted model, which others begin with."""
 
 import secrets
 from pathlib import Path
-
-import torch
 
 from common.files import make_directory
 from common.settings import UserError, decode
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import TrainState, newest, save_checkpoint
-from trainer.optim import AdamWConfig, named_state
-from trainer.randomness import RANDOM, random_state, seed_process
 from trainer.resume import own_run
 
 _NO_DATASET = Path("no-dataset-that-was-given")
@@ -35,10 +31,4 @@ def begin_with(
     with own_run(run_dir):
         if newest(run_dir) is not None:
             raise UserError(f"run_dir={run_dir} holds a run: choose another one for the converted model")
-        seed_process(f"{state.seed} 0 0")
-        tensors = {
-            "model": gpt.state_dict(),
-            "optimizer": named_state(gpt, decode(AdamWConfig, {"name": "adamw"}).build(gpt)),
-            "random": {RANDOM: random_state(torch.device("cpu")).unsqueeze(0)},
-        }
-        return save_checkpoint(run_dir, tensors, state, tokenizer)
+        return save_checkpoint(run_dir, {"model": gpt.state_dict(), "optimizer": {}, "random": {}}, state, tokenizer)
