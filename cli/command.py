@@ -100,7 +100,7 @@ def _completions(config_name: str) -> list[str]:
     *given, word = re.split(r"\s+", os.environ["COMP_LINE"].partition(".py ")[2])
     try:
         composed = compose(config_name, [option for option in given if not option.startswith("-")])
-    except UserError:  # it will be said when the line is run
+    except UserError:  # running the line reports it
         composed = compose(config_name, [])
     plain: Any = OmegaConf.to_container(composed)
     return offers(config_name, word, plain)
@@ -113,8 +113,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False)
-    for flag in ("-h --help", "-m --multirun", "-sc --shell-completion", "--debug"):
-        parser.add_argument(*flag.split(), action="store_true")
-    parser.add_argument("-c", "--cfg", choices=["job"])
+    instead = parser.add_mutually_exclusive_group()
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--debug", action="store_true")
+    instead.add_argument("-m", "--multirun", action="store_true")
+    instead.add_argument("-sc", "--shell-completion", action="store_true")
+    instead.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-cd", "--config-dir")
     return parser

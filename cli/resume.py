@@ -21,7 +21,7 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool 
     given = keys_and_values(options)
     goes_on = "run_dir" in given and not given.keys() & {"experiment", "~"}
     own = _settings_of(Path(str(given["run_dir"]))) if goes_on else {}
-    if goes_on and not own and "dataset_dir" not in given:
+    if goes_on and complete and not own and "dataset_dir" not in given:
         why = "a damaged config.json" if Path(str(given["run_dir"]), "config.json").exists() else "no run to go on with"
         raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=... or dataset_dir=...")
     if not own:

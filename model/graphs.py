@@ -92,32 +92,35 @@ def _why_not(gpt: GPT, state: GPTState) -> str | None:
     """Return why graphs cannot be used on the model's GPU, or None if they can."""
     if not all(x is None or isinstance(x, Tensor) for x in tree_leaves(state)):
         return "the model's state grows with the text, or counts its tokens"
-    if gpt.eot_id is not None:
-        return "the model keeps documents apart"
     weight = gpt.embed.weight
-    arguments = {"model": shortened(gpt.config), "dtype": str(weight.dtype).removeprefix("torch.")}
+    arguments = {
+        "model": shortened(gpt.config),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "documents": gpt.eot_id is not None,
+    }
     why_not = failed_check("CUDA graphs of decoding", check, f"cuda:{weight.device.index}", **arguments)
     return why_not and f"a graph {why_not}"
 
 
 @torch.inference_mode()
-def check(device: str, model: str, dtype: str) -> None:
+def check(device: str, model: str, dtype: str, documents: bool = False) -> None:
     """Compare steps of graphs with the model's own, while texts come and go.
 
     Args:
         model: GPTConfig as JSON.
         dtype: of the weights.
+        documents: whether the model keeps documents apart.
 
     Raises:
         Wrong: logits or states have other bits.
     """
     torch.manual_seed(0)
     config = decode(GPTConfig, json.loads(model))
-    gpt = without_zeros(GPT(config)).to(device, getattr(torch, dtype)).eval()
+    n_ids = min(config.n_vocab, 4)  # so few that strings occur again
+    gpt = without_zeros(GPT(config, n_ids - 1 if documents else None)).to(device, getattr(torch, dtype)).eval()
     step = DecodingStep(gpt, max_rows=4)
     step._usable = True
 
-    n_ids = min(config.n_vocab, 4)  # so few that strings occur again
     prompts = cat_states([gpt(torch.randint(n_ids, (6, 9), device=device), return_state=True)[1]])
     state = select_rows(prompts, range(4))
     for token, rows in enumerate((4, 4, 2, 2, 4, 4)):

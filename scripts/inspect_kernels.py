@@ -1,7 +1,7 @@
 """Compile the Triton kernels, without a GPU, and show how many GPU resources they use.
 
 python scripts/inspect_kernels.py                  # types and head sizes side by side, for compute capability 9.0
-python scripts/inspect_kernels.py capability=80 dtype=bfloat16 head_dim=32 gates=head,feature
+python scripts/inspect_kernels.py capability=80 dtype=bfloat16 head_dim=32 gates=head,feature state=true
 python scripts/inspect_kernels.py operator=loss,log_recurrence capability=120
 """
 
@@ -23,6 +23,8 @@ class Options(Settings):
     """sizes of a head, for log_attention"""
     gates: Items[Literal["none", "head", "feature"]] = ["none"]
     """kernels of log_attention without gates, with one for a head or with one for each feature"""
+    state: Items[bool] = [False]
+    """kernels of log_attention that continue from a state, and return the one after"""
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ machine's CPU. The partitioner of torch.compile keeps the same within a few perc
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from model.attention import AttentionConfig
+from model.attention.longformer import LongformerConfig
 from model.gpt import GPT, GPTConfig, Recompute
 from model.ops import linear_cross_entropy
 from model.state import state_bytes
@@ -111,10 +112,19 @@ def step_memory(
 
 
 def _state_bytes(gpt: GPT) -> int:
-    """Bytes of a text's state, which is kept before each piece; longformer's are small, and not counted."""
-    if any(hasattr(layer, "n_global") for layer in gpt.config.layers):
-        return 0
-    return state_bytes(gpt.initial_state(1))
+    """Bytes of a text's state, which is kept before each piece."""
+    position: Any = gpt.position
+    blocks: Any = gpt.blocks
+    device = gpt.embed.weight.device
+    ngrams = gpt.ngrams.initial_state(1, device) if gpt.config.ngrams else None
+    total = state_bytes((position.initial_state(1, device), ngrams))
+    for layer, block in zip(gpt.config.layers, blocks, strict=True):
+        if isinstance(layer, LongformerConfig):  # its size is constant only after its first tokens
+            width = block.attention.n_kv_head * gpt.config.head_features
+            total += 2 * (layer.window + 2 * layer.n_global) * width * gpt.embed.weight.itemsize
+        else:
+            total += state_bytes(block.initial_state(1))
+    return total
 
 
 def _linear(module: nn.Module) -> list[nn.Linear]:

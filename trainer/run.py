@@ -129,7 +129,10 @@ class Run:
 
             def predict(size: int) -> int:
                 recompute = self.config.runtime.recompute
-                memory = step_memory(self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute)
+                carried = share if self.config.data.carry_state else 0
+                memory = step_memory(
+                    self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute, carried=carried
+                )
                 return memory.peak - memory.weights - memory.optimizer
 
             def states(size: int) -> list[GPTState]:
@@ -288,6 +291,7 @@ class Run:
         self.saver.saved_step = None  # the checkpoint does not know what is passed over
         if self.world.is_main:
             self.log.truncate(self.step)
+            self.trackers.go_back(self.step)
             self.curves = curves_of(read_metrics(self.log.path))
         warn(f"{bad}; back to step {self.step}, and that step will be skipped")
 

@@ -144,7 +144,9 @@ def is_bfloat16_fast(device: torch.device) -> bool:
     if not torch.cpu._is_avx512_bf16_supported():  # CPUs with AMX have this, too
         return False
     # Its outcome is kept until torch or this code changes, so that timings do not change the type of a run.
-    return failed_check("bfloat16", check_bfloat16, "cpu", 120) is None
+    if failure := failed_check("bfloat16", check_bfloat16, "cpu", 120):
+        say_once(f"runtime.dtype=auto is float32: bfloat16 {failure}")
+    return failure is None
 
 
 def check_bfloat16(device: str) -> None:

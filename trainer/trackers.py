@@ -92,6 +92,11 @@ class Trackers:
             if "loss" not in line or line["step"] % every == 0:
                 tracker.log(line)
 
+    def go_back(self, step: int) -> None:
+        """Continue after an earlier step."""
+        for _, tracker in self._trackers:
+            tracker.go_back(step)
+
     def finish(self) -> None:
         """Send what is left, in bounded time."""
         for _, tracker in self._trackers:
@@ -101,20 +106,28 @@ class Trackers:
 class TensorBoardTracker:
     """Writes event files; training waits while their disk does not answer.
 
-    TensorBoard ignores the earlier lines of steps that a resumed run repeats.
+    TensorBoard ignores the earlier lines of steps that a run repeats.
     """
 
     def __init__(self, folder: Path, resumed_at: int) -> None:
+        self._folder, self._failed = folder, False
+        self._open(resumed_at)
+
+    def _open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # here, because importing it is slow
 
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_at + 1)
-        self._failed = False
+        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
 
     def log(self, line: dict[str, Any]) -> None:
         """Write the numbers of a line. After a failure, lines are in metrics.jsonl only."""
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
         for key, value in numbers.items():
             self._try(partial(self._writer.add_scalar, key, value, line["step"]))
+
+    def go_back(self, step: int) -> None:
+        """Begin another event file, from which TensorBoard learns that later steps are repeated."""
+        self.finish()
+        self._try(partial(self._open, step))
 
     def finish(self) -> None:
         """Write what is left."""
@@ -158,6 +171,9 @@ class WandbTracker:
                 self._kill("it does not keep up")
             except BrokenPipeError:
                 self._wait()
+
+    def go_back(self, step: int) -> None:
+        """Nothing to do: the figures are over the step that each line names."""
 
     def finish(self) -> None:
         """Wait for the last lines, but no longer than finish_seconds. Afterwards, nothing of wandb is running."""

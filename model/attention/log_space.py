@@ -127,10 +127,11 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         return_state: bool,
         log_f: Tensor | None = None,
     ) -> tuple[Tensor, LogAttentionState | None]:
-        v = _away_from_zero(v)
+        dtype = v.dtype
+        v = _away_from_zero(v.to(torch.promote_types(dtype, torch.float32)))  # a rounded logarithm is a larger error
         log_y, after = super().attend(q, k, split_signs(v.abs().log(), v.sign()), state, return_state, log_f)
         positive, negative = log_y.exp().chunk(2, dim=-1)
-        return positive - negative, after
+        return (positive - negative).to(dtype), after
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
         """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not matter."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -248,7 +249,13 @@ def test_what_is_shown_is_what_would_be_trained(command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": settings | {"stop_at": 3}}))
     shown = yaml.safe_load(command("train", "--cfg", "job", f"run_dir={tmp_path}", "max_steps=7").out)
     assert shown == settings | {"run_dir": str(tmp_path), "max_steps": 7}
-    assert yaml.safe_load(command("train", "--cfg", "job").out)["dataset_dir"] == "???"
+    for options in ([], [f"run_dir={tmp_path / 'new'}"]):
+        assert yaml.safe_load(command("train", "--cfg", "job", *options).out)["dataset_dir"] == "???"
+
+
+def test_showing_a_sweep_does_not_train_it(command, monkeypatch):
+    monkeypatch.setattr(sys.modules["cli.command"], "run_sweep", None)
+    assert command("train", "-m", "--cfg", "job", "experiment=quickstart", "seed=1,2").err.count("\n") == 1
 
 
 def test_texts_are_shown_as_they_were_given(command):

@@ -127,25 +127,26 @@ def gpu(monkeypatch):
 
 
 @each_model
-def test_states_of_one_size_use_graphs_that_pass_their_check(gpu, capsys, attention, block, position):
-    gpt = make_gpt(attention, block, position)
+@pytest.mark.parametrize("eot_id", [None, 49])
+def test_states_of_one_size_use_graphs_that_pass_their_check(gpu, capsys, attention, block, position, eot_id):
+    gpt = make_gpt(attention, block, position, eot_id=eot_id)
     assert graphs.use_graphs(gpu.on_gpu(gpt), read(gpt, 1, 0))
     assert capsys.readouterr().out == "decoding with CUDA graphs\n"
-    assert gpu.asked == [(graphs.check, "cuda:1", {"model": shortened(gpt.config), "dtype": "bfloat16"})]
+    about = {"model": shortened(gpt.config), "dtype": "bfloat16", "documents": eot_id is not None}
+    assert gpu.asked == [(graphs.check, "cuda:1", about)]
 
 
 @pytest.mark.parametrize(
-    ("attention", "position", "eot_id", "failure", "reason"),
+    ("attention", "position", "failure", "reason"),
     [
-        ("softmax", "none", None, None, "the model's state grows with the text, or counts its tokens"),
-        ("sliding_window", "none", None, None, "the model's state grows with the text, or counts its tokens"),
-        ("log_space", "learned", None, None, "the model's state grows with the text, or counts its tokens"),
-        ("log_space", "none", 49, None, "the model keeps documents apart"),
-        ("log_space", "none", None, "failed a check: why", "a graph failed a check: why"),
+        ("softmax", "none", None, "the model's state grows with the text, or counts its tokens"),
+        ("sliding_window", "none", None, "the model's state grows with the text, or counts its tokens"),
+        ("log_space", "learned", None, "the model's state grows with the text, or counts its tokens"),
+        ("log_space", "none", "failed a check: why", "a graph failed a check: why"),
     ],
 )
-def test_other_models_are_called_and_one_line_says_why(gpu, capsys, attention, position, eot_id, failure, reason):
-    gpt, gpu.failure = make_gpt({"name": attention}, None, position, eot_id=eot_id), failure
+def test_other_models_are_called_and_one_line_says_why(gpu, capsys, attention, position, failure, reason):
+    gpt, gpu.failure = make_gpt({"name": attention}, None, position), failure
     state = read(gpt, 2, 0)
     capsys.readouterr()
     for _ in range(2):
@@ -166,12 +167,13 @@ def test_without_graphs_a_step_is_the_model(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def check(device="cpu", dtype="float32", attention="log_space"):
-    graphs.check(device, shortened(config_of({"name": attention})), dtype)
+def check(device="cpu", dtype="float32", attention="log_space", documents=False):
+    graphs.check(device, shortened(config_of({"name": attention})), dtype, documents)
 
 
-def test_graphs_that_do_what_they_should_pass_the_check(recorded):
-    check()
+@pytest.mark.parametrize("documents", [False, True])
+def test_graphs_that_do_what_they_should_pass_the_check(recorded, documents):
+    check(documents=documents)
     assert recorded == [4, 2]
 
 
@@ -200,5 +202,6 @@ def test_the_check_finds_graphs_that_are_wrong(recorded, monkeypatch, fault):
 @pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["log_space", "linear"])
-def test_a_gpu_replays_the_bits_of_the_model(device, attention, dtype):
-    check(str(device), dtype, attention)
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_gpu_replays_the_bits_of_the_model(device, attention, dtype, documents):
+    check(str(device), dtype, attention, documents)

@@ -21,6 +21,9 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safeten
 FAST = [name for name in BACKENDS if name != "naive"]
 FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
 
+FORMS_SLOW = [("chunked", True), ("chunked", False), pytest.param("triton", True, marks=pytest.mark.slow)]
+"""Backend and whether attention is causal, as it must be for triton."""
+
 
 @functools.cache
 def golden():
@@ -50,9 +53,8 @@ def results_and_gradients(attend, leaves, **options):
     ("backend", "form", "scale"),
     [
         *itertools.product(["naive", "chunked"], ["causal", "full"], [1, 5, 20, 80, 200]),
-        *itertools.product(["triton"], ["causal", "full"], [1]),
+        ("triton", "causal", 1),
         pytest.param("triton", "causal", 80, marks=pytest.mark.slow),
-        pytest.param("triton", "full", 80, marks=pytest.mark.slow),
         pytest.param("triton", "causal", 200, marks=pytest.mark.slow),
     ],
 )
@@ -84,18 +86,20 @@ def test_causal_equals_the_definition_with_state_and_all_gradients(backend, T):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 63), (130, 7), (63, 1000), (65, 65)])
-def test_full_equals_the_definition_with_state_and_all_gradients(backend, T, S):
+def test_full_equals_the_definition_with_state_and_all_gradients(T, S):
     leaves = inputs(T, S)
-    got = results_and_gradients(log_attention, leaves, causal=False, backend=backend)
+    got = results_and_gradients(log_attention, leaves, causal=False)
     wanted = results_and_gradients(naive_log_attention, leaves, causal=False)
     assert_all_close(got, wanted, 1e-11)
 
 
-@pytest.mark.parametrize("backend", FAST_SLOW)
 @pytest.mark.parametrize(
-    ("d_k", "d_v", "causal"), [(128, 128, True), (20, 70, True), (20, 70, False), (64, 256, False)]
+    ("backend", "d_k", "d_v", "causal"),
+    [
+        *(("chunked", *case) for case in [(128, 128, True), (20, 70, True), (20, 70, False), (64, 256, False)]),
+        *(("triton", *case, True) for case in [(128, 128), (20, 70), (64, 256)]),
+    ],
 )
 @pytest.mark.slow
 def test_heads_of_any_size(backend, d_k, d_v, causal):
@@ -134,8 +138,7 @@ def test_gradients_have_the_types_of_the_inputs(backend, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", FAST_SLOW)
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("backend", "causal"), FORMS_SLOW)
 @pytest.mark.usefixtures("restored_torch")
 def test_every_element_of_a_result_is_written(backend, causal):
     leaves = inputs(70, d_k=20, d_v=70, B=1, H=1)  # sizes that fill no block
@@ -164,8 +167,7 @@ def test_triton_returns_what_the_next_projection_takes_as_it_is():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", FAST_SLOW)
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("backend", "causal"), FORMS_SLOW)
 def test_masked_keys_and_values_of_zero_count_for_nothing(backend, causal):
     leaves = [x.detach().clone() for x in inputs(130)]
     leaves[1][:, :, 3:40] = -torch.inf  # masked keys
@@ -210,8 +212,7 @@ def forward_and_backward(backend, H, T, d, causal):
     return lambda: torch.autograd.grad(log_attention(*leaves, causal=causal, backend=backend), leaves, weights)
 
 
-@pytest.mark.parametrize("backend", FAST_SLOW)
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("backend", "causal"), FORMS_SLOW)
 def test_nothing_of_size_T_dk_dv_is_built_forward_or_backward(backend, causal):
     d, bytes_of_a_number = 64, 4
     small, large = (allocations(forward_and_backward(backend, 1, T, d, causal))[0] for T in (256, 1024))
@@ -236,6 +237,7 @@ def test_peak_memory_is_at_most_8_times_the_inputs(backend):
         ({"q": torch.zeros(1, 4, 3)}, "do not match"),
         ({"q": torch.zeros(1, 1, 5, 3)}, "causal=False"),
         ({"q": torch.zeros(1, 1, 0, 3), "causal": False}, "at least 1"),
+        ({"causal": False, "backend": "triton"}, "causal attention only: use 'chunked' with causal=False"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):

@@ -49,19 +49,19 @@ def test_operators_keep_the_promises_that_torch_asks_of_them(T):
     torch.library.opcheck(_recur, (log_p, k[0].detach().float().requires_grad_(), start, "chunked"))
 
 
-@pytest.mark.parametrize(("T", "causal"), [(1, False), (70, True)])
+@pytest.mark.parametrize("T", [1, 70])
 @pytest.mark.slow
-def test_kernels_keep_the_promises_that_torch_asks_of_them(T, causal):
+def test_kernels_keep_the_promises_that_torch_asks_of_them(T):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, T, 5), (1, 2, T, 5), (1, 2, T, 8), (1, 2, 5, 8), (1, 2, 5)]
     q, k, log_v, *state = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
     log_f = -torch.rand(1, 2, T, 5, generator=generator, dtype=torch.float64)
-    gates = [log_f.requires_grad_(), log_f[..., :1].detach().requires_grad_()] if causal else [None]
+    gates = [log_f.requires_grad_(), log_f[..., :1].detach().requires_grad_()]
     for log_f in gates:
-        torch.library.opcheck(_attend_triton, (q, k, log_v, log_f, *state, causal, True, True))
-    torch.library.opcheck(_attend_triton, (q, k, log_v, None, None, None, causal, False, True))
+        torch.library.opcheck(_attend_triton, (q, k, log_v, log_f, *state, True, True))
+    torch.library.opcheck(_attend_triton, (q, k, log_v, None, None, None, False, True))
     without_grad = (None if x is None else x.detach() for x in (q, k, log_v, gates[0], *state))
-    torch.library.opcheck(_attend_triton, (*without_grad, causal, True, False))
+    torch.library.opcheck(_attend_triton, (*without_grad, True, False))
 
 
 @pytest.mark.slow
@@ -183,20 +183,59 @@ def test_deterministic_algorithms_are_enough():
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim"),
-    [(90, "bfloat16", 32), (90, "float32", 16), (90, "float64", 16), (100, "bfloat16", 32)],
+    ("capability", "dtype", "head_dim", "states"),
+    [
+        (90, "bfloat16", 32, [False, True]),
+        (90, "float32", 16, [False]),
+        (90, "float64", 16, [False]),
+        (100, "bfloat16", 32, [False, True]),
+    ],
 )
 @pytest.mark.slow
-def test_kernels_compile_for_gpus_that_are_not_here(run_process, capability, dtype, head_dim):
+def test_kernels_compile_for_gpus_that_are_not_here(run_process, capability, dtype, head_dim, states):
     pytest.importorskip("triton.backends.nvidia")
     arguments = ["operator=log_attention", f"dtype={dtype}", f"head_dim={head_dim}", "gates=none,head,feature"]
-    arguments += [f"capability={capability}"]
+    arguments += [f"capability={capability}", f"state={','.join(map(str, states))}"]
     [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", *arguments])
     assert result.status == 0, result.err
     rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]
     kernels = ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
-    assert [(row[2], row[3]) for row in rows] == list(itertools.product(["none", "head", "feature"], kernels))
-    assert all(int(row[7]) <= 99 for row in rows)  # KiB of shared memory that every GPU from 8.0 on has
+    wanted = itertools.product(["none", "head", "feature"], map(str, states), kernels)
+    assert [tuple(row[2:5]) for row in rows] == list(wanted)
+    assert all(int(row[8]) <= 99 for row in rows)  # KiB of shared memory that every GPU from 8.0 on has
+
+
+TYPED = """
+import sys
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import JITFunction
+from tools.bench.kernels import _log_attention, compiled
+class Typed(Exception):
+    pass
+def stop(*_):
+    raise Typed
+def stages_up_to_types(backend, stages, *rest):
+    add_stages(backend, stages, *rest)
+    stages["ttgir"] = stop
+def run_up_to_types(kernel, *arguments, **options):
+    try:
+        run(kernel, *arguments, **options)
+    except Typed:
+        print(kernel.__name__)
+add_stages, CUDABackend.add_stages = CUDABackend.add_stages, stages_up_to_types
+run, JITFunction.run = JITFunction.run, run_up_to_types
+import torch
+compiled(lambda: _log_attention(torch.bfloat16, 32, *sys.argv[1:], True), 90)
+"""
+
+
+@pytest.mark.parametrize("gates", ["none", "head", "feature"])
+def test_kernels_that_carry_a_state_have_sound_types(run_process, gates):
+    """The compiler's first stage, which the interpreter lacks: a variable keeps its type and shape in a loop."""
+    pytest.importorskip("triton.backends.nvidia")
+    [result] = run_process(["-c", TYPED, gates])
+    assert result.status == 0, result.err
+    assert result.out.split() == ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
 
 
 @pytest.mark.xfail(strict=True, reason="triton 3.7.1 fails, and the check at the first use keeps the kernel out")

@@ -22,7 +22,7 @@ def compared(command, dataset_dir, tmp_path, restored_torch, monkeypatch):
     """Runs the script on two arms by default, with short sequences; returns its status and output."""
     monkeypatch.setitem(compare.SIZES, "small", SMALL)
     monkeypatch.setattr(compare_report, "_ROUNDS", 2)
-    monkeypatch.setattr(compare, "_EVAL_WINDOWS", 4)
+    monkeypatch.setattr(compare, "_EVAL_BATCHES", 4)
     monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)  # it takes longer than these runs
 
     def run(*more, arms=PAIR[1:], out="out", steps="2"):

@@ -1,6 +1,11 @@
-"""Fixtures for tests of runs that are killed."""
+"""Fixtures for tests of runs that are killed, or whose steps go wrong."""
+
+import math
 
 import pytest
+
+import trainer.step
+from trainer.run import Run
 
 pytest.register_assert_rewrite("faults")
 
@@ -24,3 +29,26 @@ def quick(tiny, memory):
         return tiny(settings | (changes or {}))
 
     return build
+
+
+@pytest.fixture
+def factor_at(monkeypatch):
+    """Multiplies the loss of some steps, counted from 1, by a factor; each as often as it comes, or `times` times."""
+
+    def inject(factors, times=math.inf):
+        left = dict.fromkeys(factors, times)
+        now = {"factor": 1.0}
+        accumulate, forward = Run._step, trainer.step.SummedLoss.forward
+
+        def accumulating(run):
+            step = run.step + 1
+            hit = left.get(step, 0) > 0
+            if hit:
+                left[step] -= 1
+            now["factor"] = factors[step] if hit else 1.0
+            return accumulate(run)
+
+        monkeypatch.setattr(Run, "_step", accumulating)
+        monkeypatch.setattr(trainer.step.SummedLoss, "forward", lambda *args: forward(*args) * now["factor"])
+
+    return inject

@@ -11,7 +11,6 @@ from alone import open_run
 from safetensors.torch import load_file
 from test_resume import assert_same_run, metrics
 
-import trainer.step
 from common.settings import UserError
 from data.documents import documents_in
 from data.loader import TrainBatches, step_windows
@@ -23,29 +22,6 @@ from trainer.loop import fit
 from trainer.run import Run
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
-
-
-@pytest.fixture
-def factor_at(monkeypatch):
-    """Multiplies the loss of some steps, counted from 1, by a factor; each as often as it comes, or `times` times."""
-
-    def inject(factors, times=math.inf):
-        left = dict.fromkeys(factors, times)
-        now = {"factor": 1.0}
-        accumulate, forward = Run._step, trainer.step.SummedLoss.forward
-
-        def accumulating(run):
-            step = run.step + 1
-            hit = left.get(step, 0) > 0
-            if hit:
-                left[step] -= 1
-            now["factor"] = factors[step] if hit else 1.0
-            return accumulate(run)
-
-        monkeypatch.setattr(Run, "_step", accumulating)
-        monkeypatch.setattr(trainer.step.SummedLoss, "forward", lambda *args: forward(*args) * now["factor"])
-
-    return inject
 
 
 def evidence(run_dir, step):

@@ -12,8 +12,10 @@ from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from model.ops import linear_cross_entropy
 from model.ops.log_attention import chunks
+from model.state import state_bytes
 from trainer.memory import step_memory
 from trainer.optim import AdamWConfig
+from trainer.pieces import Pieces
 from trainer.runtime import Runtime
 from trainer.step import SummedLoss
 
@@ -114,6 +116,25 @@ def test_longer_sequences_and_larger_micro_batches_keep_in_proportion():
     of_weights = gpt.embed.weight.numel() * 4
     assert long == more
     assert long - of_weights == pytest.approx(4 * (short - of_weights))
+
+
+LONGFORMER = {"name": "longformer", "window": 40, "n_global": 8}
+STATES = {
+    "log_space": {},
+    "windows": {"attention": {"name": "sliding_window", "window": 40}, "position": "rotary"},
+    "longformer": {"attention": LONGFORMER, "position": "rotary"},
+    "both": {"attention_pattern": ["log_space", LONGFORMER], "position": "rotary", "ngrams": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("changes", STATES.values(), ids=STATES)
+def test_states_between_pieces_are_counted(changes):
+    gpt, ids = GPT(config_of(**changes)), torch.randint(1000, (B, T))
+    cut = Runtime(torch.device("cpu"), torch.float32, 128)
+    pieces = Pieces(SummedLoss(gpt), cut, ids, ids)
+    # A carried state, which is counted twice, adds nothing else to the prediction.
+    one = (step_memory(gpt, B, T, cut, carried=1).peak - step_memory(gpt, B, T, cut).peak) // 2
+    assert B * one == pytest.approx(state_bytes(pieces._before[-1]), rel=0.03)
 
 
 def test_a_kernel_that_this_machine_lacks_keeps_the_same():

@@ -539,6 +539,14 @@ def test_trackers_at_once_each_get_some_lines_and_metrics_jsonl_has_every_step(t
     assert capsys.readouterr().err == ""
 
 
+def test_tensorboard_learns_that_a_rollback_repeats_steps(tiny, writers, factor_at):
+    factor_at({4: float("nan")})
+    fit(tiny({"runtime.on_nonfinite": "rollback", "tracker": {"tensorboard": {"every": 1}}, "stop_at": 4}))
+    first, second = writers()  # the rollback is to step 3
+    assert (first.purge_step, second.purge_step, first.closed, second.closed) == (1, 4, True, True)
+    assert [max(step for step, *_ in writer.scalars) for writer in (first, second)] == [3, 4]
+
+
 @pytest.mark.parametrize("error", [FakeWriter.error, RuntimeError("its thread\nhas ended")])
 def test_an_error_of_tensorboard_is_one_warning(tiny, writers, capsys, monkeypatch, error):
     monkeypatch.setattr(FakeWriter, "error", error)

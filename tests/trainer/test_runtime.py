@@ -88,12 +88,16 @@ def test_auto_takes_float32_where_bfloat16_is_emulated(monkeypatch, emulated, dt
 
 
 @pytest.mark.parametrize(("failure", "dtype"), [(None, torch.bfloat16), ("failed a check", torch.float32)])
-def test_auto_takes_bfloat16_on_a_cpu_that_computes_in_it_and_passes_a_check(monkeypatch, tmp_path, failure, dtype):
+def test_auto_takes_bfloat16_on_a_cpu_that_computes_in_it_and_passes_a_check(
+    monkeypatch, tmp_path, capsys, failure, dtype
+):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(checks, "_run", lambda *arguments: (failure, ""))
     checks.failed_check.cache_clear()
     assert open_runtime(decode(DeviceConfig, {"device": "cpu"})).dtype == dtype
+    said = capsys.readouterr().out
+    assert ("runtime.dtype=auto is float32: bfloat16 failed a check" in said) is bool(failure)
     assert open_runtime(decode(DeviceConfig, {"device": "cpu", "dtype": "float64"})).dtype == torch.float64
 
 

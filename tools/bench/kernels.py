@@ -17,21 +17,24 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from model.ops.linear_cross_entropy.triton import cross_entropy_
+from model.ops.log_attention.state import LogAttentionState, empty_state
 from model.ops.log_attention.triton import triton_log_attention
 from model.ops.log_recurrence import triton as log_recurrence
 
 
-def inspect(capability: int, operator: list[str], dtype: list[str], head_dim: list[int], gates: list[str]) -> None:
+def inspect(
+    capability: int, operator: list[str], dtype: list[str], head_dim: list[int], gates: list[str], state: list[bool]
+) -> None:
     """Print the table, a few rows as soon as their kernels are compiled; 90 is compute capability 9.0."""
-    print("| type | features | gates | kernel | warps | registers | stack, bytes | shared memory, KiB |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| type | features | gates | state | kernel | warps | registers | stack, bytes | shared memory, KiB |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for type_name, name in itertools.product(dtype, operator):
-        variants = list(itertools.product(head_dim, gates)) if name == "log_attention" else [()]
+        variants = list(itertools.product(head_dim, gates, state)) if name == "log_attention" else [()]
         for variant in variants:
-            d, kind = variant or ("-", "-")
+            d, kind, carried = variant or ("-", "-", "-")
             launched = compiled(partial(_LAUNCH[name], getattr(torch, type_name), *variant), capability)
             for kernel, binary in launched.items():
-                print(f"| {type_name} | {d} | {kind} | {kernel} | {resources(binary)} |", flush=True)
+                print(f"| {type_name} | {d} | {kind} | {carried} | {kernel} | {resources(binary)} |", flush=True)
 
 
 def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
@@ -52,14 +55,14 @@ def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
     return found
 
 
-def _log_attention(dtype: torch.dtype, d: int, gates: str) -> None:
-    """A causal forward and backward pass over heads of d features."""
+def _log_attention(dtype: torch.dtype, d: int, gates: str, carried: bool) -> None:
+    """A forward and backward pass over heads of d features; `carried`: from a state to the next."""
     tensors = torch.zeros(16, 1024, 24, 4 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
     q, k, log_v, of_features = (x.detach().requires_grad_() for x in tensors)
     log_f = {"none": None, "head": of_features[..., :1], "feature": of_features}[gates]
-    log_y = triton_log_attention(q, k, log_v, log_f)
-    assert isinstance(log_y, torch.Tensor)
-    log_y.sum().backward()
+    state = LogAttentionState(*(x.requires_grad_() for x in empty_state(q, log_v))) if carried else None
+    found = triton_log_attention(q, k, log_v, log_f, state=state, return_state=carried)
+    (found[0] if isinstance(found, tuple) else found).sum().backward()
 
 
 def _loss(dtype: torch.dtype) -> None:

@@ -96,7 +96,7 @@ CONTROL = "softmax_forgets_rotary"
 
 After about 10 MB, once it copies, the same without rotary positions is stronger: softmax_forgets, as in model=gpt_*."""
 _EXTENSIONS = 2  # learning rates beyond the grid
-_EVAL_WINDOWS = 128
+_EVAL_BATCHES = 128
 _DIVERGES = "left out, because it diverges at every learning rate: give lower learning rates, and another folder"
 
 
@@ -341,6 +341,6 @@ def config_of(
         "schedule": {"name": "one_cycle", "warmup_steps": max(1, steps // 10)},
         "runtime": {"dtype": "float32", "micro_batch": size.batch_tokens // size.seq_len, "compile": False},
         "checkpoint": {"every": min(steps, 2000)},
-        "eval": {"every": steps, "batches": _EVAL_WINDOWS},
+        "eval": {"every": steps, "batches": _EVAL_BATCHES},
     }
     return decode(TrainConfig, raw)

@@ -28,7 +28,11 @@ __all__ = [
 ]
 
 
-def _triton_log_attention(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, **options: Any) -> Any:
+def _triton_log_attention(
+    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, *, causal: bool, **options: Any
+) -> Any:
+    if not causal:
+        raise ValueError("backend='triton' supports causal attention only: use 'chunked' with causal=False")
     from model.ops.log_attention.triton import triton_log_attention  # importing triton is slow, and it may be missing
 
     return triton_log_attention(q, k, log_v, log_f, **options)
@@ -69,7 +73,7 @@ def log_attention(
         state: the state after earlier tokens; None before the first.
         return_state: also return the state after these tokens. Its size is constant.
         backend: "auto", or one of BACKENDS. "auto" uses `log_attention_step` for a single causal token without
-            gradients; otherwise "triton" on GPUs where it passes its check, and "chunked" elsewhere.
+            gradients; otherwise "triton" for causal attention on GPUs where it passes its check, else "chunked".
 
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
@@ -86,6 +90,8 @@ def log_attention(
     if backend == "auto" and causal and q.shape[2] == 1 and not torch.is_grad_enabled():
         state = empty_state(q, log_v) if state is None else state
         return log_attention_step(q, k, log_v, log_f, state=state, return_state=return_state)
+    if backend == "auto" and not causal:
+        backend = "chunked"  # a product over all tokens at once, which needs no kernel
     given = (q, k, log_v) if log_f is None else (q, k, log_v, log_f)
     backend = choose_backend("log attention", _check, backend, BACKENDS, *given, why_not=_why_not_triton)
     return BACKENDS[backend](q, k, log_v, log_f, causal=causal, state=state, return_state=return_state)

@@ -33,11 +33,10 @@ def triton_log_attention(
     log_v: Tensor,
     log_f: Tensor | None = None,
     *,
-    causal: bool = True,
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As `log_attention`, for tensors with any strides; the memory layout of log_y is (B, T, H, d_v).
+    """As causal `log_attention`, for tensors with any strides; the memory layout of log_y is (B, T, H, d_v).
 
     Products use bfloat16 for bfloat16, tf32 (with the range of bfloat16 and the digits of float16) for float16, and
     three products of tf32 for float32. Sums are kept in float32, or float64 for float64.
@@ -47,7 +46,7 @@ def triton_log_attention(
     given = [x for x in (q, k, log_v, log_f, log_s, log_z) if x is not None]
     refuse_transforms(*NAMES, *given)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    log_y, log_s, log_z, *_ = _attend(q, k, log_v, log_f, log_s, log_z, causal, return_state, save)
+    log_y, log_s, log_z, *_ = _attend(q, k, log_v, log_f, log_s, log_z, return_state, save)
     return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y
 
 
@@ -70,14 +69,13 @@ def _attend(
     log_f: Tensor | None,
     log_s: Tensor | None,
     log_z: Tensor | None,
-    causal: bool,
     want_state: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return log_y, the state after, and tensors for the backward pass: see `_empty_results`."""
     inputs = _Inputs(q, k, log_v, log_f, log_s, log_z)
-    P = _constants(inputs, causal)
-    log_y, log_s_after, log_z_after, *saved, doubtful = results = _empty_results(inputs, causal, want_state, save)
+    P = _constants(inputs)
+    log_y, log_s_after, log_z_after, *saved, doubtful = results = _empty_results(inputs, want_state, save)
     found = Found(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
     fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
     counter = fallback.counter("forward", q.device)
@@ -93,20 +91,20 @@ def _(q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Any, log_z: Any, *
 
 
 def _empty_results(
-    inputs: _Inputs, causal: bool, want_state: bool, save: bool
+    inputs: _Inputs, want_state: bool, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Allocate all results of `_attend`.
 
     - log_y (B, H, T, d_v), and if wanted the state's log_s (B, H, d_k, d_v) and log_z (B, H, d_k), else empty tensors.
     - To save: M (B H, slots, d_k, d_v), z and the frame of keys (B H, slots, d_k), and the frame of values
-      (B H, slots, d_v). Slots are before each chunk and after the last, if not causal only the latter, rounded up to
-      whole spans (see triton_exact.py).
+      (B H, slots, d_v). Slots are before each chunk and after the last, rounded up to whole spans (see
+      triton_exact.py).
     - (B H, tiles + 1, blocks): whether each tile of queries and the last state are doubtful, by block of value columns.
     """
-    q, log_v, P = inputs.q, inputs.log_v, _constants(inputs, causal)
-    (B, H, T, d_k), (S, d_v) = q.shape, log_v.shape[2:]
+    q, log_v, P = inputs.q, inputs.log_v, _constants(inputs)
+    (B, H, T, d_k), d_v = q.shape, log_v.shape[3]
     G, acc = B * H, accumulation_dtype(q)
-    slots = (-(-S // P.C) + 1 if causal else 1) if save else 0
+    slots = -(-T // P.C) + 1 if save else 0
     slots += -slots % P.SPAN
     return (
         log_v.new_empty(B, T, H, d_v).transpose(1, 2),
@@ -121,15 +119,13 @@ def _empty_results(
 
 
 @torch.library.custom_op("log_gpt::log_attention_triton_backward", mutates_args=())
-def _attend_backward(
-    g: Sequence[Tensor], inputs: Sequence[Tensor | None], saved: Sequence[Tensor], causal: bool
-) -> list[Tensor]:
+def _attend_backward(g: Sequence[Tensor], inputs: Sequence[Tensor | None], saved: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients of the inputs (empty for those that are None).
 
     They are computed from those of log_y and, if there are more, of the state, and from what the forward pass saved.
     """
     given, (g_y, *g_state), (*state, doubtful) = _Inputs._make(inputs), g, saved
-    P, to, counter = _constants(given, causal), _empty_gradients(given), fallback.counter("backward", g_y.device)
+    P, to, counter = _constants(given), _empty_gradients(given), fallback.counter("backward", g_y.device)
     g_of = Found(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
     grid, x = _grid(given.q, P), _given(given)
     g_x = Given(to.q, to.k, to.log_v, to.log_f, None if to.log_s is None else Sums(to.log_s, to.log_z), *x[5:])
@@ -152,7 +148,7 @@ def _empty_gradients(inputs: _Inputs) -> _Inputs:
     first dimension of these counts blocks and B.
     """
     q, k, log_v, log_f, log_s, log_z = inputs
-    B, blocks = len(q), _constants(inputs, causal=True).BLOCKS
+    B, blocks = len(q), _constants(inputs).BLOCKS
 
     def like(x: Tensor, blocks: int) -> Tensor:
         dtype = x.dtype if blocks == 1 else accumulation_dtype(q)
@@ -180,7 +176,7 @@ def _summed(parts: _Inputs, inputs: _Inputs) -> list[Tensor]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.causal, ctx.want_state, _ = inputs
+    *tensors, ctx.want_state, _ = inputs
     ctx.save_for_backward(*tensors, *output[3:])
     ctx.mark_non_differentiable(*output[3:])
     ctx.set_materialize_grads(False)
@@ -194,9 +190,9 @@ def _backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
     shapes = [(B, H, T, d_v), (B, H, d_k, d_v), (B, H, d_k)][: 3 if ctx.want_state else 1]
     acc = accumulation_dtype(inputs.q)
     given = [inputs.q.new_zeros(shape, dtype=acc) if x is None else x for x, shape in zip(g, shapes, strict=False)]
-    gradients = _attend_backward(given, inputs, saved, ctx.causal)
+    gradients = _attend_backward(given, inputs, saved)
     wanted = (None if x is None else g_x for x, g_x in zip(inputs, gradients, strict=True))
-    return *wanted, None, None, None
+    return *wanted, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save_for_backward)
@@ -212,7 +208,7 @@ def _given(inputs: _Inputs) -> Given:
     q, k, log_v, log_f, log_s, log_z = inputs
     state = None if log_s is None else Sums(log_s, log_z)
     of_gates = None if log_f is None else _tokens(log_f)
-    return Given(_tokens(q), _tokens(k), _tokens(log_v), of_gates, state, q.shape[1], q.shape[2], k.shape[2])
+    return Given(_tokens(q), _tokens(k), _tokens(log_v), of_gates, state, q.shape[1], q.shape[2])
 
 
 def _saved(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
@@ -225,9 +221,8 @@ def _exact(M: Tensor, z: Tensor, *_: Tensor) -> Saved:
 
 
 def _operand(inputs: _Inputs) -> torch.dtype:
-    """The common type of the inputs."""
-    q, k, log_v, *_ = inputs
-    return torch.promote_types(torch.promote_types(q.dtype, k.dtype), log_v.dtype)
+    """The common type of queries and keys. Values may be wider: of them, exponentials are rounded to it."""
+    return torch.promote_types(inputs.q.dtype, inputs.k.dtype)
 
 
 def _dtype_of_M(inputs: _Inputs) -> torch.dtype:
@@ -235,7 +230,7 @@ def _dtype_of_M(inputs: _Inputs) -> torch.dtype:
     return torch.bfloat16 if _operand(inputs) == torch.bfloat16 else accumulation_dtype(inputs.q)
 
 
-def _constants(inputs: _Inputs, causal: bool) -> Constants:
+def _constants(inputs: _Inputs) -> Constants:
     q, _, log_v, log_f, *_ = inputs
     d_k, d_v, acc, operand = q.shape[3], log_v.shape[3], accumulation_dtype(q), _operand(inputs)
     narrow, wide = operand == torch.bfloat16, acc == torch.float64
@@ -244,7 +239,6 @@ def _constants(inputs: _Inputs, causal: bool) -> Constants:
     span, z_span = (torch.float64.itemsize // dtype.itemsize for dtype in (_dtype_of_M(inputs), acc))
     shrinks, C = MANY if log_f is not None and log_f.shape[3] == 1 else FEW, chunk_size(log_f)
     return Constants(
-        CAUSAL=causal,
         D_K=d_k,
         D_V=d_v,
         D_F=0 if log_f is None else log_f.shape[3],

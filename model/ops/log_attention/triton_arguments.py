@@ -12,7 +12,6 @@ import triton.language as tl
 class Constants(NamedTuple):
     """What a kernel is compiled for. Dimensions of products are powers of two, and at least 16."""
 
-    CAUSAL: bool
     D_K: int
     D_V: int
     D_F: int
@@ -80,7 +79,6 @@ class Given(NamedTuple):
     state: Any
     H: Any
     T: Any
-    S: Any
 
 
 class Found(NamedTuple):
@@ -91,7 +89,10 @@ class Found(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """For the backward pass: the state before each chunk and its frames."""
+    """For the backward pass: slot n has the state before chunk n, in the frames that count chunk n's keys and values.
+
+    The last slot has the state after the last chunk, in the frames left after it.
+    """
 
     state: Any
     key: Any
@@ -153,15 +154,15 @@ def state_of(x, g, part, P: tl.constexpr):
 def heads_of(x, g, P: tl.constexpr):
     """Head g of all arguments."""
     q, k, log_v, log_f = head_of(x.q, g, x.H), head_of(x.k, g, x.H), head_of(x.log_v, g, x.H), head_of(x.log_f, g, x.H)
-    return Given(q, k, log_v, log_f, state_of(x.state, g, g, P), x.H, x.T, x.S)
+    return Given(q, k, log_v, log_f, state_of(x.state, g, g, P), x.H, x.T)
 
 
 @triton.jit
 def gradients_of(to, at, P: tl.constexpr):
     """Head g of all gradients, and the program's part of those that are sums over all values."""
-    q, k = packed_head(to.q, at.part, to.T, to.H, P.D_K), packed_head(to.k, at.part, to.S, to.H, P.D_K)
-    log_v, log_f = packed_head(to.log_v, at.g, to.S, to.H, P.D_V), packed_head(to.log_f, at.part, to.S, to.H, P.D_F)
-    return Given(q, k, log_v, log_f, state_of(to.state, at.g, at.part, P), to.H, to.T, to.S)
+    q, k = packed_head(to.q, at.part, to.T, to.H, P.D_K), packed_head(to.k, at.part, to.T, to.H, P.D_K)
+    log_v, log_f = packed_head(to.log_v, at.g, to.T, to.H, P.D_V), packed_head(to.log_f, at.part, to.T, to.H, P.D_F)
+    return Given(q, k, log_v, log_f, state_of(to.state, at.g, at.part, P), to.H, to.T)
 
 
 @triton.jit

@@ -38,21 +38,16 @@ def exact_forward(x, found, saved, doubtful, counter, P: tl.constexpr):
     state = _state(x.state, at, NOTHING, P)
 
     repaired = 0
-    for n in range(tl.cdiv(x.S, P.C)):
-        if saved is not None and P.CAUSAL:
+    for n in range(tiles):
+        if saved is not None:
             if n % P.SPAN == 0:
                 store_state(_spans_of(saved, at.g, P), n // P.SPAN, state.s, state.z, at, P)
-        for t in range(n * P.C, tl.minimum(n * P.C + P.C, x.S)):
+        is_doubtful = any_of(doubtful + n * P.BLOCKS, P.BLOCKS)
+        repaired += is_doubtful
+        for t in range(n * P.C, tl.minimum(n * P.C + P.C, x.T)):
             state = _after_tokens(state, x, t, t + 1, at, P)
-            if P.CAUSAL:
-                if any_of(doubtful + n * P.BLOCKS, P.BLOCKS):
-                    _store(log_y, t, at.e, P.D_V, _log_y(_load(x.q, t, at.d, P.D_K), state))
-    if not P.CAUSAL:
-        for t in range(x.T):
-            if any_of(doubtful + (t // P.C) * P.BLOCKS, P.BLOCKS):
+            if is_doubtful:
                 _store(log_y, t, at.e, P.D_V, _log_y(_load(x.q, t, at.d, P.D_K), state))
-    for n in range(tiles):
-        repaired += any_of(doubtful + n * P.BLOCKS, P.BLOCKS)
     if at.block == 0:
         tl.atomic_add(counter, repaired)
     if found.state is not None:
@@ -69,36 +64,27 @@ def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
     x, to, g_y = heads_of(x, at.g, P), gradients_of(to, at, P), head_of(g_of.log_y, at.g, x.H)
     spans = _spans_of(saved, at.g, P)
     if at.block == 0:
-        tl.atomic_add(counter, tiles if P.CAUSAL else tiles + tl.cdiv(x.S, P.C))
+        tl.atomic_add(counter, tiles)
 
     g = _state(state_of(g_of.state, at.g, at.g, P), at, 0.0, P)
     g = Sums(g.s, tl.where(at.block == 0, g.z, 0.0))
-    first = _state(x.state, at, NOTHING, P)
 
-    if P.CAUSAL:
-        for i in range(tl.cdiv(x.S, P.PART)):
-            start = (tl.cdiv(x.S, P.PART) - 1 - i) * P.PART
-            span = start // (P.SPAN * P.C)
-            at_start = load_state(spans, span, at, NOTHING, P)
-            at_start = _after_tokens(at_start, x, span * P.SPAN * P.C, start, at, P)
-            for j in range(tl.minimum(P.PART, x.S - start)):
-                t = tl.minimum(start + P.PART, x.S) - 1 - j
-                before = _after_tokens(at_start, x, start, t, at, P)
-                after = _after_tokens(before, x, t, t + 1, at, P)
-                g = _store_read(g, g_y, x, t, after, to, at, P)
-                _store_written(g, x, t, after, to, at, P)
-                left = before if x.log_f is None else _left(before, x, t, at, P)
-                g = Sums(g.s * _share(left.s, after.s), g.z * _share(left.z, after.z))
-                if x.log_f is not None:
-                    g_f = tl.sum(g.s, 1) + g.z
-                    _store(to.log_f, t, at.d, P.D_F, tl.sum(g_f, 0) if P.D_F == 1 else g_f)
-    else:
-        after = _after_tokens(first, x, 0, x.S, at, P)
-        for t in range(x.T):
+    for i in range(tl.cdiv(x.T, P.PART)):
+        start = (tl.cdiv(x.T, P.PART) - 1 - i) * P.PART
+        span = start // (P.SPAN * P.C)
+        at_start = load_state(spans, span, at, NOTHING, P)
+        at_start = _after_tokens(at_start, x, span * P.SPAN * P.C, start, at, P)
+        for j in range(tl.minimum(P.PART, x.T - start)):
+            t = tl.minimum(start + P.PART, x.T) - 1 - j
+            before = _after_tokens(at_start, x, start, t, at, P)
+            after = _after_tokens(before, x, t, t + 1, at, P)
             g = _store_read(g, g_y, x, t, after, to, at, P)
-        for t in range(x.S):
             _store_written(g, x, t, after, to, at, P)
-        g = Sums(g.s * _share(first.s, after.s), g.z * _share(first.z, after.z))
+            left = before if x.log_f is None else _left(before, x, t, at, P)
+            g = Sums(g.s * _share(left.s, after.s), g.z * _share(left.z, after.z))
+            if x.log_f is not None:
+                g_f = tl.sum(g.s, 1) + g.z
+                _store(to.log_f, t, at.d, P.D_F, tl.sum(g_f, 0) if P.D_F == 1 else g_f)
 
     if to.state is not None:
         store_state(to.state, 0, g.s, g.z, at, P)

@@ -68,19 +68,18 @@ class State(NamedTuple):
 def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
     """Write log_y, the state after, which tiles are doubtful, and if there is `saved` the state before each chunk."""
     at = place_of(P)
-    N, tiles = tl.cdiv(x.S, P.C), tl.cdiv(x.T, P.C)
-    last = N if P.CAUSAL else 0  # slot of the state after all keys
+    N = tl.cdiv(x.T, P.C)
     x, log_y = heads_of(x, at.g, P), head_of(found.log_y, at.g, x.H)
-    doubtful += at.g * (tiles + 1) * P.BLOCKS + at.block
+    doubtful += at.g * (N + 1) * P.BLOCKS + at.block
     if saved is not None:
         saved = _slots_of(saved, at.g, P)
 
     M, z, key, value = _first_state(x, at, P)
     lost = 0
     for n in tl.range(N, num_stages=P.STAGES):
-        gates = gates_of(x.log_f, n, x.S, at.d, P)
+        gates = gates_of(x.log_f, n, x.T, at.d, P)
         k_n = _keys(x, gates, n, at, P)  # (C, BK)
-        v_n = load_chunk(x.log_v, n, x.S, at.e, NOTHING, P.D_V, P)  # (C, BV)
+        v_n = load_chunk(x.log_v, n, x.T, at.e, NOTHING, P.D_V, P)  # (C, BV)
         key_before, value_before = key, value
         key = tl.maximum(key, frame_of(tl.max(k_n, 0) * LOG2E, P.OPERAND))
         value = tl.maximum(value, frame_of(tl.max(v_n, 0) * LOG2E, P.OPERAND))
@@ -91,21 +90,20 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
         z *= decay
         e_k = exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND)
         e_v = exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND)
-        if P.CAUSAL:
-            if saved is not None:
-                _save(saved, n, State(M, z, key, value), at, P)
-            e_q = exp_of_queries(_queries(x, gates, n, at, P), key, P)
-            _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, between(gates), P)  # (C, BV), (C,)
-            _store_log_y(log_y, sums, z_sums, value, n, x, at, P)
-            if x.log_f is not None:
-                lost |= out_of_range(gates, key, P)
-            unsure = lost
-            if _some_doubtful(sums, z_sums, n, x, at, P):
-                k_n = _keys(x, gates, n, at, P)  # loaded again to save registers
-                v_n = load_chunk(x.log_v, n, x.S, at.e, NOTHING, P.D_V, P)
-                terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
-                unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P)
-            tl.store(doubtful + n * P.BLOCKS, unsure)
+        if saved is not None:
+            _save(saved, n, State(M, z, key, value), at, P)
+        e_q = exp_of_queries(_queries(x, gates, n, at, P), key, P)
+        _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, between(gates), P)  # (C, BV), (C,)
+        _store_log_y(log_y, sums, z_sums, value, n, x, at, P)
+        if x.log_f is not None:
+            lost |= out_of_range(gates, key, P)
+        unsure = lost
+        if _some_doubtful(sums, z_sums, n, x, at, P):
+            k_n = _keys(x, gates, n, at, P)  # loaded again to save registers
+            v_n = load_chunk(x.log_v, n, x.T, at.e, NOTHING, P.D_V, P)
+            terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
+            unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P)
+        tl.store(doubtful + n * P.BLOCKS, unsure)
         to_end = times(e_k, gates.end)
         M = times(M, gates.total) + product(tl.trans(to_end), e_v, P)
         z = times(z, gates.total) + tl.sum(to_end.to(P.ACC), 0)
@@ -117,112 +115,82 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
             M, z, lost = M * decay[:, None], z * decay, lost | hidden
 
     if saved is not None:
-        _save(saved, last, State(M, z, key, value), at, P)
-    if not P.CAUSAL:
-        for n in tl.range(tiles, num_stages=P.STAGES):
-            e_q = exp_of_queries(load_chunk(x.q, n, x.T, at.d, 0.0, P.D_K, P), key, P)  # (C, BK)
-            sums = product(e_q, M, P)  # (C, BV)
-            z_sums = tl.sum(e_q.to(P.ACC) * z[None, :], 1)  # (C,)
-            _store_log_y(log_y, sums, z_sums, value, n, x, at, P)
-            unsure = 0
-            if _some_doubtful(sums, z_sums, n, x, at, P):
-                first_k, first_v = _first_if_seen(key, value, P)
-                unsure = _lacks_something(sums, z_sums, (first_v == 0)[None, :], first_k == 0, n, x, at, P)
-            tl.store(doubtful + n * P.BLOCKS, unsure)
-
+        _save(saved, N, State(M, z, key, value), at, P)
     if found.state is not None:
         seen = (key > NOTHING)[:, None] & (value > NOTHING)[None, :]
         lost |= _largest((seen & is_doubtful(M, P.CERTAIN)).to(tl.int32))
         lost |= tl.max(((key > NOTHING) & is_doubtful(z, P.CERTAIN)).to(tl.int32))
         log_s = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
         store_state(state_of(found.state, at.g, at.g, P), 0, log_s, log_of_scaled(z, finite(key)), at, P)
-    tl.store(doubtful + tiles * P.BLOCKS, lost)
+    tl.store(doubtful + N * P.BLOCKS, lost)
 
 
 @triton.jit
 def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
     """Write gradients `to`, from the last chunk to the first: g_M is for the state after a chunk."""
     at = place_of(P)
-    N, tiles = tl.cdiv(x.S, P.C), tl.cdiv(x.T, P.C)
-    last = N if P.CAUSAL else 0  # slot of the state after all keys
-    if any_of(doubtful + at.g * (tiles + 1) * P.BLOCKS, (tiles + 1) * P.BLOCKS):
+    N = tl.cdiv(x.T, P.C)
+    if any_of(doubtful + at.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS):
         return  # exact_backward computes this head
     x, to, g_y = heads_of(x, at.g, P), gradients_of(to, at, P), head_of(g_of.log_y, at.g, x.H)
     saved = _slots_of(saved, at.g, P)
 
-    M, z, key, value = _saved(saved, last, at, P)
+    M, z, key, value = _saved(saved, N, at, P)
     g_M, g_z = empty(0.0, P.ACC, P)
     if g_of.state is not None:
-        g_s, g_n = load_state(state_of(g_of.state, at.g, at.g, P), 0, at, 0.0, P)
+        g_s, g_norm = load_state(state_of(g_of.state, at.g, at.g, P), 0, at, 0.0, P)
         g_M = _over(g_s, M.to(P.ACC))
         if at.block == 0:
-            g_z = _over(g_n, z)
-
-    if not P.CAUSAL:
-        for n in tl.range(tiles, num_stages=P.STAGES):
-            q_n = load_chunk(x.q, n, x.T, at.d, 0.0, P.D_K, P)  # (C, BK)
-            g_n = load_chunk(g_y, n, x.T, at.e, 0.0, P.D_V, P)  # (C, BV)
-            e_q = exp_of_queries(q_n, key, P)
-            sums, z_sums = product(e_q, M, P), tl.sum(e_q.to(P.ACC) * z[None, :], 1)
-            g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, P)
-            to_q = product(g_sums, tl.trans(M), P) + g_z_sums[:, None] * z[None, :]
-            store_chunk(to_q * e_q.to(P.ACC), to.q, n, x.T, at.d, P.D_K, P)
-            g_M += product(tl.trans(e_q), g_sums, P)
-            g_z += tl.sum(e_q.to(P.ACC) * g_z_sums[:, None], 0)
+            g_z = _over(g_norm, z)
 
     for i in tl.range(N, num_stages=P.STAGES):
         n = N - 1 - i
-        gates = gates_of(x.log_f, n, x.S, at.d, P)
+        gates = gates_of(x.log_f, n, x.T, at.d, P)
         if x.log_f is not None:
             g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
         k_n = _keys(x, gates, n, at, P)  # (C, BK)
-        v_n = load_chunk(x.log_v, n, x.S, at.e, NOTHING, P.D_V, P)  # (C, BV)
-        if P.CAUSAL:
-            M, z, key_n, value_n = _saved(saved, n, at, P)
-            decay = forgotten(gates, key_n, key, P)
-            if x.log_f is None:
-                value_decay = power_of_two(value_n - finite(value))  # at most 1
-            else:
-                value_decay = power_of_two(tl.minimum(value_n - finite(value), 0.0))  # less after a reset, of nothing
-            g_M *= decay[:, None] * value_decay[None, :]
-            g_z *= decay
-            key, value = key_n, value_n
+        v_n = load_chunk(x.log_v, n, x.T, at.e, NOTHING, P.D_V, P)  # (C, BV)
+        M, z, key_n, value_n = _saved(saved, n, at, P)
+        decay = forgotten(gates, key_n, key, P)  # from the frame of chunk n to that of chunk n + 1
+        if x.log_f is None:
+            value_decay = power_of_two(value_n - finite(value))  # at most 1
+        else:
+            value_decay = power_of_two(tl.minimum(value_n - finite(value), 0.0))  # less after a reset, of nothing
+        g_M *= decay[:, None] * value_decay[None, :]
+        g_z *= decay
+        key, value = key_n, value_n
         e_k = exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND)
         e_v = exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND)
         to_end = times(e_k, gates.end)
-        if P.CAUSAL:
-            q_n = _queries(x, gates, n, at, P)  # (C, BK)
-            g_n = load_chunk(g_y, n, x.T, at.e, 0.0, P.D_V, P)  # (C, BV)
-            e_q = exp_of_queries(q_n, key, P)
-            within = between(gates)
-            A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, within, P)
-            g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, P)
-            g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
-            g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
-            g_read, g_z_read = times(g_sums, gates.start), times(g_z_sums, gates.start)  # from the state
-            to_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
-            to_q += product(g_A, e_k, P)
-            g_q = to_q * e_q.to(P.ACC)
-            store_chunk(g_q, to.q, n, x.T, at.d, P.D_K, P)
+        q_n = _queries(x, gates, n, at, P)  # (C, BK)
+        g_n = load_chunk(g_y, n, x.T, at.e, 0.0, P.D_V, P)  # (C, BV)
+        e_q = exp_of_queries(q_n, key, P)
+        within = between(gates)
+        A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, within, P)
+        g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, P)
+        g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
+        g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
+        g_read, g_z_read = times(g_sums, gates.start), times(g_z_sums, gates.start)  # from the state
+        to_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
+        to_q += product(g_A, e_k, P)
+        g_q = to_q * e_q.to(P.ACC)
+        store_chunk(g_q, to.q, n, x.T, at.d, P.D_K, P)
         to_v = product(to_end, g_M, P)  # through later queries, and then the chunk's own
-        if P.CAUSAL:
-            to_v += product(tl.trans(A), g_sums, P)
-        store_chunk(to_v * e_v.to(P.ACC), to.log_v, n, x.S, at.e, P.D_V, P)
+        to_v += product(tl.trans(A), g_sums, P)
+        store_chunk(to_v * e_v.to(P.ACC), to.log_v, n, x.T, at.e, P.D_V, P)
         to_k = times(product(e_v, tl.trans(g_M), P) + g_z[None, :], gates.end)
-        if P.CAUSAL:
-            to_k += product(tl.trans(g_A), e_q, P)
+        to_k += product(tl.trans(g_A), e_q, P)
         g_k = to_k * e_k.to(P.ACC)
-        store_chunk(g_k, to.k, n, x.S, at.d, P.D_K, P)
+        store_chunk(g_k, to.k, n, x.T, at.d, P.D_K, P)
         if x.log_f is not None:
-            store_gates(g_q - g_k, g_after, to.log_f, x.log_f, n, x.S, at.d, P)
-        if P.CAUSAL:
-            g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
-            g_z = times(g_z, gates.total) + tl.sum(e_q.to(P.ACC) * g_z_read[:, None], 0)
+            store_gates(g_q - g_k, g_after, to.log_f, x.log_f, n, x.T, at.d, P)
+        g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
+        g_z = times(g_z, gates.total) + tl.sum(e_q.to(P.ACC) * g_z_read[:, None], 0)
 
     if x.state is not None:
-        s, n = load_state(x.state, 0, at, NOTHING, P)
+        s, norm = load_state(x.state, 0, at, NOTHING, P)
         g_s = g_M * exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
-        store_state(to.state, 0, g_s, g_z * exp_measured(n, finite(key), P.ACC), at, P)
+        store_state(to.state, 0, g_s, g_z * exp_measured(norm, finite(key), P.ACC), at, P)
 
 
 @triton.jit
@@ -236,7 +204,7 @@ def exp_of_queries(q, key, P: tl.constexpr):
 @triton.jit
 def _keys(x, gates, n, at, P: tl.constexpr):
     """Keys of a chunk (C, BK), as seen from its start."""
-    k = load_chunk(x.k, n, x.S, at.d, NOTHING, P.D_K, P)
+    k = load_chunk(x.k, n, x.T, at.d, NOTHING, P.D_K, P)
     return k if gates.a is None else k - gates.a
 
 
@@ -326,19 +294,13 @@ def _largest(x):
 
 
 @triton.jit
-def _first_if_seen(key, value, P: tl.constexpr):
-    """0 for the normalizer, and for each column (BV,), if tokens in these frames are terms of its sum, else C."""
-    first_k = tl.where(tl.max(key, 0) > NOTHING, 0, P.C)
-    return first_k, tl.where(value > NOTHING, first_k, P.C)
-
-
-@triton.jit
 def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
     """Whether the sums (C, BV) and those of the normalizer (C,) have terms: earlier ones that no reset hides."""
     rows = tl.arange(0, P.C)
     alive = tl.max((k != NOTHING).to(tl.int32), 1) > 0  # (C,); NaN is alive
     values = alive[:, None] & (v != NOTHING)
-    before_k, before_v = _first_if_seen(key_before, value_before, P)
+    before_k = tl.where(tl.max(key_before, 0) > NOTHING, 0, P.C)  # 0 if earlier tokens are terms, else C
+    before_v = tl.where(value_before > NOTHING, before_k, P.C)  # (BV,)
     if gates.of_head is None:  # all from the first on
         first_k = tl.minimum(tl.min(tl.where(alive, rows, P.C), 0), before_k)
         first_v = tl.minimum(tl.min(tl.where(values, rows[:, None], P.C), 0), before_v)
