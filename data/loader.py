@@ -1,14 +1,15 @@
 """Batches as pure functions: they keep no state between steps, so a restart cannot lose any."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from common.settings import UserError
-from data.mixture import Mixture
+from data.mixture import Mixture, Weights, open_mixture
 from data.permutation import shuffled
-from data.shards import TokenStream
+from data.shards import Manifest, TokenStream
 
 IGNORED = -1  # the target of padding
 
@@ -70,7 +71,11 @@ class TrainBatches:
             raise UserError(f"{what}, and {has}: lower batch_tokens or seq_len")
         self.in_order = in_order
         self.mixture: Mixture | None = None
-        """Set by the owner if sets are weighted. None: the corpus as it is."""
+        """None: the corpus as it is."""
+
+    def mix(self, dataset_dir: Path, manifest: Manifest, weights: Weights) -> None:
+        """Draw sequences from the sets of the dataset by their weights: see `open_mixture`, also for errors."""
+        self.mixture = open_mixture(dataset_dir, manifest, weights, self.seq_len, self.seed)
 
     def starts(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return where rows [start, stop) of the batch `step` begin in the split: int64 (stop - start,)."""

@@ -152,6 +152,8 @@ class Completion(Generation):
     def end_prompt(self) -> None:
         """Report the prompt if requested. There may be nothing else to report."""
         prompt = self._tokenizer.decode_bytes(self.ids[self.request.prompt_start :]) if self.request.echo else b""
+        if self._log is not None and self.request.echo:
+            self._log.end_prompt()
         self._add(prompt.decode(errors="replace"), "length" if self.request.max_tokens == 0 else None)
 
     def accept(self, token_id: int, logits: Tensor) -> None:

@@ -16,6 +16,7 @@ from inference.engine import Engine
 from inference.reading import Reading, TextMemory, read_pieces
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
+from model.graphs import DecodingStep
 
 
 class Conversation:
@@ -48,6 +49,7 @@ class Conversation:
         """Whether the model ended the text with the last answer."""
         self._gpt, self._tokenizer, self._sampling, self._stop = gpt, tokenizer, sampling, stop
         self._generator, self._memory = torch.Generator().manual_seed(seed), TextMemory(gpt, tokenizer)
+        self._step = DecodingStep(gpt, max_rows=1)
         self._unread: list[int] = []  # the last answer up to a token that ends with a whole character,
         self._rest = ""  # and what was shown after it
         before = before or Reading(rest=(tokenizer.eot_id,))  # in training, every text follows the end of another
@@ -82,7 +84,8 @@ class Conversation:
         request = TextRequest((), n_new + 1, self._sampling, 0, self._stop)
         answer = Completion(request, self._tokenizer, before=self._texts)
         answer.generator = self._generator
-        engine = Engine(self._gpt, self._tokenizer.n_vocab, max_streams=1, eot_id=self._tokenizer.eot_id)
+        n_vocab, eot_id = self._tokenizer.n_vocab, self._tokenizer.eot_id
+        engine = Engine(self._gpt, n_vocab, max_streams=1, eot_id=eot_id, step=self._step)
         engine.submit([answer])
         try:
             for piece in islice(stream(engine, answer), n_new):

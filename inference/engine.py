@@ -149,6 +149,7 @@ class Engine:
         interleave: bool = False,
         eot_id: int = -1,
         cache: PromptCache | None = None,
+        step: DecodingStep | None = None,
     ) -> None:
         """Create an engine without texts.
 
@@ -156,6 +157,7 @@ class Engine:
             n_vocab, eot_id: as for `read`.
             interleave: read prompts piece by piece between other texts' tokens.
             cache: keeps prompts that were read. Texts have the same bits with and without it.
+            step: of an earlier engine with as many streams, whose CUDA graphs are used again.
         """
         self.gpt, self.n_vocab, self.eot_id = gpt, n_vocab, eot_id
         self.max_streams, self.interleave, self.cache = max_streams, interleave, cache
@@ -163,7 +165,7 @@ class Engine:
         self._reading: deque[Generation] = deque()
         self._writing: list[Generation] = []
         self._texts: Texts | None = None  # one row for each of `_writing`; `_step` overwrites their state
-        self._step = DecodingStep(gpt, max_streams)
+        self._step = step or DecodingStep(gpt, max_streams)
 
     def submit(self, generations: Iterable[Generation]) -> None:
         """Add texts; they begin with the next turns."""
@@ -233,16 +235,16 @@ class Engine:
 
     def _draw(self) -> None:
         if self._texts is not None:
-            texts = self._writing
-            with _failing(texts):
-                settings, generators = [text.sampling for text in texts], [text.generator for text in texts]
+            writing = self._writing
+            with _failing(writing):
+                settings, generators = [each.sampling for each in writing], [each.generator for each in writing]
                 drawn = draw(self._texts.logits, self._texts.seen, settings, generators)
-                for text, token_id, logits in zip(texts, drawn, self._texts.logits, strict=True):
-                    with _failing([text]):
+                for generation, token_id, logits in zip(writing, drawn, self._texts.logits, strict=True):
+                    with _failing([generation]):
                         if token_id < 0:
                             raise UserError(NOT_FINITE)
-                        text.token_id = token_id
-                        text.accept(token_id, logits)
+                        generation.token_id = token_id
+                        generation.accept(token_id, logits)
             self._keep_unfinished()
 
     def _keep_unfinished(self) -> None:

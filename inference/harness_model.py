@@ -28,17 +28,17 @@ class HarnessModel(TemplateLM):
     ) -> None:
         """`max_length`: most tokens that the model may read; None: any number, with the state carried along."""
         super().__init__()
-        self.gpt, self.texts, self.runtime = gpt, tokenizer, runtime
+        self.gpt, self._tokenizer, self.runtime = gpt, tokenizer, runtime
         self.max_length, self.micro_batch = max_length, micro_batch
 
     @property
     def eot_token_id(self) -> int:
         """The id of <|endoftext|>."""
-        return self.texts.eot_id
+        return self._tokenizer.eot_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Encode a text; there are no special tokens to add."""
-        return self.texts.encode(string)
+        return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
@@ -76,10 +76,10 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, up to the first of its stop strings."""
         texts = [
-            Completion(self._request(request.args[0], request.args[1], seed), self.texts)
+            Completion(self._request(request.args[0], request.args[1], seed), self._tokenizer)
             for seed, request in enumerate(requests)
         ]
-        engine = Engine(self.gpt, self.texts.n_vocab, self.micro_batch, eot_id=self.texts.eot_id)
+        engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch, eot_id=self._tokenizer.eot_id)
         engine.submit(sorted(texts, key=lambda text: -len(text.ids)))
         with Track("continuations", len(texts)) as track, self.runtime.autocast():
             for text in texts:

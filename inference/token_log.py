@@ -29,7 +29,7 @@ class TokenLog:
 
     def __init__(self, tokenizer: Tokenizer, n_top: int) -> None:
         self._n_top = n_top
-        self._text = TextStream(tokenizer)
+        self._tokenizer, self._text = tokenizer, TextStream(tokenizer)
         self._n_chars = 0
         self._tokens: list[Token] = []
 
@@ -44,6 +44,11 @@ class TokenLog:
     def add_first(self, token_id: int) -> None:
         """Add a token that nothing predicts."""
         self._add(token_id, None, {})
+
+    def end_prompt(self) -> None:
+        """Begin the continuation: a character that the prompt leaves incomplete ends there."""
+        self._n_chars += len(self._text.end())
+        self._text = TextStream(self._tokenizer)
 
     def take(self, n_chars: int) -> tuple[Token, ...]:
         """Remove and return the tokens that begin in the first `n_chars` characters of the text."""

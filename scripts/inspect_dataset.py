@@ -3,7 +3,6 @@
 python scripts/inspect_dataset.py dataset_dir=datasets/pile chart=sets.png           # table and picture of the sets
 python scripts/inspect_dataset.py dataset_dir=datasets/pile random=3 window=123456   # text at random and given places
 python scripts/inspect_dataset.py run_dir=runs/demo step=100                         # what a run read in a step
-python scripts/inspect_dataset.py dataset_dir=datasets/pile step=100 seed=1 seq_len=1024 batch_tokens=491520
 """
 
 from pathlib import Path
@@ -30,15 +29,7 @@ class Options(Settings):
     step: PositiveInt | None = None
     """shows the text behind this training step and its documents; the first is 1"""
     run_dir: Path | None = None
-    """the run that the step belongs to; or give its settings:"""
-    seed: int | None = None
-    """seed of that run"""
-    seq_len: PositiveInt | None = None
-    """tokens of a sequence in that run"""
-    batch_tokens: PositiveInt | None = None
-    """tokens of a step in that run"""
-    batch_doublings: Items[PositiveInt] = []
-    """the steps after which its batch doubled"""
+    """the run that the step belongs to"""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from torch import Tensor
 from common.console import count, say, warn
 from common.settings import UserError
 from data.loader import EvalBatches, TrainBatches, eval_windows
-from data.mixture import open_mixture
 from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -68,8 +67,7 @@ class Run:
             raise UserError(f"runtime.dtype=auto is {' and '.join(types)} on these machines: name one type")
         self.group = SequenceGroup(world, config.runtime.context_parallel)
         if config.data.mixture is not None:
-            weights, seq_len = config.data.mixture, config.seq_len
-            self.batches.mixture = open_mixture(config.dataset_dir, self.manifest, weights, seq_len, config.seed)
+            self.batches.mix(config.dataset_dir, self.manifest, config.data.mixture)
             say(f"sequences are drawn from {self.batches.mixture}")
         self._ahead: Prefetch[MicroBatches] | None = None
         self.byte_lengths = torch.from_numpy(self.tokenizer.byte_lengths).to(world.device)

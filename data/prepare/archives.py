@@ -68,6 +68,8 @@ def _decompressed(raw: Iterator[bytes], new_frame: Callable[[], Any], broken: ty
     frame = None
     for chunk in raw:
         while chunk:
+            if frame is None and not (chunk := chunk.lstrip(b"\0")):  # zeros may fill up the last block of a .gz file
+                break
             frame = frame or new_frame()
             try:
                 content = frame.decompress(chunk)

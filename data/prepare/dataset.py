@@ -91,9 +91,12 @@ def _prepare(config: PrepareConfig, piece: int | None = None) -> Manifest | None
     is_task = config.num_tasks > 1
     source, folder = _share(config) if is_task else (config.data, partial_dir(config.out_dir))
     prepared = config.recorded()
-    if not is_task and (manifest := existing(config.out_dir, prepared)) is not None:
+    file = getattr(config.tokenizer, "path", None)
+    found = build_tokenizer(config.tokenizer) if file is not None and file.exists() else None  # its file may change
+    sha256 = None if found is None else found.sha256
+    if not is_task and (manifest := existing(config.out_dir, prepared, sha256)) is not None:
         return manifest
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = found or build_tokenizer(config.tokenizer)
     tokenizer_id = TokenizerId(**{name: getattr(tokenizer, name) for name in TokenizerId.model_fields})
     with writing(folder):
         plan = start(folder, Plan(prepared=prepared, tokenizer=tokenizer_id, piece=piece), tokenizer)

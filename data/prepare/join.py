@@ -44,8 +44,10 @@ def partial_dir(out_dir: Path) -> Path:
     return out_dir.with_name(out_dir.name + ".partial")
 
 
-def existing(out_dir: Path, prepared: dict[str, Any]) -> Manifest | None:
+def existing(out_dir: Path, prepared: dict[str, Any], tokenizer: str | None) -> Manifest | None:
     """Return the manifest of the dataset `out_dir` if it exists and was made with these settings, None if it is absent.
+
+    `tokenizer` is the sha256 of the tokenizer, if it is known.
 
     Raises:
         UserError: the folder holds something else.
@@ -54,6 +56,9 @@ def existing(out_dir: Path, prepared: dict[str, Any]) -> Manifest | None:
         manifest = read_manifest(out_dir)
         if changes := changes_between(manifest.prepared, prepared):
             raise UserError(f"out_dir={out_dir} was made with {changes}: choose another out_dir or delete it")
+        if tokenizer not in (None, manifest.tokenizer.sha256):
+            why = "was made with another tokenizer than the one that tokenizer.path holds now"
+            raise UserError(f"out_dir={out_dir} {why}: choose another out_dir or delete it")
         say(f"{out_dir} is already prepared with these settings; delete it to prepare it again")
         remove(partial_dir(out_dir))  # left by a run that was stopped at its very end
         return manifest

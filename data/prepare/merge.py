@@ -25,7 +25,7 @@ def merge(parts_dir: Path, out_dir: Path) -> Manifest:
         if changes := plans[0].changes(plan):
             other = f"{folder} was made with other settings than {folders[0].name}"
             raise UserError(f"{other}: {changes}: prepare one of them again")
-    if (manifest := existing(out_dir, plans[0].prepared)) is not None:
+    if (manifest := existing(out_dir, plans[0].prepared, plans[0].tokenizer.sha256)) is not None:
         return manifest
     with writing(partial := partial_dir(out_dir)):
         if (partial / PLAN).exists():  # joining deletes the folder in the end

@@ -107,15 +107,15 @@ def test_log_likelihoods_of_continuations(harness_model):
     pairs = [("def self", " return"), ("", "the"), ("a ", "b"), ("日本", "🙂")]  # a's space goes to what follows
     found = model.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
     for (context, continuation), (log_likelihood, is_greedy) in zip(pairs, found, strict=True):
-        before = model.texts.encode(context.rstrip(" ")) or [model.texts.eot_id]
-        ids = [*before, *model.texts.encode((context + continuation)[len(context.rstrip(" ")) :])]
+        before = model._tokenizer.encode(context.rstrip(" ")) or [model._tokenizer.eot_id]
+        ids = [*before, *model._tokenizer.encode((context + continuation)[len(context.rstrip(" ")) :])]
         assert (log_likelihood, is_greedy) == pytest.approx(direct(model.gpt, ids, len(before)), rel=1e-10)
 
 
 def test_a_long_context_loses_its_beginning(harness_model):
     model = harness_model(LEARNED)
     (found,) = model.loglikelihood([request("loglikelihood", "x" * 40 + "def", " self")])
-    ids = model.texts.encode("x" * 40 + "def self")[-25:]
+    ids = model._tokenizer.encode("x" * 40 + "def self")[-25:]
     assert found == pytest.approx(direct(model.gpt, ids, 20), rel=1e-10)
     with pytest.raises(UserError, match="a task asks for 30 tokens at once, but the model may read 24"):
         model.loglikelihood([request("loglikelihood", "x", "y" * 30)])
@@ -124,17 +124,17 @@ def test_a_long_context_loses_its_beginning(harness_model):
 def test_rolling_log_likelihoods_carry_the_state_through_a_text_of_any_length(harness_model):
     model = harness_model()
     found = model.loglikelihood_rolling([request("loglikelihood_rolling", text) for text in [*TEXTS, ""]])
-    expected = [direct(model.gpt, [model.texts.eot_id, *model.texts.encode(text)], 1)[0] for text in TEXTS]
+    expected = [direct(model.gpt, [model._tokenizer.eot_id, *model._tokenizer.encode(text)], 1)[0] for text in TEXTS]
     assert found == pytest.approx([*expected, 0.0], rel=1e-10)
 
 
 @pytest.mark.parametrize(("changes", "max_length"), [(LEARNED, None), ({}, 24)], ids=["learned", "given"])
 def test_rolling_log_likelihoods_in_windows(harness_model, changes, max_length):
     model = harness_model(changes, max_length)
-    ids = model.texts.encode("x" * 70)
+    ids = model._tokenizer.encode("x" * 70)
     found = model.loglikelihood_rolling([request("loglikelihood_rolling", "x" * 70)])
     parts = [
-        [model.texts.eot_id, *ids[:24]],
+        [model._tokenizer.eot_id, *ids[:24]],
         ids[23:48],
     ]  # the harness's windows: each token once, the last window full
     expected = sum(direct(model.gpt, part, 1)[0] for part in parts) + direct(model.gpt, ids[45:70], 3)[0]
@@ -142,14 +142,14 @@ def test_rolling_log_likelihoods_in_windows(harness_model, changes, max_length):
 
 
 def greedy_text(model, prompt, n):
-    ids = model.texts.encode(prompt) or [model.texts.eot_id]
+    ids = model._tokenizer.encode(prompt) or [model._tokenizer.eot_id]
     new = []
     for _ in range(n):
-        new.append(int(model.gpt(torch.tensor([ids + new]))[0, -1, : model.texts.n_vocab].argmax()))
-        if new[-1] == model.texts.eot_id:
+        new.append(int(model.gpt(torch.tensor([ids + new]))[0, -1, : model._tokenizer.n_vocab].argmax()))
+        if new[-1] == model._tokenizer.eot_id:
             new.pop()
             break
-    return model.texts.decode_bytes(new).decode(errors="replace")
+    return model._tokenizer.decode_bytes(new).decode(errors="replace")
 
 
 def test_continuations_are_greedy_and_end_before_their_stop_strings(harness_model):

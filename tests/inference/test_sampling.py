@@ -195,6 +195,15 @@ def test_who_stops_listening_ends_the_answer_there(gpt, monkeypatch):
     assert_has_read(talk, gpt, b"abcde")
 
 
+def test_answers_of_a_conversation_share_one_decoding_step(gpt, monkeypatch):
+    """On a GPU its graphs are then recorded once."""
+    talk = conversation_of(gpt, monkeypatch, b"abcdefghijkl")
+    monkeypatch.setattr("inference.engine.DecodingStep", None)
+    for _ in range(2):
+        talk.add("x")
+        assert "".join(talk.answer(5))
+
+
 def test_a_conversation_has_no_end(gpt):
     talk = Conversation(gpt, BYTES, SamplingConfig())
     for _ in range(30):

@@ -97,16 +97,12 @@ def test_a_bad_step_is_of_the_sequences_that_it_read(tiny, tmp_path, monkeypatch
         assert found["processes"][0]["sequences"] == [0, SIZES[step - 1]]
 
 
-def test_a_step_is_shown_with_its_own_documents(run_of, tiny, command):
-    config, run_dir = tiny(DOUBLED), run_of(DOUBLED)
-    settings = f"dataset_dir={config.dataset_dir}", "seed=1", "seq_len=16", "batch_tokens=64", "batch_doublings=2,3"
+def test_a_step_is_shown_with_its_own_documents(run_of, command):
+    run_dir = run_of(DOUBLED)
     for step in (2, 3, 4):
-        of_run, of_settings = (
-            command("scripts/inspect_dataset", f"step={step}", *given) for given in ([f"run_dir={run_dir}"], settings)
-        )
-        assert of_run.status == 0, of_run.err
-        assert of_run.out == of_settings.out
-        assert of_run.out.count("--- row") == (SIZES[step - 1] if SIZES[step - 1] > 1 else 0)
+        shown = command("scripts/inspect_dataset", f"step={step}", f"run_dir={run_dir}")
+        assert shown.status == 0, shown.err
+        assert shown.out.count("--- row") == (SIZES[step - 1] if SIZES[step - 1] > 1 else 0)
 
 
 def test_a_plan_counts_the_tokens_of_the_run(tiny):

@@ -135,7 +135,8 @@ def with_room(model: Row, n_tokens: int) -> Row:
 def open_run(overrides: Iterable[str], mixture: Mapping[str, float] | None = None) -> Run:
     """A run of train.py with these options."""
     raw = composed(overrides)
-    raw["data"]["mixture"] = mixture
+    if mixture is not None:
+        raw["data"]["mixture"] = mixture
     config = decode(TrainConfig, raw)
     runtime = open_runtime(config.runtime)
     return Run(config, runtime, World(runtime.device))

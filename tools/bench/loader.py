@@ -13,7 +13,6 @@ import torch
 from common.command import options_of
 from common.console import say
 from data.loader import TrainBatches
-from data.mixture import open_mixture
 from data.prefetch import Prefetch
 from data.shards import MANIFEST, TokenStream, read_manifest
 from tools.bench.harness import Row, benchmark, open_run, prepare_dataset
@@ -67,7 +66,7 @@ def open_batches(dataset_dir: Path, options: Any) -> TrainBatches:
     batches = TrainBatches(stream, options.seq_len, options.batch_tokens // options.seq_len, seed=1)
     if options.mixture is not None:
         started = time.perf_counter()
-        batches.mixture = open_mixture(dataset_dir, manifest, options.mixture, options.seq_len, seed=1)
+        batches.mix(dataset_dir, manifest, options.mixture)
         say(f"assigned {batches.n_windows:,} windows to their sets in {time.perf_counter() - started:.1f} s")
     return batches
 

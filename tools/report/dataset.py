@@ -8,7 +8,6 @@ from typing import Any
 from common.console import say, show_table
 from common.settings import UserError
 from data.loader import TrainBatches, step_windows
-from data.mixture import open_mixture
 from data.prepare.inspect import documents_table, draw_sets, sets_table, window_text
 from data.shards import Manifest, SplitName, TokenStream, read_manifest
 from trainer.checkpoint import TrainState, open_checkpoint
@@ -29,8 +28,10 @@ def inspect(**given: Any) -> None:
     if options.step is not None:
         if options.window or options.random or options.chart:
             raise UserError("step shows the windows of a training step: leave out window, random and chart, or step")
-        batches = _batches(options, dataset_dir, manifest, state)
-        if state and options.step > state.step:
+        if state is None:
+            raise UserError("step needs a run: give run_dir")
+        batches = _batches(options.run_dir, dataset_dir, manifest, state)
+        if options.step > state.step:
             say(f"the run's last checkpoint is of step {state.step}: this is what step {options.step} would read")
         return _show(dataset_dir, manifest, "train", step_windows(batches, options.step), options.tokens)
     n_tokens = manifest.splits[options.split].total.tokens
@@ -44,28 +45,16 @@ def inspect(**given: Any) -> None:
         say(f"drawn into {options.chart}")
 
 
-def _batches(options: Any, dataset_dir: Path, manifest: Manifest, state: TrainState | None) -> TrainBatches:
-    """Return the batches of the run, or of a run with the given settings."""
-    if state and state.dataset_fingerprint != manifest.fingerprint:
+def _batches(run_dir: Path, dataset_dir: Path, manifest: Manifest, state: TrainState) -> TrainBatches:
+    if state.dataset_fingerprint != manifest.fingerprint:
         if dataset_dir == state.dataset_dir:
-            raise UserError(
-                f"{dataset_dir} has changed since {options.run_dir} was trained on it: prepare it as it was"
-            )
-        what = f"{options.run_dir} was trained on {state.dataset_dir}, not on {dataset_dir}"
+            raise UserError(f"{dataset_dir} has changed since {run_dir} was trained on it: prepare it as it was")
+        what = f"{run_dir} was trained on {state.dataset_dir}, not on {dataset_dir}"
         raise UserError(f"{what}: use dataset_dir={state.dataset_dir}")
-    run = state or options
-    seed, seq_len, batch_tokens = run.seed, run.seq_len, run.batch_tokens
-    if None in (seed, seq_len, batch_tokens):
-        raise UserError("step needs a run: give run_dir, or seed, seq_len and batch_tokens")
-    doublings = run.batch_doublings
-    if batch_tokens % (seq_len << len(doublings)):
-        times = f" x 2^{len(doublings)}, for {len(doublings)} batch_doublings" if doublings else ""
-        raise UserError(f"batch_tokens={batch_tokens} is not a multiple of seq_len={seq_len}{times}: no run has these")
-    stream = TokenStream(dataset_dir, manifest, "train")
-    in_order = state is not None and state.data.carry_state
-    batches = TrainBatches(stream, seq_len, batch_tokens // seq_len, seed, doublings, in_order)
-    if state and state.data.mixture is not None:
-        batches.mixture = open_mixture(dataset_dir, manifest, state.data.mixture, seq_len, seed)
+    stream, sizes = TokenStream(dataset_dir, manifest, "train"), state.batch_sizes
+    batches = TrainBatches(stream, state.seq_len, sizes.last, state.seed, sizes.doublings, state.data.carry_state)
+    if state.data.mixture is not None:
+        batches.mix(dataset_dir, manifest, state.data.mixture)
     return batches
 
 

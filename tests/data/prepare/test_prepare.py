@@ -2,6 +2,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 from collections import Counter
 
 import pytest
@@ -143,6 +144,18 @@ def test_progress_shows_rate_documents_and_time_left(config, corpus, monkeypatch
     times = r"\([\d:]+ elapsed, [\d:]+ left\)"
     line = rf"reading, bytes [\d,]+ of 144,600 {times} [\d,]+ documents, \d+ MB of text, \d+\.\d MB/s"
     assert re.search(line, capsys.readouterr().out)
+
+
+def test_a_dataset_of_another_tokenizer_is_refused(config, rank_file, tmp_path):
+    ranks = tmp_path / "ranks"
+    shutil.copy(rank_file, ranks)
+    settings = config(tokenizer={"name": "gpt2", "path": str(ranks)})
+    first = prepare(settings)
+    ranks.write_bytes(b"".join(rank_file.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(UserError, match=r"another tokenizer than the one that tokenizer\.path holds now"):
+        prepare(settings)
+    ranks.unlink()  # the dataset has its own
+    assert prepare(settings) == first
 
 
 def test_a_second_time_is_quick_and_other_settings_are_refused(config, tmp_path, monkeypatch, capsys):

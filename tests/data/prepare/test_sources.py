@@ -102,6 +102,12 @@ def test_archives_of_several_frames(tmp_path, suffix):
     assert [document.text for document in jsonl(path)] == [str(i) for i in range(50_000)]
 
 
+def test_a_gz_file_may_be_filled_up_with_zeros(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}') + bytes(5000))
+    assert [document.text for document in jsonl(path)] == ["a", "b"]
+
+
 def test_lines_may_end_in_crlf_and_be_blank_and_the_file_may_begin_with_a_mark(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')

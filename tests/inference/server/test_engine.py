@@ -317,6 +317,20 @@ def test_offsets_cut_the_text_at_its_tokens(make_engine):
     assert Counter(token.logprob is None for token in reader.tokens) == {False: len(reader.tokens)}
 
 
+def test_offsets_after_a_prompt_that_ends_inside_a_character(make_engine):
+    engine, prompt = make_engine(), "né 日".encode()[:-1]
+    reader = submit(engine, prompt, max_tokens=30, seed=4, n_top=0, echo=True)
+    turn_until_ended(engine, [reader])
+    first = len(prompt.decode(errors="replace"))
+    written = reader.tokens[len(prompt) :]
+    drawn = bytes(token.id for token in written)
+    assert written[0].offset == first
+    for n, token in enumerate(written):
+        if drawn[n] < 128:  # no part of a longer character
+            assert token.offset == first + len(drawn[:n].decode(errors="replace"))
+            assert reader.text[token.offset] == chr(drawn[n])
+
+
 def test_nothing_foretells_a_token_that_begins_a_text(make_engine):
     engine = make_engine()
     reader = submit(engine, b"ab", prompt_start=0, max_tokens=0, n_top=1, echo=True)
