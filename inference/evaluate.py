@@ -79,8 +79,8 @@ def run_evaluation(config: EvaluateConfig) -> None:
         result = measure(plan, world)
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:
-            plan.loaded.leave(result, config, "eval")
-            checkpoint.leave("eval.png", draw_evaluation(result, checkpoint.state.seq_len))
+            plan.loaded.write_result(result, config, "eval")
+            checkpoint.write_result("eval.png", draw_evaluation(result, checkpoint.state.seq_len))
 
 
 def open_evaluation(config: EvaluateConfig) -> Evaluation:

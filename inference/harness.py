@@ -78,7 +78,7 @@ def run_harness(config: HarnessConfig) -> None:
         **config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"}),
         **{key: found[key] for key in kept if key in found},
     }
-    loaded.leave(result, config.model_copy(update={"include_path": None}), "lm_eval")
+    loaded.write_result(result, config.model_copy(update={"include_path": None}), "lm_eval")
 
 
 def find_tasks(names: str, manager: Any) -> list[str]:

@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
         self.runtime.announce()
         return self.gpt.to(device, self.runtime.param_dtype if autocast else self.runtime.dtype).eval()
 
-    def leave(self, result: dict[str, Any], config: ModelConfig, kind: str) -> None:
+    def write_result(self, result: dict[str, Any], config: ModelConfig, kind: str) -> None:
         """Write a result into the run directory, as KIND.json and into evals/.
 
         There it is named by the checkpoint and by every setting that changes it and is not the default.
@@ -62,8 +62,8 @@ class Loaded(NamedTuple):
         )
         name = name_of([self.checkpoint.path.name, *([] if kind == "eval" else [kind]), *settings])
         text = json.dumps(result, indent=2, default=str) + "\n"
-        self.checkpoint.leave(f"evals/{name}.json", text)
-        self.checkpoint.leave(f"{kind}.json", text)
+        self.checkpoint.write_result(f"evals/{name}.json", text)
+        self.checkpoint.write_result(f"{kind}.json", text)
 
 
 def open_dataset(dataset_dir: Path, tokenizer: Tokenizer) -> Manifest:

@@ -108,7 +108,7 @@ def _converse(loaded: Loaded, prompt: str, before: Reading, config: SampleConfig
     try:
         converse(conversation, config.max_new_tokens)
     finally:
-        loaded.checkpoint.leave("samples.txt", conversation.text + "\n")
+        loaded.checkpoint.write_result("samples.txt", conversation.text + "\n")
     if config.state_out:
         save_state(config.state_out, conversation.reading, loaded)
 
@@ -136,7 +136,7 @@ def _continue(loaded: Loaded, prompts: list[str], before: Reading, config: Sampl
         raise
     finally:  # interrupted texts are kept too
         if begun := [prompt + sample.text for prompt, sample in samples if sample.drawn]:
-            loaded.checkpoint.leave("samples.txt", "\n\n---\n\n".join(begun) + "\n")
+            loaded.checkpoint.write_result("samples.txt", "\n\n---\n\n".join(begun) + "\n")
         say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
 
 

@@ -28,25 +28,21 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from safetensors import SafetensorError
 from torch import Tensor
 
 from common.console import say, warn
 from common.files import read_json, sha256_file, sync_directory, write_atomic, write_json
 from common.settings import Settings, UserError, decode
-from data.loader import BatchSizes
-from data.mixture import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 from trainer.average import AVERAGE
-from trainer.guard import LossStatistics
+from trainer.state import FORMAT_VERSION, TrainState
 from trainer.tensor_file import Expected, read_tensors, save_file
 
-FORMAT_VERSION: Literal[3] = 3
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
 _IN_PARTS = ("model.safetensors", "optimizer.safetensors")
@@ -67,82 +63,6 @@ class Digests(Settings):
     format_version: int
     sha256: dict[str, str]
     """The sum of every other file, by name."""
-
-
-class Kept(Settings):
-    """The settings that cannot change during a run: other values would mean other weights or other batches."""
-
-    model: GPTConfig
-    seed: int = Field(ge=0, lt=2**63)
-    """Seed of the initial weights and of the order of the data."""
-    seq_len: int = Field(ge=1, le=2**24)
-    """Tokens per training sequence."""
-    batch_tokens: int = Field(ge=1, le=2**28)
-    """Tokens per step: the global batch, over all processes and micro-batches."""
-    batch_doublings: list[Annotated[int, Field(ge=1, lt=10**18)]] = Field(default=[], max_length=40)
-    """Batch-size warm-up: the batch doubles after each of these steps, and has batch_tokens after the last of them."""
-    average: float | None = Field(default=None, gt=0, le=0.5)
-    """Evaluate and export a running mean of the weights, whose mean age is about this share of the steps so far;
-    null: the weights themselves."""
-    data: DataConfig = DataConfig(mixture=None, document_reset=False, carry_state=False)
-    init_from: Path | None = None
-    """Weights to begin with: those of a run's newest checkpoint, or of a given one, averaged if it has averages. It has
-    the same model and tokenizer; optimizer, step and schedule start from scratch. null: random weights."""
-
-    @property
-    def batch_sizes(self) -> BatchSizes:
-        """Sequences of each step."""
-        return BatchSizes(self.batch_tokens // self.seq_len, self.batch_doublings)
-
-    def tokens(self, steps: int) -> int:
-        """Tokens of the first `steps` steps."""
-        return self.batch_sizes.before(steps) * self.seq_len
-
-    @model_validator(mode="after")
-    def _doublings_ascend(self) -> Self:
-        if self.batch_doublings != sorted(set(self.batch_doublings)):
-            raise ValueError(f"batch_doublings={self.batch_doublings} does not ascend: give steps such as [1000,4000]")
-        return self
-
-    @model_validator(mode="after")
-    def _documents_fit(self) -> Self:
-        if self.data.document_reset:
-            self.model.check_documents()
-        if self.data.carry_state:
-            self.model.check_constant_state("data.carry_state=true", from_empty=True)
-            if self.batch_doublings:
-                raise ValueError("data.carry_state=true needs batches of one size: leave out batch_doublings")
-        return self
-
-
-class TrainState(Kept):
-    """The state of a run besides its tensors."""
-
-    format_version: Literal[3] = FORMAT_VERSION
-    optimizer: str = "adamw"
-    """Its name: another one has other state."""
-    step: int = Field(ge=0, lt=10**18)
-    """Steps done."""
-    best_val_loss: float | None = None
-    """Lowest validation loss so far, nats per token."""
-    best_step: Annotated[int, Field(ge=0)] | None = None
-    """The step with the lowest loss, whose checkpoint is kept."""
-    passed_over: dict[Annotated[int, Field(ge=1)], str] = Field(default_factory=dict)
-    """Recent or future steps, counted from 1, that are skipped, with the reason."""
-    statistics: LossStatistics = LossStatistics()
-    """Statistics of the losses so far, to detect spikes."""
-    micro_batch: Annotated[int, Field(ge=1)] | None = None
-    """What runtime.micro_batch=auto chose."""
-    micro_batch_for: str = ""
-    """The device and the number of processes that micro_batch was chosen for."""
-    processes: Annotated[int, Field(ge=1, le=2**20)] = 1
-    """Number of processes, each with its own random numbers."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """What the processes ran on."""
-    run_id: str = Field(pattern=r"^[\w-]{1,64}$")
-    """Name of the run for trackers; a resumed run keeps it."""
-    dataset_dir: Path
-    dataset_fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -176,7 +96,7 @@ class Checkpoint:
         files = _sums(self.path)[f"{name}.safetensors"]
         return read_tensors([self.path / file for file in files], expected, rows)
 
-    def leave(self, name: str, content: bytes | str) -> None:
+    def write_result(self, name: str, content: bytes | str) -> None:
         """Write a file into the run directory and print its path. Only warns if the directory is read-only."""
         path = self.run_dir / name
         try:
@@ -460,8 +380,7 @@ def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | N
     than `state`, which are damaged, and what crashed saves left behind.
 
     Args:
-        state: of the newest whole checkpoint. A run also calls this at its start, in case it was killed before, unless
-            later checkpoints are damaged: those are kept until the next save, because a disk may recover.
+        state: of the newest whole checkpoint.
     """
     folder, paths = checkpoints_dir(run_dir), _all(run_dir)
     upto = [path for path in paths if step_of(path) <= state.step]

@@ -6,10 +6,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from common.settings import Settings
-from trainer.checkpoint import Kept
 from trainer.optim import OptimConfig
 from trainer.runtime import RuntimeConfig
 from trainer.schedule import ScheduleConfig
+from trainer.state import FixedSettings
 from trainer.trackers import TrackerConfig
 
 
@@ -35,7 +35,7 @@ class EvalConfig(Settings, defaults="train:eval"):
     """Batches of batch_tokens to evaluate, spread evenly over the validation split; null: all of it."""
 
 
-class TrainConfig(Kept, defaults="train"):
+class TrainConfig(FixedSettings, defaults="train"):
     """One training run."""
 
     run_dir: Path

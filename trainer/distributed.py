@@ -185,7 +185,7 @@ def _is_sharded(tensor: Any) -> "TypeGuard[DTensor]":
 
 
 class SequenceGroup:
-    """Processes with ranks that follow each other, which share sequences: each has a stretch of them, in order.
+    """Consecutive ranks that share each sequence: the first has its beginning, the last its end.
 
     `size` is their number, and `place` this process's place among them. The world has `count` such groups, and this one
     is number `index`. Every process must make its group.

@@ -9,8 +9,9 @@ from trainer.checkpoint import newest, retain, step_of
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.progress import TrainingProgress
-from trainer.resume import check_folder, open_source, own_run, say_changes
+from trainer.resume import open_source
 from trainer.run import RollBack, Run, open_data
+from trainer.run_dir import check_folder, own_run, say_changes
 from trainer.runtime import open_runtime
 from trainer.signals import StopSignals
 from trainer.step import Abandoned
@@ -51,7 +52,8 @@ def check(config: TrainConfig) -> None:
 
 def _train(run: Run, config: TrainConfig) -> float | None:
     last = newest(config.run_dir)
-    if run.world.is_main and last and step_of(last) == run.step:  # a killed save may have left this undone
+    # A killed save may have left this undone. If newer checkpoints are damaged, they stay: a disk may recover.
+    if run.world.is_main and last and step_of(last) == run.step:
         retain(config.run_dir, run.state, config.checkpoint.keep_last, config.checkpoint.keep_every)
     if run.step >= config.last_step:
         if run.world.is_main:

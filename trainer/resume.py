@@ -1,20 +1,13 @@
-"""Starts a run or resumes it from its newest checkpoint, and records how it was run."""
+"""Starts a run, or resumes it from its newest checkpoint."""
 
-import os
-import platform
 import secrets
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.commit import git_commit
-from common.console import say, warn
-from common.files import read_json, write_json
-from common.lock import owned
+from common.console import say
 from common.settings import UserError, differences
 from data.shards import Manifest
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -23,8 +16,6 @@ from model.state import restored, tensors_of
 from trainer.checkpoint import (
     FLOATS,
     Checkpoint,
-    Kept,
-    TrainState,
     checkpoint_path,
     newest_whole,
     open_checkpoint,
@@ -35,11 +26,10 @@ from trainer.checkpoint import (
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
-from trainer.runtime import device_name
+from trainer.state import FixedSettings, TrainState
 from trainer.tensor_file import Expected
 
-_KEPT = set(Kept.model_fields)
-_ROUNDING = "device", "dtype", "torch"  # parts of the environment that rounding depends on
+_FIXED = set(FixedSettings.model_fields)
 
 
 def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
@@ -50,19 +40,8 @@ def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
         run_id=secrets.token_hex(4),
         dataset_dir=config.dataset_dir.absolute(),
         dataset_fingerprint=manifest.fingerprint,
-        **{name: getattr(config, name) for name in _KEPT},
+        **{name: getattr(config, name) for name in _FIXED},
     )
-
-
-def initialise(gpt: GPT, world: World, dtype: torch.dtype) -> None:
-    """Give a sharded model that is on the meta device the weights that GPT(gpt.config) would have here.
-
-    Each process draws all of them, one block at a time, and keeps its parts.
-    """
-    weights = gpt.to_empty(device=world.device).state_dict()
-    for name, module in gpt.config.parts():
-        for key, value in module.to(dtype).state_dict(prefix=f"{name}.").items():
-            weights[key].copy_(world.like(value, weights[key]))
 
 
 def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoint:
@@ -182,73 +161,8 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
     if before.dataset_fingerprint != now.dataset_fingerprint:
         what = f"{path} was trained on {before.dataset_dir}, whose content is not that of dataset_dir={now.dataset_dir}"
         raise UserError(f"{what}: use that dataset, or another run_dir")
-    was, wanted = (state.model_dump(mode="json", include={*_KEPT, "optimizer"}) for state in (before, now))
+    was, wanted = (state.model_dump(mode="json", include={*_FIXED, "optimizer"}) for state in (before, now))
     changed = differences(was, wanted)
     if changed:
         listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())
         raise UserError(f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir")
-
-
-def check_folder(run_dir: Path) -> None:
-    """Raise UserError if run_dir, which need not exist, is a dataset or a folder of runs."""
-    if (run_dir / "checkpoints").exists():
-        return
-    if (run_dir / "train-00000.bin").exists():
-        raise UserError(f"run_dir={run_dir} is a dataset: choose another folder for the run")
-    if runs := sorted(run_dir.glob("*/checkpoints")):
-        raise UserError(f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them")
-
-
-def own_run(run_dir: Path) -> AbstractContextManager[None]:
-    """Keep other processes from training in run_dir while the context lasts.
-
-    Raises:
-        UserError: another process already trains there. The lock of a dead process does not count.
-    """
-
-    def taken() -> str:
-        try:
-            environment = read_json(run_dir / "config.json")["environment"]
-            holder = f"process {environment['pid']} on {environment['host']}"
-        except (UserError, KeyError, TypeError):  # it has not written that yet
-            holder = "another process"
-        return f"run_dir={run_dir} is being trained in by {holder}: wait until it is done, or use another run_dir"
-
-    return owned(run_dir / "run.lock", taken)
-
-
-def write_config(path: Path, config: dict[str, Any], world: World, found: dict[str, Any], resumed: bool) -> None:
-    """Write config.json: the configuration, and the versions, devices and environment that a run's numbers depend on.
-
-    Prints what changed since the run was last started. `found` is what else is known about model and device.
-    """
-    environment = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "git_commit": git_commit(),
-        "device": device_name(world.device),
-        "processes": world.size,
-        "host": platform.node(),
-        "pid": os.getpid(),
-        **found,
-    }
-    if resumed:
-        line = "changed since this run was last started: {key}={new} (before: {old})"
-        say_changes(path, config, line, {key: environment[key] for key in _ROUNDING})
-    write_json(path, {"config": config, "environment": environment})
-
-
-def say_changes(path: Path, config: dict[str, Any], line: str, environment: dict[str, Any]) -> None:
-    """Print a line for every setting, and every given part of the environment, that differs from config.json.
-
-    `line` has the places {key}, {new} and {old}.
-    """
-    try:
-        file = read_json(path)
-        before = {key: file["environment"][key] for key in environment}
-        changes = differences(file["config"], config) | differences(before, environment)
-    except (UserError, KeyError, TypeError, AttributeError) as error:  # the file is only a record: no reason to stop
-        return warn(f"{path} is damaged: {error}")
-    for key, (old, new) in changes.items():
-        say(line.format(key=key, new=new, old=old))

@@ -16,12 +16,12 @@ from data.loader import EvalBatches, TrainBatches, eval_windows
 from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.gpt import GPT, GPTState
+from model.gpt import GPTState
 from model.state import cat_states
 from trainer.average import Average
+from trainer.build import build_model
 from trainer.carried import gathered, restarted_rows, split_rows
 from trainer.config import TrainConfig
-from trainer.context import share_sequences
 from trainer.curves import RunCurves, curves_of
 from trainer.distributed import SequenceGroup, World
 from trainer.guard import bad_steps_before, keep_evidence, why_bad
@@ -32,13 +32,14 @@ from trainer.micro_batch import choose_micro_batch, out_of_memory
 from trainer.optim import named_state
 from trainer.plot import draw_losses
 from trainer.randomness import RANDOM, random_state, seed_process
-from trainer.resume import find_checkpoint, initialise, new_state, restore, take_weights, write_config
-from trainer.runtime import Runtime, device_name, maybe_compile, peak_flops
+from trainer.resume import find_checkpoint, new_state, restore, take_weights
+from trainer.run_dir import write_config
+from trainer.runtime import Runtime, device_name, peak_flops
 from trainer.saving import Saver
 from trainer.signals import StopSignals
-from trainer.step import Abandoned, MicroBatches, StepResult, SummedLoss, train_step
+from trainer.step import Abandoned, MicroBatches, StepResult, train_step
 from trainer.trackers import Trackers
-from trainer.transfer import ratios, scale_weights
+from trainer.transfer import ratios
 
 _FLOPS_OF_A_CORE = 5e10  # in a second, of a fast core in float32
 _LONG_STEP = 120  # seconds
@@ -82,21 +83,8 @@ class Run:
         self.resumed = checkpoint is not None
         if self.resumed and config.resume == "never":
             raise UserError(f"run_dir={config.run_dir} holds a run, and resume=never: choose another, or resume=auto")
-        torch.manual_seed(config.seed)
         eot_id = config.data.reset_at(self.tokenizer.eot_id)
-        fsdp = config.runtime.strategy == "fsdp"
-        with torch.device("meta") if fsdp else contextlib.nullcontext():  # fsdp: for models that do not fit here
-            self.gpt = GPT(config.model, eot_id).to(self.runtime.param_dtype)
-        self.gpt.recompute(config.runtime.recompute)
-        if self.group.size > 1:
-            share_sequences(self.gpt, self.group)
-        summed_loss = SummedLoss(self.gpt)
-        parts = self.gpt.blocks if fsdp else [summed_loss]
-        maybe_compile(parts, config.runtime, self.runtime, self.gpt)
-        self.summed_loss = world.wrap(summed_loss, config.runtime.strategy, self.runtime.dtype)
-        if fsdp:
-            initialise(self.gpt, world, self.runtime.param_dtype)
-        scale_weights(self.gpt, config.optim.transfer)
+        self.gpt, self.summed_loss = build_model(config, self.runtime, world, self.group, eot_id)
         if config.init_from is not None and not self.resumed:
             take_weights(self.gpt, config.init_from, self.tokenizer, world)
         seed_process(f"{config.seed} 0 {world.rank}")

@@ -11,10 +11,11 @@ from torch import Tensor
 from common.console import warn
 from common.settings import UserError
 from data.tokenizer import Tokenizer
-from trainer.checkpoint import TrainState, retain, save_checkpoint
+from trainer.checkpoint import retain, save_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed import World
 from trainer.metrics import MetricsLog
+from trainer.state import TrainState
 
 Parts = Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]
 """("model", (name, tensor) ...), ("optimizer", ...), ("random", ...); on any device."""

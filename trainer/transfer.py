@@ -31,9 +31,10 @@ from model.gpt import GPT, MLPBlock
 
 
 class TransferConfig(Settings):
-    """The size of the model that optim.max_lr was tuned for, so that it is right for models of other sizes, too.
+    """The size of the model that optim.max_lr was tuned for.
 
-    Learning rates and initial weights follow from it (CompleteP, Dey et al. 2025); null: they are as given.
+    Learning rates and initial weights of another size are derived from it (CompleteP, Dey et al. 2025); null: they are
+    as given.
     """
 
     n_embd: int = Field(ge=1)

@@ -19,9 +19,10 @@ from model.gpt import GPT
 from tools.convert.export_hf import export
 from tools.plan.plan import PlanConfig, plan
 from trainer.average import AVERAGE, Average
-from trainer.checkpoint import TrainState, checkpoint_path, load_model, newest, open_checkpoint, open_model
+from trainer.checkpoint import checkpoint_path, load_model, newest, open_checkpoint, open_model
 from trainer.distributed import World
 from trainer.loop import fit
+from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -240,7 +240,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.trainer.test_memory import allocations, config_of
 from model.gpt import GPT
 from trainer.distributed import join_world
-from trainer.resume import initialise
+from trainer.build import initialise
 from trainer.step import SummedLoss
 
 with join_world(torch.device("cpu")) as world:

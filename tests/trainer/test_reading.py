@@ -12,10 +12,11 @@ from alone import open_run
 from common.settings import UserError, decode
 from data.loader import TrainBatches
 from model.gpt import GPT
-from trainer.checkpoint import TrainState, newest, open_checkpoint
+from trainer.checkpoint import newest, open_checkpoint
 from trainer.loop import fit
 from trainer.resume import new_state
 from trainer.run import Run
+from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

@@ -13,12 +13,13 @@ import trainer.saving
 from common.lock import owned
 from common.settings import UserError
 from data.tokenizer import BytesConfig, build_tokenizer
-from trainer.checkpoint import TrainState, checkpoints_dir, open_checkpoint
+from trainer.checkpoint import checkpoints_dir, open_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed import World
 from trainer.loop import fit
 from trainer.metrics import MetricsLog
 from trainer.saving import Saver
+from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 

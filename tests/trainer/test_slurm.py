@@ -8,7 +8,7 @@ import sys
 import pytest
 from ranks import ROOT, environment, lines_in, wait_until
 
-from trainer.resume import own_run
+from trainer.run_dir import own_run
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 

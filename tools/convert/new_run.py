@@ -7,8 +7,9 @@ from common.files import make_directory
 from common.settings import UserError, decode
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
-from trainer.checkpoint import TrainState, newest, save_checkpoint
-from trainer.resume import own_run
+from trainer.checkpoint import newest, save_checkpoint
+from trainer.run_dir import own_run
+from trainer.state import TrainState
 
 _NO_DATASET = Path("no-dataset-that-was-given")
 

@@ -10,7 +10,8 @@ from common.settings import UserError
 from data.loader import TrainBatches, step_windows
 from data.prepare.inspect import documents_table, draw_sets, sets_table, window_text
 from data.shards import Manifest, SplitName, TokenStream, read_manifest
-from trainer.checkpoint import TrainState, open_checkpoint
+from trainer.checkpoint import open_checkpoint
+from trainer.state import TrainState
 
 
 def inspect(**given: Any) -> None:

@@ -44,7 +44,8 @@ def make_gpt():
 @pytest.fixture(scope="session")
 def run_dir(make_gpt, tokenizer, tmp_path_factory):
     """A run named "tiny" with such a model, whose texts do not end by themselves."""
-    from trainer.checkpoint import TrainState, save_checkpoint
+    from trainer.checkpoint import save_checkpoint
+    from trainer.state import TrainState
 
     gpt, path = make_gpt(endless=True), tmp_path_factory.mktemp("runs") / "tiny"
     path.mkdir()

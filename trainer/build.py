@@ -1,0 +1,50 @@
+"""Builds a run's model from its seed."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from model.gpt import GPT
+from trainer.config import TrainConfig
+from trainer.context import share_sequences
+from trainer.distributed import SequenceGroup, World
+from trainer.runtime import Runtime, maybe_compile
+from trainer.step import SummedLoss
+from trainer.transfer import scale_weights
+
+
+def build_model(
+    config: TrainConfig, runtime: Runtime, world: World, group: SequenceGroup, eot_id: int | None
+) -> tuple[GPT, nn.Module]:
+    """Return the model with initial weights, on its device, and its summed loss, which the processes share.
+
+    Args:
+        group: the processes that share sequences.
+        eot_id: as of GPT.
+    """
+    torch.manual_seed(config.seed)
+    fsdp = config.runtime.strategy == "fsdp"
+    with torch.device("meta") if fsdp else contextlib.nullcontext():  # fsdp: for models that do not fit here
+        gpt = GPT(config.model, eot_id).to(runtime.param_dtype)
+    gpt.recompute(config.runtime.recompute)
+    if group.size > 1:
+        share_sequences(gpt, group)
+    summed_loss = SummedLoss(gpt)
+    maybe_compile(gpt.blocks if fsdp else [summed_loss], config.runtime, runtime, gpt)
+    wrapped = world.wrap(summed_loss, config.runtime.strategy, runtime.dtype)
+    if fsdp:
+        initialise(gpt, world, runtime.param_dtype)
+    scale_weights(gpt, config.optim.transfer)
+    return gpt, wrapped
+
+
+def initialise(gpt: GPT, world: World, dtype: torch.dtype) -> None:
+    """Give a sharded model that is on the meta device the weights that GPT(gpt.config) would have here.
+
+    Each process draws all of them, one block at a time, and keeps its parts.
+    """
+    weights = gpt.to_empty(device=world.device).state_dict()
+    for name, module in gpt.config.parts():
+        for key, value in module.to(dtype).state_dict(prefix=f"{name}.").items():
+            weights[key].copy_(world.like(value, weights[key]))

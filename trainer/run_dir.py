@@ -1,0 +1,84 @@
+"""A run's directory: who trains in it, and config.json, the record of how the run was started."""
+
+import os
+import platform
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.commit import git_commit
+from common.console import say, warn
+from common.files import read_json, write_json
+from common.lock import owned
+from common.settings import UserError, differences
+from trainer.distributed import World
+from trainer.runtime import device_name
+
+_ROUNDING = "device", "dtype", "torch"  # parts of the environment that rounding depends on
+
+
+def check_folder(run_dir: Path) -> None:
+    """Raise UserError if run_dir, which need not exist, is a dataset or a folder of runs."""
+    if (run_dir / "checkpoints").exists():
+        return
+    if (run_dir / "train-00000.bin").exists():
+        raise UserError(f"run_dir={run_dir} is a dataset: choose another folder for the run")
+    if runs := sorted(run_dir.glob("*/checkpoints")):
+        raise UserError(f"run_dir={run_dir} has runs in it, such as {runs[0].parent.name}: choose a folder beside them")
+
+
+def own_run(run_dir: Path) -> AbstractContextManager[None]:
+    """Keep other processes from training in run_dir while the context lasts.
+
+    Raises:
+        UserError: another process already trains there. The lock of a dead process does not count.
+    """
+
+    def taken() -> str:
+        try:
+            environment = read_json(run_dir / "config.json")["environment"]
+            holder = f"process {environment['pid']} on {environment['host']}"
+        except (UserError, KeyError, TypeError):  # it has not written that yet
+            holder = "another process"
+        return f"run_dir={run_dir} is being trained in by {holder}: wait until it is done, or use another run_dir"
+
+    return owned(run_dir / "run.lock", taken)
+
+
+def write_config(path: Path, config: dict[str, Any], world: World, found: dict[str, Any], resumed: bool) -> None:
+    """Write config.json: the configuration, and the versions, devices and environment that a run's numbers depend on.
+
+    Prints what changed since the run was last started. `found` is what else is known about model and device.
+    """
+    environment = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "git_commit": git_commit(),
+        "device": device_name(world.device),
+        "processes": world.size,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        **found,
+    }
+    if resumed:
+        line = "changed since this run was last started: {key}={new} (before: {old})"
+        say_changes(path, config, line, {key: environment[key] for key in _ROUNDING})
+    write_json(path, {"config": config, "environment": environment})
+
+
+def say_changes(path: Path, config: dict[str, Any], line: str, environment: dict[str, Any]) -> None:
+    """Print a line for every setting, and every given part of the environment, that differs from config.json.
+
+    `line` has the places {key}, {new} and {old}.
+    """
+    try:
+        file = read_json(path)
+        before = {key: file["environment"][key] for key in environment}
+        changes = differences(file["config"], config) | differences(before, environment)
+    except (UserError, KeyError, TypeError, AttributeError) as error:  # the file is only a record: no reason to stop
+        return warn(f"{path} is damaged: {error}")
+    for key, (old, new) in changes.items():
+        say(line.format(key=key, new=new, old=old))
