@@ -221,7 +221,8 @@ def run_up_to_types(kernel, *arguments, **options):
     try:
         run(kernel, *arguments, **options)
     except Typed:
-        print(kernel.__name__)
+        pass
+    print(kernel.__name__)  # compiled up to here, or whole in Triton's cache
 add_stages, CUDABackend.add_stages = CUDABackend.add_stages, stages_up_to_types
 run, JITFunction.run = JITFunction.run, run_up_to_types
 import torch
