@@ -37,6 +37,7 @@ _SIZES = {256: ("0.4 M", "o"), 512: ("2 M", "s"), 1024: ("5 M", "D")}
 _FLAGSHIP = "model=log_gpt2_1m"
 _GELU = "model.block.activation=gelu"
 _PAIRS = {
+    "0.4 M": (f"{_FLAGSHIP} model.n_embd=82 model.n_head=4", "model=gpt_1m model.n_embd=84 model.n_head=3", 8448),
     "0.9 M": (_FLAGSHIP, "model=gpt_1m", 8192),
     "0.9 M, 18.6 MB": (_FLAGSHIP, "model=gpt_1m", 18176),
     "0.9 M, GELU": (f"{_FLAGSHIP} {_GELU}", f"model=gpt_1m {_GELU}", 8192),
