@@ -126,7 +126,8 @@ def _alike(last: str, names: list[str]) -> list[str]:
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. A missing value is None."""
     old, new = flat(before), flat(now)
-    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+    keys = [key for key in sorted(old | new) if not any(other.startswith(f"{key}.") for other in old | new)]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -157,7 +157,8 @@ class Engine:
             n_vocab, eot_id: as for `read`.
             interleave: read prompts piece by piece between other texts' tokens.
             cache: keeps prompts that were read. Texts have the same bits with and without it.
-            step: of an earlier engine with as many streams, whose CUDA graphs are used again.
+            step: one for at least `max_streams` rows, whose CUDA graphs are used again. Engines that share it do not
+                take turns.
         """
         self.gpt, self.n_vocab, self.eot_id = gpt, n_vocab, eot_id
         self.max_streams, self.interleave, self.cache = max_streams, interleave, cache

@@ -46,7 +46,7 @@ class TokenLog:
         self._add(token_id, None, {})
 
     def end_prompt(self) -> None:
-        """Begin the continuation: a character that the prompt leaves incomplete ends there."""
+        """End the prompt: a character that it leaves incomplete counts as one, and the continuation begins after it."""
         self._n_chars += len(self._text.end())
         self._text = TextStream(self._tokenizer)
 

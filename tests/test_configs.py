@@ -8,7 +8,7 @@ import torch
 
 from cli import compose as compose_command
 from cli import to_dict
-from common.settings import Settings, decode
+from common.settings import Settings, decode, differences
 from data.prepare.dataset import PrepareConfig
 from inference.evaluate import EvaluateConfig
 from inference.harness import HarnessConfig
@@ -104,6 +104,19 @@ def test_there_are_members_of_all_the_groups_that_users_are_told_of():
         "tracker",
         "experiment",
     }
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, {"a.c": (2, 3)}),
+        ({"a": {}}, {"a": None}, {"a": ({}, None)}),
+        ({"a": {}}, {"a": {"b": 1}}, {"a.b": (None, 1)}),
+        ({"a": {}}, {"a": {}}, {}),
+    ],
+)
+def test_settings_that_differ(before, now, found):
+    assert differences(before, now) == found
 
 
 def test_a_yaml_begins_with_what_it_is():

@@ -21,7 +21,7 @@ def build_model(
 
     Args:
         group: the processes that share sequences.
-        eot_id: as of GPT.
+        eot_id: as for `GPT`.
     """
     torch.manual_seed(config.seed)
     fsdp = config.runtime.strategy == "fsdp"

@@ -82,7 +82,7 @@ def step_memory(
 
     pieces = -(-seq_len // (runtime.sequence_chunk or seq_len))
     n_states = 2 * carried + (micro_batch * pieces if pieces > 1 else 0)  # carried: before the step, and after it
-    states = n_states * _state_bytes(gpt) if n_states else 0
+    states = n_states * _state_bytes(gpt, narrow) if n_states else 0
     seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
     V, D = gpt.embed.weight.shape
     tokens = micro_batch * seq_len
@@ -111,8 +111,8 @@ def step_memory(
     )
 
 
-def _state_bytes(gpt: GPT) -> int:
-    """Bytes of a text's state, which is kept before each piece."""
+def _state_bytes(gpt: GPT, of_keys: int) -> int:
+    """Bytes of a text's state, which is kept before each piece; a number of a cached key has `of_keys`."""
     position: Any = gpt.position
     blocks: Any = gpt.blocks
     device = gpt.embed.weight.device
@@ -121,7 +121,7 @@ def _state_bytes(gpt: GPT) -> int:
     for layer, block in zip(gpt.config.layers, blocks, strict=True):
         if isinstance(layer, LongformerConfig):  # its size is constant only after its first tokens
             width = block.attention.n_kv_head * gpt.config.head_features
-            total += 2 * (layer.window + 2 * layer.n_global) * width * gpt.embed.weight.itemsize
+            total += 2 * (layer.window + 2 * layer.n_global) * width * of_keys
         else:
             total += state_bytes(block.initial_state(1))
     return total

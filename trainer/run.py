@@ -17,7 +17,7 @@ from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPTState
-from model.state import cat_states
+from model.state import cat_states, state_bytes
 from trainer.average import Average
 from trainer.build import build_model
 from trainer.carried import gathered, restarted_rows, split_rows
@@ -114,12 +114,12 @@ class Run:
             share, seq_len = -(-self.config.batch_size // world.size), self.config.seq_len
 
             def predict(size: int) -> int:
-                recompute = self.config.runtime.recompute
-                carried = share if self.config.data.carry_state else 0
+                """What a step needs besides what there is already: weights, optimizer, and the states carried to it."""
+                recompute, carried = self.config.runtime.recompute, share if self.config.data.carry_state else 0
                 memory = step_memory(
                     self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute, carried=carried
                 )
-                return memory.peak - memory.weights - memory.optimizer
+                return memory.peak - memory.weights - memory.optimizer - state_bytes(self.carried)
 
             def states(size: int) -> list[GPTState]:
                 return [self.gpt.initial_state(size)] if self.config.data.carry_state else []

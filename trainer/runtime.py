@@ -19,9 +19,10 @@ from common.console import count, say_once
 from common.settings import Settings, UserError
 from model.compiled import check, shortened
 from model.gpt import GPT, Recompute
-from model.ops.checks import Wrong, failed_check, separate_compiled_code
+from model.ops.checks import Wrong, failed_check, outcomes, separate_compiled_code
 from trainer.devices import device_of_gpu
 
+_BFLOAT16 = "bfloat16"  # the name of its check
 _SECONDS_TO_COMPILE = 500.0  # a small model
 _SECONDS_FOR_KERNELS = 1800.0  # for the checks of all operators of a model, each with a limit of its own
 
@@ -84,12 +85,16 @@ class Runtime:
     dtype: torch.dtype
     sequence_chunk: int | None = None
     """That of RuntimeConfig."""
+    why_float32: str | None = None
+    """Why runtime.dtype=auto is not bfloat16, if a check has failed."""
 
     def announce(self) -> None:
         """Print the choice."""
         exact = torch.are_deterministic_algorithms_enabled()
         how = "" if exact else ", without the same bits in every run (runtime.deterministic=true is slower)"
         say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}")
+        if self.why_float32:
+            say_once(f"runtime.dtype=auto is float32: bfloat16 {self.why_float32}")
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -114,16 +119,18 @@ def open_runtime(config: DeviceConfig) -> Runtime:
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
-    name = config.dtype
+    name, why_float32 = config.dtype, None
     if name == "auto":
         name = "bfloat16" if is_bfloat16_fast(device) else "float32"
+        why_float32 = outcomes.get(_BFLOAT16)
     deterministic = device.type == "cpu" if config.deterministic == "auto" else config.deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging; slow
     torch.set_float32_matmul_precision("high")
-    return Runtime(device, getattr(torch, name), config.sequence_chunk if isinstance(config, RuntimeConfig) else None)
+    sequence_chunk = config.sequence_chunk if isinstance(config, RuntimeConfig) else None
+    return Runtime(device, getattr(torch, name), sequence_chunk, why_float32)
 
 
 def keep_freed_memory() -> None:
@@ -144,9 +151,7 @@ def is_bfloat16_fast(device: torch.device) -> bool:
     if not torch.cpu._is_avx512_bf16_supported():  # CPUs with AMX have this, too
         return False
     # Its outcome is kept until torch or this code changes, so that timings do not change the type of a run.
-    if failure := failed_check("bfloat16", check_bfloat16, "cpu", 120):
-        say_once(f"runtime.dtype=auto is float32: bfloat16 {failure}")
-    return failure is None
+    return failed_check(_BFLOAT16, check_bfloat16, "cpu", 120) is None
 
 
 def check_bfloat16(device: str) -> None:

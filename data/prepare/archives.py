@@ -59,18 +59,23 @@ def _chunks(path: Path, seen: Seen) -> Iterator[bytes]:
 
         return _decompressed(raw, lambda: ZstdDecompressor().decompressobj(), ZstdError)
     if suffix == ".gz":
-        return _decompressed(raw, lambda: zlib.decompressobj(wbits=31), zlib.error)
+        return _decompressed(raw, lambda: zlib.decompressobj(wbits=31), zlib.error, padded=True)
     return raw
 
 
-def _decompressed(raw: Iterator[bytes], new_frame: Callable[[], Any], broken: type[Exception]) -> Iterator[bytes]:
-    """Decompress an archive, which may hold several frames (.zst) or members (.gz) in a row."""
-    frame = None
+def _decompressed(
+    raw: Iterator[bytes], new_frame: Callable[[], Any], broken: type[Exception], padded: bool = False
+) -> Iterator[bytes]:
+    """Decompress an archive, which may hold several frames (.zst) or members (.gz) in a row.
+
+    `padded`: zeros after a member are ignored, with which tapes and block devices fill up .gz files.
+    """
+    frame, begun = None, False
     for chunk in raw:
         while chunk:
-            if frame is None and not (chunk := chunk.lstrip(b"\0")):  # zeros may fill up the last block of a .gz file
+            if padded and begun and frame is None and not (chunk := chunk.lstrip(b"\0")):
                 break
-            frame = frame or new_frame()
+            frame, begun = frame or new_frame(), True
             try:
                 content = frame.decompress(chunk)
             except broken as error:

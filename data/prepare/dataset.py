@@ -92,7 +92,7 @@ def _prepare(config: PrepareConfig, piece: int | None = None) -> Manifest | None
     source, folder = _share(config) if is_task else (config.data, partial_dir(config.out_dir))
     prepared = config.recorded()
     file = getattr(config.tokenizer, "path", None)
-    found = build_tokenizer(config.tokenizer) if file is not None and file.exists() else None  # its file may change
+    found = build_tokenizer(config.tokenizer) if file is not None and file.exists() else None  # it may have changed
     sha256 = None if found is None else found.sha256
     if not is_task and (manifest := existing(config.out_dir, prepared, sha256)) is not None:
         return manifest

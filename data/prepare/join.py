@@ -14,7 +14,7 @@ from common.files import sync_directory, write_json
 from common.settings import UserError
 from data.prepare.inspect import sets_table
 from data.prepare.items import NO_TEXT, REMEDIES
-from data.prepare.parts import Part, Plan, changes_between, damaged, read_parts, remove
+from data.prepare.parts import RANKS, Part, Plan, changes_between, damaged, read_parts, remove
 from data.prepare.writer import ShardWriter
 from data.shards import MANIFEST, MAX_SETS, RECORD, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest
 from data.tokenizer import load_tokenizer, save_tokenizer
@@ -54,11 +54,9 @@ def existing(out_dir: Path, prepared: dict[str, Any], tokenizer: str | None) -> 
     """
     if (out_dir / MANIFEST).exists():
         manifest = read_manifest(out_dir)
-        if changes := changes_between(manifest.prepared, prepared):
+        before, now = {RANKS: manifest.tokenizer.sha256}, {RANKS: tokenizer or manifest.tokenizer.sha256}
+        if changes := changes_between(manifest.prepared | before, prepared | now):
             raise UserError(f"out_dir={out_dir} was made with {changes}: choose another out_dir or delete it")
-        if tokenizer not in (None, manifest.tokenizer.sha256):
-            why = "was made with another tokenizer than the one that tokenizer.path holds now"
-            raise UserError(f"out_dir={out_dir} {why}: choose another out_dir or delete it")
         say(f"{out_dir} is already prepared with these settings; delete it to prepare it again")
         remove(partial_dir(out_dir))  # left by a run that was stopped at its very end
         return manifest

@@ -38,6 +38,7 @@ from data.shards import TOKENIZER, Count, Strict, TokenizerId
 from data.tokenizer import Tokenizer, save_tokenizer
 
 PLAN = "plan.json"
+RANKS = "sha256 of the tokenizer's ranks"
 FINISHED = "finished"
 ENTRY = np.dtype(
     [("tokens", "<u8"), ("input", "<u4"), ("number", "<u8"), ("set", "<u4"), ("utf8_bytes", "<u8"), ("digest", "S16")]
@@ -62,8 +63,7 @@ class Plan(Strict):
 
     def changes(self, now: "Plan") -> str:
         """Describe the settings that differ, for a message; empty if none does."""
-        ranks = "sha256 of the tokenizer's ranks"
-        before, after = ({**plan.prepared, ranks: plan.tokenizer.sha256} for plan in (self, now))
+        before, after = ({**plan.prepared, RANKS: plan.tokenizer.sha256} for plan in (self, now))
         return changes_between(before, after)
 
 

@@ -173,7 +173,7 @@ def test_a_mixture_of_a_dataset(dataset, shard_tokens):
     folder, manifest = dataset(documents, shard_tokens, val=[("C", 5)])
     seq_len = 16
     batches = TrainBatches(TokenStream(folder, manifest, "train"), seq_len, batch_size=8, seed=0)
-    batches.mixture = open_mixture(folder, manifest, {"A": 3}, seq_len, seed=0)
+    batches.mix(folder, manifest, {"A": 3})
     of_tokens = np.repeat([manifest.set_names.index(name) for name, _ in documents], [size for _, size in documents])
     sequences = np.arange(4000)
     drawn = batches.mixture.sets(sequences)

@@ -198,7 +198,8 @@ def test_who_stops_listening_ends_the_answer_there(gpt, monkeypatch):
 def test_answers_of_a_conversation_share_one_decoding_step(gpt, monkeypatch):
     """On a GPU its graphs are then recorded once."""
     talk = conversation_of(gpt, monkeypatch, b"abcdefghijkl")
-    monkeypatch.setattr("inference.engine.DecodingStep", None)
+    for module in ("engine", "conversation"):
+        monkeypatch.setattr(f"inference.{module}.DecodingStep", None)
     for _ in range(2):
         talk.add("x")
         assert "".join(talk.answer(5))

@@ -65,6 +65,13 @@ def test_a_run_with_a_mixture_goes_on_as_if_nothing_had_happened(tiny, sets_dir,
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+def test_an_empty_mixture_is_not_the_corpus_as_it_is(tiny, sets_dir):
+    config = {"dataset_dir": str(sets_dir), "data.mixture": {}}
+    fit(tiny(config | {"stop_at": 2}))
+    with pytest.raises(UserError, match=r"another run: data\.mixture=None \(checkpoint: \{\}\)"):
+        fit(tiny(config | {"data.mixture": None}))
+
+
 @pytest.mark.parametrize(
     ("mixture", "message"),
     [

@@ -95,7 +95,10 @@ def test_auto_takes_bfloat16_on_a_cpu_that_computes_in_it_and_passes_a_check(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(checks, "_run", lambda *arguments: (failure, ""))
     checks.failed_check.cache_clear()
-    assert open_runtime(decode(DeviceConfig, {"device": "cpu"})).dtype == dtype
+    opened = open_runtime(decode(DeviceConfig, {"device": "cpu"}))
+    assert opened.dtype == dtype
+    assert "runtime.dtype=auto" not in capsys.readouterr().out  # processes that are not the main one are not quiet yet
+    opened.announce()
     said = capsys.readouterr().out
     assert ("runtime.dtype=auto is float32: bfloat16 failed a check" in said) is bool(failure)
     assert open_runtime(decode(DeviceConfig, {"device": "cpu", "dtype": "float64"})).dtype == torch.float64

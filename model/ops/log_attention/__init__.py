@@ -77,6 +77,7 @@ def log_attention(
 
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
+        On GPUs, products have the precision of q and k.
 
     Raises:
         ValueError: shapes do not match, a gate is above 0 or NaN (checked on CPUs, if q is finite), or the backend does

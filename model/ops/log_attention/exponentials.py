@@ -135,7 +135,7 @@ def queries(inputs: Inputs, tokens: slice, frames: Frames, a: Tensor | None = No
     q = frames.split(inputs.q[:, :, tokens], 0.0)
     q = q if a is None else q + a
     row = frame_above(torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True))  # (n, B, H, C, 1)
-    far = FAR[q.dtype]  # a lost key's frame is 8 far: 16 far makes e_q 0 beside it, too
+    far = FAR[q.dtype]  # a key above it has the frame 8 far, and e_q is 0 for it, too
     beyond = torch.maximum(row, frames.key.amax(-1, keepdim=True)) > far
     return scaled_exp(q, finite(row).masked_fill(beyond, 16 * far), -frames.key)
 

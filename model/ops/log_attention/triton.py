@@ -38,8 +38,9 @@ def triton_log_attention(
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
     """As causal `log_attention`, for tensors with any strides; the memory layout of log_y is (B, T, H, d_v).
 
-    Products use bfloat16 for bfloat16, tf32 (with the range of bfloat16 and the digits of float16) for float16, and
-    three products of tf32 for float32. Sums are kept in float32, or float64 for float64.
+    The operands of products have the type of q and k: bfloat16 for bfloat16, tf32 (with the range of bfloat16 and the
+    digits of float16) for float16, and three products of tf32 for float32. log_v may be wider; its exponentials are
+    rounded to that type. Sums are kept in float32, or float64 for float64.
     """
     acc = accumulation_dtype(q)
     log_s, log_z = (None, None) if state is None else (x.to(acc).contiguous() for x in state)
@@ -99,7 +100,7 @@ def _empty_results(
     - To save: M (B H, slots, d_k, d_v), z and the frame of keys (B H, slots, d_k), and the frame of values
       (B H, slots, d_v). Slots are before each chunk and after the last, rounded up to whole spans (see
       triton_exact.py).
-    - (B H, tiles + 1, blocks): whether each tile of queries and the last state are doubtful, by block of value columns.
+    - (B H, N + 1, blocks): whether each tile of queries and the last state are doubtful, by block of value columns.
     """
     q, log_v, P = inputs.q, inputs.log_v, _constants(inputs)
     (B, H, T, d_k), d_v = q.shape, log_v.shape[3]
@@ -221,7 +222,7 @@ def _exact(M: Tensor, z: Tensor, *_: Tensor) -> Saved:
 
 
 def _operand(inputs: _Inputs) -> torch.dtype:
-    """The common type of queries and keys. Values may be wider: of them, exponentials are rounded to it."""
+    """The common type of queries and keys. Values may be wider; their exponentials are rounded to it."""
     return torch.promote_types(inputs.q.dtype, inputs.k.dtype)
 
 

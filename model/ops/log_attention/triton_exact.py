@@ -30,15 +30,15 @@ from model.ops.log_attention.triton_frames import NOTHING, finite
 def exact_forward(x, found, saved, doubtful, counter, P: tl.constexpr):
     """Write log_y of doubtful tiles and, for heads with such tiles, the states before each span and at the end."""
     at = place_of(P)
-    tiles = tl.cdiv(x.T, P.C)
-    doubtful += at.g * (tiles + 1) * P.BLOCKS
-    if any_of(doubtful, (tiles + 1) * P.BLOCKS) == 0:
+    N = tl.cdiv(x.T, P.C)
+    doubtful += at.g * (N + 1) * P.BLOCKS
+    if any_of(doubtful, (N + 1) * P.BLOCKS) == 0:
         return
     x, log_y = heads_of(x, at.g, P), head_of(found.log_y, at.g, x.H)
     state = _state(x.state, at, NOTHING, P)
 
     repaired = 0
-    for n in range(tiles):
+    for n in range(N):
         if saved is not None:
             if n % P.SPAN == 0:
                 store_state(_spans_of(saved, at.g, P), n // P.SPAN, state.s, state.z, at, P)
@@ -58,13 +58,13 @@ def exact_forward(x, found, saved, doubtful, counter, P: tl.constexpr):
 def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
     """Write all gradients of doubtful heads. The loop carries g, the gradient of the state's logarithm."""
     at = place_of(P)
-    tiles = tl.cdiv(x.T, P.C)
-    if any_of(doubtful + at.g * (tiles + 1) * P.BLOCKS, (tiles + 1) * P.BLOCKS) == 0:
+    N = tl.cdiv(x.T, P.C)
+    if any_of(doubtful + at.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS) == 0:
         return
     x, to, g_y = heads_of(x, at.g, P), gradients_of(to, at, P), head_of(g_of.log_y, at.g, x.H)
     spans = _spans_of(saved, at.g, P)
     if at.block == 0:
-        tl.atomic_add(counter, tiles)
+        tl.atomic_add(counter, N)
 
     g = _state(state_of(g_of.state, at.g, at.g, P), at, 0.0, P)
     g = Sums(g.s, tl.where(at.block == 0, g.z, 0.0))

@@ -39,12 +39,12 @@ class ChunkGates(NamedTuple):
 
 
 @triton.jit
-def gates_of(log_f, n, S, d, P: tl.constexpr):
+def gates_of(log_f, n, T, d, P: tl.constexpr):
     """Return the gates of chunk n of a head."""
     if log_f is None:
         return ChunkGates(None, None, None, None, None)
     else:
-        f = load_chunk(log_f, n, S, d, 0.0, P.D_F, P)  # (C, BK)
+        f = load_chunk(log_f, n, T, d, 0.0, P.D_F, P)  # (C, BK)
         if P.D_F == 1:
             a = None
             of_head = tl.sum(f, 1)
@@ -143,15 +143,15 @@ def _kept(gates, P: tl.constexpr):
 
 
 @triton.jit
-def store_gates(g, g_after, to, log_f, n, S, d, P: tl.constexpr):
+def store_gates(g, g_after, to, log_f, n, T, d, P: tl.constexpr):
     """Store the gradients of a chunk's gates, as `log_f_gradient` in gates.py.
 
     g (C, BK) is the gradient of queries less that of keys, and g_after (BK,) the sum over values of the state after the
     chunk times its gradient.
     """
-    f = load_chunk(log_f, n, S, d, 0.0, P.D_F, P)
+    f = load_chunk(log_f, n, T, d, 0.0, P.D_F, P)
     if P.D_F == 1:
         through = (tl.cumsum(tl.sum(g, 1), 0, reverse=True) + tl.sum(g_after, 0))[:, None]
     else:
         through = tl.cumsum(g, 0, reverse=True) + g_after[None, :]
-    store_chunk(tl.where(f == NOTHING, 0.0, through), to, n, S, d, P.D_F, P)
+    store_chunk(tl.where(f == NOTHING, 0.0, through), to, n, T, d, P.D_F, P)

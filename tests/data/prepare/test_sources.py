@@ -108,6 +108,13 @@ def test_a_gz_file_may_be_filled_up_with_zeros(tmp_path):
     assert [document.text for document in jsonl(path)] == ["a", "b"]
 
 
+@pytest.mark.parametrize(("suffix", "content"), [(".gz", b""), (".zst", b""), (".zst", b'{"text": "a"}')])
+def test_zeros_elsewhere_are_damage(tmp_path, suffix, content):
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes((compress(content, suffix) if content else b"") + bytes(5000))
+    assert [item.reason for item in jsonl(path) if isinstance(item, Refused)] == ["corrupted archive"]
+
+
 def test_lines_may_end_in_crlf_and_be_blank_and_the_file_may_begin_with_a_mark(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
