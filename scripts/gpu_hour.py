@@ -1,19 +1,21 @@
-"""Test, check and time a GPU within an hour, the most important stages first: tests, race and memory checks, times.
+"""Check, time and test a GPU within an hour, the most important stages first: the first 20 minutes have the speeds.
 
     make gpu-hour
     python scripts/gpu_hour.py minutes=20
 
-Stages: the tests that need a GPU; compute-sanitizer on the smallest benchmark; all benchmarks; a profile of a training
-step; launch settings of the kernels side by side. Each is a process with a time limit of its own, an hour together, and
-writes into `out`, where report.md and report.json are rewritten after each. The same command goes on where it was cut
-off. A stage that has an outcome, good or bad, is not run again: delete its .json file for that.
+Stages: the doctor, who checks all kernels; training, attention and decoding, timed; a profile of a training step; the
+tests that need a GPU; launch settings of the kernels side by side; other benchmarks; compute-sanitizer. Each is a
+process with a time limit of its own, an hour together, and writes into `out`, where report.md and report.json are
+rewritten after each. The same command goes on where it was cut off. A stage that has an outcome, good or bad, is not
+run again: delete its .json file for that.
 """
 
 from pathlib import Path
 
 from tools.bench.packages import refuse_without
 
-NEEDED = ("torch", "hydra", "matplotlib", "numpy", "orjson", "pydantic", "rich", "safetensors", "tiktoken", "yaml")
+NEEDED = ["torch", "annotated_types", "antlr4", "hydra", "matplotlib", "numpy", "omegaconf", "orjson", "pydantic"]
+NEEDED += ["pydantic_core", "rich", "safetensors", "tiktoken", "typing_inspection", "yaml"]
 refuse_without(*NEEDED, "hypothesis", "pytest")  # before an import stops at the first that is missing
 
 from pydantic import PositiveFloat  # noqa: E402

@@ -20,8 +20,7 @@ from zlib import crc32
 import pytest
 import simulated_gpu  # before torch
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
+from made_on import MadeOn, suspended
 
 from common.console import console
 from common.files import write_atomic
@@ -66,24 +65,6 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a GPU, and torch sees none")
     if marker.kwargs.get("alone") and (simulated_gpu.ASKED_FOR or not torch.cuda.is_available()):
         pytest.skip("runs on a GPU only: python -m pytest -m gpu")
-
-
-class MadeOn(TorchFunctionMode):
-    """Tensors that a test itself makes are made on the CPU, where a seed always gives the same numbers, and moved.
-
-    The program names its devices itself.
-    """
-
-    def __init__(self, device):
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        of_a_test = Path(sys._getframe(1).f_code.co_filename).is_relative_to(ROOT / "tests")
-        if not of_a_test or func not in _device_constructors() or (kwargs or {}).get("device") is not None:
-            return made
-        return made.detach().to(self.device).requires_grad_(made.requires_grad)
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +220,8 @@ def command(monkeypatch, capsys):
         capsys.readouterr()
         status = 0
         try:
-            runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+            with suspended():
+                runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
         except SystemExit as exit_:
             status = exit_.code or 0
         return Result(status, *capsys.readouterr())

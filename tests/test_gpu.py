@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from made_on import suspended
 from safetensors.torch import load_file
 
 from common.settings import decode
@@ -86,8 +87,9 @@ def test_compiled_is_eager(attention, device):
     results = []
     for loss in (gpt.summed_loss, torch.compile(gpt.summed_loss)):
         gpt.zero_grad()
-        value = loss(ids[:, :-1], ids[:, 1:])
-        value.backward()
+        with suspended():
+            value = loss(ids[:, :-1], ids[:, 1:])
+            value.backward()
         results.append([value.detach(), *(p.grad.clone() for p in gpt.parameters())])
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
 
@@ -101,8 +103,9 @@ def test_flex_attention_is_the_definition_in_both_passes(pattern, T):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     results = []
     for attend in (sparse_attention, naive_sparse_attention):
-        y = attend(*leaves, [pattern])
-        results.append([y.detach(), *torch.autograd.grad(y, leaves, g)])
+        with suspended():
+            y = attend(*leaves, [pattern])
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, g)])
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-4)
 
 
@@ -120,13 +123,15 @@ def test_flex_attention_keeps_documents_apart(pattern, T):
     def definition(q, k, v):
         return {"y": naive_sparse_attention(q, k, v, [pattern], starts.to(q.device))}
 
-    checks.compare("documents", attend, definition, leaves)
+    with suspended():
+        checks.compare("documents", attend, definition, leaves)
 
 
 @pytest.mark.gpu(alone=True)
 def test_what_auto_would_use_passes_its_check():
     """Attention, FlexAttention, the loss, the log recurrence and graphs, in the types and sizes of the 125M models."""
-    examine.use_operators(open_runtime(decode(TrainConfig, composed(examine.FLAGSHIP)).runtime))
+    with suspended():
+        examine.use_operators(open_runtime(decode(TrainConfig, composed(examine.FLAGSHIP)).runtime))
     assert len(checks.outcomes) >= 5
     assert [why for why in checks.outcomes.values() if why] == []
 

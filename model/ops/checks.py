@@ -37,7 +37,7 @@ from common.settings import UserError
 SECONDS = 600.0  # of a check: compiling all variants of a kernel takes some minutes
 
 _TEMPORARY = ("out of memory", "busy or unavailable", "SIGKILL")  # in messages of failures that may pass by themselves
-_NESTED = "LOG_GPT_IN_A_CHECK"  # set in the environment of checks
+NESTED = "LOG_GPT_IN_A_CHECK"  # set in the environment of checks, and of what ends them with itself
 
 Tensors = dict[str, Tensor]
 
@@ -157,8 +157,8 @@ def triton_version() -> str | None:
 def _run(check: str, arguments: dict[str, Any], seconds: float) -> tuple[str | None, str]:
     """Run a check in its own process. Return why it failed, or None, and the end of what it printed."""
     line = [sys.executable, "-m", __name__, check, json.dumps(arguments)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _NESTED: "1"}
-    own_group = _NESTED not in os.environ  # a check inside a check ends with it
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), NESTED: "1"}
+    own_group = NESTED not in os.environ  # a check inside a check ends with it
     with tempfile.TemporaryFile() as output:  # processes that it leaves behind could keep a pipe open
         process = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=own_group

@@ -205,6 +205,18 @@ def test_kernels_compile_for_gpus_that_are_not_here(run_process, capability, dty
     assert all(int(row[8]) <= 99 for row in rows)  # KiB of shared memory that every GPU from 8.0 on has
 
 
+def test_functions_of_kernels_may_return_none_in_triton_3_6(monkeypatch):
+    semantic = pytest.importorskip("triton.language.semantic").TritonSemantic
+    constexpr = pytest.importorskip("triton.language").constexpr
+    from model.ops.log_attention.triton_arguments import _let_functions_return_none
+
+    monkeypatch.setattr(semantic, "to_tensor", lambda self, x, check_type=True: ("a tensor of", x))
+    _let_functions_return_none()
+    none, one = constexpr(None), constexpr(1)
+    assert semantic.to_tensor(None, none) is none
+    assert semantic.to_tensor(None, one) == ("a tensor of", one)
+
+
 TYPED = """
 import sys
 from triton.backends.nvidia.compiler import CUDABackend

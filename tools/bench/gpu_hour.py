@@ -18,6 +18,7 @@ import torch
 from common.console import say
 from common.files import make_directory, read_json, write_atomic, write_json
 from common.settings import UserError
+from model.ops.checks import NESTED
 from tools.bench.harness import Row, machine, print_table
 from tools.bench.packages import refuse_without
 
@@ -51,7 +52,8 @@ def run(minutes: float, out: Path) -> None:
 
 def stages_on_gpu(out: Path) -> list[Stage]:
     """The stages in order of priority. Their limits are an hour together."""
-    tests = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py") if _has_gpu_tests(path))
+    found = sorted(path for path in ROOT.glob("tests/**/test_*.py") if _has_gpu_tests(path))
+    tests = [str(path.relative_to(ROOT)) for path in sorted(found, key=lambda path: path.name != "test_gpu.py")]
     sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
     missing = None if shutil.which(sanitizer) else "compute-sanitizer is not installed (it comes with the CUDA toolkit)"
     quick = _script("bench_attention", out / "quick", "device=cuda", "quick=true")
@@ -64,21 +66,22 @@ def stages_on_gpu(out: Path) -> list[Stage]:
         return Stage(name, _script(name, out / name, *options), minutes)
 
     return [
-        Stage("suite", [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--durations=20", *tests], 10),
-        Stage("racecheck", [*check, "--tool=racecheck", *quick], 5, missing),
-        Stage("racecheck_of_the_loss", [*check, "--tool=racecheck", *loss], 2, missing),
-        Stage("racecheck_of_the_recurrence", [*check, "--tool=racecheck", *recurrence], 2, missing),
-        Stage("memcheck", [*check, "--tool=memcheck", *quick], 5, missing),
+        Stage("doctor", _script("doctor", out / "doctor" / "found.json"), 8),  # checks kernels for all others
+        bench("bench_train", 6, models, "batch=16", "steps=10", "rounds=1"),
         bench("bench_attention", 6, "device=cuda"),
-        bench("bench_train", 7, models, "batch=16", "steps=10", "rounds=2"),
+        Stage("profile", _script("profile_step", out / "profile", model), 2),
         bench("bench_decode", 3, f"{models},gpt2_124m"),
+        Stage("suite", [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-W", "default", *tests], 10),
+        Stage("launches", _script("bench_launches", out / "launches", "head_dim=32", "batch=128"), 3),
+        Stage("launches_with_gates", _script("bench_launches", out / "launches_with_gates", *gates, "batch=128"), 3),
         bench("bench_recurrence", 1, "device=cuda"),
         bench("bench_sparse", 3, "device=cuda"),
         bench("bench_loader", 2, model, "tokens=20000000", "set=runtime.micro_batch=16"),
         bench("bench_save", 2),
-        Stage("profile", _script("profile_step", out / "profile", model), 2),
-        Stage("launches", _script("bench_launches", out / "launches", "head_dim=32"), 5),
-        Stage("launches_with_gates", _script("bench_launches", out / "launches_with_gates", *gates), 5),
+        Stage("racecheck", [*check, "--tool=racecheck", *quick], 4, missing),
+        Stage("racecheck_of_the_loss", [*check, "--tool=racecheck", *loss], 2, missing),
+        Stage("racecheck_of_the_recurrence", [*check, "--tool=racecheck", *recurrence], 2, missing),
+        Stage("memcheck", [*check, "--tool=memcheck", *quick], 3, missing),
     ]
 
 
@@ -116,7 +119,7 @@ def _run(stage: Stage, seconds: float, output: Path) -> Row:
     """Run a stage to its end or for so many seconds; the result is for its .json file."""
     started = time.monotonic()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # where packages may be, too
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", NESTED: "1"}  # its checks end with it
     with open(output, "wb") as file:
         process = subprocess.Popen(
             stage.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

@@ -101,7 +101,10 @@ class Training:
                 self.summed_loss.compile()
         shape, generator = (sequences, config.seq_len + 1), torch.Generator(device).manual_seed(config.seed)
         ids = torch.randint(config.model.n_vocab, shape, device=device, generator=generator)
-        self.batch = [(ids[:, :-1], ids[:, 1:])]
+        batch = ids[:, :-1], ids[:, 1:]
+        if device.type == "cuda":  # in pinned memory, as in a run: what is on the GPU would have to be waited for
+            batch = batch[0].cpu().pin_memory(), batch[1].cpu().pin_memory()
+        self.batch = [batch]
 
     def step(self) -> None:
         """Take a step of one micro-batch."""

@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -102,15 +103,23 @@ def without_names(text: str) -> str:
 
 def use_operators(runtime: Runtime) -> None:
     """Train and decode a little with short models, so that `outcomes` has every check of operators."""
-    for words in (FLAGSHIP, *OTHERS):
-        model = decode(TrainConfig, composed([*FLAGSHIP, *words])).model
-        gpt = GPT(decode(GPTConfig, json.loads(shortened(model)))).to(runtime.device, runtime.param_dtype)
-        ids = torch.zeros(2, 97, dtype=torch.int64, device=runtime.device)
-        with runtime.autocast():
-            gpt.summed_loss(ids, ids).backward()
-        with torch.inference_mode():
-            _, state = gpt(ids, return_state=True)
-            use_graphs(gpt, state)
+    models = (FLAGSHIP, *OTHERS)
+    if runtime.device.type == "cuda":  # checks compile for minutes, each on one core; their outcomes are kept
+        with multiprocessing.get_context("spawn").Pool(len(models)) as pool:
+            pool.starmap(_use_operators, [(words, runtime) for words in models])
+    for words in models:
+        _use_operators(words, runtime)
+
+
+def _use_operators(words: list[str], runtime: Runtime) -> None:
+    model = decode(TrainConfig, composed([*FLAGSHIP, *words])).model
+    gpt = GPT(decode(GPTConfig, json.loads(shortened(model)))).to(runtime.device, runtime.param_dtype)
+    ids = torch.zeros(2, 97, dtype=torch.int64, device=runtime.device)
+    with runtime.autocast():
+        gpt.summed_loss(ids, ids).backward()
+    with torch.inference_mode():
+        _, state = gpt(ids, return_state=True)
+        use_graphs(gpt, state)
 
 
 def step(config: TrainConfig, runtime: Runtime, n_device: int) -> Row:

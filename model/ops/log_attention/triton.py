@@ -216,9 +216,9 @@ def _saved(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
     return Saved(Sums(M, z), key, value, M.shape[1])
 
 
-def _exact(M: Tensor, z: Tensor, *_: Tensor) -> Saved:
-    """View the memory of M and z as float64, the type in which exact heads store their states."""
-    return Saved(Sums(*(x.view(-1).view(torch.float64) for x in (M, z))), None, None, M.shape[1])
+def _exact(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
+    """View the memory of M and z as float64, the type in which exact heads store their states, without frames."""
+    return Saved(Sums(*(x.view(-1).view(torch.float64) for x in (M, z))), key, value, M.shape[1])
 
 
 def _operand(inputs: _Inputs) -> torch.dtype:

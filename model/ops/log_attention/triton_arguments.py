@@ -9,6 +9,22 @@ import triton
 import triton.language as tl
 
 
+def _let_functions_return_none() -> None:
+    """Let functions of kernels return None, in itself or in a tuple, in Triton 3.6, too: 3.7 does."""
+    from triton.language.semantic import TritonSemantic
+
+    to_tensor = TritonSemantic.to_tensor
+
+    def unless_none(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if isinstance(x, tl.constexpr) and x.value is None else to_tensor(self, x, check_type)
+
+    TritonSemantic.to_tensor = unless_none
+
+
+if triton.__version__.startswith("3.6."):
+    _let_functions_return_none()
+
+
 class Constants(NamedTuple):
     """What a kernel is compiled for. Dimensions of products are powers of two, and at least 16."""
 
