@@ -54,7 +54,7 @@ test-gpu: setup  ## run on a GPU all tests that can run there: minutes
 	@$(VENV)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: torch sees no GPU here: run make test-gpu on a machine with one")'
 	$(VENV)/python -m pytest -m gpu -W default
 
-gpu-hour: setup  ## test, check, time and profile on a GPU within an hour; goes on where it was cut off
+gpu-hour: setup  ## check, time, profile and test on a GPU within an hour; goes on where it was cut off
 	$(VENV)/python scripts/gpu_hour.py
 
 mutations: setup  ## break the code in ten ways and check that a test of `make test` notices each

@@ -126,8 +126,10 @@ def _alike(last: str, names: list[str]) -> list[str]:
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. A missing value is None."""
     old, new = flat(before), flat(now)
-    keys = [key for key in sorted(old | new) if not any(other.startswith(f"{key}.") for other in old | new)]
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+    different = {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+    empty = [key for key, values in different.items() if {} in values]
+    filled = {key for key in empty if any(other.startswith(f"{key}.") for other in different)}  # its parts say so
+    return {key: values for key, values in different.items() if key not in filled}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -73,9 +73,7 @@ def run_evaluation(config: EvaluateConfig) -> None:
     if plan.dataset_dir == checkpoint.state.dataset_dir:
         config = config.model_copy(update={"dataset_dir": None})
     with join_world(plan.loaded.runtime.device) as world:
-        if len(set(world.gather_text(plan.loaded.identity))) > 1:
-            remedy = "give a step-... folder that all of them see"
-            raise UserError(f"checkpoint={config.checkpoint} is not the same checkpoint in all processes: {remedy}")
+        world.check_same(plan.loaded.identity, f"checkpoint={config.checkpoint}")
         result = measure(plan, world)
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:

@@ -103,7 +103,7 @@ def _why_not(gpt: GPT, state: GPTState) -> str | None:
 
 
 @torch.inference_mode()
-def check(device: str, model: str, dtype: str, documents: bool = False) -> None:
+def check(device: str, model: str, dtype: str, documents: bool) -> None:
     """Compare steps of graphs with the model's own, while texts come and go.
 
     Args:

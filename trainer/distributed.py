@@ -77,6 +77,12 @@ class World:
         own = torch.tensor(list(text.encode()[:500].ljust(500, b"\0")), dtype=torch.uint8, device=self.device)
         return [bytes(other.tolist()).rstrip(b"\0").decode(errors="replace") for other in self.gather(own)]
 
+    def check_same(self, identity: str, given: str) -> None:
+        """Raise UserError if the checkpoint that `given` names has another identity in another process."""
+        if len(set(self.gather_text(identity))) > 1:
+            remedy = "give a step-... folder that all of them see"
+            raise UserError(f"{given} is not the same checkpoint in all processes: {remedy}")
+
     def aside(self) -> "World":
         """The same processes, for a thread whose collective operations do not mix with those of this one.
 

@@ -73,9 +73,7 @@ def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
     """
     world.at(f"reading init_from={path}")
     source, weights = open_source(path, gpt.config, tokenizer), gpt.state_dict()
-    if len(set(world.gather_text(source.identity()))) > 1:
-        remedy = "give a step-... folder that all of them see"
-        raise UserError(f"init_from={path} is not the same checkpoint in all processes: {remedy}")
+    world.check_same(source.identity(), f"init_from={path}")
     stored = read_weights(source, gpt, rows=world.rows(weights))
     with torch.no_grad():
         for name, value in weights.items():

@@ -128,9 +128,8 @@ class LogSpaceSignedAttention(LogSpaceAttention):
         log_f: Tensor | None = None,
     ) -> tuple[Tensor, LogAttentionState | None]:
         dtype = v.dtype
-        v = _away_from_zero(
-            v.to(torch.promote_types(dtype, torch.float32))
-        )  # rounding log v costs more than rounding v
+        # Not in 16 bits: rounding log v costs more than rounding v.
+        v = _away_from_zero(v.to(torch.promote_types(dtype, torch.float32)))
         log_y, after = super().attend(q, k, split_signs(v.abs().log(), v.sign()), state, return_state, log_f)
         positive, negative = log_y.exp().chunk(2, dim=-1)
         return (positive - negative).to(dtype), after

@@ -217,7 +217,10 @@ def _saved(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
 
 
 def _exact(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
-    """View the memory of M and z as float64, the type in which exact heads store their states, without frames."""
+    """View the memory of M and z as float64, the type in which exact heads store their states.
+
+    Nothing reads the frames: they are there because Triton 3.6 does not take None in their place.
+    """
     return Saved(Sums(*(x.view(-1).view(torch.float64) for x in (M, z))), key, value, M.shape[1])
 
 

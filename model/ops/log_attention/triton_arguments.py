@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 def _let_functions_return_none() -> None:
-    """Let functions of kernels return None, in itself or in a tuple, in Triton 3.6, too: 3.7 does."""
+    """Let functions of kernels return None, alone or in a tuple. Triton 3.7 does; this is for 3.6."""
     from triton.language.semantic import TritonSemantic
 
     to_tensor = TritonSemantic.to_tensor
