@@ -59,7 +59,7 @@ def _log_attention(dtype: torch.dtype, d: int, gates: str, carried: bool, of_val
     """A forward and backward pass over heads of d features; `carried`: from a state to the next."""
     tensors = torch.zeros(16, 1024, 24, 4 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
     q, k, log_v, of_features = (x.detach().requires_grad_() for x in tensors)
-    log_v = log_v.detach().to(of_values).requires_grad_()
+    log_v = log_v.detach().to(of_values or dtype).requires_grad_()
     log_f = {"none": None, "head": of_features[..., :1], "feature": of_features}[gates]
     state = LogAttentionState(*(x.requires_grad_() for x in empty_state(q, log_v))) if carried else None
     found = triton_log_attention(q, k, log_v, log_f, state=state, return_state=carried)
