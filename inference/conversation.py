@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 import torch
@@ -16,7 +16,6 @@ from inference.engine import Engine
 from inference.reading import Reading, TextMemory, read_pieces
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
-from model.graphs import DecodingStep
 
 
 class Conversation:
@@ -31,30 +30,22 @@ class Conversation:
         gpt: GPT,
         tokenizer: Tokenizer,
         sampling: SamplingConfig,
+        before: Reading,
         stop: tuple[str, ...] = (),
         seed: int = 1,
-        before: Reading | None = None,
     ) -> None:
-        """Begin a text, or go on with one.
-
-        Args:
-            stop: strings that end an answer; they are not included in it.
-            before: the text to go on with.
-        """
+        """Go on with the text `before`. `stop`: strings that end an answer; they are not included in it."""
         self.text = ""
         """Everything that was added and answered."""
         self.n_tokens = 0
         """Tokens drawn so far."""
         self.ended = False
         """Whether the model ended the text with the last answer."""
+        self.reading = before
+        """The text so far. Its rest is the shown part of the last answer, which the model has yet to read."""
         self._gpt, self._tokenizer, self._sampling, self._stop = gpt, tokenizer, sampling, stop
         self._generator, self._memory = torch.Generator().manual_seed(seed), TextMemory(gpt, tokenizer)
-        self._step = DecodingStep(gpt, max_rows=1)
-        self._unread: list[int] = []  # the last answer up to a token that ends with a whole character,
-        self._rest = ""  # and what was shown after it
-        before = before or Reading(rest=(tokenizer.eot_id,))  # in training, every text follows the end of another
-        self._texts, self._n_read = before.texts, before.n_read
-        self._read(before.rest)
+        self._engine = Engine(gpt, tokenizer.n_vocab, max_streams=1, eot_id=tokenizer.eot_id)
 
     def add(self, text: str) -> None:
         """Read the last answer and what a person writes after it.
@@ -63,16 +54,16 @@ class Conversation:
             UserError: the model has fewer learned positions left than these tokens, or they do not fit into memory; the
                 conversation is unchanged.
         """
-        ids, room = [*self._answer_ids, *self._tokenizer.encode(text)], self._room
+        ids, room = (*self.reading.rest, *self._tokenizer.encode(text)), self._room
         if room is not None and len(ids) > room:
             raise UserError(
                 f"the last answer and this text are {len(ids)} tokens, but only {room} of the model's "
                 f"{self._gpt.config.max_len} learned positions are left: write less, or start a new conversation"
             )
-        self._memory.check(self._n_read + len(ids))
-        self._read(ids)
-        self._unread, self._rest, self.ended = [], "", False
-        self.text += text
+        n_read = self.reading.n_read + len(ids)
+        self._memory.check(n_read)
+        self.reading = Reading(read_pieces(self._gpt, self._tokenizer, ids, self.reading.texts), n_read)
+        self.text, self.ended = self.text + text, False
 
     def answer(self, max_new_tokens: int) -> Iterator[str]:
         """Yield what the model writes next as it comes. If the caller stops listening, the answer ends there."""
@@ -82,47 +73,35 @@ class Conversation:
             return
         # One more token than wanted: at its limit, a completion would show an incomplete last character.
         request = TextRequest((), n_new + 1, self._sampling, 0, self._stop)
-        answer = Completion(request, self._tokenizer, before=self._texts)
+        answer = Completion(request, self._tokenizer, before=self.reading.texts)
         answer.generator = self._generator
-        n_vocab, eot_id = self._tokenizer.n_vocab, self._tokenizer.eot_id
-        engine = Engine(self._gpt, n_vocab, max_streams=1, eot_id=eot_id, step=self._step)
-        engine.submit([answer])
+        self._engine.submit([answer])
+        n_whole, rest = 0, ""  # tokens up to one that ends with a whole character, and what is shown after it
         try:
-            for piece in islice(stream(engine, answer), n_new):
+            for piece in islice(stream(self._engine, answer), n_new):
                 self.text += piece
-                self._rest += piece
+                rest += piece
                 if answer.whole:
-                    self._unread += answer.drawn[len(self._unread) :]
-                    self._rest = ""
+                    n_whole, rest = len(answer.drawn), ""
                 yield piece
         finally:
             self.ended = answer.finish_reason == "end_of_text"
             self.n_tokens += answer.n_tokens
-
-    @property
-    def reading(self) -> Reading:
-        """The text so far, for another conversation to go on with."""
-        return Reading(self._texts, self._n_read, tuple(self._answer_ids))
+            shown = (*answer.drawn[:n_whole], *self._tokenizer.encode(rest))
+            self.reading = self.reading._replace(rest=shown)
+            answer.cancelled = True
+            self._engine.turn()  # the answer leaves, and its memory is free
 
     @property
     def left(self) -> int | None:
         """Learned positions left for more tokens; None: the model has no such limit."""
-        return None if self._room is None else max(0, self._room - len(self._answer_ids))
+        return None if self._room is None else max(0, self._room - len(self.reading.rest))
 
     @property
     def _room(self) -> int | None:
         """The same without the last answer, which takes some of them when the model reads it."""
-        max_len = self._gpt.config.max_len
-        return None if max_len is None or self._texts is None else max_len - self._texts.state.position[0]
-
-    @property
-    def _answer_ids(self) -> list[int]:
-        """The shown part of the last answer, which the model has yet to read."""
-        return [*self._unread, *self._tokenizer.encode(self._rest)]
-
-    def _read(self, ids: Sequence[int]) -> None:
-        self._texts = read_pieces(self._gpt, self._tokenizer, ids, self._texts)
-        self._n_read += len(ids)
+        texts, max_len = self.reading.texts, self._gpt.config.max_len
+        return max_len if max_len is None or texts is None else max_len - texts.state.position[0]
 
 
 def converse(conversation: Conversation, max_new_tokens: int) -> None:

@@ -149,7 +149,6 @@ class Engine:
         interleave: bool = False,
         eot_id: int = -1,
         cache: PromptCache | None = None,
-        step: DecodingStep | None = None,
     ) -> None:
         """Create an engine without texts.
 
@@ -157,8 +156,6 @@ class Engine:
             n_vocab, eot_id: as for `read`.
             interleave: read prompts piece by piece between other texts' tokens.
             cache: keeps prompts that were read. Texts have the same bits with and without it.
-            step: one for at least `max_streams` rows, whose CUDA graphs are used again. Engines that share it do not
-                take turns.
         """
         self.gpt, self.n_vocab, self.eot_id = gpt, n_vocab, eot_id
         self.max_streams, self.interleave, self.cache = max_streams, interleave, cache
@@ -166,7 +163,7 @@ class Engine:
         self._reading: deque[Generation] = deque()
         self._writing: list[Generation] = []
         self._texts: Texts | None = None  # one row for each of `_writing`; `_step` overwrites their state
-        self._step = step or DecodingStep(gpt, max_streams)
+        self._step = DecodingStep(gpt, max_streams)
 
     def submit(self, generations: Iterable[Generation]) -> None:
         """Add texts; they begin with the next turns."""

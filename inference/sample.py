@@ -103,7 +103,7 @@ def run_sampling(config: SampleConfig) -> None:
 
 
 def _converse(loaded: Loaded, prompt: str, before: Reading, config: SampleConfig) -> None:
-    conversation = Conversation(loaded.gpt, loaded.tokenizer, config, config.stop, config.seed, before)
+    conversation = Conversation(loaded.gpt, loaded.tokenizer, config, before, config.stop, config.seed)
     conversation.add(prompt)
     try:
         converse(conversation, config.max_new_tokens)

@@ -22,6 +22,7 @@ from data.tokenizer import BytesConfig, RankTokenizer, build_tokenizer
 from inference.completion import Completion, TextRequest, stream
 from inference.conversation import Conversation, say_rate
 from inference.engine import Engine
+from inference.reading import Reading
 from inference.sample import SampleConfig, run_sampling
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
@@ -161,7 +162,7 @@ def test_the_model_steps_once_for_all(gpt):
 
 def conversation_of(gpt, monkeypatch, ids, stop=()):
     draw_these(monkeypatch, ids)
-    return Conversation(gpt, BYTES, SamplingConfig(), tuple(stop))
+    return Conversation(gpt, BYTES, SamplingConfig(), Reading(rest=(EOT,)), tuple(stop))
 
 
 def assert_has_read(conversation, gpt, ids):
@@ -169,7 +170,7 @@ def assert_has_read(conversation, gpt, ids):
     conversation.add("")
     with torch.no_grad():
         expected = gpt(torch.tensor([[EOT, *ids]]))[:, -1]
-    torch.testing.assert_close(conversation._texts.logits, expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(conversation.reading.texts.logits, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax", "sliding_window"])
@@ -198,15 +199,14 @@ def test_who_stops_listening_ends_the_answer_there(gpt, monkeypatch):
 def test_answers_of_a_conversation_share_one_decoding_step(gpt, monkeypatch):
     """On a GPU its graphs are then recorded once."""
     talk = conversation_of(gpt, monkeypatch, b"abcdefghijkl")
-    for module in ("engine", "conversation"):
-        monkeypatch.setattr(f"inference.{module}.DecodingStep", None)
+    monkeypatch.setattr("inference.engine.DecodingStep", None)
     for _ in range(2):
         talk.add("x")
         assert "".join(talk.answer(5))
 
 
 def test_a_conversation_has_no_end(gpt):
-    talk = Conversation(gpt, BYTES, SamplingConfig())
+    talk = Conversation(gpt, BYTES, SamplingConfig(), Reading(rest=(EOT,)))
     for _ in range(30):
         talk.add("more than that, ")
         list(talk.answer(10))
