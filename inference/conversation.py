@@ -116,17 +116,19 @@ def converse(conversation: Conversation, max_new_tokens: int) -> None:
         show(conversation.text + "\n")
     seconds = 0.0
     while (text := _ask()) is not None:
-        started = time.perf_counter()
+        started, end = time.perf_counter(), "\n"
         try:
             conversation.add(text)
             for piece in conversation.answer(max_new_tokens):
                 show(piece)
+            if conversation.ended:
+                end = "\n(the model ends the text here)\n"
         except KeyboardInterrupt:  # it ends this answer only
             pass
         except UserError as error:
             show(f"({error})")
         seconds += time.perf_counter() - started
-        show("\n(the model ends the text here)\n" if conversation.ended else "\n")
+        show(end)
         if conversation.left == 0:
             say("the model's learned positions are used up: start a new conversation")
             break

@@ -198,7 +198,7 @@ def _read_prompts(config: SampleConfig) -> list[str]:
         hint = "; prompt=- reads standard input" if str(path) == "-" else ""
         raise UserError(f"{source} cannot be read: {reason}{hint}") from None
     with contextlib.suppress(OSError):  # there may be no standard input
-        if not (path or text) and stat.S_ISFIFO(os.fstat(0).st_mode):
+        if not (path or text or config.interactive) and stat.S_ISFIFO(os.fstat(0).st_mode):
             warn("the prompt is empty: prompt=- reads it from standard input")
     if not config.prompts_file:
         return [text]

@@ -20,7 +20,7 @@ from common.settings import UserError, decode
 from data.text_stream import TextStream
 from data.tokenizer import BytesConfig, RankTokenizer, build_tokenizer
 from inference.completion import Completion, TextRequest, stream
-from inference.conversation import Conversation, say_rate
+from inference.conversation import Conversation, converse, say_rate
 from inference.engine import Engine
 from inference.reading import Reading
 from inference.sample import SampleConfig, run_sampling
@@ -227,6 +227,16 @@ def test_a_conversation_fills_learned_positions_and_no_more(tiny, monkeypatch):
     assert "".join(talk.answer(100)) == "jklm"
     assert talk.left == 0
     assert list(talk.answer(100)) == []
+
+
+def test_only_an_answer_that_the_model_ended_is_said_to_have_ended(tiny, monkeypatch, capsys):
+    gpt = GPT(tiny(LEARNED).model).double().eval()
+    talk = conversation_of(gpt, monkeypatch, [*b"cd", EOT, *b"ef"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n12345678901234567890\n"))
+    converse(talk, 5)
+    out = capsys.readouterr().out
+    assert "cd\n(the model ends the text here)\n(the last answer and this text are 23 tokens" in out
+    assert out.count("the model ends the text") == 1
 
 
 # The command
@@ -481,8 +491,9 @@ def test_no_tokens_have_a_reason(capsys):
 def test_a_piped_text_that_is_not_asked_for_is_said(run_dir, monkeypatch, capsys):
     fstat, (pipe, writer) = os.fstat, os.pipe()
     monkeypatch.setattr("os.fstat", lambda fd: fstat(pipe if fd == 0 else fd))
-    for prompt, said in (("", 1), ("def", 0)):
-        run_sampling(make_config(checkpoint=run_dir, prompt=prompt, max_new_tokens=1))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    for said, options in ((1, {}), (0, {"prompt": "def"}), (0, {"interactive": True})):
+        run_sampling(make_config(checkpoint=run_dir, max_new_tokens=1, **options))
         assert capsys.readouterr().err.count("the prompt is empty: prompt=- reads it from standard input") == said
     os.close(pipe)
     os.close(writer)
