@@ -1,4 +1,4 @@
-"""The answers of /v1/completions: OpenAI's objects, whole or in chunks."""
+"""What clients receive, as OpenAI's objects: the answers of /v1/completions, whole or in chunks, and errors."""
 
 import time
 import uuid
@@ -8,6 +8,21 @@ from typing import Any
 from data.tokenizer import END_OF_TEXT, Tokenizer
 from inference.completion import Piece, TextRequest
 from inference.token_log import Token
+
+
+class ApiError(Exception):
+    """An error response."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The object to send."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
 class Answer:

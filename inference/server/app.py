@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from inference.server.answer import ApiError
 from inference.server.completions import Served, check_model, complete
-from inference.server.errors import ApiError
 from inference.server.protocol import CompletionRequest
 
 PAGE = Path(__file__).parent / "page"
@@ -20,8 +20,6 @@ _SAFE = {  # the page loads nothing from other sites, and other sites cannot emb
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-
-
 _PATHS = "there are POST /v1/completions, and GET /, /v1/models and /health"
 
 

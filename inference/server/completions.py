@@ -19,9 +19,8 @@ from common.settings import UserError, decode, nearest
 from data.tokenizer import Tokenizer
 from inference.completion import Completion, News, Piece, Progress, TextRequest, joined
 from inference.reading import TextMemory
-from inference.server.answer import Answer
+from inference.server.answer import Answer, ApiError
 from inference.server.config import ServeConfig
-from inference.server.errors import ApiError
 from inference.server.protocol import CompletionRequest, text_requests
 from inference.server.worker import Worker
 

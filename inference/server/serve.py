@@ -32,9 +32,8 @@ def serve(config: ServeConfig) -> None:
     loaded = load(config)
     gpt = loaded.place(loaded.runtime.device, autocast=False)
     tokenizer, cache = loaded.tokenizer, PromptCache(config.cache_states, config.cache_bytes)
-    engine = Engine(gpt, tokenizer.n_vocab, config.max_streams, True, tokenizer.eot_id, cache)
-    memory = TextMemory(gpt, tokenizer)
-    worker = Worker(engine, config.max_queue)
+    engine = Engine(gpt, tokenizer.n_vocab, config.max_streams, interleave=True, eot_id=tokenizer.eot_id, cache=cache)
+    worker, memory = Worker(engine, config.max_queue), TextMemory(gpt, tokenizer)
     name = loaded.checkpoint.run_dir.resolve().name
     with listen(config.host, config.port) as listener:
         served = Served(name, worker, tokenizer, config, gpt.config.max_len, memory, _names(config.host))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from inference.completion import Completion
 from inference.engine import Engine
-from inference.server.errors import ApiError
+from inference.server.answer import ApiError
 
 
 class Worker(threading.Thread):

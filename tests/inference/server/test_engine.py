@@ -11,7 +11,7 @@ from data.tokenizer import BytesConfig, build_tokenizer
 from inference.completion import Completion, Piece, TextRequest
 from inference.engine import PIECE, Engine
 from inference.sampling import SamplingConfig, draw
-from inference.server.errors import ApiError
+from inference.server.answer import ApiError
 from inference.server.worker import Worker
 from model import graphs
 
