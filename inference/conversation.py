@@ -99,7 +99,7 @@ class Conversation:
 
     @property
     def _room(self) -> int | None:
-        """The same without the last answer, which takes some of them when the model reads it."""
+        """Learned positions after the part of the text that the model has read; None: no limit."""
         texts, max_len = self.reading.texts, self._gpt.config.max_len
         return max_len if max_len is None or texts is None else max_len - texts.state.position[0]
 

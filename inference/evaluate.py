@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,8 +60,6 @@ class Evaluation:
     windows: EvalBatches
     """What everything except `contexts` is measured on."""
     contexts: list[int]
-    piece: int
-    """Tokens of a window that are read at once, with the state carried along."""
 
 
 def run_evaluation(config: EvaluateConfig) -> None:
@@ -112,8 +111,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
             )
     rows = max(1, state.batch_tokens // seq_len)
     windows = eval_windows(stream, seq_len, rows, config.batches, config.stride, state.data.carry_state)
-    piece = min(seq_len, _MOST_AT_ONCE) if gpt.constant_state else seq_len
-    return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)), piece)
+    return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
 
 
 def measure(plan: Evaluation, world: World) -> dict[str, Any]:
@@ -122,8 +120,9 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     gpt = plan.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
     bins = position_bins(windows.seq_len)
+    piece = min(config.seq_len or checkpoint.state.seq_len, _MOST_AT_ONCE) if gpt.constant_state else None
     by_set, by_position = (LossSums(n, byte_lengths) for n in (len(plan.manifest.set_names), len(bins) - 1))
-    for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, plan.piece):
+    for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, piece):
         by_set.add(_sets(plan, windows, first, len(targets)), targets, losses)
         by_position.add(bin_of_positions(bins), targets, losses)
     sets = by_set.losses(world)
@@ -182,7 +181,7 @@ def _binned(bins: list[int], losses: list[Loss]) -> list[dict[str, Any]]:
     """Bins of positions [start, stop), counted from 0, with their losses, without bins that have no target."""
     return [
         {"start": start, "stop": stop, "tokens": loss.tokens, "loss": _finite(loss.per_token)}
-        for start, stop, loss in zip(bins, bins[1:], losses, strict=False)
+        for (start, stop), loss in zip(pairwise(bins), losses, strict=True)
         if loss.tokens
     ]
 

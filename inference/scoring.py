@@ -33,17 +33,17 @@ class Score(NamedTuple):
     """Whether every scored token is the most likely one at its position."""
 
 
-def features_in_pieces(gpt: GPT, token_ids: Tensor, targets: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def features_in_pieces(gpt: GPT, token_ids: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Read texts of any length in pieces of T positions, with the state carried along.
 
-    Yields the position where a piece begins, its features (B, T, n_embd) and its targets (B, T) on the model's device.
+    Yields the features (B, T, n_embd) and the targets (B, T) of each piece, on the model's device.
     """
     device = gpt.embed.weight.device
     state: GPTState | None = None
     for start in range(0, token_ids.shape[1], _PIECE):
         piece, wanted = (x[:, start : start + _PIECE].to(device) for x in (token_ids, targets))
         x, state = gpt.features(piece, state, return_state=True)
-        yield start, x, wanted
+        yield x, wanted
 
 
 def padded(texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime, w
 def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
     device, n_logits = gpt.embed.weight.device, gpt.config.n_vocab_padded
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=device)  # log-likelihood; not greedy
-    for _, x, wanted in features_in_pieces(gpt, *padded(texts)):
+    for x, wanted in features_in_pieces(gpt, *padded(texts)):
         for places in (wanted >= 0).nonzero().split(max(1, _LOGITS // n_logits)):
             rows, positions = places.unbind(1)
             target, logits = wanted[rows, positions], gpt.logits(x[rows, positions])

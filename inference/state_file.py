@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import safetensors.torch
 import torch
@@ -26,14 +25,14 @@ from model.ops.ngrams import followers_in
 from model.state import restored, select_rows, tensors_of
 from trainer.tensor_file import Expected, read_header, read_tensors
 
-_FORMAT: Literal["log-gpt state 1"] = "log-gpt state 1"
+_FORMAT = "log-gpt state 1"
 _REST = "rest"
 
 
 class Header(Settings):
     """What a state belongs to."""
 
-    format: Literal["log-gpt state 1"]
+    format: str
     model: str
     """The identity of the model that read the text: `Loaded.identity`."""
     tokenizer: str

@@ -177,7 +177,7 @@ def accuracy(gpt: GPT, ids: Tensor, answers: Tensor) -> float:
     """The share of the answers that are the most likely token, given all tokens before them; reads in pieces."""
     right = 0
     for rows in zip(ids.split(_BATCH), answers.split(_BATCH), strict=True):
-        for _, x, wanted in features_in_pieces(gpt, *rows):
+        for x, wanted in features_in_pieces(gpt, *rows):
             right += int((gpt.logits(x[wanted >= 0]).argmax(-1) == wanted[wanted >= 0]).sum())
     return right / int((answers >= 0).sum())
 
