@@ -1,7 +1,7 @@
 """How fast the loader is, and how long training waits for it: alone, under a dummy model, and under a real one.
 
-    python scripts/bench_loader.py                                  # random ids of 22 sets, made for it
-    python scripts/bench_loader.py dataset_dir=datasets/pile mixture='{"Pile-CC": 2}'
+    python scripts/bench_loader.py                                  # random ids, made for it
+    python scripts/bench_loader.py dataset_dir=datasets/pile
 
 The dummy model consumes `rate` tokens per second and launches small operations all the while, as the CPU beside a GPU
 does. The real one takes steps of train.py. Waiting is measured from the third step on: nothing is prefetched for the
@@ -10,7 +10,7 @@ first.
 
 from pathlib import Path
 
-from pydantic import Json, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from common.command import Items, Settings, run_script
 
@@ -20,8 +20,6 @@ class Options(Settings):
     """a dataset; null: one of random ids"""
     tokens: PositiveInt = 200_000_000
     """size of the random dataset"""
-    mixture: Json[dict[str, float]] | None = None
-    """weights of the dataset's sets, as JSON"""
     seq_len: PositiveInt = 1024
     """tokens of a sequence"""
     batch_tokens: PositiveInt = 491_520

@@ -9,7 +9,7 @@ import pytest
 def test_measures_saves_beside_steps(run_process, tmp_path, dataset_dir):
     (tmp_path / "dataset").symlink_to(dataset_dir)  # instead of preparing one
     small = "experiment=quickstart,model.n_layer=1,model.n_head=2,model.n_embd=16,seq_len=16,batch_tokens=64"
-    (done,) = run_process(["scripts/bench_save.py", f"runs=[[{small}]]", "steps=6", "every=2", f"out={tmp_path}"])
+    (done,) = run_process(["scripts/bench_save.py", f"runs=[[{small}]]", "steps=8", f"out={tmp_path}"])
     assert done.status == 0, done.err
     (figures,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert 0 < figures["held_up_ms"] < 10_000

@@ -132,12 +132,9 @@ def with_room(model: Row, n_tokens: int) -> Row:
     return model | {"position": position}
 
 
-def open_run(overrides: Iterable[str], mixture: Mapping[str, float] | None = None) -> Run:
+def open_run(overrides: Iterable[str]) -> Run:
     """A run of train.py with these options."""
-    raw = composed(overrides)
-    if mixture is not None:
-        raw["data"]["mixture"] = mixture
-    config = decode(TrainConfig, raw)
+    config = decode(TrainConfig, composed(overrides))
     runtime = open_runtime(config.runtime)
     return Run(config, runtime, World(runtime.device))
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from common.command import options_of
-from common.console import say
 from data.loader import TrainBatches
 from data.prefetch import Prefetch
 from data.shards import MANIFEST, TokenStream, read_manifest
@@ -24,7 +23,8 @@ WARM_UP = 2  # steps that are not timed where batches are read ahead: nothing is
 def bench(options: Any) -> Row:
     """Measure the loader alone, under a dummy model and under a real one."""
     dataset_dir = options.dataset_dir or random_dataset(options.out / f"random-{options.tokens}", options.tokens)
-    batches = open_batches(dataset_dir, options)
+    stream = TokenStream(dataset_dir, read_manifest(dataset_dir), "train")
+    batches = TrainBatches(stream, options.seq_len, options.batch_tokens // options.seq_len, seed=1)
     tokens, x = batches.sizes.at(0) * options.seq_len, torch.zeros(8)
     steps = map(batches.batch, itertools.count())
     rows = [{"what": "loader alone"} | take_steps(lambda: next(steps), tokens, options.seconds)]
@@ -43,7 +43,7 @@ def bench(options: Any) -> Row:
 
 
 def random_dataset(folder: Path, n_tokens: int) -> Path:
-    """Prepare random bytes of 22 sets, in documents of 1,000 tokens on average, unless `folder` has them already."""
+    """Prepare random bytes, in documents of 1,000 tokens on average, unless `folder` has them already."""
     if (folder / MANIFEST).is_file():
         return folder
     rng, left = np.random.default_rng(0), n_tokens
@@ -51,7 +51,7 @@ def random_dataset(folder: Path, n_tokens: int) -> Path:
     with path.open("w", encoding="utf-8") as file:
         while left > 0:
             text = rng.integers(32, 127, 1 + int(rng.exponential(1000)), np.uint8).tobytes().decode()
-            file.write(json.dumps({"text": text, "meta": {"pile_set_name": f"set-{rng.integers(22):02}"}}) + "\n")
+            file.write(json.dumps({"text": text}) + "\n")
             left -= len(text)
     paths = options_of({"data.path": str(path), "out_dir": str(folder)})
     prepare_dataset(["data=jsonl", *paths, "val_fraction=0.05", "tokenizer=bytes"])
@@ -59,23 +59,11 @@ def random_dataset(folder: Path, n_tokens: int) -> Path:
     return folder
 
 
-def open_batches(dataset_dir: Path, options: Any) -> TrainBatches:
-    """The batches of a run with these options."""
-    manifest = read_manifest(dataset_dir)
-    stream = TokenStream(dataset_dir, manifest, "train")
-    batches = TrainBatches(stream, options.seq_len, options.batch_tokens // options.seq_len, seed=1)
-    if options.mixture is not None:
-        started = time.perf_counter()
-        batches.mix(dataset_dir, manifest, options.mixture)
-        say(f"assigned {batches.n_windows:,} windows to their sets in {time.perf_counter() - started:.1f} s")
-    return batches
-
-
 def real(dataset_dir: Path, options: Any) -> Row:
     """Take training steps of a model."""
     length = f"stop_at={WARM_UP + options.model_steps}"
     paths = options_of({"dataset_dir": str(dataset_dir), "run_dir": str(options.out / "run")})
-    run = open_run([f"model={options.model}", *paths, *options.set, length], options.mixture)
+    run = open_run([f"model={options.model}", *paths, *options.set, length])
     with run.reading_ahead() as ahead:
         return take_steps(run.train_step, run.config.batch_tokens, steps=options.model_steps, ahead=ahead)
 
