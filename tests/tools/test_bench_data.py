@@ -6,6 +6,13 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from tools.bench.data import run
+
+
+def test_paths_are_those_of_the_users_folder(dataset_dir, monkeypatch):
+    monkeypatch.chdir(dataset_dir.parent)
+    assert run("scripts/verify_dataset.py", f"dataset_dir={dataset_dir.name}").seconds > 0
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["encode_ordinary", "encode_batch"])

@@ -98,6 +98,13 @@ def test_every_stage_is_a_command_that_is_there(tmp_path):
             assert not word.endswith(":check") or callable(resolve_name(word))
 
 
+def test_stages_write_where_the_report_looks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = [word for stage in stages_on_gpu(Path("out")) for word in stage.command if word.startswith("out=")]
+    assert len(written) > 10
+    assert all(word.startswith(f"out={tmp_path}/out/") for word in written)
+
+
 def test_without_a_gpu_it_is_refused_in_one_line(command, tmp_path):
     result = command("scripts/gpu_hour", f"out={tmp_path}")
     refusal = "error: torch sees no GPU here: run make gpu-hour on a machine with one\n"

@@ -125,14 +125,14 @@ def prepare_and_verify(options: Any) -> tuple[Cost, Cost]:
 
 
 def run(*command: str) -> Cost:
-    """Run a command to its end.
+    """Run a script of this repository with its options to its end.
 
     Raises:
         UserError: it failed.
     """
     with tempfile.TemporaryFile("w+") as said:
         started, before, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN), 0
-        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=said, stderr=said)
+        process = subprocess.Popen([sys.executable, ROOT / command[0], *command[1:]], stdout=said, stderr=said)
         while process.poll() is None:
             peak = max(peak, resident(process.pid))
             time.sleep(_SECONDS_BETWEEN_LOOKS)

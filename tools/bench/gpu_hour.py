@@ -52,8 +52,10 @@ def run(minutes: float, out: Path) -> None:
 
 def stages_on_gpu(out: Path) -> list[Stage]:
     """The stages in order of priority. Their limits are an hour together."""
-    found = sorted(path for path in ROOT.glob("tests/**/test_*.py") if _has_gpu_tests(path))
-    tests = [str(path.relative_to(ROOT)) for path in sorted(found, key=lambda path: path.name != "test_gpu.py")]
+    out = out.absolute()  # the stages run in another folder
+    files = [path for path in ROOT.glob("tests/**/test_*.py") if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
+    files.sort(key=lambda path: (path.name != "test_gpu.py", path))
+    tests = [str(path.relative_to(ROOT)) for path in files]
     sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
     missing = None if shutil.which(sanitizer) else "compute-sanitizer is not installed (it comes with the CUDA toolkit)"
     quick = _script("bench_attention", out / "quick", "device=cuda", "quick=true")
@@ -83,10 +85,6 @@ def stages_on_gpu(out: Path) -> list[Stage]:
         Stage("racecheck_of_the_recurrence", [*check, "--tool=racecheck", *recurrence], 2, missing),
         Stage("memcheck", [*check, "--tool=memcheck", *quick], 3, missing),
     ]
-
-
-def _has_gpu_tests(path: Path) -> bool:
-    return "pytest.mark.gpu" in path.read_text(encoding="utf-8")
 
 
 def _check(name: str) -> list[str]:
