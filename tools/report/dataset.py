@@ -27,8 +27,8 @@ def inspect(**given: Any) -> None:
         raise UserError("nothing to look into: give dataset_dir, or run_dir and step")
     manifest = read_manifest(dataset_dir)
     if options.step is not None:
-        if options.window or options.random or options.chart:
-            raise UserError("step shows the windows of a training step: leave out window, random and chart, or step")
+        if options.window or options.random or options.chart or options.split != "train":
+            raise UserError("step shows what training read: leave out split, window, random and chart, or step")
         if state is None:
             raise UserError("step needs a run: give run_dir")
         batches = _batches(options.run_dir, dataset_dir, manifest, state)

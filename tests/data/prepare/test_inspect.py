@@ -125,7 +125,8 @@ def test_a_run_on_another_dataset_is_refused(tiny, command, dataset):
 
 def test_what_cannot_be_shown_is_one_line(command, dataset):
     for arguments, named in {
-        "step=1 window=5": "step shows the windows of a training step: leave out window, random and chart",
+        "step=1 window=5": "step shows what training read: leave out split, window, random and chart",
+        "step=1 split=val": "step shows what training read: leave out split, window, random and chart",
         "step=1": "step needs a run: give run_dir",
         "step=1 run_dir=nowhere": "checkpoint=nowhere does not exist",
         "step=0": "config step='0': Input should be greater than 0",
