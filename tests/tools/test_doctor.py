@@ -47,6 +47,7 @@ def small(monkeypatch):
     monkeypatch.setattr(rates, "SIZES", {"cpu": 16})
     monkeypatch.setattr(rates, "BYTES", {"cpu": 2**12})
     monkeypatch.setattr(rates, "_SECONDS", 0.001)
+    monkeypatch.setattr("tools.bench.train._SECONDS", 0.001)
 
 
 def test_a_cpu_is_examined(small, command, tmp_path):

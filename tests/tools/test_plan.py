@@ -8,8 +8,7 @@ import torch
 from common.settings import decode
 from model.gpt import GPT
 from model.state import state_bytes
-from tools.bench.train import Training
-from tools.plan.measure import measure_rate
+from tools.bench.train import Training, measure_rate
 from tools.plan.plan import PlanConfig, find_target, memory_of, plan
 from tools.plan.report import duration, engineering, gigabytes
 from trainer.checkpoint import newest
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("tools.plan.measure._SECONDS", 0.5)
+    monkeypatch.setattr("tools.bench.train._SECONDS", 0.5)
 
 
 @pytest.fixture

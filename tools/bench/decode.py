@@ -11,12 +11,14 @@ from torch import Tensor
 
 from cli import CONFIGS
 from common.console import say
-from common.settings import UserError, decode
+from common.settings import UserError
 from model.gpt import GPT, GPTConfig
 from model.graphs import DecodingStep
 from model.state import repeated_columns, state_bytes, stretched
-from tools.bench.harness import Row, benchmark, composed, in_turn, timed, with_room
-from trainer.runtime import DeviceConfig, open_runtime
+from tools.bench.harness import Row, benchmark, in_turn, timed
+from tools.bench.train import config_of
+from trainer.config import TrainConfig
+from trainer.runtime import open_runtime
 
 WARM_UP = 3  # steps that are not timed; a stretched cache is copied in the first
 READ = 8  # tokens before a state is stretched
@@ -26,7 +28,7 @@ Decode = Callable[[Tensor], Tensor]
 """One more token (1, 1) -> its logits (1, 1, n)."""
 
 
-@benchmark("decoding in float32, medians of {steps} steps; x: times Hugging Face's GPT-2 in the shape of hf={hf}")
+@benchmark("decoding in float32, medians of {steps} steps; x: ratio to Hugging Face's GPT-2")
 def bench(options: Any) -> Row:
     """Measure each model.
 
@@ -36,35 +38,39 @@ def bench(options: Any) -> Row:
     attentions = options.attention
     if attentions == ["all"]:
         attentions = sorted(path.stem for path in (CONFIGS / "model/attention").glob("*.yaml"))
-    hf_raw = options.hf and composed([f"model={options.hf}", *options.set])
+    positions = sorted({*options.positions})
+    room = positions[-1] + WARM_UP + options.steps
+
+    def configured(model: str, *attention: str) -> TrainConfig:
+        return config_of([f"model={model}", *attention, *options.set, "runtime.dtype=float32"], room, 1)
+
+    hf = options.hf and configured(options.hf).model
     models = {
-        ", ".join(filter(None, (model, name))): composed(
-            [f"model={model}", *([f"model/attention={name}"] if name else []), *options.set]
-        )
+        ", ".join(filter(None, (model, name))): configured(model, *([f"model/attention={name}"] if name else []))
         for model in options.models
         for name in attentions or [None]
     }
     rows = []
-    for label, raw in models.items():
-        for row in measure(raw, hf_raw, sorted({*options.positions}), options.steps):
+    for label, config in models.items():
+        for row in measure(config, hf, positions, options.steps):
             rows.append({"model": label, **row})
         say(f"{label} is measured")
     return {"rows": rows}
 
 
 @torch.inference_mode()
-def measure(raw: Row, hf_raw: Row | None, positions: list[int], steps: int) -> list[Row]:
-    """One model's speed at each position, beside Hugging Face's if that is asked for, and its bytes."""
-    room = positions[-1] + WARM_UP + steps
-    config, device = configuration(raw, room)
-    gpt = GPT(config).to(device)
-    tokens = torch.randint(config.n_vocab, (1, READ), device=device)
+def measure(config: TrainConfig, hf: GPTConfig | None, positions: list[int], steps: int) -> list[Row]:
+    """One model's speed at each position, beside that of Hugging Face's in the shape of `hf`, and its bytes."""
+    device = open_runtime(config.runtime).device
+    torch.manual_seed(0)
+    gpt = GPT(config.model).to(device)
+    tokens = torch.randint(config.model.n_vocab, (1, READ), device=device)
     _, state = gpt(tokens, return_state=True)
     decoders: dict[Any, Decode] = {
         ("ours", at): Ours(DecodingStep(gpt, 1), stretched(gpt, state, at)) for at in positions
     }
-    if hf_raw:
-        gpt2 = build_hf(hf_raw, room)
+    if hf:
+        gpt2 = build_hf(hf, config.seq_len).to(device).eval()
         decoders |= {("hf", at): hugging_face(gpt2, at) for at in positions}
 
     def step(decoder: Decode) -> None:
@@ -80,23 +86,14 @@ def measure(raw: Row, hf_raw: Row | None, positions: list[int], steps: int) -> l
     return rows
 
 
-def configuration(raw: Row, max_len: int) -> tuple[GPTConfig, torch.device]:
-    """A model for texts of at least `max_len` tokens, and its device."""
-    given = {name: raw["runtime"][name] for name in DeviceConfig.model_fields}
-    runtime = open_runtime(decode(DeviceConfig, given | {"dtype": "float32"}))
-    torch.manual_seed(0)
-    return decode(GPTConfig, with_room(raw["model"], max_len)), runtime.device
-
-
-def build_hf(raw: Row, max_len: int) -> Any:
+def build_hf(config: GPTConfig, max_len: int) -> Any:
     """Hugging Face's GPT-2 with the shape of one of our models, with random weights, in float32."""
     transformers: Any = importlib.import_module("transformers")
-    config, device = configuration(raw, max_len)
     if config.n_head * config.head_features != config.n_embd:
         raise UserError(f"head_dim={config.head_dim} is not GPT-2's, whose heads share n_embd evenly: set it to null")
     shape = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
     shape |= {"vocab_size": config.n_vocab_padded, "n_positions": max_len}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).to(device).eval()
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
 
 
 class Ours:

@@ -124,14 +124,6 @@ def composed(overrides: Iterable[str]) -> Row:
     return to_dict(compose("train", ["dataset_dir=none", *overrides]))
 
 
-def with_room(model: Row, n_tokens: int) -> Row:
-    """The configuration of a model, with learned positions, if it has any, for at least `n_tokens`."""
-    position = model["position"]
-    if position["name"] == "learned":
-        position = position | {"max_len": max(n_tokens, position["max_len"])}
-    return model | {"position": position}
-
-
 def open_run(overrides: Iterable[str]) -> Run:
     """A run of train.py with these options."""
     config = decode(TrainConfig, composed(overrides))

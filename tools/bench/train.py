@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.console import say
+from common.console import Track, say
 from common.settings import UserError, decode
 from model.gpt import GPT
-from tools.bench.harness import Row, benchmark, composed, in_turn, timed, with_room
+from tools.bench.harness import Row, benchmark, composed, in_turn, timed
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.runtime import maybe_compile, open_runtime
@@ -24,6 +24,7 @@ from trainer.step import SummedLoss, accumulate_gradients, train_step
 
 CONTROL = "gpt2_124m"
 NANOGPT = "nanoGPT"
+_SECONDS, _FEWEST, _MOST = 5.0, 3, 100  # of passes in which a rate is measured
 
 
 @benchmark("training steps of {batch} x {seq_len} tokens; x: ratio to the control")
@@ -75,8 +76,10 @@ def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: in
 def config_of(overrides: list[str], seq_len: int, batch: int) -> TrainConfig:
     """The configuration of train.py with these options, for steps of `batch` sequences of any length."""
     raw = composed(overrides)
-    raw |= {"seq_len": seq_len, "batch_tokens": batch * seq_len, "model": with_room(raw["model"], seq_len)}
-    return decode(TrainConfig, raw)
+    position = raw["model"]["position"]
+    if position["name"] == "learned":
+        position["max_len"] = max(seq_len, position["max_len"])
+    return decode(TrainConfig, raw | {"seq_len": seq_len, "batch_tokens": batch * seq_len})
 
 
 class Training:
@@ -114,6 +117,25 @@ class Training:
         """Take one more micro-batch of a step: a forward and a backward pass."""
         world, scale = World(self.runtime.device), 1 / self.batch[0][1].numel()
         accumulate_gradients(self.summed_loss, self.batch, self.runtime, world, scale=scale)[0].item()
+
+
+def measure_rate(config: TrainConfig, micro_batch: int, sequences: int) -> float:
+    """Measure one device's tokens per second, for steps of `sequences` sequences.
+
+    Runs on random tokens: reading, evaluating and saving are left out. Takes the medians of a few steps of one
+    micro-batch and of a few passes over one more.
+    """
+    training = Training(config, micro_batch)
+    step, one_more = timed(training.step), timed(training.one_more)
+    passes: list[float] = []
+    with Track("measuring", None) as track:
+        step()  # compiles, and allocates the memory that later steps use again
+        steps = [step() for _ in range(_FEWEST)]
+        while len(passes) < _FEWEST or (sum(passes) < _SECONDS and len(passes) < _MOST):
+            passes.append(one_more())
+            track.advance(micro_batch * config.seq_len, "tokens")
+    seconds = statistics.median(steps) + (sequences / micro_batch - 1) * statistics.median(passes)
+    return sequences * config.seq_len / seconds
 
 
 class NanoGPT(nn.Module):

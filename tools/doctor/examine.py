@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import platform
 import re
-import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +21,10 @@ from model.compiled import shortened
 from model.gpt import GPT, GPTConfig
 from model.graphs import use_graphs
 from model.ops.checks import outcomes
-from tools.bench.harness import Row, composed, print_table, timed
-from tools.bench.train import Training
+from tools.bench.harness import Row, composed, print_table
+from tools.bench.train import measure_rate
 from tools.doctor.machine import disks, findings, versions
 from tools.doctor.rates import all_reduce_rate, rates
-from tools.plan.measure import measure_rate
 from tools.plan.plan import PlanConfig, plan
 from tools.plan.report import duration, gigabytes
 from trainer.config import TrainConfig
@@ -124,14 +122,11 @@ def _use_operators(words: list[str], runtime: Runtime) -> None:
 
 def step(config: TrainConfig, runtime: Runtime, n_device: int) -> Row:
     """Tokens per second of one device in a run of this configuration, and what follows from them."""
+    most = 1  # on a CPU, where even a pass over one sequence takes seconds
     if runtime.device.type == "cuda":
         planned = plan(decode(PlanConfig, to_dict(compose("plan", [*FLAGSHIP, f"n_device={n_device}"]))))
         most = planned["memory"]["largest_micro_batch"] or 1
-        rate = measure_rate(config, -(-most // 2), config.batch_size // n_device)  # half, as GPUs may need more memory
-    else:  # single sequences, because a step takes hours; the update's time is left out, as a batch is large
-        training = Training(config, 1)
-        training.step()
-        rate = config.seq_len / statistics.median(timed(training.one_more)() for _ in range(3))
+    rate = measure_rate(config, -(-most // 2), config.batch_size // n_device)  # half, as GPUs may need more memory
     with torch.device("meta"):
         flops = GPT(config.model).flops_per_token(config.seq_len)
     peak = peak_flops(runtime.device, runtime.dtype)

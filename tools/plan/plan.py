@@ -10,7 +10,7 @@ from common.memory import available_memory
 from common.settings import UserError
 from data.shards import read_manifest, token_dtype
 from model.gpt import GPT
-from tools.plan.measure import measure_rate
+from tools.bench.train import measure_rate
 from trainer.config import TrainConfig
 from trainer.devices import device_by_name, device_of_gpu
 from trainer.memory import Memory, step_memory
