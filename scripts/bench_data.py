@@ -19,9 +19,7 @@ from common.command import Items, Settings, run_script
 
 class Options(Settings):
     files: Items[str]
-    """globs of .jsonl, .jsonl.gz or .jsonl.zst files"""
-    text_field: str = "text"
-    """key of the text in a line"""
+    """globs of .jsonl, .jsonl.gz or .jsonl.zst files, with the key text in each line"""
     ranks: Path | None = None
     """GPT-2's rank file; null: tiktoken downloads it"""
     tokenizer_json: Path | None = None

@@ -16,11 +16,9 @@ from common.command import Items, Settings, run_script
 
 class Options(Settings):
     head_dim: Items[PositiveInt] = [32, 64, 128]
-    """sizes of a head"""
+    """sizes of a head; all heads together have 768 features"""
     gates: Items[Literal["none", "head", "feature"]] = ["none"]
     """without gates, with one for a head or with one for each feature"""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """type of the inputs"""
     warps: Items[PositiveInt] = [4, 8]
     """warps of a program"""
     stages: Items[PositiveInt] = [1, 2, 3]
@@ -29,12 +27,8 @@ class Options(Settings):
     """most registers of a thread"""
     batch: PositiveInt = 16
     """sequences"""
-    width: PositiveInt = 768
-    """features of all heads"""
     tokens: PositiveInt = 1024
     """tokens of a sequence"""
-    rounds: PositiveInt = 5
-    """measurements of each"""
     out: Path = Path("runs/bench_launches")
     """folder for bench.json"""
 

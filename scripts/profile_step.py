@@ -24,8 +24,6 @@ class Options(Settings):
     """sequences of a step"""
     steps: PositiveInt = 3
     """profiled steps, after two others"""
-    top: PositiveInt = 30
-    """kernels in the table"""
     out: Path = Path("runs/profile_step")
     """folder for bench.json and trace.json"""
 

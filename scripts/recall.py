@@ -1,7 +1,6 @@
 """Train attention mechanisms on a recall task of growing difficulty, and draw how many answers they get right.
 
     python scripts/recall.py task=mqar difficulties=4,16,64 head_dim=8,32 out=runs/recall jobs=2
-    python scripts/recall.py task=mqar difficulties=64,256 settings=key_letters=2 arms=log_space_forgets
     python scripts/recall.py task=induction difficulties=64,256,1024 out=runs/induction
     python scripts/recall.py task=passkey difficulties=1024 tested_at=8192,65536 arms=log_space_forgets out=runs/far
 
@@ -26,8 +25,6 @@ class Options(Settings):
     """a recall task of configs/data"""
     difficulties: Annotated[Items[PositiveInt], Field(min_length=1)] = [4, 8, 16, 32, 64]
     """pairs of mqar, letters of selective_copy, length of induction and passkey"""
-    settings: Items[Annotated[str, Field(pattern=r"^\w+=\w+$")]] = []
-    """other settings of the task, such as key_letters=2"""
     arms: Annotated[Items[str], Field(min_length=1)] = [
         "softmax_forgets_rotary",
         "log_space_forgets",

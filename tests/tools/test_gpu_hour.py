@@ -128,9 +128,11 @@ def test_a_step_is_profiled(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_launch_settings_are_measured_side_by_side(command, tmp_path):
-    small = ["head_dim=8", "gates=none,head", "warps=4", "stages=1", "registers=255", "batch=1", "width=8", "tokens=70"]
-    result = command("scripts/bench_launches", *small, "dtype=float32", "rounds=1", f"out={tmp_path}")
+def test_launch_settings_are_measured_side_by_side(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.bench.launches.WIDTH", 8)
+    monkeypatch.setattr("tools.bench.launches.ROUNDS", 1)
+    small = ["head_dim=8", "gates=none,head", "warps=4", "stages=1", "registers=255", "batch=1", "tokens=70"]
+    result = command("scripts/bench_launches", *small, f"out={tmp_path}")
     assert result.status == 0, result.err
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [(row["gates"], row["warps"]) for row in rows] == [("none", None), ("none", 4), ("head", None), ("head", 4)]

@@ -24,7 +24,7 @@ def recalled(command, tmp_path, restored_torch):
 
 
 def case(**changes):
-    values = {"task": "mqar", "settings": "", "difficulty": 2, "arm": ARMS[0], "head_dim": 4, "lr": 1e-3, "steps": 1}
+    values = {"task": "mqar", "difficulty": 2, "arm": ARMS[0], "head_dim": 4, "lr": 1e-3, "steps": 1}
     return recall.Case(**values | {"seed": 1} | changes)
 
 
@@ -144,13 +144,7 @@ def test_two_at_a_time_give_the_same(recalled, tmp_path):
     ("more", "message"),
     [
         (["difficulties=2,65"], "error: config data: n_pairs=65 is more than the 64 keys of key_letters=1"),
-        (["settings=key_leters=2"], "error: unknown config key 'data.key_leters': did you mean 'key_letters'?"),
         (["arms=log_space mlp non"], "error: there is no arm 'log_space mlp non': did you mean 'log_space mlp none'?"),
-        (
-            ["settings=n_pairs=2"],
-            "error: settings=n_pairs=2: n_pairs is set by this command's other options: leave it out",
-        ),
-        (["settings=key_letters"], "error: config settings='key_letters': String should match pattern"),
         (
             ["head_dim=3"],
             "error: attention: rotary positions rotate pairs of features: 3 a head is odd, use an even number",

@@ -22,6 +22,7 @@ from common.settings import UserError
 from model.ops.log_attention import BACKENDS, fallback, log_attention, naive_log_attention
 from tools.bench.harness import Row, benchmark, machine, print_table
 from tools.bench.operators import (
+    DTYPES,
     Operator,
     attention_inputs,
     device_named,
@@ -46,7 +47,6 @@ SHAPES = {
     "cuda": [Shape(16, H, T, d) for H, d in ((24, 32), (12, 64)) for T in (1024, 4096, 32768)],
     "quick": [Shape(1, 2, 64, 8), Shape(1, 2, 100, 8)],
 }
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 SDPA = {"cpu": ["FLASH_ATTENTION"], "cuda": ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]}
 DEVIATIONS = (1, 5, 20, 80, 200)  # of q, k and log_v: from 20 on, plain exponentials under- and overflow
 ERROR_TOKENS = 512

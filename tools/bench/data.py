@@ -88,7 +88,7 @@ def encode_batch(options: Any) -> tuple[int, Cost]:
 
 def _timed(options: Any, at_once: int, encode: Callable[[list[str]], object]) -> tuple[int, Cost]:
     """Bytes of the documents, and what it takes to encode them, `at_once` at a time."""
-    n_bytes, seconds, cpu_seconds, texts = 0, 0.0, 0.0, _texts(options.files, options.text_field)
+    n_bytes, seconds, cpu_seconds, texts = 0, 0.0, 0.0, _texts(options.files)
     while batch := list(islice(texts, at_once)):
         started, cpu_started = time.perf_counter(), time.process_time()
         encode(batch)
@@ -98,8 +98,8 @@ def _timed(options: Any, at_once: int, encode: Callable[[list[str]], object]) ->
     return n_bytes, Cost(seconds, cpu_seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
 
 
-def _texts(files: list[str], text_field: str) -> Iterator[str]:
-    source = JsonlSource(name="jsonl", path=files, text_field=text_field)
+def _texts(files: list[str]) -> Iterator[str]:
+    source = JsonlSource(name="jsonl", path=files, text_field="text")
     for raw in source.documents():
         with contextlib.suppress(Unreadable):
             yield source.parse(raw).text
@@ -112,7 +112,6 @@ def prepare_and_verify(options: Any) -> tuple[Cost, Cost]:
         settings = {
             "data": "jsonl",
             "data.path": options.files,
-            "data.text_field": options.text_field,
             "tokenizer": "hf" if options.tokenizer_json else "gpt2",
             "tokenizer.path": str(file) if (file := options.tokenizer_json or options.ranks) else None,
             "out_dir": dataset_dir,

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch.nn.functional import logsigmoid
 from triton.errors import TritonError
 
@@ -13,10 +12,13 @@ from common.console import say
 from model.ops.log_attention import log_attention
 from model.ops.log_attention import triton as launcher
 from tools.bench.harness import Row, benchmark
-from tools.bench.operators import attention_inputs, medians, time_passes
+from tools.bench.operators import DTYPES, attention_inputs, device_named, medians, time_passes
+
+WIDTH = 768  # features of all heads
+ROUNDS = 5
 
 
-@benchmark("medians of {rounds} rounds; the first row of each kind has the settings in use")
+@benchmark("medians; the first row of each kind has the settings in use")
 def bench(options: Any) -> Row:
     """Measure every combination of settings for every kind of head."""
     rows: list[Row] = []
@@ -30,16 +32,15 @@ def bench(options: Any) -> Row:
 
 def measured(options: Any, d: int, gates: str, setting: tuple[int, int, int] | None) -> Row:
     """Times with these warps, stages and registers; None: with those in use. Why not, if the GPU cannot run them."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = (options.batch, max(1, options.width // d), options.tokens, d)
-    leaves, weights = attention_inputs(shape, device, getattr(torch, options.dtype))
+    device = device_named("auto").type
+    leaves, weights = attention_inputs((options.batch, WIDTH // d, options.tokens, d), device, DTYPES[device])
     if gates != "none":
         log_f = logsigmoid(leaves[0].detach()[..., : 1 if gates == "head" else d] + 4)
         leaves.append(log_f.requires_grad_())
     run = {"kernels": partial(log_attention, backend="triton")}
     if setting is None:
         return {"warps": None, "stages": None, "registers": None} | medians(
-            time_passes(run, leaves, weights, options.rounds)["kernels"]
+            time_passes(run, leaves, weights, ROUNDS)["kernels"]
         )
     warps, stages, registers = setting
     constants = launcher._constants
@@ -49,6 +50,6 @@ def measured(options: Any, d: int, gates: str, setting: tuple[int, int, int] | N
         patch.object(launcher, "_constants", lambda *a, **k: constants(*a, **k)._replace(STAGES=stages)),
     ):
         try:
-            return row | medians(time_passes(run, leaves, weights, options.rounds)["kernels"])
+            return row | medians(time_passes(run, leaves, weights, ROUNDS)["kernels"])
         except (TritonError, RuntimeError) as error:  # a compiler or a GPU that refuses is a result
             return row | {"refused": str(error).splitlines()[0][:60]}

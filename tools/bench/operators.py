@@ -12,6 +12,9 @@ from torch.utils.benchmark import Timer
 from common.settings import UserError
 from tools.bench.harness import Row, in_turn
 
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+"""The type in which attention is timed, by device."""
+
 Operator = Callable[..., Any]
 """Tensors -> a tensor."""
 

@@ -9,6 +9,7 @@ from common.console import say
 from tools.bench.harness import Row, benchmark
 from tools.bench.train import Training, config_of
 
+_ROWS = 30  # of the table
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 """Names of calls in which the CPU waits for a GPU; the last is item(), which also counts on a CPU."""
 
@@ -39,6 +40,6 @@ def bench(options: Any) -> Row:
             "share": getattr(event, key) / total,
             "calls": event.count / options.steps,
         }
-        for event in sorted(events, key=lambda event: -getattr(event, key))[: options.top]
+        for event in sorted(events, key=lambda event: -getattr(event, key))[:_ROWS]
     ]
     return {"rows": rows, "waits": waits, "ms": total / options.steps / 1e3}

@@ -43,7 +43,6 @@ class Case:
     """One run."""
 
     task: str
-    settings: str
     difficulty: int
     arm: str
     head_dim: int
@@ -56,17 +55,12 @@ class Case:
         """Its dataset: enough documents for each to be seen once.
 
         Raises:
-            UserError: the task cannot be this difficult, or does not have these settings.
+            UserError: the task cannot be this difficult.
         """
-        given = dict(setting.split("=") for setting in self.settings.split())
         n_documents = self.steps * _BATCH + _TESTED
-        own = {DIFFICULTY[self.task]: self.difficulty, "n_documents": n_documents, "seed": self.seed}
-        if both := given.keys() & own.keys():
-            raise UserError(
-                f"settings={self.settings}: {min(both)} is set by this command's other options: leave it out"
-            )
-        folder = "-".join([self.task, *(f"{key}={value}" for key, value in (given | own).items())])
-        raw = {"data": {"name": self.task, **given, **own}, "tokenizer": {"name": "bytes"}}
+        settings = {DIFFICULTY[self.task]: self.difficulty, "n_documents": n_documents, "seed": self.seed}
+        folder = "-".join([self.task, *(f"{key}={value}" for key, value in settings.items())])
+        raw = {"data": {"name": self.task, **settings}, "tokenizer": {"name": "bytes"}}
         return decode(PrepareConfig, raw | {"val_fraction": _TESTED / n_documents, "out_dir": out / "data" / folder})
 
     @property
@@ -105,7 +99,6 @@ class Case:
 def run(
     task: str,
     difficulties: list[int],
-    settings: list[str],
     arms: list[str],
     head_dim: list[int],
     tested_at: list[int],
@@ -119,7 +112,7 @@ def run(
     torch.set_num_threads(1)  # the products are small
     varied = itertools.product(sorted(difficulties), head_dim, arms, learning_rates)
     tests = " ".join(map(str, tested_at))
-    cases = [Case(task, " ".join(settings), n, arm, d, lr, steps, seed, tests) for n, d, arm, lr in varied]
+    cases = [Case(task, n, arm, d, lr, steps, seed, tests) for n, d, arm, lr in varied]
     for case in cases:  # refuses mistakes before anything is made
         for each in (case, *case.tests()):
             each.model()
