@@ -3,9 +3,9 @@
     make gpu-hour
     python scripts/gpu_hour.py minutes=20
 
-Stages: the doctor, who checks all kernels; training, attention and decoding, timed; a profile of a training step; the
-tests that need a GPU; launch settings of the kernels side by side; other benchmarks; compute-sanitizer. Each is a
-process with a time limit of its own, an hour together, and writes into `out`, where report.md and report.json are
+Stages: scripts/doctor.py, which checks all kernels; training, attention and decoding, timed; a profile of a training
+step; the tests that need a GPU; launch settings of the kernels side by side; other benchmarks; compute-sanitizer. Each
+is a process with a time limit of its own, an hour together, and writes into `out`, where report.md and report.json are
 rewritten after each. The same command goes on where it was cut off. A stage that has an outcome, good or bad, is not
 run again: delete its .json file for that.
 """

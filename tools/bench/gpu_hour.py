@@ -19,7 +19,7 @@ from common.console import say
 from common.files import make_directory, read_json, write_atomic, write_json
 from common.settings import UserError
 from model.ops.checks import NESTED
-from tools.bench.harness import Row, machine, print_table
+from tools.bench.harness import Row, machine, markdown, print_table
 from tools.bench.packages import refuse_without
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,8 +160,7 @@ def _report(stages: Sequence[Stage], out: Path) -> None:
     figures = {stage.name: read_json(path) for stage in stages if (path := out / stage.name / "bench.json").exists()}
     write_json(out / "report.json", {"machine": about, "stages": rows, "figures": figures})
     lines = [f"# {about['gpu'] or about['cpu']}", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
-    lines += ["| stage | minutes | outcome |", "|---|---|---|"]
-    lines += [f"| {row['stage']} | {row['minutes'] or ''} | {row['outcome']} |" for row in rows]
+    lines += [markdown([*rows[0]], ([str(cell or "") for cell in row.values()] for row in rows))]
     for stage in stages:
         if (output := out / f"{stage.name}.txt").exists():
             text = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES_SHOWN:]

@@ -95,7 +95,7 @@ def machine() -> Row:
         "cpu": cpu_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": os.cpu_count(),
-        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "load": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "git_commit": git_commit(),
@@ -111,6 +111,11 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     for row in rows:
         table.add_row(*(_cell(row.get(key)) for key in keys))
     show_table(table)
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, ["---"] * len(columns), *rows))
 
 
 def _cell(value: Any) -> str:

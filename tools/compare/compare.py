@@ -7,7 +7,7 @@ import itertools
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,7 +97,6 @@ CONTROL = "softmax_forgets_rotary"
 After about 10 MB, once it copies, the same without rotary positions is stronger: softmax_forgets, as in model=gpt_*."""
 _EXTENSIONS = 2  # learning rates beyond the grid
 _EVAL_BATCHES = 128
-_DIVERGES = "left out, because it diverges at every learning rate: give lower learning rates, and another folder"
 
 
 @dataclass(frozen=True)
@@ -167,14 +166,14 @@ def arms() -> dict[str, Raw]:
     return DESIGNS | equal | others | last
 
 
-def models_of(dataset: Path, size: Size, names: list[str] | None = None) -> Models:
-    """The models of these arms, or of all, the control's first; n_vocab is the dataset's.
+def models_of(dataset: Path, size: Size, names: Collection[str] = ()) -> Models:
+    """The models of these arms, or of all if none is named, the control's first; n_vocab is the dataset's.
 
     Raises:
         UserError: an arm does not exist, or cannot have as many parameters as the control.
     """
     n_vocab, every = read_manifest(dataset).tokenizer.n_vocab, arms()
-    for name in names or []:
+    for name in names:
         if name not in every:
             raise UserError(f"there is no arm {name!r}: {nearest(name, every)}")
     chosen = [name for name in every if name == CONTROL or name in (names or every)]
@@ -247,8 +246,9 @@ def _say_all(messages: Iterable[str]) -> None:
 def train_arm(terms: Terms, name: str, model: GPTConfig) -> str:
     """Finish the runs of an arm; returns a message about the outcome."""
     row = follow(functools.partial(train, terms, name, model), terms.grid, terms.seeds)
-    losses = f"{', '.join(f'{loss:.4f}' for loss in row['losses'])} at {row['lr']:g}" if row else _DIVERGES
-    return f"{name}: {losses}"
+    if row is None:
+        return f"{name}: left out, because it diverges at every learning rate: give lower ones, and another folder"
+    return f"{name}: {', '.join(f'{loss:.4f}' for loss in row['losses'])} at {row['lr']:g}"
 
 
 def follow(loss_of: Callable[[float, int], float], grid: list[float], seeds: list[int]) -> Raw | None:

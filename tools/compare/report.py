@@ -13,7 +13,7 @@ from common.console import say
 from common.figures import png
 from common.files import read_json, write_atomic, write_json
 from model.gpt import GPTConfig
-from tools.bench.harness import command_line, in_turn, machine, speedup, timed
+from tools.bench.harness import command_line, in_turn, machine, markdown, speedup, timed
 from tools.bench.train import Training
 from tools.compare import compare
 from tools.compare.compare import CONTROL, SIZES, Models, Raw, Terms
@@ -35,7 +35,7 @@ def run(
     """Measure speed, train the unfinished arms, and report the finished ones."""
     torch.set_num_threads(1)  # the products are small, and the bits of a result depend on the number of threads
     terms = Terms(dataset_dir, out / size, SIZES[size], steps, learning_rates, seeds)
-    models = compare.models_of(dataset_dir, terms.size, arms or None)
+    models = compare.models_of(dataset_dir, terms.size, arms)
     terms.open()
     parameters = compare.count(models[CONTROL])
     say(f"{len(models)} arms of {parameters:,} parameters, {terms.tokens:,} tokens a run")
@@ -134,7 +134,7 @@ def table_of(rows: dict[str, Raw]) -> str:
         speed = [f"{row['tokens_per_second']:,.0f}", f"{row['times_as_fast']:.2f}"]
         cells.append([label, _loss(row), f"{above:+.4f}", f"{row['lr']:g}{edge}", *speed])
     columns = ["arm", "loss (range of seeds)", "above control", "learning rate"]
-    return _markdown([*columns, "tokens/s", "x control"], cells)
+    return markdown([*columns, "tokens/s", "x control"], cells)
 
 
 def equal_terms(rows: dict[str, Raw]) -> str:
@@ -146,12 +146,7 @@ def equal_terms(rows: dict[str, Raw]) -> str:
             found = [rows.get(f"{name} {place}") for name in others]
             verdicts = [f"{_loss(row)}: {verdict(row['losses'], control['losses'])}" if row else "" for row in found]
             cells.append([place, _loss(control), *verdicts])
-    return _markdown(["block, position", *compare.ON_EQUAL_TERMS], cells) if cells else ""
-
-
-def _markdown(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return markdown(["block, position", *compare.ON_EQUAL_TERMS], cells) if cells else ""
 
 
 def _loss(row: Raw) -> str:

@@ -105,9 +105,7 @@ def _tokenizer(file: _TokenizerJson, path: Path) -> RankTokenizer:
         warn(f"{path}: {', '.join(map(repr, others))} will be treated as ordinary text")
     ranks = _ranks(file.model.vocab, eot_id)
     _check_merges(file.model)
-    if file.pre_tokenizer.use_regex:
-        return RankTokenizer("gpt2", ranks)
-    return RankTokenizer("bytes", ranks)
+    return RankTokenizer("gpt2" if file.pre_tokenizer.use_regex else "bytes", ranks)
 
 
 def _ranks(vocab: dict[str, int], eot_id: int) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The doctor's rounds: what this machine is, its checks and rates, a training step, and what to do."""
+"""Examines this machine: its versions, checks, rates and a training step. It prints them, and what to do."""
 
 import getpass
 import json

@@ -28,7 +28,9 @@ def run_plan(config: PlanConfig) -> None:
 
 def table_of(found: dict[str, Any]) -> Table:
     """The plan's figures in sections: model, memory, time, disk."""
-    table = Table(title=_title(found["device"]), title_justify="left", show_header=False)
+    device = found["device"]
+    title = f"{device['n']} x {device['name']} in {device['dtype']} ({device['source']})"
+    table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
@@ -55,10 +57,6 @@ def hints(config: PlanConfig, found: dict[str, Any]) -> Iterator[str]:
     if found["time"]["seconds"] is None:
         here = ", or measure=true to run a few steps here" if config.device in ("auto", "cpu") else ""
         yield f"for the time, give mfu=... (for a known device) or tokens_per_second=... (per device){here}"
-
-
-def _title(device: dict[str, Any]) -> str:
-    return f"{device['n']} x {device['name']} in {device['dtype']} ({device['source']})"
 
 
 def _model(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -222,8 +222,7 @@ function entry(run, index) {
 }
 
 function swatchOf(run) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  for (const [key, value] of Object.entries({ class: "swatch", viewBox: "0 0 24 10" })) svg.setAttribute(key, value);
+  const svg = draw(document.createDocumentFragment(), "svg", { class: "swatch", viewBox: "0 0 24 10" });
   draw(svg, "line", { x1: 0, x2: 24, y1: 5, y2: 5, stroke: run.colour, "stroke-dasharray": run.dash });
   return svg;
 }
@@ -277,17 +276,16 @@ const axisKeys = data.keys.filter((key) => key !== "seed" || runs.every((run) =>
 const axes = axisKeys.length ? [...axisKeys.slice(0, MOST_AXES), "best"].map(axisOf) : [];
 
 function axisOf(name) {
-  const values = [...new Set(runs.map((run) => valueOn(name, run)).filter((v) => v !== null && v !== undefined))];
+  const values = [...new Set(runs.map((run) => valueOn(name, run)).filter((v) => v !== null))].sort(compare);
   const top = 72, bottom = 336;
   const numeric = values.every((v) => typeof v === "number");
-  values.sort(numeric ? (a, b) => a - b : (a, b) => String(a).localeCompare(String(b), "en", { numeric: true }));
   const [low, high] = [values[0], values[values.length - 1]];
   let at;
   if (numeric && low < high) at = scale(low, high, bottom, top, low > 0 && high / low >= 10 && name !== "best");
   else at = (v) => (values.length < 2 ? (top + bottom) / 2 : bottom - (values.indexOf(v) / (values.length - 1)) * (bottom - top));
   const few = values.length <= 8 && name !== "best";
   const ticks = few || !at.ticks ? values : at.ticks();
-  return { name, top, bottom, ticks, few, place: (v) => (v === null || v === undefined ? null : at(v)) };
+  return { name, top, bottom, ticks, few, place: (v) => (v === null ? null : at(v)) };
 }
 
 function drawParallel() {
@@ -384,9 +382,7 @@ function isBright(colour) {
 }
 
 function axisValues(key) {
-  const values = [...new Set(runs.map((run) => run.settings[key]))];
-  const numeric = values.every((v) => typeof v === "number");
-  return values.sort(numeric ? (a, b) => a - b : (a, b) => String(a).localeCompare(String(b), "en", { numeric: true }));
+  return [...new Set(runs.map((run) => run.settings[key]))].sort(compare);
 }
 
 // ----- table
