@@ -1,5 +1,7 @@
 """The pictures of the comparison are drawn from its tables."""
 
+import pytest
+
 from tools.compare import evidence
 
 TABLE = """vocabulary,seq_len,arm,parameters,tokens,max_lr,seed,loss
@@ -14,6 +16,14 @@ CURVES = """arm,seq_len,tokens,loss
 softmax_forgets_rotary,512,100,2.0
 softmax_forgets_rotary,512,200,1.5
 hybrid_second,512,100,1.75
+"""
+
+TRANSFER = """optimizer,over,transfer,size,rate,loss
+muon,width,,32,0.01,2.5
+muon,width,,32,0.1,2.0
+muon,width,,32,1.0,2.5
+muon,width,,64,0.01,2.0
+muon,width,yes,64,0.1,1.75
 """
 
 FLAGSHIP = """options,machine,parameters,seed,steps,step,tokens,val_loss
@@ -36,7 +46,8 @@ def test_the_table_has_every_model_that_is_drawn():
 
 
 def test_the_pictures_show_the_tables(tmp_path, monkeypatch):
-    for name, text in (("attention_forgets", TABLE), ("attention_curves", CURVES), ("flagship", FLAGSHIP)):
+    tables = {"attention_forgets": TABLE, "attention_curves": CURVES, "flagship": FLAGSHIP, "transfer": TRANSFER}
+    for name, text in tables.items():
         (tmp_path / f"{name}.csv").write_text(text)
     losses = evidence.read(tmp_path / "attention_forgets.csv")
     assert losses["log_space_forgets", 256, 100] == {1: 1.5, 2: 1.7}  # at the best learning rate
@@ -45,7 +56,7 @@ def test_the_pictures_show_the_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "DOCS", tmp_path)
     monkeypatch.setattr(evidence, "png", lambda figure: drawn.append(figure) or b"picture")
     evidence.main()
-    (pairs, parts), (losses, above) = (figure.axes for figure in drawn)
+    (pairs, parts), (losses, above), transfer = (figure.axes for figure in drawn)
     assert [list(line.get_ydata()) for line in pairs.lines] == [[-0.375], [-0.5, -0.25], [0, 0]]
     assert [label.get_text() for label in parts.get_yticklabels()] == ["convolutions: 0.250"]
     assert [bar.get_width() for bar in parts.patches] == [0.25]
@@ -54,4 +65,9 @@ def test_the_pictures_show_the_tables(tmp_path, monkeypatch):
         "softmax, forget gate, rotary (control), 2 M",
         "log-space that forgets (the flagship's form), 0.4 M",
     ]
-    assert {path.name for path in tmp_path.glob("*.png")} == {"flagship.png", "attention_forgets.png"}
+    assert [[list(line.get_ydata()) for line in axes.lines] for axes in transfer] == [
+        [[2.5, 2.0, 2.5], [pytest.approx(2.0)], [2.0]],
+        [[2.5, 2.0, 2.5], [pytest.approx(2.0)], [1.75]],
+    ]  # the star is between the runs beside the best
+    pictures = {"flagship.png", "attention_forgets.png", "transfer.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == pictures

@@ -1,10 +1,11 @@
-"""Draw two pictures from tables in docs: python -m tools.compare.evidence.
+"""Draw three pictures from tables in docs: python -m tools.compare.evidence.
 
 docs/flagship.png, from flagship.csv: how far the loss of model=log_gpt2_* is from that of its control, model=gpt_*,
 and the loss that each of its parts saves. docs/attention_forgets.png, of the earlier experiments without n-grams: the
 loss over the text that was read, for log-space attention that forgets, its control and the published form, each at the
 best of its learning rates in attention_forgets.csv; and, from attention_curves.csv, how far the training loss is from
-the control's in long runs.
+the control's in long runs. docs/transfer.png, from transfer.csv: the loss over the learning rate for several widths and
+depths, without optim.transfer and with it.
 """
 
 import csv
@@ -13,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -69,6 +71,10 @@ _PARTS = {
 """Parts of the flagship, and the options of a model without each."""
 _PARTS_STEPS = 2048
 
+_SIDES = {"": "without transfer", "yes": "with optim.transfer"}
+_COUNTED = {"width": "features", "depth": "layers"}
+"""What the sizes in transfer.csv count, by what varies."""
+
 Runs = dict[tuple[str, int], dict[tuple[int, int, str], float]]
 """For options and number of steps of runs, their losses by tokens, seed and machine."""
 Losses = dict[tuple[str, int, int], dict[int, float]]
@@ -88,6 +94,7 @@ def main() -> None:
     _draw_losses(by_size, losses)
     _draw_curves(curves, _rows(DOCS / "attention_curves.csv"))
     write_atomic(DOCS / "attention_forgets.png", png(figure))
+    write_atomic(DOCS / "transfer.png", png(_transfer(list(_rows(DOCS / "transfer.csv")))))
 
 
 def read_flagship(table: Path) -> Runs:
@@ -184,6 +191,51 @@ def _draw_curves(axes: Axes, rows: Iterable[dict[str, str]]) -> None:
     axes.set_title("2 M parameters, texts of 512 bytes")
     axes.xaxis.set_major_formatter(short_count)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13))
+
+
+def _transfer(rows: list[dict[str, str]]) -> Figure:
+    """A row of panels for each optimizer and what varies, with a line for each size; a star is the lowest point."""
+    kinds = list(dict.fromkeys((row["over"], row["optimizer"]) for row in rows))
+    figure = Figure(figsize=(9, 4.2 * len(kinds)))
+    grid = figure.subplots(len(kinds), len(_SIDES), sharey="row", sharex="row", squeeze=False)
+    for (over, optimizer), panels in zip(kinds, grid, strict=True):
+        of_kind = [row for row in rows if (row["over"], row["optimizer"]) == (over, optimizer)]
+        rates = sorted({float(row["rate"]) for row in of_kind})
+        for (side, name), axes in zip(_SIDES.items(), panels, strict=True):
+            for i, size in enumerate(sorted({int(row["size"]) for row in of_kind})):
+                if curve := _losses_by_rate(of_kind, side, size):
+                    lowest = _lowest(curve)
+                    label = f"{size}: {lowest[0]:.2g}" if lowest else f"{size}"
+                    axes.plot(*zip(*sorted(curve.items()), strict=True), "o-", color=f"C{i}", label=label)
+                    if lowest:
+                        axes.plot(*lowest, "*", color=f"C{i}", markersize=13)
+            axes.set(xscale="log", xlabel="learning rate", title=f"{optimizer} {name}, over {over}")
+            # Below the axes, where it hides no point.
+            title = f"{_COUNTED[over]}: rate of lowest loss"
+            axes.legend(title=title, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+            axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+            axes.minorticks_off()
+        panels[0].set_ylabel("validation loss (nats per byte)")
+    return figure
+
+
+def _losses_by_rate(rows: list[dict[str, str]], side: str, size: int) -> dict[float, float]:
+    """The smallest size is the tuned one, whose runs are the same on both sides."""
+    smallest = min(int(row["size"]) for row in rows)
+    found = [row for row in rows if int(row["size"]) == size]
+    return {float(row["rate"]): float(row["loss"]) for row in found if size == smallest or row["transfer"] == side}
+
+
+def _lowest(losses: dict[float, float]) -> tuple[float, float] | None:
+    """The lowest point of the parabola through the best run and its neighbours; None if it lacks one."""
+    rates = sorted(losses)
+    i = min(range(len(rates)), key=lambda i: losses[rates[i]])
+    if not 0 < i < len(rates) - 1:
+        return None
+    near = rates[i - 1 : i + 2]
+    parabola = np.polyfit(np.log(near), [losses[rate] for rate in near], 2)
+    place = -parabola[1] / (2 * parabola[0])
+    return float(np.exp(place)), float(np.polyval(parabola, place))
 
 
 if __name__ == "__main__":
