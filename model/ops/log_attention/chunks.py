@@ -25,11 +25,6 @@ def split(x: Tensor, C: int, fill: float) -> Tensor:
     return x.unflatten(2, (-1, C)).permute(2, 0, 1, 3, 4)
 
 
-def join(chunks: Tensor, T: int) -> Tensor:
-    """Undo `split`: (N, B, H, C, D) -> (B, H, T, D)."""
-    return chunks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :T]
-
-
 def write(place: Tensor, chunks: Tensor) -> None:
     """Copy (N, B, H, C, D) to place (B, H, T, D)."""
     C = chunks.shape[3]

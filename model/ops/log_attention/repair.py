@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.log_attention import exact
-from model.ops.log_attention.chunks import CHUNK, join, split
+from model.ops.log_attention.chunks import CHUNK, split
 from model.ops.log_attention.exponentials import Inputs
 from model.ops.log_attention.frames import CERTAIN
 
@@ -134,10 +134,8 @@ def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tu
         reading = _keys_then_queries(inputs)[1]
         chunks = doubtful.expand(-1, -(-log_y.shape[1] // inputs.C))
         return forward(reading, True, chunks, log_y)
-    tokens, log_s = _heads(inputs)
-    q, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
-    states = exact.states(k, log_v, log_f, log_s)  # (G, N + 1, d_k, E)
-    tiles = _tiles(log_y, q.shape[2], 0.0).clone()
+    (q, k, log_v, log_f), states = _tiles_and_states(inputs)
+    tiles = _tiles(log_y, k.shape[2], 0.0).clone()
     for g, n in _groups(doubtful, states):
         log_S, _ = exact.causal_log_sums(q[g, n], k[g, n], log_v[g, n], log_f[g, n], states[g, n])
         tiles[g, n] = log_S[..., :-1] - log_S[..., -1:]  # the last column is the normalizer
@@ -146,15 +144,16 @@ def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tu
 
 def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
     """Return gradients for whole heads, from those of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
+    T = inputs.k.shape[2]
     if not causal:
         writing, reading = _keys_then_queries(inputs)
         read = backward(reading, True, g_log_S, g_log_s)
-        g_none = g_log_S.new_zeros(len(g_log_S), inputs.k.shape[2], g_log_S.shape[2])
+        g_none = g_log_S.new_zeros(len(g_log_S), T, g_log_S.shape[2])
         return backward(writing, True, g_none, read.log_s)._replace(q=read.q)
-    tokens, log_s = _heads(inputs)
-    tiles = _, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
-    states = exact.states(k, log_v, log_f, log_s)  # (G, N + 1, d_k, E)
-    g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in (*tiles[:3], k)], g_log_s
+    tiles, states = _tiles_and_states(inputs)
+    q, k, log_v, _ = tiles
+    # The gradient of a gate is that of each feature, as many as a key has.
+    g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in (q, k, log_v, k)], g_log_s
     gradients: list[Any]
     for n in reversed(range(k.shape[1])):
         g_before = torch.empty_like(g)
@@ -164,31 +163,30 @@ def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> 
             for whole, part in zip(parts, gradients, strict=True):
                 whole[h, n] = part
         g = g_before
-    return Inputs._make((*(_sequence(x, tokens[0].shape[1]) for x in parts), g))
+    return Inputs._make((*(_sequence(x, T) for x in parts), g))
 
 
 def _keys_then_queries(inputs: Inputs) -> tuple[Inputs, Inputs]:
     """Attention that is not causal, as two that are: keys without queries, then queries of the state after them."""
     writing = inputs._replace(q=torch.zeros_like(inputs.k))
-    tokens, log_s = _heads(writing)
-    _, k, log_v, log_f = _tiles_of(tokens, min(inputs.C, inputs.k.shape[2]))
-    after = exact.states(k, log_v, log_f, log_s)[:, -1].view_as(inputs.log_s)
+    after = _tiles_and_states(writing)[1][:, -1].view_as(inputs.log_s)
     (B, H, T, _), d_v = inputs.q.shape, inputs.log_v.shape[3]
     no_keys, no_values = torch.full_like(inputs.q, -torch.inf), inputs.q.new_zeros(B, H, T, d_v)
     return writing, Inputs(inputs.q, no_keys, no_values, None, after)
 
 
-def _heads(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys, values with the normalizer's column, and gates (G, T, .), and the state (G, d_k, E)."""
+def _tiles_and_states(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+    """Return queries, keys, values with the normalizer's column, and gates in tiles (G, N, C, .), and `exact.states`.
+
+    The last tile is padded so that it changes nothing: with 0 for queries and gates, -inf for keys and values.
+    """
+    C = min(inputs.C, inputs.k.shape[2])
     log_f = torch.zeros_like(inputs.k[..., :1]) if inputs.log_f is None else inputs.log_f
     tensors = inputs.q, inputs.k, pad(inputs.log_v, (0, 1)), log_f, inputs.log_s
     *tokens, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in tensors)
-    return tokens, log_s
-
-
-def _tiles_of(tokens: list[Tensor], C: int) -> list[Tensor]:
-    """Queries and gates (padded with 0), keys and values (padded with -inf), each (G, N, C, .)."""
-    return [_tiles(x, C, fill) for x, fill in zip(tokens, (0.0, -torch.inf, -torch.inf, 0.0), strict=True)]
+    tiles = [_tiles(x, C, fill) for x, fill in zip(tokens, (0.0, -torch.inf, -torch.inf, 0.0), strict=True)]
+    _, k, log_v, log_f = tiles
+    return tiles, exact.states(k, log_v, log_f, log_s)
 
 
 def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -200,9 +198,9 @@ def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def _tiles(x: Tensor, C: int, fill: float) -> Tensor:
     """(G, T, D) -> (G, N, C, D)."""
-    return split(x.unsqueeze(0), C, fill).squeeze(1).transpose(0, 1)
+    return pad(x, (0, 0, 0, -x.shape[1] % C), value=fill).unflatten(1, (-1, C))
 
 
 def _sequence(tiles: Tensor, T: int) -> Tensor:
     """Undo `_tiles`."""
-    return join(tiles.transpose(0, 1).unsqueeze(1), T).squeeze(0)
+    return tiles.flatten(1, 2)[:, :T]
