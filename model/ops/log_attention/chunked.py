@@ -140,7 +140,7 @@ def _causal_forward(inputs: Inputs, frames: Frames, certificate: repair.Certific
         gates = gates_at(inputs, tokens, here)
         e_q = queries(inputs, tokens, here, gates.a)  # (n, B, H, C, d_k)
         e_k, e_v = keys_and_values(inputs, tokens, here, gates.a)  # (n, B, H, C, .)
-        M = _carry(results.M[i], times(e_k, gates.end).mT @ e_v, gates.kept, frames.factor, chunks)
+        M = _carry(results.M[i], times(e_k, gates.end).mT @ e_v, gates.kept, here.factor)
         results.M[i + 1] = M[-1]
         A = gates.weigh(e_q @ e_k.mT)  # (n, B, H, C, C)
         sums = _add_product(times(e_q, gates.start) @ M[:-1], A, e_v)  # (n, B, H, C, E)
@@ -259,7 +259,7 @@ def _causal_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g
         e_q = queries(inputs, tokens, here, gates.a)  # (n, B, H, C, d_k)
         e_k, e_v = keys_and_values(inputs, tokens, here, gates.a)  # (n, B, H, C, .)
         from_start, to_end = times(e_q, gates.start), times(e_k, gates.end)
-        Ms = _carry(M[i], to_end.mT @ e_v, gates.kept, frames.factor, chunks)  # (n + 1, B, H, d_k, E)
+        Ms = _carry(M[i], to_end.mT @ e_v, gates.kept, here.factor)  # (n + 1, B, H, d_k, E)
         A = gates.weigh(e_q @ e_k.mT)  # (n, B, H, C, C)
         sums = _add_product(from_start @ Ms[:-1], A, e_v)
         g_sums = _of_sums(sums, doubtful, g_y, tokens, here)  # (n, B, H, C, E)
@@ -269,7 +269,7 @@ def _causal_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g
         g_k = g_A.mT @ e_q  # through the chunk's own queries, without the factor e_k
         g_v = A.mT @ g_sums
         g_last = g
-        g_M, g = _carry_back(g_seen, g, gates.kept, frames.factor, chunks)
+        g_M, g = _carry_back(g_seen, g, gates.kept, here.factor)
         # And through later chunks.
         g_k = _add_product(g_k, times(e_v, gates.end), g_M.mT).mul_(e_k)
         g_v = _add_product(g_v, to_end, g_M).mul_(e_v)[..., :-1]
@@ -331,30 +331,30 @@ def _backward_again(inputs: Inputs, causal: bool, g: tuple[Tensor, ...], heads: 
         whole[heads] = part.reshape(-1, *part.shape[-2:])[..., : whole.shape[-1]].to(whole.dtype)
 
 
-def _carry(M: Tensor, updates: Tensor, kept: Tensor | None, factor: Tensor, chunks: slice) -> Tensor:
+def _carry(M: Tensor, updates: Tensor, kept: Tensor | None, factor: Tensor) -> Tensor:
     """Return M before each of these chunks and after the last, (n + 1, B, H, d_k, E), each in its chunk's frame.
 
-    `M` precedes the first chunk, `updates` are the chunks' e_k^T e_v (n, B, H, d_k, E), and `kept` is Gates.kept.
+    `M` precedes the first chunk, `updates` are the chunks' e_k^T e_v (n, B, H, d_k, E), `kept` is Gates.kept, and
+    `factor` is Frames.factor.
     """
     Ms = M.new_empty(len(updates) + 1, *M.shape)
     Ms[0] = M
     for n, update in enumerate(updates):
         torch.add(times(Ms[n], None if kept is None else kept[n]), update, out=Ms[n + 1])
-        if chunks.start + n + 1 < len(factor):
-            Ms[n + 1].mul_(factor[chunks.start + n + 1])
+        if n < len(factor):
+            Ms[n + 1].mul_(factor[n])
     return Ms
 
 
-def _carry_back(g_seen: Tensor, g: Tensor, kept: Tensor | None, factor: Tensor, chunks: slice) -> tuple[Tensor, Tensor]:
+def _carry_back(g_seen: Tensor, g: Tensor, kept: Tensor | None, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return gradients of M after each chunk (n, B, H, d_k, E), in its own frame, and before the first.
 
     `g_seen` is the gradient through the chunks' queries, and `g` that of the last M that `_carry` returns.
     """
     g_M = torch.empty_like(g_seen)
     for n in reversed(range(len(g_seen))):
-        after = chunks.start + n + 1
-        if after < len(factor):
-            torch.mul(g, factor[after], out=g_M[n])
+        if n < len(factor):
+            torch.mul(g, factor[n], out=g_M[n])
         else:
             g_M[n] = g
         g = times(g_M[n], None if kept is None else kept[n]) + g_seen[n]

@@ -47,7 +47,7 @@ class Frames(NamedTuple):
     value: Tensor
     """(N, B, H, 1, E)."""
     factor: Tensor
-    """(N, B, H, d_k, E): from M after the previous chunk to M in the frame of this one."""
+    """(N, B, H, d_k, E), without the last of all chunks: from M after a chunk to M in the frame of the next one."""
     C: int | None
     """Tokens of a chunk; None if there is a single chunk."""
     chunks: slice
@@ -81,12 +81,12 @@ def frames_of(inputs: Inputs, causal: bool) -> Frames:
     else:
         keys, decay, after, lost = _frames_with_gates(inputs)
     rescale = torch.exp2(values[:-1] - finite(values[1:]))  # (N, B, H, E), at most 1
-    factor = decay.unsqueeze(-1) * rescale.unsqueeze(-2)
+    factor = decay[1:].unsqueeze(-1) * rescale[1:].unsqueeze(-2)
     return Frames(keys[1:].unsqueeze(3), finite(values[1:]).unsqueeze(3), factor, C, slice(None), after, lost)
 
 
 def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return the keys' frames (1 + N, B, H, d_k), their part of `Frames.factor` (N, B, H, d_k), `after` and `lost`."""
+    """Return the keys' frames (1 + N, B, H, d_k), the factors from one to the next, `after` and `lost`."""
     log_z = inputs.log_s[..., -1]
     top, kept, passed_on = (torch.cat(x) for x in zip(*_forgotten(inputs), strict=True))  # (N, B, H, d_k or 1)
     by_feature = kept.shape[-1] == top.shape[-1] > 1
