@@ -10,7 +10,7 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 
 
-def refuse_transforms(operator: str, instead: str, *tensors: Tensor) -> None:
+def refuse_transforms(operator: str, instead: str, *tensors: Tensor | None) -> None:
     """Raise if a tensor has a forward-mode tangent or is differentiated by torch.func. Call it before the operator.
 
     Args:
@@ -20,7 +20,7 @@ def refuse_transforms(operator: str, instead: str, *tensors: Tensor) -> None:
     Raises:
         NotImplementedError: one line.
     """
-    if not torch.compiler.is_compiling() and any(_is_transformed(x) for x in tensors):
+    if not torch.compiler.is_compiling() and any(_is_transformed(x) for x in tensors if x is not None):
         raise NotImplementedError(
             f"{operator} has no forward-mode derivatives and none by torch.func: use {instead} for these"
         )

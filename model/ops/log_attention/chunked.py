@@ -60,7 +60,7 @@ def chunked_log_attention(
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
     """As `log_attention`. It saves its inputs and at most T / CHUNK states for the backward pass."""
     state = empty_state(q, log_v) if state is None else state
-    refuse_transforms(*NAMES, q, k, log_v, *state, *([] if log_f is None else [log_f]))
+    refuse_transforms(*NAMES, q, k, log_v, log_f, *state)
     log_s = torch.cat([state.log_s, state.log_z.unsqueeze(-1)], dim=-1)  # (B, H, d_k, E), E = d_v + 1
     log_y, log_s, *_ = _attend(q, k, log_v, log_f, log_s.to(accumulation_dtype(q)), causal, return_state)
     log_y = log_y.to(log_v.dtype)
@@ -190,7 +190,7 @@ def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Result
 
 def _of_heads(inputs: Inputs, heads: Tensor) -> Inputs:
     """Select heads (B, H) as elements of a batch, in float64: (F, 1, ...)."""
-    return Inputs._make(None if x is None else x[heads].unsqueeze(1).double() for x in inputs)
+    return inputs.each(lambda x: x[heads].unsqueeze(1).double())
 
 
 @torch.library.custom_op("log_gpt::log_attention_backward", mutates_args=())
@@ -207,11 +207,7 @@ def _attend_backward(
 
 @_attend_backward.register_fake
 def _(g: Any, inputs: Sequence[Tensor | None], *_: Any) -> list[Tensor]:
-    return _or_empty(_empty_gradients(Inputs._make(inputs)))
-
-
-def _empty_gradients(inputs: Inputs) -> Inputs:
-    return Inputs._make(None if x is None else torch.empty_like(x) for x in inputs)
+    return _or_empty(Inputs._make(inputs).each(torch.empty_like))
 
 
 def _or_empty(gradients: Inputs) -> list[Tensor]:
@@ -237,7 +233,7 @@ _attend.register_autograd(_backward_of_op, setup_context=_save_for_backward)
 
 def _backward(inputs: Inputs, causal: bool, M: Tensor, doubtful: Tensor, g_y: Tensor, g_log_s: Tensor) -> Inputs:
     """Return the gradients, given M and what is doubtful from the forward pass."""
-    gradients = _empty_gradients(inputs)
+    gradients = inputs.each(torch.empty_like)
     for batch in batches(inputs.q, inputs.C):
         part, g, into = inputs.of(batch), (g_y[batch], g_log_s[batch]), gradients.of(batch)
         found = M[:, batch], doubtful[:, batch]

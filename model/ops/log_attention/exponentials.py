@@ -1,6 +1,6 @@
 """The exponentials of `chunked.py`, relative to the frames of their chunks, so that all are at most 1."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,9 +29,13 @@ class Inputs(NamedTuple):
     log_s: Tensor
     """(B, H, d_k, E), in the accumulation type."""
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
+        """Apply a function to each tensor."""
+        return Inputs._make(None if x is None else function(x) for x in self)
+
     def of(self, batch: slice) -> "Inputs":
         """Select elements of the batch."""
-        return Inputs._make(None if x is None else x[batch] for x in self)
+        return self.each(lambda x: x[batch])
 
     @property
     def C(self) -> int:

@@ -46,7 +46,7 @@ def log_recurrence(
     backend = choose_backend("the log recurrence", _check, backend, ("naive", "chunked", "triton"), h)
     if backend == "naive":
         return naive_log_recurrence(log_p, h, state=state, return_state=return_state)
-    refuse_transforms(*NAMES, log_p, h, *([] if state is None else [state]))
+    refuse_transforms(*NAMES, log_p, h, state)
     acc = torch.promote_types(h.dtype, torch.float32)
     start = torch.zeros_like(h[:, 0], dtype=acc) if state is None else state.to(acc)
     s = _recur(log_p, h, start, backend)
