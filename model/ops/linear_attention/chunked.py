@@ -48,7 +48,9 @@ def linear_attention(
         check_gates(log_f, q)
     with torch.autocast(q.device.type, enabled=False):
         f_q, f_k = _features(q.to(dtype)), _features(k.to(dtype))
-        state = _empty(f_k, v) if state is None else state
+        if state is None:
+            z = torch.zeros_like(f_k[:, :, 0])  # (B, H, d)
+            state = LinearAttentionState(z.new_zeros(*z.shape, v.shape[-1]), z)
         log_f = None if log_f is None else log_f.to(dtype)
         attend = _step if q.shape[2] == 1 else _chunks
         sums, norms, state = attend(f_q, f_k, v.to(dtype), state, log_f)
@@ -60,11 +62,6 @@ def linear_attention(
 def _features(x: Tensor) -> Tensor:
     """elu(x) + 1 with full relative precision: in float32, exp(-20) - 1 + 1 would be 0."""
     return x.relu() + x.clamp(max=0).exp()
-
-
-def _empty(f_k: Tensor, v: Tensor) -> LinearAttentionState:
-    B, H, _, d = f_k.shape
-    return LinearAttentionState(f_k.new_zeros(B, H, d, v.shape[-1]), f_k.new_zeros(B, H, d))
 
 
 def _step(

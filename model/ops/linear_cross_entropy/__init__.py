@@ -16,10 +16,8 @@ from model.ops.kernels import choose_backend
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
-PARTS = {
-    "cpu": 128,
-    "cuda": 16,
-}  # of these, which plain torch computes in float32 one after the other: small for a CPU's cache
+# Plain torch computes them in float32 in this many parts, one after the other: small parts, for a CPU's cache.
+PARTS = {"cpu": 128, "cuda": 16}
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
