@@ -16,7 +16,7 @@ _GRID = 64
 _GRID_HIGH = math.floor(_GRID * LN2 * 256) / 256
 _GRID_LOW = _GRID * LN2 - _GRID_HIGH
 # Frames end here, because the steps of larger numbers are all rounding. What is below -FAR, such as a mask of -1e30,
-# is measured against -FAR and becomes 0. What is above FAR is measured against 8 FAR, with all beside it: it is 0 too.
+# gets the frame -FAR and becomes 0. What is above FAR gets the frame 8 FAR: it and all that shares this frame become 0.
 FAR = {torch.float32: 2.0**20, torch.float64: 2.0**40}
 # Two frames below it and a mantissa between 2^-32 and 2^32 may be multiplied in any order: float32 ends at 2^127.
 _SMALL = 45
