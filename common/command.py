@@ -56,11 +56,11 @@ Items = Annotated[list[T], BeforeValidator(_split)]
 def run_script(
     doc: str | None,
     options: type[Settings],
-    run: Callable[[Any], int | None] | str,
+    run: str,
     argv: Sequence[str] | None = None,
     when_interrupted: str = "interrupted",
 ) -> NoReturn:
-    """Run with the command line's options and exit with the status that `run` returns; None is 0.
+    """Run with the command line's options, and exit.
 
     A UserError or OSError prints one line on standard error and exits with 1, unless --debug asks for the traceback.
     Ctrl-C exits with 130.
@@ -68,34 +68,30 @@ def run_script(
     Args:
         doc: what the script does, with examples, for --help.
         options: one field per option; --help shows the fields' docstrings.
-        run: a function of the options; or the name, "package.module:function", of one that takes them as keyword
-            arguments and whose result is dropped. It is imported after the options are read: --help needs no torch.
+        run: the name, "package.module:function", of a function that takes the options as keyword arguments. It is
+            imported after the options are read: --help needs no torch.
         when_interrupted: the message after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
 
-    def main() -> int | None:
+    def main() -> None:
         if {"--help", "-h"} & set(words):
-            print(_help(doc or "", options))
-            return 0
+            return print(_help(doc or "", options))
         decoded = decode(options, _given([word for word in words if word != "--debug"], options))
-        function: Callable[..., Any] = resolve_name(run) if isinstance(run, str) else run
+        function = resolve_name(run)
         allow_cleanup()
-        if not isinstance(run, str):
-            return run(decoded)
         function(**dict(decoded))
-        return 0
 
     sys.exit(reported(main, debug, when_interrupted))
 
 
-def reported(run: Callable[[], int | None], debug: bool, when_interrupted: str) -> int:
+def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int:
     """Run, report a mistake or a missing package in one line on standard error, and return the exit status."""
     try:
-        status = run() or 0
+        run()
         sys.stdout.flush()  # here, where a closed pipe is not an error
-        return status
+        return 0
     except BrokenPipeError:  # the reader has seen enough, and gets no more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -162,7 +158,7 @@ _NO_TEXTS = ("null", "true", "false", "nan", "inf")
 
 def overrides(settings: Mapping[str, Any]) -> str:
     """Return settings as command-line arguments in Hydra's grammar, quoted for a shell."""
-    return " ".join(shlex.quote(option) for option in options_of(settings))
+    return shlex.join(options_of(settings))
 
 
 def options_of(settings: Mapping[str, Any]) -> list[str]:

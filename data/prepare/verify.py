@@ -1,13 +1,14 @@
 """Verifying a dataset: everything its manifest says is recomputed from the files."""
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from common.console import Track
+from common.console import Track, print_error, say
 from common.files import open_file
 from common.settings import UserError
 from data.documents import open_index, wrong_record
@@ -16,6 +17,26 @@ from data.tokenizer import load_tokenizer
 
 _IDS_AT_ONCE = 2**18  # so many fit into a core's cache
 _UNITS = ("tokens", "documents", "utf8_bytes")
+
+
+def verify_or_exit(dataset_dir: Path, threads: int | None = None) -> None:
+    """Print that a dataset is whole, or its problems.
+
+    Raises:
+        SystemExit: it has problems; the status is 1.
+    """
+    started = time.monotonic()
+    for problem in (problems := verify(dataset_dir, threads)):
+        print_error(problem)
+    if problems:
+        raise SystemExit(1)
+    manifest, seconds = parse_manifest(dataset_dir), time.monotonic() - started
+    totals, megabytes = [split.total for split in manifest.splits.values()], n_bytes(manifest) / 1e6
+    say(
+        f"{dataset_dir} is whole: {sum(total.documents for total in totals):,} documents, "
+        f"{sum(total.tokens for total in totals):,} tokens, {len(manifest.set_names)} sets, "
+        f"{len(manifest.inputs):,} inputs; {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s"
+    )
 
 
 def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
