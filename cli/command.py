@@ -45,27 +45,26 @@ def command(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line of ours, not twenty of torch's
     logging.getLogger().setLevel(logging.ERROR)
     debug = "--debug" in sys.argv
+    texts = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith(tuple(f"{key}=" for key in text_keys)))
 
     def work(config: dict[str, Any], only_check: bool = False) -> float | None:
-        decoded = decode(resolve_name(settings), config)
+        decoded = decode(resolve_name(settings), config | texts)
         if only_check:
             return resolve_name(check)(decoded) if check else None
         function: Command = resolve_name(run)
         allow_cleanup()
         return function(decoded)
 
-    if status := reported(lambda: _run(config_name, work, text_keys, debug), debug, when_interrupted):
+    if status := reported(lambda: _run(config_name, work, texts, debug), debug, when_interrupted):
         sys.exit(status)
 
 
-def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool) -> None:
+def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> None:
     for word in sys.argv[1:]:
         if re.match(r"-[a-z]\w", word) and word not in ("-sc", "-cd"):  # argparse reads -max_steps as -m
             refuse_flag(word)
     flags, options = _parser().parse_known_args()
-    own = [option for option in options if option.startswith(tuple(f"{key}=" for key in text_keys))]
-    texts = dict(option.split("=", 1) for option in own)
-    overrides = [option for option in options if option not in own]
+    overrides = [option for option in options if option.partition("=")[0] not in texts]
     if flags.help:
         return print(help_of(config_name))
     if flags.shell_completion and not any(re.match("(install|uninstall|query)=", option) for option in options):
@@ -77,16 +76,12 @@ def _run(config_name: str, run: Command, text_keys: tuple[str, ...], debug: bool
     for option in overrides:
         refuse_misplaced(option, config_name, flags.multirun)
     if flags.multirun:
-
-        def with_texts(config: dict[str, Any], only_check: bool = False) -> float | None:
-            return run(config | texts, only_check)
-
-        return run_sweep(config_name, overrides, flags.config_dir, with_texts, debug)
+        return run_sweep(config_name, overrides, flags.config_dir, run, debug)
     if flags.cfg:
         composed = _composed(config_name, overrides, flags.config_dir, complete=False) | texts
         shown = yaml.safe_dump(composed, sort_keys=False, allow_unicode=True)
         return print(with_comments(shown, composed, config_name), end="")
-    run(_composed(config_name, overrides, flags.config_dir) | texts)
+    run(_composed(config_name, overrides, flags.config_dir))
 
 
 def _composed(config_name: str, options: list[str], config_dir: str | None, complete: bool = True) -> dict[str, Any]:
