@@ -130,7 +130,9 @@ def _given(words: list[str], options: type[Settings]) -> dict[str, str | None]:
 
 
 def refuse_flag(word: str) -> None:
-    """Refuse an option with dashes, and show how it is written here."""
+    """Refuse an option with dashes, and show how it is written here; refuse one that is not text."""
+    if re.search("[\udc80-\udcff]", word):  # how Python holds bytes that are not UTF-8; JSON files cannot hold them
+        raise UserError(f"{word} is not in UTF-8: rename what it names")
     if word == "--":
         raise UserError("--: leave it out: options are KEY=VALUE here")
     if word.startswith("-"):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
-from common.console import count, say, say_once, warn
+from common.console import count, say_once, warn
 from common.settings import Settings, UserError
 from data.prepare.archives import read_bytes, read_lines
 from data.prepare.items import NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
@@ -180,7 +180,8 @@ class NamedFiles(FileSource):
                 raise UserError(f"{what}: give a file, a folder, or a glob such as 'folder/**/*.txt'")
             for file in files:
                 found.setdefault(os.path.realpath(file), file)
-        return {file: Path(file) for file in found.values()}
+        # Names are written as JSON, which holds no bytes that are not UTF-8.
+        return {os.fsencode(file).decode(errors="backslashreplace"): Path(file) for file in found.values()}
 
     def _matches(self, pattern: str) -> list[str]:
         """Return the files that a glob matches, or those in a folder, in order."""
@@ -212,7 +213,7 @@ class TextSource(NamedFiles, defaults="data/text"):
         """Read the files in order, and say how many are JSON lines."""
         if lines := [name for name, _ in self._paths() if _has_json_lines(name)]:
             files = count(len(lines), "file")
-            say(f"read as JSON lines, with the text in {self.text_field!r}: {files}, the first {lines[0]}")
+            say_once(f"read as JSON lines, with the text in {self.text_field!r}: {files}, the first {lines[0]}")
         if (text := next((path for name, path in self._paths() if not _has_json_lines(name)), None)) and _is_json(text):
             say_once(f"{text} is read as plain text, but its first line is a JSON object: data=jsonl reads its texts")
         yield from super().documents(seen, after)

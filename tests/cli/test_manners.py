@@ -126,6 +126,7 @@ def test_options_are_keys_and_values(words, given):
         (["--steps", "20"], "--steps: options are KEY=VALUE here: write steps=..."),
         (["--steps=20"], "--steps=20: options are KEY=VALUE here: write steps=20"),
         (["--dataset-dir=a"], "--dataset-dir=a: options are KEY=VALUE here: write dataset_dir=a"),
+        (["dataset_dir=caf\udce9"], r"dataset_dir=caf\udce9 is not in UTF-8: rename what it names"),
         (["a/b"], "a/b: options are KEY=VALUE here (--help shows every key)"),
         (["/"], "/: options are KEY=VALUE here: write dataset_dir=/"),
     ],

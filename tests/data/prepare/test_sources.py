@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
@@ -216,6 +217,16 @@ def test_json_lines_in_a_text_file_are_said(tmp_path, capsys, content, said):
     assert ("a.txt is read as plain text, but its first line is a JSON object" in capsys.readouterr().out) == said
 
 
+def test_names_that_are_not_utf8_are_escaped(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("text")
+    source = TextSource(name="text", path=str(tmp_path))
+    (raw,) = source.documents()
+    assert raw.position.input == str(tmp_path / "caf\\xe9.txt")
+    assert source.parse(raw).text == "text"
+    assert parsed(source, after=raw.position) == []
+    assert source.inputs() == {raw.position.input: 4}
+
+
 def test_a_folder_is_the_files_in_it_and_kinds_mix(tmp_path, capsys):
     folder = tmp_path / "a[1]" / "deep"
     folder.mkdir(parents=True)
@@ -233,6 +244,7 @@ def test_a_folder_is_the_files_in_it_and_kinds_mix(tmp_path, capsys):
     assert "".join(f"read as JSON lines, with the text in 'text': 2 files, the first {a}".split()) in said
     assert jsonl(tmp_path / "a[1]") == [*of_a, Document("c", "jsonl")]
     assert parsed(text, after=Position(c, 1)) == [Document("d", "text")]
+    assert "read as JSON lines" not in capsys.readouterr().out, "once is enough"
     mixed = TextSource(name="text", path=[str(folder / "d.md"), a], text_field="body")
     assert parsed(mixed) == [Document("d", "text"), ("missing text", a, 1), ("text is not a string", a, 3)]
     with pytest.raises(UserError, match="matches no file that data=jsonl reads"):
