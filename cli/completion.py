@@ -17,10 +17,8 @@ def offers(config_name: str, word: str, composed: dict[str, Any]) -> list[str]:
     groups = groups_of(config_name)
     key, equals, value = word.partition("=")
     if not equals:
-        keys = [
-            key for key in flat(composed) if key.rpartition(".")[2] != "name"
-        ]  # names are set by choosing in a group
-        words = [*(f"{group}=" for group in groups), *(f"{key}=" for key in keys)]
+        keys = [key for key in flat(composed) if key.rpartition(".")[2] != "name"]  # a group's choice sets its name
+        words = [f"{key}=" for key in (*groups, *keys)]
         ends = ((len(word) + (each[len(word) :].find(".") + 1 or len(each)), each) for each in words)
         return sorted({each[:end] for end, each in ends if each.startswith(word)})
     found = groups.get(key, [])

@@ -30,9 +30,8 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
         UserError: an option or a file does not exist, or a file sets an option of Hydra itself.
     """
     if config_dir and not Path(config_dir).is_dir():
-        raise UserError(
-            f"--config-dir {config_dir} is not a folder: give one that has files for groups, as configs/ does"
-        )
+        wanted = "give one that has files for groups, as configs/ does"
+        raise UserError(f"--config-dir {config_dir} is not a folder: {wanted}")
     folder = [f"hydra.searchpath=[{in_hydras_grammar(f'file://{Path(config_dir).resolve()}')}]"] if config_dir else []
     options = [*read_options(overrides), *folder]
     GlobalHydra.instance().clear()

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from textwrap import fill
 from typing import Any
 
-from cli.compose import CONFIGS
 from cli.options import DEFAULTS, explained, groups_of, with_keys
+from common.settings import CONFIGS
 
 
 def help_of(config_name: str) -> str:

@@ -10,6 +10,7 @@ from common.settings import CONFIGS, UserError, nearest
 
 DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
 """Hydra's list of the files that a file of configs/ is based on."""
+_OF_DATA = ("data", "tokenizer")
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 _ABSENT = {
     "batch_size": "the size of a batch is batch_tokens, in tokens: sequences x seq_len",
@@ -31,14 +32,8 @@ def groups_of(config_name: str) -> dict[str, list[str]]:
     if config_name not in ("train", "plan", "prepare"):
         return {}
     folders = sorted({path.parent for path in CONFIGS.glob("*/**/*.yaml")})
-    groups = {
-        str(folder.relative_to(CONFIGS)): sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders
-    }
-    return {group: names for group, names in groups.items() if _of_data(group) == (config_name == "prepare")}
-
-
-def _of_data(group: str) -> bool:
-    return group in ("data", "tokenizer")
+    groups = {str(path.relative_to(CONFIGS)): sorted(file.stem for file in path.glob("*.yaml")) for path in folders}
+    return {group: names for group, names in groups.items() if (group in _OF_DATA) == (config_name == "prepare")}
 
 
 def takes_one_name(key: str) -> bool:
@@ -58,10 +53,9 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
     if key in member_of and key not in by_last:
         raise UserError(f"{option}: write {member_of[key]}={key}")
     if not (equals and key) and not option.startswith("~"):
-        raise UserError(
-            f"{option}: options are KEY=VALUE here, without spaces around =: {_as_option(option, config_name)}"
-        )
-    if _of_data(key) and config_name != "prepare":
+        remedy = _as_option(option, config_name)
+        raise UserError(f"{option}: options are KEY=VALUE here, without spaces around =: {remedy}")
+    if key in _OF_DATA and config_name != "prepare":
         raise UserError(f"'{key}' is for scripts/prepare_data.py: give {config_name}.py its result, dataset_dir=...")
     if key in by_last and key not in groups:
         raise UserError(f"{option}: write {by_last[key]}={value}")

@@ -101,7 +101,7 @@ def decode(cls: type[S], raw: Any) -> S:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Suggest a valid name: the closest one, or all of its section (of many, the five nearest) if none is close."""
+    """Suggest a valid name: the closest one, or if none is close, those of its section (the first five of many)."""
     names, (section, _, last) = sorted(allowed), given.lower().rpartition(".")
     beside = [name for name in names if name.rpartition(".")[0] == section] or names
     same = [name for name in names if name.rpartition(".")[2] == last]  # "dtype" is runtime.dtype

@@ -93,7 +93,7 @@ def _prepare(config: PrepareConfig, piece: int | None = None) -> Manifest | None
     prepared = config.recorded()
     file = getattr(config.tokenizer, "path", None)
     found = build_tokenizer(config.tokenizer) if file is not None and file.exists() else None  # it may have changed
-    sha256 = None if found is None else found.sha256
+    sha256 = found.sha256 if found else None
     if not is_task and (manifest := existing(config.out_dir, prepared, sha256)) is not None:
         return manifest
     tokenizer = found or build_tokenizer(config.tokenizer)
@@ -159,7 +159,8 @@ def _read(config: PrepareConfig, source: Source, folder: Path, after: Position |
     if (first := next(batches, None)) is None:
         return
     started = time.monotonic()  # only now: a run that goes on first reads up to where it was
-    with Track("reading, bytes", source.size(), read) as track:
+    sizes = source.inputs().values()
+    with Track("reading, bytes", None if None in sizes else sum(filter(None, sizes)), read) as track:
         for batch in itertools.chain([first], batches):
             yield batch
             encoded = [item.utf8_bytes for item in batch.items if isinstance(item, Encoded)]

@@ -21,7 +21,7 @@ from data.shards import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
 
 LONG = 2**24
-"""An item of more characters is encoded alone, in this process: few such items are in memory at a time."""
+"""An item of more characters is encoded alone, in this process, so that few such items are in memory at a time."""
 _BATCH_CHARACTERS = 2**20
 _BATCH_ITEMS = 10_000
 _BATCHES_WORTH_WORKERS = 4  # that are encoded before worker processes start, which takes as long

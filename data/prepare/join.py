@@ -20,7 +20,6 @@ from data.shards import MANIFEST, MAX_SETS, RECORD, TOKENIZER, Counts, Manifest,
 from data.tokenizer import load_tokenizer, save_tokenizer
 
 _SPLITS: tuple[SplitName, ...] = get_args(SplitName)
-_DROPPED = -1  # in place of the number of a split
 _DUPLICATE = "duplicate document"
 _SHORTEST_PIECE, _LONGEST_PIECE = 256, 16_384  # characters
 _DOCUMENTS_AT_ONCE = 2**23  # whose digests are sorted together, which takes some 400 MB
@@ -60,7 +59,7 @@ def existing(out_dir: Path, prepared: dict[str, Any], tokenizer: str | None) -> 
         say(f"{out_dir} is already prepared with these settings; delete it to prepare it again")
         remove(partial_dir(out_dir))  # left by a run that was stopped at its very end
         return manifest
-    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UserError(f"out_dir={out_dir} exists and is not a dataset: choose another folder")
     return None
 
@@ -138,7 +137,6 @@ class _Joint:
         else:
             written = self.counts[..., 0].sum() + np.cumsum(np.where(duplicate, 0, lengths))
             is_val = written - lengths < self.val_tokens
-        split = np.where(duplicate, _DROPPED, is_val.astype(np.int64))
         sets = _renumber(entries["set"], ~duplicate, part.set_names, self.set_names)
         if len(self.set_names) > MAX_SETS:
             name = list(self.set_names)[MAX_SETS]
@@ -148,7 +146,7 @@ class _Joint:
         records["input"] = _renumber(entries["input"], ~duplicate, part.inputs, self.inputs)
         ids = part.ids()
         for i, writer in enumerate(self.writers):
-            mine = split == i
+            mine = (is_val == i) & ~duplicate
             for unit, amounts in enumerate((lengths[mine], None, entries["utf8_bytes"][mine])):
                 self.counts[i, :, unit] += np.bincount(sets[mine], amounts, MAX_SETS).astype(np.int64)
             writer.append(ids[np.repeat(mine, lengths)], lengths[mine], records[mine])

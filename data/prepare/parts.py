@@ -68,7 +68,7 @@ class Plan(Strict):
 
 
 class Part(Strict):
-    """What a part holds beside its documents, which its file has."""
+    """What a part records besides its documents themselves."""
 
     input: str
     """Where its last item stands in the input; the next part begins after it."""

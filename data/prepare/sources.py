@@ -22,9 +22,7 @@ from common.settings import Settings, UserError
 from data.prepare.archives import read_bytes, read_lines
 from data.prepare.items import NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
 
-
-def _nobody(_: int) -> None:
-    """Do nothing."""
+_JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
 class Source(Settings):
@@ -52,12 +50,7 @@ class Source(Settings):
         """Return the names of all inputs in reading order, with their sizes in bytes; None if a size is not known."""
         raise NotImplementedError
 
-    def size(self) -> int | None:
-        """Return the bytes of the whole input, None if they are not known."""
-        sizes = self.inputs().values()
-        return None if None in sizes else sum(size for size in sizes if size is not None)
-
-    def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
+    def documents(self, seen: Seen = lambda _: None, after: Position | None = None) -> Iterator[Raw]:
         """Yield all items in a fixed order, or those after a position. What cannot be read is an item too."""
         raise NotImplementedError
 
@@ -108,7 +101,7 @@ class FileSource(Source):
         """Return the files of this share and their sizes."""
         return {name: _size(path) for name, path in self._paths()}
 
-    def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
+    def documents(self, seen: Seen = lambda _: None, after: Position | None = None) -> Iterator[Raw]:
         """Read the files in order. Files before the position's are not opened, its own is read from the beginning."""
         paths = self._paths()
         start = [name for name, _ in paths].index(after.input) if after else 0
@@ -165,6 +158,9 @@ class StdlibSource(FileSource):
 class NamedFiles(FileSource):
     """A source of files that the user names."""
 
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
+    """The files in a folder that are read: their names end so, in upper or lower case."""
+
     path: str | list[str]
     """A file, a folder (its files, without hidden ones), a glob (`**` reaches into folders), or a list of them."""
     text_field: str
@@ -187,12 +183,10 @@ class NamedFiles(FileSource):
         """Return the files that a glob matches, or those in a folder, in order."""
         if os.path.isdir(pattern):
             found = glob.glob(os.path.join(glob.escape(pattern), "**"), recursive=True)
-            return sorted(file for file in found if not os.path.isdir(file) and self.takes(file))
-        return sorted(file for file in glob.glob(pattern, recursive=True) if not os.path.isdir(file))
-
-    def takes(self, file: str) -> bool:
-        """Whether a file in a folder is read."""
-        return True
+            found = [file for file in found if file.lower().endswith(self.suffixes)]
+        else:
+            found = glob.glob(pattern, recursive=True)
+        return sorted(file for file in found if not os.path.isdir(file))
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
@@ -209,12 +203,13 @@ class TextSource(NamedFiles, defaults="data/text"):
 
     name: Literal["text"]
 
-    def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
+    def documents(self, seen: Seen = lambda _: None, after: Position | None = None) -> Iterator[Raw]:
         """Read the files in order, and say how many are JSON lines."""
-        if lines := [name for name, _ in self._paths() if _has_json_lines(name)]:
+        paths = self._paths()
+        if lines := [name for name, _ in paths if _has_json_lines(name)]:
             files = count(len(lines), "file")
             say_once(f"read as JSON lines, with the text in {self.text_field!r}: {files}, the first {lines[0]}")
-        if (text := next((path for name, path in self._paths() if not _has_json_lines(name)), None)) and _is_json(text):
+        if (text := next((path for name, path in paths if not _has_json_lines(name)), None)) and _is_json(text):
             say_once(f"{text} is read as plain text, but its first line is a JSON object: data=jsonl reads its texts")
         yield from super().documents(seen, after)
 
@@ -223,7 +218,7 @@ class TextSource(NamedFiles, defaults="data/text"):
         if _has_json_lines(path.name):
             yield from super().read(path, seen)
             return
-        for _ in _text(path, _nobody):  # a file with an error is refused as a whole
+        for _ in _text(path, lambda _: None):  # a file with an error is refused as a whole
             pass
         yield from passages(_text(path, seen))
 
@@ -236,12 +231,9 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
     """JSON lines, one object a document: .jsonl, .jsonl.gz or .jsonl.zst, such as the Pile's files."""
 
     usual_val_fraction: ClassVar[float] = 0.005
+    suffixes: ClassVar[tuple[str, ...]] = _JSON_LINES
 
     name: Literal["jsonl"]
-
-    def takes(self, file: str) -> bool:
-        """Whether the file's name says JSON lines."""
-        return _has_json_lines(file)
 
 
 def _is_json(path: Path) -> bool:
@@ -254,7 +246,7 @@ def _is_json(path: Path) -> bool:
 
 
 def _has_json_lines(name: str) -> bool:
-    return name.lower().endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
+    return name.lower().endswith(_JSON_LINES)
 
 
 class HubSource(Source, defaults="data/hf"):
@@ -280,7 +272,7 @@ class HubSource(Source, defaults="data/hf"):
         """Return the dataset as one input."""
         return {self.path: None}
 
-    def documents(self, seen: Seen = _nobody, after: Position | None = None) -> Iterator[Raw]:
+    def documents(self, seen: Seen = lambda _: None, after: Position | None = None) -> Iterator[Raw]:
         """Stream the split. After a network error it reconnects and goes on at the same row.
 
         After a position, the rows up to it are re-read and skipped: a stream cannot be entered in the middle.
