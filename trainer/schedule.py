@@ -4,7 +4,7 @@ Each returns a factor of `optim.max_lr`, so that a sweep over max_lr scales the 
 """
 
 import math
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from common.settings import Settings
 
 
 class _Schedule(Settings):
-    """What all schedules have."""
+    """Linear warm-up from 0, then constant."""
 
     warmup_steps: int = Field(ge=0)
     """Steps until the maximum."""
@@ -20,6 +20,15 @@ class _Schedule(Settings):
     def warmup(self, max_steps: int) -> int:
         """Steps until the maximum in a run of max_steps: a tenth of it if warmup_steps does not fit in."""
         return self.warmup_steps if self.warmup_steps <= max_steps else max(1, max_steps // 10)
+
+    def factor(self, step: int, max_steps: int) -> float:
+        """Factor of the maximum at `step`."""
+        warmup = self.warmup(max_steps)
+        return (step + 1) / warmup if step < warmup else self.after_warmup(step, max_steps)
+
+    def after_warmup(self, step: int, max_steps: int) -> float:
+        """Factor of the maximum at a step after the warm-up."""
+        return 1.0
 
 
 class OneCycle(_Schedule, defaults="schedule/one_cycle"):
@@ -40,7 +49,6 @@ class OneCycle(_Schedule, defaults="schedule/one_cycle"):
     """Shape of the rise and the fall."""
 
     def factor(self, step: int, max_steps: int) -> float:
-        """Factor of the maximum at `step`."""
         shape = _cosine if self.anneal == "cos" else _linear
         peak, last = self.warmup(max_steps) - 1, max_steps - 1
         if step < peak:
@@ -48,20 +56,7 @@ class OneCycle(_Schedule, defaults="schedule/one_cycle"):
         return shape(1.0, self.end, _progress(step, peak, last))
 
 
-class _LinearWarmup(_Schedule):
-    """Linear warm-up from 0."""
-
-    def factor(self, step: int, max_steps: int) -> float:
-        """Factor of the maximum at `step`."""
-        warmup = self.warmup(max_steps)
-        return (step + 1) / warmup if step < warmup else self.after_warmup(step, max_steps)
-
-    def after_warmup(self, step: int, max_steps: int) -> float:
-        """Factor of the maximum at a step after the warm-up."""
-        return 1.0
-
-
-class Cosine(_LinearWarmup, defaults="schedule/cosine"):
+class Cosine(_Schedule, defaults="schedule/cosine"):
     """Linear warm-up from 0, then half a cosine down to `end`."""
 
     name: Literal["cosine"]
@@ -69,11 +64,10 @@ class Cosine(_LinearWarmup, defaults="schedule/cosine"):
     """Last learning rate, as a factor of the maximum."""
 
     def after_warmup(self, step: int, max_steps: int) -> float:
-        """Factor of the maximum at `step`."""
         return _cosine(1.0, self.end, _progress(step, self.warmup(max_steps), max_steps - 1))
 
 
-class WSD(_LinearWarmup, defaults="schedule/wsd"):
+class WSD(_Schedule, defaults="schedule/wsd"):
     """Linear warm-up, constant phase, decay (Hu et al. 2024). The constant phase can be extended at any time."""
 
     name: Literal["wsd"]
@@ -85,20 +79,18 @@ class WSD(_LinearWarmup, defaults="schedule/wsd"):
     """Shape of the decay: a line, or 1 - sqrt (Hägele et al. 2024), which falls faster at first."""
 
     def after_warmup(self, step: int, max_steps: int) -> float:
-        """Factor of the maximum at `step`."""
         decay_from = max(self.warmup(max_steps), max_steps - 1 - round(self.decay * max_steps))
         progress = _progress(step, decay_from, max_steps - 1)
         return _linear(1.0, self.end, progress if self.anneal == "linear" else math.sqrt(progress))
 
 
-class Constant(_LinearWarmup, defaults="schedule/constant"):
+class Constant(_Schedule, defaults="schedule/constant"):
     """Linear warm-up, then constant."""
 
     name: Literal["constant"]
 
 
 ScheduleConfig = Annotated[OneCycle | Cosine | WSD | Constant, Field(discriminator="name")]
-SCHEDULES = get_args(get_args(ScheduleConfig)[0])
 
 
 def _progress(step: int, first: int, last: int) -> float:
