@@ -44,13 +44,9 @@ class FixedSettings(Settings):
         return self.batch_sizes.before(steps) * self.seq_len
 
     @model_validator(mode="after")
-    def _doublings_ascend(self) -> Self:
+    def _batches_fit(self) -> Self:
         if self.batch_doublings != sorted(set(self.batch_doublings)):
             raise ValueError(f"batch_doublings={self.batch_doublings} does not ascend: give steps such as [1000,4000]")
-        return self
-
-    @model_validator(mode="after")
-    def _documents_fit(self) -> Self:
         if self.data.document_reset:
             self.model.check_documents()
         if self.data.carry_state:
