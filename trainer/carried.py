@@ -28,16 +28,16 @@ def split_rows(state: GPTState, counts: Sequence[int]) -> list[GPTState]:
     return [select_rows(state, slice(first, stop)) for first, stop in itertools.pairwise(ends)]
 
 
-def gathered(state: GPTState | None, world: World, counts: Sequence[int]) -> list[tuple[str, Tensor]]:
+def gathered(state: GPTState | None, world: World, counts: Sequence[int]) -> dict[str, Tensor]:
     """Return the rows of all processes by name, on the CPU, in the main process. Every process must call this.
 
     Args:
         counts: how many rows each process has.
     """
-    whole = []
+    whole = {}
     for name, (own, _) in tensors_of(state, "carried"):
         same_size = torch.cat([own, own.new_zeros(max(counts) - len(own), *own.shape[1:])]).to(world.device)
         rows = [part[:n] for part, n in zip(world.gather(same_size), counts, strict=True)]
         if world.is_main:
-            whole.append((name, torch.cat(rows).cpu()))
+            whole[name] = torch.cat(rows).cpu()
     return whole

@@ -364,10 +364,8 @@ class Run:
         self._update(passed_over=passed_over)
         if not world.is_main and not self._in_parts:
             return
-        parts = [
-            *((name, self._own(tensors)) for name, tensors in self._tensors().items()),
-            ("random", [(RANDOM, torch.stack(states)), *carried] if world.is_main else []),
-        ]
+        parts = {name: self._own(tensors) for name, tensors in self._tensors().items()}
+        parts["random"] = {RANDOM: torch.stack(states), **carried} if world.is_main else {}
         where = {"processes": world.size, "device": world.device.type}
         self.saver.save(parts, self.state.model_copy(update=where))
 
@@ -381,10 +379,10 @@ class Run:
         """Whether every process writes a part of each checkpoint."""
         return self.config.runtime.strategy == "fsdp"
 
-    def _own(self, tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    def _own(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """What this process saves: its rows of sharded tensors, and the main process all of the others."""
         rows = self.world.rows(tensors)
-        return [(name, self.world.own(value)) for name, value in tensors.items() if self.world.is_main or name in rows]
+        return {name: self.world.own(value) for name, value in tensors.items() if self.world.is_main or name in rows}
 
     @contextlib.contextmanager
     def open_files(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Saves in the background: training waits while tensors are copied, not while they are written."""
 
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,14 +10,11 @@ from torch import Tensor
 from common.console import warn
 from common.settings import UserError
 from data.tokenizer import Tokenizer
-from trainer.checkpoint import retain, save_checkpoint
+from trainer.checkpoint import Tensors, retain, save_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed import World
 from trainer.metrics import MetricsLog
 from trainer.state import TrainState
-
-Parts = Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]
-"""("model", (name, tensor) ...), ("optimizer", ...), ("random", ...); on any device."""
 
 
 class Saver:
@@ -43,15 +39,18 @@ class Saver:
         self.saved_step: int | None = None
         """The step of the newest checkpoint, if it is the run's state after that step."""
 
-    def save(self, parts: Parts, state: TrainState) -> None:
-        """Copy all tensors, and start to write them.
+    def save(self, parts: Tensors, state: TrainState) -> None:
+        """Copy all tensors, which may be on any device, and start to write them.
 
         Raises:
             UserError: the previous save failed; see `check`.
         """
         self.wait()
         self.check()
-        tensors = {part: {name: self._copy(part, name, value) for name, value in named} for part, named in parts}
+        tensors = {
+            part: {name: self._copy(part, name, value) for name, value in named.items()}
+            for part, named in parts.items()
+        }
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # finishes the copies into pinned memory
         self._step, self.saved_step = state.step, None
@@ -106,7 +105,7 @@ class Saver:
             self._copies[part, name] = copy
         return copy.copy_(value, non_blocking=True)
 
-    def _write(self, tensors: dict[str, dict[str, Tensor]], state: TrainState) -> None:
+    def _write(self, tensors: Tensors, state: TrainState) -> None:
         try:
             before = self._log.sync if self._log else lambda: None  # the checkpoint relies on these lines
             rank, exchange = self._writers.rank, self._writers.gather_text

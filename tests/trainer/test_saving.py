@@ -42,7 +42,7 @@ def state(tiny, step):
 
 
 def parts(weight):
-    return [("model", [("w", weight)]), ("optimizer", []), ("random", [])]
+    return {"model": {"w": weight}, "optimizer": {}, "random": {}}
 
 
 @pytest.fixture
