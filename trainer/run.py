@@ -90,6 +90,7 @@ class Run:
         seed_process(f"{config.seed} 0 {world.rank}")
         self.optimizer = config.optim.build(self.gpt, world, self.runtime.dtype)
         self.average = None if config.average is None else Average(self.gpt, config.average, world)
+        self.flops_per_token = self.gpt.flops_per_token(config.seq_len)
         self.state = new_state(config, self.manifest)
         first, stop = self._sequences(self.step)
         self.carried = self.gpt.initial_state(stop - first) if config.data.carry_state else None
@@ -312,8 +313,7 @@ class Run:
         """Throughput of the last step, which took so many seconds."""
         rate = (self.config.tokens(self.step) - self.config.tokens(self.step - 1)) / seconds
         peak = peak_flops(self.world.device, self.runtime.dtype)
-        flops = self.gpt.flops_per_token(self.config.seq_len)
-        mfu = rate * flops / (peak * self.world.size) if peak else None
+        mfu = rate * self.flops_per_token / (peak * self.world.size) if peak else None
         return {"tokens_per_second": round(rate, 1), "mfu": mfu and round(mfu, 4)}
 
     def evaluate(self) -> bool:
@@ -413,20 +413,24 @@ class Run:
     def _open_log(self) -> None:
         """Write config.json, open metrics and trackers, and say what will be trained."""
         config, run_dir = self.config, self.config.run_dir
-        dumped, flops = config.model_dump(mode="json"), self.gpt.flops_per_token(config.seq_len)
-        dtype = str(self.runtime.dtype).removeprefix("torch.")
-        sizes = {"micro_batch": self.micro_batch, "n_params": self.gpt.n_params(), "flops_per_token": flops}
-        write_config(run_dir / "config.json", dumped, self.world, sizes | {"dtype": dtype}, resumed=self.step > 0)
+        dumped = config.model_dump(mode="json")
+        found = {
+            "micro_batch": self.micro_batch,
+            "n_params": self.gpt.n_params(),
+            "flops_per_token": self.flops_per_token,
+            "dtype": str(self.runtime.dtype).removeprefix("torch."),
+        }
+        write_config(run_dir / "config.json", dumped, self.world, found, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.curves = curves_of(read_metrics(self.log.path))
         self.trackers = Trackers(config.tracker, self.state.run_id, run_dir, dumped, resumed_at=self.step)
-        self._announce(flops)
+        self._announce()
 
-    def _announce(self, flops: int) -> None:
+    def _announce(self) -> None:
         """Print what will be trained, and warn about settings that probably do not suit it."""
         config, n_params = self.config, self.gpt.n_params()
         rate = torch.get_num_threads() * _FLOPS_OF_A_CORE * 4 / self.runtime.dtype.itemsize
-        seconds = flops * config.tokens(1) / self.world.size / rate
+        seconds = self.flops_per_token * config.tokens(1) / self.world.size / rate
         if self.world.device.type == "cpu" and seconds > _LONG_STEP:
             small = "give experiment=quickstart, or a small model and fewer batch_tokens"
             warn(f"a step takes about {seconds / 60:,.0f} minutes on this CPU; for a model that suits it, {small}")
