@@ -152,10 +152,10 @@ def _all(run_dir: Path) -> list[Path]:
     folder = checkpoints_dir(run_dir)
     inside = folder.iterdir() if folder.is_dir() else ()
     found = (path for path in inside if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
-    return sorted(found, key=step_of)
+    return sorted(found, key=_step_of)
 
 
-def step_of(path: Path) -> int:
+def _step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))
 
@@ -383,14 +383,14 @@ def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | N
         state: of the newest whole checkpoint.
     """
     folder, paths = checkpoints_dir(run_dir), _all(run_dir)
-    upto = [path for path in paths if step_of(path) <= state.step]
-    best = folder / f"step-{state.best_step:08}" if state.best_step is not None else None
+    upto = [path for path in paths if _step_of(path) <= state.step]
+    best = None if state.best_step is None else checkpoint_path(run_dir, state.best_step)
     if best not in upto and (folder / "best").is_file():  # that save failed: use the best checkpoint on disk
         best = folder / _first_line(folder / "best")
     _point(folder / "latest", upto[-1])
     if best in upto:
         _point(folder / "best", best)
-    keep = {best, *upto[-keep_last:], *(path for path in upto if keep_every and step_of(path) % keep_every == 0)}
+    keep = {best, *upto[-keep_last:], *(path for path in upto if keep_every and _step_of(path) % keep_every == 0)}
     for path in paths:
         if path not in keep:
             _remove(path)

@@ -5,7 +5,7 @@ import contextlib
 from common.console import count, say
 from common.exits import AGAIN
 from common.files import make_directory
-from trainer.checkpoint import newest, retain, step_of
+from trainer.checkpoint import checkpoint_path, newest, retain
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.progress import TrainingProgress
@@ -51,9 +51,8 @@ def check(config: TrainConfig) -> None:
 
 
 def _train(run: Run, config: TrainConfig) -> float | None:
-    last = newest(config.run_dir)
     # A killed save may have left this undone. If newer checkpoints are damaged, they stay: a disk may recover.
-    if run.world.is_main and last and step_of(last) == run.step:
+    if run.world.is_main and newest(config.run_dir) == checkpoint_path(config.run_dir, run.step):
         retain(config.run_dir, run.state, config.checkpoint.keep_last, config.checkpoint.keep_every)
     if run.step >= config.last_step:
         if run.world.is_main:

@@ -16,12 +16,11 @@ from model.state import restored, tensors_of
 from trainer.checkpoint import (
     FLOATS,
     Checkpoint,
-    checkpoint_path,
+    checkpoints_dir,
     newest_whole,
     open_checkpoint,
     open_model,
     read_weights,
-    step_of,
 )
 from trainer.config import TrainConfig
 from trainer.distributed import World
@@ -88,16 +87,12 @@ def find_checkpoint(run_dir: Path, world: World) -> Path | None:
     Raises:
         UserError: none of its checkpoints is whole, or a process cannot see the one that the main process found.
     """
-    found = torch.zeros(1, dtype=torch.int64, device=world.device)
-    if world.is_main:  # only the main process verifies the files
-        path = newest_whole(run_dir, at=world.at)
-        found += 0 if path is None else step_of(path) + 1
-    step = int(world.sum(found)) - 1
-    if step < 0:
+    found = newest_whole(run_dir, at=world.at) if world.is_main else None  # which verifies the files
+    name = world.gather_text("" if found is None else found.name)[0]
+    if not name:
         return None
-    path = checkpoint_path(run_dir, step)
-    seen = world.gather(torch.tensor([float(path.is_dir())], device=world.device))
-    if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
+    path = checkpoints_dir(run_dir) / name
+    if blind := [rank for rank in world.gather_text("" if path.is_dir() else str(world.rank)) if rank]:
         raise UserError(f"process {', '.join(blind)} cannot see {path}: put run_dir where all machines see it")
     return path
 
