@@ -32,7 +32,7 @@ def build_model(
         share_sequences(gpt, group)
     summed_loss = SummedLoss(gpt)
     maybe_compile(gpt.blocks if fsdp else [summed_loss], config.runtime, runtime, gpt)
-    wrapped = world.wrap(summed_loss, config.runtime.strategy, runtime.dtype)
+    wrapped = world.wrap(summed_loss, fsdp, runtime.dtype)
     if fsdp:
         initialise(gpt, world, runtime.param_dtype)
     scale_weights(gpt, config.optim.transfer)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,6 @@ from trainer.watchdog import Verdict, Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-Strategy = Literal["ddp", "fsdp"]
 
 # Found in the messages of gloo's RuntimeErrors when another process is gone or does not answer.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out")
@@ -107,22 +105,22 @@ class World:
         if self.watchdog is not None:
             self.watchdog.end(failed=error is not None and _is_own(error))
 
-    def wrap(self, module: nn.Module, strategy: Strategy = "ddp", dtype: torch.dtype = torch.float32) -> nn.Module:
+    def wrap(self, module: nn.Module, fsdp: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Move the module to this process's device, and average its gradients over all processes.
 
         Args:
             module: on the CPU, with the same weights in every process; its attribute `gpt` is the model. With fsdp it
                 may be on the meta device, and stays there.
-            strategy: with ddp, every process holds the whole model. With fsdp, it holds a part of every parameter:
-                parameters become DTensors in place, so build the optimizer afterwards. A device holds at most one
-                whole block and the embeddings at a time.
+            fsdp: every process holds a part of every parameter, and not the whole model: parameters become DTensors in
+                place, so build the optimizer afterwards. A device holds at most one whole block and the embeddings at
+                a time.
             dtype: the runtime's. With bfloat16, fsdp sends the matrices of blocks in it, and autocast has nothing left
                 to cast: results are those of ddp. Parameters and sums of gradients stay float32.
 
         Raises:
-            UserError: strategy is fsdp and no launcher started this process.
+            UserError: `fsdp`, and no launcher started this process.
         """
-        if strategy == "ddp":
+        if not fsdp:
             module.to(self.device)
             # Gradients as views of what is sent are not copied back after they are averaged.
             return DistributedDataParallel(module, gradient_as_bucket_view=True) if self.size > 1 else module

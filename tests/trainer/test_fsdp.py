@@ -153,7 +153,7 @@ def test_alone_nothing_is_shared():
     assert torch.equal(world.like(value, torch.zeros(3)), value)
     assert [v.tolist() for v in world.gather(value)] == [[0, 1, 2]]
     with pytest.raises(UserError, match="torchrun"):
-        world.wrap(torch.nn.Linear(1, 1), "fsdp")
+        world.wrap(torch.nn.Linear(1, 1), fsdp=True)
 
 
 PARTS = """
@@ -182,7 +182,7 @@ with join_world(torch.device("cpu")) as world:
     torch.manual_seed(1)
     module = Loss().double()
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    wrapped = world.wrap(module, "fsdp", torch.float64)
+    wrapped = world.wrap(module, fsdp=True, dtype=torch.float64)
     for key, value in module.state_dict().items():
         assert isinstance(value, DTensor), key
         assert torch.equal(world.full(value), before[key]), key
@@ -210,7 +210,7 @@ with join_world(torch.device("cpu")) as world:
     assert [int(value) for value in seen] == list(range(world.size))
 
     module = Loss()
-    world.wrap(module, "fsdp", torch.bfloat16)
+    world.wrap(module, fsdp=True, dtype=torch.bfloat16)
     def whole(block, inputs):
         assert not isinstance(block.weight, DTensor)
         assert (block.weight.dtype, module.gpt.scale.dtype) == (torch.bfloat16, torch.float32)
@@ -249,7 +249,7 @@ with join_world(torch.device("cpu")) as world:
         config = config_of(**changes)
         with torch.device("meta"):
             gpt = GPT(config).double()
-        world.wrap(SummedLoss(gpt), "fsdp", torch.float64)
+        world.wrap(SummedLoss(gpt), fsdp=True, dtype=torch.float64)
         torch.manual_seed(7)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             initialise(gpt, world, torch.float64)

@@ -315,7 +315,7 @@ def test_sharded_weights_want_a_number():
 from common.settings import UserError
 from tests.trainer.test_micro_batch import tiny_gpt
 with join_world(runtime.device) as world:
-    module = world.wrap(tiny_gpt(), "fsdp")
+    module = world.wrap(tiny_gpt(), fsdp=True)
     try:
         choose_micro_batch(module, 16, 16, lambda size: 0, runtime, world)
     except UserError as error:
