@@ -383,6 +383,8 @@ def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | N
         state: of the newest whole checkpoint.
     """
     folder, paths = checkpoints_dir(run_dir), _all(run_dir)
+    for leftover in folder.glob("*.tmp"):
+        _clear(leftover)
     upto = [path for path in paths if _step_of(path) <= state.step]
     best = None if state.best_step is None else checkpoint_path(run_dir, state.best_step)
     if best not in upto and (folder / "best").is_file():  # that save failed: use the best checkpoint on disk
@@ -394,12 +396,9 @@ def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | N
     for path in paths:
         if path not in keep:
             _remove(path)
-    for leftover in folder.glob("step-*.tmp"):
-        _clear(leftover)
 
 
 def _point(pointer: Path, path: Path) -> None:
-    _clear(pointer.with_name(pointer.name + ".tmp"))  # left by a crash
     if not pointer.is_file() or _first_line(pointer) != path.name:
         write_atomic(pointer, path.name + "\n")
 
