@@ -106,31 +106,30 @@ class Run:
 
     def _choose_micro_batch(self) -> int:
         """The configured size, or the largest that fits. A run chooses only once, because rounding depends on it."""
-        wanted, world = self.config.runtime.micro_batch, self.world
-        if wanted != "auto":
-            return wanted
+        config, world = self.config, self.world
+        if config.runtime.micro_batch != "auto":
+            return config.runtime.micro_batch
         main_device = world.gather_text(device_name(world.device))[0]  # every process must decide the same
         place = f"{world.size} x {main_device}"
-        if self.state.micro_batch is None or self.state.micro_batch_for != place:
-            share, seq_len = -(-self.config.batch_size // world.size), self.config.seq_len
-
-            def predict(size: int) -> int:
-                """What a step needs besides what there is already: weights, optimizer, and the states carried to it."""
-                recompute, carried = self.config.runtime.recompute, share if self.config.data.carry_state else 0
-                memory = step_memory(
-                    self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute, carried=carried
-                )
-                return memory.peak - memory.weights - memory.optimizer - state_bytes(self.carried)
-
-            def states(size: int) -> list[GPTState]:
-                return [self.gpt.initial_state(size)] if self.config.data.carry_state else []
-
-            size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world, states)
-            self._update(micro_batch=size, micro_batch_for=place)
-        else:
+        if self.state.micro_batch is not None and self.state.micro_batch_for == place:
             say(f"runtime.micro_batch=auto: {self.state.micro_batch}, as chosen when this run began on {place}")
-        assert self.state.micro_batch is not None
-        return self.state.micro_batch
+            return self.state.micro_batch
+        share, seq_len = -(-config.batch_size // world.size), config.seq_len
+
+        def predict(size: int) -> int:
+            """What a step needs besides what there is already: weights, optimizer, and the states carried to it."""
+            recompute, carried = config.runtime.recompute, share if config.data.carry_state else 0
+            memory = step_memory(
+                self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute, carried=carried
+            )
+            return memory.peak - memory.weights - memory.optimizer - state_bytes(self.carried)
+
+        def states(size: int) -> list[GPTState]:
+            return [self.gpt.initial_state(size)] if config.data.carry_state else []
+
+        size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world, states)
+        self._update(micro_batch=size, micro_batch_for=place)
+        return size
 
     @property
     def step(self) -> int:
