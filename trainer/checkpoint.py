@@ -282,13 +282,12 @@ def save_checkpoint(
     path = checkpoint_path(run_dir, state.step)
     beside = path.with_name(path.name + ".tmp")
 
-    def begin() -> str:
+    def begin() -> None:
         before()
         if rank == 0:
             _make_folder(beside)
-        return ""
 
-    def finish() -> str:
+    def finish() -> None:
         if rank == 0:
             _write_rest(beside, tensors, state, tokenizer, sums)
             old = _aside(path)
@@ -297,7 +296,6 @@ def save_checkpoint(
             os.rename(beside, path)
             sync_directory(path.parent)
             _clear(old)
-        return ""
 
     try:
         count = len(_together(exchange, begin))
@@ -310,8 +308,8 @@ def save_checkpoint(
     return path
 
 
-def _together(exchange: Callable[[str], list[str]], work: Callable[[], str]) -> list[str]:
-    """What `work` returns in each process. All processes wait for each other, even if one fails.
+def _together(exchange: Callable[[str], list[str]], work: Callable[[], str | None]) -> list[str]:
+    """What `work` returns in each process ("" for None). All processes wait for each other, even if one fails.
 
     Raises:
         OSError, SafetensorError: it failed in this process, or in another one.
@@ -322,7 +320,7 @@ def _together(exchange: Callable[[str], list[str]], work: Callable[[], str]) -> 
     except (OSError, SafetensorError) as error:
         exchange(f"{failed}{getattr(error, 'strerror', None) or error}")
         raise
-    texts = exchange(done)
+    texts = exchange(done or "")
     for rank, text in enumerate(texts):
         if text.startswith(failed):
             raise OSError(f"process {rank}: {text.removeprefix(failed)}")

@@ -102,8 +102,8 @@ def restore(
     fresh: TrainState,
     tensors: Mapping[str, Mapping[str, Tensor]],
     world: World,
-    carried: GPTState | None = None,
-    rows: slice = slice(None),
+    carried: GPTState | None,
+    rows: slice,
 ) -> tuple[TrainState, GPTState | None]:
     """Load a checkpoint into a run's tensors and random generators, and return its state.
 

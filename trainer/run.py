@@ -288,16 +288,14 @@ class Run:
         parts = [ids.chunk(self.group.size, dim=1)[self.group.place] for ids in whole]
         if self.world.device.type == "cuda":
             parts = [ids.contiguous().pin_memory() for ids in parts]  # other memory is copied twice
-        token_ids, targets = (ids.split(self._at_once(stop - first)) for ids in parts)
+        n = stop - first
+        size = -(-n // -(-n // self.micro_batch))  # as equal as possible; the last micro-batch may be smaller
+        token_ids, targets = (ids.split(size) for ids in parts)
         return list(zip(token_ids, targets, strict=True))
 
     def _sequences(self, step: int) -> tuple[int, int]:
         """The sequences [first, stop) of a step's batch that belong to this process, or to its group."""
         return sequences_of(self.group.index, self.group.count, self.config.batch_sizes.at(step))
-
-    def _at_once(self, n: int) -> int:
-        """Sequences of a micro-batch, of n in all: as equal as possible. The last one may have fewer."""
-        return -(-n // -(-n // self.micro_batch))
 
     @contextlib.contextmanager
     def reading_ahead(self) -> Iterator[Prefetch[MicroBatches]]:
