@@ -271,9 +271,11 @@ class Run:
         path = find_checkpoint(self.config.run_dir, self.world)
         if path is None:
             raise UserError(f"{bad}; its checkpoints were deleted, so it cannot go back: use another run_dir")
-        passed_over = self.state.passed_over | bad.skip
+        now = self.state
         self._restore(path)
-        self._update(passed_over=passed_over)
+        self._update(
+            passed_over=now.passed_over | bad.skip, micro_batch=now.micro_batch, micro_batch_for=now.micro_batch_for
+        )
         self.saver.saved_step = None  # the checkpoint does not know what is passed over
         if self.world.is_main:
             self.log.truncate(self.step)

@@ -271,6 +271,17 @@ def test_rollback_does_not_care_how_the_run_was_to_begin(tiny, tmp_path, factor_
     assert_same_run(tmp_path / "other", tmp_path / "run")
 
 
+def test_a_rollback_keeps_the_choice_of_the_micro_batch(tiny, tmp_path, monkeypatch, factor_at):
+    """It goes back to a checkpoint from another machine, whose choice would be made again at the next start."""
+    changes = {"runtime.on_nonfinite": "rollback", "runtime.micro_batch": "auto"}
+    fit(tiny(changes | {"stop_at": 4}))
+    monkeypatch.setattr("trainer.run.device_name", lambda device: "another CPU")
+    factor_at({5: float("nan")})
+    fit(tiny(changes))
+    state = open_checkpoint(tmp_path / "run").state
+    assert (state.step, state.micro_batch_for) == (6, "1 x another CPU")
+
+
 def test_rollback_needs_something_to_go_back_to(tiny, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
