@@ -371,28 +371,28 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def retain(run_dir: Path, state: TrainState, keep_last: int, keep_every: int | None) -> None:
-    """Update `latest` and `best`, and delete old checkpoints.
+def retain(run_dir: Path, state: TrainState, since: int, keep_last: int, keep_every: int | None) -> None:
+    """Update `latest` and `best`, and delete old checkpoints, damaged ones, and what crashed saves left behind.
 
-    Keeps the best checkpoint, the newest `keep_last`, and those of every keep_every-th step. Deletes checkpoints later
-    than `state`, which are damaged, and what crashed saves left behind.
+    Keeps the best checkpoint, the newest `keep_last`, and those of every keep_every-th step.
 
     Args:
         state: of the newest whole checkpoint.
+        since: the step of the whole checkpoint before it. Those between the two, and later ones, are damaged.
     """
     folder, paths = checkpoints_dir(run_dir), _all(run_dir)
     for leftover in folder.glob("*.tmp"):
         _clear(leftover)
-    upto = [path for path in paths if _step_of(path) <= state.step]
+    whole = [path for path in paths if _step_of(path) <= since or _step_of(path) == state.step]
     best = None if state.best_step is None else checkpoint_path(run_dir, state.best_step)
-    if best not in upto and (folder / "best").is_file():  # that save failed: use the best checkpoint on disk
+    if best not in whole and (folder / "best").is_file():  # that save failed: use the best checkpoint on disk
         best = folder / _first_line(folder / "best")
-    _point(folder / "latest", upto[-1])
-    if best in upto:
+    _point(folder / "latest", whole[-1])
+    if best in whole:
         _point(folder / "best", best)
-    keep = {best, *upto[-keep_last:], *(path for path in upto if keep_every and _step_of(path) % keep_every == 0)}
+    keep = {best, *whole[-keep_last:], *(path for path in whole if keep_every and _step_of(path) % keep_every == 0)}
     for path in paths:
-        if path not in keep:
+        if path not in keep or path not in whole:
             _remove(path)
 
 

@@ -277,6 +277,7 @@ class Run:
             passed_over=now.passed_over | bad.skip, micro_batch=now.micro_batch, micro_batch_for=now.micro_batch_for
         )
         self.saver.saved_step = None  # the checkpoint does not know what is passed over
+        self.saver.newest = self.step
         if self.world.is_main:
             self.log.truncate(self.step)
             self.trackers.go_back(self.step)
@@ -392,7 +393,8 @@ class Run:
         writers = self.world.aside() if self._in_parts else World(torch.device("cpu"))
         log = self.log if self.world.is_main else None
         self.saver = Saver(self.config.run_dir, self.tokenizer, self.config.checkpoint, log, writers)
-        self.saver.saved_step = self.step if self.resumed else None
+        if self.resumed:
+            self.saver.saved_step = self.saver.newest = self.step
         try:
             yield
             self.world.leave()  # the others do not wait for the last save

@@ -38,6 +38,8 @@ class Saver:
         """The step of the save that was started last."""
         self.saved_step: int | None = None
         """The step of the newest checkpoint, if it is the run's state after that step."""
+        self.newest = -1
+        """The step of the newest checkpoint that is known to be whole; -1: there is none."""
 
     def save(self, parts: Tensors, state: TrainState) -> None:
         """Copy all tensors, which may be on any device, and start to write them.
@@ -110,8 +112,9 @@ class Saver:
             before = self._log.sync if self._log else lambda: None  # the checkpoint relies on these lines
             rank, exchange = self._writers.rank, self._writers.gather_text
             save_checkpoint(self._run_dir, tensors, state, self._tokenizer, before, rank, exchange)
+            since, self.newest = self.newest, state.step
             if self._writers.is_main:
-                retain(self._run_dir, state, self._config.keep_last, self._config.keep_every)
+                retain(self._run_dir, state, since, self._config.keep_last, self._config.keep_every)
             self.saved_step = state.step
         except BaseException as error:  # `check` and `finish` raise it
             self._error = error

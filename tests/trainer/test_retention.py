@@ -80,6 +80,17 @@ def test_the_newest_the_best_and_those_of_every_so_many_steps_are_kept(quick, mo
     assert not list(config.run_dir.glob("checkpoints/*.tmp"))
 
 
+def test_a_damaged_checkpoint_is_not_one_of_the_newest_to_keep(quick, capsys):
+    """The run goes on from the checkpoint before it, and its next save is at a later step."""
+    changes = {"max_steps": 6, "eval.every": 6, "checkpoint": {"every": 2, "keep_last": 2}}
+    config = quick({**changes, "stop_at": 5})
+    fit(config)
+    os.truncate(config.run_dir / "checkpoints" / "step-00000005" / "model.safetensors", 100)
+    fit(quick(changes))
+    assert "step-00000005/model.safetensors is missing or damaged" in capsys.readouterr().err.replace("\n", "")
+    assert steps_of(config.run_dir) == [4, 6]
+
+
 # A full disk
 
 
