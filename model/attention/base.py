@@ -188,15 +188,15 @@ class Attention(nn.Module):
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_qkv) -> q, k, v (B, heads, T, features), with q and k normalised and rotated."""
-        q, k, v = self.split(features)
+        q, k, *own = self.split(features)
         if self.q_scale is not None and self.k_scale is not None:
             q, k = (_rms_norm(x, scale) for x, scale in ((q, self.q_scale), (k, self.k_scale)))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        return q, k, v
+        return q, k, own[0] if own else k
 
-    def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, n_qkv) -> q, k, v (B, heads, T, features)."""
+    def split(self, features: Tensor) -> Sequence[Tensor]:
+        """(B, T, n_qkv) -> q, k, v (B, heads, T, features); without v, keys are the values too."""
         raise NotImplementedError
 
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
@@ -233,15 +233,10 @@ class MultiHeadAttention(Attention):
         super().__init__(n_embd, n_head, n_head * head_dim, [n * head_dim for n in heads])
         self.n_kv_head, self.head_dim, self.own_values, self._heads = n_kv_head, head_dim, own_values, heads
 
-    def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(features, rotation)
-        return q, k, v if self.own_values else k
-
-    def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim)."""
         parts = features.unflatten(2, (-1, self.head_dim)).split(self._heads, dim=2)
-        q, k, *v = (part.transpose(1, 2) for part in parts)
-        return q, k, v[0] if v else k
+        return [part.transpose(1, 2) for part in parts]
 
     @property
     def grouped(self) -> bool:

@@ -1,6 +1,7 @@
 """Log-space attention (Heinsen 2024): softmax attention in log space, with a state of constant size."""
 
-from typing import ClassVar, Literal, cast
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -79,11 +80,10 @@ class LogSpaceAttention(Attention):
             gates["log_f"] = pairs_of(gates["log_f"]) / 2
         return gates
 
-    def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
         heads = features.unflatten(2, (self.n_head, -1))
-        q, k, log_v = (part.transpose(1, 2) for part in heads.split(self.qkv.parts, dim=-1))
-        return q, k, log_v
+        return [part.transpose(1, 2) for part in heads.split(self.qkv.parts, dim=-1)]
 
     def attend(
         self,
@@ -94,10 +94,9 @@ class LogSpaceAttention(Attention):
         return_state: bool,
         log_f: Tensor | None = None,
     ) -> tuple[Tensor, LogAttentionState | None]:
-        if not return_state:  # the operator then skips checking that the state is exact
-            return cast(Tensor, log_attention(q, k, log_v, log_f, state=state)), None
-        log_y, after = log_attention(q, k, log_v, log_f, state=state, return_state=True)
-        return log_y, cast(LogAttentionState, after)
+        # Without return_state, the operator skips checking that the state is exact.
+        found: Any = log_attention(q, k, log_v, log_f, state=state, return_state=return_state)
+        return found if return_state else (found, None)
 
     def naive_attend(self, q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None = None) -> Tensor:
         return cast(Tensor, naive_log_attention(q, k, log_v, log_f))

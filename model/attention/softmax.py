@@ -26,8 +26,6 @@ _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-
-
 _PARTS = 2  # numbers whose sum has more digits than the scores
 _ALIGNED = 8  # fused kernels need a multiple of this many features, and as many for values as for keys
 
