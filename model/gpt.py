@@ -5,7 +5,6 @@ model/position.py, and the memory of n-grams in model/ngrams.py.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -27,8 +26,6 @@ from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
 from model.ops.ngrams import NGramState
 from model.position import Order, PositionConfig
 from model.state import cat_states, select_rows
-
-_LARGEST_SIZE = 2**24
 
 Recompute = Literal["none", "block", "selective"]
 
@@ -125,7 +122,7 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
     """GPT-2's block: attention and an MLP, each with its own residual connection."""
 
     name: Literal["mlp"]
-    expansion: int = Field(ge=1)
+    expansion: int = Field(ge=1, le=2**24)
     """Hidden features of the MLP, as a multiple of n_embd; swiglu has two thirds of them, and as many parameters."""
     activation: Literal["gelu", "swiglu", "relu2"]
     """gelu: GPT-2's, by tanh; swiglu: silu(a) b for two halves of the features (Shazeer 2020); relu2: relu(x)^2."""
@@ -155,7 +152,7 @@ class GPTConfig(Settings):
     meta device in seconds, and no tensor has more elements than torch can count.
     """
 
-    n_vocab: int = Field(ge=1, le=_LARGEST_SIZE)
+    n_vocab: int = Field(ge=1, le=2**24)
     """Number of token ids, which are 0 to n_vocab - 1."""
     pad_vocab: int = Field(1, ge=1, le=2**16)
     """The number of rows of the embedding is rounded up to a multiple of this: 64 aligns matrix products on GPUs."""
@@ -204,15 +201,6 @@ class GPTConfig(Settings):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "GPTConfig":
-        pattern = self._pattern
-        parts = {"attention": self.attention, **pattern, "block": self.block, "position": self.position}
-        for part, settings in parts.items():
-            for name, value in settings:
-                for number in value if isinstance(value, list | tuple) else [value]:
-                    if isinstance(number, int) and number > _LARGEST_SIZE:
-                        raise ValueError(f"{part}.{name} is too large: use at most {_LARGEST_SIZE:,}")
-                    if isinstance(number, float) and not math.isfinite(number):
-                        raise ValueError(f"{part}.{name}={number} is not a finite number")
         if self.head_dim is None and self.n_embd % self.n_head:
             heads = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
             close = sorted(heads, key=lambda n: abs(n - self.n_head))[:2]
@@ -222,9 +210,9 @@ class GPTConfig(Settings):
             )
         if sorted(set(self.ngrams)) != self.ngrams:
             raise ValueError(f"ngrams={self.ngrams} are not in ascending order: use {sorted(set(self.ngrams))}")
-        if len(pattern) > self.n_layer:
+        if (n_items := len(self._pattern)) > self.n_layer:
             raise ValueError(
-                f"attention_pattern has {len(pattern)} items for n_layer={self.n_layer}: use at most one for each layer"
+                f"attention_pattern has {n_items} items for n_layer={self.n_layer}: use at most one for each layer"
             )
         self._check_layers(self._check_attention)
         return self

@@ -71,7 +71,7 @@ class LearnedConfig(Settings, defaults="model/position/learned"):
     """A learned vector for each position, as in GPT-2."""
 
     name: Literal["learned"]
-    max_len: int = Field(ge=1)
+    max_len: int = Field(ge=1, le=2**24)
     """Number of positions; no sequence can be longer."""
 
     def build(self, n_embd: int, query_dim: int) -> nn.Module:
@@ -82,7 +82,7 @@ class RotaryConfig(Settings, defaults="model/position/rotary"):
     """Queries and keys are rotated by angles that grow with the position (Su et al. 2021)."""
 
     name: Literal["rotary"]
-    base: float = Field(gt=1)
+    base: float = Field(gt=1, allow_inf_nan=False)
     """The slowest feature pair rotates once in about 2 pi x base tokens."""
 
     def build(self, n_embd: int, query_dim: int) -> nn.Module:

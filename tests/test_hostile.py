@@ -347,7 +347,7 @@ def test_a_size_that_no_model_has_is_refused(key, value):
 
 
 def test_a_base_of_positions_that_is_not_finite_is_refused():
-    with refused(r"position\.base=inf is not a finite number"):
+    with refused(r"position\.base=inf: .* finite number"):
         decode(GPTConfig, SMALL | {"position": {"name": "rotary", "base": float("inf")}})
 
 

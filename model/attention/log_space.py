@@ -21,9 +21,9 @@ class _Sizes(AttentionSettings):
     decay: Literal["none", "fixed", "head", "feature"]
     """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
     feature that depends on the token."""
-    d_key: int | None = Field(ge=1)
+    d_key: int | None = Field(ge=1, le=2**24)
     """Features of a head's queries and keys; null: head_dim, or with a product 2 sqrt(head_dim)."""
-    d_val: int | None = Field(ge=1)
+    d_val: int | None = Field(ge=1, le=2**24)
     """Features of a head's values; null: head_dim."""
     product: bool
     """Whether the similarity is a product of two, each of half of the features: the state then has a feature for each
