@@ -38,7 +38,8 @@ def load_published(path: str | Path) -> GPT:
             tensors = {key.removeprefix("weights/"): file.get_tensor(key) for key in file.keys() if "weights/" in key}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"cannot read published weights from {path}: {error}") from None
-    if missing := [size for size in _SIZES if size not in sizes]:
+    missing = [size for size in _SIZES if not isinstance(sizes, dict) or size not in sizes]
+    if missing:
         raise UserError(
             f"{path} does not describe an architecture: the config in its metadata lacks {', '.join(missing)}"
         )
