@@ -11,7 +11,6 @@ from common.files import open_file
 from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, check_sum, damaged
 
 _RECORDS_AT_ONCE = 2**14
-_FIELDS = ("end", "input", "number", "set")
 
 
 class Origin(NamedTuple):
@@ -99,8 +98,7 @@ def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Sha
         (records["number"] == 0, "have the number {number} in its input"),
     ):
         if wrong.any():
-            record = dict(zip(_FIELDS, records[int(wrong.argmax())].tolist(), strict=True))
-            return "a document is said to " + what.format(**record)
+            return "a document is said to " + what.format_map(records[wrong.argmax()])
     return None
 
 
