@@ -10,7 +10,7 @@ So all rows are written in the same place. A row with fewer tokens than columns 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,27 +60,34 @@ class KVCache(NamedTuple):
         return after, k_all, v_all, ((key >= 0) & (key <= query)).unsqueeze(1)
 
 
-def remember(
-    cache: KVCache | None, k: Tensor, v: Tensor, return_state: bool, starts: Tensor | None
-) -> tuple[KVCache | None, Tensor, Tensor, dict[str, Any]]:
-    """Add T tokens to what is remembered of earlier ones.
+def attend_to_all(
+    cache: KVCache | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    return_state: bool,
+    starts: Tensor | None,
+    scale: float | None = None,
+) -> tuple[Tensor, KVCache | None]:
+    """Softmax attention from T tokens to these and all earlier ones, those of `cache`.
+
+    Args:
+        v: (B, H, T, E); with E = 0 the keys are the values too.
+        starts: those of Order, without a cache.
 
     Returns:
-        The cache, if wanted or if there was one; keys and values of all tokens; and which of them the T tokens may
-        attend to, in the arguments of `scaled_dot_product_attention` or as `starts`: see `attend_to`.
+        The result, and the cache after the T tokens, if it is wanted or if there was one.
     """
-    if cache is not None:
+    if cache is None:
+        after, mask = KVCache.of(k, v) if return_state else None, None
+    else:
         after, k, v, mask = cache.append(k, v)
-        return after, k, v, {"attn_mask": mask}
-    visible = {"is_causal": True} if starts is None else {"starts": starts}
-    return KVCache.of(k, v) if return_state else None, k, v, visible
-
-
-def attend_to(visible: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Softmax attention to the keys that `remember` returns as visible."""
-    if "starts" in visible:
-        return document_attention(q, k, v, [CAUSAL], visible["starts"], scale)
-    return scaled_dot_product_attention(q, k, v, **visible, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
+    v = v if v.shape[3] else k
+    if starts is not None:
+        return document_attention(q, k, v, [CAUSAL], starts, scale), after
+    gqa = k.shape[1] < q.shape[1]
+    y = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=cache is None, scale=scale, enable_gqa=gqa)
+    return y, after
 
 
 class SparseCache(NamedTuple):

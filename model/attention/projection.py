@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from model.attention.base import GroupedSettings, MultiHeadAttention
-from model.attention.cache import KVCache, attend_to, remember
+from model.attention.cache import KVCache, attend_to_all
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
 from model.position import Rotation, rotate
 
@@ -56,9 +56,7 @@ class ProjectionAttention(MultiHeadAttention):
     ) -> tuple[Tensor, KVCache | None]:
         q, k = inner_queries(q, self.sigma), inner_keys(k)  # (B, H, T, D'), (B, H_kv, T, D')
         v = padded_values(v) if self.own_values else k[..., :0]  # keys are cached once
-        after, k, v, visible = remember(state, k, v, return_state, starts)
-        v = v if self.own_values else k
-        y = attend_to(visible, q, k, v, scale=1.0)
+        y, after = attend_to_all(state, q, k, v, return_state, starts, scale=1.0)
         return y[..., : self.head_dim], after
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from common.console import say_once
 from common.settings import UserError
 from model.attention.base import GroupedSettings, MultiHeadAttention
-from model.attention.cache import attend_to, remember
+from model.attention.cache import attend_to_all
 from model.ops.compiling import assume_constant_result
 from model.ops.gates import forgotten
 from model.ops.running_sum import running_sum
@@ -79,9 +79,8 @@ class SoftmaxAttention(MultiHeadAttention):
         whole_text = state is None and starts is None
         if whole_text:
             _say_kernel(self.kernel, q.device.type, q.dtype, self.n_head, self.n_kv_head, self.head_dim)
-        after, k, v, visible = remember(state, k, v, return_state, starts)
         with sdpa_kernel(_KERNELS[self.kernel]) if whole_text and self.kernel != "auto" else nullcontext():
-            return attend_to(visible, q, k, v), after
+            return attend_to_all(state, q, k, v, return_state, starts)
 
     def _attend_and_forget(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, log_f: Tensor, starts: Tensor | None
@@ -102,8 +101,8 @@ class SoftmaxAttention(MultiHeadAttention):
         own, ones = torch.cat(parts, -1), torch.ones_like(q[..., :_PARTS])
         unused = -(q.shape[-1] + 2 * _PARTS) % _ALIGNED
         q, k = pad(torch.cat([q, own, ones], -1), (0, unused)), pad(torch.cat([k, ones, -own], -1), (0, unused))
-        after, k, v, visible = remember(cache, k, pad(v, (0, q.shape[-1] - v.shape[-1])), return_state, starts)
-        y = attend_to(visible, q, k, v, scale=self.head_dim**-0.5)
+        v = pad(v, (0, q.shape[-1] - v.shape[-1]))
+        y, after = attend_to_all(cache, q, k, v, return_state, starts, scale=self.head_dim**-0.5)
         return y[..., : self.head_dim], (after, a[:, :, -1:])
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
