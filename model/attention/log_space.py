@@ -16,7 +16,7 @@ from model.position import Rotation
 _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of float32 and bfloat16
 
 
-class _Sizes(AttentionSettings):
+class _Sizes(AttentionSettings, defaults="model/attention/log_space"):
     constant_state: ClassVar[bool] = True
     decay: Literal["none", "fixed", "head", "feature"]
     """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
@@ -38,7 +38,7 @@ class _Sizes(AttentionSettings):
         return self.d_key or (2 * round(head_dim**0.5) if self.product else head_dim)
 
 
-class LogSpaceConfig(_Sizes, defaults="model/attention/log_space"):
+class LogSpaceConfig(_Sizes):
     """Similarity log(exp(q) exp(k)^T); keys, queries and values are logarithms, and so is the result."""
 
     name: Literal["log_space"]
