@@ -175,6 +175,8 @@ def _become(request):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    import torch._dynamo  # noqa: F401 (optimizers import it when they are made)
+
     import cli  # noqa: F401
     import trainer.loop
     from common.console import console
