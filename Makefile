@@ -5,6 +5,10 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 pytho
 	$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
 VENV := .venv/bin
 RUN := runs/demo
+# Tests in three processes, without the plugins that packages such as Hydra bring: loading them takes two seconds in each.
+PYTEST := $(VENV)/python -m pytest --disable-plugin-autoload -p xdist -p hypothesispytest -n 3 --dist worksteal
+# Images of containers set this. Tests would then compile our modules again in each of hundreds of processes.
+test test-slow test-all: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help setup train test test-slow test-all test-gpu gpu-hour mutations check format bench clean
 
@@ -42,13 +46,13 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
 test: setup  ## run the tests that one runs while working: about 6 minutes on 2 cores
-	$(VENV)/python -m pytest -n 3 --dist worksteal -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: setup  ## run the other tests: kills at every operation, long fuzzing, every script; PART=2/6: a sixth of them
-	$(VENV)/python -m pytest -n 3 --dist worksteal -m slow --durations=20 $(if $(PART),--part=$(PART))
+	$(PYTEST) -m slow --durations=20 $(if $(PART),--part=$(PART))
 
 test-all: setup  ## run all tests: about 40 minutes on 2 cores
-	$(VENV)/python -m pytest -n 3 --dist worksteal
+	$(PYTEST)
 
 test-gpu: setup  ## run on a GPU all tests that can run there: minutes
 	@$(VENV)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: torch sees no GPU here: run make test-gpu on a machine with one")'
