@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from ranks import Process, environment
 
 from trainer.metrics import read_metrics
 
-pytest.importorskip("wandb", reason="wandb is not installed")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed"),  # slow to import
     pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found as Linux shows them"),
 ]
 

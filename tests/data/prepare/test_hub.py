@@ -2,7 +2,6 @@
 
 import json
 
-import datasets
 import pyarrow
 import pytest
 from forged import edit
@@ -73,7 +72,7 @@ def test_a_script_is_refused(monkeypatch, folder):
     def refuse(*_, **__):
         raise RuntimeError("Dataset scripts are no longer supported, but found films.py")
 
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr("datasets.load_dataset", refuse)
     with pytest.raises(UserError, match=r"cannot be opened \(Dataset scripts are no longer supported"):
         texts(source(folder))
 
@@ -92,9 +91,11 @@ def test_ready_files_ask_the_hub_for_what_they_name(monkeypatch, name, path, sub
 
     def load_dataset(path, **settings):
         asked.update(settings, path=path)
-        return datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}]))
+        from datasets import IterableDataset  # slow to import, in each process that only collects tests
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return IterableDataset.from_generator(lambda: iter([{"text": "a"}]))
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     config = decode(PrepareConfig, to_dict(compose("prepare", [f"data={name}", "data.revision=v1", "out_dir=x"])))
     assert [config.data.parse(raw) for raw in config.data.documents()] == [Document("a", name)]
     settings = {"path": path, "name": subset, "split": "train", "revision": "v1", "data_files": None}
