@@ -48,7 +48,7 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 test: setup  ## run the tests that one runs while working: about 6 minutes on 2 cores
 	$(PYTEST) -m "not slow"
 
-test-slow: setup  ## run the other tests: kills at every operation, long fuzzing, every script; PART=2/6: a sixth of them
+test-slow: setup  ## run the other tests: kills at every operation, long fuzzing, every script; PART=2/10: a tenth of them
 	$(PYTEST) -m slow --durations=20 $(if $(PART),--part=$(PART))
 
 test-all: setup  ## run all tests: about 40 minutes on 2 cores
