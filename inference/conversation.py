@@ -85,11 +85,11 @@ class Conversation:
                     n_whole, rest = len(answer.drawn), ""
                 yield piece
         finally:
+            answer.cancelled = True  # first: a second Ctrl-C may interrupt the rest
             self.ended = answer.finish_reason == "end_of_text"
             self.n_tokens += answer.n_tokens
             shown = (*answer.drawn[:n_whole], *self._tokenizer.encode(rest))
             self.reading = self.reading._replace(rest=shown)
-            answer.cancelled = True
             self._engine.turn()  # the answer leaves, and its memory is free
 
     @property

@@ -159,7 +159,7 @@ class NamedFiles(FileSource):
     """A source of files that the user names."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("",)
-    """The files in a folder that are read: their names end so, in upper or lower case."""
+    """Endings, in lower case, of the names of files that are read from a folder."""
 
     path: str | list[str]
     """A file, a folder (its files, without hidden ones), a glob (`**` reaches into folders), or a list of them."""
@@ -177,7 +177,12 @@ class NamedFiles(FileSource):
             for file in files:
                 found.setdefault(os.path.realpath(file), file)
         # Names are written as JSON, which holds no bytes that are not UTF-8.
-        return {os.fsencode(file).decode(errors="backslashreplace"): Path(file) for file in found.values()}
+        named = {os.fsencode(file).decode(errors="backslashreplace"): Path(file) for file in found.values()}
+        if len(named) < len(found):
+            raise UserError(
+                "two files of data.path have one name when bytes that are not UTF-8 are escaped: rename one"
+            )
+        return named
 
     def _matches(self, pattern: str) -> list[str]:
         """Return the files that a glob matches, or those in a folder, in order."""
@@ -209,8 +214,9 @@ class TextSource(NamedFiles, defaults="data/text"):
         if lines := [name for name, _ in paths if _has_json_lines(name)]:
             files = count(len(lines), "file")
             say_once(f"read as JSON lines, with the text in {self.text_field!r}: {files}, the first {lines[0]}")
-        if (text := next((path for name, path in paths if not _has_json_lines(name)), None)) and _is_json(text):
-            say_once(f"{text} is read as plain text, but its first line is a JSON object: data=jsonl reads its texts")
+        name, path = next(((name, path) for name, path in paths if not _has_json_lines(name)), ("", None))
+        if path is not None and _is_json(path):
+            say_once(f"{name} is read as plain text, but its first line is a JSON object: data=jsonl reads its texts")
         yield from super().documents(seen, after)
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:

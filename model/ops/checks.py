@@ -37,7 +37,7 @@ from common.settings import UserError
 SECONDS = 600.0  # of a check: compiling all variants of a kernel takes some minutes
 
 _TEMPORARY = ("out of memory", "busy or unavailable", "SIGKILL")  # in messages of failures that may pass by themselves
-NESTED = "LOG_GPT_IN_A_CHECK"  # set in the environment of checks, and of what ends all its processes when it ends
+NESTED = "LOG_GPT_IN_A_CHECK"  # set in the environment of checks, and of commands that end all that they started
 
 Tensors = dict[str, Tensor]
 

@@ -51,7 +51,7 @@ class Frames(NamedTuple):
     value: Tensor
     """(N, B, H, 1, E)."""
     factor: Tensor
-    """(N, B, H, d_k, E), without the last of all chunks: from M after a chunk to M in the frame of the next one."""
+    """(N, B, H, d_k, E), N - 1 with all chunks: from M after a chunk to M in the frame of the next one."""
     C: int | None
     """Tokens of a chunk; None if there is a single chunk."""
     chunks: slice

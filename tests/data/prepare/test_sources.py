@@ -227,6 +227,19 @@ def test_names_that_are_not_utf8_are_escaped(tmp_path):
     assert source.inputs() == {raw.position.input: 4}
 
 
+def test_a_name_that_is_not_utf8_is_said_in_its_escaped_form(tmp_path, capsys):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text('{"text": "a"}')
+    parsed(TextSource(name="text", path=str(tmp_path)))
+    assert "caf\\xe9.txt is read as plain text" in capsys.readouterr().out
+
+
+def test_two_files_with_one_escaped_name_are_refused(tmp_path):
+    (tmp_path / os.fsdecode(b"a\xff.txt")).touch()
+    (tmp_path / "a\\xff.txt").touch()
+    with pytest.raises(UserError, match=r"two files of data\.path have one name"):
+        TextSource(name="text", path=str(tmp_path)).paths()
+
+
 def test_a_folder_is_the_files_in_it_and_kinds_mix(tmp_path, capsys):
     folder = tmp_path / "a[1]" / "deep"
     folder.mkdir(parents=True)
