@@ -371,7 +371,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def retain(run_dir: Path, state: TrainState, since: int, keep_last: int, keep_every: int | None = None) -> None:
+def retain(run_dir: Path, state: TrainState, since: int, keep_last: int, keep_every: int | None) -> None:
     """Update `latest` and `best`, and delete old checkpoints, damaged ones, and what crashed saves left behind.
 
     Keeps the best checkpoint, the newest `keep_last`, and those of every keep_every-th step.

@@ -1,7 +1,6 @@
 """The training loop."""
 
 import contextlib
-import sys
 
 from common.console import count, say
 from common.exits import AGAIN
@@ -52,10 +51,9 @@ def check(config: TrainConfig) -> None:
 
 
 def _train(run: Run, config: TrainConfig) -> float | None:
-    # A killed save may have left this undone. Nothing is deleted before the next save: older checkpoints may be
-    # damaged, and where newer ones are, a disk may recover.
+    # A killed save may have left this undone. If newer checkpoints are damaged, they stay: a disk may recover.
     if run.world.is_main and newest(config.run_dir) == checkpoint_path(config.run_dir, run.step):
-        retain(config.run_dir, run.state, run.step, keep_last=sys.maxsize)
+        retain(config.run_dir, run.state, run.step, config.checkpoint.keep_last, config.checkpoint.keep_every)
     if run.step >= config.last_step:
         if run.world.is_main:
             line = "{key}={new} was given, but this run was trained with {old}"

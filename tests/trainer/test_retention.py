@@ -91,15 +91,6 @@ def test_a_damaged_checkpoint_is_not_one_of_the_newest_to_keep(quick, capsys):
     assert steps_of(config.run_dir) == [4, 6]
 
 
-def test_a_run_that_goes_on_deletes_nothing_before_its_first_save(quick):
-    """After a kill between a save and its deletions, nothing tells which of the older checkpoints are damaged."""
-    fit(quick({"max_steps": 6, "eval.every": 6, "checkpoint": {"every": 2, "keep_last": 3}}))
-    config = quick({"max_steps": 6, "eval.every": 6, "checkpoint": {"every": 2, "keep_last": 1}})
-    os.truncate(config.run_dir / "checkpoints" / "step-00000004" / "model.safetensors", 100)
-    fit(config)
-    assert steps_of(config.run_dir) == [2, 4, 6]
-
-
 # A full disk
 
 
