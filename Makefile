@@ -7,7 +7,7 @@ VENV := .venv/bin
 RUN := runs/demo
 # Tests in three processes, without the plugins that packages such as Hydra bring: loading them takes two seconds in each.
 PYTEST := $(VENV)/python -m pytest --disable-plugin-autoload -p xdist -p hypothesispytest -n 3 --dist worksteal
-# Images of containers set this. Tests would then compile our modules again in each of hundreds of processes.
+# Container images set this variable, which would make each of hundreds of processes compile our modules again.
 test test-slow test-all: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help setup train test test-slow test-all test-gpu gpu-hour mutations check format bench clean

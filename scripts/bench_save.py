@@ -22,7 +22,7 @@ class Options(Settings):
     ]
     """options of train.py for each run; brackets hold those of one run together"""
     steps: Annotated[int, Field(ge=8)] = 24
-    """steps of a run, which saves a checkpoint after every quarter of them"""
+    """steps of a run, which saves a checkpoint after every quarter of them, rounded down"""
     out: Path = Path("runs/bench_save")
     """folder for bench.json and the runs"""
 

@@ -378,7 +378,7 @@ def retain(run_dir: Path, state: TrainState, since: int, keep_last: int, keep_ev
 
     Args:
         state: of the newest whole checkpoint.
-        since: the step of the whole checkpoint before it. Those between the two, and later ones, are damaged.
+        since: the step of the whole checkpoint before it. Checkpoints between the two, and later ones, are damaged.
     """
     folder, paths = checkpoints_dir(run_dir), _all(run_dir)
     for leftover in folder.glob("*.tmp"):

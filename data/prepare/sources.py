@@ -177,11 +177,14 @@ class NamedFiles(FileSource):
             for file in files:
                 found.setdefault(os.path.realpath(file), file)
         # Names are written as JSON, which holds no bytes that are not UTF-8.
-        named = {os.fsencode(file).decode(errors="backslashreplace"): Path(file) for file in found.values()}
-        if len(named) < len(found):
-            raise UserError(
-                "two files of data.path have one name when bytes that are not UTF-8 are escaped: rename one"
-            )
+        named: dict[str, Path] = {}
+        for file in found.values():
+            name = os.fsencode(file).decode(errors="backslashreplace")
+            if name in named:
+                raise UserError(
+                    f"data.path: {name} names two files when bytes that are not UTF-8 are escaped: rename one"
+                )
+            named[name] = Path(file)
         return named
 
     def _matches(self, pattern: str) -> list[str]:

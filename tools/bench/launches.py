@@ -33,7 +33,7 @@ def bench(options: Any) -> Row:
 def measured(options: Any, d: int, gates: str, setting: tuple[int, int, int] | None) -> Row:
     """Times with these warps, stages and registers; None: with those in use. Why not, if the GPU cannot run them."""
     device = device_named("auto").type
-    leaves, weights = attention_inputs((options.batch, WIDTH // d, options.tokens, d), device, DTYPES[device])
+    leaves, weights = attention_inputs((options.batch, max(1, WIDTH // d), options.tokens, d), device, DTYPES[device])
     if gates != "none":
         log_f = logsigmoid(leaves[0].detach()[..., : 1 if gates == "head" else d] + 4)
         leaves.append(log_f.requires_grad_())

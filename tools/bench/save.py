@@ -21,7 +21,7 @@ def bench(options: Any) -> Row:
 
 
 def measure(overrides: list[str], dataset_dir: Path, options: Any) -> Row:
-    """Medians of steps and of saves, and the size of a checkpoint, in one run that saves four times."""
+    """Medians of steps and of saves, and the size of a checkpoint, in one run that saves four times or more."""
     run_dir = Path(tempfile.mkdtemp(dir=options.out))
     paths = options_of({"dataset_dir": str(dataset_dir), "run_dir": str(run_dir)})
     run = open_run([*overrides, *paths, "resume=auto", "schedule.warmup_steps=1", f"max_steps={options.steps}"])
