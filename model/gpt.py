@@ -146,7 +146,7 @@ BLOCKS = get_args(get_args(BlockConfig)[0])
 
 
 class GPTConfig(Settings):
-    """The architecture. Attention, block and position can be combined freely.
+    """The architecture. Attention, block and position can be combined freely, except log-space and rotary.
 
     Sizes have bounds far above any practical use, so that a model of an untrusted configuration can be created on the
     meta device in seconds, and no tensor has more elements than torch can count.
@@ -260,17 +260,16 @@ class GPTConfig(Settings):
             raise ValueError(
                 f"n_global={n_global} is more than the model's {self.max_len} positions: use at most {self.max_len}"
             )
-        query_dim = layer.query_dim(self.head_features)
         if self.position.name != "rotary":
             return
-        if query_dim % 2:
+        if not layer.suits_rotary:
             raise ValueError(
-                f"rotary positions rotate pairs of features: {query_dim} a head is odd, use an even number"
+                f"rotary positions do not fit {layer.name}, whose similarity of rotated queries and keys does not "
+                "depend on distances: use position log_recurrence, learned or none"
             )
-        if query_dim != self.query_dim:
+        if self.head_features % 2:
             raise ValueError(
-                f"rotary positions need the same number of query features in all layers: {layer.name} has {query_dim} "
-                f"a head and {self.layers[0].name} {self.query_dim}"
+                f"rotary positions rotate pairs of features: {self.head_features} a head is odd, use an even number"
             )
 
     @property
@@ -284,7 +283,7 @@ class GPTConfig(Settings):
         embed = nn.Embedding(self.n_vocab_padded, self.n_embd)
         nn.init.uniform_(embed.weight, -bound, bound)
         yield "embed", embed
-        yield "position", self.position.build(self.n_embd, self.query_dim)
+        yield "position", self.position.build(self.n_embd, self.head_features)
         if self.ngrams:
             yield "ngrams", NGramMemory(self.ngrams, self.n_embd)
         for i, layer in enumerate(self.layers):
@@ -314,11 +313,6 @@ class GPTConfig(Settings):
         """The attention of each layer."""
         pattern = self.attention_pattern or [self.attention]
         return [pattern[i % len(pattern)] for i in range(self.n_layer)]
-
-    @property
-    def query_dim(self) -> int:
-        """Features of a head's queries in the first layer; rotary positions need the same number in all layers."""
-        return self.layers[0].query_dim(self.head_features)
 
 
 class GPTState(NamedTuple):

@@ -63,7 +63,7 @@ class LogRecurrenceConfig(Settings):
 
     name: Literal["log_recurrence"]
 
-    def build(self, n_embd: int, query_dim: int) -> nn.Module:
+    def build(self, n_embd: int, head_dim: int) -> nn.Module:
         return LogRecurrencePosition(n_embd)
 
 
@@ -74,7 +74,7 @@ class LearnedConfig(Settings, defaults="model/position/learned"):
     max_len: int = Field(ge=1, le=2**24)
     """Number of positions; no sequence can be longer."""
 
-    def build(self, n_embd: int, query_dim: int) -> nn.Module:
+    def build(self, n_embd: int, head_dim: int) -> nn.Module:
         return LearnedPosition(n_embd, self.max_len)
 
 
@@ -85,8 +85,8 @@ class RotaryConfig(Settings, defaults="model/position/rotary"):
     base: float = Field(gt=1, allow_inf_nan=False)
     """The slowest feature pair rotates once in about 2 pi x base tokens."""
 
-    def build(self, n_embd: int, query_dim: int) -> nn.Module:
-        return RotaryPosition(query_dim, self.base)
+    def build(self, n_embd: int, head_dim: int) -> nn.Module:
+        return RotaryPosition(head_dim, self.base)
 
 
 class NoPositionConfig(Settings):
@@ -94,7 +94,7 @@ class NoPositionConfig(Settings):
 
     name: Literal["none"]
 
-    def build(self, n_embd: int, query_dim: int) -> nn.Module:
+    def build(self, n_embd: int, head_dim: int) -> nn.Module:
         return NoPosition()
 
 
@@ -158,22 +158,22 @@ class RotaryPosition(nn.Module):
     State: the position of each row's next token, int64 (B,), which begins again with each document.
     """
 
-    def __init__(self, query_dim: int, base: float) -> None:
+    def __init__(self, head_dim: int, base: float) -> None:
         super().__init__()
-        self.query_dim, self.base = query_dim, base
+        self.head_dim, self.base = head_dim, base
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Rotation, Tensor]:
         dtype = torch.promote_types(x.dtype, torch.float32)
         wide = dtype if state is None else torch.float64  # with a state, positions grow without limit
-        pair = torch.arange(0, self.query_dim, 2, dtype=wide, device=x.device)
+        pair = torch.arange(0, self.head_dim, 2, dtype=wide, device=x.device)
         t = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         position = t if starts is None else document_positions(starts)
         if state is not None:
             before = state.unsqueeze(1)  # (B, 1)
             position = position + (before if starts is None else before.where(starts.cumsum(1) == 0, 0))
-        angle = position.to(wide).unsqueeze(-1) * self.base ** (-pair / self.query_dim)  # (B or 1, T, query_dim / 2)
+        angle = position.to(wide).unsqueeze(-1) * self.base ** (-pair / self.head_dim)  # (B or 1, T, head_dim / 2)
         after = (position[:, -1] + 1).expand(len(x))
         return x, Rotation(angle.cos().to(dtype), angle.sin().to(dtype)), after
 

@@ -24,6 +24,8 @@ class AttentionSettings(Settings, defaults="attention_parts"):
 
     constant_state: ClassVar[bool] = False
     """Whether the state has one size, whatever the number of tokens."""
+    suits_rotary: ClassVar[bool] = True
+    """Whether rotary positions have a meaning for its queries and keys."""
     conv: Literal[0, 4]
     """Width of a causal convolution over each feature of queries, keys and values; 0: none."""
     qk_norm: bool
@@ -50,7 +52,7 @@ class AttentionSettings(Settings, defaults="attention_parts"):
         """Raise a ValueError of one line if the mechanism cannot keep documents apart."""
 
     def query_dim(self, head_dim: int) -> int:
-        """Return the number of features in a head's queries, which rotary positions rotate in pairs."""
+        """Return the number of features in a head's queries."""
         return head_dim
 
 

@@ -35,7 +35,7 @@ MODELS = [
     {"attention": {"name": "projection", "values": "own"}, "position": {"name": "learned", "max_len": 1000}},
     {"attention": {"name": "softmax"}, "position": {"name": "rotary"}, "block": {"name": "mlp", "conv": 4}},
     {"attention_pattern": ["log_space", "softmax"], "attention": {"name": "log_space"}, "eot_id": 256},
-    {"attention": {"name": "log_space", "decay": "head", "conv": 4}, "position": {"name": "rotary"}, "eot_id": 256},
+    {"attention": {"name": "linear", "decay": "head", "conv": 4}, "position": {"name": "rotary"}, "eot_id": 256},
     {"attention": {"name": "sliding_window", "window": 400}, "position": {"name": "rotary"}, "eot_id": 256},
     {"ngrams": [1, 2]},
     {"attention": {"name": "softmax"}, "ngrams": [2], "eot_id": 256},

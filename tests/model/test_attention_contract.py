@@ -56,6 +56,10 @@ def space_of(cls, factors):
     """All values of everything that can vary for a mechanism."""
     name = variant_names(cls)[0]
     own = [(name, i) for i in range(len(OWN.get(name, [{}])))]
+    if not cls.suits_rotary:
+        factors = {
+            key: [value for value in several if value not in (True, "rotary")] for key, several in factors.items()
+        }
     return {"name": [name], "own": own, **choices_of(cls), **factors}
 
 
@@ -138,11 +142,12 @@ def test_every_pair_of_settings_is_tried():
             assert found == set(itertools.product(values[a], values[b])), (a, b)
     for cls in ATTENTION:
         mine = [row for row in rows if row["name"] == variant_names(cls)[0]]
-        for key, several in (choices_of(cls) | factors).items():
-            assert {row[key] for row in mine} == set(several), (cls, key)
+        space = space_of(cls, factors)
+        for key in [*choices_of(cls), *factors]:
+            assert {row[key] for row in mine} == set(space[key]), (cls, key)
         for own in {row["own"] for row in mine}:
             tried = [row for row in mine if row["own"] == own]
-            assert all({row[key] for row in tried} == set(factors[key]) for key in factors if key != "position"), own
+            assert all({row[key] for row in tried} == set(space[key]) for key in factors if key != "position"), own
         assert len({row["own"] for row in mine}) == len(OWN.get(variant_names(cls)[0], [{}]))
 
 
@@ -354,7 +359,7 @@ def test_signed_values_are_not_rounded_as_logarithms():
 
 def gpt_config(**changes):
     sizes = {"n_vocab": 11, "n_layer": 3, "n_head": N_HEAD, "n_embd": N_EMBD}
-    parts = {"attention": {"name": "softmax"}, "block": {"name": "glu"}, "position": {"name": "rotary"}}
+    parts = {"attention": {"name": "softmax"}, "block": {"name": "glu"}, "position": {"name": "log_recurrence"}}
     return decode(GPTConfig, {**sizes, **parts, **changes})
 
 
@@ -515,7 +520,7 @@ def test_documents_are_refused_in_one_line_where_they_have_no_meaning():
 
 
 def test_a_compiled_model_keeps_documents_apart():
-    gpt, ids = with_documents({"name": "log_space", "conv": 4}, "rotary"), packed(RAGGED[0])
+    gpt, ids = with_documents({"name": "log_space", "conv": 4}, "log_recurrence"), packed(RAGGED[0])
     compiled = torch.compile(gpt.token_losses, backend="eager", fullgraph=True)
     close(compiled(ids[:, :-1], ids[:, 1:]), gpt.token_losses(ids[:, :-1], ids[:, 1:]))
 
@@ -566,8 +571,8 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
         ),
         ({"attention_pattern": ["softmax"] * 4}, "attention_pattern has 4 items for n_layer=3: use at most one"),
         (
-            {"attention_pattern": ["softmax", {"name": "log_space", "d_key": 4}]},
-            "rotary positions need the same number of query features in all layers: log_space has 4 a head",
+            {"attention_pattern": ["softmax", "log_space"], "position": {"name": "rotary"}},
+            "pattern.1: rotary positions do not fit log_space, .*: use position log_recurrence, learned or none",
         ),
         (
             {"attention_pattern": [{"name": "log_space", "d_key": 2**25}]},

@@ -147,6 +147,13 @@ def test_gates_of_broken_queries_may_be_nan(D, backend):
     assert log_y.isnan().all()
 
 
+def test_a_positive_gate_is_refused_beside_a_masked_query_too():
+    q, k, log_v, _ = (x.detach() for x in inputs(9, 1))
+    q[0, 0, 0, 0] = -torch.inf
+    with pytest.raises(ValueError, match=r"log_f has a maximum of 0.5"):
+        log_attention(q, k, log_v, torch.full_like(q[..., :1], 0.5))
+
+
 @pytest.mark.parametrize(
     ("log_f", "causal", "message"),
     [

@@ -21,8 +21,8 @@ from model.state import cat_states, select_rows
 ONE_SIZE = [
     ({"name": "log_space", "decay": "feature", "conv": 4}, {"name": "mlp", "conv": 4}, "none"),
     ({"name": "log_space"}, {"name": "glu"}, "log_recurrence"),
-    ({"name": "log_space_signed"}, {"name": "mlp"}, "rotary"),
-    ({"name": "linear", "decay": "head"}, {"name": "mlp"}, "log_recurrence"),
+    ({"name": "log_space_signed"}, {"name": "mlp"}, "none"),
+    ({"name": "linear", "decay": "head"}, {"name": "mlp"}, "rotary"),
 ]
 each_model = pytest.mark.parametrize(("attention", "block", "position"), ONE_SIZE, ids=str)
 

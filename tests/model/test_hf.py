@@ -53,7 +53,7 @@ def configs():
     for i, cls in enumerate(ATTENTION):
         name = variant_names(cls)[0]
         heads = {"n_kv_head": 2} if "n_kv_head" in cls.model_fields else {}
-        position = [{"name": "log_recurrence"}, {"name": "learned", "max_len": 64}, {"name": "rotary"}][i % 3]
+        position = [{"name": "log_recurrence"}, {"name": "learned", "max_len": 64}, {"name": "rotary"}][(i + 1) % 3]
         attention = {"name": name, **OWN.get(name, [{}])[0], **heads}
         yield name, config_of(attention=attention, block={"name": ["glu", "mlp"][i % 2]}, position=position)
     yield "gpt2", config_of()
@@ -64,6 +64,15 @@ def configs():
     yield "flagship", config_of(**parts)
     yield "ngrams", config_of(**parts, ngrams=[1, 3])
     yield "gpt2_ngrams", config_of(ngrams=[2])
+    attention = {"name": "log_space", "decay": "feature", "qk_norm": True, "norm": True, "gate": "sigmoid"}
+    block = {"name": "mlp", "conv": 4, "activation": "swiglu"}
+    rest = {"ngrams": [1, 2], "norm": "rms", "tied": False, "logit_cap": 5.0, "position": {"name": "none"}}
+    yield "all_parts", config_of(attention=attention, block=block, **rest)
+    forgets = {"name": "softmax", "decay": "head", "conv": 4, "qk_norm": True}
+    yield (
+        "relu2",
+        config_of(attention=forgets, block={"name": "mlp", "activation": "relu2"}, position={"name": "rotary"}),
+    )
     pattern = ["log_space", {"name": "sliding_window", "window": 5}]
     changes = {"attention": {"name": "log_space"}, "attention_pattern": pattern, "position": {"name": "none"}}
     yield "pattern", config_of(n_layer=3, pad_vocab=64, **changes)
@@ -248,6 +257,14 @@ def test_files_of_old_versions(gpt2, tmp_path):
         ({"block": {"name": "glu"}}, False),
         ({"block": {"name": "mlp", "conv": 4}}, False),
         ({"position": {"name": "rotary"}}, False),
+        ({"block": {"name": "mlp", "activation": "swiglu"}}, False),
+        ({"attention": {"name": "softmax", "decay": "head"}}, False),
+        ({"attention": {"name": "softmax", "gate": "silu"}}, False),
+        ({"attention": {"name": "softmax", "qk_norm": True}}, False),
+        ({"norm": "rms"}, False),
+        ({"tied": False}, False),
+        ({"logit_cap": 30.0}, False),
+        ({"ngrams": [1]}, False),
     ],
 )
 def test_what_is_a_gpt2(changes, is_one):

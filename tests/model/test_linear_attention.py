@@ -155,3 +155,9 @@ def test_flops_are_those_of_the_products(decay, C):
     d = 4
     attention = LinearConfig(name="linear", decay=decay).build(12, 3, d)
     assert attention.flops_per_token(1000) == attention.flops_per_token(C) == 2 * 3 * (2 * C * d + 2 * d * d)
+
+
+@pytest.mark.parametrize("change", [lambda q, k, v: (q, k[..., :-1], v), lambda q, k, v: (q, k, v[:, :, 1:])])
+def test_shapes_that_do_not_fit_are_refused(change):
+    with pytest.raises(ValueError, match=r"^q \(2, 3, 5, 5\), k .* do not match \(B, H, T, d\)"):
+        linear_attention(*change(*inputs(5)))

@@ -243,3 +243,12 @@ def test_refuses_shapes_that_do_not_fit():
         log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match=r"must be \(B, D\)"):
         log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), state=torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked"])
+@pytest.mark.parametrize("value", [0.5, torch.nan])
+def test_refuses_to_keep_more_than_all(backend, value):
+    log_p, h, state = inputs(5)
+    with pytest.raises(ValueError, match=f"log_p has a maximum of {value}: gates must be between -inf and 0"):
+        log_recurrence(log_p.where(log_p < log_p.max(), value), h, state=state, backend=backend)
+    assert log_recurrence(log_p * torch.nan, h * torch.nan, backend=backend).isnan().all()

@@ -38,7 +38,7 @@ def assert_same_bits(first, second):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("attention", "block"), list(zip(MECHANISMS, itertools.cycle(["glu", "mlp"]), strict=False)))
 def test_gradients_have_the_same_bits(attention, block, dtype, how):
-    choice = {"attention": attention, "block": block, "position": "rotary"}
+    choice = {"attention": attention, "block": block, "position": "log_recurrence"}
     results = []
     for gpt in (build("none", choice=choice), build(how, choice=choice)):
         with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):

@@ -93,7 +93,8 @@ def test_shared_heads_can_be_shared_further():
 
 def test_every_layer_of_a_pattern_that_can_share_does():
     own, other = NAMES[:2]
-    before = gpt_of(own, n_layer=4, attention_pattern=[own, "log_space", other, {"name": other, "n_kv_head": 3}])
+    pattern = [own, "log_space", other, {"name": other, "n_kv_head": 3}]
+    before = gpt_of(own, n_layer=4, attention_pattern=pattern, position={"name": "none"})
     after = shared(before, 3)
     assert [getattr(block.attention, "n_kv_head", None) for block in after.blocks] == [3, None, 3, 3]
     for layer in (1, 3):
@@ -109,7 +110,7 @@ def test_every_layer_of_a_pattern_that_can_share_does():
         (NAMES[0], 0, r"n_kv_head=0 does not divide"),
         (NAMES[0], 12, r"n_kv_head=12 does not divide"),
         (NAMES[0], 6, r"the model already has n_kv_head=6"),
-        ("log_space", 2, r"attention log_space does not share heads"),
+        ("linear", 2, r"attention linear does not share heads"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(attention, heads, message):

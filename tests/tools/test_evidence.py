@@ -26,6 +26,14 @@ muon,width,,64,0.01,2.0
 muon,width,yes,64,0.1,1.75
 """
 
+RECALL = """task,attention,head_dim,steps,trained_at,tested_at,accuracy
+mqar,softmax,16,10,4,4,0.75
+mqar,softmax,16,10,8,8,0.5
+mqar,softmax,8,10,8,8,0.25
+passkey,window,16,10,256,1024,0.25
+passkey,window,16,10,256,256,1.0
+"""
+
 FLAGSHIP = """options,machine,parameters,seed,steps,step,tokens,val_loss
 model=gpt_1m,A,10,1,8192,1,100,2.0
 model=gpt_1m,A,10,2,8192,1,100,3.0
@@ -47,6 +55,7 @@ def test_the_table_has_every_model_that_is_drawn():
 
 def test_the_pictures_show_the_tables(tmp_path, monkeypatch):
     tables = {"attention_forgets": TABLE, "attention_curves": CURVES, "flagship": FLAGSHIP, "transfer": TRANSFER}
+    tables["recall"] = RECALL
     for name, text in tables.items():
         (tmp_path / f"{name}.csv").write_text(text)
     losses = evidence.read(tmp_path / "attention_forgets.csv")
@@ -56,7 +65,8 @@ def test_the_pictures_show_the_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "DOCS", tmp_path)
     monkeypatch.setattr(evidence, "png", lambda figure: drawn.append(figure) or b"picture")
     evidence.main()
-    (pairs, parts), (losses, above), transfer = (figure.axes for figure in drawn)
+    (pairs, parts), (losses, above), transfer, recall = (figure.axes for figure in drawn)
+    assert [[list(line.get_ydata()) for line in axes.lines] for axes in recall] == [[[0.75, 0.5]], [[1.0, 0.25]]]
     assert [list(line.get_ydata()) for line in pairs.lines] == [[-0.375], [-0.5, -0.25], [0, 0]]
     assert [label.get_text() for label in parts.get_yticklabels()] == ["convolutions: 0.250"]
     assert [bar.get_width() for bar in parts.patches] == [0.25]
@@ -69,5 +79,5 @@ def test_the_pictures_show_the_tables(tmp_path, monkeypatch):
         [[2.5, 2.0, 2.5], [pytest.approx(2.0)], [2.0]],
         [[2.5, 2.0, 2.5], [pytest.approx(2.0)], [1.75]],
     ]  # the star is between the runs beside the best
-    pictures = {"flagship.png", "attention_forgets.png", "transfer.png"}
+    pictures = {"flagship.png", "attention_forgets.png", "transfer.png", "recall.png"}
     assert {path.name for path in tmp_path.glob("*.png")} == pictures

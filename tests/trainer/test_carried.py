@@ -33,8 +33,12 @@ FLAGSHIP = {"name": "log_space", "product": True, "d_key": 4, "decay": "head", "
 MODELS = {
     "flagship": {"model.attention": FLAGSHIP, "model.block": {"name": "mlp", "conv": 4}, "model.position.name": "none"},
     "log_space": {"model.n_layer": 2},
-    "signed": {"model.attention": {"name": "log_space_signed"}, "model.position.name": "rotary"},
-    "linear": {"model.attention": {"name": "linear", "decay": "fixed"}, "model.block": {"name": "glu"}},
+    "signed": {"model.attention": {"name": "log_space_signed"}, "model.position.name": "none"},
+    "linear": {
+        "model.attention": {"name": "linear", "decay": "fixed"},
+        "model.block": {"name": "glu"},
+        "model.position.name": "rotary",
+    },
     "windows": {"model.attention": {"name": "sliding_window", "window": [5, 40], "dilation": [1, None]}},
     "ngrams": {"model.ngrams": [1, 3], "model.position.name": "none"},
     "both": {"model.attention_pattern": ["log_space", "sliding_window"], "model.n_layer": 2},

@@ -45,7 +45,7 @@ with join_world(torch.device("cpu"), 60) as world:
 
 MODELS = {
     "log_space with gates": ({"name": "log_space", "decay": "head", "product": True, "conv": 4}, "none", "mlp"),
-    "log_space with gates of features": ({"name": "log_space", "decay": "feature"}, "rotary", "mlp"),
+    "log_space with gates of features": ({"name": "log_space", "decay": "feature"}, "none", "mlp"),
     "published": ({"name": "log_space"}, "log_recurrence", "glu"),
     "signed": ({"name": "log_space_signed", "decay": "fixed"}, "none", "mlp"),
     "linear": ({"name": "linear", "decay": "head", "gate": "silu"}, "rotary", "mlp"),

@@ -45,7 +45,6 @@ OTHERS: dict[str, Any] = {
     "fixed": {"name": "fixed", "size": 32, "width": 4},
     "gqa": {"name": "softmax", "n_kv_head": 2},
     "mqa": {"name": "softmax", "n_kv_head": 1},
-    "mixed": [{"name": "log_space"}, {"name": "log_space"}, _WINDOW],
 }
 """Settings of attention with rotary positions, without the designs' parts; a list is a pattern of layers. Mechanisms
 that are not named have their defaults. Windows and strides are scaled to the texts of size small."""
@@ -158,6 +157,7 @@ def arms() -> dict[str, Raw]:
     equal = {
         f"{name} {block} {position}": design({"name": name}, position, 0) | {"block": {"name": block}}
         for name, position, block in itertools.product(ON_EQUAL_TERMS, POSITIONS, ("mlp", "glu"))
+        if name == "softmax" or position != "rotary"
     }
     known = {*ON_EQUAL_TERMS, *(value["name"] for value in OTHERS.values() if isinstance(value, dict))}
     more = {name: {"name": name} for cls in ATTENTION for name in variant_names(cls) if name not in known}

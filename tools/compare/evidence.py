@@ -1,11 +1,12 @@
-"""Draw three pictures from tables in docs: python -m tools.compare.evidence.
+"""Draw four pictures from tables in docs: python -m tools.compare.evidence.
 
 docs/flagship.png, from flagship.csv: how far the loss of model=log_gpt2_* is from that of its control, model=gpt_*,
 and the loss that each of its parts saves. docs/attention_forgets.png, of the earlier experiments without n-grams: the
 loss over the text that was read, for log-space attention that forgets, its control and the published form, each at the
 best of its learning rates in attention_forgets.csv; and, from attention_curves.csv, how far the training loss is from
 the control's in long runs. docs/transfer.png, from transfer.csv: the loss over the learning rate for several widths and
-depths, without optim.transfer and with it.
+depths, without optim.transfer and with it. docs/recall.png, from recall.csv: the share of right answers over the number
+of pairs, and over the distance.
 """
 
 import csv
@@ -40,9 +41,8 @@ _FLAGSHIP = "model=log_gpt2_1m"
 _GELU = "model.block.activation=gelu"
 _PAIRS = {
     "0.4 M": (f"{_FLAGSHIP} model.n_embd=82 model.n_head=4", "model=gpt_1m model.n_embd=84 model.n_head=3", 8448),
-    "0.9 M": (_FLAGSHIP, "model=gpt_1m", 8192),
+    "0.9 M, 8.4 MB": (_FLAGSHIP, "model=gpt_1m", 8192),
     "0.9 M, 18.6 MB": (_FLAGSHIP, "model=gpt_1m", 18176),
-    "0.9 M, GELU": (f"{_FLAGSHIP} {_GELU}", f"model=gpt_1m {_GELU}", 8192),
     "2 M, GELU": (
         f"{_FLAGSHIP} model.n_embd=192 model.n_head=7 {_GELU}",
         f"model=gpt_1m model.n_embd=192 model.n_head=6 {_GELU}",
@@ -71,6 +71,12 @@ _PARTS = {
 """Parts of the flagship, and the options of a model without each."""
 _PARTS_STEPS = 2048
 
+_RECALL = {
+    "mqar": ("pairs of a text", "Recall of pairs"),
+    "passkey": ("characters of a text", "Recall of five digits, after training on 256 characters"),
+}
+"""Tasks that are drawn: what makes them difficult, and the title."""
+
 _SIDES = {"": "without transfer", "yes": "with optim.transfer"}
 _COUNTED = {"width": "features", "depth": "layers"}
 """What the sizes in transfer.csv count, by what varies."""
@@ -95,6 +101,7 @@ def main() -> None:
     _draw_curves(curves, _rows(DOCS / "attention_curves.csv"))
     write_atomic(DOCS / "attention_forgets.png", png(figure))
     write_atomic(DOCS / "transfer.png", png(_transfer(list(_rows(DOCS / "transfer.csv")))))
+    write_atomic(DOCS / "recall.png", png(_recall(list(_rows(DOCS / "recall.csv")))))
 
 
 def read_flagship(table: Path) -> Runs:
@@ -145,7 +152,7 @@ def _draw_pairs(axes: Axes, runs: Runs) -> None:
         for tokens, own in above.items():
             axes.plot([tokens] * len(own), own, ".", color=f"C{i}", markersize=4)
     axes.axhline(0, color="C7", linewidth=1)
-    axes.set(xlabel="bytes read", ylabel="flagship's validation loss above the control's")
+    axes.set(xlabel="bytes read", ylabel="flagship's validation loss above the control's (below 0: better)")
     axes.set_title("Flagship and control, by size and run; points are seeds")
     axes.xaxis.set_major_formatter(short_count)
     axes.legend(fontsize=8)
@@ -191,6 +198,27 @@ def _draw_curves(axes: Axes, rows: Iterable[dict[str, str]]) -> None:
     axes.set_title("2 M parameters, texts of 512 bytes")
     axes.xaxis.set_major_formatter(short_count)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13))
+
+
+def _recall(rows: list[dict[str, str]]) -> Figure:
+    """A panel for each task, with a line for each mechanism that has several points."""
+    figure = Figure(figsize=(13, 6.5), layout="constrained")
+    curves: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row["task"] in _RECALL and row["head_dim"] == "16":
+            curves[row["task"], row["attention"]][int(row["tested_at"])] = float(row["accuracy"])
+    curves = {key: curve for key, curve in curves.items() if len(curve) > 1}
+    names = list(dict.fromkeys(name for _, name in curves))
+    for axes, (task, (difficulty, title)) in zip(figure.subplots(1, len(_RECALL)), _RECALL.items(), strict=True):
+        own = {name: curve for (of_task, name), curve in curves.items() if of_task == task}
+        for name, curve in own.items():
+            axes.plot(*zip(*sorted(curve.items()), strict=True), "o-", color=f"C{names.index(name)}", label=name)
+        axes.set(xscale="log", xlabel=difficulty, ylabel="share of answers that are right", title=title)
+        axes.set_xticks(sorted({n for curve in own.values() for n in curve}))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.minorticks_off()
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    return figure
 
 
 def _transfer(rows: list[dict[str, str]]) -> Figure:

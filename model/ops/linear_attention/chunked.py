@@ -42,7 +42,13 @@ def linear_attention(
     Returns:
         y (B, H, T, d_v) in the type of v, and the state after these tokens. Sums are kept in float32, or float64 for
         float64. If weights underflow even there, with all features of the keys below about -40, y goes to 0.
+
+    Raises:
+        ValueError: shapes do not match, or a gate is above 0 or NaN (as for `log_attention`).
     """
+    if not (q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:3] == v.shape[:3] and q.numel() and v.numel()):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"{shapes} do not match (B, H, T, d), (B, H, T, d), (B, H, T, d_v), each at least 1")
     dtype = torch.promote_types(q.dtype, torch.float32)
     if log_f is not None:
         check_gates(log_f, q)

@@ -80,8 +80,8 @@ def log_attention(
         On GPUs, products have the precision of q and k.
 
     Raises:
-        ValueError: shapes do not match, a gate is above 0 or NaN (checked on CPUs, if q is finite), or the backend does
-            not exist or does not support these inputs.
+        ValueError: shapes do not match, a gate is above 0 or NaN (on CPUs, and NaN only if q is finite), or the backend
+            does not exist or does not support these inputs.
     """
     _check_shapes(q, k, log_v, state, causal)
     if log_f is not None:

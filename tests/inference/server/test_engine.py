@@ -85,19 +85,24 @@ def alone(engine, request):
     return text[: min(ends)] if ends else text
 
 
+PARTS = {"decay": "head", "gate": "silu", "conv": 4}
+BLOCK = {"name": "mlp", "conv": 4, "activation": "swiglu"}
+FORGETS = {"position": "none", "block": BLOCK, "ngrams": [1, 2]}
 MODELS = [
-    ("log_space", "log_recurrence"),
-    ("softmax", "learned"),
-    ("softmax", "rotary"),
-    ("sliding_window", "none"),
-    ("strided", "rotary"),
+    {"attention": "log_space", "position": "log_recurrence"},
+    {"attention": "softmax", "position": "learned"},
+    {"attention": "softmax", "position": "rotary"},
+    {"attention": "sliding_window", "position": "none"},
+    {"attention": "strided", "position": "rotary"},
+    {"attention": {"name": "log_space", "product": True, **PARTS}, **FORGETS},
+    {"attention": {"name": "softmax", **PARTS}, **FORGETS},
 ]
 
 
 @pytest.mark.parametrize("interleave", [False, True])
-@pytest.mark.parametrize(("attention", "position"), MODELS)
-def test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_gpt, attention, position, interleave):
-    engine = make_engine(gpt=make_gpt(attention, position), interleave=interleave)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_gpt, model, interleave):
+    engine = make_engine(gpt=make_gpt(**model), interleave=interleave)
     readers = []
     for i in range(12):  # more than there are places, of different lengths, at different times
         prompt = (b"some words and more " * (1 + 5 * (i % 4)))[: 7 + 13 * i]
@@ -110,8 +115,8 @@ def test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_g
     assert len({reader.text for reader in readers}) > 6
 
 
-@pytest.mark.parametrize(("attention", "position"), [("log_space", "log_recurrence"), ("linear", "none")])
-def test_with_graphs_they_are_the_same(make_engine, make_gpt, monkeypatch, attention, position):
+@pytest.mark.parametrize("model", [MODELS[0], {"attention": "linear", "position": "none"}], ids=["log_space", "linear"])
+def test_with_graphs_they_are_the_same(make_engine, make_gpt, monkeypatch, model):
     """A function stands in for a graph: it runs a step again on the same memory."""
     recorded = []
 
@@ -122,7 +127,7 @@ def test_with_graphs_they_are_the_same(make_engine, make_gpt, monkeypatch, atten
 
     monkeypatch.setattr(graphs, "use_graphs", lambda gpt, state: True)
     monkeypatch.setattr(graphs, "record", record)
-    test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_gpt, attention, position, True)
+    test_texts_that_come_and_go_are_what_each_would_be_alone(make_engine, make_gpt, model, True)
     assert sorted(recorded) == [1, 2, 4]
 
 
