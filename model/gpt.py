@@ -264,8 +264,8 @@ class GPTConfig(Settings):
             return
         if not layer.suits_rotary:
             raise ValueError(
-                f"rotary positions do not fit {layer.name}, whose similarity of rotated queries and keys does not "
-                "depend on distances: use position log_recurrence, learned or none"
+                f"rotary positions do not fit {layer.name}, which is no better with them than without positions: "
+                "use position log_recurrence, learned or none"
             )
         if self.head_features % 2:
             raise ValueError(

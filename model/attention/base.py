@@ -25,7 +25,7 @@ class AttentionSettings(Settings, defaults="attention_parts"):
     constant_state: ClassVar[bool] = False
     """Whether the state has one size, whatever the number of tokens."""
     suits_rotary: ClassVar[bool] = True
-    """Whether rotary positions have a meaning for its queries and keys."""
+    """Whether rotary positions can be used with it."""
     conv: Literal[0, 4]
     """Width of a causal convolution over each feature of queries, keys and values; 0: none."""
     qk_norm: bool

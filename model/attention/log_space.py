@@ -18,7 +18,7 @@ _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of fl
 
 class _Sizes(AttentionSettings, defaults="model/attention/log_space"):
     constant_state: ClassVar[bool] = True
-    suits_rotary: ClassVar[bool] = False  # exp(rotated q) exp(rotated k)^T depends on positions, not on distances
+    suits_rotary: ClassVar[bool] = False  # no better than no positions: docs/experiments.md
     decay: Literal["none", "fixed", "head", "feature"]
     """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
     feature that depends on the token."""

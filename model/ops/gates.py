@@ -45,23 +45,18 @@ NO_GATES = Gates(None, None, None, None, None)
 
 
 def check_gates(log_f: Tensor, q: Tensor) -> None:
-    """Raise ValueError if gates do not fit queries q (B, H, T, d), or, on a CPU, are above 0 or NaN."""
+    """Raise ValueError if gates do not fit queries q (B, H, T, d), or, on a CPU, are above 0 or NaN.
+
+    NaN is allowed if q is not finite: the result is not either, and training says at which step.
+    """
     B, H, T, d = q.shape
     if log_f.shape not in ((B, H, T, d), (B, H, T, 1)):
         raise ValueError(f"log_f {tuple(log_f.shape)} must be {(B, H, T, d)} or {(B, H, T, 1)}")
-    check_values("log_f", log_f, q)
-
-
-def check_values(name: str, log_f: Tensor, beside: Tensor) -> None:
-    """Raise ValueError if gates on a CPU are above 0 or NaN.
-
-    NaN is allowed if `beside` is not finite: the result is not either, and training says at which step.
-    """
     if log_f.device.type != "cpu" or torch.compiler.is_compiling() or not log_f.numel():
         return
     highest = float(log_f.detach().amax())
-    if highest > 0 or (math.isnan(highest) and bool(beside.isfinite().all())):
-        raise ValueError(f"{name} has a maximum of {highest}: gates must be between -inf and 0")
+    if highest > 0 or (math.isnan(highest) and bool(q.isfinite().all())):
+        raise ValueError(f"log_f has a maximum of {highest}: gates must be between -inf and 0")
 
 
 def gates_of(log_f: Tensor) -> Gates:

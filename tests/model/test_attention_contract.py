@@ -57,9 +57,8 @@ def space_of(cls, factors):
     name = variant_names(cls)[0]
     own = [(name, i) for i in range(len(OWN.get(name, [{}])))]
     if not cls.suits_rotary:
-        factors = {
-            key: [value for value in several if value not in (True, "rotary")] for key, several in factors.items()
-        }
+        allowed = {"rotary": [False], "position": [name for name in factors.get("position", ()) if name != "rotary"]}
+        factors = {key: allowed.get(key, several) for key, several in factors.items()}
     return {"name": [name], "own": own, **choices_of(cls), **factors}
 
 
@@ -142,12 +141,13 @@ def test_every_pair_of_settings_is_tried():
             assert found == set(itertools.product(values[a], values[b])), (a, b)
     for cls in ATTENTION:
         mine = [row for row in rows if row["name"] == variant_names(cls)[0]]
-        space = space_of(cls, factors)
-        for key in [*choices_of(cls), *factors]:
-            assert {row[key] for row in mine} == set(space[key]), (cls, key)
+        without = {} if cls.suits_rotary else {"rotary": [False], "position": set(POSITIONS) - {"rotary"}}
+        wanted = choices_of(cls) | factors | without
+        for key, several in wanted.items():
+            assert {row[key] for row in mine} == set(several), (cls, key)
         for own in {row["own"] for row in mine}:
             tried = [row for row in mine if row["own"] == own]
-            assert all({row[key] for row in tried} == set(space[key]) for key in factors if key != "position"), own
+            assert all({row[key] for row in tried} == set(wanted[key]) for key in factors if key != "position"), own
         assert len({row["own"] for row in mine}) == len(OWN.get(variant_names(cls)[0], [{}]))
 
 
@@ -165,16 +165,13 @@ def text(T, B=2, seed=1):
     return torch.randn(B, T, N_EMBD, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rotation_of(case, x, rotary, before=None):
+def rotation_of(x, rotary, before=None):
     """A rotation for tokens x after so many in each row."""
-    if not rotary:
-        return None
-    query_dim = TypeAdapter(AttentionConfig).validate_python(case).query_dim(HEAD_DIM)
-    return RotaryPosition(query_dim, 100.0)(x, before and torch.tensor(before))[1]
+    return RotaryPosition(HEAD_DIM, 100.0)(x, before and torch.tensor(before))[1] if rotary else None
 
 
-def order_of(case, x, rotary, before=None):
-    return Order(rotation_of(case, x, rotary, before))
+def order_of(x, rotary, before=None):
+    return Order(rotation_of(x, rotary, before))
 
 
 def read(module, case, x, pieces, rotary, state=None, before=0):
@@ -183,7 +180,7 @@ def read(module, case, x, pieces, rotary, state=None, before=0):
     for piece in x.split(pieces if isinstance(pieces, int) else list(pieces), dim=1):
         B, T, _ = piece.shape
         before = (before,) * B if isinstance(before, int) else before
-        y, state = module(piece, order_of(case, piece, rotary, before), state, return_state=True)
+        y, state = module(piece, order_of(piece, rotary, before), state, return_state=True)
         outputs.append(y)
         before = tuple(n + T for n in before)
     return torch.cat(outputs, dim=1), state
@@ -200,8 +197,8 @@ def test_outputs_and_gradients_are_the_definitions(case, T, rotary):
     module = build(case)
     x = text(T).requires_grad_()
     leaves = [x, *module.parameters()]
-    y = module(x, order_of(case, x, rotary))[0]
-    wanted = module.naive(x, rotation_of(case, x, rotary))
+    y = module(x, order_of(x, rotary))[0]
+    wanted = module.naive(x, rotation_of(x, rotary))
     assert y.shape == (2, T, module.n_out)
     close(y, wanted)
     g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -248,7 +245,7 @@ def test_a_compiled_module_is_the_same(case):
 def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
     module, x, changed = build(case), text(70), text(70)
     changed[:, 40:] += 1
-    before, after = (module(x, order_of(case, x, rotary))[0] for x in (x, changed))
+    before, after = (module(x, order_of(x, rotary))[0] for x in (x, changed))
     close(before[:, :40], after[:, :40], atol=1e-13, rtol=0)
     assert not torch.allclose(before[:, 40], after[:, 40])
 
@@ -258,13 +255,13 @@ def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
 def test_a_text_in_pieces_is_the_whole(case, pieces, rotary, mode):
     module, x = build(case), text(70)
     with mode():
-        close(read(module, case, x, pieces, rotary)[0], module(x, order_of(case, x, rotary))[0])
+        close(read(module, case, x, pieces, rotary)[0], module(x, order_of(x, rotary))[0])
 
 
 @on_pairs(rotary=ROTARY)
 def test_gradients_through_a_state_are_those_of_the_whole(case, rotary):
     module, x = build(case), text(30).requires_grad_()
-    whole = module(x, order_of(case, x, rotary))[0]
+    whole = module(x, order_of(x, rotary))[0]
     found, expected = (
         torch.autograd.grad(y.square().sum(), [x, *module.parameters()], materialize_grads=True, allow_unused=True)
         for y in (read(module, case, x, [9, 1, 1, 12, 7], rotary)[0], whole)
@@ -278,7 +275,7 @@ def test_texts_of_different_lengths_in_a_batch_are_as_each_alone(case, rotary, m
     module, lengths = build(case), (3, 40, 1, 12)
     texts = [text(n + 20, B=1, seed=n) for n in lengths]
     with mode():
-        alone = [module(x, order_of(case, x, rotary))[0] for x in texts]
+        alone = [module(x, order_of(x, rotary))[0] for x in texts]
         states = [read(module, case, x[:, :-20], n, rotary)[1] for x, n in zip(texts, lengths, strict=True)]
         new = torch.cat([x[:, -20:] for x in texts])
         state, before = cat_states(states), lengths

@@ -53,7 +53,8 @@ def configs():
     for i, cls in enumerate(ATTENTION):
         name = variant_names(cls)[0]
         heads = {"n_kv_head": 2} if "n_kv_head" in cls.model_fields else {}
-        position = [{"name": "log_recurrence"}, {"name": "learned", "max_len": 64}, {"name": "rotary"}][(i + 1) % 3]
+        rotary = {"name": "rotary" if cls.suits_rotary else "none"}
+        position = [{"name": "log_recurrence"}, {"name": "learned", "max_len": 64}, rotary][i % 3]
         attention = {"name": name, **OWN.get(name, [{}])[0], **heads}
         yield name, config_of(attention=attention, block={"name": ["glu", "mlp"][i % 2]}, position=position)
     yield "gpt2", config_of()

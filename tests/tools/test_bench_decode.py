@@ -100,7 +100,7 @@ def tiny(attention, position):
 @pytest.mark.parametrize("attention", ATTENTION, ids=lambda given: "-".join(map(str, given.values())))
 def test_a_stretched_state_has_the_shapes_of_a_real_one(attention, position):
     if position == "rotary" and attention["name"].startswith("log_space"):
-        position = "none"
+        return  # which do not go together
     gpt = tiny(attention, position)
     token_ids = torch.randint(16, (1, 23))
     short, real = (gpt(token_ids[:, :n], return_state=True)[1] for n in (8, 23))

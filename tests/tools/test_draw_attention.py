@@ -23,8 +23,8 @@ def gpt_of(attention, position="none"):
 @pytest.mark.parametrize("position", ["none", "rotary"])
 @pytest.mark.parametrize("title", PANELS)
 def test_weights_times_values_are_the_result(title, position):
-    if PANELS[title][0]["name"].startswith("log_space"):
-        position = "log_recurrence"
+    if position == "rotary" and title.startswith("log_space"):
+        return  # which do not go together
     gpt = gpt_of(PANELS[title][0], position)
     layer, x = gpt.blocks[0].attention, torch.randn(1, T, 32, dtype=torch.float64)
     _, rotation, _ = gpt.position(x)

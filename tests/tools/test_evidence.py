@@ -26,12 +26,12 @@ muon,width,,64,0.01,2.0
 muon,width,yes,64,0.1,1.75
 """
 
-RECALL = """task,attention,head_dim,steps,trained_at,tested_at,accuracy
-mqar,softmax,16,10,4,4,0.75
-mqar,softmax,16,10,8,8,0.5
-mqar,softmax,8,10,8,8,0.25
-passkey,window,16,10,256,1024,0.25
-passkey,window,16,10,256,256,1.0
+RECALL = """task,attention,machine,head_dim,trained_at,tested_at,accuracy
+mqar,softmax,A,16,4,4,0.75
+mqar,softmax,A,16,8,8,0.5
+mqar,softmax,A,8,8,8,0.25
+passkey,window,A,16,256,1024,0.25
+passkey,window,A,16,256,256,1.0
 """
 
 FLAGSHIP = """options,machine,parameters,seed,steps,step,tokens,val_loss

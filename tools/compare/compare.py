@@ -30,9 +30,9 @@ Models = dict[str, GPTConfig]
 
 POSITIONS = ("rotary", "log_recurrence", "none", "learned")
 ON_EQUAL_TERMS = ("softmax", "log_space", "log_space_signed")
-"""Mechanisms to compare in every block with every position."""
+"""Mechanisms to compare in every block with every position that they can have."""
 _WINDOW = {"name": "sliding_window", "window": 64}
-OTHERS: dict[str, Any] = {
+OTHERS: dict[str, Raw] = {
     "projection": {"name": "projection"},
     "projection_keys": {"name": "projection", "values": "keys"},
     "projection_learned": {"name": "projection", "learned": True},
@@ -46,8 +46,8 @@ OTHERS: dict[str, Any] = {
     "gqa": {"name": "softmax", "n_kv_head": 2},
     "mqa": {"name": "softmax", "n_kv_head": 1},
 }
-"""Settings of attention with rotary positions, without the designs' parts; a list is a pattern of layers. Mechanisms
-that are not named have their defaults. Windows and strides are scaled to the texts of size small."""
+"""Settings of attention with rotary positions, without the designs' parts. Mechanisms that are not named have their
+defaults. Windows and strides are scaled to the texts of size small."""
 _NGRAMS = {"ngrams": [1, 2, 3, 4, 6, 8, 12, 16]}
 _OURS = {"name": "log_space", "decay": "head", "product": True, "d_key": 16, "gate": "silu"}
 _THEIRS = {"name": "softmax", "decay": "head", "gate": "silu"}
@@ -157,9 +157,9 @@ def arms() -> dict[str, Raw]:
     equal = {
         f"{name} {block} {position}": design({"name": name}, position, 0) | {"block": {"name": block}}
         for name, position, block in itertools.product(ON_EQUAL_TERMS, POSITIONS, ("mlp", "glu"))
-        if name == "softmax" or position != "rotary"
+        if not (name.startswith("log_space") and position == "rotary")
     }
-    known = {*ON_EQUAL_TERMS, *(value["name"] for value in OTHERS.values() if isinstance(value, dict))}
+    known = {*ON_EQUAL_TERMS, *(value["name"] for value in OTHERS.values())}
     more = {name: {"name": name} for cls in ATTENTION for name in variant_names(cls) if name not in known}
     others = {f"{name} mlp rotary": design(attention, "rotary", 0) for name, attention in (OTHERS | more).items()}
     last = {name: equal.pop(name) for name in list(equal) if name.startswith("log_space_signed")}

@@ -48,9 +48,9 @@ _PAIRS = {
         f"model=gpt_1m model.n_embd=192 model.n_head=6 {_GELU}",
         6144,
     ),
-    "5 M, GELU": (
-        f"{_FLAGSHIP} model.n_layer=6 model.n_embd=256 model.n_head=10 {_GELU}",
-        f"model=gpt_1m model.n_layer=6 model.n_embd=256 model.n_head=8 {_GELU}",
+    "5 M": (
+        f"{_FLAGSHIP} model.n_layer=6 model.n_embd=256 model.n_head=10 optim.max_lr=8e-3",
+        "model=gpt_1m model.n_layer=6 model.n_embd=256 model.n_head=8",
         768,
     ),
 }

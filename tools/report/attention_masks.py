@@ -32,8 +32,8 @@ PANELS: dict[str, tuple[Any, int]] = {
     "linear: phi(q) phi(k)^T": ({"name": "linear"}, 0),
     "log_space: exp(q) exp(k)^T": ({"name": "log_space"}, 0),
     "log_space_signed: the same": ({"name": "log_space_signed"}, 0),
-    "softmax_forgets": ({"name": "softmax", "decay": "head"}, 0),
-    "log_space_forgets": ({"name": "log_space", "product": True, "decay": "head"}, 0),
+    "softmax_forgets: less of older ones": ({"name": "softmax", "decay": "head"}, 0),
+    "log_space_forgets: the same": ({"name": "log_space", "product": True, "decay": "head"}, 0),
 }
 """The configuration of a mechanism and the head to show, by the panel's title."""
 LONGEST = 64
