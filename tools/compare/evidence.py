@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -209,10 +210,11 @@ def _recall(rows: list[dict[str, str]]) -> Figure:
             curves[row["task"], row["attention"]][int(row["tested_at"])] = float(row["accuracy"])
     curves = {key: curve for key, curve in curves.items() if len(curve) > 1}
     names = list(dict.fromkeys(name for _, name in curves))
+    colours = matplotlib.colormaps["tab10"]  # ours are only eight
     for axes, (task, (difficulty, title)) in zip(figure.subplots(1, len(_RECALL)), _RECALL.items(), strict=True):
         own = {name: curve for (of_task, name), curve in curves.items() if of_task == task}
         for name, curve in own.items():
-            axes.plot(*zip(*sorted(curve.items()), strict=True), "o-", color=f"C{names.index(name)}", label=name)
+            axes.plot(*zip(*sorted(curve.items()), strict=True), "o-", color=colours(names.index(name)), label=name)
         axes.set(xscale="log", xlabel=difficulty, ylabel="share of answers that are right", title=title)
         axes.set_xticks(sorted({n for curve in own.values() for n in curve}))
         axes.xaxis.set_major_formatter("{x:,.0f}")
