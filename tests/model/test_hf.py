@@ -70,10 +70,8 @@ def configs():
     rest = {"ngrams": [1, 2], "norm": "rms", "tied": False, "logit_cap": 5.0, "position": {"name": "none"}}
     yield "all_parts", config_of(attention=attention, block=block, **rest)
     forgets = {"name": "softmax", "decay": "head", "conv": 4, "qk_norm": True}
-    yield (
-        "relu2",
-        config_of(attention=forgets, block={"name": "mlp", "activation": "relu2"}, position={"name": "rotary"}),
-    )
+    block = {"name": "mlp", "activation": "relu2"}
+    yield "relu2", config_of(attention=forgets, block=block, position={"name": "rotary"})
     pattern = ["log_space", {"name": "sliding_window", "window": 5}]
     changes = {"attention": {"name": "log_space"}, "attention_pattern": pattern, "position": {"name": "none"}}
     yield "pattern", config_of(n_layer=3, pad_vocab=64, **changes)

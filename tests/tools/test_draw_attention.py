@@ -20,11 +20,12 @@ def gpt_of(attention, position="none"):
     return GPT(decode(GPTConfig, sizes | parts)).double()
 
 
-@pytest.mark.parametrize("position", ["none", "rotary"])
-@pytest.mark.parametrize("title", PANELS)
+@pytest.mark.parametrize(
+    ("title", "position"),
+    [(title, "none") for title in PANELS]
+    + [(title, "rotary") for title in PANELS if not title.startswith("log_space")],
+)
 def test_weights_times_values_are_the_result(title, position):
-    if position == "rotary" and title.startswith("log_space"):
-        return  # which do not go together
     gpt = gpt_of(PANELS[title][0], position)
     layer, x = gpt.blocks[0].attention, torch.randn(1, T, 32, dtype=torch.float64)
     _, rotation, _ = gpt.position(x)

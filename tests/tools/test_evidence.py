@@ -54,8 +54,8 @@ def test_the_table_has_every_model_that_is_drawn():
 
 
 def test_the_pictures_show_the_tables(tmp_path, monkeypatch):
-    tables = {"attention_forgets": TABLE, "attention_curves": CURVES, "flagship": FLAGSHIP, "transfer": TRANSFER}
-    tables["recall"] = RECALL
+    tables = {"attention_forgets": TABLE, "attention_curves": CURVES, "flagship": FLAGSHIP}
+    tables |= {"transfer": TRANSFER, "recall": RECALL}
     for name, text in tables.items():
         (tmp_path / f"{name}.csv").write_text(text)
     losses = evidence.read(tmp_path / "attention_forgets.csv")

@@ -154,10 +154,11 @@ class Terms:
 
 def arms() -> dict[str, Raw]:
     """The settings of each arm's model. Arms outside DESIGNS are named "attention block position"."""
+    suits = {name: cls.suits_rotary for cls in ATTENTION for name in variant_names(cls)}
     equal = {
         f"{name} {block} {position}": design({"name": name}, position, 0) | {"block": {"name": block}}
         for name, position, block in itertools.product(ON_EQUAL_TERMS, POSITIONS, ("mlp", "glu"))
-        if not (name.startswith("log_space") and position == "rotary")
+        if suits[name] or position != "rotary"
     }
     known = {*ON_EQUAL_TERMS, *(value["name"] for value in OTHERS.values())}
     more = {name: {"name": name} for cls in ATTENTION for name in variant_names(cls) if name not in known}

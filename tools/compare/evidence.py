@@ -210,7 +210,7 @@ def _recall(rows: list[dict[str, str]]) -> Figure:
             curves[row["task"], row["attention"]][int(row["tested_at"])] = float(row["accuracy"])
     curves = {key: curve for key, curve in curves.items() if len(curve) > 1}
     names = list(dict.fromkeys(name for _, name in curves))
-    colours = matplotlib.colormaps["tab10"]  # ours are only eight
+    colours = matplotlib.colormaps["tab10"]  # the style has only eight
     for axes, (task, (difficulty, title)) in zip(figure.subplots(1, len(_RECALL)), _RECALL.items(), strict=True):
         own = {name: curve for (of_task, name), curve in curves.items() if of_task == task}
         for name, curve in own.items():
