@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.command import in_hydras_grammar, refuse_flag
+from common.removed import FILES, removed_key
 from common.settings import CONFIGS, UserError, nearest
 
 DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
@@ -74,6 +75,8 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
         raise UserError(f"{option} is two numbers: write {key}={value.replace(',', '.')} for a decimal number")
     if takes_one_name(key) and value.startswith("["):
         raise UserError(f"{option}: {key} takes one name; -m {key}={value[1:-1]} makes a run with each")
+    if instead := FILES.get(key, {}).get(value):
+        raise UserError(f"{option} was removed: {instead}")
     if key in groups and re.fullmatch(r"true|false|null|[\d.]+", value):
         raise UserError(f"{option} does not exist: {nearest(value, groups[key])}")
 
@@ -96,6 +99,8 @@ def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:
             return f"it is a key of {' or '.join(f'{group}={name}' for name in names)}, which must be given, too"
     if "/" in key:
         return nearest(key, groups)
+    if (was := removed_key(key)) is not None:
+        return f"it was removed: {was.instead}"
     if last in _ABSENT:
         return _ABSENT[last]
     synonym = _SYNONYMS.get(last)

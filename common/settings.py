@@ -11,6 +11,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from common.removed import removed_key, without_removed
+
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
@@ -52,6 +54,10 @@ class Settings(BaseModel):
         """Refuse unknown keys, and add the default values of the fields that are not given."""
         if not isinstance(given, dict):
             return given
+        if cls.model_config["extra"] == "forbid":
+            given, refused = without_removed(given, cls.model_fields)
+            for setting, instead in refused.items():
+                raise PydanticCustomError("removed", "{instead}", {"setting": setting, "instead": instead})
         for key in given:
             if key not in cls.model_fields and cls.model_config["extra"] == "forbid":
                 hint = {"key": str(key), "hint": nearest(str(key), cls.model_fields)}
@@ -126,6 +132,9 @@ def _alike(last: str, names: list[str]) -> list[str]:
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. A missing value is None."""
     old, new = flat(before), flat(now)
+    old = {
+        key: value for key, value in old.items() if key in new or (was := removed_key(key)) is None or was.off != value
+    }
     different = {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
     empty = [key for key, values in different.items() if {} in values]
     filled = {key for key in empty if any(other.startswith(f"{key}.") for other in different)}  # its parts say so
@@ -147,6 +156,8 @@ def _one_line(raw: Any, error: ValidationError) -> str:
     more = f" (and {len(others)} more)" if others else ""
     if first["type"] == "unknown_key":
         return f"unknown config key '{'.'.join([*keys, first['ctx']['key']])}': {first['msg']}{more}"
+    if first["type"] == "removed":
+        return f"config {'.'.join([*keys, first['ctx']['setting']])} was removed: {first['msg']}{more}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):
         return f"config {'.'.join(keys[:-1])} has too few values: it needs {first['loc'][-1] + 1} or more{more}"
     if first["type"] == "missing":

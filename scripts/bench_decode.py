@@ -1,6 +1,6 @@
 """Measure decoding: tokens per second at several positions of a text, and bytes of the state that it takes.
 
-    python scripts/bench_decode.py                                    # log_gpt_1m
+    python scripts/bench_decode.py                                    # heinsen_1m
     python scripts/bench_decode.py models=gpt2_124m hf=gpt2_124m      # beside Hugging Face's GPT-2 with its cache
     python scripts/bench_decode.py models=gpt2_124m attention=all     # every mechanism in that shape
 
@@ -18,7 +18,7 @@ from common.command import Items, Settings, run_script
 
 
 class Options(Settings):
-    models: Items[str] = ["log_gpt_1m"]
+    models: Items[str] = ["heinsen_1m"]
     """files of configs/model"""
     attention: Items[str] = []
     """files of configs/model/attention for each model, or all; []: each model's own"""

@@ -28,7 +28,7 @@ class Options(Settings):
     """length of each of the first two measurements"""
     rate: PositiveFloat = 2e6
     """tokens per second of the dummy model"""
-    model: str = "log_gpt_125m"
+    model: str = "heinsen_125m"
     """a file of configs/model: the real model"""
     model_steps: NonNegativeInt = 5
     """timed steps of the real model; 0: none"""

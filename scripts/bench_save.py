@@ -1,6 +1,6 @@
 """What saving costs training: how long a checkpoint blocks the training thread, and how far writing slows its steps.
 
-    python scripts/bench_save.py                                                      # quickstart, log_gpt_125m
+    python scripts/bench_save.py                                                      # quickstart, heinsen_125m
     python scripts/bench_save.py runs='[experiment=quickstart]' steps=200
 
 It runs train.py's own loop. The first save of each run, which allocates the memory for copies, is left out. Steps
@@ -18,7 +18,7 @@ from common.command import Items, Settings, run_script
 class Options(Settings):
     runs: Items[str] = [
         "experiment=quickstart",
-        "model=log_gpt_125m,seq_len=256,batch_tokens=1024,runtime.micro_batch=4",
+        "model=heinsen_125m,seq_len=256,batch_tokens=1024,runtime.micro_batch=4",
     ]
     """options of train.py for each run; brackets hold those of one run together"""
     steps: Annotated[int, Field(ge=8)] = 24

@@ -1,6 +1,6 @@
 """Training steps of whole models side by side: tokens per second, peak memory, and their ratios to gpt2_124m.
 
-    python scripts/bench_train.py                     # log_gpt_125m and log_gpt_mlp_124m against gpt2_124m, T=1024
+    python scripts/bench_train.py                     # heinsen_125m against gpt2_124m, T=1024
     python scripts/bench_train.py seq_len=8192 rounds=1
     python scripts/bench_train.py nanogpt=../nanoGPT batch=16 steps=10   # beside a clone of github.com/karpathy/nanoGPT
 
@@ -21,7 +21,7 @@ from common.command import Items, Settings, run_script
 
 
 class Options(Settings):
-    models: Items[str] = ["log_gpt_125m", "log_gpt_mlp_124m"]
+    models: Items[str] = ["heinsen_125m"]
     """files of configs/model"""
     set: Items[str] = []
     """options of train.py for all models, such as model.n_layer=2"""

@@ -1,7 +1,7 @@
 """Profile training steps: which kernels take the time, and how often the CPU waits for the GPU.
 
-    python scripts/profile_step.py                       # log_gpt_125m, 16 x 1,024 tokens
-    python scripts/profile_step.py model=gpt_1m batch=2 seq_len=64 set=runtime.compile=false
+    python scripts/profile_step.py                       # heinsen_125m, 16 x 1,024 tokens
+    python scripts/profile_step.py model=softmax_1m batch=2 seq_len=64 set=runtime.compile=false
 
 Times are those of a kernel itself, a step. trace.json opens in https://ui.perfetto.dev.
 """
@@ -14,7 +14,7 @@ from common.command import Items, Settings, run_script
 
 
 class Options(Settings):
-    model: str = "log_gpt_125m"
+    model: str = "heinsen_125m"
     """a file of configs/model"""
     set: Items[str] = []
     """options of train.py, such as runtime.compile=false"""

@@ -186,7 +186,7 @@ def run_of(tiny, kept_runs):
 def tiny_args(dataset_dir, tmp_path):
     """The same tiny run as arguments of train.py."""
     return [
-        "model=log_gpt_1m",
+        "model=heinsen_1m",
         "model.n_layer=1",
         "model.n_head=2",
         "model.n_embd=16",

@@ -130,10 +130,9 @@ def test_a_yaml_begins_with_what_it_is():
 
 
 KNOWN = {
-    "log_gpt_125m": 124_879_872,
+    "heinsen_125m": 124_879_872,
     "gpt2_124m": 124_439_808,
-    "log_gpt_mlp_124m": 124_870_656,
-    "log_gpt2_hybrid_125m": 125_900_220,
+    "flagship_hybrid_125m": 125_900_220,
 }
 LADDER = ("1m", "10m", "40m", "125m", "350m", "1b")
 
@@ -148,7 +147,7 @@ def n_params(name):
         return GPT(model_of(name)).n_params()
 
 
-@pytest.mark.parametrize("name", [*KNOWN, *(f"{kind}_{size}" for kind in ("log_gpt2", "gpt") for size in LADDER)])
+@pytest.mark.parametrize("name", [*KNOWN, *(f"{kind}_{size}" for kind in ("flagship", "softmax") for size in LADDER)])
 def test_the_shipped_models_have_the_parameters_they_claim(name):
     parameters = n_params(name)
     assert KNOWN.get(name, parameters) == parameters
@@ -157,8 +156,8 @@ def test_the_shipped_models_have_the_parameters_they_claim(name):
 
 @pytest.mark.parametrize("size", LADDER)
 def test_the_ladder_is_one_design_beside_its_control(size):
-    ours, control = model_of(f"log_gpt2_{size}"), model_of(f"gpt_{size}")
-    assert abs(n_params(f"log_gpt2_{size}") / n_params(f"gpt_{size}") - 1) < 0.01
+    ours, control = model_of(f"flagship_{size}"), model_of(f"softmax_{size}")
+    assert abs(n_params(f"flagship_{size}") / n_params(f"softmax_{size}") - 1) < 0.01
     assert ours.attention.model_dump().items() >= arms()["log_space_forgets"]["attention"].items()
     assert control.attention.model_dump().items() >= arms()[CONTROL]["attention"].items()
     assert ours.position.name == control.position.name == "none"
@@ -168,12 +167,12 @@ def test_the_ladder_is_one_design_beside_its_control(size):
 
 
 def test_the_flagship_is_as_large_as_gpt2():
-    assert abs(n_params("log_gpt2_125m") / 124_439_808 - 1) < 0.01
+    assert abs(n_params("flagship_125m") / 124_439_808 - 1) < 0.01
 
 
 def test_the_hybrid_is_the_flagship_with_softmax_attention_in_the_third_of_four_layers():
-    hybrid, flagship = model_of("log_gpt2_hybrid_125m"), model_of("log_gpt2_125m")
-    assert abs(n_params("log_gpt2_hybrid_125m") / n_params("gpt_125m") - 1) < 0.01
+    hybrid, flagship = model_of("flagship_hybrid_125m"), model_of("flagship_125m")
+    assert abs(n_params("flagship_hybrid_125m") / n_params("softmax_125m") - 1) < 0.01
     first, second, third, fourth = hybrid.attention_pattern
     assert [first, second, fourth] == [flagship.attention] * 3
     assert third.model_dump().items() >= arms()["hybrid_third"]["attention_pattern"][2].items()
@@ -197,9 +196,9 @@ def test_the_recipes_of_fewer_tokens(name, tokens):
     config = decode(TrainConfig, compose("train", f"experiment={name}"))
     assert 0.98 * tokens < config.max_steps * config.batch_tokens <= 1.001 * tokens
     assert config.batch_doublings == []
-    assert (config.model, config.optim.name) == (model_of("log_gpt2_125m"), "muon")
-    other = decode(TrainConfig, compose("train", f"experiment={name}", "model=gpt_125m", "optim=adamw"))
-    assert (other.model, other.optim.name) == (model_of("gpt_125m"), "adamw")
+    assert (config.model, config.optim.name) == (model_of("flagship_125m"), "muon")
+    other = decode(TrainConfig, compose("train", f"experiment={name}", "model=softmax_125m", "optim=adamw"))
+    assert (other.model, other.optim.name) == (model_of("softmax_125m"), "adamw")
     factors = [config.schedule.factor(step, config.max_steps) for step in range(config.max_steps)]
     assert (max(factors), factors.index(1.0), factors[-1]) == (1.0, config.schedule.warmup_steps - 1, 0.0)
 

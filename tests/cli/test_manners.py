@@ -67,7 +67,7 @@ def test_help_fits_a_screen_and_shows_examples(helps, script):
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("python train.py model=log_gpt_", ["model=log_gpt_125m", "model=log_gpt_1m", "model=log_gpt_mlp_124m"]),
+        ("python train.py model=hein", ["model=heinsen_125m", "model=heinsen_1m"]),
         ("python train.py optim.max", ["optim.max_lr="]),
         ("python sample.py checkp", ["checkpoint="]),
     ],
@@ -249,7 +249,7 @@ def test_colours_are_for_terminals_that_want_them(variables, terminal, coloured)
 
 @pytest.mark.slow
 def test_a_plan_that_takes_long_can_be_interrupted():
-    command = "scripts/plan.py model=log_gpt_125m measure=true runtime.device=cpu runtime.dtype=float32"
+    command = "scripts/plan.py model=heinsen_125m measure=true runtime.device=cpu runtime.dtype=float32"
     process = subprocess.Popen(
         [sys.executable, *command.split()],
         cwd=ROOT,

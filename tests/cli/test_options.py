@@ -42,10 +42,14 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "seed=1,2", "seed=1,2 has several values: add -m for a run with each; if seed is a list, write"),
         (
             "train",
-            "model=gpt_1m,log_gpt_1m",
-            "gpt_1m,log_gpt_1m has several values: add -m for a run with each\n",
+            "model=softmax_1m,heinsen_1m",
+            "softmax_1m,heinsen_1m has several values: add -m for a run with each\n",
         ),
-        ("train", "model=[gpt_1m,log_gpt_1m]", "takes one name; -m model=gpt_1m,log_gpt_1m makes a run with each"),
+        (
+            "train",
+            "model=[softmax_1m,heinsen_1m]",
+            "takes one name; -m model=softmax_1m,heinsen_1m makes",
+        ),
         ("train", "model/atention=softmax", "unknown config key 'model/atention': did you mean 'model/attention'?"),
         ("train", "--", "--: leave it out"),
         ("train", "data.mixture={a:1", "lacks a } at its end: write 'data.mixture={a:1}'"),
@@ -225,8 +229,8 @@ def test_a_run_keeps_its_trackers(resumed):
 
 def test_a_group_that_is_given_replaces_the_runs_subgroups(resumed):
     own = ["model/attention=sliding_window", "model/position=learned", "optim=muon"]
-    config = resumed(to_dict(compose("train", ["dataset_dir=x", *own])), "model=gpt_1m")
-    fresh = decode(TrainConfig, to_dict(compose("train", ["dataset_dir=x", "model=gpt_1m"])))
+    config = resumed(to_dict(compose("train", ["dataset_dir=x", *own])), "model=softmax_1m")
+    fresh = decode(TrainConfig, to_dict(compose("train", ["dataset_dir=x", "model=softmax_1m"])))
     assert config.model == fresh.model
     assert config.optim.name == "muon"
 

@@ -43,6 +43,7 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/bench_train": "multiprocessing.get_context",
     "scripts/compare_attention": "tools.compare.compare.models_of",
     "scripts/convert_gqa": "tools.convert.gqa.convert",
+    "scripts/count": "tools.count.counted",
     "scripts/doctor": "tools.doctor.examine.examine",
     "scripts/draw_attention": "tools.report.attention_masks.draw",
     "scripts/export_hf": "tools.convert.export_hf.export",

@@ -36,17 +36,17 @@ def bench(command, folder, *arguments):
 
 
 def test_state_is_constant_in_log_space_and_grows_with_softmax(command, restored_torch, tmp_path):
-    models, shown = bench(command, tmp_path, "models=log_gpt_1m,gpt2_124m", "positions=1100,40")
-    assert list(models) == ["log_gpt_1m", "gpt2_124m"]
+    models, shown = bench(command, tmp_path, "models=heinsen_1m,gpt2_124m", "positions=1100,40")
+    assert list(models) == ["heinsen_1m", "gpt2_124m"]
     for found in models.values():
         assert [row["position"] for row in found] == [40, 1000, 1100, 32_000, 1_000_000]
         speeds = {row["position"]: row["tokens_per_second"] for row in found}
         assert min(speeds[40], speeds[1100]) > 0  # more than the 1,024 positions of gpt2_124m
         assert speeds[1000] is speeds[32_000] is None
     log_space = 4 * (2 * (16 * 16 + 16) + 32)  # a head's two sums, and the recurrence's
-    assert {row["bytes_of_state"] for row in models["log_gpt_1m"]} == {log_space}
+    assert {row["bytes_of_state"] for row in models["heinsen_1m"]} == {log_space}
     assert all(row["bytes_of_state"] == row["position"] * KEYS_AND_VALUES for row in models["gpt2_124m"])
-    assert "log_gpt_1m" in shown
+    assert "heinsen_1m" in shown
     assert "1,100" in shown
     assert f"{1_000_000 * KEYS_AND_VALUES:,}" in shown
 

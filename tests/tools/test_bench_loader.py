@@ -17,7 +17,7 @@ def test_measures_the_loader_alone_and_under_models(run_process, tmp_path):
     assert done.status == 0, done.err
     rows = json.loads((out / "bench.json").read_text())["rows"]
     figures = {row["what"]: row for row in rows}
-    assert figures.keys() == {"loader alone", "dummy model", "log_gpt_125m"}
+    assert figures.keys() == {"loader alone", "dummy model", "heinsen_125m"}
     assert all(row["tokens_per_second"] > 0 for row in figures.values())
-    assert all(0 <= figures[name]["wait_share"] < 1 for name in ("dummy model", "log_gpt_125m"))
-    assert "log_gpt_125m" in done.out
+    assert all(0 <= figures[name]["wait_share"] < 1 for name in ("dummy model", "heinsen_125m"))
+    assert "heinsen_125m" in done.out

@@ -46,15 +46,15 @@ def nanogpt(tmp_path):
 
 @pytest.mark.slow
 def test_measures_models_beside_the_control_and_nanogpt(run_process, nanogpt, tmp_path):
-    options = ["models=log_gpt_125m", "rounds=1", "steps=1", "seq_len=32", f"set={','.join(SMALL)}"]
+    options = ["models=heinsen_125m", "rounds=1", "steps=1", "seq_len=32", f"set={','.join(SMALL)}"]
     (done,) = run_process(["scripts/bench_train.py", *options, f"nanogpt={nanogpt}", f"out={tmp_path}"])
     assert done.status == 0, done.err
     control, model, other = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert (control["model"], model["model"], other["model"]) == ("gpt2_124m", "log_gpt_125m", "nanoGPT")
+    assert (control["model"], model["model"], other["model"]) == ("gpt2_124m", "heinsen_125m", "nanoGPT")
     for key in ("tokens_per_second", "peak_gigabytes"):
         assert model[f"x_{key}"] == model[key] / control[key] > 0
     assert model["x_nanogpt"] == model["tokens_per_second"] / other["tokens_per_second"] > 0
-    assert "log_gpt_125m" in done.out
+    assert "heinsen_125m" in done.out
 
 
 def test_nanogpt_has_the_controls_sizes_and_tokens(nanogpt, restored_torch, monkeypatch):
@@ -62,7 +62,7 @@ def test_nanogpt_has_the_controls_sizes_and_tokens(nanogpt, restored_torch, monk
     monkeypatch.setattr(train, "timed", lambda step: built.setdefault(step.__self__, step) and (lambda: 0.0))
     overrides = [*SMALL, "runtime.device=cpu", "runtime.dtype=float32"]
     train.measure(train.NANOGPT, overrides, seq_len=8, batch=2, steps=1, nanogpt=nanogpt)
-    train.measure("log_gpt_125m", overrides, seq_len=8, batch=2, steps=1)
+    train.measure("heinsen_125m", overrides, seq_len=8, batch=2, steps=1)
     theirs, ours = built
     gpt = theirs.summed_loss.gpt
     assert vars(gpt.config) == {

@@ -21,7 +21,7 @@ from trainer.runtime import Runtime
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 SMALL = [
-    "model=log_gpt2_1m",
+    "model=flagship_1m",
     "model.n_layer=1",
     "model.n_embd=16",
     "model.n_head=2",

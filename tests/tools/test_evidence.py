@@ -35,15 +35,15 @@ passkey,window,A,16,256,256,1.0
 """
 
 FLAGSHIP = """options,machine,parameters,seed,steps,step,tokens,val_loss
-model=gpt_1m,A,10,1,8192,1,100,2.0
-model=gpt_1m,A,10,2,8192,1,100,3.0
-model=gpt_1m,A,10,2,8192,2,200,1.0
-model=log_gpt2_1m,A,10,1,8192,1,100,1.5
-model=log_gpt2_1m,A,10,2,8192,1,100,2.75
-model=log_gpt2_1m,A,10,3,8192,2,200,0.5
-model=log_gpt2_1m,A,10,1,2048,2048,2097152,1.0
-model=log_gpt2_1m,B,10,1,2048,2048,2097152,9.0
-model=log_gpt2_1m model.block.conv=0,A,10,1,2048,2048,2097152,1.25
+model=softmax_1m,A,10,1,8192,1,100,2.0
+model=softmax_1m,A,10,2,8192,1,100,3.0
+model=softmax_1m,A,10,2,8192,2,200,1.0
+model=flagship_1m,A,10,1,8192,1,100,1.5
+model=flagship_1m,A,10,2,8192,1,100,2.75
+model=flagship_1m,A,10,3,8192,2,200,0.5
+model=flagship_1m,A,10,1,2048,2048,2097152,1.0
+model=flagship_1m,B,10,1,2048,2048,2097152,9.0
+model=flagship_1m model.block.conv=0,A,10,1,2048,2048,2097152,1.25
 """
 
 

@@ -91,7 +91,7 @@ def test_every_stage_is_a_command_that_is_there(tmp_path):
     scripts = {Path(word).stem for stage in stages for word in stage.command if word.startswith("scripts/")}
     assert {path.stem for path in ROOT.glob("scripts/bench_*.py")} - scripts == {"bench_data"}  # for CPUs alone
     for name in ("bench_train", "bench_decode", "profile"):
-        assert any("log_gpt2_125m" in word for stage in stages if stage.name == name for word in stage.command)
+        assert any("flagship_125m" in word for stage in stages if stage.name == name for word in stage.command)
     for one in stages:
         assert all((ROOT / word).is_file() for word in one.command if word.endswith(".py"))
         for word in one.command:
@@ -118,7 +118,7 @@ def test_a_missing_package_is_one_line():
 
 @pytest.mark.slow
 def test_a_step_is_profiled(command, tmp_path):
-    small = ["model=gpt_1m", "batch=2", "seq_len=32", "steps=1", "set=runtime.device=cpu"]
+    small = ["model=softmax_1m", "batch=2", "seq_len=32", "steps=1", "set=runtime.device=cpu"]
     result = command("scripts/profile_step", *small, f"out={tmp_path}")
     assert result.status == 0, result.err
     found = json.loads((tmp_path / "bench.json").read_text())

@@ -61,7 +61,7 @@ def stages_on_gpu(out: Path) -> list[Stage]:
     quick = _script("bench_attention", out / "quick", "device=cuda", "quick=true")
     check = [sanitizer, "--target-processes=all", "--error-exitcode=1"]
     loss, recurrence = (_check(f"model.ops.{name}.check:check") for name in ("linear_cross_entropy", "log_recurrence"))
-    model, models = "model=log_gpt2_125m", "models=log_gpt2_125m,log_gpt_125m"  # the flagship has gates for heads
+    model, models = "model=flagship_125m", "models=flagship_125m,heinsen_125m"  # the flagship has gates for heads
     gates = ["head_dim=64", "gates=head", "registers=168,255"]
 
     def bench(name: str, minutes: float, *options: str) -> Stage:

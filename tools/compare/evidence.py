@@ -1,6 +1,6 @@
 """Draw four pictures from tables in docs: python -m tools.compare.evidence.
 
-docs/flagship.png, from flagship.csv: how far the loss of model=log_gpt2_* is from that of its control, model=gpt_*,
+docs/flagship.png, from flagship.csv: how far the loss of model=flagship_* is from that of its control, model=gpt_*,
 and the loss that each of its parts saves. docs/attention_forgets.png, of the earlier experiments without n-grams: the
 loss over the text that was read, for log-space attention that forgets, its control and the published form, each at the
 best of its learning rates in attention_forgets.csv; and, from attention_curves.csv, how far the training loss is from
@@ -38,20 +38,20 @@ _OTHERS = {
 _SIZES = {256: ("0.4 M", "o"), 512: ("2 M", "s"), 1024: ("5 M", "D")}
 """Parameters of the models of each text length, and their marker."""
 
-_FLAGSHIP = "model=log_gpt2_1m"
+_FLAGSHIP = "model=flagship_1m"
 _GELU = "model.block.activation=gelu"
 _PAIRS = {
-    "0.4 M": (f"{_FLAGSHIP} model.n_embd=82 model.n_head=4", "model=gpt_1m model.n_embd=84 model.n_head=3", 8448),
-    "0.9 M, 8.4 MB": (_FLAGSHIP, "model=gpt_1m", 8192),
-    "0.9 M, 18.6 MB": (_FLAGSHIP, "model=gpt_1m", 18176),
+    "0.4 M": (f"{_FLAGSHIP} model.n_embd=82 model.n_head=4", "model=softmax_1m model.n_embd=84 model.n_head=3", 8448),
+    "0.9 M, 8.4 MB": (_FLAGSHIP, "model=softmax_1m", 8192),
+    "0.9 M, 18.6 MB": (_FLAGSHIP, "model=softmax_1m", 18176),
     "2 M, GELU": (
         f"{_FLAGSHIP} model.n_embd=192 model.n_head=7 {_GELU}",
-        f"model=gpt_1m model.n_embd=192 model.n_head=6 {_GELU}",
+        f"model=softmax_1m model.n_embd=192 model.n_head=6 {_GELU}",
         6144,
     ),
     "5 M": (
         f"{_FLAGSHIP} model.n_layer=6 model.n_embd=256 model.n_head=10 optim.max_lr=8e-3",
-        "model=gpt_1m model.n_layer=6 model.n_embd=256 model.n_head=8",
+        "model=softmax_1m model.n_layer=6 model.n_embd=256 model.n_head=8",
         768,
     ),
 }
@@ -66,7 +66,7 @@ _PARTS = {
     "convolutions": f"{_FLAGSHIP} model.block.conv=0",
     "n-grams": f"{_FLAGSHIP} model.ngrams=[]",
     "all attention to other tokens": (
-        "model=gpt_1m model/attention=sliding_window model.attention.window=1 model.attention.gate=silu"
+        "model=softmax_1m model/attention=sliding_window model.attention.window=1 model.attention.gate=silu"
     ),
 }
 """Parts of the flagship, and the options of a model without each."""

@@ -30,8 +30,8 @@ from tools.plan.report import duration, gigabytes
 from trainer.config import TrainConfig
 from trainer.runtime import Runtime, open_runtime, peak_flops
 
-FLAGSHIP = ["experiment=pile_125m", "model=log_gpt2_125m"]
-OTHERS = (["model=log_gpt_125m"], ["model=gpt2_124m", "model/attention=sliding_window"])
+FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
+OTHERS = (["model=heinsen_125m"], ["model=gpt2_124m", "model/attention=sliding_window"])
 """Models that use, with the flagship, every operator that is checked at its first use on a GPU."""
 
 
@@ -132,7 +132,7 @@ def step(config: TrainConfig, runtime: Runtime, n_device: int) -> Row:
     peak = peak_flops(runtime.device, runtime.dtype)
     tokens = config.tokens(config.max_steps)
     return {
-        "model": "log_gpt2_125m",
+        "model": "flagship_125m",
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "seq_len": config.seq_len,
         "tokens_per_second": rate,

@@ -1,0 +1,55 @@
+"""Counts the project's lines, tokens and files, and compares them with its budget."""
+
+import ast
+import io
+import subprocess
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("model", "trainer", "data", "inference", "tools", "cli", "common", "scripts")
+LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}
+
+
+def count(source: str) -> Counter[str]:
+    """Count a Python file's lines and tokens: of what is neither blank, comment nor docstring."""
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    tokens = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if tokenize.tok_name[token.type] not in LAYOUT and token.start[0] not in docstrings
+    ]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return Counter(files=1, lines=len(lines), tokens=len(tokens))
+
+
+def counted() -> dict[str, Counter[str]]:
+    """Return what each package has, and "code", "tests" and "pages"."""
+    found = {name: Counter[str]() for name in (*PACKAGES, "code", "tests", "pages")}
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
+    for path in (Path(name) for name in listed if (ROOT / name).is_file()):
+        source, package = ROOT / path, path.parts[0] if path.parent.name else "scripts"
+        if path.suffix == ".py" and package in found:
+            found[package] += count(source.read_text(encoding="utf-8"))
+        elif path.suffix == ".md" and package in ("docs", "scripts"):
+            found["pages"] += Counter(files=1, lines=len(source.read_text(encoding="utf-8").splitlines()))
+    found["code"] = sum((found[name] for name in PACKAGES), Counter[str]())
+    return found
+
+
+def report() -> None:
+    """Print what each package has beside what it may have."""
+    budget = yaml.safe_load((ROOT / "tests/budget.yaml").read_text(encoding="utf-8"))
+    print(f"{'':10}{'files':>7}{'lines':>9}{'at most':>9}{'tokens':>9}{'at most':>9}{'a line':>8}")
+    for name, have in counted().items():
+        per_line = f"{have['tokens'] / have['lines']:8.2f}" if have["tokens"] else ""
+        most, tokens = budget[name]["lines"], budget[name].get("tokens", 0)
+        print(f"{name:10}{have['files']:7,}{have['lines']:9,}{most:9,}{have['tokens']:9,}{tokens:9,}{per_line}")
