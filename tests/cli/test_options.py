@@ -316,9 +316,11 @@ def test_help_names_the_keys_of_every_group(command):
         assert re.search(rf"keys\s[^;]*\b{key}\b", out, re.DOTALL), key
 
 
-@pytest.mark.parametrize("script", ["train", "eval", "scripts/prepare_data"])
-def test_every_key_has_its_comment(command, script):
-    shown = command(script, "--cfg", "job").out
+@pytest.mark.parametrize(
+    "name", ["train", "eval", "sample", *(f"scripts/{x}" for x in ("prepare_data", "plan", "serve", "lm_eval"))]
+)
+def test_every_key_has_its_comment(command, name):
+    shown = command(name, "--cfg", "job").out
     raw = yaml.safe_load(shown)
     assert raw
     bare = [line for line in shown.splitlines() if "# " not in line and not re.match(r"( *)- |( *)\w+:$", line)]

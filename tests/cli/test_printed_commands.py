@@ -41,7 +41,6 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/bench_save": "tools.bench.harness.Run",
     "scripts/bench_sparse": "tools.bench.sparse.check",
     "scripts/bench_train": "multiprocessing.get_context",
-    "scripts/compare_attention": "tools.compare.compare.models_of",
     "scripts/convert_gqa": "tools.convert.gqa.convert",
     "scripts/count": "tools.count.counted",
     "scripts/doctor": "tools.doctor.examine.examine",
@@ -56,7 +55,6 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/plan": "tools.plan.report.run_plan",
     "scripts/prepare_data": "data.prepare.dataset.prepare",
     "scripts/profile_step": "tools.bench.profile.bench",
-    "scripts/recall": "tools.compare.recall.Case",
     "scripts/report": "tools.report.write.write_report",
     "scripts/scaling": "tools.scaling.report.run",
     "scripts/serve": "inference.server.serve.serve",
@@ -82,7 +80,6 @@ PLACES = {  # where a text says what to type, and the test that types it
     "tools/bench/packages.py": "test_a_missing_package_is_one_line",
     "tools/convert/gqa.py": "test_the_settings_to_go_on_with_are_printed",
     "tools/convert/import_gpt2.py": "test_training_goes_on_by_the_command_that_is_printed",
-    "tools/reference.py": "test_the_page_of_all_keys_is_current",
     "trainer/distributed.py": "test_without_a_launcher_it_is_told_how",
 }
 
