@@ -13,10 +13,14 @@ class Removed(NamedTuple):
     """What to do now."""
 
 
-KEYS: dict[str, Removed] = {}
+KEYS: dict[str, Removed] = {
+    "model.attention.norm": Removed(False, "leave it out, or use model.attention.qk_norm=true"),
+}
 """By the end of their dotted key."""
 
-VALUES: dict[str, dict[str, str]] = {}
+VALUES: dict[str, dict[str, str]] = {
+    "model.attention.decay": dict.fromkeys(("feature", "fixed"), "use model.attention.decay=head"),
+}
 """Values that keys no longer take, by the end of the key, with what to do now."""
 
 _SIZES = ("1m", "10m", "40m", "125m", "350m", "1b")

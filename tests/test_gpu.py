@@ -32,7 +32,7 @@ def losses(run_dir):
 
 @pytest.mark.parametrize(
     ("attention", "decay"),
-    [("log_space", "none"), ("softmax", "none"), ("linear", "none"), ("sliding_window", None), ("log_space", "feature")]
+    [("log_space", "none"), ("softmax", "none"), ("linear", "none"), ("sliding_window", None)]
     + [(name, "head") for name in ("log_space", "softmax", "linear")],
 )
 def test_a_gpu_trains_as_the_cpu_does(tiny, tmp_path, device, attention, decay):

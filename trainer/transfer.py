@@ -26,7 +26,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from common.settings import Settings
-from model.attention.decay import Decay
 from model.gpt import GPT, MLPBlock
 
 
@@ -77,9 +76,6 @@ def scales(gpt: GPT, tuned: TransferConfig | None) -> dict[Tensor, Scale]:
                 found[part.weight] = Scale(depth / drawn, width * depth, width**0.5 * depth)
                 if part.bias is not None:
                     found[part.bias] = Scale(adamw=depth)
-        for decay in (module for module in block.modules() if isinstance(module, Decay)):
-            if decay.kind == "feature":  # an MLPBlock draws all its linear layers in proportion to n_embd^-0.5
-                found[decay.up.weight] = as_tuned if is_mlp else Scale()
     found |= {gpt.embed.weight: as_tuned, gpt.output_weight: as_tuned}
     return found | dict.fromkeys(gpt.norm.parameters(), Scale(width, width))
 

@@ -12,7 +12,7 @@ from common.settings import Settings
 from model.attention.decay import Decay
 from model.fused import FusedLinear
 from model.ops.causal_conv import causal_conv, initial_conv, no_inputs
-from model.ops.log_attention.chunks import CHUNK, SHORT_CHUNK
+from model.ops.log_attention.chunks import CHUNK
 from model.position import NO_ORDER, Order, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
@@ -30,8 +30,6 @@ class AttentionSettings(Settings, defaults="attention_parts"):
     """Width of a causal convolution over each feature of queries, keys and values; 0: none."""
     qk_norm: bool
     """Whether queries and keys are divided by their root mean square, with a learned factor for each feature."""
-    norm: bool
-    """Whether each head's result is divided by its root mean square, with a learned factor for each feature."""
     gate: Literal["none", "silu", "sigmoid"]
     """Function of a linear layer's output by which the result is multiplied, before it is projected back."""
 
@@ -102,7 +100,6 @@ class Attention(nn.Module):
         self.conv: nn.Parameter | None = None
         self.q_scale: nn.Parameter | None = None
         self.k_scale: nn.Parameter | None = None
-        self.y_scale: nn.Parameter | None = None
         self.gate: nn.Linear | None = None
         self.decay: Decay | None = None
 
@@ -116,12 +113,10 @@ class Attention(nn.Module):
             self.conv = initial_conv(settings.conv, n_qkv)
         if settings.qk_norm:
             self.q_scale, self.k_scale = (nn.Parameter(torch.ones(query_dim)) for _ in range(2))
-        if settings.norm:
-            self.y_scale = nn.Parameter(torch.ones(self.n_out))
         if settings.gate != "none":
             self.gate, self.gate_function = nn.Linear(n_embd, self.n_out), _GATES[settings.gate]
-        if (decay := getattr(settings, "decay", "none")) != "none":
-            self.decay = Decay(decay, n_embd, self.n_head, query_dim)
+        if getattr(settings, "decay", "none") != "none":
+            self.decay = Decay(n_embd, self.n_head)
 
     def forward(
         self, x: Tensor, order: Order = NO_ORDER, state: Any = None, return_state: bool = False
@@ -183,9 +178,7 @@ class Attention(nn.Module):
         return {name: value for name, value in (("log_f", log_f), ("starts", starts)) if value is not None}
 
     def _finish(self, x: Tensor, y: Tensor) -> Tensor:
-        """Apply norm and gate to the result (B, T, n_out)."""
-        if self.y_scale is not None:
-            y = _rms_norm(y.unflatten(2, (self.n_head, -1)), self.y_scale.view(self.n_head, -1)).flatten(2)
+        """Apply the gate to the result (B, T, n_out)."""
         return y if self.gate is None else y * self.gate_function(self.gate(x))
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,7 +208,7 @@ class Attention(nn.Module):
 
     def chunked_flops(self, seq_len: int, d_key: int, d_val: int) -> int:
         """The same in chunks of C tokens: C x C scores, their product with the values, the state read and written."""
-        C = min(SHORT_CHUNK if self.decay is not None and self.decay.by_feature else CHUNK, seq_len)
+        C = min(CHUNK, seq_len)
         return 2 * self.n_head * (C * d_key + C * d_val + 2 * d_key * d_val)
 
 

@@ -14,9 +14,8 @@ class LinearConfig(AttentionSettings, defaults="model/attention/linear"):
 
     name: Literal["linear"]
     constant_state: ClassVar[bool] = True
-    decay: Literal["none", "fixed", "head", "feature"]
-    """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
-    feature that depends on the token."""
+    decay: Literal["none", "head"]
+    """What is forgotten of earlier tokens: nothing, or a share for each head that depends on the token."""
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "LinearAttention":
         return LinearAttention(n_embd, n_head, head_dim)

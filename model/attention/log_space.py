@@ -19,9 +19,8 @@ _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of fl
 class _Sizes(AttentionSettings, defaults="model/attention/log_space"):
     constant_state: ClassVar[bool] = True
     suits_rotary: ClassVar[bool] = False  # no better than no positions: docs/experiments.md
-    decay: Literal["none", "fixed", "head", "feature"]
-    """What is forgotten of earlier tokens: nothing; a learned share for each feature; or a share for each head or each
-    feature that depends on the token."""
+    decay: Literal["none", "head"]
+    """What is forgotten of earlier tokens: nothing, or a share for each head that depends on the token."""
     d_key: int | None = Field(ge=1, le=2**24)
     """Features of a head's queries and keys; null: head_dim, or with a product 2 sqrt(head_dim)."""
     d_val: int | None = Field(ge=1, le=2**24)
@@ -73,13 +72,6 @@ class LogSpaceAttention(Attention):
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, log_v = super().project(features, rotation)
         return (pairs_of(q), pairs_of(k), log_v) if self.product else (q, k, log_v)
-
-    def gates(self, x: Tensor, starts: Tensor | None = None) -> dict[str, Tensor]:
-        """The arguments of `attend`. A pair of features has the mean of their gates."""
-        gates = super().gates(x, starts)
-        if self.product and "log_f" in gates and gates["log_f"].shape[-1] > 1:
-            gates["log_f"] = pairs_of(gates["log_f"]) / 2
-        return gates
 
     def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("sample", "prompt", "prompt: options are KEY=VALUE here"),
         ("train", "-sc", "-sc lacks what to do: write -sc install=bash"),
         ("train", "device=cuda", "did you mean 'runtime.device'?"),
-        ("train", "norm=rms", "did you mean 'model.attention.norm' or 'model.norm'?"),
+        ("train", "norm=rms", "did you mean 'model.norm'?"),
         ("train", "model.dropout=0.1", "unknown config key 'model.dropout': there is no dropout here"),
         ("train", "epochs=3", "a run's length is max_steps"),
         ("train", "schedule.decay=0.1", "unknown config key 'schedule.decay': it is a key of schedule=wsd"),

@@ -136,7 +136,7 @@ def test_every_pair_of_settings_is_tried():
     values = {part: {value for cls in ATTENTION for value in choices_of(cls).get(part, ())} for part in PARTS}
     values |= {factor: set(several) for factor, several in factors.items()}
     for a, b in itertools.combinations(values, 2):
-        if {a, b} != {"decay", "n_kv_head"}:  # of one mechanism, which has two kinds of decay
+        if {a, b} != {"decay", "n_kv_head"}:  # of one mechanism, softmax
             found = {(row[a], row[b]) for row in rows if a in row and b in row}
             assert found == set(itertools.product(values[a], values[b])), (a, b)
     for cls in ATTENTION:
@@ -221,7 +221,7 @@ def test_zeros_are_numbers_like_others(case):
     leaves = [x, *module.parameters()]
     found, wanted = module(x)[0], module.naive(x)
     close(found, wanted)
-    amplified = 1e3 if case.get("norm") or case.get("qk_norm") else 1  # their gradient at 0 is 1 / sqrt(1e-6)
+    amplified = 1e3 if case.get("qk_norm") else 1  # its gradient at 0 is 1 / sqrt(1e-6)
     g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     pairs = (torch.autograd.grad(y, leaves, g, allow_unused=True, materialize_grads=True) for y in (found, wanted))
     for ours, theirs in zip(*pairs, strict=True):
@@ -592,6 +592,8 @@ def test_a_name_in_a_pattern_is_the_models_own_attention_or_the_defaults():
             "config attention_pattern.1: width=7 is more than a block has: use 1 to size=6",
         ),
         ({"attention": {"size": 6}}, "config key 'attention.name' is missing"),
+        ({"attention": {"name": "linear", "norm": True}}, "attention.norm=True was removed: leave it out, or use"),
+        ({"attention": {"name": "log_space", "decay": "feature"}}, "decay=feature was removed: use .*decay=head"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(change, message):

@@ -65,7 +65,7 @@ def configs():
     yield "flagship", config_of(**parts)
     yield "ngrams", config_of(**parts, ngrams=[1, 3])
     yield "gpt2_ngrams", config_of(ngrams=[2])
-    attention = {"name": "log_space", "decay": "feature", "qk_norm": True, "norm": True, "gate": "sigmoid"}
+    attention = {"name": "log_space", "decay": "head", "qk_norm": True, "gate": "sigmoid"}
     block = {"name": "mlp", "conv": 4, "activation": "swiglu"}
     rest = {"ngrams": [1, 2], "norm": "rms", "tied": False, "logit_cap": 5.0, "position": {"name": "none"}}
     yield "all_parts", config_of(attention=attention, block=block, **rest)

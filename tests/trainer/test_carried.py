@@ -35,7 +35,7 @@ MODELS = {
     "log_space": {"model.n_layer": 2},
     "signed": {"model.attention": {"name": "log_space_signed"}, "model.position.name": "none"},
     "linear": {
-        "model.attention": {"name": "linear", "decay": "fixed"},
+        "model.attention": {"name": "linear", "decay": "head"},
         "model.block": {"name": "glu"},
         "model.position.name": "rotary",
     },

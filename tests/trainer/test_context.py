@@ -45,9 +45,8 @@ with join_world(torch.device("cpu"), 60) as world:
 
 MODELS = {
     "log_space with gates": ({"name": "log_space", "decay": "head", "product": True, "conv": 4}, "none", "mlp"),
-    "log_space with gates of features": ({"name": "log_space", "decay": "feature"}, "none", "mlp"),
     "published": ({"name": "log_space"}, "log_recurrence", "glu"),
-    "signed": ({"name": "log_space_signed", "decay": "fixed"}, "none", "mlp"),
+    "signed": ({"name": "log_space_signed", "decay": "head"}, "none", "mlp"),
     "linear": ({"name": "linear", "decay": "head", "gate": "silu"}, "rotary", "mlp"),
     "window": ({"name": "sliding_window", "window": 9}, "rotary", "mlp"),
 }

@@ -80,13 +80,13 @@ def test_state_that_is_there_from_the_start_changes_no_bit(tiny):
 
 
 FLAGSHIP = {"model.attention": {"name": "log_space", "decay": "head", "product": True, "d_key": 4, "gate": "silu"}}
-FEATURE_GATES = {
-    "model.attention": {"name": "linear", "decay": "feature", "conv": 4},
+LINEAR = {
+    "model.attention": {"name": "linear", "decay": "head", "conv": 4},
     "model.block": {"name": "glu"},
 }
 
 
-@pytest.mark.parametrize("changes", [{}, FLAGSHIP, FEATURE_GATES])
+@pytest.mark.parametrize("changes", [{}, FLAGSHIP, LINEAR])
 def test_muon_updates_all_matrices_of_blocks_and_nothing_else(tiny, changes):
     gpt = GPT(tiny(changes).model)
     names = {p: name for name, p in gpt.named_parameters()}

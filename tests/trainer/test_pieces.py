@@ -22,11 +22,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 CPU = torch.device("cpu")
 MECHANISMS = {
     **MODELS,
-    **{
-        f"{name} {decay}": {"model.attention": {"name": name, "decay": decay}}
-        for name in ("log_space", "linear")
-        for decay in ("feature", "head")
-    },
+    **{f"{name} head": {"model.attention": {"name": name, "decay": "head"}} for name in ("log_space", "linear")},
     "longformer": {"model.attention": {"name": "longformer", "window": 20, "n_global": 3}},
 }
 

@@ -16,12 +16,12 @@ OPTIMS = {"adamw": AdamWConfig, "muon": MuonConfig}
 BLOCKS = ("mlp", "glu")
 N_VOCAB = 32
 FLAGSHIP = {"name": "log_space", "decay": "head", "product": True, "d_key": 8, "gate": "silu", "conv": 4}
-FEATURE_GATES = {"name": "linear", "decay": "feature", "norm": True, "qk_norm": True}
+LINEAR = {"name": "linear", "decay": "head", "qk_norm": True}
 MECHANISMS = [
     {"name": "softmax"},
     FLAGSHIP,
-    FEATURE_GATES,
-    {"name": "log_space_signed", "decay": "fixed"},
+    LINEAR,
+    {"name": "log_space_signed", "decay": "head"},
     {"name": "projection"},
     {"name": "softmax", "decay": "head"},
     {"name": "longformer", "window": 4, "n_global": 2},
@@ -65,7 +65,7 @@ def train(gpt, optim, steps=3):
 @pytest.mark.parametrize("optim", OPTIMS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_model_of_the_tuned_size_trains_to_the_bit_as_without_transfer(optim, block):
-    parts = {"block": block, "attention": FEATURE_GATES, "position": "log_recurrence"}
+    parts = {"block": block, "attention": LINEAR, "position": "log_recurrence"}
     with_, without = (train(new_gpt(to, **BASE, **parts), optim_of(optim, to)) for to in (BASE, None))
     for (name, a), b in zip(with_.named_parameters(), without.parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -78,7 +78,7 @@ def kind(name, p):
         return "to stream" if p.dim() == 2 else "bias to stream"
     if name.startswith("norm."):
         return "last norm"
-    fixed_inputs = name in ("embed.weight", "output.weight", "position.embed.weight") or ".decay.up." in name
+    fixed_inputs = name in ("embed.weight", "output.weight", "position.embed.weight")
     return "hidden" if p.dim() == 2 and not fixed_inputs else "other"
 
 
@@ -91,7 +91,7 @@ def rms(x):
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights_are_those_of_the_table(block, position, tied):
     """Beside the tuned model's own. A mean of n squares of normal numbers errs by less than 5 sqrt(2 / n)."""
-    parts = {"block": block, "position": position, "tied": tied, "attention": FEATURE_GATES}
+    parts = {"block": block, "position": position, "tied": tied, "attention": LINEAR}
     w, d = 4, 2
     tuned, gpt = gpt_of(**BASE, **parts), new_gpt(BASE, 32 * w, 2 * d, **parts)
     expected = {"hidden": w**-0.5, "to stream": w**-0.5 / d, "last norm": 1 / w, "other": 1, "bias to stream": 1}
@@ -106,7 +106,7 @@ def test_initial_weights_are_those_of_the_table(block, position, tied):
 def test_training_is_that_of_complete_p_with_its_multipliers(block, tied):
     """In float64, without eps: activations times 1 / d and logits times 1 / w, as the paper has it."""
     w, d = 2, 3
-    parts = {"block": block, "tied": tied, "position": "log_recurrence", "attention": FEATURE_GATES, "ngrams": [1, 2]}
+    parts = {"block": block, "tied": tied, "position": "log_recurrence", "attention": LINEAR, "ngrams": [1, 2]}
     gpt = new_gpt(BASE, 32 * w, 2 * d, **parts).double()
     optim = optim_of("adamw", BASE, eps=1e-100, weight_decay=0.3)
     kinds = {name: kind(name, p) for name, p in gpt.named_parameters()}
@@ -157,7 +157,7 @@ def test_muons_updates_have_the_spectral_norm_of_the_tuned_models():
 
 @pytest.mark.parametrize("optim", OPTIMS)
 def test_the_share_of_a_weight_that_decays_in_a_step_is_the_same_at_every_size(optim):
-    gpt, settings = gpt_of(64, 4, attention=FEATURE_GATES), optim_of(optim, BASE, weight_decay=0.3)
+    gpt, settings = gpt_of(64, 4, attention=LINEAR), optim_of(optim, BASE, weight_decay=0.3)
     before = {name: p.detach().clone() for name, p in gpt.named_parameters()}
     optimizer = settings.build(gpt)
     for p in gpt.parameters():

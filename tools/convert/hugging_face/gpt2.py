@@ -43,7 +43,7 @@ def turned(name: str, weight: Tensor) -> Tensor:
 
 def is_gpt2(config: GPTConfig) -> bool:
     """Whether GPT2LMHeadModel has this architecture."""
-    no_parts = {"decay": "none", "conv": 0, "qk_norm": False, "norm": False, "gate": "none"}
+    no_parts = {"decay": "none", "conv": 0, "qk_norm": False, "gate": "none"}
     own_heads = all(
         isinstance(layer, SoftmaxConfig)
         and layer.n_kv_head in (None, config.n_head)
