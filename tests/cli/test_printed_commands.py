@@ -49,7 +49,6 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/gpu_hour": "tools.bench.gpu_hour.run",
     "scripts/import_gpt2": "tools.convert.import_gpt2.import_gpt2",
     "scripts/inspect_dataset": "tools.report.dataset.inspect",
-    "scripts/inspect_kernels": "tools.bench.kernels.inspect",
     "scripts/lm_eval": "inference.harness.run_harness",
     "scripts/merge_dataset": "data.prepare.merge.merge",
     "scripts/plan": "tools.plan.report.run_plan",
@@ -63,7 +62,6 @@ WORK = {  # what a script calls once it has read its command line and everything
 }
 NEEDS = {
     "scripts/bench_launches": "triton",
-    "scripts/inspect_kernels": "triton",
     "scripts/serve": "uvicorn",
     "scripts/train_tokenizer": "tokenizers",
 }

@@ -130,12 +130,11 @@ def test_marks_for_the_compiler_are_those_of_torch():
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.slow
-def test_kernels_of_loss_and_recurrence_compile_for_gpus_that_are_not_here(run_process, capability):
-    pytest.importorskip("triton.backends.nvidia")
-    arguments = [f"capability={capability}", "operator=loss,log_recurrence", "dtype=bfloat16,float32"]
-    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", *arguments])
-    assert result.status == 0, result.err
-    rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]
-    kernels = ["cross_entropy_kernel", "recurrence_forward", "recurrence_backward"]
-    assert [(row[0], row[4]) for row in rows] == list(itertools.product(["bfloat16", "float32"], kernels))
-    assert all(int(row[7]) == 0 for row in rows)  # nothing spills
+def test_kernels_of_loss_and_recurrence_compile_for_gpus_that_are_not_here(kernel_resources, capability):
+    cases = [
+        {"capability": capability, "operator": operator, "dtype": dtype}
+        for dtype, operator in itertools.product(["bfloat16", "float32"], ["loss", "log_recurrence"])
+    ]
+    rows = kernel_resources(*cases)
+    assert [row["kernel"] for row in rows] == 2 * ["cross_entropy_kernel", "recurrence_forward", "recurrence_backward"]
+    assert all(row["stack"] == 0 for row in rows)  # nothing spills

@@ -184,7 +184,7 @@ def test_deterministic_algorithms_are_enough():
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim", "states"),
+    ("capability", "dtype", "d", "states"),
     [
         (90, "bfloat16", 32, [False, True]),
         (90, "float32", 16, [False]),
@@ -193,17 +193,22 @@ def test_deterministic_algorithms_are_enough():
     ],
 )
 @pytest.mark.slow
-def test_kernels_compile_for_gpus_that_are_not_here(run_process, capability, dtype, head_dim, states):
-    pytest.importorskip("triton.backends.nvidia")
-    arguments = ["operator=log_attention", f"dtype={dtype}", f"head_dim={head_dim}", "gates=none,head,feature"]
-    arguments += [f"capability={capability}", f"state={','.join(map(str, states))}"]
-    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", *arguments])
-    assert result.status == 0, result.err
-    rows = [line.strip("| ").split(" | ") for line in result.out.splitlines()[2:]]
+def test_kernels_compile_for_gpus_that_are_not_here(kernel_resources, capability, dtype, d, states):
+    cases = [
+        {
+            "capability": capability,
+            "operator": "log_attention",
+            "dtype": dtype,
+            "d": d,
+            "gates": gates,
+            "carried": state,
+        }
+        for gates, state in itertools.product(["none", "head", "feature"], states)
+    ]
+    rows = kernel_resources(*cases)
     kernels = ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
-    wanted = itertools.product(["none", "head", "feature"], map(str, states), kernels)
-    assert [tuple(row[2:5]) for row in rows] == list(wanted)
-    assert all(int(row[8]) <= 99 for row in rows)  # KiB of shared memory that every GPU from 8.0 on has
+    assert [row["kernel"] for row in rows] == kernels * len(cases)
+    assert all(row["shared"] <= 99 * 1024 for row in rows)  # which every GPU from 8.0 on has
 
 
 def test_functions_of_kernels_may_return_none_in_triton_3_6(monkeypatch):
@@ -222,7 +227,8 @@ TYPED = """
 import sys
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import JITFunction
-from tools.bench.kernels import _log_attention, compiled
+sys.path.append('tests/model')
+from kernel_resources import compiled, launch_log_attention
 class Typed(Exception):
     pass
 def stop(*_):
@@ -240,7 +246,7 @@ add_stages, CUDABackend.add_stages = CUDABackend.add_stages, stages_up_to_types
 run, JITFunction.run = JITFunction.run, run_up_to_types
 import torch
 for gates, of_values in [("none", "float32"), ("head", "bfloat16"), ("feature", "bfloat16")]:
-    compiled(lambda: _log_attention(torch.bfloat16, 32, gates, True, getattr(torch, of_values)), 90)
+    compiled(lambda: launch_log_attention(torch.bfloat16, 32, gates, True, getattr(torch, of_values)), 90)
 """
 
 
@@ -254,8 +260,8 @@ def test_kernels_that_carry_a_state_have_sound_types(run_process):
 
 @pytest.mark.xfail(strict=True, reason="triton 3.7.1 fails, and the check at the first use keeps the kernel out")
 @pytest.mark.slow
-def test_a_kernel_with_many_gates_compiles_for_capability_10(run_process):
-    pytest.importorskip("triton.backends.nvidia")
-    arguments = ["operator=log_attention", "dtype=bfloat16", "head_dim=128", "gates=feature", "capability=100"]
-    [result] = run_process([ROOT / "scripts" / "inspect_kernels.py", *arguments])
-    assert result.status == 0, result.err
+def test_a_kernel_with_many_gates_compiles_for_capability_10(kernel_resources):
+    kernel_resources(
+        {"capability": 100, "operator": "log_attention", "dtype": "bfloat16", "d": 128}
+        | {"gates": "feature", "carried": False}
+    )

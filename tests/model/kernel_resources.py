@@ -1,8 +1,14 @@
-"""What the Triton kernels need on GPUs that need not be present."""
+"""Compiles the Triton kernels for a GPU that need not be present, and counts the resources that they use.
 
-import itertools
+python tests/model/kernel_resources.py '{"capability": 90, "operator": "log_attention", "dtype": "bfloat16", "d": 32,
+"gates": "head", "carried": true}' prints a line of JSON for each kernel; several arguments are several cases. A process
+that has compiled for an absent GPU cannot run kernels.
+"""
+
+import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -20,21 +26,6 @@ from model.ops.linear_cross_entropy.triton import cross_entropy_
 from model.ops.log_attention.state import LogAttentionState, empty_state
 from model.ops.log_attention.triton import triton_log_attention
 from model.ops.log_recurrence import triton as log_recurrence
-
-
-def inspect(
-    capability: int, operator: list[str], dtype: list[str], head_dim: list[int], gates: list[str], state: list[bool]
-) -> None:
-    """Print the table, a few rows as soon as their kernels are compiled; 90 is compute capability 9.0."""
-    print("| type | features | gates | state | kernel | warps | registers | stack, bytes | shared memory, KiB |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for type_name, name in itertools.product(dtype, operator):
-        variants = list(itertools.product(head_dim, gates, state)) if name == "log_attention" else [()]
-        for variant in variants:
-            d, kind, carried = variant or ("-", "-", "-")
-            launched = compiled(partial(_LAUNCH[name], getattr(torch, type_name), *variant), capability)
-            for kernel, binary in launched.items():
-                print(f"| {type_name} | {d} | {kind} | {carried} | {kernel} | {resources(binary)} |", flush=True)
 
 
 def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
@@ -55,7 +46,9 @@ def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
     return found
 
 
-def _log_attention(dtype: torch.dtype, d: int, gates: str, carried: bool, of_values: torch.dtype | None = None) -> None:
+def launch_log_attention(
+    dtype: torch.dtype, d: int, gates: str, carried: bool, of_values: torch.dtype | None = None
+) -> None:
     """A forward and backward pass over heads of d features; `carried`: from a state to the next."""
     tensors = torch.zeros(16, 1024, 24, 4 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
     q, k, log_v, of_features = (x.detach().requires_grad_() for x in tensors)
@@ -66,12 +59,12 @@ def _log_attention(dtype: torch.dtype, d: int, gates: str, carried: bool, of_val
     (found[0] if isinstance(found, tuple) else found).sum().backward()
 
 
-def _loss(dtype: torch.dtype) -> None:
+def launch_loss(dtype: torch.dtype) -> None:
     """GPT-2's vocabulary, padded to a multiple of 64, with gradients."""
     cross_entropy_(torch.zeros(16, 50304, dtype=dtype), torch.zeros(16, dtype=torch.int64), 50257, True, None)
 
 
-def _log_recurrence(dtype: torch.dtype) -> None:
+def launch_log_recurrence(dtype: torch.dtype) -> None:
     """A forward and backward pass over the two halves of a projection."""
     log_p, h = torch.zeros(16, 1024, 2 * 768, dtype=dtype).chunk(2, dim=-1)
     start = torch.zeros(16, 768, dtype=torch.promote_types(dtype, torch.float32))
@@ -79,19 +72,33 @@ def _log_recurrence(dtype: torch.dtype) -> None:
     log_recurrence.backward(s, log_p, h, start, s)
 
 
-_LAUNCH: dict[str, Callable[..., None]] = {
-    "log_attention": _log_attention,
-    "loss": _loss,
-    "log_recurrence": _log_recurrence,
+LAUNCH: dict[str, Callable[..., None]] = {
+    "log_attention": launch_log_attention,
+    "loss": launch_loss,
+    "log_recurrence": launch_log_recurrence,
 }
 
 
-def resources(binary: Any) -> str:
-    """A row of the table: registers of a thread, bytes it spills to memory, shared memory of a program."""
+def resources(binary: Any) -> dict[str, int]:
+    """Warps, registers of a thread, bytes of its stack (what it spills), and bytes of shared memory of a program."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
-    return f"{binary.metadata.num_warps} | {used['REG']} | {used['STACK']:,} | {binary.metadata.shared / 1024:.0f}"
+    metadata = binary.metadata
+    return {"warps": metadata.num_warps, "registers": used["REG"], "stack": used["STACK"], "shared": metadata.shared}
+
+
+def main(cases: list[str]) -> None:
+    for case in cases:
+        given = json.loads(case)
+        capability, launch = given.pop("capability"), LAUNCH[given.pop("operator")]
+        given["dtype"] = getattr(torch, given["dtype"])
+        for kernel, binary in compiled(partial(launch, **given), capability).items():
+            print(json.dumps({"kernel": kernel} | resources(binary)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
