@@ -45,13 +45,13 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 		'python train.py experiment=quickstart run_dir=runs/softmax model=softmax_1m                     # softmax attention' \
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 
-test: setup  ## run the tests that one runs while working: about 6 minutes on 2 cores
+test: setup  ## run the fast tests: under 4 minutes on 2 cores
 	$(PYTEST) -m "not slow"
 
-test-slow: setup  ## run the other tests: kills at every operation, long fuzzing, every script; PART=2/10: a tenth of them
-	$(PYTEST) -m slow --durations=20 $(if $(PART),--part=$(PART))
+test-slow: setup  ## run the other tests: kills at every operation, long fuzzing, every script
+	$(PYTEST) -m slow --durations=20
 
-test-all: setup  ## run all tests: about 40 minutes on 2 cores
+test-all: setup  ## run all tests, as CI does: about 20 minutes on 2 cores
 	$(PYTEST)
 
 test-gpu: setup  ## run on a GPU all tests that can run there: minutes

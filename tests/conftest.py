@@ -8,6 +8,7 @@ import base64
 import json
 import os
 import random
+import resource
 import runpy
 import shutil
 import signal
@@ -15,7 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
 import pytest
 import simulated_gpu  # before torch
@@ -33,17 +33,6 @@ torch.cpu._is_avx512_bf16_supported = lambda: False  # in this process, the same
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日本", "🙂"]
-
-
-def pytest_addoption(parser):
-    parser.addoption("--part", metavar="K/N", help="run only part K of N; the parts are of about equal size")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config, items):
-    if part := config.getoption("--part"):
-        k, n = map(int, part.split("/"))
-        items[:] = [item for item in items if crc32(item.nodeid.encode()) % n == k % n]
 
 
 def pytest_configure(config):
@@ -65,6 +54,16 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a GPU, and torch sees none")
     if marker.kwargs.get("alone") and (simulated_gpu.ASKED_FOR or not torch.cuda.is_available()):
         pytest.skip("runs on a GPU only: python -m pytest -m gpu")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """Lift a test's limit on the size of files before pytest reports, as its own output may be a larger file."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        return (yield)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 @pytest.fixture(autouse=True)
