@@ -15,11 +15,14 @@ class Removed(NamedTuple):
 
 KEYS: dict[str, Removed] = {
     "model.attention.norm": Removed(False, "leave it out, or use model.attention.qk_norm=true"),
+    "batch_doublings": Removed([], "the batch has one size now: leave batch_doublings out"),
+    "data.carry_state": Removed(False, "sequences begin without a state now: leave data.carry_state out"),
 }
 """By the end of their dotted key."""
 
 VALUES: dict[str, dict[str, str]] = {
     "model.attention.decay": dict.fromkeys(("feature", "fixed"), "use model.attention.decay=head"),
+    "runtime.on_nonfinite": {"rollback": "write runtime.on_nonfinite=halt or skip"},
 }
 """Values that keys no longer take, by the end of the key, with what to do now."""
 

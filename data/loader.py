@@ -1,8 +1,6 @@
 """Batches as pure functions: they keep no state between steps, so a restart cannot lose any."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,60 +14,24 @@ IGNORED = -1  # the target of padding
 Batch = tuple[np.ndarray, np.ndarray]
 
 
-class BatchSizes(NamedTuple):
-    """How many sequences each step of a run has. Their order is the same, whatever the sizes. Steps count from 0."""
-
-    last: int
-    """Sequences of a step after the last doubling."""
-    doublings: Sequence[int] = ()
-    """After so many steps, the batch doubles; in ascending order."""
-
-    def before(self, step: int) -> int:
-        """Return how many sequences come before those of `step`."""
-        first = self.last >> len(self.doublings)
-        return first * (step + sum((step - after) << i for i, after in enumerate(self.doublings) if after < step))
-
-    def at(self, step: int) -> int:
-        """Return how many sequences `step` has."""
-        return self.before(step + 1) - self.before(step)
-
-
 class TrainBatches:
     """The training batches of a run: `batch(step)` depends only on dataset, seed and step.
 
     The stream is cut into windows of seq_len targets. Every epoch takes each window exactly once, in its own
     order; a batch may span two epochs. With a `mixture`, every set has epochs of its own.
-
-    With `in_order`, each row of the batch reads all windows in order, again and again. The rows begin at equal
-    distances, so an epoch takes each window once here too, after which each row goes on where the next one began: no
-    row ever jumps, except from the end of the split to its beginning. The seed moves all rows by the same distance.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        seq_len: int,
-        batch_size: int,
-        seed: int,
-        doublings: Sequence[int] = (),
-        in_order: bool = False,
-    ) -> None:
-        """Set up for batches of `batch_size` sequences of `seq_len` tokens; `doublings` as in BatchSizes.
+    def __init__(self, stream: TokenStream, seq_len: int, batch_size: int, seed: int) -> None:
+        """Set up for batches of `batch_size` sequences of `seq_len` tokens.
 
         Raises:
-            UserError: the split is shorter than one window, or, `in_order`, than one for each row.
+            UserError: the split is shorter than one window.
         """
         if stream.n_tokens < seq_len + 1:
             has = f"split '{stream.split}' has {stream.n_tokens}"
             raise UserError(f"{seq_len=} needs {seq_len + 1} tokens, {has}: lower seq_len or prepare more text")
-        self.stream, self.seq_len, self.seed = stream, seq_len, seed
-        self.sizes = BatchSizes(batch_size, doublings)
+        self.stream, self.seq_len, self.batch_size, self.seed = stream, seq_len, batch_size, seed
         self.n_windows = (stream.n_tokens - 1) // seq_len
-        if in_order and self.n_windows < batch_size:
-            what = f"data.carry_state=true gives each of {batch_size} sequences a text of its own"
-            has = f"split '{stream.split}' has only {self.n_windows} times {seq_len=}"
-            raise UserError(f"{what}, and {has}: lower batch_tokens or seq_len")
-        self.in_order = in_order
         self.mixture: Mixture | None = None
         """None: the corpus as it is."""
 
@@ -79,8 +41,8 @@ class TrainBatches:
 
     def starts(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return where rows [start, stop) of the batch `step` begin in the split: int64 (stop - start,)."""
-        rows = np.arange(start, self.sizes.at(step) if stop is None else stop)
-        return self.windows(self.sizes.before(step) + rows) * self.seq_len
+        rows = np.arange(start, self.batch_size if stop is None else stop)
+        return self.windows(step * self.batch_size + rows) * self.seq_len
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows [start, stop) of the global batch `step`: token_ids and targets, int64 (stop - start, seq_len)."""
@@ -93,10 +55,6 @@ class TrainBatches:
         """Return the window of each sequence of the run, counted from its first: int64 (n,) -> int64 (n,)."""
         if self.mixture is not None:
             return self.mixture.windows(sequences)
-        if self.in_order:
-            steps, rows = np.divmod(sequences, self.sizes.last)
-            moved = shuffled(np.zeros(1, np.int64), self.n_windows, key=str(self.seed))
-            return (moved + rows * self.n_windows // self.sizes.last + steps) % self.n_windows
         return shuffled(sequences, self.n_windows, key=str(self.seed))
 
 
@@ -154,19 +112,6 @@ class CutWindows(EvalBatches):
     def span(self, window: int) -> tuple[int, int]:
         """Return [start, stop) of a window's tokens in the split."""
         return self._spans[window]
-
-
-def eval_windows(
-    stream: TokenStream, seq_len: int, rows: int, batches: int | None, stride: int | None = None, in_order: bool = False
-) -> EvalBatches:
-    """`batches` batches of `rows` windows, spread evenly over a split; None: all of the split.
-
-    With `in_order`, as in TrainBatches, and without a stride: at most `rows` long windows of as many tokens together.
-    """
-    if not in_order or stride is not None:
-        return EvalBatches(stream, seq_len, batches and batches * rows, stride)
-    total = len(EvalBatches(stream, seq_len))
-    return EvalBatches(stream, seq_len * (batches or max(1, -(-total // rows))), rows)
 
 
 def step_windows(batches: TrainBatches, step: int) -> list[tuple[int, int]]:

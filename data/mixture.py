@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from common.console import Track
 from common.settings import Settings, UserError
@@ -41,15 +41,6 @@ class DataConfig(Settings, defaults="train:data"):
     every window once an epoch."""
     document_reset: bool
     """Whether the documents of a window don't see each other: the <|endoftext|> that ends one begins the next."""
-    carry_state: bool
-    """Whether each sequence of a batch reads a text of its own in order, step by step, from the state that the step
-    before left, without gradients across. Only for models whose state has one size."""
-
-    @model_validator(mode="after")
-    def _one_order(self) -> "DataConfig":
-        if self.carry_state and self.mixture is not None:
-            raise ValueError("carry_state=true reads the corpus in order, and a mixture does not: use only one of them")
-        return self
 
     def reset_at(self, eot_id: int) -> int | None:
         """The id of <|endoftext|> if documents are kept apart (document_reset), else None."""

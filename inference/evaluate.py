@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.settings import UserError
 from data.documents import sets_between
-from data.loader import CutWindows, EvalBatches, eval_windows
+from data.loader import CutWindows, EvalBatches
 from data.shards import Manifest, TokenStream
 from inference.eval_report import draw_evaluation, show_evaluation
 from inference.load import Loaded, ModelConfig, load, open_dataset
@@ -110,7 +110,7 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
                 f"{key}={length} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
             )
     rows = max(1, state.batch_tokens // seq_len)
-    windows = eval_windows(stream, seq_len, rows, config.batches, config.stride, state.data.carry_state)
+    windows = EvalBatches(stream, seq_len, config.batches and config.batches * rows, config.stride)
     return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
 
 

@@ -195,7 +195,6 @@ def test_the_published_recipe():
 def test_the_recipes_of_fewer_tokens(name, tokens):
     config = decode(TrainConfig, compose("train", f"experiment={name}"))
     assert 0.98 * tokens < config.max_steps * config.batch_tokens <= 1.001 * tokens
-    assert config.batch_doublings == []
     assert (config.model, config.optim.name) == (model_of("flagship_125m"), "muon")
     other = decode(TrainConfig, compose("train", f"experiment={name}", "model=softmax_125m", "optim=adamw"))
     assert (other.model, other.optim.name) == (model_of("softmax_125m"), "adamw")

@@ -5,8 +5,7 @@ A checkpoint is a folder `step-00001000` with
     model.safetensors optimizer.safetensors    tensors by parameter name, or parts of them, one of each process:
                                                model-00001-of-00004.safetensors has the first rows of every tensor;
                                                averaged weights are in the model's, as average/NAME
-    random.safetensors                         the state of every process's random numbers, and with data.carry_state
-                                               the model's state after the text so far, a row for each sequence
+    random.safetensors                         the state of every process's random numbers
     state.json                                 the rest of the run's state: TrainState
     tokenizer.json                             so that a checkpoint alone is enough to sample from
     manifest.json                              sha256 of each of the others, written last
@@ -291,7 +290,7 @@ def save_checkpoint(
         if rank == 0:
             _write_rest(beside, tensors, state, tokenizer, sums)
             old = _aside(path)
-            if path.exists():  # it is damaged, or the run was rolled back to it
+            if path.exists():  # it is damaged
                 os.rename(path, old)
             os.rename(beside, path)
             sync_directory(path.parent)

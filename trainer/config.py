@@ -57,33 +57,16 @@ class TrainConfig(FixedSettings, defaults="train"):
     tracker: TrackerConfig
 
     @property
-    def batch_size(self) -> int:
-        """Sequences of the largest global batch."""
-        return self.batch_sizes.last
-
-    @property
-    def smallest_batch(self) -> str:
-        """The sequences of the first step, in words for an error."""
-        if not self.batch_doublings:
-            return f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences"
-        doublings = f"the {len(self.batch_doublings)} batch_doublings of batch_tokens={self.batch_tokens}"
-        return f"{doublings} begin with {self.batch_sizes.at(0)} sequences"
-
-    @property
     def last_step(self) -> int:
         """The step after which this run stops."""
         return min(self.stop_at or self.max_steps, self.max_steps)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "TrainConfig":
-        divisor, doublings = self.seq_len << len(self.batch_doublings), len(self.batch_doublings)
-        if self.batch_tokens % divisor:
-            near = (self.batch_tokens // divisor or 1) * divisor
-            times = f" x 2^{doublings}, for {doublings} batch_doublings" if doublings else ""
-            by = f"seq_len={self.seq_len}{times}"
-            raise ValueError(f"batch_tokens={self.batch_tokens} is not divisible by {by}: use {near}")
-        if late := [step for step in self.batch_doublings if step >= self.max_steps]:
-            raise ValueError(f"batch_doublings: step {late[0]} is not before max_steps={self.max_steps}: leave it out")
+        if self.batch_tokens % self.seq_len:
+            near = (self.batch_size or 1) * self.seq_len
+            given = f"batch_tokens={self.batch_tokens} is not divisible by seq_len={self.seq_len}"
+            raise ValueError(f"{given}: use {near}")
         if (share := self.runtime.context_parallel) > 1:
             self._check_shared_sequences(share)
         if self.run_dir == Path():
@@ -102,8 +85,6 @@ class TrainConfig(FixedSettings, defaults="train"):
         """Raise ValueError if that many processes cannot share a sequence."""
         given, runtime = f"runtime.context_parallel={share}", self.runtime
         self.model.check_constant_state(given, from_empty=True)
-        if self.data.carry_state:
-            raise ValueError(f"{given} does not work with data.carry_state=true: use only one of them")
         if self.seq_len % share:
             raise ValueError(f"{given} does not divide seq_len={self.seq_len}: use a divisor")
         for setting, value, instead in [

@@ -22,7 +22,7 @@ from common.console import console, print_error
 from common.exits import AGAIN
 from common.settings import UserError
 from model.ops import checks
-from trainer.watchdog import Verdict, Watchdog
+from trainer.deadline import Deadline
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 # Found in the messages of gloo's RuntimeErrors when another process is gone or does not answer.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out")
 
+_LEAVE_SECONDS = 20.0
+"""How long a failed process waits for the others, who may be inside NCCL, before it aborts NCCL's operations."""
+_KEEP_STORE_SECONDS = 3.0
+"""How long a process that hosts the store stays for the others, at most."""
 _FOREVER = timedelta(days=20)  # torch counts milliseconds, in part with 32 bits
 
 
@@ -40,7 +44,7 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
-    watchdog: Watchdog | None = field(default=None, repr=False, compare=False)
+    deadline: Deadline | None = field(default=None, repr=False, compare=False)
     group: Any = field(default=None, repr=False, compare=False)
     """The connections that collective operations use, a ProcessGroup; None: torch's default."""
     timeout: timedelta | None = field(default=None, repr=False, compare=False)
@@ -52,9 +56,9 @@ class World:
         return self.rank == 0
 
     def at(self, place: str) -> None:
-        """Note where this process is, such as "step 12: forward 1", for the watchdog's message if it hangs."""
-        if self.watchdog is not None:
-            self.watchdog.at(place)
+        """Note where this process is, such as "step 12: forward 1", in case that it hangs there."""
+        if self.deadline is not None:
+            self.deadline.at(place)
 
     def sum(self, value: Tensor) -> Tensor:
         """Add up `value` over all processes, in place, and return it."""
@@ -102,8 +106,8 @@ class World:
         Args:
             error: the error that ends this process. If the process itself failed, the others are notified now.
         """
-        if self.watchdog is not None:
-            self.watchdog.end(failed=error is not None and _is_own(error))
+        if self.deadline is not None:
+            self.deadline.stop(failed=error is not None and _is_own(error))
 
     def wrap(self, module: nn.Module, fsdp: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Move the module to this process's device, and average its gradients over all processes.
@@ -217,10 +221,11 @@ class SequenceGroup:
 
 @contextlib.contextmanager
 def join_world(device: torch.device, hang_seconds: float | None = None) -> Iterator[World]:
-    """Join the processes that torchrun (or srun) started beside this one; alone, do nothing. Only rank 0 prints.
+    """Join the processes that torchrun (or srun) started beside this one. Only rank 0 prints.
 
     Args:
-        hang_seconds: all processes end when one makes no progress for this long; None: they wait forever.
+        hang_seconds: this process ends with status AGAIN when the run makes no progress for this long; None: it waits
+            forever.
 
     Raises:
         UserError: the launcher's variables are not complete, or there is no GPU for this process.
@@ -228,58 +233,72 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
             checkpoint are lost; with status 1, the other process has printed an error that a person must fix.
     """
     if "RANK" not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        yield World(device)
+        alone = Deadline(hang_seconds)
+        try:
+            with _kept_alive(alone):
+                yield World(device, deadline=alone)
+        finally:
+            alone.stop()
         return
     rank, size = _read_environment()
     device = _own_device(device)
     console.quiet = rank != 0
-    watchdog, abort = None, False
+    deadline: Deadline | None = None
+    abort = False
+    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun hosts it
     try:
-        # Longer than the watchdog needs, because it knows which process the others wait for.
+        # Longer than the deadline, whose message says more.
         timeout = _FOREVER if hang_seconds is None else timedelta(seconds=2 * hang_seconds + min(10 * hang_seconds, 60))
-        hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun hosts it
-        store = _connect(hosts_store, size, timeout)
         how: dict[str, Any] = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
-        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout, **how)
-        if size > 1:
-            # A connection of its own, because the group's may be in use when everything hangs.
-            own = dist.PrefixStore("watchdog", _connect(False, size, timedelta(seconds=hang_seconds or 60)))
-            watchdog = Watchdog(own, dist.group.WORLD, hang_seconds, hosts_store)
-            checks.waiting.append(watchdog.touch)
-        yield World(device, rank, size, watchdog, timeout=timeout)
+        group_store = _connect(hosts_store, size, timeout)
+        dist.init_process_group(store=group_store, rank=rank, world_size=size, timeout=timeout, **how)
+        # A connection of its own, because the group's may be in use when everything hangs.
+        store = dist.PrefixStore("deadline", _connect(False, size, timedelta(seconds=min(hang_seconds or 60, 60))))
+        deadline = Deadline(hang_seconds, rank, store)
+        with _kept_alive(deadline):
+            yield World(device, rank, size, deadline, timeout=timeout)
     except BaseException as error:
         abort = device.type == "cuda" and (_is_own(error) or _is_lost_peer(error))
-        verdict = None if watchdog is None else watchdog.end(failed=_is_own(error))
+        failed = None if deadline is None else deadline.stop(failed=_is_own(error))
         _forget_frames(error)  # they hold the module: see below
         if not _is_lost_peer(error):
             raise
-        raise SystemExit(_explain_loss(rank, error, verdict)) from None
+        raise SystemExit(_explain_loss(rank, error, failed)) from None
     finally:
         # DDP's reducer must be gone before the group. If it held the last reference to the group, it would join gloo's
         # threads while it holds the interpreter's lock, and one of them may need that lock to release a tensor.
         # And its connections would stay open: the others would not notice that this process is gone.
         gc.collect()
-        if watchdog is not None:
-            checks.waiting.remove(watchdog.touch)
-            watchdog.end()
+        if deadline is not None:
+            deadline.stop()
         if abort and dist.group.WORLD is not None:
-            if watchdog is not None:
-                watchdog.let_others_leave()  # an abort would crash them (status 134), as if nobody had to act
+            if deadline is not None:
+                deadline.wait_for_others(size, _LEAVE_SECONDS)  # an abort would crash them (status 134)
             dist.group.WORLD.abort()  # NCCL would wait for its operations, which the others may never begin
         elif dist.is_initialized():
             dist.destroy_process_group()
-        if watchdog is not None:
-            watchdog.let_others_read()
+        if deadline is not None and hosts_store:
+            deadline.wait_for_others(size, _KEEP_STORE_SECONDS)
 
 
-def _explain_loss(rank: int, error: BaseException, verdict: Verdict | None) -> int:
+@contextlib.contextmanager
+def _kept_alive(deadline: Deadline) -> Iterator[None]:
+    """Let checks of kernels, which can take minutes, count as progress."""
+    checks.waiting.append(deadline.touch)
+    try:
+        yield
+    finally:
+        checks.waiting.remove(deadline.touch)
+
+
+def _explain_loss(rank: int, error: BaseException, failed: int | None) -> int:
     """Print one line that says why another process cannot be reached; returns the exit status."""
-    if verdict is None:
-        why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no file, no advice
-        print_error(f"rank {rank} lost contact with another process ({why}): start the same command again")
-    elif verdict.failed:
-        print_error(f"process {rank} stops: {verdict.line}")
-    return 1 if verdict and verdict.failed else AGAIN  # the watchdog says which process hangs
+    if failed is not None:
+        print_error(f"process {rank} stops: process {failed} ended with an error, see its message")
+        return 1
+    why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no file, no advice
+    print_error(f"rank {rank} lost contact with another process ({why}): start the same command again")
+    return AGAIN
 
 
 def _read_environment() -> tuple[int, int]:

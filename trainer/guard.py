@@ -1,18 +1,15 @@
-"""Detects steps that must not change the weights, and records evidence about them."""
+"""Detects steps that must not change the weights."""
 
 import itertools
 import math
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated
 
 from pydantic import Field
+from torch import Tensor
 
-from common.console import warn
-from common.files import write_json
 from common.settings import Settings
-from data.documents import documents_in
-from data.loader import TrainBatches, step_windows
-from data.shards import Manifest
+from trainer.distributed import World
 
 _MEMORY = 100
 """Approximate number of recent losses that the mean and the variance cover."""
@@ -49,17 +46,7 @@ def bad_steps_before(step: int, skipped: dict[int, str]) -> int:
     return next(n for n in itertools.count() if step - n - 1 not in skipped)
 
 
-def keep_evidence(
-    path: Path, dataset_dir: Path, manifest: Manifest, batches: TrainBatches, found: dict[str, Any]
-) -> None:
-    """Write what was found about the bad step `found["step"]` (counted from 1), and every document in its batch."""
-    batch = []
-    for row, (start, stop) in enumerate(step_windows(batches, found["step"])):
-        places = documents_in(dataset_dir, manifest, "train", start, stop)
-        documents = [{"set": place.set_name, "input": place.input, "number": place.number} for place in places]
-        batch.append({"sequence": row, "first_token": start, "documents": documents})
-    try:
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, {**found, "batch": batch})
-    except OSError as error:
-        warn(f"{path} was not written: {error.strerror}")
+def first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
+    """Names of the first three parameters whose gradient is not finite. Every process must call this."""
+    whole = ((name, world.full(p.grad)) for name, p in named if p.grad is not None)
+    return [name for name, gradient in whole if not gradient.isfinite().all()][:3]

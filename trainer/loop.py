@@ -10,7 +10,7 @@ from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.progress import TrainingProgress
 from trainer.resume import open_source
-from trainer.run import RollBack, Run, open_data
+from trainer.run import Run, open_data
 from trainer.run_dir import check_folder, own_run, say_changes
 from trainer.runtime import open_runtime
 from trainer.signals import StopSignals
@@ -67,14 +67,7 @@ def _train(run: Run, config: TrainConfig) -> float | None:
         asked = f"schedule.warmup_steps={config.schedule.warmup_steps} does not fit in max_steps={config.max_steps}"
         say(f"{asked}: the learning rate rises for {count(warmup, 'step')}")
     with run.open_files():
-        if config.runtime.on_nonfinite == "rollback" and not run.resumed:
-            run.save()
-            run.saver.finish()  # there must be a checkpoint to roll back to
-        while not run.ended:
-            try:
-                _train_on(run, config)
-            except RollBack as bad:
-                run.roll_back(bad)
+        _train_on(run, config)
         run.draw()
     if run.step < config.last_step:
         say(f"{run.stopped_by}: step {run.step} of {config.max_steps} is saved, and the same command resumes from it")

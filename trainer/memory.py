@@ -50,7 +50,6 @@ def step_memory(
     recompute: Recompute = "none",
     accumulated: bool = True,
     means: float = 2.0,
-    carried: int = 0,
 ) -> Memory:
     """The memory of a step with micro-batches of `micro_batch` sequences on each of n_device devices.
 
@@ -64,7 +63,6 @@ def step_memory(
         runtime: of the training; its device need not exist.
         accumulated: whether a step has several micro-batches; matters for several devices only.
         means: numbers of the optimizer's state, and of averaged weights, for each parameter.
-        carried: sequences of a device whose states are carried from step to step.
     """
     wide, narrow = runtime.param_dtype.itemsize, runtime.dtype.itemsize
     weights = gpt.n_params() * wide
@@ -81,8 +79,7 @@ def step_memory(
         whole = root + 2 * block * narrow + (block * wide if accumulated else root + 2 * block * wide)
 
     pieces = -(-seq_len // (runtime.sequence_chunk or seq_len))
-    n_states = 2 * carried + (micro_batch * pieces if pieces > 1 else 0)  # carried: before the step, and after it
-    states = n_states * _state_bytes(gpt, narrow) if n_states else 0
+    states = micro_batch * pieces * _state_bytes(gpt, narrow) if pieces > 1 else 0
     seq_len = min(seq_len, runtime.sequence_chunk or seq_len)
     V, D = gpt.embed.weight.shape
     tokens = micro_batch * seq_len

@@ -20,8 +20,8 @@ class MetricsLog:
     Training lines have "loss", evaluation lines "val_loss", and other lines "event".
 
     On a full disk no line is lost and training continues: lines wait in memory until there is room. Only `sync`, which
-    a checkpoint relies on, and `close` raise. `sync` may run in another thread, but not during `truncate` or `close`:
-    `write` does not wait for the disk.
+    a checkpoint relies on, and `close` raise. `sync` may run in another thread, but not during `close`: `write`
+    does not wait for the disk.
     """
 
     def __init__(self, path: Path, resumed_at: int) -> None:
@@ -74,15 +74,6 @@ class MetricsLog:
         with self._lock:
             self._synced, self._written = self._synced + count, self._written - count
             del self._recent[:count]
-
-    def truncate(self, step: int) -> None:
-        """Drop the lines later than `step`, because the run goes back to its checkpoint, which `sync` came before.
-
-        Raises:
-            OSError: the file cannot be truncated, and the disk is not full.
-        """
-        os.close(self._file)
-        self._open(step)
 
     def close(self) -> None:
         """Close the file.

@@ -9,7 +9,6 @@ from torch import nn
 from common.console import say
 from common.memory import available_memory
 from common.settings import UserError
-from model.gpt import GPTState
 from trainer.distributed import World
 from trainer.runtime import Runtime, device_name
 from trainer.step import accumulate_gradients
@@ -24,7 +23,6 @@ def choose_micro_batch(
     predict: Callable[[int], int],
     runtime: Runtime,
     world: World,
-    states: Callable[[int], list[GPTState]] = lambda size: [],
 ) -> int:
     """The largest micro-batch that fits in every process, the same in all. Prints its choice.
 
@@ -35,7 +33,6 @@ def choose_micro_batch(
         loss_module: (m, seq_len) ids and targets -> loss, ready for training: wrapped, compiled, on its device. Its
             weights do not change; its gradients are None afterwards.
         share: the most sequences that a process has in a step; the result is at most this.
-        states: returns the states that a micro-batch of so many sequences continues from; empty if none are carried.
         predict: the bytes that a step of so many sequences needs besides weights and optimizer.
 
     Raises:
@@ -67,7 +64,7 @@ def choose_micro_batch(
             for p in params:
                 p.grad = torch.zeros_like(p)
             ids = torch.zeros(size, seq_len, dtype=torch.int64, device=world.device)
-            accumulate_gradients(loss_module, [(ids, ids)], runtime, world, states=states(size), sync=False)
+            accumulate_gradients(loss_module, [(ids, ids)], runtime, world, sync=False)
             del reserve
             return True
         except (RuntimeError, MemoryError) as error:

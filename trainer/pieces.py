@@ -30,26 +30,23 @@ class Pieces:
         runtime: Runtime,
         token_ids: Tensor,
         targets: Tensor,
-        state: GPTState | None = None,
         at: Callable[[], None] = lambda: None,
     ) -> None:
         """Read all of the text except the last piece.
 
         Args:
             summed_loss: a SummedLoss, possibly wrapped by World.wrap.
-            state: the state before the text; no gradient flows into it. None: the text starts here.
             at: is called before each piece.
         """
         T = token_ids.shape[1]
         size = min(runtime.sequence_chunk or T, T)
         self._summed_loss, self._runtime = summed_loss, runtime
         self._token_ids, self._targets = token_ids.split(size, dim=1), targets.split(size, dim=1)
-        self._before, self._after = [state], None
+        self._before: list[GPTState | None] = [None]
+        self._after: Any = None
         """States before the pieces that are not done, and after the piece of the last call."""
         self._gradients: list[Tensor | None] = []
         """Gradients with respect to the state after the last remaining piece."""
-        self.last: Any = None
-        """The state after the text, without a graph."""
         for ids in self._token_ids[:-1]:
             at()
             with torch.no_grad(), runtime.autocast():
@@ -69,8 +66,6 @@ class Pieces:
                 loss: Tensor = self._summed_loss(self._token_ids[number], self._targets[number])
             else:
                 loss, self._after = self._summed_loss(self._token_ids[number], self._targets[number], state, True)
-        if self.last is None:
-            self.last = tree_map_only(Tensor, Tensor.detach, self._after)
         return loss
 
     def backward(self, loss: Tensor) -> None:

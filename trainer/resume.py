@@ -11,10 +11,8 @@ from common.console import say
 from common.settings import UserError, differences
 from data.shards import Manifest
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.gpt import GPT, GPTConfig, GPTState
-from model.state import restored, tensors_of
+from model.gpt import GPT, GPTConfig
 from trainer.checkpoint import (
-    FLOATS,
     Checkpoint,
     checkpoints_dir,
     newest_whole,
@@ -26,7 +24,6 @@ from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.state import FixedSettings, TrainState
-from trainer.tensor_file import Expected
 
 _FIXED = set(FixedSettings.model_fields)
 
@@ -102,20 +99,13 @@ def restore(
     fresh: TrainState,
     tensors: Mapping[str, Mapping[str, Tensor]],
     world: World,
-    carried: GPTState | None,
-    rows: slice,
-) -> tuple[TrainState, GPTState | None]:
+) -> TrainState:
     """Load a checkpoint into a run's tensors and random generators, and return its state.
 
     Args:
         path: a verified checkpoint.
         fresh: the state in which the run would begin.
         tensors: those of "model" and "optimizer", by name.
-        carried: with data.carry_state, a state of the model of the size of this process's sequences.
-        rows: this process's sequences of the global batch.
-
-    Returns:
-        The run's state, and with data.carry_state that of the model after the text so far, of `rows`.
 
     Raises:
         UserError: the checkpoint belongs to a run with another model or other data.
@@ -131,20 +121,12 @@ def restore(
             for key, value in of_run.items():
                 world.own(value).copy_(stored[key])
     world.at("reading random")
-    sequences = state.batch_tokens // state.seq_len
-    streams: Expected = {
-        name: (torch.Size([sequences, *x.shape[1:]]), FLOATS if x.is_floating_point() else [x.dtype])
-        for name, (x, _) in tensors_of(carried, "carried")
-    }
-    saved_states = checkpoint.tensors(
-        "random", {**random_tensors(state.processes, state.device), **streams}, dict.fromkeys(streams, rows)
-    )
+    saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))
     if (state.processes, state.device) == (world.size, world.device.type):
         set_random_state(saved_states[RANDOM][world.rank], world.device)
     else:  # other processes than before: each gets a new generator
         seed_process(f"{state.seed} {state.step} {world.rank}")
-    here = {name: value.to(world.device) for name, value in saved_states.items()}
-    return state.model_copy(update={"dataset_dir": fresh.dataset_dir}), restored(carried, here, "carried")
+    return state.model_copy(update={"dataset_dir": fresh.dataset_dir})
 
 
 def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:

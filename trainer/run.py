@@ -4,7 +4,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,19 +11,16 @@ from torch import Tensor
 
 from common.console import count, say, warn
 from common.settings import UserError
-from data.loader import EvalBatches, TrainBatches, eval_windows
+from data.loader import EvalBatches, TrainBatches
 from data.prefetch import Prefetch
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.gpt import GPTState
-from model.state import cat_states, state_bytes
 from trainer.average import Average
 from trainer.build import build_model
-from trainer.carried import gathered, restarted_rows, split_rows
 from trainer.config import TrainConfig
 from trainer.curves import RunCurves, curves_of
 from trainer.distributed import SequenceGroup, World
-from trainer.guard import bad_steps_before, keep_evidence, why_bad
+from trainer.guard import bad_steps_before, first_not_finite, why_bad
 from trainer.losses import evaluate
 from trainer.memory import step_memory
 from trainer.metrics import MetricsLog, read_metrics
@@ -37,21 +33,13 @@ from trainer.run_dir import write_config
 from trainer.runtime import Runtime, device_name, peak_flops
 from trainer.saving import Saver
 from trainer.signals import StopSignals
-from trainer.step import Abandoned, MicroBatches, StepResult, train_step
+from trainer.step import Abandoned, MicroBatches, train_step
 from trainer.trackers import Trackers
 from trainer.transfer import ratios
 
 _FLOPS_OF_A_CORE = 5e10  # in a second, of a fast core in float32
 _LONG_STEP = 120  # seconds
 _USUAL_PARAMETERS = 125e6  # of the model that the default learning rate is for
-
-
-class RollBack(Exception):
-    """A step has gone wrong, and the run must go back to its last checkpoint."""
-
-    def __init__(self, step: int, reason: str) -> None:
-        super().__init__(f"step {step}: {reason}")
-        self.skip = {step: reason}
 
 
 class Run:
@@ -92,17 +80,10 @@ class Run:
         self.average = None if config.average is None else Average(self.gpt, config.average, world)
         self.flops_per_token = self.gpt.flops_per_token(config.seq_len)
         self.state = new_state(config, self.manifest)
-        first, stop = self._sequences(self.step)
-        self.carried = self.gpt.initial_state(stop - first) if config.data.carry_state else None
-        """With data.carry_state, the model's state after the text so far of this process's sequences."""
         if checkpoint is not None:
-            self._restore(checkpoint)
+            self.state = restore(checkpoint, self.state, self._tensors(), world)
             say(f"resuming {config.run_dir} after step {self.step}")
         self.micro_batch = self._choose_micro_batch()
-
-    def _restore(self, checkpoint: Path) -> None:
-        fresh, rows = new_state(self.config, self.manifest), slice(*self._sequences(self.step))
-        self.state, self.carried = restore(checkpoint, fresh, self._tensors(), self.world, self.carried, rows)
 
     def _choose_micro_batch(self) -> int:
         """The configured size, or the largest that fits. A run chooses only once, because rounding depends on it."""
@@ -117,17 +98,12 @@ class Run:
         share, seq_len = -(-config.batch_size // world.size), config.seq_len
 
         def predict(size: int) -> int:
-            """What a step needs besides what there is already: weights, optimizer, and the states carried to it."""
-            recompute, carried = config.runtime.recompute, share if config.data.carry_state else 0
-            memory = step_memory(
-                self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute, carried=carried
-            )
-            return memory.peak - memory.weights - memory.optimizer - state_bytes(self.carried)
+            """What a step needs besides weights and optimizer, which are there already."""
+            recompute = config.runtime.recompute
+            memory = step_memory(self.gpt, size, seq_len, self.runtime, world.size, recompute=recompute)
+            return memory.peak - memory.weights - memory.optimizer
 
-        def states(size: int) -> list[GPTState]:
-            return [self.gpt.initial_state(size)] if config.data.carry_state else []
-
-        size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world, states)
+        size = choose_micro_batch(self.summed_loss, share, seq_len, predict, self.runtime, world)
         self._update(micro_batch=size, micro_batch_for=place)
         return size
 
@@ -150,18 +126,9 @@ class Run:
 
         Raises:
             Abandoned: a signal came before its last micro-batch.
-            RollBack: the step went wrong, and runtime.on_nonfinite=rollback.
             UserError: the run must halt, or memory ran out. Weights and optimizer are unchanged.
         """
         started = time.perf_counter()
-        if self.carried is not None:
-            starts = self.batches.starts(self.step, *self._sequences(self.step))
-            begins = torch.from_numpy(starts == 0)  # the rows with no text before them
-            self.carried = restarted_rows(self.carried, begins, self.gpt.initial_state(1))
-        if (reason := self.state.passed_over.get(self.step + 1)) is not None:  # the run was rolled back because of it
-            if self._ahead is not None:
-                next(self._ahead)
-            return self._skipped(reason)
         try:
             line = self._step()
         except Abandoned:
@@ -187,7 +154,6 @@ class Run:
             micro_batches,
             self.runtime,
             self.world,
-            states=[] if self.carried is None else split_rows(self.carried, [len(ids) for ids, _ in micro_batches]),
             grad_clip=config.optim.grad_clip,
             refuse=lambda loss, norm: why_bad(loss, norm, self.state.statistics, config.runtime.spike_sigmas),
             asked_to_stop=lambda: self.signals.received is not None,
@@ -196,8 +162,7 @@ class Run:
         if result.stop:
             self.stopped_by = self._signal()
         if result.refused is not None:
-            return self._bad_step(result, lr)
-        self.carried = cat_states(result.states) if result.states else None
+            return self._bad_step(result.refused)
         if config.runtime.spike_sigmas:
             self._update(statistics=self.state.statistics.after(result.loss))
         self._update(step=self.step + 1)
@@ -211,22 +176,21 @@ class Run:
         own = self.signals.received
         return "another process was asked to stop" if own is None else f"stopped by {own.name}"
 
-    def _bad_step(self, result: StepResult, lr: float) -> dict[str, Any]:
-        """Halt, roll back or skip, as runtime.on_nonfinite says."""
-        config, step, reason = self.config, self.step + 1, result.refused
-        assert reason is not None
-        path = self._keep_evidence(step, result, lr)
+    def _bad_step(self, reason: str) -> dict[str, Any]:
+        """Halt or skip, as runtime.on_nonfinite says."""
+        config, step = self.config, self.step + 1
+        bad = first_not_finite(self.gpt.named_parameters(), self.world)
         self.optimizer.zero_grad()
+        if bad:
+            reason = f"{reason} (first gradients not finite: {', '.join(bad)})"
         in_a_row = bad_steps_before(step, self.state.passed_over) + 1
         policy = config.runtime.on_nonfinite
         if policy == "halt" or in_a_row > config.runtime.max_bad_steps:
             often = "" if policy == "halt" else f", after {in_a_row - 1} bad steps in a row"
-            what = f"step {step}: {reason}{often}; the weights are unchanged, and {path} lists the data it read"
+            look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
             remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
-            raise UserError(f"{what}: {remedy}")
-        if policy == "rollback":
-            raise RollBack(step, reason)
-        warn(f"skipping step {step}: {reason}; {path} lists the data it read")
+            raise UserError(f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}")
+        warn(f"skipping step {step}: {reason}")
         self._update(passed_over={**self.state.passed_over, step: reason})
         return self._skipped(reason)
 
@@ -241,52 +205,9 @@ class Run:
     def _update(self, **changes: Any) -> None:
         self.state = self.state.model_copy(update=changes)
 
-    def _keep_evidence(self, step: int, result: StepResult, lr: float) -> Path:
-        world, config = self.world, self.config
-        path, batch_size = config.run_dir / "bad_steps" / f"step-{step:08}.json", config.batch_sizes.at(step - 1)
-        gradients = ((name, world.full(p.grad)) for name, p in self.gpt.named_parameters() if p.grad is not None)
-        found = {
-            "step": step,
-            "reason": result.refused,
-            "loss": str(result.loss),
-            "grad_norm": str(result.grad_norm),
-            "lr": lr,
-            "processes": [
-                {
-                    "sequences": sequences_of(rank // self.group.size, self.group.count, batch_size),
-                    "sum_of_losses": str(loss.item()),
-                }
-                for rank, loss in enumerate(world.gather(result.own_loss))
-            ],
-            "gradients_not_finite": [name for name, gradient in gradients if not gradient.isfinite().all()],
-        }
-        if world.is_main:
-            keep_evidence(path, config.dataset_dir, self.manifest, self.batches, found)
-        return path
-
-    def roll_back(self, bad: RollBack) -> None:
-        """Go back to the newest checkpoint, and remember to skip the step that went wrong."""
-        self.saver.wait()
-        self.world.wait_for_all()
-        path = find_checkpoint(self.config.run_dir, self.world)
-        if path is None:
-            raise UserError(f"{bad}; its checkpoints were deleted, so it cannot go back: use another run_dir")
-        now = self.state
-        self._restore(path)
-        self._update(
-            passed_over=now.passed_over | bad.skip, micro_batch=now.micro_batch, micro_batch_for=now.micro_batch_for
-        )
-        self.saver.saved_step = None  # the checkpoint does not know what is passed over
-        self.saver.newest = self.step
-        if self.world.is_main:
-            self.log.truncate(self.step)
-            self.trackers.go_back(self.step)
-            self.curves = curves_of(read_metrics(self.log.path))
-        warn(f"{bad}; back to step {self.step}, and that step will be skipped")
-
     def share(self, step: int) -> MicroBatches:
         """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
-        first, stop = self._sequences(step)
+        first, stop = self._sequences()
         whole = map(torch.from_numpy, self.batches.batch(step, first, stop))
         parts = [ids.chunk(self.group.size, dim=1)[self.group.place] for ids in whole]
         if self.world.device.type == "cuda":
@@ -296,9 +217,9 @@ class Run:
         token_ids, targets = (ids.split(size) for ids in parts)
         return list(zip(token_ids, targets, strict=True))
 
-    def _sequences(self, step: int) -> tuple[int, int]:
+    def _sequences(self) -> tuple[int, int]:
         """The sequences [first, stop) of a step's batch that belong to this process, or to its group."""
-        return sequences_of(self.group.index, self.group.count, self.config.batch_sizes.at(step))
+        return sequences_of(self.group.index, self.group.count, self.config.batch_size)
 
     @contextlib.contextmanager
     def reading_ahead(self) -> Iterator[Prefetch[MicroBatches]]:
@@ -355,17 +276,14 @@ class Run:
         world = self.world
         world.at(f"step {self.step + 1}: save")
         states = world.gather(random_state(world.device).to(world.device))
-        each = [sequences_of(rank, world.size, self.config.batch_size) for rank in range(world.size)]
-        carried = gathered(self.carried, world, [stop - first for first, stop in each])
-        # Forget skipped steps that are too old to be in a row with later ones. Before this save they are remembered,
-        # because a roll back repeats them.
+        # Forget skipped steps that are too old to be in a row with later ones.
         first = self.step - self.config.runtime.max_bad_steps
         passed_over = {bad: why for bad, why in self.state.passed_over.items() if bad >= first}
         self._update(passed_over=passed_over)
         if not world.is_main and not self._in_parts:
             return
         parts = {name: self._own(tensors) for name, tensors in self._tensors().items()}
-        parts["random"] = {RANDOM: torch.stack(states), **carried} if world.is_main else {}
+        parts["random"] = {RANDOM: torch.stack(states)} if world.is_main else {}
         where = {"processes": world.size, "device": world.device.type}
         self.saver.save(parts, self.state.model_copy(update=where))
 
@@ -435,8 +353,7 @@ class Run:
         if self.world.device.type == "cpu" and seconds > _LONG_STEP:
             small = "give experiment=quickstart, or a small model and fewer batch_tokens"
             warn(f"a step takes about {seconds / 60:,.0f} minutes on this CPU; for a model that suits it, {small}")
-        first = f"{config.batch_sizes.at(0)} to " if config.batch_doublings else ""
-        batch = f"{first}{config.batch_size} x {config.seq_len} tokens a step, {count(config.max_steps, 'step')}"
+        batch = f"{config.batch_size} x {config.seq_len} tokens a step, {count(config.max_steps, 'step')}"
         say(f"{n_params:,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")
         tuned_rate, tuned = f"optim.max_lr={config.optim.max_lr:g} was tuned for", config.optim.transfer
         if tuned is not None and ratios(self.gpt, tuned) != (1, 1):
@@ -458,9 +375,8 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
     train, val = (TokenStream(config.dataset_dir, manifest, split) for split in ("train", "val"))
     if val.n_tokens < 2:
         raise UserError(f"dataset_dir={config.dataset_dir} has no text in its split val: prepare it with val_tokens")
-    sizes, carry, n_batches = config.batch_sizes, config.data.carry_state, config.eval.batches
-    batches = TrainBatches(train, config.seq_len, sizes.last, config.seed, sizes.doublings, carry)
-    windows = eval_windows(val, config.seq_len, sizes.last, n_batches, in_order=carry)
+    batches = TrainBatches(train, config.seq_len, config.batch_size, config.seed)
+    windows = EvalBatches(val, config.seq_len, config.eval.batches and config.eval.batches * config.batch_size)
     return manifest, tokenizer, batches, windows
 
 
@@ -478,11 +394,11 @@ def _check_split(config: TrainConfig, world: World) -> None:
     if world.size % share:
         what = f"runtime.context_parallel={share} does not divide {world.size} processes"
         raise UserError(f"{what}: start {share} or a multiple of it with torchrun")
-    given, smallest = config.smallest_batch, config.batch_sizes.at(0)
-    if smallest < world.size // share:
+    given, sequences = f"batch_tokens={config.batch_tokens} is {config.batch_size} sequences", config.batch_size
+    if sequences < world.size // share:
         groups = f"{world.size // share} groups of {share}" if share > 1 else f"{world.size}"
         raise UserError(f"{given}, fewer than {groups} processes: start fewer, or raise batch_tokens")
-    if config.runtime.strategy == "fsdp" and smallest % world.size:  # later batches are multiples of it
+    if config.runtime.strategy == "fsdp" and sequences % world.size:
         needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
         raise UserError(f"{given}, not {needed}: change one of them, or use runtime.strategy=ddp")
 

@@ -65,16 +65,16 @@ class RuntimeConfig(DeviceConfig, defaults="runtime/auto"):
     recompute: Recompute
     """Activations that the backward pass computes again instead of keeping them. block: all but the inputs of blocks;
     selective: all but these and blocks' products with weights."""
-    on_nonfinite: Literal["halt", "skip", "rollback"]
-    """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: skip the batch; rollback: return to
-    the last checkpoint, and skip the batch when it is reached again."""
+    on_nonfinite: Literal["halt", "skip"]
+    """When loss or gradient is not finite, or the loss spikes. halt: stop; skip: leave the weights as they are, and go
+    on with the next batch."""
     max_bad_steps: int = Field(ge=0)
     """Most steps in a row that are skipped; one more stops the run."""
     spike_sigmas: float | None = Field(gt=0, allow_inf_nan=False)
     """A loss this many standard deviations above the mean of about the last 100 counts as bad; null: never."""
     hang_seconds: float | None = Field(gt=0, allow_inf_nan=False)
-    """If one of several processes makes no progress for this long, all processes stop with an error that names it;
-    null: they wait forever."""
+    """If training makes no progress for this long, every process prints where it is, and ends with status 75;
+    null: it waits forever."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from common.settings import Settings
-from data.loader import BatchSizes
 from data.mixture import DataConfig
 from model.gpt import GPTConfig
 from trainer.guard import LossStatistics
@@ -24,35 +23,27 @@ class FixedSettings(Settings):
     """Tokens per training sequence."""
     batch_tokens: int = Field(ge=1, le=2**28)
     """Tokens per step: the global batch, over all processes and micro-batches."""
-    batch_doublings: list[Annotated[int, Field(ge=1, lt=10**18)]] = Field(default=[], max_length=40)
-    """Batch-size warm-up: the batch doubles after each of these steps, and has batch_tokens after the last of them."""
     average: float | None = Field(default=None, gt=0, le=0.5)
     """Evaluate and export a running mean of the weights, whose mean age is about this share of the steps so far;
     null: the weights themselves."""
-    data: DataConfig = DataConfig(mixture=None, document_reset=False, carry_state=False)
+    data: DataConfig = DataConfig(mixture=None, document_reset=False)
     init_from: Path | None = None
     """Weights to begin with: those of a run's newest checkpoint, or of a given one, averaged if it has averages. It
     must have the same model and tokenizer; optimizer, step and schedule start from scratch. null: random weights."""
 
     @property
-    def batch_sizes(self) -> BatchSizes:
-        """Sequences of each step."""
-        return BatchSizes(self.batch_tokens // self.seq_len, self.batch_doublings)
+    def batch_size(self) -> int:
+        """Sequences per step, over all processes."""
+        return self.batch_tokens // self.seq_len
 
     def tokens(self, steps: int) -> int:
         """Tokens of the first `steps` steps."""
-        return self.batch_sizes.before(steps) * self.seq_len
+        return steps * self.batch_size * self.seq_len
 
     @model_validator(mode="after")
-    def _batches_fit(self) -> Self:
-        if self.batch_doublings != sorted(set(self.batch_doublings)):
-            raise ValueError(f"batch_doublings={self.batch_doublings} does not ascend: give steps such as [1000,4000]")
+    def _documents_fit(self) -> Self:
         if self.data.document_reset:
             self.model.check_documents()
-        if self.data.carry_state:
-            self.model.check_constant_state("data.carry_state=true", from_empty=True)
-            if self.batch_doublings:
-                raise ValueError("data.carry_state=true needs batches of one size: leave out batch_doublings")
         return self
 
 
@@ -69,7 +60,7 @@ class TrainState(FixedSettings):
     best_step: Annotated[int, Field(ge=0)] | None = None
     """The step with the lowest loss, whose checkpoint is kept."""
     passed_over: dict[Annotated[int, Field(ge=1)], str] = Field(default_factory=dict)
-    """Recent or future steps, counted from 1, that are skipped, with the reason."""
+    """Recent steps, counted from 1, that were skipped, with the reason."""
     statistics: LossStatistics = LossStatistics()
     """Statistics of the losses so far, to detect spikes."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None

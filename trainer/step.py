@@ -37,21 +37,17 @@ class Abandoned(Exception):
 
 
 class StepResult(NamedTuple):
-    """The result of a step. The same in all processes, except own_loss."""
+    """The result of a step, the same in all processes."""
 
     loss: float
     """Mean over all valid tokens of the global batch, in nats."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
-    own_loss: Tensor
-    """Sum of the losses of this process's micro-batches."""
     stop: bool
     """Whether any process was asked to stop."""
     exact_tiles: int = 0
     """Tiles of log attention that all processes computed again by the exact form in forward passes, including those of
     recomputation."""
-    states: Sequence[GPTState] = ()
-    """The states after this process's micro-batches, without graphs, if there were states before them."""
     refused: str | None = None
     """Why the weights were not updated, with the gradients left in place; None: the weights were updated."""
 
@@ -63,7 +59,6 @@ def train_step(
     runtime: Runtime,
     world: World | None = None,
     *,
-    states: Sequence[GPTState] = (),
     grad_clip: float | None = None,
     refuse: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
     asked_to_stop: Callable[[], bool] = lambda: False,
@@ -78,12 +73,11 @@ def train_step(
         summed_loss: (B, T) ids and targets -> summed loss; a SummedLoss, possibly wrapped by World.wrap.
         micro_batches: this process's part of the global batch.
         world: the processes that train together; None: this one alone.
-        states: the state that each micro-batch continues from; empty: every sequence begins a text.
         grad_clip: largest norm of the whole gradient; None: not clipped.
         refuse: gets loss and gradient norm before the update; returns why it must not happen, or None.
         asked_to_stop: asked after the backward passes; the answer travels with the loss, so that all processes stop
             after the same step. A process that is alone is also asked before each micro-batch.
-        name: the step's name, for the watchdog's messages.
+        name: the step's name, for the deadline's message.
 
     Raises:
         Abandoned: this process is alone and was asked to stop before its last micro-batch.
@@ -95,8 +89,8 @@ def train_step(
     n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
     valid = world.sum(torch.full((), n_valid, dtype=torch.float64, device=world.device))
     abandon = asked_to_stop if world.size == 1 else lambda: False
-    own_loss, after = accumulate_gradients(
-        summed_loss, micro_batches, runtime, world, states=states, scale=world.size / valid, abandon=abandon, name=name
+    own_loss = accumulate_gradients(
+        summed_loss, micro_batches, runtime, world, scale=world.size / valid, abandon=abandon, name=name
     )
     world.at(f"{name}: loss")
     own = own_loss, own_loss.new_full((), asked_to_stop()), (repaired - repaired_before).double().squeeze()
@@ -105,7 +99,7 @@ def train_step(
     norm = world.full(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     # Nothing else in a step makes the CPU wait for a GPU.
     loss, grad_norm, asked, tiles = torch.stack([total / valid, norm.double(), asked, tiles]).tolist()
-    result = StepResult(loss, grad_norm, own_loss, stop=asked > 0, exact_tiles=int(tiles), states=after)
+    result = StepResult(loss, grad_norm, stop=asked > 0, exact_tiles=int(tiles))
     if (reason := refuse(result.loss, result.grad_norm)) is not None:
         return result._replace(refused=reason)
     if grad_clip is not None:
@@ -121,31 +115,29 @@ def accumulate_gradients(
     runtime: Runtime,
     world: World,
     *,
-    states: Sequence[GPTState] = (),
     scale: float | Tensor = 1.0,
     sync: bool = True,
     abandon: Callable[[], bool] = lambda: False,
     name: str = "step",
-) -> tuple[Tensor, list[GPTState]]:
-    """Add the gradient of scale x loss of each micro-batch; returns the sum of the losses, float64, and states.
+) -> Tensor:
+    """Add the gradient of scale x loss of each micro-batch; returns the sum of the losses, float64.
 
     DDP averages gradients over processes, so `scale` includes the number of processes as a factor.
 
     Args:
-        states: the state that each micro-batch continues from, without gradients; empty: every sequence begins a text.
         sync: average the gradients over the processes in the last backward pass.
         abandon: is asked before each micro-batch.
 
     Raises:
         Abandoned: `abandon` returned True.
     """
-    total, after = torch.zeros((), dtype=torch.float64, device=world.device), []
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
     for i, micro_batch in enumerate(micro_batches, start=1):
         if abandon():
             raise Abandoned
         x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
         at = partial(world.at, f"{name}: forward {i}")
-        pieces = Pieces(summed_loss, runtime, x, y, states[i - 1] if states else None, at)
+        pieces = Pieces(summed_loss, runtime, x, y, at)
         for number in reversed(range(len(pieces))):
             with world.sync_gradients(summed_loss, now=sync and i == len(micro_batches) and number == 0):
                 at()
@@ -153,6 +145,4 @@ def accumulate_gradients(
                 world.at(f"{name}: backward {i}")
                 pieces.backward(loss * scale)
             total += loss.detach()
-        if states:
-            after.append(pieces.last)
-    return total, after
+    return total

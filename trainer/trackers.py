@@ -92,11 +92,6 @@ class Trackers:
             if "loss" not in line or line["step"] % every == 0:
                 tracker.log(line)
 
-    def go_back(self, step: int) -> None:
-        """Continue after an earlier step."""
-        for _, tracker in self._trackers:
-            tracker.go_back(step)
-
     def finish(self) -> None:
         """Send what is left, in bounded time."""
         for _, tracker in self._trackers:
@@ -123,11 +118,6 @@ class TensorBoardTracker:
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
         for key, value in numbers.items():
             self._try(partial(self._writer.add_scalar, key, value, line["step"]))
-
-    def go_back(self, step: int) -> None:
-        """Begin another event file, from which TensorBoard learns that later steps are repeated."""
-        self.finish()
-        self._try(partial(self._open, step))
 
     def finish(self) -> None:
         """Write what is left."""
@@ -171,9 +161,6 @@ class WandbTracker:
                 self._kill("it does not keep up")
             except BrokenPipeError:
                 self._wait()
-
-    def go_back(self, step: int) -> None:
-        """Nothing to do: the figures are over the step that each line names."""
 
     def finish(self) -> None:
         """Wait for the last lines, but no longer than finish_seconds. Afterwards, nothing of wandb is running."""

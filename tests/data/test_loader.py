@@ -8,7 +8,7 @@ import pytest
 
 from common.settings import UserError
 from data import permutation
-from data.loader import BatchSizes, EvalBatches, TrainBatches, eval_windows, step_windows
+from data.loader import EvalBatches, TrainBatches
 from data.permutation import permute
 
 
@@ -225,58 +225,3 @@ def test_evaluation_of_some_windows_spreads_them(n_windows):
     assert gaps.max() - gaps.min() <= 1
     parts = [batches.rows(i, i + 1)[0] for i in range(len(batches))]
     assert np.array_equal(np.concatenate(parts), token_ids)
-
-
-def test_a_batch_doubles_after_each_of_its_steps():
-    sizes = BatchSizes(24, [2, 3, 7])
-    assert [sizes.at(step) for step in range(9)] == [3, 3, 6, 12, 12, 12, 12, 24, 24]
-    assert [sizes.before(step) for step in (0, 1, 2, 3, 7, 9)] == [0, 3, 6, 12, 60, 108]
-    assert BatchSizes(24, range(1, 4)).before(10**17) == 24 * 10**17 - 21 - 18 - 12  # exact, and at once
-    assert [BatchSizes(5).before(step) for step in range(3)] == [0, 5, 10]
-
-
-def test_doublings_change_where_steps_cut_the_sequences_and_nothing_else():
-    plain, doubled = (TrainBatches(FakeStream(701), 7, 8, seed=1, doublings=steps) for steps in ([], [1, 4]))
-    sequences = [np.concatenate([b.batch(step)[0] for step in range(n)]) for b, n in ((plain, 16), (doubled, 20))]
-    shorter = min(map(len, sequences))
-    assert shorter > 100  # the next epoch begins
-    assert np.array_equal(sequences[0][:shorter], sequences[1][:shorter])
-    for step in range(20):
-        starts = [begin for begin, _ in step_windows(doubled, step + 1)]
-        assert starts == doubled.batch(step)[0][:, 0].tolist()
-
-
-@pytest.mark.parametrize(("n_tokens", "batch_size"), [(701, 10), (708, 16), (71, 10), (36, 5)])
-def test_in_order_each_row_goes_on_where_it_ended_and_an_epoch_takes_each_window_once(n_tokens, batch_size):
-    batches = TrainBatches(FakeStream(n_tokens), seq_len=7, batch_size=batch_size, seed=0, in_order=True)
-    n = (n_tokens - 1) // 7
-    begins = np.stack([batches.batch(step)[0][:, 0] for step in range(2 * n)])  # (steps, rows)
-    assert (begins[1:] == (begins[:-1] + 7) % (7 * n)).all()
-    for steps in range(1, 2 * n):
-        counts = np.bincount(begins[:steps].flatten() // 7, minlength=n)
-        assert counts.max() - counts.min() <= 1
-    for step in range(2 * n):
-        assert batches.starts(step, 1, 4).tolist() == begins[step, 1:4].tolist()
-    other = TrainBatches(FakeStream(n_tokens), seq_len=7, batch_size=batch_size, seed=2, in_order=True)
-    assert (other.batch(0)[0] != batches.batch(0)[0]).any(), "the seed says where rows begin"
-    for step in (0, 5, 2 * n - 1):
-        for ours, whole in zip(batches.batch(step, 1, 3), batches.batch(step), strict=True):
-            assert (ours == whole[1:3]).all()
-
-
-def test_in_order_needs_a_window_for_each_row():
-    with pytest.raises(UserError, match=r"split 'train' has only 4 times seq_len=7: lower batch_tokens or seq_len"):
-        TrainBatches(FakeStream(29), seq_len=7, batch_size=5, seed=0, in_order=True)
-
-
-@pytest.mark.parametrize(
-    ("n_tokens", "rows", "batches"), [(701, 4, None), (701, 4, 3), (60, 4, None), (9, 4, 2), (2, 3, None)]
-)
-def test_streams_to_evaluate_are_the_whole_split_or_as_much_as_was_asked_for(n_tokens, rows, batches):
-    streams = eval_windows(FakeStream(n_tokens), 7, rows, batches, in_order=True)
-    ids, targets = streams.rows(0, len(streams))
-    assert len(streams) <= rows
-    counted = targets[targets >= 0]
-    assert len(set(counted.tolist())) == counted.size
-    assert (counted == ids[targets >= 0] + 1).all()
-    assert counted.size == min(n_tokens - 1, n_tokens if batches is None else rows * batches * 7)

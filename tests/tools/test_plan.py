@@ -7,7 +7,6 @@ import torch
 
 from common.settings import decode
 from model.gpt import GPT
-from model.state import state_bytes
 from tools.bench.train import Training, measure_rate
 from tools.plan.plan import PlanConfig, find_target, memory_of, plan
 from tools.plan.report import duration, engineering, gigabytes
@@ -99,12 +98,6 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(tiny_plan):
     assert 1 < largest < 500_000
     assert memory_of(gpt, config, target, largest).peak <= 16e9 * (1 - SPARE)
     assert memory_of(gpt, config, target, largest + 1).peak > 16e9 * (1 - SPARE)
-
-
-def test_carried_states_are_counted_before_and_after_a_step(tiny_plan):
-    config = tiny_plan({"data.carry_state": True, "batch_tokens": 160}, n_device=3)
-    alone, carried = (plan(c)["memory"]["peak"] for c in (tiny_plan({"batch_tokens": 160}, n_device=3), config))
-    assert carried - alone == 2 * config.share * state_bytes(GPT(config.model).initial_state(1)) > 0
 
 
 def test_auto_plans_with_the_largest_micro_batch_and_a_share_is_enough(tiny_plan):

@@ -92,7 +92,6 @@ def test_a_run_in_groups_is_the_run_of_one_process(train):  # noqa: F811
             ["runtime.context_parallel=2", "model/attention=softmax"],
             "needs a state of one size, and that of softmax grows",
         ),
-        (["runtime.context_parallel=2", "data.carry_state=true"], "does not work with data.carry_state=true"),
         (["runtime.context_parallel=2", "model/attention=longformer"], "does not work with longformer"),
         (["runtime.context_parallel=3"], "runtime.context_parallel=3 does not divide seq_len=16: use a divisor"),
         (["runtime.context_parallel=2", "runtime.strategy=fsdp"], "does not work with runtime.strategy=fsdp: use ddp"),

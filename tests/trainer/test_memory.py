@@ -137,12 +137,12 @@ def test_states_between_pieces_are_counted(changes, dtype):
     gpt, ids = GPT(config_of(**changes)), torch.randint(1000, (B, T))
     cut = Runtime(torch.device("cpu"), dtype, 128)
     pieces = Pieces(SummedLoss(gpt), cut, ids, ids)
-    # A carried state, which is counted twice, adds nothing else to the prediction.
-    one = (step_memory(gpt, B, T, cut, carried=1).peak - step_memory(gpt, B, T, cut).peak) // 2
+    # A longer sequence has more pieces, and nothing else.
+    four = step_memory(gpt, B, 2 * T, cut).peak - step_memory(gpt, B, T, cut).peak
     found = state_bytes(pieces._before[-1])
     if (dtype, changes) == (torch.bfloat16, STATES["windows"]):  # keys are counted as before the first token: float32
         found *= 2
-    assert B * one == pytest.approx(found, rel=0.03)
+    assert four == pytest.approx(4 * found, rel=0.03)
 
 
 def test_a_kernel_that_this_machine_lacks_keeps_the_same():

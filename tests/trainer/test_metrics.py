@@ -95,25 +95,6 @@ def test_what_a_log_keeps_it_keeps_byte_for_byte(path, opened, before, kept):
     assert path.read_text() == kept
 
 
-def test_a_log_that_goes_back_takes_the_later_lines_again(path, opened):
-    log = opened()
-    for step in range(1, 8):
-        log.write(train(step))
-        if step == 5:
-            log.sync()
-    log.truncate(6)
-    assert steps(path) == [1, 2, 3, 4, 5, 6]
-    log.truncate(4)
-    log.write({"step": 4, "tokens": 256, "event": "rolled_back", "reason": "a spike"})
-    log.write(train(5))
-    log.sync()
-    assert steps(path) == [1, 2, 3, 4, 4, 5]
-    log.truncate(0)
-    assert path.read_bytes() == b""
-    log.write(train(1))
-    assert steps(path) == [1]
-
-
 def test_a_log_refuses_what_is_not_json(path, opened):
     log = opened()
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -253,15 +234,11 @@ def test_a_full_disk_at_the_end_is_an_error(disk, path):
 
 
 def test_a_full_disk_does_not_keep_a_run_from_going_back(disk, path):
-    """On a restart and during a run: the file is truncated, not copied."""
+    """The file is truncated, not copied."""
     log = MetricsLog(path, resumed_at=0)
     log.write(train(1))
     disk.leave(500)
     last = written_until_full(log, path, first=2)
-    log.truncate(3)
-    log.write(train(4))
-    assert steps(path) == [1, 2, 3, 4]
-    written_until_full(log, path, first=5)
     with pytest.raises(OSError, match=r"metrics\.jsonl"):
         log.close()
     log = MetricsLog(path, resumed_at=2)
@@ -537,14 +514,6 @@ def test_trackers_at_once_each_get_some_lines_and_metrics_jsonl_has_every_step(t
     fit(tiny(both))
     assert writers()[1].purge_step == 5
     assert capsys.readouterr().err == ""
-
-
-def test_tensorboard_learns_that_a_rollback_repeats_steps(tiny, writers, factor_at):
-    factor_at({4: float("nan")})
-    fit(tiny({"runtime.on_nonfinite": "rollback", "tracker": {"tensorboard": {"every": 1}}, "stop_at": 4}))
-    first, second = writers()  # the rollback is to step 3
-    assert (first.purge_step, second.purge_step, first.closed, second.closed) == (1, 4, True, True)
-    assert [max(step for step, *_ in writer.scalars) for writer in (first, second)] == [3, 4]
 
 
 @pytest.mark.parametrize("error", [FakeWriter.error, RuntimeError("its thread\nhas ended")])

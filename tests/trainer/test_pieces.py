@@ -6,10 +6,7 @@ import pytest
 import ranks
 import torch
 from alone import open_run
-from test_carried import MODELS
 from test_torchrun import assert_same_steps
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.settings import UserError
 from data.loader import IGNORED
@@ -20,19 +17,27 @@ from trainer.step import SummedLoss, accumulate_gradients
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
 CPU = torch.device("cpu")
+FLAGSHIP = {"name": "log_space", "product": True, "d_key": 4, "decay": "head", "conv": 4}
 MECHANISMS = {
-    **MODELS,
-    **{f"{name} head": {"model.attention": {"name": name, "decay": "head"}} for name in ("log_space", "linear")},
+    "flagship": {"model.attention": FLAGSHIP, "model.block": {"name": "mlp", "conv": 4}, "model.position.name": "none"},
+    "log_space": {"model.n_layer": 2},
+    "log_space head": {"model.attention": {"name": "log_space", "decay": "head"}},
+    "signed": {"model.attention": {"name": "log_space_signed"}, "model.position.name": "none"},
+    "linear": {"model.attention": {"name": "linear"}, "model.block": {"name": "glu"}, "model.position.name": "rotary"},
+    "linear head": {"model.attention": {"name": "linear", "decay": "head"}},
+    "windows": {"model.attention": {"name": "sliding_window", "window": [5, 40], "dilation": [1, None]}},
+    "ngrams": {"model.ngrams": [1, 3], "model.position.name": "none"},
+    "both": {"model.attention_pattern": ["log_space", "sliding_window"], "model.n_layer": 2},
     "longformer": {"model.attention": {"name": "longformer", "window": 20, "n_global": 3}},
 }
 
 
-def gradients(run, chunk, x, y, states=()):
+def gradients(run, chunk, x, y):
     runtime = Runtime(CPU, torch.float64, chunk)
     for p in run.gpt.parameters():
         p.grad = None
-    loss, after = accumulate_gradients(SummedLoss(run.gpt), [(x, y)], runtime, World(CPU), states=states)
-    return float(loss), [torch.zeros_like(p) if p.grad is None else p.grad for p in run.gpt.parameters()], after
+    loss = accumulate_gradients(SummedLoss(run.gpt), [(x, y)], runtime, World(CPU))
+    return float(loss), [torch.zeros_like(p) if p.grad is None else p.grad for p in run.gpt.parameters()]
 
 
 FAST = ["flagship", "windows", "linear head", "longformer", "ngrams"]
@@ -54,19 +59,14 @@ def test_gradients_are_those_of_the_whole(tiny, name, documents):
             p.add_(0.3 * torch.randn(p.shape, dtype=p.dtype))
     ids = torch.randint(50, (2, 152))
     ids[:, torch.tensor([40, 64, 65, 129])] = run.tokenizer.eot_id
-    before, x, y = ids[:, :20], ids[:, 20:-1], ids[:, 21:].clone()  # 131 tokens
+    x, y = ids[:, 20:-1], ids[:, 21:].clone()  # 131 tokens
     y[0, 50:70] = IGNORED
-    state = run.gpt.features(before, return_state=True)[1]
-    for states in ([], [tree_map_only(Tensor, Tensor.detach, state)]):
-        loss, wanted, after = gradients(run, None, x, y, states)
-        for chunk in (130, 64, 23):
-            found, ours, last = gradients(run, chunk, x, y, states)
-            assert found == pytest.approx(loss, rel=1e-12)
-            for a, b in zip(ours, wanted, strict=True):
-                assert float((a - b).abs().max()) <= 1e-9 * max(1.0, float(b.abs().max()))
-            if name != "longformer":  # whose cache may hold some columns that nothing needs
-                for a, b in zip(*map(tree_leaves, (last, after)), strict=True):
-                    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    loss, wanted = gradients(run, None, x, y)
+    for chunk in (130, 64, 23):
+        found, ours = gradients(run, chunk, x, y)
+        assert found == pytest.approx(loss, rel=1e-12)
+        for a, b in zip(ours, wanted, strict=True):
+            assert float((a - b).abs().max()) <= 1e-9 * max(1.0, float(b.abs().max()))
     if not documents:
         cut = sum(gradients(run, None, *piece)[1][0] for piece in zip(x.split(64, 1), y.split(64, 1), strict=True))
         assert float((cut - wanted[0]).abs().max()) > 1e-6, "without the gradient through the state it is another"
@@ -147,24 +147,20 @@ def test_a_run_in_pieces_takes_the_same_steps(tiny, tmp_path):
     base = {"runtime.dtype": "float64", "seq_len": 50, "batch_tokens": 200, "max_steps": 3, "eval.batches": 1}
     base["average"] = 0.5
     lines, means = {}, {}
-    for carried in (False, True):
-        for chunk in (None, 20):
-            changes = base | {"runtime.sequence_chunk": chunk, "data.carry_state": carried}
-            run = open_run(tiny(changes))
-            lines[carried, chunk] = [run.train_step() for _ in range(3)]
-            means[carried, chunk] = run.average.tensors
-    for carried in (False, True):
-        for one, two in zip(lines[carried, None], lines[carried, 20], strict=True):
-            assert (one["loss"], one["grad_norm"]) == pytest.approx((two["loss"], two["grad_norm"]), rel=1e-9)
-        torch.testing.assert_close(means[carried, None], means[carried, 20], rtol=1e-8, atol=1e-10)
-    assert lines[False, None][2]["loss"] != pytest.approx(lines[True, None][2]["loss"], rel=1e-6)
+    for chunk in (None, 20):
+        run = open_run(tiny(base | {"runtime.sequence_chunk": chunk}))
+        lines[chunk] = [run.train_step() for _ in range(3)]
+        means[chunk] = run.average.tensors
+    for one, two in zip(lines[None], lines[20], strict=True):
+        assert (one["loss"], one["grad_norm"]) == pytest.approx((two["loss"], two["grad_norm"]), rel=1e-9)
+    torch.testing.assert_close(means[None], means[20], rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_processes_and_pieces_change_rounding_only(tiny_args, tmp_path, strategy):
     """Also with two micro-batches, block by block recomputed, documents apart and evaluations."""
-    args = [*tiny_args, "runtime.dtype=float64", "seq_len=48", "batch_tokens=192", "data.carry_state=true"]
+    args = [*tiny_args, "runtime.dtype=float64", "seq_len=48", "batch_tokens=192"]
     args += ["data.document_reset=true", "runtime.micro_batch=1"]
     pieces = [*args, "runtime.sequence_chunk=20", "runtime.recompute=block", f"runtime.strategy={strategy}"]
     for name, processes, given in (("whole", 1, args), ("pieces", 2, pieces)):

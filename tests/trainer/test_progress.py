@@ -6,7 +6,6 @@ import itertools
 import pytest
 from rich.console import Console
 
-from data.loader import BatchSizes
 from trainer.curves import RunCurves
 from trainer.progress import TrainingProgress
 
@@ -67,15 +66,3 @@ def test_on_a_terminal_times_are_named_and_lines_stay_above_the_bar(clock, monke
     assert "training: step 1 of 10" in shown
     assert "elapsed," in shown
     assert shown.rstrip("\n \x1b[?25h").endswith("left")
-
-
-def test_the_time_left_is_by_tokens(clock, capsys):
-    """After 4 of 8 steps, with 2 of 14 sequences read in 7 seconds, 12 are left: 42 seconds."""
-    sizes = BatchSizes(8, [4, 5, 7])
-    with TrainingProgress(sizes.before, 8, 2, RunCurves()) as progress:
-        for step in (3, 4):
-            clock[0] += 3.5
-            progress.take(line(step, 4.0))
-    left = (sizes.before(8) - 4) * 7 / 2
-    assert capsys.readouterr().out.startswith("step 4 of 8, ")
-    assert progress.left() == [f"1:{left - 60:02.0f} left"]

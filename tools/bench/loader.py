@@ -25,7 +25,7 @@ def bench(options: Any) -> Row:
     dataset_dir = options.dataset_dir or random_dataset(options.out / f"random-{options.tokens}", options.tokens)
     stream = TokenStream(dataset_dir, read_manifest(dataset_dir), "train")
     batches = TrainBatches(stream, options.seq_len, options.batch_tokens // options.seq_len, seed=1)
-    tokens, x = batches.sizes.at(0) * options.seq_len, torch.zeros(8)
+    tokens, x = batches.batch_size * options.seq_len, torch.zeros(8)
     steps = map(batches.batch, itertools.count())
     rows = [{"what": "loader alone"} | take_steps(lambda: next(steps), tokens, options.seconds)]
     with Prefetch(map(batches.batch, itertools.count())) as ahead:

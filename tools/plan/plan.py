@@ -49,10 +49,9 @@ class PlanConfig(TrainConfig, defaults="plan"):
     def _plan_fits(self) -> "PlanConfig":
         if self.n_device % (together := self.runtime.context_parallel):
             raise ValueError(f"runtime.context_parallel={together} does not divide n_device={self.n_device}")
-        if self.batch_sizes.at(0) * together < self.n_device:
-            raise ValueError(
-                f"{self.smallest_batch}, fewer than n_device={self.n_device}: lower n_device, or raise batch_tokens"
-            )
+        if self.batch_size * together < self.n_device:
+            has = f"batch_tokens={self.batch_tokens} is {self.batch_size} sequences"
+            raise ValueError(f"{has}, fewer than n_device={self.n_device}: lower n_device, or raise batch_tokens")
         rates = {"mfu": self.mfu, "tokens_per_second": self.tokens_per_second, "measure": self.measure or None}
         given = [name for name, value in rates.items() if value is not None]
         if len(given) > 1:
@@ -95,7 +94,6 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         | {"dtype": str(target.runtime.dtype).removeprefix("torch."), "source": target.source},
         "model": {"parameters": gpt.n_params(), "flops_per_token": flops},
         "step": {"tokens": config.batch_tokens, "sequences": config.batch_size, "seq_len": config.seq_len}
-        | {"sequences_at_first": config.batch_sizes.at(0)}
         | {"micro_batch": micro_batch, "micro_batches": -(-config.share // micro_batch), "share": config.share},
         "memory": memory._asdict() | {"peak": memory.peak, "largest_micro_batch": most},
         "time": time_of(config, target, flops, micro_batch),
@@ -139,8 +137,7 @@ def memory_of(gpt: GPT, config: PlanConfig, target: Target, micro_batch: int) ->
     """The memory that a device needs with micro-batches of this size."""
     fsdp, accumulated = config.runtime.strategy == "fsdp", micro_batch < config.share
     size, how = (micro_batch, config.seq_len // config.runtime.context_parallel), config.runtime.recompute
-    kept = config.means(gpt), config.share if config.data.carry_state else 0
-    return step_memory(gpt, *size, target.runtime, config.n_device, fsdp, how, accumulated, *kept)
+    return step_memory(gpt, *size, target.runtime, config.n_device, fsdp, how, accumulated, config.means(gpt))
 
 
 def time_of(config: PlanConfig, target: Target, flops: int, micro_batch: int) -> dict[str, Any]:

@@ -63,8 +63,7 @@ def _model(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     model, step = found["model"], found["step"]
     yield "parameters", f"{model['parameters']:,}", ""
     yield "FLOPs per token", engineering(model["flops_per_token"]), "forward and backward"
-    first = f"{step['sequences_at_first']:,} to " if step["sequences_at_first"] < step["sequences"] else ""
-    yield "tokens per step", f"{step['tokens']:,}", f"{first}{step['sequences']:,} x {step['seq_len']:,}"
+    yield "tokens per step", f"{step['tokens']:,}", f"{step['sequences']:,} x {step['seq_len']:,}"
     yield "micro-batches", f"{step['micro_batches']:,}", f"of {step['micro_batch']} sequences at most, on each device"
 
 

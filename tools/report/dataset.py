@@ -52,8 +52,8 @@ def _batches(run_dir: Path, dataset_dir: Path, manifest: Manifest, state: TrainS
             raise UserError(f"{dataset_dir} has changed since {run_dir} was trained on it: prepare it as it was")
         what = f"{run_dir} was trained on {state.dataset_dir}, not on {dataset_dir}"
         raise UserError(f"{what}: use dataset_dir={state.dataset_dir}")
-    stream, sizes = TokenStream(dataset_dir, manifest, "train"), state.batch_sizes
-    batches = TrainBatches(stream, state.seq_len, sizes.last, state.seed, sizes.doublings, state.data.carry_state)
+    stream = TokenStream(dataset_dir, manifest, "train")
+    batches = TrainBatches(stream, state.seq_len, state.batch_size, state.seed)
     if state.data.mixture is not None:
         batches.mix(dataset_dir, manifest, state.data.mixture)
     return batches
