@@ -69,8 +69,8 @@ check: setup  ## lint, format and types
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 
-bench: .venv/installed  ## time log attention against the published form and torch's own attention
-	$(VENV)/python scripts/bench_attention.py
+bench: .venv/installed  ## time log attention and sparse attention beside the published form and torch's own
+	$(VENV)/python scripts/bench.py
 
 format: setup  ## put every file into the project's format
 	$(VENV)/ruff check --fix .

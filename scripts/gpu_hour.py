@@ -1,22 +1,19 @@
-"""Check, time and test a GPU within an hour, the most important stages first: the first 20 minutes have the speeds.
+"""Check, time and test a GPU within a time limit: doctor.py, bench.py for training, operators and decoding, GPU tests.
 
     make gpu-hour
-    python scripts/gpu_hour.py minutes=20
+    python3 scripts/gpu_hour.py minutes=9 out=found       # on a bare machine, without make
 
-Stages: scripts/doctor.py, which checks all kernels; training, attention and decoding, timed; a profile of a training
-step; the tests that need a GPU; launch settings of the kernels side by side; other benchmarks; compute-sanitizer. Each
-is a process with a time limit of its own, an hour together, and writes into `out`, where report.md and report.json are
-rewritten after each. The same command goes on where it was cut off. A stage that has an outcome, good or bad, is not
-run again: delete its .json file for that.
+Each stage is a process, and what it finds is written into `out` before the next begins. The same command goes on where
+it was cut off. A stage that has an outcome, good or bad, is not run again: delete its entry in report.json for that.
 """
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-from tools.bench.packages import refuse_without
-
-NEEDED = ["torch", "annotated_types", "antlr4", "hydra", "matplotlib", "numpy", "omegaconf", "orjson", "pydantic"]
-NEEDED += ["pydantic_core", "rich", "safetensors", "tiktoken", "typing_inspection", "yaml"]
-refuse_without(*NEEDED, "hypothesis", "pytest")  # before an import stops at the first that is missing
+NEEDED = "torch hydra matplotlib numpy omegaconf orjson pydantic rich safetensors tiktoken yaml hypothesis pytest"
+if missing := [name for name in NEEDED.split() if find_spec(name) is None]:
+    sys.exit(f"error: {sys.executable} lacks {', '.join(missing)}: install what pyproject.toml names")
 
 from pydantic import PositiveFloat  # noqa: E402
 

@@ -32,15 +32,7 @@ WORK = {  # what a script calls once it has read its command line and everything
     "train": "trainer.loop.fit",
     "eval": "inference.evaluate.run_evaluation",
     "sample": "inference.sample.run_sampling",
-    "scripts/bench_attention": "tools.bench.attention.bench",
-    "scripts/bench_data": "tools.bench.data.bench",
-    "scripts/bench_decode": "tools.bench.decode.measure",
-    "scripts/bench_launches": "tools.bench.launches.bench",
-    "scripts/bench_loader": "tools.bench.loader.bench",
-    "scripts/bench_recurrence": "tools.bench.recurrence.bench",
-    "scripts/bench_save": "tools.bench.harness.Run",
-    "scripts/bench_sparse": "tools.bench.sparse.check",
-    "scripts/bench_train": "multiprocessing.get_context",
+    "scripts/bench": "tools.bench.run.bench",
     "scripts/convert_gqa": "tools.convert.gqa.convert",
     "scripts/count": "tools.count.counted",
     "scripts/doctor": "tools.doctor.examine.examine",
@@ -53,7 +45,6 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/merge_dataset": "data.prepare.merge.merge",
     "scripts/plan": "tools.plan.report.run_plan",
     "scripts/prepare_data": "data.prepare.dataset.prepare",
-    "scripts/profile_step": "tools.bench.profile.bench",
     "scripts/report": "tools.report.write.write_report",
     "scripts/scaling": "tools.scaling.report.run",
     "scripts/serve": "inference.server.serve.serve",
@@ -61,7 +52,6 @@ WORK = {  # what a script calls once it has read its command line and everything
     "scripts/verify_dataset": "data.prepare.verify.verify",
 }
 NEEDS = {
-    "scripts/bench_launches": "triton",
     "scripts/serve": "uvicorn",
     "scripts/train_tokenizer": "tokenizers",
 }
@@ -75,7 +65,6 @@ PLACES = {  # where a text says what to type, and the test that types it
     "data/prepare/merge.py": "test_a_part_that_is_missing_is_made_by_what_is_printed",
     "data/prepare/parts.py": "test_a_damaged_part_is_named",
     "model/ops/kernels.py": "test_extras_that_are_to_be_installed_exist",
-    "tools/bench/packages.py": "test_a_missing_package_is_one_line",
     "tools/convert/gqa.py": "test_the_settings_to_go_on_with_are_printed",
     "tools/convert/import_gpt2.py": "test_training_goes_on_by_the_command_that_is_printed",
     "trainer/distributed.py": "test_without_a_launcher_it_is_told_how",
@@ -132,7 +121,6 @@ def test_the_commands_of_a_help_and_of_a_docstring(command, goes_to_work, tmp_pa
         if "-sc" not in one.arguments and one not in typed:  # test_the_shell_completes types that
             typed.append(one)
     assert script in [one.script for one in typed]
-    (tmp_path / "runs" / "bench_save" / "dataset").mkdir(parents=True)  # else the script prepares it: minutes
     for one in typed:
         n_jobs = goes_to_work(*one)
         sweep = 16 if script == "scripts/scaling" else 4
@@ -168,7 +156,6 @@ def test_what_make_train_says_is_next(goes_to_work, tmp_path):
 def test_the_commands_of_a_page(goes_to_work, tmp_path, page):
     for plugin in ("triton", "uvicorn", "optuna"):
         pytest.importorskip(plugin)
-    (tmp_path / "runs" / "bench_save" / "dataset").mkdir(parents=True)
     for name in ("demo", "mine"):
         write_run(tmp_path / "runs" / name)
     text = page.read_text().replace(" ... ", " experiment=quickstart ")  # dots are the reader's own options

@@ -1,42 +1,50 @@
-"""The benchmarks run, write the results that they print, and do not time a wrong implementation."""
+"""scripts/bench.py: what it times, what it compares with, and what it refuses to time."""
 
 import json
+import sys
 
 import pytest
+import torch
+import zstandard
 
+from common.settings import decode
+from model.gpt import GPT, GPTConfig
 from model.ops.log_attention import BACKENDS, naive_log_attention
+from tools.bench import data, operators, train
+from tools.bench.decode import Ours, stretched
+
+TINY = ("lengths=64", "heads=2", "head_dim=8", "seconds=0", "rounds=1", "device=cpu")
+SMALL = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.head_dim=16", "model.n_vocab=64"]
+MODELS = (f"set={','.join(SMALL)}", "rounds=1", "device=cpu", "steps=3")
+KEYS_AND_VALUES = 4 * 2 * 2 * 16  # bytes of a token's
 
 
-@pytest.fixture(autouse=True)
-def without_the_interpreter(monkeypatch):
-    """Triton's takes minutes for all the ranges; the kernels have tests of their own."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-
-def test_bench_attention_checks_times_and_writes(command, tmp_path):
-    result = command("scripts/bench_attention", "quick=true", "device=cpu", f"out={tmp_path}")
+def figures(result, out):
     assert result.status == 0, result.err
-    found = json.loads((tmp_path / "bench.json").read_text())
-    assert found["command"] == f"python scripts/bench_attention.py quick=true device=cpu out={tmp_path}"
-    assert {"device", "threads", "torch", "git_commit"} <= set(found["machine"])
-    errors = {(row["deviation"], row["contender"]): row for row in found["errors"]}
-    assert set(errors) == {(deviation, name) for deviation in (1, 5, 20, 80, 200) for name in ("published", "chunked")}
-    for (deviation, _), row in errors.items():
-        for key in ("log_y", "gradients"):
-            assert 0 < row[key] <= row[f"{key}_allowed"]
-            assert row[f"{key}_allowed"] == pytest.approx(2 * errors[deviation, "published"][key] + 1e-6)
-    tiles = {deviation: row["forward_tiles"] for (deviation, name), row in errors.items() if name == "chunked"}
-    assert tiles[1] == tiles[5] == 0 < tiles[200]
-    rows = {(row["contender"], row["T"]): row for row in found["rows"]}
-    timed = "published", "chunked", "a gate for each head", "a gate for each feature", "SDPA flash"
-    assert set(rows) == {(name, T) for name in timed for T in (64, 100)}
-    for (_, T), row in rows.items():
-        assert min(row["forward_ms"], row["both_ms"]) > 0
-        assert row["both_x_published"] == pytest.approx(rows["published", T]["both_ms"] / row["both_ms"])
-        assert row["forward_x_SDPA"] == pytest.approx(rows["SDPA flash", T]["forward_ms"] / row["forward_ms"])
-        assert row["peak_over_inputs"] > 1
-    assert "bench.json" in result.out
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert f"written to {out}" in result.out
+    return json.loads(out.read_text())
+
+
+# ----- operators
+
+
+def test_operators_are_timed_beside_the_first_of_their_kind(command, tmp_path):
+    out = tmp_path / "new" / "bench.json"
+    result = command("scripts/bench", *TINY, "profile=true", f"out={out}")
+    found = figures(result, out)
+    assert {"cpu", "threads", "torch", "git_commit", "load"} <= set(found["machine"])
+    assert (found["options"]["heads"], found["options"]["what"]) == (2, ["operators"])
+    rows = {row["operator"]: row for row in found["operators"]}
+    attention = ["SDPA flash", "published", "chunked", "chunked, with gates", *operators.PATTERNS]
+    assert list(rows) == [*attention, "published recurrence", "log recurrence"]
+    for name, row in rows.items():
+        first = rows["SDPA flash" if name in attention else "published recurrence"]
+        for key in ("forward", "both"):
+            assert row[f"{key}_x"] == first[f"{key}_ms"] / row[f"{key}_ms"] > 0
+    profile = found["log attention, chunked, 64 tokens"]
+    assert profile[0]["ms"] >= profile[1]["ms"] > 0
+    assert profile[-1]["kernel"] == "aten::_local_scalar_dense"
+    assert "longformer 256 + 16" in result.out
 
 
 def off_by_a_little(*args, **options):
@@ -61,32 +69,185 @@ def one_gradient_not_a_number(q, k, log_v, log_f=None, **options):
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        (off_by_a_little, "log_y"),
-        (not_a_number, "log_y"),
+        (off_by_a_little, "result"),
+        (not_a_number, "result"),
         (wrong_gradient, "gradients"),
         (one_gradient_not_a_number, "gradients"),
     ],
 )
-def test_bench_attention_does_not_time_a_wrong_kernel(command, tmp_path, monkeypatch, wrong, what):
+def test_a_wrong_backend_is_not_timed(command, tmp_path, monkeypatch, wrong, what):
     monkeypatch.setitem(BACKENDS, "chunked", wrong)
-    result = command("scripts/bench_attention", "quick=true", "device=cpu", f"out={tmp_path}")
+    result = command("scripts/bench", *TINY, f"out={tmp_path / 'bench.json'}")
     assert result.status == 1
-    assert result.err.startswith(f"error: backend chunked is wrong in {what}")
+    assert result.err.startswith(f"error: chunked is wrong in its {what} (torch.float32, standard deviation 1: ")
+    assert (result.err.count("\n"), "forward" in result.out, list(tmp_path.iterdir())) == (1, False, [])
+
+
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_wrong_sparse_attention_is_not_timed(command, monkeypatch, factor):
+    right = operators.sparse_attention
+    monkeypatch.setattr(operators, "sparse_attention", lambda *qkv, patterns: right(*qkv, patterns) * factor)
+    result = command("scripts/bench", *TINY)
+    assert result.status == 1
+    assert result.err.startswith("error: window 256 is wrong in its result")
+
+
+def test_the_published_form_is_skipped_where_its_latents_fill_the_memory(monkeypatch, capsys):
+    monkeypatch.setattr(operators, "LATENT_BYTES", 0)
+    assert operators.why_not("published", None, (1, 2, 64, 8)) == "its latents alone take 0.0 GB"
+
+
+# ----- training
+
+
+NANOGPT = """
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    bias: bool
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+
+    def forward(self, idx, targets):
+        logits = self.table(idx)
+        return logits, torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        assert device_type == "cpu"
+        return torch.optim.AdamW(self.parameters(), learning_rate, betas, weight_decay=weight_decay)
+"""
+
+
+@pytest.fixture
+def nanogpt(tmp_path):
+    """A folder with nanoGPT's interface."""
+    (tmp_path / "model.py").write_text(NANOGPT)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_training_steps_are_timed_beside_nanogpt(run_process, nanogpt, tmp_path):
+    options = ["what=train", "models=gpt2_124m,heinsen_125m", "seq_len=32", "profile=true", f"nanogpt={nanogpt}"]
+    (done,) = run_process(["scripts/bench.py", *options, *MODELS, f"out={tmp_path / 'bench.json'}"])
+    found = figures(done, tmp_path / "bench.json")
+    reference, *models = found["train"]
+    assert [row["model"] for row in found["train"]] == ["nanoGPT", "gpt2_124m", "heinsen_125m"]
+    for row in models:
+        assert row["x"] == row["tokens_per_second"] / reference["tokens_per_second"] > 0
+        assert row["peak_gigabytes"] > 0.1
+    assert "aten::_local_scalar_dense" in [row["kernel"] for row in found["a step of heinsen_125m"]]
+
+
+def test_nanogpt_has_the_sizes_and_tokens_of_the_first_model(nanogpt, restored_torch):
+    config = train.config_of(["model=gpt2_124m", *SMALL, "runtime.device=cpu", "runtime.dtype=float32"], 8, 2)
+    theirs, ours = train.Training(config, 2, nanogpt), train.Training(config, 2)
+    gpt = theirs.summed_loss.gpt
+    assert vars(gpt.config) == {
+        "block_size": 8, "vocab_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 32, "bias": False
+    }  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(theirs.batch[0], ours.batch[0], strict=True))
+    before = gpt.table.weight.detach().clone()
+    theirs.step()
+    assert not torch.equal(gpt.table.weight, before)
+
+
+def test_a_folder_without_nanogpt_is_refused_in_one_line(command, tmp_path):
+    result = command("scripts/bench", "what=train", f"nanogpt={tmp_path}")
+    refusal = f"error: nanogpt={tmp_path} has no model.py: name the folder of a clone of nanoGPT\n"
+    assert (result.status, result.err) == (1, refusal)
+
+
+# ----- decoding
+
+
+def test_a_state_is_constant_in_log_space_and_grows_with_softmax(command, restored_torch, tmp_path):
+    out = tmp_path / "bench.json"
+    models = ["models=gpt2_124m,heinsen_1m", "positions=1100,40", "profile=true"]
+    result = command("scripts/bench", "what=decode", *models, *MODELS, f"out={out}")
+    found = figures(result, out)
+    rows = {(row["model"], row["position"]): row for row in found["decode"]}
+    assert list(rows) == [(name, at) for name in ("gpt2_124m", "heinsen_1m") for at in (40, 1100)]
+    for (_, at), row in rows.items():  # more than the 1,024 positions of gpt2_124m
+        assert row["x"] == row["tokens_per_second"] / rows["gpt2_124m", at]["tokens_per_second"] > 0
+    log_space = 4 * (2 * (16 * 16 + 16) + 32)  # a head's two sums, and the recurrence's
+    sizes = {key: row["bytes_of_state"] for key, row in rows.items()}
+    assert sizes["heinsen_1m", 40] == sizes["heinsen_1m", 1100] == log_space
+    assert [sizes["gpt2_124m", at] for at in (40, 1100)] == [40 * KEYS_AND_VALUES, 1100 * KEYS_AND_VALUES]
+    assert found["a token of heinsen_1m"][0]["ms"] > 0
+    assert f"{1100 * KEYS_AND_VALUES:,}" in result.out
+
+
+@pytest.mark.slow
+def test_decoding_is_timed_beside_hugging_face(command, restored_torch, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    options = ["what=decode", "models=gpt2_124m", "hf=gpt2_124m", "positions=40,1100", f"out={tmp_path / 'bench.json'}"]
+    rows = figures(command("scripts/bench", *options, *MODELS), tmp_path / "bench.json")["decode"]
+    assert [row["model"] for row in rows] == ["Hugging Face"] * 2 + ["gpt2_124m"] * 2
+    assert all(row["x"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hf=gpt2_124m"], "transformers is not installed: pip install -e '.[hf]'"),
+        (["hf=gpt9"], "model=gpt9 does not exist: "),
+        (["models=gpt2_123m"], "model=gpt2_123m does not exist: did you mean 'gpt2_124m'?"),
+        (["lengths=0"], "config lengths='0': Input should be greater than 0"),
+    ],
+    ids=["transformers", "hf", "models", "lengths"],
+)
+def test_mistakes_are_one_line(arguments, message, command, restored_torch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it fails
+    result = command("scripts/bench", "what=decode", *arguments, *MODELS, "positions=40")
+    assert result.status == 1
+    assert result.err.startswith(f"error: {message}")
     assert result.err.count("\n") == 1
-    assert "deviation" in result.out
-    assert "medians" not in result.out
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_recurrence_compares_with_the_published_form(command, tmp_path):
-    options = ["lengths=64,5000", "rounds=1"]
-    result = command("scripts/bench_recurrence", *options, f"out={tmp_path}")
-    assert result.status == 0, result.err
-    found = json.loads((tmp_path / "bench.json").read_text())
-    short, long = found["rows"]
-    assert (short["tokens"], long["tokens"]) == (64, 5000)
-    assert all(0 < row[f"ours_{key}"] < 1e-5 for row in (short, long) for key in ("s", "gradients"))
-    assert long["published_s"] > 10 * short["published_s"]
-    assert all(ms > 0 for ms in found["both_ms"].values())
-    assert "5,000" in result.out
-    assert "x as fast" in result.out
+@torch.inference_mode()
+def test_decoding_copies_a_cache_once():
+    raw = {"n_vocab": 16, "n_layer": 2, "n_head": 2, "n_embd": 16, "attention": {"name": "softmax"}}
+    gpt = GPT(decode(GPTConfig, raw | {"block": {"name": "mlp"}, "position": {"name": "rotary"}}))
+    token_ids = torch.zeros(1, 8, dtype=torch.long)
+    decoder = Ours(gpt, stretched(gpt, gpt(token_ids, return_state=True)[1], 100))
+    memory = []
+    for _ in range(5):
+        decoder(token_ids[:, :1])
+        memory.append(decoder.state.layers[0].k.data_ptr())
+    assert decoder.state.position.tolist() == [105]
+    assert len(set(memory)) == 1
+
+
+# ----- data
+
+
+def test_paths_are_those_of_the_users_folder(dataset_dir, monkeypatch):
+    monkeypatch.chdir(dataset_dir.parent)
+    assert data.run("scripts/verify_dataset.py", f"dataset_dir={dataset_dir.name}") > 0
+
+
+@pytest.mark.slow
+def test_preparing_is_timed_beside_the_library(command, tmp_path, monkeypatch, rank_file):
+    monkeypatch.chdir(tmp_path)
+    lines = "".join(json.dumps({"text": f"these are the words of {i}, " * 20}) + "\n" for i in range(3000))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    source = f"set=[data=jsonl,data.path=a.jsonl.zst,tokenizer=gpt2,tokenizer.path={rank_file},workers=2]"
+    rows = figures(command("scripts/bench", "what=data", source, "rounds=1", "out=bench.json"), tmp_path / "bench.json")
+    rates = {row["what"]: row["MB_per_second"] for row in rows["data"]}
+    assert list(rates) == ["the library, one thread", "prepared", "verified", "read by the loader"]
+    assert min(rates.values()) > 0
+    assert [row["x"] for row in rows["data"]] == [
+        rate / (2 * rates["the library, one thread"]) for rate in rates.values()
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl.zst", "bench.json"]

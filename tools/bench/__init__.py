@@ -1,1 +1,1 @@
-"""The measurements behind scripts/bench_*.py and scripts/inspect_kernels.py."""
+"""The measurements of scripts/bench.py, and what other tools share with them."""

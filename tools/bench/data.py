@@ -1,155 +1,99 @@
-"""From compressed text to verified shards, beside the tokenizer library's own."""
+"""Preparing a dataset, and reading it, beside the tokenizer library's own rate."""
 
 import contextlib
-import multiprocessing
 import os
-import resource
-import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from common.command import overrides
+from cli import compose, to_dict
+from common.command import options_of
 from common.console import say
-from common.settings import UserError
+from common.settings import UserError, decode
+from data.loader import TrainBatches
+from data.prepare.dataset import PrepareConfig
 from data.prepare.items import Unreadable
-from data.prepare.sources import JsonlSource
-from data.tokenizer import END_OF_TEXT, GPT2Config, build_tokenizer
-from tools.bench.harness import Row, benchmark
+from data.shards import TokenStream, read_manifest
+from data.tokenizer import RankTokenizer, build_tokenizer
+from tools.bench.harness import Row
 
-_SECONDS_BETWEEN_LOOKS = 0.02
+_SEQ_LEN, _BATCHES = 64, 50  # that the loader reads
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Cost(NamedTuple):
-    """The cost of processing all documents, summed over processes."""
-
-    seconds: float
-    cpu_seconds: float
-    gigabytes: float
-    """Largest resident memory."""
-
-
-@benchmark("medians of {rounds} rounds; x: ratio to the library, by {workers} threads of it")
-def bench(options: Any) -> Row:
-    """Measure the rate beside the library's, CPU seconds and the largest peak."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        work = encode_batch if options.tokenizer_json else encode_ordinary
-        found = [(pool.apply(work, (options,)), prepare_and_verify(options)) for _ in range(options.rounds)]
-    threads = options.workers if options.tokenizer_json else 1
-    n_bytes, alone = found[0][0][0], [cost for (_, cost), _ in found]
-    prepared, verified = zip(*(costs for _, costs in found), strict=True)
-    costs = {f"{work.__name__}, threads: {threads}": alone, "prepared": prepared, "prepared and verified": verified}
-    rows = [
-        {
-            "what": what,
-            "MB_per_second": median(n_bytes / 1e6 / one.seconds for one in rounds),
-            "x": median(
-                first.seconds * threads / (options.workers * one.seconds)
-                for first, one in zip(alone, rounds, strict=True)
-            ),
-            "cpu_seconds": median(one.cpu_seconds for one in rounds),
-            "peak_gigabytes": max(one.gigabytes for one in rounds),
-        }
-        for what, rounds in costs.items()
-    ]
-    return {"rows": rows, "utf8_bytes": n_bytes}
+def measure(options: Any) -> dict[str, list[Row]]:
+    """Encode all documents in one thread, prepare and verify a dataset as a user would, and read it, in each round."""
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        dataset_dir = Path(folder, "dataset")
+        words = [*(options.set or ["data=stdlib", "tokenizer=bytes"]), *options_of({"out_dir": str(dataset_dir)})]
+        config = decode(PrepareConfig, to_dict(compose("prepare", words)))
+        rounds: list[dict[str, float]] = []
+        for _ in range(options.rounds):
+            library, n_bytes = encode_alone(config)
+            prepared = run("scripts/prepare_data.py", *words)
+            verified = run("scripts/verify_dataset.py", *options_of({"dataset_dir": str(dataset_dir)}))
+            seconds = {"the library, one thread": library, "prepared": prepared, "verified": verified}
+            rounds.append(seconds | {"read by the loader": read(dataset_dir) * n_bytes})
+            shutil.rmtree(dataset_dir)
+    rate = {what: median(n_bytes / 1e6 / seconds[what] for seconds in rounds) for what in rounds[0]}
+    of_all = rate["the library, one thread"] * (config.workers or os.cpu_count() or 1)
+    return {"data": [{"what": what, "MB_per_second": own, "x": own / of_all} for what, own in rate.items()]}
 
 
-def encode_ordinary(options: Any) -> tuple[int, Cost]:
-    """Bytes of the documents, and what encode_ordinary takes for them, one after the other."""
-    tokens = build_tokenizer(GPT2Config(name="gpt2", path=options.ranks)).tokens
-    encode = tiktoken.Encoding(  # like tiktoken.get_encoding("gpt2"), whose pattern is not this project's
-        "gpt2",
-        pat_str=r50k_pat_str,
-        mergeable_ranks={token: rank for rank, token in enumerate(tokens[:-1])},
-        special_tokens={END_OF_TEXT: len(tokens) - 1},
-    ).encode_ordinary
-    return _timed(options, 1, lambda texts: encode(texts[0]))
-
-
-def encode_batch(options: Any) -> tuple[int, Cost]:
-    """Bytes of the documents, and what encode_batch_fast takes for them, a thousand at a time."""
-    os.environ |= {"RAYON_NUM_THREADS": str(options.workers), "TOKENIZERS_PARALLELISM": "true"}
-    from tokenizers import Tokenizer  # which not every installation has
-
-    library = Tokenizer.from_file(str(options.tokenizer_json))
-    return _timed(options, 1000, lambda texts: library.encode_batch_fast(texts, add_special_tokens=False))
-
-
-def _timed(options: Any, at_once: int, encode: Callable[[list[str]], object]) -> tuple[int, Cost]:
-    """Bytes of the documents, and what it takes to encode them, `at_once` at a time."""
-    n_bytes, seconds, cpu_seconds, texts = 0, 0.0, 0.0, _texts(options.files)
-    while batch := list(islice(texts, at_once)):
-        started, cpu_started = time.perf_counter(), time.process_time()
-        encode(batch)
+def encode_alone(config: PrepareConfig) -> tuple[float, int]:
+    """Return the seconds that the tokenizer's library takes for all documents, and their UTF-8 bytes."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    encode: Callable[[str], object] = tokenizer.encode
+    if isinstance(tokenizer, RankTokenizer):  # as tiktoken.get_encoding("gpt2"), whose pattern is not this project's
+        ranks = {token: rank for rank, token in enumerate(tokenizer.ranks)}
+        encode = tiktoken.Encoding(
+            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
+        ).encode_ordinary
+    n_bytes, seconds = 0, 0.0
+    for text in _texts(config):
+        started = time.perf_counter()
+        encode(text)
         seconds += time.perf_counter() - started
-        cpu_seconds += time.process_time() - cpu_started
-        n_bytes += sum(len(text.encode()) for text in batch)
-    return n_bytes, Cost(seconds, cpu_seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
+        n_bytes += len(text.encode())
+    return seconds, n_bytes
 
 
-def _texts(files: list[str]) -> Iterator[str]:
-    source = JsonlSource(name="jsonl", path=files, text_field="text")
-    for raw in source.documents():
+def _texts(config: PrepareConfig) -> Iterator[str]:
+    for raw in config.data.documents():
         with contextlib.suppress(Unreadable):
-            yield source.parse(raw).text
+            yield config.data.parse(raw).text
 
 
-def prepare_and_verify(options: Any) -> tuple[Cost, Cost]:
-    """Return the cost of preparing, and of preparing and verifying together."""
-    with tempfile.TemporaryDirectory(dir=options.out) as folder:
-        dataset_dir = f"{folder}/dataset"
-        settings = {
-            "data": "jsonl",
-            "data.path": options.files,
-            "tokenizer": "hf" if options.tokenizer_json else "gpt2",
-            "tokenizer.path": str(file) if (file := options.tokenizer_json or options.ranks) else None,
-            "out_dir": dataset_dir,
-            "workers": options.workers,
-        }
-        prepared = run("scripts/prepare_data.py", *shlex.split(overrides(settings)))
-        then = run("scripts/verify_dataset.py", f"dataset_dir={dataset_dir}")
-    peak = max(prepared.gigabytes, then.gigabytes)
-    return prepared, Cost(prepared.seconds + then.seconds, prepared.cpu_seconds + then.cpu_seconds, peak)
+def read(dataset_dir: Path) -> float:
+    """Return the seconds in which the loader reads the tokens of one byte of text."""
+    manifest = read_manifest(dataset_dir)
+    batches = TrainBatches(TokenStream(dataset_dir, manifest, "train"), _SEQ_LEN, 64, seed=1)
+    started = time.perf_counter()
+    for step in range(_BATCHES):
+        batches.batch(step)
+    seconds = (time.perf_counter() - started) / (_BATCHES * 64 * _SEQ_LEN)
+    total = manifest.splits["train"].total
+    return seconds * total.tokens / total.utf8_bytes
 
 
-def run(*command: str) -> Cost:
-    """Run a script of this repository with its options to its end.
+def run(script: str, *options: str) -> float:
+    """Run a script of this repository to its end, and return its seconds.
 
     Raises:
         UserError: it failed.
     """
-    with tempfile.TemporaryFile("w+") as said:
-        started, before, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN), 0
-        process = subprocess.Popen([sys.executable, ROOT / command[0], *command[1:]], stdout=said, stderr=said)
-        while process.poll() is None:
-            peak = max(peak, resident(process.pid))
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-        if process.returncode:
-            said.seek(0)
-            raise UserError(f"{' '.join(command)} failed: {said.read()[-2000:]}")
-    cost = Cost(seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, peak / 1e9)
-    say(f"{command[0]}: {cost.seconds:.1f} s, {cost.cpu_seconds:.1f} CPU s, {cost.gigabytes:.2f} GB")
-    return cost
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process and all its descendants hold; 0 where there is no /proc."""
-    total = 0
-    with contextlib.suppress(OSError):  # it has just ended
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        total = pages * os.sysconf("SC_PAGE_SIZE")
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            total += sum(map(resident, map(int, (thread / "children").read_text().split())))
-    return total
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, ROOT / script, *options], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{script} failed: {(done.stdout + done.stderr)[-2000:]}")
+    say(f"{script}: {time.perf_counter() - started:.1f} s")
+    return time.perf_counter() - started

@@ -9,81 +9,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cli import CONFIGS
-from common.console import say
 from common.settings import UserError
 from model.gpt import GPT, GPTConfig
 from model.graphs import DecodingStep
 from model.state import repeated_columns, state_bytes, stretched
-from tools.bench.harness import Row, benchmark, in_turn, timed
+from tools.bench.harness import Row, in_turn, profiled, timed
 from tools.bench.train import config_of
-from trainer.config import TrainConfig
 from trainer.runtime import open_runtime
 
+HUGGING_FACE = "Hugging Face"
 WARM_UP = 3  # steps that are not timed; a stretched cache is copied in the first
+PROFILED = 4  # steps of a profile
 READ = 8  # tokens before a state is stretched
-BYTES_AT = (1_000, 32_000, 1_000_000)  # positions at which states are sized
 
 Decode = Callable[[Tensor], Tensor]
 """One more token (1, 1) -> its logits (1, 1, n)."""
 
 
-@benchmark("decoding in float32, medians of {steps} steps; x: ratio to Hugging Face's GPT-2")
-def bench(options: Any) -> Row:
-    """Measure each model.
+@torch.inference_mode()
+def measure(options: Any) -> dict[str, list[Row]]:
+    """Measure every model at each position, and Hugging Face's GPT-2 first if its shape is given.
 
     Raises:
-        UserError: Hugging Face's GPT-2 is asked for, but is not installed, or cannot have the shape.
+        UserError: Hugging Face's GPT-2 cannot have the shape.
     """
-    attentions = options.attention
-    if attentions == ["all"]:
-        attentions = sorted(path.stem for path in (CONFIGS / "model/attention").glob("*.yaml"))
-    positions = sorted({*options.positions})
-    room = positions[-1] + WARM_UP + options.steps
-
-    def configured(model: str, *attention: str) -> TrainConfig:
-        return config_of([f"model={model}", *attention, *options.set, "runtime.dtype=float32"], room, 1)
-
-    hf = options.hf and configured(options.hf).model
-    models = {
-        ", ".join(filter(None, (model, name))): configured(model, *([f"model/attention={name}"] if name else []))
-        for model in options.models
-        for name in attentions or [None]
-    }
-    rows = []
-    for label, config in models.items():
-        for row in measure(config, hf, positions, options.steps):
-            rows.append({"model": label, **row})
-        say(f"{label} is measured")
-    return {"rows": rows}
-
-
-@torch.inference_mode()
-def measure(config: TrainConfig, hf: GPTConfig | None, positions: list[int], steps: int) -> list[Row]:
-    """One model's speed at each position, beside that of Hugging Face's in the shape of `hf`, and its bytes."""
-    device = open_runtime(config.runtime).device
+    positions = sorted(set(options.positions))
+    room = positions[-1] + WARM_UP + options.steps + PROFILED
+    overrides = [*options.set, f"runtime.device={options.device}", "runtime.dtype=float32"]
+    decoders: dict[tuple[str, int], Decode] = {}
+    sizes: dict[tuple[str, int], int] = {}
     torch.manual_seed(0)
-    gpt = GPT(config.model).to(device)
-    tokens = torch.randint(config.model.n_vocab, (1, READ), device=device)
-    _, state = gpt(tokens, return_state=True)
-    decoders: dict[Any, Decode] = {
-        ("ours", at): Ours(DecodingStep(gpt, 1), stretched(gpt, state, at)) for at in positions
-    }
-    if hf:
-        gpt2 = build_hf(hf, config.seq_len).to(device).eval()
-        decoders |= {("hf", at): hugging_face(gpt2, at) for at in positions}
+    if options.hf is not None:
+        shape = config_of([f"model={options.hf}", *overrides], room, 1).model
+        gpt2 = build_hf(shape, room).to(options.device).eval()
+        decoders |= {(HUGGING_FACE, at): hugging_face(gpt2, at) for at in positions}
+    for name in options.models:
+        config = config_of([f"model={name}", *overrides], room, 1)
+        gpt = GPT(config.model).to(open_runtime(config.runtime).device)
+        _, state = gpt(torch.zeros(1, READ, dtype=torch.int64, device=options.device), return_state=True)
+        for at in positions:
+            long = stretched(gpt, state, at)
+            decoders[name, at], sizes[name, at] = Ours(DecodingStep(gpt, 1), long), state_bytes(long)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=options.device)
 
-    def step(decoder: Decode) -> None:
-        decoder(tokens[:, :1])[0, 0, 0].item()  # waits for the device
+    def step(decode: Decode) -> None:
+        decode(token)[0, 0, 0].item()  # waits for the device
 
-    seconds = in_turn({key: timed(partial(step, it)) for key, it in decoders.items()}, steps, WARM_UP)
-    rate = {key: 1 / statistics.median(found) for key, found in seconds.items()}
-    rows = []
-    for at in sorted({*positions, *BYTES_AT}):
-        ours, theirs = rate.get(("ours", at)), rate.get(("hf", at))
-        speed = {"tokens_per_second": ours, "x_hugging_face": ours / theirs if ours and theirs else None}
-        rows.append({"position": at, **speed, "bytes_of_state": state_bytes(stretched(gpt, state, at))})
-    return rows
+    turns = {key: timed(partial(step, decode)) for key, decode in decoders.items()}
+    rate = {key: 1 / statistics.median(found) for key, found in in_turn(turns, options.steps, WARM_UP).items()}
+    first = next(iter(rate))[0]
+    rows: list[Row] = [
+        {"model": name, "position": at, "tokens_per_second": own, "x": own / rate[first, at]}
+        | {"bytes_of_state": sizes.get((name, at))}
+        for (name, at), own in rate.items()
+    ]
+    last = {name: partial(step, decode) for (name, at), decode in decoders.items() if at == positions[-1]}
+    profiles = {f"a token of {name}": profiled(run, PROFILED - 1) for name, run in last.items() if options.profile}
+    return {"decode": rows, **profiles}
 
 
 def build_hf(config: GPTConfig, max_len: int) -> Any:

@@ -1,63 +1,26 @@
-"""What all benchmarks share: taking turns, ratios, the machine, one kind of table, runs, and bench.json."""
+"""What all measurements share: taking turns, a profile, the machine, configurations and one kind of table."""
 
-import functools
 import os
 import random
-import shlex
-import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from pydantic_core import to_jsonable_python
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
 from cli import compose, to_dict
 from common.commit import git_commit
-from common.console import say, show_table
-from common.files import make_directory, write_json
-from common.settings import decode
-from data.prepare.dataset import PrepareConfig, prepare
+from common.console import show_table
 from model.ops.checks import cpu_name
-from trainer.config import TrainConfig
-from trainer.distributed import World
-from trainer.run import Run
-from trainer.runtime import open_runtime
 
 Row = dict[str, Any]
 K = TypeVar("K")
 R = TypeVar("R")
-
-
-def benchmark(title: str) -> Callable[[Callable[[Any], dict[str, Any]]], Callable[..., None]]:
-    """Turn a measurement, which takes the options as attributes and returns its figures, into what a script runs.
-
-    The figures' "rows" are printed under the title, which may name options. All are written to bench.json in the folder
-    `out`, with the command, its options and the machine.
-    """
-
-    def wrap(measure: Callable[[Any], dict[str, Any]]) -> Callable[..., None]:
-        @functools.wraps(measure)
-        def run(**options: Any) -> None:
-            path = make_directory(options["out"], "out") / "bench.json"
-            found = measure(SimpleNamespace(**options))
-            print_table(title.format_map(options), found["rows"])
-            about = {"command": command_line(), "options": to_jsonable_python(options), "machine": machine()}
-            write_json(path, about | found)
-            say(f"written to {path}")
-
-        return run
-
-    return wrap
-
-
-def command_line() -> str:
-    """The command that runs, as a shell takes it."""
-    return shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+_KERNELS_SHOWN = 30
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+"""Calls in which the CPU waits for a GPU. The last is item(), which also counts on a CPU."""
 
 
 def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int, warm_up: int = 0) -> dict[K, list[R]]:
@@ -72,25 +35,39 @@ def in_turn(runs: Mapping[K, Callable[[], R]], rounds: int, warm_up: int = 0) ->
     return {name: found[warm_up:] for name, found in results.items()}
 
 
-def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
-    """A function that calls `run` and returns how many seconds it took."""
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """Return a function that calls `run` and returns how many seconds it took."""
 
     def seconds() -> float:
-        started = clock()
+        started = time.perf_counter()
         run()
-        return clock() - started
+        return time.perf_counter() - started
 
     return seconds
 
 
-def speedup(times: Iterable[float], reference: Iterable[float]) -> tuple[float, float, float]:
-    """Median, minimum and maximum, over the rounds, of the reference's time divided by the contender's."""
-    ratios = [theirs / own for own, theirs in zip(times, reference, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
+def profiled(run: Callable[[], object], calls: int = 3) -> list[Row]:
+    """Return the kernels of one call by the time that they take, then the waits of the CPU for a GPU."""
+    run()  # compiles, and allocates memory
+    on_gpu = torch.cuda.is_initialized()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        for _ in range(calls):
+            run()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events, key = profiler.key_averages(), "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    total = sum(getattr(event, key) for event in events)
+    events = sorted(events, key=lambda event: -getattr(event, key))
+    shown = [*events[:_KERNELS_SHOWN], *(event for event in events[_KERNELS_SHOWN:] if event.key in WAITS)]
+    return [
+        {"kernel": event.key[:100], "calls": event.count / calls, "ms": time / calls / 1e3, "share": time / total}
+        for event in shown
+        for time in [getattr(event, key)]
+    ]
 
 
 def machine() -> Row:
-    """The machine and the versions that the figures depend on."""
+    """Return the machine and the versions that figures depend on."""
     return {
         "cpu": cpu_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -113,11 +90,6 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     show_table(table)
 
 
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, ["---"] * len(columns), *rows))
-
-
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -125,17 +97,5 @@ def _cell(value: Any) -> str:
 
 
 def composed(overrides: Iterable[str]) -> Row:
-    """The configuration of train.py with these options; no data is read."""
+    """Return the configuration of train.py with these options; no data is read."""
     return to_dict(compose("train", ["dataset_dir=none", *overrides]))
-
-
-def open_run(overrides: Iterable[str]) -> Run:
-    """A run of train.py with these options."""
-    config = decode(TrainConfig, composed(overrides))
-    runtime = open_runtime(config.runtime)
-    return Run(config, runtime, World(runtime.device))
-
-
-def prepare_dataset(overrides: list[str]) -> None:
-    """Run scripts/prepare_data.py with these options, in this process."""
-    prepare(decode(PrepareConfig, to_dict(compose("prepare", overrides))))

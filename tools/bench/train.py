@@ -1,7 +1,6 @@
 """Training steps of whole models side by side."""
 
 import importlib.util
-import json
 import multiprocessing
 import resource
 import statistics
@@ -16,61 +15,63 @@ from torch import Tensor, nn
 from common.console import Track, say
 from common.settings import UserError, decode
 from model.gpt import GPT
-from tools.bench.harness import Row, benchmark, composed, in_turn, timed
+from tools.bench.harness import Row, composed, in_turn, profiled, timed
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.runtime import maybe_compile, open_runtime
 from trainer.step import SummedLoss, accumulate_gradients, train_step
 
-CONTROL = "gpt2_124m"
 NANOGPT = "nanoGPT"
+_WARM_UP = 3  # steps that get new memory from the system
 _SECONDS, _FEWEST, _MOST = 5.0, 3, 100  # of passes in which a rate is measured
 
 
-@benchmark("training steps of {batch} x {seq_len} tokens; x: ratio to the control")
-def bench(options: Any) -> Row:
-    """Measure the models in turns, the control first, and nanoGPT last if its folder is given.
+def measure(options: Any) -> dict[str, list[Row]]:
+    """Measure the models in turn, and nanoGPT first if its folder is given; each measurement in its own process.
 
     Raises:
         UserError: that folder has no model.py.
     """
-    names, nanogpt = dict.fromkeys([CONTROL, *options.models]), options.nanogpt
-    if nanogpt is not None:
-        names[NANOGPT] = nanogpt
+    folder = options.nanogpt
+    if folder is not None and not (folder / "model.py").is_file():
+        raise UserError(f"nanogpt={folder} has no model.py: name the folder of a clone of nanoGPT")
+    overrides = [*options.set, f"runtime.device={options.device}"]
+    configs = {
+        name: config_of([f"model={name}", *overrides], options.seq_len, options.batch) for name in options.models
+    }
+    runs: dict[str, tuple[TrainConfig, Path | None]] = {name: (config, None) for name, config in configs.items()}
+    if folder is not None:
+        runs = {NANOGPT: (configs[options.models[0]], folder)} | runs
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        if nanogpt is not None and not (nanogpt / "model.py").is_file():
-            raise UserError(f"nanogpt={nanogpt} has no model.py: name the folder of a clone of nanoGPT")
 
-        def measured(name: str) -> Row:
-            arguments = options.set, options.seq_len, options.batch, options.steps, names[name]
-            result = pool.apply(measure, (name, *arguments))
-            say(f"{name}: {json.dumps(result)}")
-            return result
+        def measured(name: str) -> tuple[list[float], float]:
+            found: tuple[list[float], float] = pool.apply(seconds_and_peak, (*runs[name], options.steps))
+            say(f"{name}: {statistics.median(found[0]):.4g} s a step")
+            return found
 
-        results = in_turn({name: partial(measured, name) for name in names}, options.rounds)
+        results = in_turn({name: partial(measured, name) for name in runs}, options.rounds)
+        profiles = {name: pool.apply(profile_of, run) for name, run in runs.items() if options.profile}
     rows: list[Row] = []
     for name, found in results.items():
-        seconds = statistics.median(s for one in found for s in one["seconds"])
-        rate, peak = options.batch * options.seq_len / seconds, max(one["peak_gigabytes"] for one in found)
-        rows.append({"model": name, "tokens_per_second": rate, "peak_gigabytes": peak})
-    for row in rows:  # the control is the first
-        row |= {f"x_{key}": row[key] / rows[0][key] for key in ("tokens_per_second", "peak_gigabytes")}
-        if nanogpt is not None:
-            row["x_nanogpt"] = row["tokens_per_second"] / rows[-1]["tokens_per_second"]
-    return {"rows": rows}
+        rate = options.batch * options.seq_len / statistics.median(s for seconds, _ in found for s in seconds)
+        rows.append({"model": name, "tokens_per_second": rate, "peak_gigabytes": max(peak for _, peak in found)})
+    for row in rows:
+        row["x"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+    return {"train": rows} | {f"a step of {name}": profile for name, profile in profiles.items()}
 
 
-def measure(name: str, overrides: list[str], seq_len: int, batch: int, steps: int, nanogpt: Path | None = None) -> Row:
-    """Seconds of each timed step and peak memory, in this process, of a model or of nanoGPT in the control's sizes.
-
-    On the CPU the peak is the process's own, including 0.5 GB for the interpreter and torch.
-    """
-    config = config_of([f"model={name if nanogpt is None else CONTROL}", *overrides], seq_len, batch)
-    step = timed(Training(config, batch, nanogpt).step)
-    seconds = [round(step(), 4) for _ in range(3 + steps)][3:]  # the first ones get new memory from the system
+def seconds_and_peak(config: TrainConfig, nanogpt: Path | None, steps: int) -> tuple[list[float], float]:
+    """Seconds of each timed step, and peak memory of this process in GB: on a CPU 0.5 GB of it are Python and torch."""
+    step = timed(Training(config, config.batch_size, nanogpt).step)
+    seconds = [step() for _ in range(_WARM_UP + steps)][_WARM_UP:]
     on_gpu = torch.cuda.is_initialized()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "peak_gigabytes": peak / 1e9}
+    return seconds, peak / 1e9
+
+
+def profile_of(config: TrainConfig, nanogpt: Path | None) -> list[Row]:
+    """The kernels of a step."""
+    return profiled(Training(config, config.batch_size, nanogpt).step)
 
 
 def config_of(overrides: list[str], seq_len: int, batch: int) -> TrainConfig:
