@@ -69,7 +69,7 @@ check: setup  ## lint, format and types
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 
-bench: .venv/installed  ## time log attention and sparse attention beside the published form and torch's own
+bench: .venv/installed  ## time attention beside the published form and torch's own
 	$(VENV)/python scripts/bench.py
 
 format: setup  ## put every file into the project's format

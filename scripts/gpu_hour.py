@@ -1,7 +1,7 @@
 """Check, time and test a GPU within a time limit: doctor.py, bench.py for training, operators and decoding, GPU tests.
 
     make gpu-hour
-    python3 scripts/gpu_hour.py minutes=9 out=found       # on a bare machine, without make
+    python scripts/gpu_hour.py minutes=9 out=found       # on a bare machine, without make
 
 Each stage is a process, and what it finds is written into `out` before the next begins. The same command goes on where
 it was cut off. A stage that has an outcome, good or bad, is not run again: delete its entry in report.json for that.
