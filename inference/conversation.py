@@ -4,6 +4,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -11,10 +12,9 @@ import torch
 from common.console import count, say, show
 from common.settings import UserError
 from data.tokenizer import Tokenizer
-from inference.completion import Completion, TextRequest, stream
-from inference.engine import Engine
-from inference.reading import Reading, TextMemory, read_pieces
-from inference.sampling import SamplingConfig
+from inference.engine import Engine, stream
+from inference.generation import Generation
+from inference.prefill import Request, prefill
 from model.gpt import GPT
 
 
@@ -25,44 +25,29 @@ class Conversation:
     part of it again, with the next text, from the state before the answer.
     """
 
-    def __init__(
-        self,
-        gpt: GPT,
-        tokenizer: Tokenizer,
-        sampling: SamplingConfig,
-        before: Reading,
-        stop: tuple[str, ...] = (),
-        seed: int = 1,
-    ) -> None:
-        """Go on with the text `before`. `stop`: strings that end an answer; they are not included in it."""
+    def __init__(self, gpt: GPT, tokenizer: Tokenizer, request: Request) -> None:
+        """`request`: what the text begins with, and how to continue it."""
         self.text = ""
         """Everything that was added and answered."""
         self.n_tokens = 0
         """Tokens drawn so far."""
         self.ended = False
         """Whether the model ended the text with the last answer."""
-        self.reading = before
-        """The text so far. Its rest is the shown part of the last answer, which the model has yet to read."""
-        self._gpt, self._tokenizer, self._sampling, self._stop = gpt, tokenizer, sampling, stop
-        self._generator, self._memory = torch.Generator().manual_seed(seed), TextMemory(gpt, tokenizer)
+        self.request = request
+        """The text so far. Its `ids` are the shown part of the last answer, which the model has yet to read."""
+        self._gpt, self._tokenizer = gpt, tokenizer
+        self._generator = torch.Generator().manual_seed(request.seed)
         self._engine = Engine(gpt, tokenizer.n_vocab, max_streams=1, eot_id=tokenizer.eot_id)
 
     def add(self, text: str) -> None:
         """Read the last answer and what a person writes after it.
 
         Raises:
-            UserError: the model has fewer learned positions left than these tokens, or they do not fit into memory; the
-                conversation is unchanged.
+            UserError: the text does not fit into learned positions or memory; the conversation is unchanged.
         """
-        ids, room = (*self.reading.rest, *self._tokenizer.encode(text)), self._room
-        if room is not None and len(ids) > room:
-            raise UserError(
-                f"the last answer and this text are {len(ids)} tokens, but only {room} of the model's "
-                f"{self._gpt.config.max_len} learned positions are left: write less, or start a new conversation"
-            )
-        n_read = self.reading.n_read + len(ids)
-        self._memory.check(n_read)
-        self.reading = Reading(read_pieces(self._gpt, self._tokenizer, ids, self.reading.texts), n_read)
+        request = replace(self.request, ids=(*self.request.ids, *self._tokenizer.encode(text)))
+        self._engine.check(request)
+        self.request = prefill(self._gpt, self._tokenizer, request, len(request.ids))
         self.text, self.ended = self.text + text, False
 
     def answer(self, max_new_tokens: int) -> Iterator[str]:
@@ -71,37 +56,30 @@ class Conversation:
         n_new = max_new_tokens if self.left is None else min(max_new_tokens, self.left)
         if n_new == 0:
             return
-        # One more token than wanted: at its limit, a completion would show an incomplete last character.
-        request = TextRequest((), n_new + 1, self._sampling, 0, self._stop)
-        answer = Completion(request, self._tokenizer, before=self.reading.texts)
+        # One more token than wanted: at its limit, a generation would show an incomplete last character.
+        answer = Generation(replace(self.request, max_tokens=n_new + 1), self._tokenizer)
         answer.generator = self._generator
         self._engine.submit([answer])
         n_whole, rest = 0, ""  # tokens up to one that ends with a whole character, and what is shown after it
         try:
-            for piece in islice(stream(self._engine, answer), n_new):
-                self.text += piece
-                rest += piece
+            for text in islice(stream(self._engine, answer), n_new):
+                self.text += text
+                rest += text
                 if answer.whole:
                     n_whole, rest = len(answer.drawn), ""
-                yield piece
+                yield text
         finally:
             answer.cancelled = True  # first: a second Ctrl-C may interrupt the rest
             self.ended = answer.finish_reason == "end_of_text"
             self.n_tokens += answer.n_tokens
-            shown = (*answer.drawn[:n_whole], *self._tokenizer.encode(rest))
-            self.reading = self.reading._replace(rest=shown)
+            self.request = replace(self.request, ids=(*answer.drawn[:n_whole], *self._tokenizer.encode(rest)))
             self._engine.turn()  # the answer leaves, and its memory is free
 
     @property
     def left(self) -> int | None:
         """Learned positions left for more tokens; None: the model has no such limit."""
-        return None if self._room is None else max(0, self._room - len(self.reading.rest))
-
-    @property
-    def _room(self) -> int | None:
-        """Learned positions after the part of the text that the model has read; None: no limit."""
-        texts, max_len = self.reading.texts, self._gpt.config.max_len
-        return max_len if max_len is None or texts is None else max_len - texts.state.position[0]
+        max_len = self._gpt.config.max_len
+        return None if max_len is None else max(0, max_len - self.request.n_prompt)
 
 
 def converse(conversation: Conversation, max_new_tokens: int) -> None:
@@ -119,8 +97,8 @@ def converse(conversation: Conversation, max_new_tokens: int) -> None:
         started, end = time.perf_counter(), "\n"
         try:
             conversation.add(text)
-            for piece in conversation.answer(max_new_tokens):
-                show(piece)
+            for answer in conversation.answer(max_new_tokens):
+                show(answer)
             if conversation.ended:
                 end = "\n(the model ends the text here)\n"
         except KeyboardInterrupt:  # it ends this answer only

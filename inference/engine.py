@@ -5,118 +5,32 @@ engine works in turns. Each turn
 
     1. reads the tokens drawn in the turn before, in one forward pass;
     2. admits waiting texts, first come, first served, while there are places;
-    3. reads their prompts: all of them, or, with `interleave`, one piece of one prompt, so that a long prompt delays
+    3. reads their prompts: all of them, or, with `interleave`, one chunk of one prompt, so that a long prompt delays
        neither the other texts nor other prompts;
     4. draws a token of every text whose prompt is read.
 """
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from common.memory import available_memory
 from common.settings import UserError
+from inference.generation import Generation
+from inference.prefill import CHUNK, Prefix, Request, read
 from inference.prompt_cache import PromptCache
 from inference.sampling import NOT_FINITE, SamplingConfig, draw
-from model.gpt import GPT, GPTState
+from model.gpt import GPT
 from model.graphs import DecodingStep
-from model.state import cat_states, select_rows
+from model.state import cat_states, select_rows, state_bytes, stretched
 
-PIECE = 256
-"""Tokens of a prompt that go through the model at once. This bounds memory for long prompts, and the time that other
-texts wait with `interleave`. All prompts are cut at its multiples: continuing a cached prefix gives the same bits."""
-
-
-class Texts(NamedTuple):
-    """Texts read so far, one per row: all that is needed to continue them. A value, like a state.
-
-    `cat_states` and `select_rows` (model/state.py) join batches of texts of any lengths, and take rows out of one.
-    """
-
-    logits: Tensor
-    """Logits of the next token, (B, n_vocab)."""
-    seen: Tensor
-    """Tokens that occur in the text, except the one that ends texts, bool (B, n_vocab)."""
-    state: GPTState
-
-
-@torch.inference_mode()
-def read(
-    gpt: GPT,
-    token_ids: Tensor,
-    n_vocab: int,
-    before: Texts | None = None,
-    eot_id: int = -1,
-    step: Callable[..., Any] | None = None,
-) -> tuple[Texts, Tensor]:
-    """Read (B, T) more tokens of B texts: the texts then, and the logits after each token, (B, T, n_vocab).
-
-    Args:
-        n_vocab: ids from here on, the padding of the embedding, are never drawn.
-        before: the texts that these tokens continue; None: they begin here.
-        eot_id: the token that ends texts; -1: the last, n_vocab - 1.
-        step: called in place of the model; what it returns as the state may change with its next call.
-    """
-    token_ids = token_ids.to(gpt.embed.weight.device)
-    logits, state = (step or gpt)(token_ids, before and before.state, return_state=True)
-    logits = logits[..., :n_vocab]
-    seen = before.seen.clone() if before else torch.zeros_like(logits[:, -1], dtype=torch.bool)
-    seen.scatter_(1, token_ids, True)
-    seen[:, eot_id] = False
-    return Texts(logits[:, -1].clone(), seen, state), logits  # a view would keep the logits of all tokens
-
-
-class Generation:
-    """A text that the engine continues. This one never ends; a subclass decides when to set `finished`."""
-
-    def __init__(
-        self,
-        ids: Sequence[int],
-        sampling: SamplingConfig,
-        generator: torch.Generator | None,
-        before: Texts | None = None,
-    ) -> None:
-        """`ids`: the tokens to read first. They may be empty if `before`, the text that they continue, is given."""
-        self.ids, self.generator = ids, generator
-        # A class that has more settings would keep apart texts that are drawn in the same way.
-        self.sampling = SamplingConfig(**{name: getattr(sampling, name) for name in SamplingConfig.model_fields})
-        self.n_read = 0
-        """How many of `ids` the model has read."""
-        self.n_cached = 0
-        """How many of these were read before, for another text."""
-        self.begins = before is None
-        """Whether `ids` begin the text."""
-        self.texts = before
-        """The text as far as it is read; None once it is a row of the engine's batch."""
-        self.token_id = -1
-        """The token drawn last."""
-        self.cancelled = False
-        """Set this to make the text leave with the engine's next turn."""
-        self.finished = False
-        self.error: Exception | None = None
-        """The error that ended the text, if any."""
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether what was read before need not be read again; `accept_prompt` does not receive it then."""
-        return self.texts is None and self.n_read == 0
-
-    def accept_prompt(self, logits: Tensor) -> None:
-        """Receive the logits (T, n_vocab) after each of the next T of `ids`."""
-
-    def end_prompt(self) -> None:
-        """Called when the prompt is read, before the first token is drawn."""
-
-    def accept(self, token_id: int, logits: Tensor) -> None:
-        """Receive the next token, drawn from `logits` (n_vocab,)."""
-
-    def fail(self, error: Exception) -> None:
-        """End the text with an error."""
-        if not self.finished:
-            self.finished, self.error = True, error
+_COPIES = 3  # a cache that grows is copied into a buffer of twice its size: see model/attention/cache.py
 
 
 @contextlib.contextmanager
@@ -130,12 +44,12 @@ def _failing(generations: Sequence[Generation]) -> Iterator[None]:
 
 
 def _is_kept(n_read: int, n: int) -> bool:
-    """Whether a prompt of n tokens is kept as it is after n_read: 0, 1, 2, 4, 8, ... pieces before its last whole one.
+    """Whether a prompt of n tokens is kept as it is after n_read: 0, 1, 2, 4, 8, ... chunks before its last whole one.
 
     A prompt that differs in the last tokens alone then has at most about twice as many to read.
     """
-    left = n // PIECE - n_read // PIECE
-    return n_read % PIECE == 0 and left & (left - 1) == 0
+    left = n // CHUNK - n_read // CHUNK
+    return n_read % CHUNK == 0 and left & (left - 1) == 0
 
 
 class Engine:
@@ -154,7 +68,7 @@ class Engine:
 
         Args:
             n_vocab, eot_id: as for `read`.
-            interleave: read prompts piece by piece between other texts' tokens.
+            interleave: read prompts chunk by chunk between other texts' tokens.
             cache: keeps prompts that were read. Texts have the same bits with and without it.
         """
         self.gpt, self.n_vocab, self.eot_id = gpt, n_vocab, eot_id
@@ -162,7 +76,7 @@ class Engine:
         self.waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
         self._writing: list[Generation] = []
-        self._texts: Texts | None = None  # one row for each of `_writing`; `_step` overwrites their state
+        self._texts: Prefix | None = None  # one row for each of `_writing`; `_step` overwrites their state
         self._step = DecodingStep(gpt, max_streams)
 
     def submit(self, generations: Iterable[Generation]) -> None:
@@ -182,6 +96,29 @@ class Engine:
         self._read_prompts()
         self._draw()
 
+    @functools.cached_property
+    def _one_token(self) -> Any:
+        """The state after one token, on the CPU."""
+        prefix, _ = read(self.gpt, torch.zeros(1, 1, dtype=torch.int64), self.n_vocab)
+        return tree_map_only(Tensor, Tensor.cpu, prefix.state)
+
+    def check(self, request: Request) -> None:
+        """Raise UserError if the model's learned positions, or the memory left now, are too few for a request."""
+        max_len, n_tokens = self.gpt.config.max_len, request.n_read
+        if max_len is not None and n_tokens > max_len:
+            raise UserError(
+                f"a prompt of {request.n_prompt} tokens (<|endoftext|> before it included) and {request.max_tokens} "
+                f"new tokens do not fit into the model's {max_len} learned positions: shorten one of them"
+            )
+        needed = state_bytes(stretched(self.gpt, self._one_token, n_tokens))
+        room = _free_memory(self.gpt.embed.weight.device)
+        if needed > state_bytes(self._one_token) and _COPIES * needed > room:
+            raise UserError(
+                f"a text of {n_tokens:,} tokens does not fit into memory: its keys and values are {needed:,} bytes, "
+                f"{_COPIES} times as many while they grow, and {room:,} bytes are available: shorten it, or use a "
+                "model with a state of one size, such as log_space"
+            )
+
     def fail(self, error: Exception) -> None:
         """End all texts that have places with an error."""
         for generation in [*self._reading, *self._writing]:
@@ -198,7 +135,7 @@ class Engine:
     def _read_drawn(self) -> None:
         if self._writing:
             with _failing(self._writing):
-                drawn = torch.tensor([[generation.token_id] for generation in self._writing])
+                drawn = torch.tensor([generation.drawn[-1:] for generation in self._writing])
                 self._texts, _ = read(self.gpt, drawn, self.n_vocab, self._texts, self.eot_id, self._step)
             self._keep_unfinished()
 
@@ -207,25 +144,25 @@ class Engine:
         ready = [one for one in [self._reading.popleft() for _ in range(n_prompts)] if self._read_prompt(one)]
         if ready:
             with _failing(ready):  # such as running out of memory
-                self._texts = cat_states([*([self._texts] if self._writing else []), *(one.texts for one in ready)])
+                self._texts = cat_states([*([self._texts] if self._writing else []), *(one.prefix for one in ready)])
                 self._writing += ready
         for generation in ready:
-            generation.texts = None
+            generation.prefix = None
 
     def _read_prompt(self, generation: Generation) -> bool:
-        """Read a prompt, or one piece of it with `interleave`; return whether tokens can be drawn."""
+        """Read a prompt, or one chunk of it with `interleave`; return whether tokens can be drawn."""
+        request = generation.request
         with _failing([generation]):
-            if self.cache is not None and generation.may_skip:
-                generation.n_read, generation.texts = self.cache.longest(generation.ids)
+            if self.cache is not None and generation.may_skip and generation.n_read == 0:
+                generation.n_read, generation.prefix = self.cache.longest(request.ids)
                 generation.n_cached = generation.n_read
-            while generation.n_read < len(generation.ids):
-                piece = torch.tensor([generation.ids[generation.n_read : generation.n_read + PIECE]])
-                generation.texts, logits = read(self.gpt, piece, self.n_vocab, generation.texts, self.eot_id)
-                generation.accept_prompt(logits[0])
-                generation.n_read += piece.shape[1]
-                if self.cache is not None and generation.begins and _is_kept(generation.n_read, len(generation.ids)):
-                    self.cache.add(generation.ids[: generation.n_read], generation.texts)
-                if self.interleave and generation.n_read < len(generation.ids):
+            while generation.n_read < len(request.ids):
+                chunk = torch.tensor([request.ids[generation.n_read : generation.n_read + CHUNK]])
+                prefix, logits = read(self.gpt, chunk, self.n_vocab, generation.prefix, self.eot_id)
+                generation.accept_prompt(prefix, logits[0])
+                if self.cache is not None and request.before is None and _is_kept(generation.n_read, len(request.ids)):
+                    self.cache.add(request.ids[: generation.n_read], prefix)
+                if self.interleave and generation.n_read < len(request.ids):
                     self._reading.append(generation)
                     return False
             generation.end_prompt()
@@ -241,7 +178,6 @@ class Engine:
                     with _failing([generation]):
                         if token_id < 0:
                             raise UserError(NOT_FINITE)
-                        generation.token_id = token_id
                         generation.accept(token_id, logits)
             self._keep_unfinished()
 
@@ -251,3 +187,62 @@ class Engine:
         if len(rows) < len(self._writing):
             self._writing = [self._writing[row] for row in rows]
             self._texts = select_rows(self._texts, rows) if rows else None
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that may still be allocated on a device."""
+    if device.type == "cpu":
+        return available_memory()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def stream(engine: Engine, generation: Generation) -> Iterator[str]:
+    """Run the engine until this text ends, and yield what each turn adds; the engine's other texts grow too.
+
+    Raises:
+        UserError: the model's logits are not finite.
+    """
+    text = generation.text
+    if text:
+        yield text
+    while not generation.finished:
+        engine.turn()
+        yield generation.text[len(text) :]
+        text = generation.text
+    if generation.error:
+        raise generation.error
+
+
+def generate(
+    gpt: GPT,
+    prompt_ids: Tensor | Sequence[Tensor],
+    *,
+    n_vocab: int,
+    eot_id: int = -1,
+    sampling: SamplingConfig | None = None,
+    generators: Sequence[torch.Generator | None] | None = None,
+) -> Iterator[Tensor]:
+    """Endlessly yield the next token of every text in the batch, (B,) int64.
+
+    Args:
+        prompt_ids: (B, T) with T at least 1; or texts (T,) of different lengths.
+        n_vocab: ids from here on, the padding of the embedding, are never drawn.
+        eot_id: the token that ends texts, which no penalty lowers; -1: the last, n_vocab - 1.
+        sampling: how to draw; None: from the model's own distribution.
+        generators: sources of randomness, on the CPU, one for each text.
+
+    Raises:
+        UserError: the model's logits are not finite.
+    """
+    engine = Engine(gpt, n_vocab, len(prompt_ids), eot_id=eot_id)
+    texts = [Generation(Request(tuple(ids.tolist()), sampling=sampling or SamplingConfig())) for ids in prompt_ids]
+    for text, generator in zip(texts, generators or [None] * len(texts), strict=True):
+        text.generator = generator
+    engine.submit(texts)
+    while True:
+        engine.turn()
+        for text in texts:
+            if text.error:
+                raise text.error
+        yield torch.tensor([text.drawn[-1] for text in texts], device=gpt.embed.weight.device)

@@ -10,8 +10,9 @@ from lm_eval.utils import get_rolling_token_windows
 from common.console import Track
 from common.settings import UserError, decode
 from data.tokenizer import Tokenizer
-from inference.completion import Completion, TextRequest, stream
-from inference.engine import Engine
+from inference.engine import Engine, stream
+from inference.generation import Generation
+from inference.prefill import Request
 from inference.sampling import SamplingConfig
 from inference.scoring import Text, score
 from model.gpt import GPT
@@ -76,11 +77,11 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, up to the first of its stop strings."""
         texts = [
-            Completion(self._request(request.args[0], request.args[1], seed), self._tokenizer)
+            Generation(self._request(request.args[0], request.args[1], seed), self._tokenizer)
             for seed, request in enumerate(requests)
         ]
         engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch, eot_id=self._tokenizer.eot_id)
-        engine.submit(sorted(texts, key=lambda text: -len(text.ids)))
+        engine.submit(sorted(texts, key=lambda text: -len(text.request.ids)))
         with Track("continuations", len(texts)) as track, self.runtime.autocast():
             for text in texts:
                 for _ in stream(engine, text):
@@ -88,14 +89,14 @@ class HarnessModel(TemplateLM):
                 track.advance(1)
         return [text.text for text in texts]
 
-    def _request(self, context: str, settings: dict[str, Any], seed: int) -> TextRequest:
+    def _request(self, context: str, settings: dict[str, Any], seed: int) -> Request:
         settings = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         n_new = settings["max_gen_toks"]
         if self.max_length is not None and n_new >= self.max_length:
             raise UserError(f"a task asks for {n_new} new tokens, but the model may read {self.max_length} in all")
         room = 0 if self.max_length is None else self.max_length - n_new
         ids = (self.tok_encode(context) or [self.eot_token_id])[-room:]
-        return TextRequest(tuple(ids), n_new, _sampling(settings), seed, tuple(filter(None, settings["until"])))
+        return Request(tuple(ids), n_new, _sampling(settings), seed, tuple(filter(None, settings["until"])))
 
 
 def _sampling(settings: dict[str, Any]) -> SamplingConfig:

@@ -6,6 +6,7 @@ import os
 import stat
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,11 +15,11 @@ from pydantic import Field, field_validator, model_validator
 from common.console import console, show, warn
 from common.files import parse_json
 from common.settings import UserError
-from inference.completion import Completion, TextRequest, stream
 from inference.conversation import Conversation, converse, say_rate
-from inference.engine import Engine
+from inference.engine import Engine, stream
+from inference.generation import Generation
 from inference.load import Loaded, ModelConfig, load
-from inference.reading import Reading, TextMemory
+from inference.prefill import Request, prefill
 from inference.sampling import SamplingConfig
 from inference.state_file import check_place, load_state, save_state
 
@@ -91,35 +92,36 @@ def run_sampling(config: SampleConfig) -> None:
             check_place(config.state_out)
         loaded = load(config)
         loaded.place(loaded.runtime.device, autocast=False)
-        before = Reading(rest=(loaded.tokenizer.eot_id,))  # in training, every text follows the end of another
+        request = Request((loaded.tokenizer.eot_id,))  # in training, every text follows the end of another
         if config.state_in:
-            before = load_state(config.state_in, loaded)
+            request = load_state(config.state_in, loaded)
+        request = replace(request, sampling=config, seed=config.seed, stop=config.stop)
         if config.interactive:
-            _converse(loaded, prompts[0], before, config)
+            _converse(loaded, prompts[0], request, config)
         else:
-            _continue(loaded, prompts, before, config)
+            _continue(loaded, prompts, request, config)
     finally:
         console.stderr = False
 
 
-def _converse(loaded: Loaded, prompt: str, before: Reading, config: SampleConfig) -> None:
-    conversation = Conversation(loaded.gpt, loaded.tokenizer, config, before, config.stop, config.seed)
+def _converse(loaded: Loaded, prompt: str, request: Request, config: SampleConfig) -> None:
+    conversation = Conversation(loaded.gpt, loaded.tokenizer, request)
     conversation.add(prompt)
     try:
         converse(conversation, config.max_new_tokens)
     finally:
         loaded.checkpoint.write_result("samples.txt", conversation.text + "\n")
     if config.state_out:
-        save_state(config.state_out, conversation.reading, loaded)
+        save_state(config.state_out, conversation.request, loaded)
 
 
-def _continue(loaded: Loaded, prompts: list[str], before: Reading, config: SampleConfig) -> None:
+def _continue(loaded: Loaded, prompts: list[str], request: Request, config: SampleConfig) -> None:
     """Print every continuation in order, the current one while it grows; the others grow with it."""
     tokenizer, n_samples, texts = loaded.tokenizer, config.num_samples, config.output == "text"
-    samples = _samples(loaded, prompts, before, config)
+    engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch, eot_id=tokenizer.eot_id)
+    samples = _samples(loaded, prompts, request, config, engine)
     if not samples:  # max_new_tokens=0
         return
-    engine = Engine(loaded.gpt, tokenizer.n_vocab, config.micro_batch, eot_id=tokenizer.eot_id)
     engine.submit(sample for _, sample in samples)
     started = time.perf_counter()
     try:
@@ -127,9 +129,9 @@ def _continue(loaded: Loaded, prompts: list[str], before: Reading, config: Sampl
         for i, (prompt, sample) in enumerate(samples):
             if texts:
                 show(_heading(i, len(prompts), n_samples, sample.request.seed) + prompt)
-            for piece in stream(engine, sample):
+            for text in stream(engine, sample):
                 if texts:
-                    show(piece)
+                    show(text)
             show("\n" if texts else _as_json(prompt, sample) + "\n")
     except KeyboardInterrupt:
         show("\n")
@@ -140,34 +142,29 @@ def _continue(loaded: Loaded, prompts: list[str], before: Reading, config: Sampl
         say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
 
 
-def _samples(loaded: Loaded, prompts: list[str], before: Reading, config: SampleConfig) -> list[tuple[str, Completion]]:
+def _samples(
+    loaded: Loaded, prompts: list[str], request: Request, config: SampleConfig, engine: Engine
+) -> list[tuple[str, Generation]]:
     """The continuations to draw, with their prompts. A single prompt is read here, once for all samples.
 
     Raises:
         UserError: a prompt is too long for the model, or for memory.
     """
-    gpt, tokenizer, samples = loaded.gpt, loaded.tokenizer, []
-    memory = TextMemory(gpt, tokenizer)
+    tokenizer, samples = loaded.tokenizer, []
     for prompt in prompts:
-        reading = before._replace(rest=(*before.rest, *tokenizer.encode(prompt)))
-        _request(reading, config).check_length(gpt.config.max_len)
-        memory.check(_request(reading, config).n_read)
+        ids = (*request.ids, *tokenizer.encode(prompt))
+        asked = replace(request, ids=ids, max_tokens=config.max_new_tokens)
+        engine.check(asked)
         if len(prompts) == 1:
-            reading = reading.read_on(gpt, tokenizer)
+            asked = prefill(loaded.gpt, tokenizer, asked)
         if config.state_out:
-            save_state(config.state_out, reading, loaded)
+            save_state(config.state_out, asked, loaded)
         for i in range(config.num_samples if config.max_new_tokens else 0):
-            samples.append((prompt, Completion(_request(reading, config, i), tokenizer, before=reading.texts)))
+            samples.append((prompt, Generation(replace(asked, seed=config.seed + i), tokenizer)))
     return samples
 
 
-def _request(reading: Reading, config: SampleConfig, i: int = 0) -> TextRequest:
-    """The i-th continuation of a prompt."""
-    seed, n_before = config.seed + i, reading.n_read
-    return TextRequest(reading.rest, config.max_new_tokens, config, seed, config.stop, n_before=n_before)
-
-
-def _as_json(prompt: str, sample: Completion) -> str:
+def _as_json(prompt: str, sample: Generation) -> str:
     record = {
         "prompt": prompt,
         "text": sample.text,

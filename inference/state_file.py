@@ -1,7 +1,7 @@
 """A text as a model has read it, in a file: it is read once and continued many times.
 
-The file is safetensors, with `Header` as its metadata. Its tensors are the parts of `Texts`, by their names
-(model/state.py), and `rest`, the tokens that are not read yet.
+The file is safetensors, with `Header` as its metadata. Its tensors are those of a `Prefix`, by their
+names (model/state.py), and `rest`, the tokens after it that are not read yet.
 """
 
 import hashlib
@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_map_only
 from common.console import say
 from common.files import file_size, write_atomic
 from common.settings import Settings, UserError, decode
-from inference.engine import Texts, read
 from inference.load import Loaded
-from inference.reading import Reading
+from inference.prefill import Prefix, Request, read
 from model.ops.ngrams import followers_in
 from model.state import restored, select_rows, tensors_of
 from trainer.tensor_file import Expected, read_header, read_tensors
@@ -52,26 +51,26 @@ def check_place(path: Path) -> None:
         raise UserError(f"state_out={path} cannot be written: there is no folder {path.parent}")
 
 
-def save_state(path: Path, reading: Reading, loaded: Loaded) -> None:
-    """Write a text as far as it is read.
+def save_state(path: Path, request: Request, loaded: Loaded) -> None:
+    """Write the text of a request as far as it is read, and the tokens that are not.
 
     Raises:
         UserError: the file cannot be written.
     """
-    tensors = {_REST: torch.tensor(reading.rest, dtype=torch.int64)}
-    for name, part in tensors_of(select_rows(reading.texts, [0])):  # a copy, without the room behind a cache
+    tensors = {_REST: torch.tensor(request.ids, dtype=torch.int64)}
+    for name, part in tensors_of(select_rows(request.before, [0])):  # a copy, without the room behind a cache
         tensors[name] = part.value.cpu().contiguous()
-    header = {"format": _FORMAT, **_owner(loaded), "tokens": str(reading.n_read)}
+    header = {"format": _FORMAT, **_owner(loaded), "tokens": str(request.n_before)}
     content = safetensors.torch.save(tensors, header | {"sha256": sum_of(tensors, header)})
     try:
         write_atomic(path, content)
     except OSError as error:
         raise UserError(f"state_out={path} cannot be written: {error.strerror or error}") from None
-    say(f"the state after {reading.n_read + len(reading.rest):,} tokens is written to {path} ({len(content):,} bytes)")
+    say(f"the state after {request.n_prompt:,} tokens is written to {path} ({len(content):,} bytes)")
 
 
-def load_state(path: Path, loaded: Loaded) -> Reading:
-    """Read what `save_state` wrote, for the same model.
+def load_state(path: Path, loaded: Loaded) -> Request:
+    """Read what `save_state` wrote, for the same model: a request that goes on with that text.
 
     Raises:
         UserError: the file is no state, is damaged, or is that of another model, tokenizer or dtype.
@@ -96,8 +95,8 @@ def load_state(path: Path, loaded: Loaded) -> Reading:
     _check_values(path, stored, header.tokens, loaded)
     rest = tuple(stored.pop(_REST).tolist())
     device = loaded.gpt.embed.weight.device  # copied, as the file may change
-    texts: Texts | None = tree_map_only(Tensor, lambda x: x.to(device, copy=True), restored(like, stored))
-    return Reading(texts, header.tokens, rest)
+    before: Prefix | None = tree_map_only(Tensor, lambda x: x.to(device, copy=True), restored(like, stored))
+    return Request(rest, before=before, n_before=header.tokens)
 
 
 def _owner(loaded: Loaded) -> dict[str, str]:
@@ -115,7 +114,7 @@ def sum_of(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
     return total.hexdigest()
 
 
-def _expected(like: Texts | None, shapes: Mapping[str, list[int]]) -> Expected:
+def _expected(like: Prefix | None, shapes: Mapping[str, list[int]]) -> Expected:
     """Shapes and types of a state's tensors. A cache may have any number of columns, and `rest` any length."""
     expected = {_REST: (torch.Size(shapes.get(_REST, [])[:1] or [0]), {torch.int64})}
     for name, part in tensors_of(like):

@@ -1,7 +1,7 @@
 """What the server reports about a text's tokens: where each begins, its log-probability, and the likeliest others."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,8 +11,7 @@ from data.tokenizer import Tokenizer
 _LEAST_LOGPROB = -9999.0  # lower values are raised to it, as in OpenAI's API: JSON has no infinity
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """A token of a text; its log-probability is the model's own, before any sampling setting."""
 
     id: int

@@ -10,9 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inference.server.answer import ApiError
 from inference.server.completions import Served, check_model, complete
 from inference.server.protocol import CompletionRequest
+from inference.server.responses import ApiError
 
 PAGE = Path(__file__).parent / "page"
 _SAFE = {  # the page loads nothing from other sites, and other sites cannot embed it
@@ -90,13 +90,13 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle or refuse a request."""
-        answer = self._app
+        app = self._app
         if scope["type"] == "http":
             try:
                 check_host(Request(scope), self._hosts)
             except ApiError as error:
-                answer = response(error)
-        await answer(scope, receive, send)
+                app = response(error)
+        await app(scope, receive, send)
 
 
 def check_host(request: Request, hosts: frozenset[str]) -> None:
@@ -117,6 +117,6 @@ def _model(served: Served) -> dict[str, Any]:
     limits = {
         "max_prompt_tokens": served.limits.max_prompt_tokens,
         "max_tokens": served.limits.max_tokens,
-        "max_model_len": served.max_len,
+        "max_model_len": served.worker.engine.gpt.config.max_len,
     }
     return {"id": served.name, "object": "model", "created": 0, "owned_by": "log-gpt"} | limits

@@ -1,4 +1,4 @@
-"""Answers one request for completions: reads and checks it, submits its texts, and sends them as they grow."""
+"""Answers one request for completions: reads and checks it, submits its generations, and sends them as they grow."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,16 @@ from common.console import print_error
 from common.files import parse_json
 from common.settings import UserError, decode, nearest
 from data.tokenizer import Tokenizer
-from inference.completion import Completion, News, Piece, Progress, TextRequest, joined
-from inference.reading import TextMemory
-from inference.server.answer import Answer, ApiError
+from inference.generation import Generation, Update
 from inference.server.config import ServeConfig
-from inference.server.protocol import CompletionRequest, text_requests
+from inference.server.protocol import CompletionRequest, requests_of
+from inference.server.responses import ApiError, CompletionResponse
 from inference.server.worker import Worker
 
 _LARGEST_BODY = 2**24  # bytes
+
+Updates = AsyncIterator[tuple[int, Update]]
+"""What is new in the generations of a request, each with its generation's index."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,6 @@ class Served:
     worker: Worker
     tokenizer: Tokenizer
     limits: ServeConfig
-    max_len: int | None
-    """The model's learned positions; None: no limit."""
-    memory: TextMemory
     hosts: frozenset[str] | None
     """Host names that browsers may use for this server; None: any."""
 
@@ -50,23 +49,25 @@ async def complete(http: Request, served: Served) -> Response:
     n_texts, most = len(request.prompt) * request.n, served.worker.max_texts
     if n_texts > most:
         raise ApiError(400, f"prompts times n are {n_texts} texts: this server takes at most {most} at once")
-    try:
-        texts = await run_in_threadpool(_texts, request, served)
-    except UserError as error:
-        raise ApiError(400, str(error)) from None
-    answer = Answer(served.name, served.tokenizer, texts, request.n)
-    pieces = continuations(texts, served, http)
+    generations = await run_in_threadpool(_generations, request, served)
+    response = CompletionResponse(served.name, generations, served.tokenizer, request.n)
+    updates = updates_of(generations, served, http)
     if not request.stream:
-        return JSONResponse(await whole(pieces, len(texts), answer))
-    first = await anext(pieces)  # an error before it still has a status
-    events = stream(first, pieces, answer, request.stream_options.include_usage)
+        async for _ in updates:
+            pass
+        return JSONResponse(response.whole())
+    first = await anext(updates)  # an error before it still has a status
+    events = stream(first, updates, response, request.stream_options.include_usage)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def _texts(request: CompletionRequest, served: Served) -> list[TextRequest]:
-    texts = text_requests(request, served.tokenizer, served.limits, served.max_len)
-    served.memory.check(max(text.n_read for text in texts))
-    return texts
+def _generations(request: CompletionRequest, served: Served) -> list[Generation]:
+    try:
+        requests = requests_of(request, served.tokenizer, served.limits)
+        served.worker.engine.check(max(requests, key=lambda one: one.n_read))
+    except UserError as error:
+        raise ApiError(400, str(error)) from None
+    return [Generation(one, served.tokenizer) for one in requests]
 
 
 async def read_request(http: Request) -> CompletionRequest:
@@ -96,32 +97,41 @@ def _decoded(body: bytes) -> CompletionRequest:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
-async def continuations(
-    texts: Sequence[TextRequest], served: Served, http: Request
-) -> AsyncIterator[tuple[int, Piece | Progress]]:
-    """Yield news of these texts as they come, each with its text's index. In the end the texts leave the engine.
+async def updates_of(generations: Sequence[Generation], served: Served, http: Request) -> Updates:
+    """Submit generations and yield what is new in them. In the end they leave the engine.
 
     Raises:
-        ApiError: there is no place for the texts, or the model fails.
+        ApiError: there is no place for them, or the model fails.
         ClientDisconnect: the client has closed the connection.
     """
-    loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, News]]()
+    loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update | Exception]]()
 
-    def tell(index: int, news: News) -> None:
+    def tell(index: int, update: Update | Exception) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits for this
-            loop.call_soon_threadsafe(arrived.put_nowait, (index, news))
+            loop.call_soon_threadsafe(arrived.put_nowait, (index, update))
 
-    completions = [Completion(text, served.tokenizer, partial(tell, index)) for index, text in enumerate(texts)]
-    watch = asyncio.create_task(_watch(http, completions, arrived))
+    def leave() -> None:
+        for generation in generations:
+            generation.cancelled = True
+
+    async def watch() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        leave()
+        arrived.put_nowait((0, ClientDisconnect()))
+
+    for index, generation in enumerate(generations):
+        generation.tell = partial(tell, index)
+    watching = asyncio.create_task(watch())
     try:
-        served.worker.submit(completions)
-        unfinished = len(completions)
+        served.worker.submit(generations)
+        unfinished = len(generations)
         while unfinished:
-            index, news = await arrived.get()
-            if isinstance(news, Exception):
-                raise news
-            unfinished -= isinstance(news, Piece) and news.finish_reason is not None
-            yield index, news
+            index, update = await arrived.get()
+            if isinstance(update, Exception):
+                raise update
+            unfinished -= update.finish_reason is not None
+            yield index, update
     except (ApiError, ClientDisconnect):
         raise
     except Exception as error:
@@ -129,50 +139,26 @@ async def continuations(
         what = str(error) if isinstance(error, UserError) else f"the model failed: {type(error).__name__}"
         raise ApiError(500, what, "model_failed") from error
     finally:
-        watch.cancel()
-        _leave(completions)
-
-
-async def _watch(http: Request, completions: Sequence[Completion], arrived: asyncio.Queue[tuple[int, News]]) -> None:
-    """Cancel the texts as soon as the client closes the connection."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-    _leave(completions)
-    arrived.put_nowait((0, ClientDisconnect()))
-
-
-def _leave(completions: Sequence[Completion]) -> None:
-    for completion in completions:
-        completion.cancelled = True
-
-
-async def whole(pieces: AsyncIterator[tuple[int, Piece | Progress]], n_texts: int, answer: Answer) -> dict[str, Any]:
-    """The whole answer as one object."""
-    each: list[list[Piece]] = [[] for _ in range(n_texts)]
-    async for index, piece in pieces:
-        if isinstance(piece, Piece):
-            each[index].append(piece)
-    return answer.body(list(enumerate(map(joined, each))), usage=True)
+        watching.cancel()
+        leave()
 
 
 async def stream(
-    first: tuple[int, Piece | Progress],
-    pieces: AsyncIterator[tuple[int, Piece | Progress]],
-    answer: Answer,
-    include_usage: bool,
+    first: tuple[int, Update], updates: Updates, response: CompletionResponse, include_usage: bool
 ) -> AsyncIterator[str]:
-    """The answer as server-sent events; the token counts come last, if they are asked for. Progress is a comment."""
-    item: tuple[int, Piece | Progress] | None = first
+    """The response as server-sent events; the token counts come last, if requested. Progress is a comment."""
+    item: tuple[int, Update] | None = first
     try:
         while item:
-            index, news = item
-            if isinstance(news, Piece):
-                yield _event(answer.body([(index, news)]))
+            index, update = item
+            if update.n_read:
+                n_prompt = len(response.generations[index].request.ids)
+                yield f": {update.n_read} of {n_prompt} prompt tokens read\n\n"
             else:
-                yield f": {news.n_read} of {news.n_prompt} prompt tokens read\n\n"
-            item = await anext(pieces, None)
+                yield _event(response.chunk(index, update))
+            item = await anext(updates, None)
         if include_usage:
-            yield _event(answer.body([], usage=True))
+            yield _event(response.usage())
         yield "data: [DONE]\n\n"
     except ApiError as error:  # the status has been sent
         yield _event(error.body)

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, WithJsonSchema, field_valid
 
 from common.settings import Settings, UserError
 from data.tokenizer import Tokenizer
-from inference.completion import TextRequest, read_ids
+from inference.prefill import Request
 from inference.sampling import SamplingConfig
 from inference.server.config import ServeConfig
 
@@ -92,12 +92,8 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token_id) is int for token_id in prompt)
 
 
-def text_requests(
-    request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig, max_len: int | None
-) -> list[TextRequest]:
-    """The texts that a request asks for: n for the first prompt, n for the second, ...
-
-    `max_len`: the model's learned positions; None: no limit.
+def requests_of(request: CompletionRequest, tokenizer: Tokenizer, limits: ServeConfig) -> list[Request]:
+    """What the engine is asked for: n texts for the first prompt, n for the second, ...
 
     Raises:
         UserError: a text is too long, or has invalid token ids.
@@ -105,16 +101,22 @@ def text_requests(
     if request.max_tokens > limits.max_tokens:
         raise UserError(f"max_tokens={request.max_tokens} is too much: this server gives at most {limits.max_tokens}")
     seed = secrets.randbelow(2**53) if request.seed is None else request.seed
-    texts = []
+    requests = []
     for prompt in request.prompt:
-        given = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        if wrong := [token_id for token_id in given if not 0 <= token_id < tokenizer.n_vocab]:
+        ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if wrong := [token_id for token_id in ids if not 0 <= token_id < tokenizer.n_vocab]:
             raise UserError(f"prompt has the token id {wrong[0]}: this model's are 0 to {tokenizer.n_vocab - 1}")
-        if len(given) > limits.max_prompt_tokens:
-            raise UserError(f"prompt has {len(given)} tokens: this server takes at most {limits.max_prompt_tokens}")
-        ids = read_ids(given, tokenizer)
-        text = TextRequest(ids, request.max_tokens, request, seed, tuple(request.stop), request.logprobs)
-        text = replace(text, echo=request.echo, prompt_start=len(ids) - len(given))
-        text.check_length(max_len)
-        texts += [replace(text, seed=seed + i) for i in range(request.n)]
-    return texts
+        if len(ids) > limits.max_prompt_tokens:
+            raise UserError(f"prompt has {len(ids)} tokens: this server takes at most {limits.max_prompt_tokens}")
+        begins = ids[:1] == (tokenizer.eot_id,)  # in training, every text follows the end of another
+        one = Request(
+            ids if begins else (tokenizer.eot_id, *ids),
+            request.max_tokens,
+            request,
+            stop=tuple(request.stop),
+            n_top=request.logprobs,
+            echo=request.echo,
+            prompt_start=0 if begins else 1,
+        )
+        requests += [replace(one, seed=seed + i) for i in range(request.n)]
+    return requests

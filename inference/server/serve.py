@@ -13,7 +13,6 @@ from common.settings import UserError
 from inference.engine import Engine
 from inference.load import load
 from inference.prompt_cache import PromptCache
-from inference.reading import TextMemory
 from inference.server.app import create_app
 from inference.server.completions import Served
 from inference.server.config import ServeConfig
@@ -33,10 +32,10 @@ def serve(config: ServeConfig) -> None:
     gpt = loaded.place(loaded.runtime.device, autocast=False)
     tokenizer, cache = loaded.tokenizer, PromptCache(config.cache_states, config.cache_bytes)
     engine = Engine(gpt, tokenizer.n_vocab, config.max_streams, interleave=True, eot_id=tokenizer.eot_id, cache=cache)
-    worker, memory = Worker(engine, config.max_queue), TextMemory(gpt, tokenizer)
+    worker = Worker(engine, config.max_queue)
     name = loaded.checkpoint.run_dir.resolve().name
     with listen(config.host, config.port) as listener:
-        served = Served(name, worker, tokenizer, config, gpt.config.max_len, memory, _names(config.host))
+        served = Served(name, worker, tokenizer, config, _names(config.host))
         app = create_app(served)
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{host}:{listener.getsockname()[1]}"

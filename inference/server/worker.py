@@ -3,9 +3,9 @@
 import threading
 from collections.abc import Sequence
 
-from inference.completion import Completion
 from inference.engine import Engine
-from inference.server.answer import ApiError
+from inference.generation import Generation
+from inference.server.responses import ApiError
 
 
 class Worker(threading.Thread):
@@ -16,7 +16,7 @@ class Worker(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.engine, self.max_texts = engine, engine.max_streams + max_queue
         self._changed = threading.Condition()  # guards these three
-        self._new: list[Completion] = []
+        self._new: list[Generation] = []
         self._load = (0, 0)
         self._stopping = False
 
@@ -26,7 +26,7 @@ class Worker(threading.Thread):
             self._stopping = True
             self._changed.notify()
 
-    def submit(self, completions: Sequence[Completion]) -> None:
+    def submit(self, generations: Sequence[Generation]) -> None:
         """Accept all of these texts or none.
 
         Raises:
@@ -36,10 +36,10 @@ class Worker(threading.Thread):
             if self._stopping:
                 raise _stopping()
             n_open = sum(self.load)
-            if n_open + len(completions) > self.max_texts:
+            if n_open + len(generations) > self.max_texts:
                 message = f"{n_open} texts are being written or waiting already: try again a little later"
                 raise ApiError(429, message, "queue_full")
-            self._new += completions
+            self._new += generations
             self._changed.notify()
 
     @property
@@ -69,8 +69,8 @@ class Worker(threading.Thread):
                     break
             self.turn()
         self.engine.fail(_stopping())
-        for completion in [*self.engine.waiting, *self._new]:
-            completion.fail(_stopping())
+        for generation in [*self.engine.waiting, *self._new]:
+            generation.fail(_stopping())
 
 
 def _stopping() -> ApiError:

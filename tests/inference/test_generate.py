@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.settings import UserError, decode
-from inference.engine import read
-from inference.generate import generate
+from inference.engine import generate
+from inference.prefill import read
 from inference.sampling import SamplingConfig, draw, weigh
 from model.gpt import GPT, GPTConfig
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from data.tokenizer import BytesConfig, build_tokenizer
-from inference.completion import Completion, TextRequest, joined
-from inference.engine import PIECE, Engine
+from inference.engine import Engine
+from inference.generation import Generation
+from inference.prefill import CHUNK, Request
 from inference.prompt_cache import PromptCache
 from inference.sampling import SamplingConfig
 from model.gpt import GPT, GPTConfig
@@ -61,7 +62,7 @@ def test_it_can_be_off(limits):
     assert (len(cache), cache.longest((1,))) == (0, (0, None))
 
 
-class Recorded(Completion):
+class Recorded(Generation):
     """Keeps the logits that each token was drawn from."""
 
     logits = ()
@@ -72,13 +73,12 @@ class Recorded(Completion):
 
 
 def written(engine, ids, n=3, **request):
-    news = []
-    text = Recorded(TextRequest(ids, n, SamplingConfig(repetition_penalty=1.2), 1, **request), TOKENIZER, news.append)
+    text = Recorded(Request(ids, n, SamplingConfig(repetition_penalty=1.2), 1, **request), TOKENIZER)
     engine.submit([text])
     while not text.finished:
         engine.turn()
     assert text.error is None
-    return text, joined(news)
+    return text
 
 
 def ids_of(n, seed=0):
@@ -99,16 +99,16 @@ def ids_of(n, seed=0):
 def test_texts_have_the_same_bits_with_it(attention, position, eot_id, interleave):
     """A conversation of growing prompts, another text, the same again, and one that ends with a whole piece."""
     gpt, first = gpt_of(attention, position, eot_id), ids_of(400)
-    prompts = [first, first + ids_of(250, 1), ids_of(300, 2), first + ids_of(250, 1), first[:PIECE], first[:100]]
+    prompts = [first, first + ids_of(250, 1), ids_of(300, 2), first + ids_of(250, 1), first[:CHUNK], first[:100]]
     cached = Engine(gpt, 257, 2, interleave, cache=PromptCache(20, 10**8))
     reused = []
     for prompt in prompts:
-        text, piece = written(cached, prompt)
-        plain, _ = written(Engine(gpt, 257, 2, interleave), prompt)
+        text = written(cached, prompt)
+        plain = written(Engine(gpt, 257, 2, interleave), prompt)
         assert text.drawn == plain.drawn
         assert all(map(torch.equal, text.logits, plain.logits))
-        reused.append(piece.n_cached)
-    assert reused == [0, PIECE, 0, 2 * PIECE, PIECE, 0]
+        reused.append(text.n_cached)
+    assert reused == [0, CHUNK, 0, 2 * CHUNK, CHUNK, 0]
 
 
 def test_what_was_read_is_not_read_again(monkeypatch):
@@ -119,41 +119,41 @@ def test_what_was_read_is_not_read_again(monkeypatch):
     for _ in range(2):
         lengths.clear()
         written(engine, ids_of(700), n=1)
-    assert lengths == [700 - 2 * PIECE]
+    assert lengths == [700 - 2 * CHUNK]
 
 
-@pytest.mark.parametrize("n", [8 * PIECE, 13 * PIECE + 17, 16 * PIECE + 255])
+@pytest.mark.parametrize("n", [8 * CHUNK, 13 * CHUNK + 17, 16 * CHUNK + 255])
 def test_what_differs_in_its_last_tokens_is_read_at_most_twice_over(n, monkeypatch):
-    """Of the whole pieces; with 2 + log2(n / PIECE) states."""
+    """Of the whole pieces; with 2 + log2(n / CHUNK) states."""
     monkeypatch.setattr(
         "inference.engine.read", lambda gpt, piece, *_: ((torch.zeros(1, 1),), torch.zeros(piece.shape))
     )
     engine = Engine(gpt_of(), 257, 1, cache=PromptCache(100, 10**8))
     ids = ids_of(n)
-    engine._read_prompt(Completion(TextRequest(ids, 1, SamplingConfig(), 1), TOKENIZER))
-    assert len(engine.cache) <= 2 + (n // PIECE).bit_length()
+    engine._read_prompt(Generation(Request(ids, 1, SamplingConfig(), 1), TOKENIZER))
+    assert len(engine.cache) <= 2 + (n // CHUNK).bit_length()
     for differing in itertools.chain(range(1, n, 97), [n]):
         found, _ = engine.cache.longest((*ids[: n - differing], *[256] * differing))
-        assert n - differing - found < 2 * differing + PIECE
+        assert n - differing - found < 2 * differing + CHUNK
 
 
 def test_a_prompt_whose_probabilities_are_asked_for_is_read_whole():
     engine, ids = Engine(gpt_of(), 257, 2, cache=PromptCache(20, 10**8)), ids_of(600)
     written(engine, ids)
-    text, piece = written(engine, ids, n_top=1, echo=True)
-    assert piece.n_cached == 0
-    assert len(piece.tokens) == len(ids) + text.n_tokens
+    text = written(engine, ids, n_top=1, echo=True)
+    assert text.n_cached == 0
+    assert len(text.tokens) == len(ids) + text.n_tokens
 
 
 def test_a_cached_text_stays_what_it_is():
     """Two texts go on from it at once, and then a third."""
     gpt, ids = gpt_of("softmax", "rotary"), ids_of(300)
     engine = Engine(gpt, 257, 4, cache=PromptCache(20, 10**8))
-    first, _ = written(engine, ids)
-    texts = [Recorded(TextRequest((*ids, i), 5, SamplingConfig(), i), TOKENIZER) for i in (1, 2)]
+    first = written(engine, ids)
+    texts = [Recorded(Request((*ids, i), 5, SamplingConfig(), i), TOKENIZER) for i in (1, 2)]
     engine.submit(texts)
     while not all(text.finished for text in texts):
         engine.turn()
-    again, piece = written(engine, ids)
-    assert piece.n_cached == PIECE
+    again = written(engine, ids)
+    assert again.n_cached == CHUNK
     assert all(map(torch.equal, again.logits, first.logits))

@@ -19,10 +19,10 @@ from common.console import say_once, show
 from common.settings import UserError, decode
 from data.text_stream import TextStream
 from data.tokenizer import BytesConfig, RankTokenizer, build_tokenizer
-from inference.completion import Completion, TextRequest, stream
 from inference.conversation import Conversation, converse, say_rate
-from inference.engine import Engine
-from inference.reading import Reading
+from inference.engine import Engine, stream
+from inference.generation import Generation
+from inference.prefill import Request
 from inference.sample import SampleConfig, run_sampling
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
@@ -99,7 +99,7 @@ def test_stop_strings_do_not_depend_on_where_tokens_end(n_characters):
 
 
 def completion(prompt, seed=1, max_tokens=10, stop=(), sampling=SamplingConfig()):  # noqa: B008
-    return Completion(TextRequest((EOT, *BYTES.encode(prompt)), max_tokens, sampling, seed, tuple(stop)), BYTES)
+    return Generation(Request((EOT, *BYTES.encode(prompt)), max_tokens, sampling, seed, tuple(stop)), BYTES)
 
 
 def draw_these(monkeypatch, ids):
@@ -162,7 +162,7 @@ def test_the_model_steps_once_for_all(gpt):
 
 def conversation_of(gpt, monkeypatch, ids, stop=()):
     draw_these(monkeypatch, ids)
-    return Conversation(gpt, BYTES, SamplingConfig(), Reading(rest=(EOT,)), tuple(stop))
+    return Conversation(gpt, BYTES, Request((EOT,), stop=tuple(stop)))
 
 
 def assert_has_read(conversation, gpt, ids):
@@ -170,7 +170,7 @@ def assert_has_read(conversation, gpt, ids):
     conversation.add("")
     with torch.no_grad():
         expected = gpt(torch.tensor([[EOT, *ids]]))[:, -1]
-    torch.testing.assert_close(conversation.reading.texts.logits, expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(conversation.request.before.logits, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax", "sliding_window"])
@@ -206,7 +206,7 @@ def test_answers_of_a_conversation_share_one_decoding_step(gpt, monkeypatch):
 
 
 def test_a_conversation_has_no_end(gpt):
-    talk = Conversation(gpt, BYTES, SamplingConfig(), Reading(rest=(EOT,)))
+    talk = Conversation(gpt, BYTES, Request((EOT,)))
     for _ in range(30):
         talk.add("more than that, ")
         list(talk.answer(10))
@@ -219,9 +219,7 @@ def test_a_conversation_fills_learned_positions_and_no_more(tiny, monkeypatch):
     talk = conversation_of(gpt, monkeypatch, b"fghijklmnopqrstuvwxyz")
     talk.add("abcde")
     assert "".join(talk.answer(4)) == "fghi"
-    with pytest.raises(
-        UserError, match="this text are 11 tokens, but only 10 of the model's 16 learned positions are left"
-    ):
+    with pytest.raises(UserError, match=r"a prompt of 17 tokens .* do not fit into the model's 16 learned positions"):
         talk.add("1234567")
     talk.add("12")
     assert "".join(talk.answer(100)) == "jklm"
@@ -235,7 +233,7 @@ def test_only_an_answer_that_the_model_ended_is_said_to_have_ended(tiny, monkeyp
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\n12345678901234567890\n"))
     converse(talk, 5)
     out = capsys.readouterr().out
-    assert "cd\n(the model ends the text here)\n(the last answer and this text are 23 tokens" in out
+    assert "cd\n(the model ends the text here)\n(a prompt of 26 tokens" in out
     assert out.count("the model ends the text") == 1
 
 
@@ -362,12 +360,12 @@ def test_a_file_without_prompts_is_refused(run_dir, tmp_path):
 def test_learned_positions_are_used_to_the_last_and_no_further(tiny):
     gpt = GPT(tiny(LEARNED).model)
     fits, engine = completion("abcd", max_tokens=12), Engine(gpt, 257, 1)  # 5 tokens, and 11 of 12 are read
-    fits.request.check_length(16)
+    engine.check(fits.request)
     engine.submit([fits])
     assert "".join(stream(engine, fits)) == fits.text
     assert fits.n_tokens == 12
     with pytest.raises(UserError, match=r"prompt of 6 tokens .* and 12 new tokens do not fit into .* 16 learned"):
-        completion("abcde", max_tokens=12).request.check_length(16)
+        engine.check(completion("abcde", max_tokens=12).request)
 
 
 def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -11,11 +12,10 @@ import torch
 
 from common.settings import UserError, decode
 from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer
-from inference import reading as reading_module
-from inference.completion import Completion, TextRequest, stream
-from inference.engine import PIECE, Engine
+from inference.engine import Engine, stream
+from inference.generation import Generation
 from inference.load import Loaded
-from inference.reading import Reading, TextMemory, read_pieces
+from inference.prefill import CHUNK, Request, prefill
 from inference.sample import SampleConfig, run_sampling
 from inference.sampling import SamplingConfig
 from inference.state_file import load_state, save_state, sum_of
@@ -55,7 +55,7 @@ def text(n, seed=0):
     return tuple(torch.randint(256, (n,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-class Recorded(Completion):
+class Recorded(Generation):
     """Keeps the logits that each token was drawn from."""
 
     def accept(self, token_id, logits):
@@ -63,17 +63,17 @@ class Recorded(Completion):
         super().accept(token_id, logits)
 
 
-def continued(loaded, reading, n=5):
+def continued(loaded, request, n=5):
     """What the model draws next, and from which logits."""
-    request = TextRequest(reading.rest, n, SamplingConfig(repetition_penalty=1.1), 3, n_before=reading.n_read)
-    completion, engine = Recorded(request, BYTES, before=reading.texts), Engine(loaded.gpt, 257, 1)
-    engine.submit([completion])
-    assert "".join(stream(engine, completion)) == completion.text
-    return completion.drawn, torch.stack(completion.logits)
+    request = replace(request, max_tokens=n, sampling=SamplingConfig(repetition_penalty=1.1), seed=3)
+    generation, engine = Recorded(request, BYTES), Engine(loaded.gpt, 257, 1)
+    engine.submit([generation])
+    assert "".join(stream(engine, generation)) == generation.text
+    return generation.drawn, torch.stack(generation.logits)
 
 
 def beginning(*ids):
-    return Reading(rest=(256, *ids))
+    return Request((256, *ids))
 
 
 LENGTHS = [300, 255, 100]
@@ -89,10 +89,10 @@ def test_a_text_goes_on_with_the_bits_of_one_run(tmp_path, changes, n_first):
     loaded, ids, path = loaded_of(**changes), text(520), tmp_path / "state.safetensors"
     if "eot_id" in changes:
         ids = (*ids[:200], 256, *ids[200:])
-    save_state(path, beginning(*ids[:n_first]).read_on(loaded.gpt, BYTES), loaded)
+    save_state(path, prefill(loaded.gpt, BYTES, beginning(*ids[:n_first])), loaded)
     state = load_state(path, loaded)
-    assert (state.n_read // PIECE, len(state.rest)) == divmod(n_first + 1, PIECE)
-    after = continued(loaded, state._replace(rest=(*state.rest, *ids[n_first:])).read_on(loaded.gpt, BYTES))
+    assert (state.n_before // CHUNK, len(state.ids)) == divmod(n_first + 1, CHUNK)
+    after = continued(loaded, prefill(loaded.gpt, BYTES, replace(state, ids=(*state.ids, *ids[n_first:]))))
     whole = continued(loaded, beginning(*ids))
     assert after[0] == whole[0]
     assert torch.equal(after[1], whole[1])
@@ -180,10 +180,10 @@ def test_a_full_disk_is_one_line(sampled, monkeypatch):
 def test_the_progress_of_a_long_prompt_is_shown(monkeypatch, capsys):
     monkeypatch.setattr("common.console._SECONDS_BETWEEN_LINES", 0.0)
     loaded = loaded_of()
-    read_pieces(loaded.gpt, BYTES, text(3 * PIECE), None)
+    prefill(loaded.gpt, BYTES, Request(text(3 * CHUNK)))
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(reading_module, "_LONG", 600)
-    read_pieces(loaded.gpt, BYTES, text(3 * PIECE), None)
+    monkeypatch.setattr("inference.prefill._LONG", 600)
+    prefill(loaded.gpt, BYTES, Request(text(3 * CHUNK)))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" (")[0] for line in lines] == [f"reading: tokens {n} of 768" for n in (256, 512, 768)]
 
@@ -203,7 +203,7 @@ KINDS = {
 def written(request, tmp_path):
     """A model and the file of a state of it."""
     loaded, path = loaded_of(**KINDS[request.param]), tmp_path / "state.safetensors"
-    save_state(path, beginning(*text(600)).read_on(loaded.gpt, BYTES), loaded)
+    save_state(path, prefill(loaded.gpt, BYTES, beginning(*text(600))), loaded)
     return loaded, path
 
 
@@ -314,17 +314,16 @@ def test_a_state_that_the_model_cannot_have_is_refused(written, change, message)
 
 
 def test_what_does_not_fit_into_memory_is_refused_with_numbers(monkeypatch):
-    monkeypatch.setattr(reading_module, "available_memory", lambda: 10**6)
+    monkeypatch.setattr("inference.engine.available_memory", lambda: 10**6)
     for kind in KINDS:
-        gpt = loaded_of(**KINDS[kind]).gpt
+        engine = Engine(loaded_of(**KINDS[kind]).gpt, 257, 1)
         if kind in ("log_space", "ngrams"):
-            TextMemory(gpt, BYTES).check(10**9)
+            engine.check(Request((), 10**9))
             continue
-        TextMemory(gpt, BYTES).check(100)
-        with pytest.raises(
-            UserError, match=r"a text of 1,000,000 tokens does not fit .* [\d,]+ bytes, .* 1,000,000 bytes"
-        ):
-            TextMemory(gpt, BYTES).check(10**6)
+        engine.check(Request((), 100))
+        message = r"a text of 1,000,000 tokens does not fit .* [\d,]+ bytes, .* 1,000,000 bytes"
+        with pytest.raises(UserError, match=message):
+            engine.check(Request((), 10**6 + 1))
 
 
 def test_a_cache_that_grows_takes_what_is_said(monkeypatch):
@@ -337,11 +336,11 @@ def test_a_cache_that_grows_takes_what_is_said(monkeypatch):
         sizes.append(self.k.nbytes + self.v.nbytes)
 
     monkeypatch.setattr(_Buffer, "__init__", counted)
-    reading = beginning(*text(5000)).read_on(loaded.gpt, BYTES)
-    needed = reading.n_read * 2 * 2 * 8 * 4
+    n_read = prefill(loaded.gpt, BYTES, beginning(*text(5000))).n_before
+    needed = n_read * 2 * 2 * 8 * 4
     assert needed <= max(map(sum, itertools.pairwise(sizes))) <= 3.1 * needed
-    monkeypatch.setattr(reading_module, "available_memory", lambda: 3 * needed - 1)
-    memory = TextMemory(loaded.gpt, BYTES)
-    memory.check(reading.n_read - 1)
+    monkeypatch.setattr("inference.engine.available_memory", lambda: 3 * needed - 1)
+    engine = Engine(loaded.gpt, 257, 1)
+    engine.check(Request((), n_read))  # the last is not read
     with pytest.raises(UserError, match=f"{needed:,} bytes"):
-        memory.check(reading.n_read)
+        engine.check(Request((), n_read + 1))

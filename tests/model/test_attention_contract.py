@@ -17,7 +17,8 @@ from torch import Tensor
 
 from common.console import say_once
 from common.settings import UserError, decode, variant_names
-from inference.generate import SamplingConfig, generate
+from inference.engine import generate
+from inference.sampling import SamplingConfig
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import AttentionSettings
 from model.attention.log_space import LogSpaceSignedConfig

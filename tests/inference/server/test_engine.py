@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from data.tokenizer import BytesConfig, build_tokenizer
-from inference.completion import Completion, Piece, TextRequest
-from inference.engine import PIECE, Engine
+from inference.engine import Engine
+from inference.generation import Generation, Update
+from inference.prefill import CHUNK, Request
 from inference.sampling import SamplingConfig, draw
-from inference.server.answer import ApiError
+from inference.server.responses import ApiError
 from inference.server.worker import Worker
 from model import graphs
 
@@ -30,22 +31,22 @@ class Reader:
 
     def __init__(self, prompt=b"abc", **request):
         defaults = {"max_tokens": 10, "sampling": SamplingConfig(), "seed": 1, "prompt_start": 1}
-        self.request = TextRequest((256, *prompt), **(defaults | request))
+        self.request = Request((256, *prompt), **(defaults | request))
         self.news = []
-        self.completion = Completion(self.request, TOKENIZER, self.news.append)
+        self.generation = Generation(self.request, TOKENIZER, self.news.append)
 
     @property
     def text(self):
-        assert all(isinstance(piece, Piece) for piece in self.news), self.news
-        return "".join(piece.text for piece in self.news)
+        assert all(isinstance(update, Update) for update in self.news), self.news
+        return "".join(update.text for update in self.news)
 
     @property
     def tokens(self):
-        return [token for piece in self.news for token in piece.tokens]
+        return [token for update in self.news for token in update.tokens]
 
     @property
     def ended(self):
-        return self.completion.finished
+        return self.generation.finished
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def make_engine(make_gpt):
 def submit(engine, *prompt, **request):
     """Give a text to an engine or a worker."""
     reader = Reader(*prompt, **request)
-    engine.submit([reader.completion])
+    engine.submit([reader.generation])
     return reader
 
 
@@ -134,7 +135,7 @@ def test_with_graphs_they_are_the_same(make_engine, make_gpt, monkeypatch, model
 def test_a_prompt_of_many_pieces_is_read_as_one(make_engine):
     engine = make_engine()
     reader = submit(engine, b"0123456789" * 60, max_tokens=20)
-    assert len(reader.request.ids) > 2 * PIECE
+    assert len(reader.request.ids) > 2 * CHUNK
     turn_until_ended(engine, [reader])
     assert reader.text == alone(engine, reader.request)
 
@@ -155,7 +156,7 @@ def test_a_long_prompt_holds_up_neither_texts_nor_other_prompts(make_engine):
     engine = make_engine(max_streams=3)
     first = submit(engine, max_tokens=1000, sampling=SamplingConfig(temperature=0))
     engine.turn()
-    long = submit(engine, b"l" * (PIECE * 50), max_tokens=1)
+    long = submit(engine, b"l" * (CHUNK * 50), max_tokens=1)
     for _ in range(3):
         engine.turn()
     told = len(first.news)
@@ -163,7 +164,7 @@ def test_a_long_prompt_holds_up_neither_texts_nor_other_prompts(make_engine):
     turns = turn_until_ended(engine, [short])
     assert turns <= 6  # its piece comes every other turn
     assert not long.ended
-    assert first.completion.n_tokens >= 3 + turns  # a token at every turn
+    assert first.generation.n_tokens >= 3 + turns  # a token at every turn
     assert told
 
 
@@ -189,18 +190,18 @@ def test_the_queue_has_an_end(make_engine):
     turn_until_ended(worker, readers)
     several = [Reader() for _ in range(4)]
     with pytest.raises(ApiError, match="try again"):  # all or none
-        worker.submit([reader.completion for reader in several])
-    worker.submit([reader.completion for reader in several[:3]])
+        worker.submit([reader.generation for reader in several])
+    worker.submit([reader.generation for reader in several[:3]])
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_who_leaves_frees_the_place(make_engine, turns):
     """Cancelled while it waits, while its prompt is read, and while it is written."""
     engine = make_engine(max_streams=1)
-    leaves = submit(engine, b"y" * (2 * PIECE), max_tokens=500)
+    leaves = submit(engine, b"y" * (2 * CHUNK), max_tokens=500)
     for _ in range(turns):
         engine.turn()
-    leaves.completion.cancelled = True
+    leaves.generation.cancelled = True
     stays = submit(engine, max_tokens=3)
     turn_until_ended(engine, [stays], limit=8)
     assert stays.text == alone(engine, stays.request)
@@ -276,27 +277,27 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(make_engine):
     assert reader.text == whole.text[: whole.text.index(stop)]
     assert reader.news[-1].finish_reason == "stop"
     assert all(token.offset < len(reader.text) for token in reader.tokens)
-    assert reader.news[-1].n_drawn < 60
+    assert len(reader.generation.drawn) < 60
 
 
 def test_the_token_that_ends_a_text_ends_it_and_a_character_that_is_not_whole_is_marked():
     reader = Reader()
     for token_id in (97, 0xE6, 256):
-        reader.completion.accept(token_id, torch.zeros(257))
+        reader.generation.accept(token_id, torch.zeros(257))
     assert reader.text == "a\ufffd"
-    assert (reader.news[-1].finish_reason, reader.news[-1].n_drawn) == ("end_of_text", 3)
+    assert (reader.news[-1].finish_reason, len(reader.generation.drawn)) == ("end_of_text", 3)
 
 
 def test_max_tokens_ends_a_text(make_engine):
     engine = make_engine()
     reader = submit(engine, max_tokens=7, sampling=SamplingConfig(temperature=0))
     turn_until_ended(engine, [reader])
-    assert (reader.news[-1].finish_reason, reader.news[-1].n_drawn) == ("length", 7)
+    assert (reader.news[-1].finish_reason, len(reader.generation.drawn)) == ("length", 7)
 
 
 def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr("inference.engine.PIECE", 7)  # the prompt's cross the borders of pieces
+    monkeypatch.setattr("inference.engine.CHUNK", 7)  # the prompt's cross the borders of chunks
     prompt = "né 日本 text".encode()
     reader = submit(engine, prompt, max_tokens=40, seed=2, n_top=3, echo=True, sampling=SAMPLING[2])
     turn_until_ended(engine, [reader])
@@ -344,7 +345,7 @@ def test_nothing_foretells_a_token_that_begins_a_text(make_engine):
     assert [token.id for token in reader.tokens] == [256, *b"ab"]
     assert reader.tokens[0].logprob is None
     assert reader.tokens[1].logprob < 0
-    assert (reader.news[-1].finish_reason, reader.news[-1].n_drawn) == ("length", 0)
+    assert (reader.news[-1].finish_reason, len(reader.generation.drawn)) == ("length", 0)
 
 
 def test_an_engine_that_stops_tells_everyone(make_engine):

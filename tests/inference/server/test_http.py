@@ -16,16 +16,15 @@ import pytest
 import torch
 
 from cli.help import help_of
-from common.settings import UserError
-from inference.completion import Completion, TextRequest
-from inference.engine import Engine
-from inference.generate import SamplingConfig, generate
-from inference.reading import TextMemory
+from inference.engine import Engine, generate
+from inference.generation import Generation
+from inference.prefill import Request
+from inference.sampling import SamplingConfig
 
 pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
-from inference.server.answer import Answer
-from inference.server.completions import _texts, stream
+from inference.server.completions import _generations, stream
 from inference.server.protocol import CompletionRequest
+from inference.server.responses import ApiError, CompletionResponse
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
 FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
@@ -70,7 +69,7 @@ def streamed(client, **body):
 
 
 def expected(gpt, prompt, n, seed=None, **sampling):
-    """The continuation by inference/generate.py."""
+    """The continuation by `generate`."""
     ids = torch.tensor([[256, *prompt.encode()]])
     tokens = generate(
         gpt,
@@ -109,35 +108,34 @@ def test_a_conversation_reads_its_beginning_once(client, make_gpt):
 
 
 def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt, tokenizer):
-    monkeypatch.setattr("inference.reading.available_memory", lambda: 10**6)
-    memory = TextMemory(make_gpt("softmax", "rotary"), tokenizer)
+    monkeypatch.setattr("inference.engine.available_memory", lambda: 10**6)
+    worker = SimpleNamespace(engine=Engine(make_gpt("softmax", "rotary"), 257, 1))
     limits = SimpleNamespace(max_tokens=100, max_prompt_tokens=10**6)
-    served = SimpleNamespace(tokenizer=tokenizer, limits=limits, max_len=None, memory=memory)
-    assert len(_texts(CompletionRequest(prompt=["a" * 100]), served)) == 1
-    with pytest.raises(
-        UserError, match=r"a text of 4,016 tokens does not fit into memory: its keys and values are 2,056"
-    ):
-        _texts(CompletionRequest(prompt=["a", "a" * 4000]), served)
+    served = SimpleNamespace(tokenizer=tokenizer, limits=limits, worker=worker)
+    assert len(_generations(CompletionRequest(prompt=["a" * 100]), served)) == 1
+    message = r"a text of 4,016 tokens does not fit into memory: its keys and values are 2,056"
+    with pytest.raises(ApiError, match=message):
+        _generations(CompletionRequest(prompt=["a", "a" * 4000]), served)
 
 
 def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, make_gpt, tokenizer):
-    monkeypatch.setattr("inference.completion._SECONDS_BETWEEN_REPORTS", -1.0)
+    monkeypatch.setattr("inference.generation._SECONDS_BETWEEN_REPORTS", -1.0)
     news, ids = [], (256, *b"x" * 5000)
-    text = Completion(TextRequest(ids, 1, SamplingConfig(), 1, prompt_start=1), tokenizer, news.append)
+    text = Generation(Request(ids, 1, seed=1, prompt_start=1), tokenizer, news.append)
     engine = Engine(make_gpt(endless=True), 257, 1, interleave=True)
     engine.submit([text])
     while not text.finished:
         engine.turn()
-    *progress, piece = news
+    *progress, last_update = news
     assert [each.n_read for each in progress] == [*range(256, 5001, 256), 5001]
 
     async def each():
-        for one in (*progress[1:], piece):
+        for one in (*progress[1:], last_update):
             yield 0, one
 
     async def collect():
-        answer = Answer("tiny", tokenizer, [text.request], 1)
-        return [event async for event in stream((0, progress[0]), each(), answer, True)]
+        response = CompletionResponse("tiny", [text], tokenizer, 1)
+        return [event async for event in stream((0, progress[0]), each(), response, True)]
 
     *comments, last, usage, done = asyncio.run(collect())
     assert comments[0] == ": 256 of 5001 prompt tokens read\n\n"

@@ -1,0 +1,141 @@
+"""A request that the engine continues: the text so far, why it ended, and what is reported while it grows."""
+
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.text_stream import TextStream
+from data.tokenizer import Tokenizer
+from inference.prefill import Prefix, Request
+from inference.sampling import SamplingConfig
+from inference.token_log import Token, TokenLog
+
+_LONG = 4096  # tokens of a prompt whose progress is reported
+_SECONDS_BETWEEN_REPORTS = 1.0
+
+FinishReason = Literal["length", "stop", "end_of_text"]
+
+
+class Update(NamedTuple):
+    """What is new in a generation."""
+
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    """The tokens that begin in `text`; empty if n_top is None."""
+    finish_reason: FinishReason | None = None
+    """Set in the last update only."""
+    n_read: int = 0
+    """Of a long prompt that is being read: its tokens read so far. There is no text yet."""
+
+
+Tell = Callable[[Update | Exception], None]
+"""Receives updates, or the error that ended the text. It runs in the engine's thread and must return at once."""
+
+
+class Generation:
+    """The continuation of a request. The engine calls its methods, and then reads `finished`."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None = None, tell: Tell = lambda update: None) -> None:
+        """`tokenizer`: None: only token ids are wanted, without end."""
+        self.request, self.tokenizer = request, tokenizer
+        # A class that has more settings would keep apart texts that are drawn in the same way.
+        fields = SamplingConfig.model_fields
+        self.sampling = SamplingConfig(**{name: getattr(request.sampling, name) for name in fields})
+        self.generator: torch.Generator | None = torch.Generator().manual_seed(request.seed)
+        self.prefix = request.before
+        """The text as far as it is read; None once it is a row of the engine's batch."""
+        self.n_read = 0
+        """Tokens of the prompt that are read."""
+        self.n_cached = 0
+        """How many of these were read before, for another text."""
+        self.drawn: list[int] = []
+        """The tokens drawn, including <|endoftext|>."""
+        self.text = ""
+        """Whole characters only, and without what could begin a stop string; after the prompt if that is echoed."""
+        self.tokens: list[Token] = []
+        """The tokens that begin in `text`; empty if n_top is None."""
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        """The error that ended the text, if any."""
+        self.cancelled = False
+        """Set this to make the text leave with the engine's next turn."""
+        self.tell, self._told = tell, time.monotonic()
+        self._stream = TextStream(tokenizer, request.stop) if tokenizer else None
+        self._log = TokenLog(tokenizer, request.n_top) if tokenizer and request.n_top is not None else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text has ended."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens drawn, without <|endoftext|>."""
+        return len(self.drawn) - (self.finish_reason == "end_of_text")
+
+    @property
+    def whole(self) -> bool:
+        """Whether `text` is all text of the tokens drawn: no character is incomplete, and nothing is held back."""
+        return self._stream is None or self._stream.whole
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a beginning of the prompt that was read for another text need not be read again."""
+        return self.prefix is None and not (self._log and self.request.echo)
+
+    def accept_prompt(self, prefix: Prefix, logits: Tensor) -> None:
+        """Receive the text as it is after the next T tokens of the prompt, and the logits (T, n_vocab) after each."""
+        start, ids = self.n_read, self.request.ids
+        self.prefix, self.n_read = prefix, self.n_read + len(logits)
+        if len(ids) >= _LONG and time.monotonic() > self._told + _SECONDS_BETWEEN_REPORTS:
+            self._told = time.monotonic()
+            self.tell(Update(n_read=self.n_read))
+        if self._log and self.request.echo:
+            if start == self.request.prompt_start == 0:
+                self._log.add_first(ids[0])
+            self._log.add(ids[start + 1 : self.n_read + 1], logits)
+
+    def end_prompt(self) -> None:
+        """Report the prompt if requested. There may be nothing else to report."""
+        if self.tokenizer is None:
+            return
+        ids = self.request.ids[self.request.prompt_start :] if self.request.echo else ()
+        if self._log and self.request.echo:
+            self._log.end_prompt()
+        text = self.tokenizer.decode_bytes(ids).decode(errors="replace")
+        self._add(text, "length" if self.request.max_tokens == 0 else None)
+
+    def accept(self, token_id: int, logits: Tensor) -> None:
+        """Add a token drawn from `logits` (n_vocab,), and report the text that is certain now."""
+        self.drawn.append(token_id)
+        if self.tokenizer is None or self._stream is None:
+            return
+        if token_id == self.tokenizer.eot_id:
+            self._add(self._stream.end(), "end_of_text")
+            return
+        if self._log:
+            self._log.add([token_id], logits.unsqueeze(0))
+        text = self._stream.push(token_id)
+        if self._stream.stopped:
+            self._add(text, "stop")
+        elif len(self.drawn) == self.request.max_tokens:
+            self._add(text + self._stream.end(), "length")
+        else:
+            self._add(text)
+
+    def fail(self, error: Exception) -> None:
+        """End the text with an error, and report that."""
+        if not self.finished:
+            self.error = error
+            self.tell(error)
+
+    def _add(self, text: str, finish_reason: FinishReason | None = None) -> None:
+        self.text += text
+        self.finish_reason = finish_reason
+        if text or finish_reason:
+            tokens = self._log.take(len(self.text)) if self._log else ()
+            self.tokens += tokens
+            self.tell(Update(text, tokens, finish_reason))

@@ -1,0 +1,110 @@
+"""A request to continue a text, and the reading of its prompt, `CHUNK` tokens at a time."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.console import Track
+from data.tokenizer import Tokenizer
+from inference.sampling import SamplingConfig
+from model.gpt import GPT, GPTState
+
+CHUNK = 256
+"""Tokens of a prompt that go through the model at once. This bounds memory, and the time that other texts wait in the
+server. All prompts are cut at its multiples, so stopping at a multiple and continuing later does not change the bits.
+"""
+
+_LONG = 64 * CHUNK  # tokens: the progress of reading fewer is not shown
+
+
+class Prefix(NamedTuple):
+    """What a model keeps of B texts, one per row, to continue them. A value, like a state.
+
+    `cat_states` and `select_rows` (model/state.py) join batches of texts of any lengths, and take rows out of one.
+    """
+
+    logits: Tensor
+    """Logits of the next token, (B, n_vocab)."""
+    seen: Tensor
+    """Tokens that occur in the text, except the one that ends texts, bool (B, n_vocab)."""
+    state: GPTState
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue."""
+
+    ids: tuple[int, ...]
+    """The tokens to read first. In training, every text follows <|endoftext|>."""
+    max_tokens: int = 0
+    """Most tokens to draw; 0 only reads the prompt."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Strings that end the continuation; they are not included in it."""
+    n_top: int | None = None
+    """Report every token's log-probability and this many of the most likely tokens; None: neither."""
+    echo: bool = False
+    """Whether to report the prompt too."""
+    prompt_start: int = 0
+    """Where the prompt begins in `ids`: 1 after an <|endoftext|> that is not part of it."""
+    before: Prefix | None = None
+    """The text that `ids` continue, one row; None: they begin one."""
+    n_before: int = 0
+    """Tokens of that text."""
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens before the continuation, <|endoftext|> included."""
+        return self.n_before + len(self.ids)
+
+    @property
+    def n_read(self) -> int:
+        """Tokens that the model reads in all. It does not read the last one."""
+        return self.n_prompt + max(self.max_tokens - 1, 0)
+
+
+@torch.inference_mode()
+def read(
+    gpt: GPT,
+    token_ids: Tensor,
+    n_vocab: int,
+    before: Prefix | None = None,
+    eot_id: int = -1,
+    step: Callable[..., Any] | None = None,
+) -> tuple[Prefix, Tensor]:
+    """Read (B, T) more tokens of B texts: what is kept of them then, and the logits after each token, (B, T, n_vocab).
+
+    Args:
+        n_vocab: ids from here on, the padding of the embedding, are never drawn.
+        before: the texts that these tokens continue; None: they begin here.
+        eot_id: the token that ends texts; -1: the last, n_vocab - 1.
+        step: called in place of the model; what it returns as the state may change with its next call.
+    """
+    token_ids = token_ids.to(gpt.embed.weight.device)
+    logits, state = (step or gpt)(token_ids, before and before.state, return_state=True)
+    logits = logits[..., :n_vocab]
+    seen = before.seen.clone() if before else torch.zeros_like(logits[:, -1], dtype=torch.bool)
+    seen.scatter_(1, token_ids, True)
+    seen[:, eot_id] = False
+    return Prefix(logits[:, -1].clone(), seen, state), logits  # a view would keep the logits of all tokens
+
+
+def prefill(gpt: GPT, tokenizer: Tokenizer, request: Request, n: int | None = None) -> Request:
+    """Read n tokens of a request's prompt (None: whole chunks), and return the request that is left.
+
+    The progress of a long prompt is shown.
+    """
+    n = len(request.ids) // CHUNK * CHUNK if n is None else n
+    before, track = request.before, Track("reading: tokens", n) if n >= _LONG else None
+    with track or contextlib.nullcontext():
+        for start in range(0, n, CHUNK):
+            chunk = torch.tensor([request.ids[start : min(start + CHUNK, n)]])
+            before, _ = read(gpt, chunk, tokenizer.n_vocab, before, tokenizer.eot_id)
+            if track:
+                track.advance(chunk.shape[1])
+    return replace(request, ids=request.ids[n:], before=before, n_before=request.n_before + n)

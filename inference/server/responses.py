@@ -1,0 +1,83 @@
+"""What clients receive, as OpenAI's objects: the responses of /v1/completions, whole or in chunks, and errors."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from data.tokenizer import END_OF_TEXT, Tokenizer
+from inference.generation import Generation, Update
+from inference.token_log import Token
+
+
+class ApiError(Exception):
+    """An error response."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The object to send."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+class CompletionResponse:
+    """The response to one request for completions, as one object or in chunks of a stream."""
+
+    def __init__(self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, n: int) -> None:
+        """`generations`: n for each prompt."""
+        kind, name = "text_completion", f"cmpl-{uuid.uuid4().hex}"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self.generations, self._tokenizer, self._n = generations, tokenizer, n
+
+    def whole(self) -> dict[str, Any]:
+        """All choices, whose generations have ended."""
+        choices = [self._choice(index, generation) for index, generation in enumerate(self.generations)]
+        return self._head | {"choices": choices, "usage": self._usage()}
+
+    def chunk(self, index: int, update: Update) -> dict[str, Any]:
+        """What is new in a choice."""
+        return self._head | {"choices": [self._choice(index, update)]}
+
+    def usage(self) -> dict[str, Any]:
+        """The token counts alone, when all generations have ended."""
+        return self._head | {"choices": [], "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the token counts. A prompt counts once, whatever n is, and without the end of text put before it."""
+        firsts = [(generation, generation.request) for generation in self.generations[:: self._n]]
+        prompt = sum(len(request.ids) - request.prompt_start for _, request in firsts)
+        cached = sum(max(generation.n_cached - request.prompt_start, 0) for generation, request in firsts)
+        drawn = sum(len(generation.drawn) for generation in self.generations)
+        counts = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+        return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+    def _choice(self, index: int, new: Generation | Update) -> dict[str, Any]:
+        logprobs = None if self.generations[index].request.n_top is None else self._logprobs(new.tokens)
+        reason = "stop" if new.finish_reason == "end_of_text" else new.finish_reason
+        return {"index": index, "text": new.text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
+        names = partial(token_text, tokenizer=self._tokenizer)
+        return {
+            "tokens": [names(token.id) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{names(one): logprob for one, logprob in token.top.items()} or None for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+
+def token_text(token_id: int, tokenizer: Tokenizer) -> str:
+    """A token as text; incomplete characters are written as OpenAI does, bytes:\\xe6\\x97."""
+    if token_id == tokenizer.eot_id:
+        return END_OF_TEXT
+    raw = tokenizer.decode_bytes([token_id])
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
