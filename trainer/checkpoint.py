@@ -2,34 +2,36 @@
 
 A checkpoint is a folder `step-00001000` with
 
-    model.safetensors optimizer.safetensors    tensors by parameter name, or parts of them, one of each process:
-                                               model-00001-of-00004.safetensors has the first rows of every tensor;
-                                               averaged weights are in the model's, as average/NAME
+    model.safetensors optimizer.safetensors    tensors by parameter name; averaged weights are in the model's, as
+                                               average/NAME
     random.safetensors                         the state of every process's random numbers
     state.json                                 the rest of the run's state: TrainState
     tokenizer.json                             so that a checkpoint alone is enough to sample from
     manifest.json                              sha256 of each of the others, written last
 
 It is written under another name, synced, and renamed: a crash leaves nothing half-written under a checkpoint's name.
-Where every process writes a part, the main process writes the manifest when it has the sums of all parts.
 The sums detect later damage, and the previous checkpoint is used. `latest` and `best` beside the checkpoints are
 text files that hold a checkpoint's name, for people; a run is resumed from the newest checkpoint that is whole.
+
+Older versions wrote model and optimizer of sharded runs in parts, such as model-00001-of-00004.safetensors, which has
+the first rows of every tensor. Such checkpoints are still read.
 """
 
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -39,24 +41,40 @@ from common.settings import Settings, UserError, decode
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from model.gpt import GPT
 from trainer.average import AVERAGE
+from trainer.distributed import World
+from trainer.metrics import MetricsLog
+from trainer.randomness import RANDOM, random_state
 from trainer.state import FORMAT_VERSION, TrainState
 from trainer.tensor_file import Expected, read_tensors, save_file
 
 _NAME = re.compile(r"step-\d{8,18}")
 _LARGEST_STATE = 2**22  # bytes: it may name the weights of many sets
-_IN_PARTS = ("model.safetensors", "optimizer.safetensors")
-_FILES = (*_IN_PARTS, "random.safetensors", "state.json", "tokenizer.json")
+_FILES = ("random.safetensors", "state.json", "tokenizer.json", "model.safetensors", "optimizer.safetensors")
+_MODEL_FILES = ("model.safetensors", "state.json", "tokenizer.json")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """For each of "model", "optimizer" and "random", tensors by name."""
 
 
+class CheckpointConfig(Settings, defaults="train:checkpoint"):
+    """When to save, and what to keep."""
+
+    every: int = Field(ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: int = Field(ge=1)
+    """How many of the newest checkpoints to keep, in addition to the one with the lowest validation loss."""
+    keep_every: int | None = Field(ge=1)
+    """Checkpoints at multiples of this step are never deleted; null: none."""
+    on_error: Literal["stop", "continue"]
+    """When a checkpoint cannot be written (full disk): stop, or keep training and try again at the next one."""
+
+
 class Damaged(UserError):
     """A checkpoint's files differ from what was written. Another checkpoint may still be intact."""
 
 
-class Digests(Settings):
+class Manifest(Settings):
     """manifest.json."""
 
     format_version: int
@@ -66,10 +84,14 @@ class Digests(Settings):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk."""
+    """A checkpoint on disk, verified when it was opened."""
 
     path: Path
     state: TrainState
+    sums: Mapping[str, Mapping[str, str]]
+    """For each of _FILES, the sha256 of its parts by name, in order. A file that is not in parts is the only one."""
+    damaged: tuple[Path, ...] = ()
+    """Newer checkpoints of the run, which are damaged."""
 
     @property
     def run_dir(self) -> Path:
@@ -79,8 +101,8 @@ class Checkpoint:
 
     def identity(self, average: bool = True) -> str:
         """A hex digest of the sums of weights and configuration, which no other model has."""
-        sums, averaged = _sums(self.path), average and self.state.average is not None
-        found = json.dumps([sums["model.safetensors"], sums["state.json"], averaged])
+        averaged = average and self.state.average is not None
+        found = json.dumps([self.sums["model.safetensors"], self.sums["state.json"], averaged])
         return hashlib.sha256(found.encode()).hexdigest()
 
     def tensors(self, name: str, expected: Expected, rows: Mapping[str, slice] | None = None) -> dict[str, Tensor]:
@@ -92,8 +114,7 @@ class Checkpoint:
         Raises:
             UserError: the checkpoint does not hold exactly the expected tensors.
         """
-        files = _sums(self.path)[f"{name}.safetensors"]
-        return read_tensors([self.path / file for file in files], expected, rows)
+        return read_tensors([self.path / file for file in self.sums[f"{name}.safetensors"]], expected, rows)
 
     def write_result(self, name: str, content: bytes | str) -> None:
         """Write a file into the run directory and print its path. Only warns if the directory is read-only."""
@@ -112,38 +133,14 @@ def checkpoints_dir(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
-def newest(run_dir: Path) -> Path | None:
-    """The run's checkpoint with the highest step, whole or not, or None."""
-    return next(reversed(_all(run_dir)), None)
-
-
 def checkpoint_path(run_dir: Path, step: int) -> Path:
     """The folder of the checkpoint after `step`, which need not exist."""
     return checkpoints_dir(run_dir) / f"step-{step:08}"
 
 
-def newest_whole(
-    run_dir: Path, files: Collection[str] = _FILES, at: Callable[[str], None] = lambda place: None
-) -> Path | None:
-    """The run's newest checkpoint whose `files` match their sums, or None if the run has no checkpoints.
-
-    Warns about damaged checkpoints. Calls `at` with the name of each file that it reads.
-
-    Raises:
-        UserError: there are checkpoints, but none is whole.
-    """
-    paths = _all(run_dir)
-    for path in reversed(paths):
-        try:
-            _verify(path, files, at)
-        except Damaged as error:
-            warn(f"{error}; using the checkpoint before it, if there is one")
-        else:
-            return path
-    if paths:
-        what = f"none of the {len(paths)} checkpoints in {checkpoints_dir(run_dir)} is whole"
-        raise UserError(f"{what}: restore one from a copy, or use another run_dir; nothing was changed")
-    return None
+def newest(run_dir: Path) -> Path | None:
+    """The run's checkpoint with the highest step, whole or not, or None."""
+    return next(reversed(_all(run_dir)), None)
 
 
 def _all(run_dir: Path) -> list[Path]:
@@ -159,10 +156,19 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+def _first_line(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file.read(100).decode(errors="replace").strip()
+
+
+# Reading
+
+
 def open_checkpoint(path: str | Path, files: Collection[str] = _FILES, key: str = "checkpoint") -> Checkpoint:
     """Open a run directory's newest whole checkpoint, the checkpoint at `path`, or the one that a file `latest` names.
 
     Args:
+        files: what to verify.
         key: the setting that names it, for errors.
 
     Raises:
@@ -177,16 +183,20 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES, key: str 
         name = _first_line(path)
         if not _NAME.fullmatch(name):
             raise UserError(f"{key}={path} does not name a checkpoint: give a run directory or a step-... folder")
-        path = path.parent / name
-    elif (path / "train-00000.bin").exists():
+        return _open(path.parent / name, files)
+    if (path / "train-00000.bin").exists():
         raise UserError(f"{key}={path} is a dataset: give the directory of a run that was trained on it")
-    elif not ((path / "manifest.json").is_file() or _NAME.fullmatch(path.name)):
-        found = newest_whole(path, files)
-        if found is None:
-            raise UserError(f"{key}={path} holds no checkpoint{_what_it_is(path)}")
-        return _opened(found)
-    _verify(path, files)
-    return _opened(path)
+    if (path / "manifest.json").is_file() or _NAME.fullmatch(path.name):
+        return _open(path, files)
+    found = open_newest(path, files)
+    if found is None:
+        raise UserError(f"{key}={path} holds no checkpoint{_what_it_is(path)}")
+    return found
+
+
+def open_model(path: str | Path, key: str = "checkpoint") -> Checkpoint:
+    """Like `open_checkpoint`, but verify only the files needed to run the model."""
+    return open_checkpoint(path, _MODEL_FILES, key)
 
 
 def _what_it_is(path: Path) -> str:
@@ -197,17 +207,77 @@ def _what_it_is(path: Path) -> str:
     return f" itself: give a run in it, such as {runs[0]}" if runs else ": give a run directory or a step-... folder"
 
 
-def _first_line(path: Path) -> str:
-    with open(path, "rb") as file:
-        return file.read(100).decode(errors="replace").strip()
+def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | None:
+    """The run's newest checkpoint whose `files` match their sums, or None if the run has no checkpoints.
+
+    Warns about damaged checkpoints.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole.
+    """
+    damaged: list[Path] = []
+    for path in reversed(_all(run_dir)):
+        try:
+            return replace(_open(path, files), damaged=tuple(damaged))
+        except Damaged as error:
+            warn(f"{error}; using the checkpoint before it, if there is one")
+            damaged.append(path)
+    if damaged:
+        what = f"none of the {len(damaged)} checkpoints in {checkpoints_dir(run_dir)} is whole"
+        raise UserError(f"{what}: restore one from a copy, or use another run_dir; nothing was changed")
+    return None
 
 
-def _opened(path: Path) -> Checkpoint:
+def _open(path: Path, files: Collection[str]) -> Checkpoint:
+    """Open the checkpoint in a folder, and compare some of its files with their sums.
+
+    Raises:
+        Damaged: a file is missing or differs, or the manifest has another format.
+    """
+    sums = _read_sums(path)
+    for name, sha256 in (part for file in files for part in sums[file].items()):
+        try:
+            found = sha256_file(path / name)
+        except (UserError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
+                raise  # it may pass, or a person can fix it; EIO means a damaged disk
+            raise Damaged(f"{path / name} is missing or damaged: {error}") from None
+        if found != sha256:
+            raise Damaged(f"{path / name} is missing or damaged: its sha256 is not the manifest's")
     state = read_json(path / "state.json", limit=_LARGEST_STATE)
     try:
-        return Checkpoint(path, decode(TrainState, state))
+        return Checkpoint(path, decode(TrainState, state), sums)
     except UserError as error:
         raise UserError(f"{path / 'state.json'}: {error}") from None
+
+
+def _read_sums(path: Path) -> dict[str, dict[str, str]]:
+    """The sums in a checkpoint's manifest: for each of _FILES, those of its parts, by name and in order."""
+    try:
+        manifest = decode(Manifest, read_json(path / "manifest.json", limit=_LARGEST_STATE))
+    except UserError as error:
+        raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
+    if manifest.format_version != FORMAT_VERSION:
+        message = f"{path} has format version {manifest.format_version}; this program reads {FORMAT_VERSION}"
+        if manifest.format_version == _version_of_state(path):  # not damage, but another program's
+            raise UserError(f"{message}: use another run_dir")
+        raise Damaged(message)
+    found, names = manifest.sha256, {file: [file] for file in _FILES}
+    if (count := sum(name.startswith("model-") for name in found)) > 0:
+        for stem in ("model", "optimizer"):
+            names[f"{stem}.safetensors"] = [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    if set(found) != {name for parts in names.values() for name in parts}:
+        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}, or all of their parts")
+    return {file: {name: found[name] for name in parts} for file, parts in names.items()}
+
+
+def _version_of_state(path: Path) -> Any:
+    """The version in state.json, to tell another version from a damaged manifest."""
+    try:
+        state = read_json(path / "state.json", limit=_LARGEST_STATE)
+    except UserError:
+        return None
+    return state.get("format_version") if isinstance(state, dict) else None
 
 
 def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT, Tokenizer]:
@@ -250,80 +320,33 @@ def read_weights(
     return {name: tensors[averages.get(name, name) if average else name] for name in expected}
 
 
-def open_model(path: str | Path, key: str = "checkpoint") -> Checkpoint:
-    """Like `open_checkpoint`, but verify only the files needed to run the model."""
-    return open_checkpoint(path, ("model.safetensors", "state.json", "tokenizer.json"), key)
+# Writing
 
 
-def save_checkpoint(
-    run_dir: Path,
-    tensors: Tensors,
-    state: TrainState,
-    tokenizer: Tokenizer,
-    before: Callable[[], None] = lambda: None,
-    rank: int = 0,
-    exchange: Callable[[str], list[str]] = lambda text: [text],
-) -> Path:
-    """Write a checkpoint. A crash or an error leaves earlier checkpoints unchanged.
-
-    Several processes may write one together: all call this at the same time, and an error in one is an error in all.
-
-    Args:
-        tensors: on the CPU, contiguous. Each process passes its rows of model and optimizer;
-            ranks hold consecutive rows.
-        before: is called before anything is written. Its errors are those of the save.
-        rank: of this process; 0 writes all but the parts of others.
-        exchange: from the text of each process, the texts of all, by rank.
+def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer) -> Path:
+    """Write a checkpoint of contiguous tensors on the CPU. A crash or an error leaves earlier ones unchanged.
 
     Raises:
-        OSError, SafetensorError: the checkpoint cannot be written.
+        OSError, SafetensorError: it cannot be written.
     """
     path = checkpoint_path(run_dir, state.step)
     beside = path.with_name(path.name + ".tmp")
-
-    def begin() -> None:
-        before()
-        if rank == 0:
-            _make_folder(beside)
-
-    def finish() -> None:
-        if rank == 0:
-            _write_rest(beside, tensors, state, tokenizer, sums)
-            old = _aside(path)
-            if path.exists():  # it is damaged
-                os.rename(path, old)
-            os.rename(beside, path)
-            sync_directory(path.parent)
-            _clear(old)
-
     try:
-        count = len(_together(exchange, begin))
-        sums = _together(exchange, lambda: _write_part(beside, tensors, rank, count))
-        _together(exchange, finish)
+        _make_folder(beside)
+        for name, of_file in tensors.items():
+            _write_tensors(beside / f"{name}.safetensors", of_file)
+        save_tokenizer(tokenizer, beside / "tokenizer.json")
+        write_json(beside / "state.json", state.model_dump(mode="json"))
+        manifest = Manifest(format_version=FORMAT_VERSION, sha256={file: sha256_file(beside / file) for file in _FILES})
+        write_json(beside / "manifest.json", manifest.model_dump())  # which also syncs the names in its folder
+        if path.exists():  # it is damaged
+            _remove(path)
+        os.rename(beside, path)
+        sync_directory(path.parent)
     except (OSError, SafetensorError):
-        if rank == 0:
-            _clear(beside)  # makes room on a full disk
+        _clear(beside)  # makes room on a full disk
         raise
     return path
-
-
-def _together(exchange: Callable[[str], list[str]], work: Callable[[], str | None]) -> list[str]:
-    """What `work` returns in each process ("" for None). All processes wait for each other, even if one fails.
-
-    Raises:
-        OSError, SafetensorError: it failed in this process, or in another one.
-    """
-    failed = "failed: "
-    try:
-        done = work()
-    except (OSError, SafetensorError) as error:
-        exchange(f"{failed}{getattr(error, 'strerror', None) or error}")
-        raise
-    texts = exchange(done or "")
-    for rank, text in enumerate(texts):
-        if text.startswith(failed):
-            raise OSError(f"process {rank}: {text.removeprefix(failed)}")
-    return texts
 
 
 def _make_folder(path: Path) -> None:
@@ -337,59 +360,32 @@ def _make_folder(path: Path) -> None:
     path.mkdir()
 
 
-def _names(file: str, count: int) -> list[str]:
-    """The names of the files that stand for `file` where `count` processes write parts."""
-    if count == 1 or file not in _IN_PARTS:
-        return [file]
-    stem, _, kind = file.partition(".")
-    return [f"{stem}-{number:05}-of-{count:05}.{kind}" for number in range(1, count + 1)]
-
-
-def _write_part(folder: Path, tensors: Tensors, rank: int, count: int) -> str:
-    """Write this process's parts of model and optimizer; returns their sums, with a blank between them."""
-    files = [folder / _names(file, count)[rank] for file in _IN_PARTS]
-    for name, file in zip(("model", "optimizer"), files, strict=True):
-        _write_tensors(file, tensors[name])
-    return " ".join(map(sha256_file, files))
-
-
-def _write_rest(folder: Path, tensors: Tensors, state: TrainState, tokenizer: Tokenizer, parts: list[str]) -> None:
-    """Write the other files, and the manifest with the sums of the `parts`, last."""
-    _write_tensors(folder / "random.safetensors", tensors["random"])
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
-    write_json(folder / "state.json", state.model_dump(mode="json"))
-    sums = {name: sha256_file(folder / name) for name in _FILES if name not in _IN_PARTS}
-    for file, of_parts in zip(_IN_PARTS, zip(*map(str.split, parts), strict=True), strict=True):
-        sums |= dict(zip(_names(file, len(parts)), of_parts, strict=True))
-    write_json(folder / "manifest.json", Digests(format_version=FORMAT_VERSION, sha256=sums).model_dump())
-
-
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(dict(tensors), path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
-def retain(run_dir: Path, state: TrainState, since: int, keep_last: int, keep_every: int | None) -> None:
-    """Update `latest` and `best`, and delete old checkpoints, damaged ones, and what crashed saves left behind.
+def retain(run_dir: Path, state: TrainState, config: CheckpointConfig, damaged: Iterable[Path] = ()) -> None:
+    """Update `latest` and `best`, and delete old checkpoints, `damaged` ones, and what crashed saves left behind.
 
-    Keeps the best checkpoint, the newest `keep_last`, and those of every keep_every-th step.
+    Keeps the best checkpoint, the newest config.keep_last, and those of every config.keep_every-th step.
 
     Args:
         state: of the newest whole checkpoint.
-        since: the step of the whole checkpoint before it. Checkpoints between the two, and later ones, are damaged.
     """
     folder, paths = checkpoints_dir(run_dir), _all(run_dir)
     for leftover in folder.glob("*.tmp"):
         _clear(leftover)
-    whole = [path for path in paths if _step_of(path) <= since or _step_of(path) == state.step]
+    whole = [path for path in paths if path not in damaged]
     best = None if state.best_step is None else checkpoint_path(run_dir, state.best_step)
     if best not in whole and (folder / "best").is_file():  # that save failed: use the best checkpoint on disk
         best = folder / _first_line(folder / "best")
     _point(folder / "latest", whole[-1])
     if best in whole:
         _point(folder / "best", best)
-    keep = {best, *whole[-keep_last:], *(path for path in whole if keep_every and _step_of(path) % keep_every == 0)}
+    every = config.keep_every
+    keep = {best, *whole[-config.keep_last :], *(path for path in whole if every and _step_of(path) % every == 0)}
     for path in paths:
         if path not in keep or path not in whole:
             _remove(path)
@@ -398,6 +394,14 @@ def retain(run_dir: Path, state: TrainState, since: int, keep_last: int, keep_ev
 def _point(pointer: Path, path: Path) -> None:
     if not pointer.is_file() or _first_line(pointer) != path.name:
         write_atomic(pointer, path.name + "\n")
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint. A crash leaves it whole, or under another name, which the next save deletes."""
+    old = path.with_name(path.name + ".old.tmp")
+    _clear(old)
+    os.rename(path, old)
+    _clear(old)
 
 
 def _clear(path: Path) -> None:
@@ -409,60 +413,122 @@ def _clear(path: Path) -> None:
             path.unlink()
 
 
-def _aside(path: Path) -> Path:
-    """The name that a checkpoint has while it is deleted. If files cannot be deleted, the next save tries again."""
-    old = path.with_name(path.name + ".old.tmp")
-    _clear(old)
-    return old
+class Saver:
+    """Saves in the background: training waits while tensors are copied, not while they are written.
 
-
-def _remove(path: Path) -> None:
-    """Delete a checkpoint. A crash leaves it whole, or under another name."""
-    os.rename(path, old := _aside(path))
-    _clear(old)
-
-
-def _verify(path: Path, files: Collection[str], at: Callable[[str], None] = lambda place: None) -> None:
-    """Compare some of a checkpoint's files with their sums.
-
-    Raises:
-        Damaged: a file is missing or differs, or the manifest has another format.
+    A thread of the main process writes one checkpoint at a time; the next save waits for it.
     """
-    sums = _sums(path)
-    for name, sha256 in itertools.chain.from_iterable(sums[file].items() for file in files):
-        at(f"reading {path.name}/{name}")
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tokenizer: Tokenizer,
+        config: CheckpointConfig,
+        world: World,
+        log: MetricsLog | None,
+        resumed: Checkpoint | None,
+    ) -> None:
+        """Prepare to save.
+
+        Args:
+            log: in the main process, the run's.
+            resumed: the checkpoint that the run goes on from.
+        """
+        self._run_dir, self._tokenizer, self._config, self._log = run_dir, tokenizer, config, log
+        self._world = world
+        self._copies: dict[tuple[str, str], Tensor] = {}  # reused: copying into new memory takes 30 times as long
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._damaged = set(resumed.damaged) if resumed else set()
+        self._step = 0
+        """The step of the save that was started last."""
+        self.saved_step = resumed.state.step if resumed else None
+        """The step of the newest checkpoint; None while it is written, and if that failed."""
+
+    def save(self, tensors: Tensors, state: TrainState) -> None:
+        """Copy all tensors, which may be on any device, and start to write them. Every process must call this.
+
+        Args:
+            tensors: those of "model" and "optimizer". Sharded ones are gathered one by one, so that no process but the
+                main one holds more than one of them at a time.
+
+        Raises:
+            UserError: the previous save failed; see `check`.
+        """
+        self.wait()
+        self.check()
+        world = self._world
+        random = torch.stack(world.gather(random_state(world.device).to(world.device)))
+        copies: dict[str, dict[str, Tensor]] = {}
+        for file, named in {**tensors, "random": {RANDOM: random}}.items():
+            copies[file] = {}
+            for name, value in named.items():
+                whole = world.full(value)
+                if world.is_main:
+                    copies[file][name] = self._copy(file, name, whole)
+        if not world.is_main:
+            return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # finishes the copies into pinned memory
+        state = state.model_copy(update={"processes": world.size, "device": world.device.type})
+        self._step, self.saved_step = state.step, None
+        self._thread = threading.Thread(target=self._write, args=(copies, state), name="saver", daemon=True)
+        self._thread.start()
+
+    def check(self, last: bool = False) -> None:
+        """Warn if the last save failed.
+
+        Raises:
+            UserError: it failed, and checkpoint.on_error=stop, or there is no next save (`last`).
+        """
+        error, self._error = self._error, None
+        if error is None:
+            return
+        if not isinstance(error, OSError | SafetensorError):
+            raise error
+        why = getattr(error, "strerror", None) or error
+        problem = f"the save after step {self._step} failed ({why}); earlier checkpoints are whole"
+        if last or self._config.on_error == "stop":
+            hint = "" if last else ", or use checkpoint.on_error=continue to keep training"
+            raise UserError(f"{problem}: fix that, and run the same command again{hint}")
+        warn(f"{problem}, and training continues to the next save")
+
+    def finish(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            UserError: it failed. checkpoint.on_error does not matter here, because there is no next save.
+        """
+        self.wait()
+        self.check(last=True)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written, even if the save fails."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
+        value = value.detach()
+        copy = self._copies.get((file, name))
+        if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
+            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._copies[file, name] = copy
+        return copy.copy_(value, non_blocking=True)
+
+    def _write(self, tensors: Tensors, state: TrainState) -> None:
         try:
-            found = sha256_file(path / name)
-        except (UserError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
-                raise  # it may pass, or a person can fix it; EIO means a damaged disk
-            raise Damaged(f"{path / name} is missing or damaged: {error}") from None
-        if found != sha256:
-            raise Damaged(f"{path / name} is missing or damaged: its sha256 is not the manifest's")
-
-
-def _sums(path: Path) -> dict[str, dict[str, str]]:
-    """The sums in a checkpoint's manifest: for each of _FILES, those of its parts, by name and in order."""
-    try:
-        manifest = decode(Digests, read_json(path / "manifest.json", limit=_LARGEST_STATE))
-    except UserError as error:
-        raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
-    if manifest.format_version != FORMAT_VERSION:
-        message = f"{path} has format version {manifest.format_version}; this program reads {FORMAT_VERSION}"
-        if manifest.format_version == _version_of_state(path):  # not damage, but another program's
-            raise UserError(f"{message}: use another run_dir")
-        raise Damaged(message)
-    count = sum(name.startswith("model") for name in manifest.sha256)
-    names = {file: _names(file, count) for file in _FILES}
-    if not count or set(manifest.sha256) != set(itertools.chain.from_iterable(names.values())):
-        raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}, or all of their parts")
-    return {file: {name: manifest.sha256[name] for name in names[file]} for file in _FILES}
-
-
-def _version_of_state(path: Path) -> Any:
-    """The version in state.json, to tell another version from a damaged manifest."""
-    try:
-        state = read_json(path / "state.json", limit=_LARGEST_STATE)
-    except UserError:
-        return None
-    return state.get("format_version") if isinstance(state, dict) else None
+            if self._log is not None:
+                self._log.sync()  # the checkpoint relies on these lines
+            path = save_checkpoint(self._run_dir, tensors, state, self._tokenizer)
+            self._damaged.discard(path)
+            retain(self._run_dir, state, self._config, self._damaged)
+            self._damaged.clear()
+            self.saved_step = state.step
+        except BaseException as error:  # `check` and `finish` raise it
+            self._error = error

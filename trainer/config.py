@@ -6,24 +6,12 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from common.settings import Settings
+from trainer.checkpoint import CheckpointConfig
 from trainer.optim import OptimConfig
 from trainer.runtime import RuntimeConfig
 from trainer.schedule import ScheduleConfig
 from trainer.state import FixedSettings
 from trainer.trackers import TrackerConfig
-
-
-class CheckpointConfig(Settings, defaults="train:checkpoint"):
-    """When to save, and what to keep."""
-
-    every: int = Field(ge=1)
-    """Steps between checkpoints; the last step is always saved."""
-    keep_last: int = Field(ge=1)
-    """How many of the newest checkpoints to keep, in addition to the one with the lowest validation loss."""
-    keep_every: int | None = Field(ge=1)
-    """Checkpoints at multiples of this step are never deleted; null: none."""
-    on_error: Literal["stop", "continue"]
-    """When a checkpoint cannot be written (full disk): stop, or keep training and try again at the next one."""
 
 
 class EvalConfig(Settings, defaults="train:eval"):

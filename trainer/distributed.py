@@ -45,8 +45,6 @@ class World:
     rank: int = 0
     size: int = 1
     deadline: Deadline | None = field(default=None, repr=False, compare=False)
-    group: Any = field(default=None, repr=False, compare=False)
-    """The connections that collective operations use, a ProcessGroup; None: torch's default."""
     timeout: timedelta | None = field(default=None, repr=False, compare=False)
     """How long an operation may wait for the others."""
 
@@ -63,7 +61,7 @@ class World:
     def sum(self, value: Tensor) -> Tensor:
         """Add up `value` over all processes, in place, and return it."""
         if self.size > 1:
-            dist.all_reduce(value, group=self.group)
+            dist.all_reduce(value)
         return value
 
     def gather(self, value: Tensor) -> list[Tensor]:
@@ -71,7 +69,7 @@ class World:
         if self.size == 1:
             return [value]
         values = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(values, value.contiguous(), group=self.group)
+        dist.all_gather(values, value.contiguous())
         return values
 
     def gather_text(self, text: str) -> list[str]:
@@ -85,18 +83,10 @@ class World:
             remedy = "give a step-... folder that all of them see"
             raise UserError(f"{given} is not the same checkpoint in all processes: {remedy}")
 
-    def aside(self) -> "World":
-        """The same processes, for a thread whose collective operations do not mix with those of this one.
-
-        Every process must call this. Tensors are on the CPU.
-        """
-        group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
-        return World(torch.device("cpu"), self.rank, self.size, group=group, timeout=self.timeout)
-
     def wait_for_all(self) -> None:
         """Return once every process has called this."""
         if self.size > 1:
-            dist.barrier(group=self.group)
+            dist.barrier()
 
     def leave(self, error: BaseException | None = None) -> None:
         """Let the others continue without this process, which may take any time for its last work.

@@ -5,7 +5,7 @@ import contextlib
 from common.console import count, say
 from common.exits import AGAIN
 from common.files import make_directory
-from trainer.checkpoint import checkpoint_path, newest, retain
+from trainer.checkpoint import newest, retain
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.progress import TrainingProgress
@@ -52,8 +52,8 @@ def check(config: TrainConfig) -> None:
 
 def _train(run: Run, config: TrainConfig) -> float | None:
     # A killed save may have left this undone. If newer checkpoints are damaged, they stay: a disk may recover.
-    if run.world.is_main and newest(config.run_dir) == checkpoint_path(config.run_dir, run.step):
-        retain(config.run_dir, run.state, run.step, config.checkpoint.keep_last, config.checkpoint.keep_every)
+    if run.world.is_main and run.checkpoint is not None and not run.checkpoint.damaged:
+        retain(config.run_dir, run.state, config.checkpoint)
     if run.step >= config.last_step:
         if run.world.is_main:
             line = "{key}={new} was given, but this run was trained with {old}"

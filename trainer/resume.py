@@ -1,25 +1,17 @@
-"""Starts a run, or resumes it from its newest checkpoint."""
+"""What a run begins with: its newest checkpoint, or the weights of another run."""
 
+import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from common.console import say
 from common.settings import UserError, differences
 from data.shards import Manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.gpt import GPT, GPTConfig
-from trainer.checkpoint import (
-    Checkpoint,
-    checkpoints_dir,
-    newest_whole,
-    open_checkpoint,
-    open_model,
-    read_weights,
-)
+from trainer.checkpoint import Checkpoint, Tensors, open_checkpoint, open_model, open_newest, read_weights
 from trainer.config import TrainConfig
 from trainer.distributed import World
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
@@ -38,6 +30,75 @@ def new_state(config: TrainConfig, manifest: Manifest) -> TrainState:
         dataset_fingerprint=manifest.fingerprint,
         **{name: getattr(config, name) for name in _FIXED},
     )
+
+
+def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
+    """The newest whole checkpoint of a run, the same in all processes, or None if it has no checkpoints.
+
+    Raises:
+        UserError: none of its checkpoints is whole, or this process does not see the one that the main process found.
+    """
+    world.at(f"reading the checkpoints of {run_dir}")
+    return _seen_by_all(open_newest(run_dir) if world.is_main else None, run_dir, world, "run_dir")
+
+
+def _seen_by_all(found: Checkpoint | None, given: Path, world: World, key: str) -> Checkpoint | None:
+    """Open in all processes what the main process has found at `given`, a path in the setting `key`."""
+    told = f"{found.identity()} {os.path.relpath(found.path, given)}" if found else ""
+    identity, _, relative = world.gather_text(told)[0].partition(" ")
+    if world.is_main or not identity:
+        return found
+    path = Path(os.path.normpath(given / relative))
+    try:
+        own = open_checkpoint(path, files=())  # the main process has verified it
+        why = "it is another one there"
+    except UserError as error:
+        own, why = None, str(error)
+    if own is None or own.identity() != identity:
+        remedy = f"put {key} where all machines see it"
+        raise UserError(f"process {world.rank} cannot see {path} of the main process ({why}): {remedy}")
+    return own
+
+
+def restore(checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: World) -> TrainState:
+    """Load a checkpoint into a run's tensors and random generators, and return its state.
+
+    Args:
+        fresh: the state in which the run would begin.
+        tensors: those of "model" and "optimizer".
+
+    Raises:
+        UserError: the checkpoint belongs to a run with another model or other data.
+    """
+    state = checkpoint.state
+    _check_same_run(checkpoint.path, state, fresh)
+    for file, of_run in tensors.items():
+        world.at(f"reading {file}")
+        expected = {name: (value.shape, (value.dtype,)) for name, value in of_run.items()}
+        stored = checkpoint.tensors(file, expected, world.rows(of_run))
+        with torch.no_grad():
+            for name, value in of_run.items():
+                world.own(value).copy_(stored[name])
+    saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))[RANDOM]
+    if (state.processes, state.device) == (world.size, world.device.type):
+        set_random_state(saved_states[world.rank], world.device)
+    else:  # other processes than before: each gets a new generator
+        seed_process(f"{state.seed} {state.step} {world.rank}")
+    return state.model_copy(update={"dataset_dir": fresh.dataset_dir})
+
+
+def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
+    if not before.dataset_fingerprint:
+        run_dir = path.parent.parent
+        raise UserError(f"run_dir={run_dir} is an imported model: train it with init_from={run_dir} in another run_dir")
+    if before.dataset_fingerprint != now.dataset_fingerprint:
+        what = f"{path} was trained on {before.dataset_dir}, whose content is not that of dataset_dir={now.dataset_dir}"
+        raise UserError(f"{what}: use that dataset, or another run_dir")
+    was, wanted = (state.model_dump(mode="json", include={*_FIXED, "optimizer"}) for state in (before, now))
+    changed = differences(was, wanted)
+    if changed:
+        listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())
+        raise UserError(f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir")
 
 
 def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoint:
@@ -65,79 +126,15 @@ def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
     """Give the model the weights of the checkpoint init_from=path, the averaged ones if it has them.
 
     Raises:
-        UserError: as `open_source`; or the processes do not all find the same checkpoint.
+        UserError: as `open_source`; or this process does not see the checkpoint of the main process.
     """
     world.at(f"reading init_from={path}")
-    source, weights = open_source(path, gpt.config, tokenizer), gpt.state_dict()
-    world.check_same(source.identity(), f"init_from={path}")
+    found = open_source(path, gpt.config, tokenizer) if world.is_main else None
+    source, weights = _seen_by_all(found, path, world, "init_from"), gpt.state_dict()
+    assert source is not None
     stored = read_weights(source, gpt, rows=world.rows(weights))
     with torch.no_grad():
         for name, value in weights.items():
             world.own(value).copy_(stored[name])
     averaged = "" if source.state.average is None else "averaged "
     say(f"beginning with the {averaged}weights of {source.path}")
-
-
-def find_checkpoint(run_dir: Path, world: World) -> Path | None:
-    """The newest whole checkpoint of a run, the same in all processes, or None if it has no checkpoints.
-
-    Raises:
-        UserError: none of its checkpoints is whole, or a process cannot see the one that the main process found.
-    """
-    found = newest_whole(run_dir, at=world.at) if world.is_main else None  # which verifies the files
-    name = world.gather_text("" if found is None else found.name)[0]
-    if not name:
-        return None
-    path = checkpoints_dir(run_dir) / name
-    if blind := [rank for rank in world.gather_text("" if path.is_dir() else str(world.rank)) if rank]:
-        raise UserError(f"process {', '.join(blind)} cannot see {path}: put run_dir where all machines see it")
-    return path
-
-
-def restore(
-    path: Path,
-    fresh: TrainState,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    world: World,
-) -> TrainState:
-    """Load a checkpoint into a run's tensors and random generators, and return its state.
-
-    Args:
-        path: a verified checkpoint.
-        fresh: the state in which the run would begin.
-        tensors: those of "model" and "optimizer", by name.
-
-    Raises:
-        UserError: the checkpoint belongs to a run with another model or other data.
-    """
-    checkpoint = open_checkpoint(path, files=())
-    state = checkpoint.state
-    _check_same_run(path, state, fresh)
-    for name, of_run in tensors.items():
-        world.at(f"reading {name}")
-        expected = {key: (value.shape, (value.dtype,)) for key, value in of_run.items()}
-        stored = checkpoint.tensors(name, expected, world.rows(of_run))
-        with torch.no_grad():
-            for key, value in of_run.items():
-                world.own(value).copy_(stored[key])
-    world.at("reading random")
-    saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))
-    if (state.processes, state.device) == (world.size, world.device.type):
-        set_random_state(saved_states[RANDOM][world.rank], world.device)
-    else:  # other processes than before: each gets a new generator
-        seed_process(f"{state.seed} {state.step} {world.rank}")
-    return state.model_copy(update={"dataset_dir": fresh.dataset_dir})
-
-
-def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
-    if not before.dataset_fingerprint:
-        run_dir = path.parent.parent
-        raise UserError(f"run_dir={run_dir} is an imported model: train it with init_from={run_dir} in another run_dir")
-    if before.dataset_fingerprint != now.dataset_fingerprint:
-        what = f"{path} was trained on {before.dataset_dir}, whose content is not that of dataset_dir={now.dataset_dir}"
-        raise UserError(f"{what}: use that dataset, or another run_dir")
-    was, wanted = (state.model_dump(mode="json", include={*_FIXED, "optimizer"}) for state in (before, now))
-    changed = differences(was, wanted)
-    if changed:
-        listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())
-        raise UserError(f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir")

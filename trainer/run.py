@@ -17,6 +17,7 @@ from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from trainer.average import Average
 from trainer.build import build_model
+from trainer.checkpoint import Saver
 from trainer.config import TrainConfig
 from trainer.curves import RunCurves, curves_of
 from trainer.distributed import SequenceGroup, World
@@ -27,11 +28,10 @@ from trainer.metrics import MetricsLog, read_metrics
 from trainer.micro_batch import choose_micro_batch, out_of_memory
 from trainer.optim import named_state
 from trainer.plot import draw_losses
-from trainer.randomness import RANDOM, random_state, seed_process
+from trainer.randomness import seed_process
 from trainer.resume import find_checkpoint, new_state, restore, take_weights
 from trainer.run_dir import write_config
 from trainer.runtime import Runtime, device_name, peak_flops
-from trainer.saving import Saver
 from trainer.signals import StopSignals
 from trainer.step import Abandoned, MicroBatches, train_step
 from trainer.trackers import Trackers
@@ -68,7 +68,7 @@ class Run:
         """Build model and optimizer from the seed, or restore them from the run's newest checkpoint."""
         config, world = self.config, self.world
         checkpoint = find_checkpoint(config.run_dir, world)
-        self.resumed = checkpoint is not None
+        self.checkpoint, self.resumed = checkpoint, checkpoint is not None
         if self.resumed and config.resume == "never":
             raise UserError(f"run_dir={config.run_dir} holds a run, and resume=never: choose another, or resume=auto")
         eot_id = config.data.reset_at(self.tokenizer.eot_id)
@@ -275,32 +275,16 @@ class Run:
         """Write a checkpoint in the background, and delete those that need not be kept."""
         world = self.world
         world.at(f"step {self.step + 1}: save")
-        states = world.gather(random_state(world.device).to(world.device))
         # Forget skipped steps that are too old to be in a row with later ones.
         first = self.step - self.config.runtime.max_bad_steps
         passed_over = {bad: why for bad, why in self.state.passed_over.items() if bad >= first}
         self._update(passed_over=passed_over)
-        if not world.is_main and not self._in_parts:
-            return
-        parts = {name: self._own(tensors) for name, tensors in self._tensors().items()}
-        parts["random"] = {RANDOM: torch.stack(states)} if world.is_main else {}
-        where = {"processes": world.size, "device": world.device.type}
-        self.saver.save(parts, self.state.model_copy(update=where))
+        self.saver.save(self._tensors(), self.state)
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """The run's tensors by name, as in its checkpoints."""
         averages = {} if self.average is None else self.average.tensors
         return {"model": self.gpt.state_dict() | averages, "optimizer": named_state(self.gpt, self.optimizer)}
-
-    @property
-    def _in_parts(self) -> bool:
-        """Whether every process writes a part of each checkpoint."""
-        return self.config.runtime.strategy == "fsdp"
-
-    def _own(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What this process saves: its rows of sharded tensors, and the main process all of the others."""
-        rows = self.world.rows(tensors)
-        return {name: self.world.own(value) for name, value in tensors.items() if self.world.is_main or name in rows}
 
     @contextlib.contextmanager
     def open_files(self) -> Iterator[None]:
@@ -308,11 +292,9 @@ class Run:
         self.world.wait_for_all()  # until every process has read what the main process is about to change
         if self.world.is_main:
             self._open_log()
-        writers = self.world.aside() if self._in_parts else World(torch.device("cpu"))
         log = self.log if self.world.is_main else None
-        self.saver = Saver(self.config.run_dir, self.tokenizer, self.config.checkpoint, log, writers)
-        if self.resumed:
-            self.saver.saved_step = self.saver.newest = self.step
+        config = self.config
+        self.saver = Saver(config.run_dir, self.tokenizer, config.checkpoint, self.world, log, self.checkpoint)
         try:
             yield
             self.world.leave()  # the others do not wait for the last save

@@ -53,33 +53,29 @@ def read_tensors(
         raise UserError(f"{wrong}{_listed(missing)} missing")
     if unknown := sorted(parts.keys() - expected.keys()):
         raise UserError(f"{wrong}{_listed(unknown)} unknown")
+    found = {}
     for name, (shape, dtypes) in expected.items():
-        if len(parts[name]) > 1 and not all(part.dim() for part in parts[name]):
-            raise UserError(f"{wrong}{name} is in several parts, and one of them is a single number")
-        if (found := _joined_shape(parts[name])) != shape:
-            raise UserError(f"{wrong}{name} has the shape {list(found)}, must have {list(shape)}")
-        for part in parts[name]:
-            if part.dtype not in dtypes:
-                allowed = " or ".join(sorted(_short(dtype) for dtype in dtypes))
-                raise UserError(f"{wrong}{name} has the type {_short(part.dtype)}, must have {allowed}")
-    return {name: _join(parts[name], (rows or {}).get(name)) for name in expected}
-
-
-def _joined_shape(parts: list[Tensor]) -> torch.Size:
-    """The shape of the tensor that has the rows of all parts, or that of a part that does not fit the first."""
-    first, *others = (part.shape for part in parts)
-    if not others:
-        return first
-    odd = (shape for shape in others if shape[1:] != first[1:])
-    return next(odd, torch.Size([sum(map(len, parts)), *first[1:]]))
+        shape_found, *others = (part.shape for part in parts[name])
+        if others:
+            if not all([shape_found, *others]) or len({each[1:] for each in [shape_found, *others]}) > 1:
+                raise UserError(f"{wrong}{name} is in parts that do not fit together")
+            shape_found = torch.Size([sum(map(len, parts[name])), *shape_found[1:]])
+        if shape_found != shape:
+            raise UserError(f"{wrong}{name} has the shape {list(shape_found)}, must have {list(shape)}")
+        if odd := [part.dtype for part in parts[name] if part.dtype not in dtypes]:
+            allowed = " or ".join(sorted(_short(dtype) for dtype in dtypes))
+            raise UserError(f"{wrong}{name} has the type {_short(odd[0])}, must have {allowed}")
+        found[name] = _join(parts[name], (rows or {}).get(name))
+    return found
 
 
 def _join(parts: list[Tensor], rows: slice | None) -> Tensor:
     if rows is None:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     firsts = itertools.accumulate(map(len, parts), initial=0)
-    pieces = zip(parts, firsts, strict=False)
-    return torch.cat([part[max(rows.start - n, 0) : max(rows.stop - n, 0)] for part, n in pieces])
+    return torch.cat(
+        [part[max(rows.start - n, 0) : max(rows.stop - n, 0)] for part, n in zip(parts, firsts, strict=False)]
+    )
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:

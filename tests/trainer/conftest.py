@@ -1,8 +1,10 @@
 """Fixtures for tests of runs that are killed, or whose steps go wrong."""
 
+import functools
 import math
 
 import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import trainer.step
 from trainer.run import Run
@@ -29,6 +31,19 @@ def quick(tiny, memory):
         return tiny(settings | (changes or {}))
 
     return build
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Runs in this process have one name, draw random numbers in each step, and no pictures, which take long."""
+    from faults import draw
+
+    monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)
+    monkeypatch.setattr("trainer.run_dir.git_commit", lambda: None)
+    monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
+    hook = register_optimizer_step_pre_hook(functools.partial(draw, 1))
+    yield
+    hook.remove()
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 A life of a run trains by `trainer.loop.fit`, in forks (ranks.py), so that a start costs a tenth of a second. It ends on
 its own, after some time by SIGKILL, or by SIGKILL of itself at its n-th operation on the disk.
+
+What a kill at any other operation leaves is recorded in one life (`record`), since a killed process leaves what the
+operations before the kill made.
 """
 
 import builtins
@@ -13,6 +16,7 @@ import io
 import json
 import os
 import secrets
+import shutil
 import signal
 import stat
 import sys
@@ -192,65 +196,62 @@ def assert_same(run_dir, expected, why=""):
     assert not differing, f"{why}: {differing}"
 
 
-# In the processes of a life
+# On the disk
 
 
 class Disk:
-    """Counts this process's operations on the disk, and kills it at one of them.
+    """Counts this process's operations on the disk.
 
     What Python does to files is wrapped: opening them for writing, writing, and the functions of os; and what
     safetensors writes by itself. A buffered write counts when the buffer is handed to the system.
     """
 
-    def __init__(self, kill, trace):
-        self._kill = kill
-        self._trace = os.open(trace, os.O_WRONLY | os.O_CREAT)
-        self._write, self._truncate = os.write, os.ftruncate
-        self._count = Counter()
-        self.lock = threading.RLock()
-        self._unsynced = {}  # (device, inode) -> a handle of the file, and the size that was last synced
+    def __init__(self):
+        self.operations = []
+        """As they were begun."""
+        self.unsynced = {}  # (device, inode) -> a handle of the file, and the size that was last synced
+        self._lock = threading.RLock()  # one operation at a time
+        self.truncate = os.ftruncate
 
-    def install(self):
+    def begun(self, done, data, position):
+        """Called before an operation, with what it will write, and where in its file."""
+
+    def install(self, patch=setattr):
         """Wrap everything."""
         for name in ("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "truncate"):
-            setattr(os, name, self._changing_names(name, getattr(os, name)))
+            patch(os, name, self._changing_names(name, getattr(os, name)))
         for name in ("fsync", "fdatasync"):
-            setattr(os, name, self._syncing(name, getattr(os, name)))
-        os.write, os.pwrite = self._writing(os.write), self._writing(os.pwrite)
-        os.ftruncate = self._cutting(os.ftruncate)
-        os.open = self._opening(os.open)
-        builtins.open = io.open = self._opening_file(builtins.open)
-        safetensors.torch.serialize_file = self._saving(safetensors.torch.serialize_file)
+            patch(os, name, self._syncing(name, getattr(os, name)))
+        patch(os, "write", self._writing(os.write))
+        patch(os, "pwrite", self._writing(os.pwrite))
+        patch(os, "ftruncate", self._cutting(os.ftruncate))
+        patch(os, "open", self._opening(os.open))
+        opening = self._opening_file(builtins.open)
+        patch(builtins, "open", opening)
+        patch(io, "open", opening)
+        patch(safetensors.torch, "serialize_file", self._saving(safetensors.torch.serialize_file))
 
-    def begin(self, name, path, half=None):
-        """Record the start of an operation; kill the process if it is the chosen one. `half` does its first half."""
-        with self.lock:  # while the process is being killed nothing else begins
+    @contextlib.contextmanager
+    def begin(self, name, path, data=b"", position=0):
+        """The context of an operation. Nothing else begins while it lasts."""
+        with self._lock:
             thread = "main" if threading.current_thread() is threading.main_thread() else "other"
-            self._count[thread] += 1
-            self._write(self._trace, (json.dumps([thread, name, str(path)]) + "\n").encode())
-            kill = self._kill
-            if kill is None or (kill.thread, kill.number) != (thread, self._count[thread]):
-                return
-            if kill.how == "half" and half is not None:
-                half()
-            if kill.power:
-                for handle, size in self._unsynced.values():
-                    self._truncate(handle, size)
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.operations.append(Operation(thread, name, str(path)))
+            self.begun(self.operations[-1], data, position)
+            yield
 
     def changes(self, handle, synced=None):
         """Record that this handle's file changes; only its first `synced` bytes (None: all so far) are on the disk."""
         status = os.fstat(handle)
         file, size = (status.st_dev, status.st_ino), status.st_size if synced is None else synced
-        with self.lock:
-            if file not in self._unsynced:
-                self._unsynced[file] = os.dup(handle), size
+        if file not in self.unsynced:
+            self.unsynced[file] = os.dup(handle), size
 
     def _changing_names(self, name, function):
         @functools.wraps(function)
         def call(path, *args, **kwargs):
-            self.begin(name, args[0] if name in ("rename", "replace") else path)
-            return function(path, *args, **kwargs)
+            with self.begin(name, args[0] if name in ("rename", "replace") else path):
+                return function(path, *args, **kwargs)
 
         return call
 
@@ -258,11 +259,10 @@ class Disk:
         @functools.wraps(function)
         def call(handle):
             number = handle if isinstance(handle, int) else handle.fileno()
-            self.begin(name, _path(number))
-            function(number)
-            status = os.fstat(number)
-            with self.lock:
-                kept, _ = self._unsynced.pop((status.st_dev, status.st_ino), (None, 0))
+            with self.begin(name, _path(number)):
+                function(number)
+                status = os.fstat(number)
+                kept, _ = self.unsynced.pop((status.st_dev, status.st_ino), (None, 0))
             if kept is not None:
                 os.close(kept)
 
@@ -273,8 +273,7 @@ class Disk:
         def call(handle, data, *position):
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 return function(handle, data, *position)
-            with self.lock:  # no power cut between what follows
-                self.begin("write", _path(handle), lambda: function(handle, data[: len(data) // 2], *position))
+            with self.begin("write", _path(handle), bytes(data), *position or [os.lseek(handle, 0, os.SEEK_CUR)]):
                 self.changes(handle)
                 return function(handle, data, *position)
 
@@ -283,17 +282,18 @@ class Disk:
     def _cutting(self, function):
         @functools.wraps(function)
         def call(handle, length):
-            self.begin("truncate", _path(handle))
-            return function(handle, length)
+            with self.begin("truncate", _path(handle)):
+                return function(handle, length)
 
         return call
 
     def _opening(self, function):
         @functools.wraps(function)
         def call(path, flags, *args, **kwargs):
-            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                self.begin("open", path)
-            return function(path, flags, *args, **kwargs)
+            if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return function(path, flags, *args, **kwargs)
+            with self.begin("open", path):
+                return function(path, flags, *args, **kwargs)
 
         return call
 
@@ -302,8 +302,8 @@ class Disk:
         def call(path, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **kwargs):
             if isinstance(path, int) or not set(mode) & set("wax+"):
                 return function(path, mode, buffering, encoding, errors, newline, **kwargs)
-            self.begin("open", path)
-            raw = CountedFile(self, path, mode.replace("b", "").replace("t", ""), **kwargs)
+            with self.begin("open", path):
+                raw = CountedFile(self, path, mode.replace("b", "").replace("t", ""), **kwargs)
             if buffering == 0:
                 return raw
             file = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
@@ -313,15 +313,11 @@ class Disk:
 
     def _saving(self, function):
         @functools.wraps(function)
-        def call(tensors, path, **kwargs):
-            def write(share):
-                function(tensors, path, **kwargs)
+        def call(tensors, path, metadata=None):
+            with self.begin("save_file", path, safetensors.serialize(tensors, metadata)):
+                function(tensors, path, metadata)
                 with io.FileIO(path, "r+") as file:
                     self.changes(file.fileno(), synced=0)
-                    self._truncate(file.fileno(), int(os.fstat(file.fileno()).st_size * share))
-
-            self.begin("save_file", path, lambda: write(0.5))
-            write(1)
 
         return call
 
@@ -335,16 +331,14 @@ class CountedFile(io.FileIO):
 
     def write(self, data):
         """Hand data to the system."""
-        data, write = bytes(data), super().write
-        with self._disk.lock:
-            self._disk.begin("write", self.name, lambda: write(data[: len(data) // 2]))
+        with self._disk.begin("write", self.name, bytes(data), self.tell()):
             self._disk.changes(self.fileno())
-            return write(data)
+            return super().write(data)
 
     def truncate(self, size=None):
         """Cut the file."""
-        self._disk.begin("truncate", self.name)
-        return super().truncate(size)
+        with self._disk.begin("truncate", self.name):
+            return super().truncate(size)
 
 
 def _path(handle):
@@ -353,7 +347,110 @@ def _path(handle):
     return str(handle)
 
 
-def _draw(count, *_):
+class KillingDisk(Disk):
+    """Kills its process at an operation; writes down all of them."""
+
+    def __init__(self, kill, trace):
+        super().__init__()
+        self._kill, self._count = kill, Counter()
+        self._trace, self._write = os.open(trace, os.O_WRONLY | os.O_CREAT), os.write
+
+    def begun(self, done, data, position):
+        """Kill the process if it is the chosen operation."""
+        self._write(self._trace, (json.dumps(done) + "\n").encode())
+        self._count[done.thread] += 1
+        kill = self._kill
+        if kill is None or (kill.thread, kill.number) != (done.thread, self._count[done.thread]):
+            return
+        if kill.how == "half" and data:
+            with io.FileIO(done.path, "r+") as file:
+                file.seek(position)
+                file.write(data[: len(data) // 2])
+        if kill.power:
+            for handle, size in self.unsynced.values():
+                self.truncate(handle, min(size, os.fstat(handle).st_size))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Left(NamedTuple):
+    """What a killed process leaves: the content of its run directory."""
+
+    why: str  # the operation at which it was killed, and how
+    files: dict  # by name; None for a folder
+    saved: int  # the step of the last checkpoint whose name was synced; 0: none
+
+
+class RecordingDisk(Disk):
+    """Records what each possible kill would leave of a run: before an operation, or when half of a write is done.
+
+    With a power cut, or without: then what was not fsynced is lost. Kills that leave the same are recorded once.
+    """
+
+    def __init__(self, run_dir):
+        super().__init__()
+        self._run_dir, self._left = run_dir, {}
+
+    @property
+    def left(self):
+        """Everything that a kill may leave, in the order of the kills."""
+        return list(self._left.values())
+
+    def begun(self, done, data, position):
+        """Record what there is."""
+        if not done.path.startswith(str(self._run_dir)):
+            return
+        for power in (False, True):
+            files = self._files(power)
+            self._record(f"{'power cut' if power else 'killed'} before {done}", files)
+            name, half = done.path.removeprefix(f"{self._run_dir}/"), data[: len(data) // 2]
+            if half:
+                before = files[name]
+                changed = before[:position].ljust(position, b"\0") + half + before[position + len(half) :]
+                self._record(f"{'power cut' if power else 'killed'} in {done}", files | {name: changed})
+
+    def _record(self, why, files):
+        key = hashlib.sha256(repr(sorted(files.items())).encode()).digest()
+        self._left.setdefault(key, Left(why, files, last_saved(self.operations)))
+
+    def _files(self, power):
+        files = {}
+        for path in sorted(self._run_dir.rglob("*")):
+            name, status = str(path.relative_to(self._run_dir)), path.stat()
+            files[name] = None if path.is_dir() else path.read_bytes()
+            _, synced = self.unsynced.get((status.st_dev, status.st_ino), (None, None))
+            if power and files[name] is not None:
+                files[name] = files[name][:synced]
+        return files
+
+
+def record(config):
+    """Train by `config` to its end in this process. Returns the disk, which knows what kills would leave."""
+    import pytest  # not in the processes of a life
+
+    disk = RecordingDisk(config.run_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        disk.install(patch.setattr)
+        fit(config)
+    for handle, _ in disk.unsynced.values():
+        os.close(handle)
+    return disk
+
+
+def put_back(left, run_dir):
+    """Leave a run as a killed process does."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.mkdir()
+    for name, data in left.files.items():
+        if data is None:
+            (run_dir / name).mkdir()
+        else:
+            (run_dir / name).write_bytes(data)
+
+
+# In the processes of a life
+
+
+def draw(count, *_):
     """Draw random numbers, as a model with dropout does in each step."""
     torch.rand(count)
 
@@ -365,9 +462,9 @@ def train():
         del os.environ["RANK"]  # as started without a launcher
     faulthandler.enable()
     secrets.token_hex = lambda n: "0" * 2 * n  # the run's id; it would be the only difference between two runs
-    register_optimizer_step_pre_hook(functools.partial(_draw, 1 + rank))
+    register_optimizer_step_pre_hook(functools.partial(draw, 1 + rank))
     if rank == job["rank"]:
-        Disk(job["kill"] and Kill(*job["kill"]), job["trace"]).install()
+        KillingDisk(job["kill"] and Kill(*job["kill"]), job["trace"]).install()
     status = 1
     try:
         fit(decode(TrainConfig, job["config"]))

@@ -5,10 +5,14 @@ import random
 import shutil
 
 import pytest
-from faults import assert_same, checkpoint_of, finish, is_whole, kills, last_saved, live, result, steps_of
+from faults import assert_same, checkpoint_of, finish, is_whole, put_back, record, result, steps_of
 
+import trainer.checkpoint
 from common.settings import UserError
 from trainer.checkpoint import open_checkpoint
+from trainer.loop import fit
+
+pytestmark = pytest.mark.usefixtures("restored_torch", "plain")
 
 TENSORS = ["model.safetensors", "optimizer.safetensors", "random.safetensors"]
 FILES = ["manifest.json", *TENSORS, "state.json", "tokenizer.json"]
@@ -21,20 +25,19 @@ def rng():
 
 @pytest.fixture
 def config(quick):
-    """A run of 6 steps, saved after 2, 4 and 6."""
-    return quick({"max_steps": 6, "checkpoint": {"every": 2, "keep_last": 3}, "eval.every": 2})
+    """A run of 6 steps, saved after 2, 4 and 6. The run as it is after step 4 is in the folder `start`."""
+    config = quick({"max_steps": 6, "checkpoint": {"every": 2, "keep_last": 3}, "eval.every": 2})
+    fit(config.model_copy(update={"stop_at": 4}))
+    assert sorted(path.name for path in checkpoint_of(config.run_dir, 4).iterdir()) == FILES
+    shutil.copytree(config.run_dir, config.run_dir.with_name("start"))
+    return config
 
 
 @pytest.fixture
 def expected(config):
-    """The results of the run if nothing is damaged; leaves the run as it is after step 4 in the folder `start`."""
-    finish(config)
-    expected = result(config.run_dir)
-    shutil.rmtree(config.run_dir)
-    finish(config.model_copy(update={"stop_at": 4}))
-    assert sorted(path.name for path in checkpoint_of(config.run_dir, 4).iterdir()) == FILES
-    config.run_dir.rename(config.run_dir.with_name("start"))
-    return expected
+    """The results of the run if nothing is damaged."""
+    fit(config)
+    return result(config.run_dir)
 
 
 def begin(config):
@@ -82,39 +85,36 @@ def swap(path, rng):
 
 
 @pytest.mark.parametrize("damage", [flip, cut, empty, grow, blank, lose, swap], ids=lambda damage: damage.__name__)
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over(config, expected, rng, damage):
+def test_a_damaged_checkpoint_is_passed_over(config, expected, rng, capsys, damage):
     for name in FILES:
-        newest = begin(config)
-        damage(newest / name, rng)
-        life = finish(config)
-        assert life.err.startswith("warning: "), name
-        assert life.err.count("\n") == 1, life.err
+        damage(begin(config) / name, rng)
+        capsys.readouterr()
+        fit(config)
+        out, err = capsys.readouterr()
+        assert err.startswith("warning: "), name
+        assert err.count("\n") == 1, err
         # A manifest with another sum speaks ill of another file.
         blamed = "" if damage in (flip, swap) and name == "manifest.json" else name
-        assert f"step-00000004/{blamed}" in life.err
-        assert "after step 2\n" in life.out, life.out
+        assert f"step-00000004/{blamed}" in err
+        assert "after step 2\n" in out
         assert_same(config.run_dir, expected, name)
 
 
-def test_a_checkpoint_without_files_is_passed_over(config, expected):
+def test_a_checkpoint_without_files_is_passed_over(config, expected, capsys):
     for path in begin(config).iterdir():
         path.unlink()
-    life = finish(config)
-    assert life.err.count("\n") == 1
-    assert "warning: " in life.err
-    assert "step-00000004" in life.err
+    fit(config)
+    assert "step-00000004" in capsys.readouterr().err
     assert_same(config.run_dir, expected)
 
 
-def test_as_many_as_are_damaged_are_passed_over(config, expected, rng):
-    begin(config)
-    finish(config)
+def test_as_many_as_are_damaged_are_passed_over(config, expected, rng, capsys):
     flip(checkpoint_of(config.run_dir, 4) / "random.safetensors", rng)
     flip(checkpoint_of(config.run_dir, 6) / "optimizer.safetensors", rng)
-    life = finish(config)
-    assert [line.startswith("warning: ") for line in life.err.splitlines()] == [True, True]
-    assert "after step 2\n" in life.out
+    fit(config)
+    out, err = capsys.readouterr()
+    assert [line.startswith("warning: ") for line in err.splitlines()] == [True, True]
+    assert "after step 2\n" in out
     assert_same(config.run_dir, expected)
 
 
@@ -133,47 +133,40 @@ def snapshot(folder):
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_none_whole_is_an_error_and_nothing_is_touched(config, rng):
-    finish(config)
+@pytest.mark.usefixtures("expected")
+def test_none_whole_is_an_error_and_nothing_is_touched(config, rng, capsys):
     for step, name in (2, "optimizer.safetensors"), (4, "manifest.json"), (6, "model.safetensors"):
         cut(checkpoint_of(config.run_dir, step) / name, rng)
     before = snapshot(config.run_dir)
     for changes in ({}, {"resume": "never"}, {"max_steps": 9}):
-        life = live(config.model_copy(update=changes))
-        assert life.statuses == [1]
-        *warnings, error = life.err.splitlines()
-        assert [line.startswith("warning: ") for line in warnings] == [True] * 3
-        assert error.startswith("error: ")
-        assert str(config.run_dir) in error
+        capsys.readouterr()
+        with pytest.raises(UserError, match=rf"none of the 3 checkpoints in {config.run_dir}/checkpoints is whole: "):
+            fit(config.model_copy(update=changes))
+        assert [line.startswith("warning: ") for line in capsys.readouterr().err.splitlines()] == [True] * 3
         assert snapshot(config.run_dir) == before
 
 
 @pytest.mark.slow
-def test_killed_while_it_goes_on_a_whole_one_is_left(config, expected, rng):
+def test_killed_while_it_goes_on_a_whole_one_is_left(config, rng):
     """Even if only the newest checkpoint is kept, a whole one is always left."""
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 1, "keep_last": 1})})
-
-    def damaged():
-        flip(begin(config) / "model.safetensors", rng)
-
-    begin(config)
-    finish(config)
+    fit(config)
     expected = result(config.run_dir)
-    damaged()
-    for kill in list(kills(finish(config).operations))[::7]:
-        damaged()
-        life = live(config, kill=kill)
-        assert life.killed
+    flip(begin(config) / "model.safetensors", rng)
+    kills = record(config).left
+    for number, left in enumerate(kills):
+        put_back(left, config.run_dir)
         whole = [step for step in steps_of(config.run_dir) if is_whole(config.run_dir, step)]
-        assert max(whole) >= max(2, last_saved(life.operations)), kill
-        finish(config)
-        assert_same(config.run_dir, expected, kill)
+        assert max(whole) >= max(2, left.saved), left.why
+        if number % 5 == 0:
+            fit(config)
+            assert_same(config.run_dir, expected, left.why)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
-def test_no_bit_of_what_is_text_can_flip(config, expected, rng, name):
+def test_no_bit_of_what_is_text_can_flip(config, rng, name):
     """A flipped bit in any byte is detected; with the bytes restored, the state is the same."""
-    newest = begin(config)
+    newest = checkpoint_of(config.run_dir, 4)
     before, state = (newest / name).read_bytes(), open_checkpoint(newest).state
     for i in range(len(before)):
         changed = bytearray(before)
@@ -183,3 +176,10 @@ def test_no_bit_of_what_is_text_can_flip(config, expected, rng, name):
             open_checkpoint(newest)
     (newest / name).write_bytes(before)
     assert open_checkpoint(newest).state == state
+
+
+def test_the_manifest_is_decoded_once_in_a_resume(config, monkeypatch):
+    decoded, decode = [], trainer.checkpoint.decode
+    monkeypatch.setattr(trainer.checkpoint, "decode", lambda kind, raw: (decoded.append(kind), decode(kind, raw))[1])
+    fit(config)
+    assert decoded == [trainer.checkpoint.Manifest, trainer.checkpoint.TrainState]

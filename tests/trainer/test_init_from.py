@@ -9,10 +9,10 @@ from test_fsdp import assert_same_checkpoint
 from test_fsdp import train as train_in_processes  # noqa: F401 (a fixture)
 
 from common.settings import UserError
-from trainer.checkpoint import load_model, open_checkpoint
+from trainer.checkpoint import load_model, newest, open_checkpoint
 from trainer.distributed import World
 from trainer.loop import fit
-from trainer.resume import take_weights
+from trainer.resume import find_checkpoint, take_weights
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -75,14 +75,31 @@ def test_what_does_not_fit_is_refused(tiny, make_dataset, rank_file, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_processes_that_find_other_checkpoints_are_refused(tiny, tmp_path, monkeypatch):
-    """As where each machine has a disk of its own."""
+@pytest.mark.parametrize("there", ["another one", "nothing"])
+def test_a_process_that_does_not_see_the_checkpoint_of_the_main_one_says_so(tiny, tmp_path, monkeypatch, there):
+    """As where each machine has a disk of its own: init_from and run_dir must be where all machines see them."""
     fit(tiny({"stop_at": 2}))
-    gpt, tokenizer = load_model(tmp_path / "run")
-    world = World(torch.device("cpu"))
-    monkeypatch.setattr(World, "gather_text", lambda self, text: [text, "the identity of another"])
-    with pytest.raises(UserError, match=r"is not the same checkpoint in all processes: give a step-"):
-        take_weights(gpt, tmp_path / "run", tokenizer, world)
+    run_dir, told = tmp_path / "run", []
+    gpt, tokenizer = load_model(run_dir)
+    monkeypatch.setattr(World, "gather_text", lambda world, text: [told.append(text) or text] if text else told[-1:])
+    main, other = (World(torch.device("cpu"), rank, 2) for rank in (0, 1))
+    for key, read in [
+        ("init_from", lambda world: take_weights(gpt, run_dir / "checkpoints/latest", tokenizer, world)),
+        ("run_dir", lambda world: find_checkpoint(run_dir, world)),
+    ]:
+        read(main)
+        read(other)
+        checkpoint = newest(run_dir)
+        if there == "nothing":
+            checkpoint.rename(tmp_path / "aside")
+        else:
+            told[-1] = told[-1].replace(told[-1][:64], "0" * 64)
+        message = rf"process 1 cannot see {checkpoint} of the main process \(.*\): put {key} where all machines see it"
+        with pytest.raises(UserError, match=message) as error:
+            read(other)
+        assert "\n" not in str(error.value)
+        if there == "nothing":
+            (tmp_path / "aside").rename(checkpoint)
 
 
 @pytest.mark.slow

@@ -8,24 +8,18 @@ import resource
 import shutil
 import subprocess
 import threading
+from types import SimpleNamespace
 
 import pytest
 from faults import assert_same, is_whole, result, steps_of
 
 from common.settings import UserError
-from trainer.checkpoint import open_checkpoint
+from trainer.checkpoint import CheckpointConfig, checkpoint_path, open_checkpoint, retain
 from trainer.loop import fit
 from trainer.losses import Loss
 from trainer.trackers import Trackers
 
-pytestmark = pytest.mark.usefixtures("restored_torch")
-
-
-@pytest.fixture(autouse=True)
-def plain(monkeypatch):
-    """No pictures, which take most of a short run's time; and all runs have the same name."""
-    monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)
-    monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
+pytestmark = pytest.mark.usefixtures("restored_torch", "plain")
 
 
 @pytest.fixture
@@ -58,26 +52,24 @@ def kept(losses, every, keep_last, keep_every):
         yield list(there), best
 
 
-def there(run_dir):
-    """The checkpoints that there are, and the one that `best` leads to."""
-    best = run_dir / "checkpoints" / "best"
-    return steps_of(run_dir), open_checkpoint(best).state.step if best.exists() else None
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_newest_the_best_and_those_of_every_so_many_steps_are_kept(quick, monkeypatch, before_step, seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_the_newest_the_best_and_those_of_every_so_many_steps_are_kept(memory, seed):
     rng = random.Random(seed)
-    policy = {"every": rng.randrange(1, 4), "keep_last": rng.randrange(1, 4), "keep_every": rng.choice([None, 2, 3, 5])}
-    losses = [rng.choice([1.0, 2.0, 3.0, 4.0, 5.0]) for _ in range(9)]
-    left = iter(losses)
-    monkeypatch.setattr("trainer.run.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
-    config, found = quick({"max_steps": 9, "checkpoint": policy}), []
-    for step in range(2, 10):
-        before_step(step, lambda: found.append(there(config.run_dir)))
-    fit(config)
-    assert [*found, there(config.run_dir)] == list(kept(losses, **policy))
-    assert (config.run_dir / "checkpoints" / "latest").read_text() == "step-00000009\n"
-    assert not list(config.run_dir.glob("checkpoints/*.tmp"))
+    for number in range(15):
+        run_dir, before = memory / str(number), []
+        policy = {"every": rng.randint(1, 4), "keep_last": rng.randint(1, 4), "keep_every": rng.choice([None, 2, 3, 5])}
+        losses = [rng.randint(1, 5) for _ in range(10)]
+        for step, (expected, best) in enumerate(kept(losses, **policy), start=1):
+            if expected == before:
+                continue  # nothing is saved after this step
+            checkpoint_path(run_dir, step).mkdir(parents=True)
+            (run_dir / "checkpoints" / "step-00000001.tmp").mkdir()
+            retain(run_dir, SimpleNamespace(step=step, best_step=best), CheckpointConfig(**policy))
+            files = {path.name: path.read_text() for path in (run_dir / "checkpoints").iterdir() if path.is_file()}
+            assert files == {"latest": f"step-{step:08}\n", "best": f"step-{best:08}\n"}
+            assert steps_of(run_dir) == expected
+            assert len(list((run_dir / "checkpoints").iterdir())) == len(expected) + 2
+            before = expected
 
 
 def test_a_damaged_checkpoint_is_not_one_of_the_newest_to_keep(quick, capsys):

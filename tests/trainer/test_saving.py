@@ -9,16 +9,14 @@ import torch
 from safetensors.torch import load_file
 from test_resume import assert_same_run
 
-import trainer.saving
+import trainer.checkpoint
 from common.lock import owned
 from common.settings import UserError
 from data.tokenizer import BytesConfig, build_tokenizer
-from trainer.checkpoint import checkpoints_dir, open_checkpoint
-from trainer.config import CheckpointConfig
+from trainer.checkpoint import CheckpointConfig, Saver, checkpoint_path, open_checkpoint
 from trainer.distributed import World
 from trainer.loop import fit
 from trainer.metrics import MetricsLog
-from trainer.saving import Saver
 from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -26,69 +24,66 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 
 @pytest.fixture
 def saver(tmp_path):
-    """Makes a saver of a run that has nothing but a log."""
-    log = MetricsLog(tmp_path / "metrics.jsonl", resumed_at=0)
-    writers = World(torch.device("cpu"))
-    yield lambda **config: Saver(
-        tmp_path, build_tokenizer(BytesConfig(name="bytes")), CheckpointConfig(**config), log, writers
-    )
+    """The saver of a run that has nothing but a log."""
+    log, config = MetricsLog(tmp_path / "metrics.jsonl", resumed_at=0), CheckpointConfig()
+    yield Saver(tmp_path, build_tokenizer(BytesConfig(name="bytes")), config, World(torch.device("cpu")), log, None)
     log.close()
 
 
-def state(tiny, step):
-    config = tiny()
+@pytest.fixture
+def state(tiny):
     names = ("model", "seed", "seq_len", "batch_tokens", "dataset_dir")
-    return TrainState(step=step, run_id="x", dataset_fingerprint="", **{name: getattr(config, name) for name in names})
+    settings = {name: getattr(tiny(), name) for name in names}
+    return TrainState(step=1, run_id="x", dataset_fingerprint="", **settings)
 
 
-def parts(weight):
-    return {"model": {"w": weight}, "optimizer": {}, "random": {}}
+def tensors(weight):
+    return {"model": {"w": weight}, "optimizer": {}}
+
+
+def stored(run_dir, step):
+    return load_file(checkpoint_path(run_dir, step) / "model.safetensors")["w"]
 
 
 @pytest.fixture
 def gate(monkeypatch):
     """Holds the writing thread up until it is set."""
-    event, write = threading.Event(), trainer.saving.save_checkpoint
+    event, write = threading.Event(), trainer.checkpoint.save_checkpoint
 
     def waiting(*args):
         assert event.wait(60)
         return write(*args)
 
-    monkeypatch.setattr(trainer.saving, "save_checkpoint", waiting)
+    monkeypatch.setattr(trainer.checkpoint, "save_checkpoint", waiting)
     yield event
     event.set()
 
 
-def test_training_goes_on_while_the_weights_of_before_are_written(saver, tiny, tmp_path, gate):
+def test_training_goes_on_while_the_weights_of_before_are_written(saver, state, tmp_path, gate):
     weight = torch.arange(6.0).view(2, 3).T  # not contiguous
-    saver = saver()
-    saver.save(parts(weight), state(tiny, 1))  # returns, although nothing can be written
+    saver.save(tensors(weight), state)  # returns, although nothing can be written
     weight.zero_()
-    assert not checkpoints_dir(tmp_path).exists()
+    assert not checkpoint_path(tmp_path, 1).parent.exists()
     gate.set()
     saver.finish()
-    stored = load_file(checkpoints_dir(tmp_path) / "step-00000001" / "model.safetensors")
-    assert torch.equal(stored["w"], torch.arange(6.0).view(2, 3).T)
+    assert torch.equal(stored(tmp_path, 1), torch.arange(6.0).view(2, 3).T)
 
 
-def test_the_next_save_waits_for_the_last(saver, tiny, tmp_path, gate):
-    weight = torch.zeros(3)
-    saver = saver()
-    saver.save(parts(weight), state(tiny, 1))
-    second = threading.Thread(target=lambda: saver.save(parts(weight.fill_(2)), state(tiny, 2)))
+def test_the_next_save_waits_for_the_last(saver, state, tmp_path, gate):
+    weight, later = torch.zeros(3), state.model_copy(update={"step": 2})
+    saver.save(tensors(weight), state)
+    second = threading.Thread(target=lambda: saver.save(tensors(weight.fill_(2)), later))
     second.start()
     second.join(0.3)
     assert second.is_alive()
     gate.set()
     second.join(60)
     saver.finish()
-    for step, value in ((1, 0.0), (2, 2.0)):
-        stored = load_file(checkpoints_dir(tmp_path) / f"step-0000000{step}" / "model.safetensors")
-        assert torch.equal(stored["w"], torch.full((3,), value))
+    assert [stored(tmp_path, step).tolist() for step in (1, 2)] == [[0] * 3, [2] * 3]
 
 
 def failing(monkeypatch, error, times):
-    write, left = trainer.saving.save_checkpoint, [times]
+    write, left = trainer.checkpoint.save_checkpoint, [times]
 
     def save(*args):
         left[0] -= 1
@@ -96,7 +91,7 @@ def failing(monkeypatch, error, times):
             raise error
         return write(*args)
 
-    monkeypatch.setattr(trainer.saving, "save_checkpoint", save)
+    monkeypatch.setattr(trainer.checkpoint, "save_checkpoint", save)
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -187,7 +182,7 @@ def test_every_process_goes_on_with_its_own_random_numbers(tiny_args, tmp_path):
     whole = train(2, "whole")
     train(2, "run", "stop_at=3")
     assert_same_run(whole, train(2, "run"))
-    states = load_file(checkpoints_dir(whole) / "step-00000006" / "random.safetensors")["states"]
+    states = load_file(checkpoint_path(whole, 6) / "random.safetensors")["states"]
     assert not torch.equal(states[0], states[1]), "no two processes draw the same numbers"
     train(2, "other", "stop_at=3")
     train(1, "other", "stop_at=4")  # more or fewer processes: others than before
