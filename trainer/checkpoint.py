@@ -508,11 +508,6 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    @property
-    def writing(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self._thread is not None and self._thread.is_alive()
-
     def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
         value = value.detach()
         copy = self._copies.get((file, name))

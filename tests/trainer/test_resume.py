@@ -60,7 +60,7 @@ def test_every_sequence_of_an_epoch_is_read_once_whatever_interrupts_it(tiny, mo
 
     class Recorded(TrainBatches):
         def batch(self, step, start, stop):
-            read.extend(self.windows(self.sizes.before(step) + np.arange(start, stop)).tolist())
+            read.extend(self.windows(step * self.batch_size + np.arange(start, stop)).tolist())
             return super().batch(step, start, stop)
 
     monkeypatch.setattr("trainer.run.TrainBatches", Recorded)
