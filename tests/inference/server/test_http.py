@@ -246,9 +246,9 @@ BAD = [
     ({"best_of": 2}, "best_of is not supported"),
     ([], "not a JSON object"),
     (b"{", "not JSON"),
-    (b'{"temperature": NaN}', "NaN, which is not finite"),
-    (b'{"prompt": "\\ud800"}', "surrogates"),
-    (b"[" * 100_000, "levels deep"),
+    (b'{"temperature": NaN}', "not JSON"),
+    (b'{"prompt": "\\ud800"}', "surrogate"),
+    (b"[" * 65 + b"]" * 65, "levels deep"),
     (b"\xff", "not JSON"),
 ]
 
