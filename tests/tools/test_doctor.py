@@ -126,7 +126,7 @@ def places(tmp_path, monkeypatch):
 
 
 def findings(places, free=1e12):
-    return list(machine.findings({"here": free}, **places))
+    return list(machine.findings(free, **places))
 
 
 def test_findings_of_a_gpu_that_is_not_used(places, monkeypatch):

@@ -143,23 +143,22 @@ def test_runs_that_may_differ_in_more_than_the_seed_are_no_group(tmp_path):
 def test_every_setting_that_differs_is_listed_and_no_other(tmp_path):
     for i in range(2):
         make_run(tmp_path / str(i), [val(1, 3.0)], {f"x{n}": i for n in range(40)} | {"same": 1, "seed": i})
-    assert data_of(write_report([tmp_path], None)[0].read_text())["keys"] == sorted(
+    assert data_of(write_report([tmp_path], None).read_text())["keys"] == sorted(
         ["seed", *(f"x{n}" for n in range(40))]
     )
 
 
-def test_a_report_is_one_page_and_pictures(sweep, tmp_path):
-    paths = write_report([sweep], tmp_path / "out")
-    assert [p.name for p in paths] == ["report.html", "report_curves.png", "report_settings.png"]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in paths)
-    assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in paths[1:])
-    data = data_of(paths[0].read_text())
+def test_a_report_is_one_page_and_a_picture(sweep, tmp_path):
+    page = write_report([sweep], tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.html", "report.png"]
+    assert page.with_name("report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    data = data_of(page.read_text())
     assert data["keys"] == ["optim.max_lr"]
     assert data["runs"][0]["settings"] == {"optim.max_lr": 0.001}
     assert data["runs"][0]["curves"].keys() == {"val_loss", "val_bits_per_byte", "loss", "lr", "grad_norm"}
     assert data["runs"][0]["curves"]["val_loss"]["value"][-1] == pytest.approx(1.25)
     assert data["runs"][0]["curves"]["val_loss"]["flops"][-1] == 64 * 6 * 6000
-    assert not re.search(r"(src|href)\s*=|https?://(?!www\.w3\.org/2000/svg)|@import|fetch\(", paths[0].read_text())
+    assert not re.search(r"(src|href)\s*=|https?://(?!www\.w3\.org/2000/svg)|@import|fetch\(", page.read_text())
 
 
 def test_runs_of_several_folders_are_compared_where_they_meet(sweep, tmp_path):
@@ -189,7 +188,7 @@ def test_runs_of_several_folders_are_compared_where_they_meet(sweep, tmp_path):
 def test_any_lines_make_a_report(tmp_path, lines):
     make_run(tmp_path / "a", lines, {"n": 1})
     make_run(tmp_path / "b", [val(1, 3.0)], {"n": 2})
-    data = data_of(write_report([tmp_path], None)[0].read_text())
+    data = data_of(write_report([tmp_path], None).read_text())
     assert len(data["runs"]) == 2
 
 
@@ -206,7 +205,7 @@ def test_numbers_that_are_none_are_no_losses(tmp_path):
 def test_any_configuration_makes_a_report(tmp_path, config):
     make_run(tmp_path / "a", [val(1, 3.0)], config)
     make_run(tmp_path / "b", [val(1, 3.0), val(2, 2.0)], {"seed": 2})
-    data = data_of(write_report([tmp_path], None)[0].read_text())
+    data = data_of(write_report([tmp_path], None).read_text())
     assert len(data["runs"]) == 2
 
 
@@ -254,7 +253,7 @@ def test_every_path_that_is_printed_exists(command, sweep):
     assert result.status == 0
     assert "6 runs; lowest validation loss 1.2500 nats per token: max_lr=0.001 (mean of 2 runs)" in result.out
     paths = re.findall(r"written: (.*)", result.out)
-    assert len(paths) == 3
+    assert len(paths) == 2
     assert all(os.path.isfile(path) for path in paths)
 
 
@@ -272,7 +271,7 @@ def test_a_page_follows_running_runs_until_their_end(tmp_path, monkeypatch):
                 file.write(json.dumps(val(len(pages) + 1, 2.0)) + "\n")
 
     monkeypatch.setattr("tools.report.write.time.sleep", wait)
-    (page, *_) = write_report([tmp_path], None, watch=True)
+    page = write_report([tmp_path], None, watch=True)
     assert pages == [(True, 1), (True, 2), *[(True, 3)] * 11]
     assert 'http-equiv="refresh"' not in page.read_text()
     assert data_of(page.read_text())["runs"][0]["figures"]["step"] == 3
@@ -298,7 +297,7 @@ def test_a_page_follows_a_sweep_from_job_to_job_whatever_it_meets(tmp_path, monk
                 (tmp_path / "sweep" / "b" / "metrics.jsonl").write_text(whole)
 
     monkeypatch.setattr("tools.report.write.time.sleep", wait)
-    (page, *_) = write_report([tmp_path / "sweep"], None, watch=True)
+    page = write_report([tmp_path / "sweep"], None, watch=True)
     assert next(looks) == 6 + 12
     assert len(data_of(page.read_text())["runs"]) == 2
     assert capsys.readouterr().err.count("looking again in 10 seconds") == 2
@@ -337,8 +336,8 @@ def hostile(tmp_path):
 
 
 def test_names_and_settings_stay_text(hostile, sweep, capsys):
-    page = write_report([hostile], None)[0].read_text(encoding="utf-8")
-    harmless = write_report([sweep], None)[0].read_text(encoding="utf-8")
+    page = write_report([hostile], None).read_text(encoding="utf-8")
+    harmless = write_report([sweep], None).read_text(encoding="utf-8")
     assert [tag for tag, _ in Elements(page).found] == [tag for tag, _ in Elements(harmless).found]
     assert "{{DATA}}" in json.dumps(data_of(page))
     assert "\x1b" not in page + capsys.readouterr().out
@@ -362,7 +361,7 @@ def dom_of(path, tmp_path):
 
 @needs_chromium
 def test_in_a_browser_names_stay_text(hostile, tmp_path):
-    dom = dom_of(write_report([hostile], None)[0], tmp_path)
+    dom = dom_of(write_report([hostile], None), tmp_path)
     elements = Elements(dom).found
     assert sum("data-run" in attributes for tag, attributes in elements if tag == "tr") == 3
     assert not [tag for tag, _ in elements if tag in ("img", "iframe", "a", "object")]
@@ -383,7 +382,7 @@ document.querySelector("#runs tbody tr").click();
 
 @needs_chromium
 def test_in_a_browser_the_table_is_sorted_and_runs_are_hidden(sweep, tmp_path):
-    path = write_report([sweep], None)[0]
+    path = write_report([sweep], None)
     page = re.sub(r"script-src 'sha256-[^']*'", "script-src 'unsafe-inline'", path.read_text(encoding="utf-8"))
     path.write_text(page.replace("</body>", f"<script>{CLICKS}</script></body>"), encoding="utf-8")
     dom = dom_of(path, tmp_path)
@@ -396,7 +395,7 @@ def test_in_a_browser_the_table_is_sorted_and_runs_are_hidden(sweep, tmp_path):
 
 @needs_chromium
 def test_on_a_phone_nothing_is_wider_than_the_screen(sweep, tmp_path):
-    path = write_report([sweep], None)[0]
+    path = write_report([sweep], None)
     frame = tmp_path / "phone.html"
     page = re.sub(r"script-src 'sha256-[^']*'", "script-src 'unsafe-inline'", path.read_text(encoding="utf-8"))
     path.write_text(

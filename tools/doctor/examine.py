@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from model.graphs import use_graphs
 from model.ops.checks import outcomes
 from tools.bench.harness import Row, composed, print_table
 from tools.bench.train import measure_rate
-from tools.doctor.machine import disks, findings, versions
+from tools.doctor.machine import findings, versions
 from tools.doctor.rates import all_reduce_rate, rates
 from tools.plan.plan import PlanConfig, plan
 from tools.plan.report import duration, gigabytes
@@ -39,7 +40,7 @@ def examine(out: Path | None) -> None:
     """Print tables of this machine and lines of what to do; write all of it to `out`, too."""
     if out is not None:
         make_directory(out.parent, "out")
-    config, disk, problems = decode(TrainConfig, composed(FLAGSHIP)), disks(), []
+    config, free, problems = decode(TrainConfig, composed(FLAGSHIP)), shutil.disk_usage(".").free, list[str]()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     runtime = open_runtime(config.runtime.model_copy(update={"device": device}))
 
@@ -53,39 +54,30 @@ def examine(out: Path | None) -> None:
             problems.append(f"{name} fails ({type(error).__name__}: {first}): report it with out=doctor.json")
             return None
 
-    about = part("versions", versions)
-    measured = part("rates", lambda: rates(runtime.device))
+    about = part("versions", versions) or {}
+    measured = part("rates", lambda: rates(runtime.device)) or []
     n_gpu = torch.cuda.device_count()
     reduced = part("all-reduce", lambda: all_reduce_rate(n_gpu)) if n_gpu > 1 else None
     if device == "cuda":
         part("the checks of kernels", lambda: use_operators(runtime))
-    training = part("a training step", lambda: step(config, runtime, max(1, n_gpu)))
+    training = part("a training step", lambda: step(config, runtime, max(1, n_gpu))) or {}
     checks = {name: why or "passed" for name, why in outcomes.items()}
-    problems = [*findings(disk), *(f"{name} {why}" for name, why in outcomes.items() if why), *problems]
-    found = {"machine": about, "disk": disk, "checks": checks, "rates": measured, "all_reduce_GB_per_s": reduced}
-    found |= {"training": training, "findings": problems}
-    show(found)
+    problems = [*findings(free), *(f"{name} {why}" for name, why in outcomes.items() if why), *problems]
+    found = {"machine": about | {"free_disk": free}, "checks": checks, "rates": measured}
+    found |= {"all_reduce_GB_per_s": reduced, "training": training, "findings": problems}
+    rows = about | {"free_memory": gigabytes(about.get("free_memory")), "free_disk": gigabytes(free)}
+    rows |= checks or {"kernels": "not checked, because no kernel can be used here"}
+    rows |= {"all_reduce_GB_per_s": reduced} | training
+    if "hours" in rows:
+        rows["time_of_pile_125m"] = duration(3600 * rows.pop("hours"))
+    rows = {name: "none" if value is None else value for name, value in rows.items()}
+    print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
+    print_table("matrix products, and copies (bytes read and written)", measured)
+    for line in problems or ["nothing is wrong"]:
+        say(f"- {line}")
     if out is not None:
         write_json(out, json.loads(without_names(json.dumps(found, ensure_ascii=False))))
         say(f"written to {out}")
-
-
-def show(found: Row) -> None:
-    """Print the tables, and what to do last."""
-    about = dict(found["machine"] or {})
-    about |= {"free_memory": gigabytes(about.get("free_memory"))}
-    about |= {f"disk_{name}": gigabytes(free) for name, free in found["disk"].items()}
-    about |= found["checks"] or {"kernels": "not checked, because no kernel can be used here"}
-    training = dict(found["training"] or {})
-    if training:
-        training["time_of_pile_125m"] = duration(3600 * training.pop("hours"))
-    about |= {"all_reduce_GB_per_s": found["all_reduce_GB_per_s"]} | training
-    about = {name: "none" if value is None else value for name, value in about.items()}
-    print_table("this machine", [{"what": name, "found": value} for name, value in about.items()])
-    if found["rates"]:
-        print_table("matrix products, and copies (bytes read and written)", found["rates"])
-    for line in found["findings"] or ["nothing is wrong"]:
-        say(f"- {line}")
 
 
 def without_names(text: str) -> str:

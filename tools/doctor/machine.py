@@ -44,20 +44,8 @@ def driver(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), None)
 
 
-def disks() -> Row:
-    """Bytes free where this runs, and where the caches are."""
-    triton = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))
-    temporary = Path(os.environ.get("TMPDIR", "/tmp"))  # compiled code, too
-    places = {"here": Path.cwd(), "caches": cache_folder(), "triton": triton, "temporary": temporary}
-    return {name: shutil.disk_usage(_existing(path)).free for name, path in places.items()}
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-
-
-def findings(disk: Row, dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci/devices")) -> Iterator[str]:
-    """Lines that say what is wrong and what to do."""
+def findings(free: float, dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci/devices")) -> Iterator[str]:
+    """Yield lines that say what is wrong and what to do. `free`: bytes of the disk here."""
     if why := why_gpu_is_unseen(dev):
         yield f"torch does not see the GPU: {why}"
     elif any(dev.glob("nvidia[0-9]*")) and not torch.cuda.is_available():
@@ -68,13 +56,13 @@ def findings(disk: Row, dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci
         yield f"nvidia-smi fails ({answer}): reboot after an update of the driver, or install it again"
     if torch.cuda.is_available():
         yield from _of_gpu()
-    if disk["here"] < _LEAST_DISK:
-        yield f"only {disk['here'] / 1e9:.1f} GB are free here: give train.py a run_dir on a larger disk"
+    if free < _LEAST_DISK:
+        yield f"only {free / 1e9:.1f} GB are free here: give train.py a run_dir on a larger disk"
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores:
         yield f"other work is running (load {load:.1f} on {cores} cores), so all rates are too low: measure them again"
-    folder = _existing(cache_folder())
-    if not os.access(folder, os.W_OK):
+    cache = cache_folder().absolute()
+    if not os.access(next(folder for folder in (cache, *cache.parents) if folder.is_dir()), os.W_OK):
         yield "the cache folder is not writable: set XDG_CACHE_HOME to one that is"
 
 

@@ -1,4 +1,4 @@
-"""Write a report: the page, the pictures, and a line on the best run."""
+"""Write a report: the page, the picture, and a line on the best run."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from common.console import count, say, warn
 from common.files import make_directory, write_atomic
 from common.settings import UserError
 from tools.report.page import page_of
-from tools.report.pictures import draw_curves, draw_settings
+from tools.report.pictures import draw_curves
 from tools.report.records import Record, common_folder, labels, lowest_loss, printable, read_records
 
 _REFRESH = 10.0
@@ -18,8 +18,8 @@ _LAST_LOOKS = 12
 """Watching stops once all runs were ended in so many looks, because the next job of a sweep may be about to begin."""
 
 
-def write_report(folders: Sequence[Path], out: Path | None, watch: bool = False) -> list[Path]:
-    """Compare all runs in `folders`; return the paths of the files written into `out`, the page first.
+def write_report(folders: Sequence[Path], out: Path | None, watch: bool = False) -> Path:
+    """Compare all runs in `folders`: write a page and a picture into `out`, and return the path of the page.
 
     With `watch`, first keep a page up to date that browsers load again and again, until every run is at its end.
 
@@ -46,16 +46,11 @@ def write_report(folders: Sequence[Path], out: Path | None, watch: bool = False)
     lowest = "" if best is None else f"; lowest validation loss {best}: {name}"
     n_runs = sum(record.figures["runs"] for record in records)
     say(f"{count(n_runs, 'run')}{lowest}")
-    contents = {
-        page.name: page_of(records, title).encode(),
-        "report_curves.png": draw_curves(records, title),
-        "report_settings.png": draw_settings(records, title),
-    }
-    paths = {out / name: content for name, content in contents.items() if content is not None}
-    for path, content in paths.items():
+    picture = out / "report.png"
+    for path, content in ((page, page_of(records, title).encode()), (picture, draw_curves(records, title))):
         write_atomic(path, content)
         say(f"written: {path}")
-    return list(paths)
+    return page
 
 
 def _ended(records: Sequence[Record]) -> bool:
