@@ -34,8 +34,6 @@ class Options(Settings):
     """loss that the model should reach; null: only the loss after 20 tokens for each parameter is predicted"""
     tokens_per_second: Positive | None = None
     """rate of the machine for that model, as scripts/plan.py gives it: predicts the hours to `loss`"""
-    price: Positive | None = None
-    """price of one hour of the machine, in any currency: predicts the cost"""
     resamples: Annotated[int, Field(ge=100, le=100_000)] = 1000
     """laws from which the intervals are taken"""
 

@@ -38,7 +38,7 @@ def tiny_plan(tiny):
 def test_a_table_for_people(command):
     result = command("scripts/plan", "experiment=pile_125m", "device=a100-40gb", "n_device=8", "mfu=0.4")
     assert result.status == 0, result.err
-    for text in ("8 x a100-40gb in bfloat16 (NVIDIA A100", "124,879,872", "294.9 B tokens", "40.00 GB", "2.6 days"):
+    for text in ("8 x a100-40gb in bfloat16 (NVIDIA A100", "124,879,872", "294.9 B", "40.00 GB", "2.6 days"):
         assert text in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     assert "unknown" not in result.out

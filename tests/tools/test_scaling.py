@@ -88,7 +88,7 @@ def table(path, rows):
 
 def test_a_table_of_runs_becomes_predictions_and_a_picture(tmp_path, capsys):
     csv = table(tmp_path / "runs.csv", zip(N, D, losses(0.003), strict=True))
-    run([], csv, tmp_path / "out", 100, parameters=1e7, loss=6.0, tokens_per_second=1e4, price=2.0)
+    run([], csv, tmp_path / "out", 100, parameters=1e7, loss=6.0, tokens_per_second=1e4)
     near = capsys.readouterr().out
     assert "1e+07 parameters, 3.33 x the largest model:" in near
     assert "2 x the longest run" in near
@@ -98,7 +98,6 @@ def test_a_table_of_runs_becomes_predictions_and_a_picture(tmp_path, capsys):
     assert low < middle < high
     assert middle == pytest.approx(TRUE.tokens(1e7, 6.0), rel=0.2)
     assert predictions["hours to a loss of 6"] == pytest.approx([low / 3.6e7, middle / 3.6e7, high / 3.6e7])
-    assert predictions["cost of a loss of 6"] == pytest.approx([low / 1.8e7, middle / 1.8e7, high / 1.8e7])
     assert (tmp_path / "out/scaling.png").stat().st_size > 10_000
     run([], csv, tmp_path / "out", 100, parameters=1e9, loss=1.0)
     far = capsys.readouterr().out
@@ -163,7 +162,6 @@ def test_a_cell_that_is_no_positive_number_is_named(tmp_path, cell):
     [
         ({"loss": 2.0}, "loss=2 needs parameters"),
         ({"parameters": 1e7, "tokens_per_second": 10.0}, "tokens_per_second=10 needs loss"),
-        ({"parameters": 1e7, "loss": 2.0, "price": 3.0}, "price=3 needs tokens_per_second"),
     ],
 )
 def test_a_goal_that_lacks_what_it_needs_is_refused(tmp_path, goal, message):

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -27,54 +26,46 @@ _MOST_CURVES = 10  # more would hide each other
 _COLUMNS = ("parameters", "tokens", "loss")
 
 
-class Runs(NamedTuple):
-    """Parameters, tokens and loss of each run."""
-
-    N: Array
-    D: Array
-    L: Array
-
-
-class Goal(NamedTuple):
-    """What to extrapolate to, and at what rate and price of an hour; each needs the one before it. None: not asked."""
-
-    parameters: float | None = None
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    price: float | None = None
-
-
 def run(
-    folders: list[Path], csv: Path | None, out: Path, resamples: int, ladder: str = "", **asked: float | None
+    folders: list[Path],
+    csv: Path | None,
+    out: Path,
+    resamples: int,
+    ladder: str = "",
+    parameters: float | None = None,
+    loss: float | None = None,
+    tokens_per_second: float | None = None,
 ) -> None:
     """Train the ladder, if there is one, fit the law, print and draw it, and write scaling.json.
-
-    Args:
-        asked: the fields of Goal.
 
     Raises:
         UserError: the runs do not determine a law, a run failed, or an option is missing.
     """
     if not (folders or csv or ladder):
         raise UserError("no runs are given: give ladder='OPTIONS of train.py', folders=runs/sweep, or csv=table.csv")
-    goal = Goal(**asked)
-    for name, given, needed, before in zip(Goal._fields[1:], goal[1:], Goal._fields, goal, strict=False):
-        if given is not None and before is None:
-            raise UserError(f"{name}={given:g} needs {needed}: give both")
+    if loss is not None and parameters is None:
+        raise UserError(f"loss={loss:g} needs parameters: give both")
+    if tokens_per_second is not None and loss is None:
+        raise UserError(f"tokens_per_second={tokens_per_second:g} needs loss: give both")
     if ladder:
         folders = [*folders, _train(ladder, out / "runs", alone=not (folders or csv or (out / "runs").exists()))]
     rows = [*_trained(folders), *([] if csv is None else _read_csv(csv))]
-    runs = Runs(*np.array(rows, dtype=float).reshape(-1, 3).T)
-    law, samples = fit(*runs, resamples)
-    off = 100 * np.abs(np.log(law.loss(runs.N, runs.D) / runs.L))
+    N, D, L = np.array(rows, dtype=float).reshape(-1, 3).T
+    law, samples = fit(N, D, L, resamples)
+    off = 100 * np.abs(np.log(law.loss(N, D) / L))
     say(f"{count(len(rows), 'run')}; the law is off by {np.median(off):.2g} % in the median, at most {off.max():.2g} %")
     for name, value, sampled in zip(Law._fields, law, samples, strict=True):
         say(f"  {name:6} {value:.4g} ({' to '.join(f'{x:.4g}' for x in np.percentile(sampled, (5, 95)))})")
-    predictions = _predict(runs, samples, goal)
+    predictions = {}
+    if parameters is not None:
+        say(f"{parameters:.4g} parameters, {parameters / N.max():.3g} x the largest model:")
+        for what, (tokens, values) in _predict(samples, parameters, loss, tokens_per_second).items():
+            predictions[what] = [float(x) if np.isfinite(x) else None for x in values]
+            say(f"  {what}: {_in_words(values, tokens / D.max(), parameters / N.max())}")
     make_directory(out, "out")
     constants = {name: float(value) for name, value in law._asdict().items()}
     write_json(out / "scaling.json", {"law": constants, "runs": rows, "predictions": predictions})
-    write_atomic(out / "scaling.png", _draw(runs, law, samples))
+    write_atomic(out / "scaling.png", _draw(N, D, L, law))
     say(f"written: {out / 'scaling.json'}, {out / 'scaling.png'}")
 
 
@@ -134,69 +125,56 @@ def _read_csv(path: Path) -> list[tuple[float, float, float]]:
         try:
             N, D, L = (float(row[column]) for column in _COLUMNS)
         except (KeyError, TypeError, ValueError):
-            raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be numbers, one column each") from None
+            N = D = L = -1.0
         if not all(0 < value < float("inf") for value in (N, D, L)):
-            raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be positive numbers")
+            raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be positive numbers, one column each")
         rows.append((N, D, L))
     return rows
 
 
-def _predict(runs: Runs, samples: Law, goal: Goal) -> dict[str, list[float | None]]:
-    """Print and return percentiles 5, 50 and 95 of what the laws predict for the goal; None is infinite."""
-    N, loss, rate, price = goal
-    if N is None:
-        return {}
+def _predict(samples: Law, N: float, loss: float | None, rate: float | None) -> dict[str, tuple[float, Array]]:
+    """Return, by what is predicted, the tokens of that run, and percentiles 5, 50 and 95 of what the laws say."""
     D = _TOKENS_PER_PARAMETER * N
     found = {f"loss after {D:.3g} tokens": (D, _percentiles(samples.loss(N, D)))}
     if loss is not None:
         tokens = _percentiles(samples.tokens(N, loss))
         found[f"tokens to a loss of {loss:g}"] = (tokens[1], tokens)
         if rate is not None and np.isfinite(tokens[1]):
-            hours = tokens / rate / 3600
-            found[f"hours to a loss of {loss:g}"] = (tokens[1], hours)
-            if price is not None:
-                found[f"cost of a loss of {loss:g}"] = (tokens[1], hours * price)
-    say(f"{N:.4g} parameters, {N / runs.N.max():.3g} x the largest model:")
-    for what, (tokens_of_run, (low, middle, high)) in found.items():
-        if not np.isfinite(middle):
-            say(f"  {what}: never, by this law")
-            continue
-        longer = tokens_of_run / runs.D.max()
-        if max(N / runs.N.max(), longer) > _NEAR:
-            far = "too far outside the runs for more than the order of magnitude"
-            say(f"  {what}: {low:.1g} to {high:.1g}; {longer:.3g} x the longest run: {far}")
-        else:
-            say(f"  {what}: {middle:.4g} ({low:.4g} to {high:.4g}); {longer:.3g} x the longest run")
-    return {what: [float(x) if np.isfinite(x) else None for x in values] for what, (_, values) in found.items()}
+            found[f"hours to a loss of {loss:g}"] = (tokens[1], tokens / rate / 3600)
+    return found
 
 
 def _percentiles(values: Array) -> Array:
     return np.percentile(values, (5, 50, 95), method="nearest")
 
 
-def _draw(runs: Runs, law: Law, samples: Law) -> bytes:
+def _in_words(values: Array, longer: float, larger: float) -> str:
+    """Say a prediction. `longer` and `larger`: the run's tokens and parameters, relative to the most of the fit's."""
+    low, middle, high = values
+    if not np.isfinite(middle):
+        return "never, by this law"
+    if max(longer, larger) > _NEAR:
+        far = "too far outside the runs for more than the order of magnitude"
+        return f"{low:.1g} to {high:.1g}; {longer:.3g} x the longest run: {far}"
+    return f"{middle:.4g} ({low:.4g} to {high:.4g}); {longer:.3g} x the longest run"
+
+
+def _draw(N: Array, D: Array, L: Array, law: Law) -> bytes:
     """Draw loss over tokens for each size, and the lowest loss for a number of operations."""
     figure = Figure(figsize=(11, 4.6))
     left, right = figure.subplots(1, 2)
-    D = np.geomspace(runs.D.min() / 1.5, runs.D.max() * 3)
-    sizes = sorted(set(runs.N))
-    shown = sizes[:: -(-len(sizes) // _MOST_CURVES)]
-    for i, N in enumerate(shown):
-        own, colour = runs.N == N, f"C{i}"
-        left.plot(runs.D[own], runs.L[own], "o", color=colour, label=f"{short_count(N, 0)} parameters")
-        left.plot(D, law.loss(N, D), color=colour, linewidth=1)
+    tokens = np.geomspace(D.min() / 1.5, D.max() * 3)
+    sizes = sorted(set(N))
+    for i, size in enumerate(sizes[:: -(-len(sizes) // _MOST_CURVES)]):
+        left.plot(D[size == N], L[size == N], "o", color=f"C{i}", label=f"{short_count(size, 0)} parameters")
+        left.plot(tokens, law.loss(size, tokens), color=f"C{i}", linewidth=1)
     left.set(xscale="log", xlabel="tokens D", ylabel="validation loss (nats per token)", title="Runs, and the law")
     left.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_formatter=NullFormatter())
     left.xaxis.set_major_formatter(short_count)
     left.legend()
-    flops = 6 * runs.N * runs.D
-    C = np.geomspace(flops.min(), flops.max() * 10)
-    front = np.array([samples.loss(*samples.best(c)) for c in C])  # (operations, laws)
-    bands = np.percentile(front, (5, 95), axis=1)
-    right.fill_between(C, *bands, alpha=0.25, linewidth=0, label="90 % of resampled laws")
+    C = np.geomspace((6 * N * D).min(), (6 * N * D).max() * 10)
     right.plot(C, [law.loss(*law.best(c)) for c in C], label="lowest loss by the law")
-    right.plot(flops, runs.L, ".", color="dimgray", label="runs")
+    right.plot(6 * N * D, L, ".", color="dimgray", label="runs")
     right.set(xscale="log", xlabel="training operations, 6 N D", title="The lowest loss for a number of operations")
-    right.xaxis.set_major_formatter("{x:g}")
     right.legend()
     return png(figure)
