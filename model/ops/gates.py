@@ -1,12 +1,8 @@
 """Forgetting inside a chunk, as factors of at most 1.
 
-With a_t the sum of log_f over a chunk's tokens up to t, the term of key j has the factor exp(a_t - a_j) for query t,
-and the state before the chunk has exp(a_t). Sums start again in each chunk, so rounding does not grow with length.
-
-- A gate for each feature: a_t is added to q and subtracted from k. What is added must not leave the range of numbers,
-  so these chunks are short, and heads that forget more than REACH in one of them are recomputed: see `repair.py`.
-- A gate for a head: the factors are a matrix, multiplied with the scores.
-- log_f = -inf for all features is a reset. It is not added: a mask separates the tokens before it from those after it.
+Let a_t be the sum of a head's log_f over a chunk's tokens up to t. The term of key j has the factor exp(a_t - a_j) for
+query t, and the state before the chunk has exp(a_t). Sums start again in each chunk, so rounding does not grow with
+length. log_f = -inf is a reset: it is not added, but a mask separates the tokens before it from those after it.
 """
 
 import math
@@ -17,16 +13,15 @@ from torch import Tensor
 
 from model.ops.running_sum import running_sum
 
-# The most that a feature may forget in a chunk: exp(-REACH) is far above CERTAIN, and the rounding of a is small.
-REACH = {torch.float32: 40.0, torch.float64: 500.0}
-HEAD_REACH = {torch.float32: 1e8, torch.float64: 500.0}  # the same for a head's gate, whose sums are in float64
+HEAD_REACH = {torch.float32: 1e8, torch.float64: 500.0}
+"""The most that a head may forget in a chunk: beyond, it is computed again (log_attention/repair.py)."""
+_REACH = {torch.float32: 40.0, torch.float64: 500.0}
+"""The same for factors that are products exp(a_t) exp(-a_j)."""
 
 
 class Gates(NamedTuple):
     """Factors for n chunks. None is 1, except that `within` is then the causal mask."""
 
-    a: Tensor | None
-    """(n, B, H, C, d_k): added to queries and subtracted from keys."""
     within: Tensor | None
     """(n, B, H, C, C): for scores of queries t and keys j."""
     start: Tensor | None
@@ -41,7 +36,7 @@ class Gates(NamedTuple):
         return scores.tril_() if self.within is None else scores.mul_(self.within)
 
 
-NO_GATES = Gates(None, None, None, None, None)
+NO_GATES = Gates(None, None, None, None)
 
 
 def check_gates(log_f: Tensor, q: Tensor) -> None:
@@ -49,9 +44,8 @@ def check_gates(log_f: Tensor, q: Tensor) -> None:
 
     NaN is allowed if q is not finite: the result is not either, and training says at which step.
     """
-    B, H, T, d = q.shape
-    if log_f.shape not in ((B, H, T, d), (B, H, T, 1)):
-        raise ValueError(f"log_f {tuple(log_f.shape)} must be {(B, H, T, d)} or {(B, H, T, 1)}")
+    if log_f.shape != (*q.shape[:3], 1):
+        raise ValueError(f"log_f {tuple(log_f.shape)} must be {(*q.shape[:3], 1)}, one gate for a head's token")
     if log_f.device.type != "cpu" or torch.compiler.is_compiling() or not log_f.numel():
         return
     highest = float(log_f.detach().amax())
@@ -60,52 +54,35 @@ def check_gates(log_f: Tensor, q: Tensor) -> None:
 
 
 def gates_of(log_f: Tensor) -> Gates:
-    """Return the factors of gates log_f (n, B, H, C, d_k or 1), in the accumulation type."""
+    """Return the factors of gates log_f (n, B, H, C, 1), in the accumulation type."""
     reset = resets_of(log_f)
-    if log_f.shape[-1] > 1:
-        gates = NO_GATES._replace(a=sums_of(log_f, reset))
-        if reset is None:
-            return gates
-        within, start, end, kept = (log_f.new_ones(()),) * 4
+    a = running_sum(without(log_f, reset).double(), -2)  # large gates must not round small ones away
+    last = a[..., -1:, :]
+    start, end, kept = (x.exp().to(log_f.dtype) for x in (a, last - a, last))
+    on_cpu = log_f.device.type == "cpu"
+    if on_cpu and last.amin() > -_REACH[log_f.dtype]:  # a product is faster than a difference and its exponential
+        within = start * (-a).exp().to(log_f.dtype).mT
     else:
-        a = running_sum(without(log_f, reset).double(), -2)  # large gates must not round small ones away
-        last = a[..., -1:, :]
-        start, end, kept = (x.exp().to(log_f.dtype) for x in (a, last - a, last))
-        on_cpu = log_f.device.type == "cpu"
-        if on_cpu and last.amin() > -REACH[log_f.dtype]:  # a product is faster than a difference and its exponential
-            within = start * (-a).exp().to(log_f.dtype).mT
-        else:
-            within = (a - a.mT).clamp(max=0).to(log_f.dtype).exp_()  # above the diagonal it would be infinite
-        gates = NO_GATES
+        within = (a - a.mT).clamp(max=0).to(log_f.dtype).exp_()  # above the diagonal it would be infinite
     if reset is not None:
         segment = reset.cumsum(-2)
         last = segment[..., -1:, :]
         within = within * (segment == segment.mT)
         start, end, kept = start * (segment == 0), end * (segment == last), kept * (last == 0)
-    return gates._replace(within=within.tril(), start=start, end=end, kept=kept)
+    return Gates(within.tril(), start, end, kept)
 
 
 def resets_of(log_f: Tensor) -> Tensor | None:
-    """Return the tokens of gates (..., D) that are resets, bool (..., 1), or None if a CPU finds none."""
-    if not _may_be_infinite(log_f):
-        return None
-    reset = (log_f == -torch.inf).all(-1, keepdim=True)
-    return reset if log_f.device.type != "cpu" or reset.any() else None
-
-
-def _may_be_infinite(log_f: Tensor) -> bool:
+    """Return the tokens of gates (..., 1) that are resets, bool, or None if a CPU finds none."""
     # The minimum takes a tenth of the time of comparing each. On a GPU, asking would wait.
-    return log_f.device.type != "cpu" or not bool(log_f.amin() > -torch.inf)
+    if log_f.device.type == "cpu" and bool(log_f.amin() > -torch.inf):
+        return None
+    return log_f == -torch.inf
 
 
 def without(log_f: Tensor, reset: Tensor | None) -> Tensor:
-    """Return gates (..., D) with 0 at the resets (..., 1)."""
+    """Return gates with 0 at the resets."""
     return log_f if reset is None else log_f.masked_fill(reset, 0)
-
-
-def sums_of(log_f: Tensor, reset: Tensor | None) -> Tensor:
-    """Cumulative sums of log_f (n, B, H, C, d_k) in each chunk; tokens at a reset (n, B, H, C, 1) count as 0."""
-    return running_sum(without(log_f, reset), -2).clamp_(min=-4 * REACH[log_f.dtype])
 
 
 def times(x: Tensor, factor: Tensor | None) -> Tensor:
@@ -114,7 +91,7 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> Tensor:
-    """Return the gradient of log_f (n, B, H, C, .), given the gradients of q and k (n, B, H, C, d_k).
+    """Return the gradient of log_f (n, B, H, C, 1), given the gradients of q and k (n, B, H, C, d_k).
 
     A gate multiplies what later queries get from earlier keys: everything that these queries get, minus what they get
     from keys not before the gate, plus what the state after the chunk gets from the chunk's and earlier keys.
@@ -122,15 +99,13 @@ def log_f_gradient(g_q: Tensor, g_k: Tensor, g_after: Tensor, log_f: Tensor) -> 
     Args:
         g_after: (n, B, H, 1, d_k), the sum over value columns of the state after each chunk times its gradient.
     """
-    g = g_q - g_k
-    if log_f.shape[-1] == 1:
-        g, g_after = g.sum(-1, keepdim=True), g_after.sum(-1, keepdim=True)
+    g, g_after = (x.sum(-1, keepdim=True) for x in (g_q - g_k, g_after))
     g = running_sum(g.flip(-2), -2).flip(-2).add_(g_after)
-    return g.masked_fill_(log_f == -torch.inf, 0) if _may_be_infinite(log_f) else g
+    return without(g, resets_of(log_f))
 
 
 def forgotten(log_f: Tensor) -> Tensor:
-    """Sum of log_f (B, H, T, D) over the tokens after j up to t, for every pair: (B, H, T, T, D), 0 for j >= t."""
+    """Sum of log_f (B, H, T, 1) over the tokens after j up to t, for every pair: (B, H, T, T, 1), 0 for j >= t."""
     T = log_f.shape[2]
     later = torch.ones(T, T, dtype=torch.bool, device=log_f.device).tril(-1)  # gate i counts for keys j < i
     return log_f.unsqueeze(3).where(later.unsqueeze(-1), 0).cumsum(2)

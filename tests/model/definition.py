@@ -88,8 +88,8 @@ class Definition:
         units = [b + a * (1 + size) for a, b, size in zip(flow, reach, own, strict=True)]
         # A gate's gradient is a sum of those of q and k over its chunk, which cancel.
         around = units[0] + units[1] if units[0].shape == units[1].shape else units[1]
-        around = torch.nn.functional.pad(around, (0, 0, 63, 63)).unfold(2, 127, 1).sum(-1)
-        units[3] = units[3] + (around.sum(-1, keepdim=True) if self.f.shape[-1] == 1 else around)
+        around = torch.nn.functional.pad(around.sum(-1, keepdim=True), (0, 0, 63, 63)).unfold(2, 127, 1).sum(-1)
+        units[3] = units[3] + around
         return Sizes(values, units)
 
     def _flow(self, g_y, sign, g_s, g_z):
@@ -105,5 +105,5 @@ class Definition:
             written = g * _share(self._term(j), self.states[j + 1])
             g_k[:, :, j], g_v[:, :, j] = written.sum(-1), written.sum(-2)
             g = g * _share(self._before(j), self.states[j + 1])
-            g_f[:, :, j] = g.sum((-1, -2)).unsqueeze(-1) if g_f.shape[-1] == 1 else g.sum(-1)
+            g_f[:, :, j] = g.sum((-1, -2)).unsqueeze(-1)
         return [g_q, g_k, g_v[..., :-1], g_f, g[..., :-1], g[..., -1]]

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for a GPU that need not be present, and counts the resources that they use.
 
 python tests/model/kernel_resources.py '{"capability": 90, "operator": "log_attention", "dtype": "bfloat16", "d": 32,
-"gates": "head", "carried": true}' prints a line of JSON for each kernel; several arguments are several cases. A process
+"gates": true, "carried": true}' prints a line of JSON for each kernel; several arguments are several cases. A process
 that has compiled for an absent GPU cannot run kernels.
 """
 
@@ -47,13 +47,13 @@ def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
 
 
 def launch_log_attention(
-    dtype: torch.dtype, d: int, gates: str, carried: bool, of_values: torch.dtype | None = None
+    dtype: torch.dtype, d: int, gates: bool, carried: bool, of_values: torch.dtype | None = None
 ) -> None:
     """A forward and backward pass over heads of d features; `carried`: from a state to the next."""
     tensors = torch.zeros(16, 1024, 24, 4 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
     q, k, log_v, of_features = (x.detach().requires_grad_() for x in tensors)
     log_v = log_v.detach().to(of_values or dtype).requires_grad_()
-    log_f = {"none": None, "head": of_features[..., :1], "feature": of_features}[gates]
+    log_f = of_features[..., :1] if gates else None
     state = LogAttentionState(*(x.requires_grad_() for x in empty_state(q, log_v))) if carried else None
     found = triton_log_attention(q, k, log_v, log_f, state=state, return_state=carried)
     (found[0] if isinstance(found, tuple) else found).sum().backward()

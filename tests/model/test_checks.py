@@ -182,7 +182,7 @@ def test_the_check_of_log_attention_tells_right_from_wrong(monkeypatch, gates, c
         return found
 
     monkeypatch.setitem(log_attention.BACKENDS, "triton", form)
-    dtypes, sizes = (["float32"] * 4, [4, 4, 3, 4]) if gates else (["float32"] * 3, [4, 4, 3])
+    dtypes, sizes = (["float32"] * 4, [4, 4, 3, 1]) if gates else (["float32"] * 3, [4, 4, 3])
     check = partial(log_attention_check.check, "cpu", dtypes, sizes, lengths=(70,))
     if change == 1:
         check()

@@ -320,11 +320,11 @@ def test_ordinary_inputs_never_need_the_fallback(backend, causal):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
-@pytest.mark.parametrize(("features", "steepest"), [(1, 1e-4), (1, 8), (1, 1e4), (16, 1e-4), (16, 1.2)])
-def test_gates_and_resets_never_need_the_fallback(backend, features, steepest):
+@pytest.mark.parametrize("steepest", [1e-4, 8, 1e4])
+def test_gates_and_resets_never_need_the_fallback(backend, steepest):
     """Nor do values that are zero since a reset."""
     reset, inputs = 77, [x.float() for x in normal(T=150, sd_q=3, sd_k=3, sd_v=3)]
-    log_f = -steepest * torch.rand(1, 2, 150, features, generator=torch.Generator().manual_seed(0))
+    log_f = -steepest * torch.rand(1, 2, 150, 1, generator=torch.Generator().manual_seed(0))
     log_f[:, 1, reset] = -torch.inf
     inputs[2][:, 1, reset:, 0] = -torch.inf
     results = []

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.gates import NO_GATES, REACH, check_gates, gates_of, times
-from model.ops.log_attention.chunks import chunk_size
+from model.ops.gates import NO_GATES, check_gates, gates_of, times
+from model.ops.log_attention.chunks import CHUNK
 from model.ops.running_sum import running_sum
 
 
@@ -36,8 +36,7 @@ def linear_attention(
         k: (B, H, T, d).
         v: (B, H, T, d_v).
         state: the state after earlier tokens, which is not changed; None before the first.
-        log_f: (B, H, T, d) or (B, H, T, 1), logarithms of what is kept of earlier tokens: see `log_attention`. The sum
-            over 32 tokens of a feature's gates must be at least -40.
+        log_f: (B, H, T, 1), logarithms of what is kept of earlier tokens: see `log_attention`.
 
     Returns:
         y (B, H, T, d_v) in the type of v, and the state after these tokens. Sums are kept in float32, or float64 for
@@ -74,7 +73,7 @@ def _step(
     f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState, log_f: Tensor | None
 ) -> tuple[Tensor, Tensor, LinearAttentionState]:
     """One token as a step of a recurrent network (eqs. 18 to 20): f_q, f_k (B, H, 1, d), v (B, H, 1, d_v)."""
-    kept = None if log_f is None else log_f[:, :, 0].exp()  # (B, H, d or 1)
+    kept = None if log_f is None else log_f[:, :, 0].exp()  # (B, H, 1)
     S = times(state.S, None if kept is None else kept.unsqueeze(-1)) + f_k.mT * v
     z = times(state.z, kept) + f_k[:, :, 0]
     return f_q @ S, f_q @ z.unsqueeze(-1), LinearAttentionState(S, z)
@@ -85,23 +84,14 @@ def _chunks(
 ) -> tuple[Tensor, Tensor, LinearAttentionState]:
     """Numerators (B, H, T, d_v), denominators (B, H, T, 1), and the state after."""
     T = f_q.shape[2]
-    C = min(chunk_size(log_f), T)
+    C = min(CHUNK, T)
     tensors = (f_q, f_k, v, f_q[..., :0] if log_f is None else log_f)
     q, k, v, f = (pad(x, (0, 0, 0, -T % C)).unflatten(2, (-1, C)) for x in tensors)  # (B, H, N, C, .), zeros at the end
     gates = NO_GATES if log_f is None else gates_of(f)
-    if gates.a is not None:
-        steepest = gates.a[..., -1, :]
-        if steepest.device.type == "cpu" and not torch.compiler.is_compiling() and steepest.amin() < -REACH[q.dtype]:
-            raise ValueError(
-                f"a feature's log_f has a sum of {float(steepest.detach().amin()):g} or less over {C} tokens: linear "
-                f"attention needs {-REACH[q.dtype]:g} or more; resets are -inf for all features"
-            )
-        q, k = q * gates.a.exp(), k * (-gates.a).exp()
     to_end = times(k, gates.end)
     S = torch.cat([state.S.unsqueeze(2), to_end.mT @ v], dim=2)  # (B, H, N + 1, d, d_v)
     z = torch.cat([state.z.unsqueeze(2), to_end.sum(3)], dim=2).unsqueeze(-1)  # (B, H, N + 1, d, 1)
-    left = None if gates.a is None else gates.a[..., -1, :].exp().unsqueeze(-1)  # (B, H, N, d, 1)
-    S, z = (running_sum(x, 2) if log_f is None else _decayed_sums(x, gates.kept, left) for x in (S, z))
+    S, z = (running_sum(x, 2) if log_f is None else _decayed_sums(x, gates.kept) for x in (S, z))
     A = (q @ k.mT).tril() if gates.within is None else (q @ k.mT) * gates.within  # (B, H, N, C, C)
     from_start = times(q, gates.start)
     sums = from_start @ S[:, :, :-1] + A @ v  # (B, H, N, C, d_v)
@@ -110,13 +100,9 @@ def _chunks(
     return sums.flatten(2, 3)[:, :, :T], norms.flatten(2, 3)[:, :, :T], last
 
 
-def _decayed_sums(x: Tensor, kept: Tensor | None, left: Tensor | None) -> Tensor:
-    """The sum before each chunk and after the last, given the first and each chunk's update: (B, H, N + 1, d, .).
-
-    What was there before a chunk is multiplied by `kept`, and then all of it by `left`.
-    """
+def _decayed_sums(x: Tensor, kept: Tensor | None) -> Tensor:
+    """The sum before each chunk and after the last, given the first and each chunk's update: (B, H, N + 1, d, .)."""
     sums = [x[:, :, 0]]
     for n in range(x.shape[2] - 1):
-        total = times(sums[-1], None if kept is None else kept[:, :, n]) + x[:, :, n + 1]
-        sums.append(times(total, None if left is None else left[:, :, n]))
+        sums.append(times(sums[-1], None if kept is None else kept[:, :, n]) + x[:, :, n + 1])
     return torch.stack(sums, 2)

@@ -11,11 +11,9 @@ def naive_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None
 
         y_i = sum_{j <= i} phi(q_i)^T phi(k_j) v_j / sum_{j <= i} phi(q_i)^T phi(k_j),    phi(x) = elu(x) + 1
 
-    Shapes and result are those of `linear_attention`. With gates, each feature's product is multiplied by what is kept.
+    Shapes and result are those of `linear_attention`. With gates, a pair's weight is multiplied by what is kept.
     """
-    if log_f is None:
-        weights = ((elu(q) + 1) @ (elu(k) + 1).mT).tril()  # (B, H, T, T)
-    else:
-        products = (elu(q) + 1).unsqueeze(3) * (elu(k) + 1).unsqueeze(2)  # (B, H, T, T, d)
-        weights = (products * forgotten(log_f).exp()).sum(-1).tril()
+    weights = ((elu(q) + 1) @ (elu(k) + 1).mT).tril()  # (B, H, T, T)
+    if log_f is not None:
+        weights = weights * forgotten(log_f).squeeze(-1).exp()
     return weights @ v / weights.sum(-1, keepdim=True)

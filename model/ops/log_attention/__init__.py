@@ -67,8 +67,8 @@ def log_attention(
         q: (B, H, T, d_k).
         k: (B, H, S, d_k). -inf masks a key's feature.
         log_v: (B, H, S, d_v), logarithms of the values; -inf is a value of exactly zero.
-        log_f: (B, H, T, d_k), gates of the features, or (B, H, T, 1), a gate of the head: logarithms of the share that
-            is kept of the tokens before t, at most 0. -inf is a reset. None keeps everything.
+        log_f: (B, H, T, 1), gates: logarithms of the share that a head keeps of the tokens before t, at most 0. -inf is
+            a reset. None keeps everything.
         causal: query t sees keys j <= t of this call (so S = T), and all that `state` has seen.
         state: the state after earlier tokens; None before the first.
         return_state: also return the state after these tokens. Its size is constant.

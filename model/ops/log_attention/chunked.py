@@ -97,12 +97,12 @@ class _Results(NamedTuple):
 
 def _empty_results(inputs: Inputs, causal: bool) -> _Results:
     q, _, log_v, _, log_s = inputs
-    (B, H, T, _), (d_k, E), C = q.shape, log_s.shape[-2:], inputs.C
-    N = -(-T // C)
+    (B, H, T, _), (d_k, E) = q.shape, log_s.shape[-2:]
+    N = -(-T // CHUNK)
     return _Results(
         torch.empty_like(log_v, dtype=log_s.dtype) if causal else log_s.new_empty(B, H, T, E - 1),
         torch.empty_like(log_s),
-        log_s.new_empty(-(-N // block_chunks(q, C)) + 1 if causal else 2, B, H, d_k, E),
+        log_s.new_empty(-(-N // block_chunks(q)) + 1 if causal else 2, B, H, d_k, E),
         log_s.new_empty(N if causal else 1, B, H, dtype=torch.bool),
     )
 
@@ -116,13 +116,11 @@ def _(
 
 def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
     results = _empty_results(inputs, causal)
-    for batch in batches(inputs.q, inputs.C):
+    for batch in batches(inputs.q):
         part, into = inputs.of(batch), results.of(batch)
         frames, certificate = frames_of(part, causal), repair.Certificate(part)
         (_causal_forward if causal else _full_forward)(part, frames, certificate, into)
         into.log_s.copy_(log_of_scaled(into.M[-1], frames.key[-1].mT + frames.value[-1]))
-        if frames.after is not None:
-            into.log_s.add_(frames.after)
         if frames.lost is not None:
             into.doubtful.logical_or_(frames.lost)
         heads = into.doubtful.any(0)  # (B, H)
@@ -135,11 +133,11 @@ def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
 
 def _causal_forward(inputs: Inputs, frames: Frames, certificate: repair.Certificate, results: _Results) -> None:
     results.M[0] = in_first_frame(inputs, frames)
-    for i, (tokens, chunks) in enumerate(blocks(inputs.q, inputs.C)):
+    for i, (tokens, chunks) in enumerate(blocks(inputs.q)):
         here = frames.of(chunks)
         gates = gates_at(inputs, tokens, here)
-        e_q = queries(inputs, tokens, here, gates.a)  # (n, B, H, C, d_k)
-        e_k, e_v = keys_and_values(inputs, tokens, here, gates.a)  # (n, B, H, C, .)
+        e_q = queries(inputs, tokens, here)  # (n, B, H, C, d_k)
+        e_k, e_v = keys_and_values(inputs, tokens, here)  # (n, B, H, C, .)
         M = _carry(results.M[i], times(e_k, gates.end).mT @ e_v, gates.kept, here.factor)
         results.M[i + 1] = M[-1]
         A = gates.weigh(e_q @ e_k.mT)  # (n, B, H, C, C)
@@ -152,11 +150,11 @@ def _full_forward(inputs: Inputs, frames: Frames, certificate: repair.Certificat
     """Every query attends to all keys."""
     M = results.M  # (2, B, H, d_k, E)
     M[:] = in_first_frame(inputs, frames)
-    for tokens, _ in blocks(inputs.k, CHUNK):
+    for tokens, _ in blocks(inputs.k):
         e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
         M[1:].add_(e_k.mT @ e_v)
     results.doubtful.zero_()
-    for tokens, _ in blocks(inputs.q, CHUNK):
+    for tokens, _ in blocks(inputs.q):
         sums = queries(inputs, tokens, frames) @ M[1:]  # (1, B, H, t, E)
         write(results.log_y[:, :, tokens], _log_y(sums, frames))
         results.doubtful.logical_or_(certificate.too_small(sums, None))
@@ -178,7 +176,7 @@ def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Result
     elif doubtful.any():
         again = _forward(some, causal, want_state=True)
         if causal:
-            doubtful = doubtful.repeat_interleave(inputs.C, 1)[:, : inputs.q.shape[2]]
+            doubtful = doubtful.repeat_interleave(CHUNK, 1)[:, : inputs.q.shape[2]]
         log_y = torch.where(doubtful.unsqueeze(-1), again.log_y[:, 0].to(log_y.dtype), log_y)
         log_s = again.log_s[:, 0]
     else:  # only the state is doubtful, and any query will do
@@ -234,7 +232,7 @@ _attend.register_autograd(_backward_of_op, setup_context=_save_for_backward)
 def _backward(inputs: Inputs, causal: bool, M: Tensor, doubtful: Tensor, g_y: Tensor, g_log_s: Tensor) -> Inputs:
     """Return the gradients, given M and what is doubtful from the forward pass."""
     gradients = inputs.each(torch.empty_like)
-    for batch in batches(inputs.q, inputs.C):
+    for batch in batches(inputs.q):
         part, g, into = inputs.of(batch), (g_y[batch], g_log_s[batch]), gradients.of(batch)
         found = M[:, batch], doubtful[:, batch]
         g_M, lost = _of_last_M(part, found[0][-1], g[1])  # (B, H, d_k, E), (B, H)
@@ -249,11 +247,11 @@ def _backward(inputs: Inputs, causal: bool, M: Tensor, doubtful: Tensor, g_y: Te
 def _causal_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
     """Write the gradients, given those of log_y and of the last M, g (B, H, d_k, E)."""
     frames = frames_of(inputs, causal=True)
-    for i, (tokens, chunks) in reversed(list(enumerate(blocks(inputs.q, inputs.C)))):
+    for i, (tokens, chunks) in reversed(list(enumerate(blocks(inputs.q)))):
         here = frames.of(chunks)
         gates = gates_at(inputs, tokens, here)
-        e_q = queries(inputs, tokens, here, gates.a)  # (n, B, H, C, d_k)
-        e_k, e_v = keys_and_values(inputs, tokens, here, gates.a)  # (n, B, H, C, .)
+        e_q = queries(inputs, tokens, here)  # (n, B, H, C, d_k)
+        e_k, e_v = keys_and_values(inputs, tokens, here)  # (n, B, H, C, .)
         from_start, to_end = times(e_q, gates.start), times(e_k, gates.end)
         Ms = _carry(M[i], to_end.mT @ e_v, gates.kept, here.factor)  # (n + 1, B, H, d_k, E)
         A = gates.weigh(e_q @ e_k.mT)  # (n, B, H, C, C)
@@ -282,12 +280,12 @@ def _causal_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g
 
 def _full_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
     frames = frames_of(inputs, causal=False)
-    for tokens, _ in blocks(inputs.q, CHUNK):
+    for tokens, _ in blocks(inputs.q):
         e_q = queries(inputs, tokens, frames)  # (1, B, H, t, d_k)
         g_sums = _of_sums(e_q @ M[1:], doubtful, g_y, tokens, frames)
         write(gradients.q[:, :, tokens], (g_sums @ M[1:].mT).mul_(e_q))
         g = g + (e_q.mT @ g_sums)[0]
-    for tokens, _ in blocks(inputs.k, CHUNK):
+    for tokens, _ in blocks(inputs.k):
         e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
         write(gradients.k[:, :, tokens], (e_v @ g.mT).mul_(e_k))
         write(gradients.log_v[:, :, tokens], (e_k @ g).mul_(e_v)[..., :-1])
@@ -321,8 +319,6 @@ def _backward_again(inputs: Inputs, causal: bool, g: tuple[Tensor, ...], heads: 
     for whole, part in zip(gradients, again, strict=True):
         if whole is None or part is None:
             continue
-        if whole is gradients.log_f and whole.shape[-1] == 1:
-            part = part.sum(-1, keepdim=True)
         # The exact log_v also has the normalizer's column.
         whole[heads] = part.reshape(-1, *part.shape[-2:])[..., : whole.shape[-1]].to(whole.dtype)
 

@@ -9,12 +9,6 @@ from torch.nn.functional import pad
 CHUNK = 64  # tokens: C x C scores and d_k x d_v states then cost about the same at head sizes from 32 to 128
 # Elements of a temporary on a CPU, so that a step fits into its cache. Other devices process all chunks at once.
 BLOCK = 2**19
-SHORT_CHUNK = 32
-
-
-def chunk_size(log_f: Tensor | None) -> int:
-    """Return the tokens of a chunk, given gates (B, H, T, d_k), (B, H, T, 1) or None."""
-    return CHUNK if log_f is None or log_f.shape[-1] == 1 else SHORT_CHUNK
 
 
 def split(x: Tensor, C: int, fill: float) -> Tensor:
@@ -43,21 +37,21 @@ def maxima(x: Tensor, C: int) -> Tensor:
     return torch.cat([*parts, x[:, :, N * C :].amax(2).unsqueeze(0)] if rest else parts)
 
 
-def block_chunks(x: Tensor, C: int) -> int:
+def block_chunks(x: Tensor) -> int:
     """Return the chunks of x (B, H, T, D) in a block. On CPUs they depend only on H and D, the same in both passes."""
     _, H, T, D = x.shape
-    return max(1, BLOCK // (H * C * D)) if x.device.type == "cpu" else -(-T // C)
+    return max(1, BLOCK // (H * CHUNK * D)) if x.device.type == "cpu" else -(-T // CHUNK)
 
 
-def batches(x: Tensor, C: int) -> Iterator[slice]:
+def batches(x: Tensor) -> Iterator[slice]:
     """Yield elements of the batch, as many at a time as fit into a block."""
-    B, N = len(x), -(-x.shape[2] // C)
-    step = max(1, block_chunks(x, C) // N) if x.device.type == "cpu" else B
+    B, N = len(x), -(-x.shape[2] // CHUNK)
+    step = max(1, block_chunks(x) // N) if x.device.type == "cpu" else B
     return (slice(b, min(b + step, B)) for b in range(0, B, step))
 
 
-def blocks(x: Tensor, C: int) -> list[tuple[slice, slice]]:
+def blocks(x: Tensor) -> list[tuple[slice, slice]]:
     """Return the tokens and the chunks of each block of x (B, H, T, D)."""
-    T, step = x.shape[2], block_chunks(x, C)
-    N = -(-T // C)
-    return [(slice(C * n, min(C * (n + step), T)), slice(n, min(n + step, N))) for n in range(0, N, step)]
+    T, step = x.shape[2], block_chunks(x)
+    N = -(-T // CHUNK)
+    return [(slice(CHUNK * n, min(CHUNK * (n + step), T)), slice(n, min(n + step, N))) for n in range(0, N, step)]

@@ -21,7 +21,7 @@ def states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
     Args:
         k: (G, N, C, d_k).
         log_v: (G, N, C, E).
-        log_f: (G, N, C, d_k or 1).
+        log_f: (G, N, C, 1).
         log_s: (G, d_k, E), before the first chunk.
     """
     _, N, C, d_k = k.shape
@@ -41,7 +41,7 @@ def states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
 def causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> tuple[Tensor, Tensor]:
     """log_S (P, C, E) of P tiles, and the state after each of their tokens (C, P, d_k, E).
 
-    q (P, C, d_k), k (P, C, d_k), log_v (P, C, E), log_f (P, C, .), and the state before each tile, log_s (P, d_k, E).
+    q (P, C, d_k), k (P, C, d_k), log_v (P, C, E), log_f (P, C, 1), and the state before each tile, log_s (P, d_k, E).
     """
     log_S, after = [], []
     for q_t, k_t, v_t, f_t in zip(*(x.unbind(1) for x in (q, k, log_v, log_f)), strict=True):
@@ -54,10 +54,7 @@ def causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: T
 def causal_gradients(
     q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor
 ) -> Inputs:
-    """Backward of `causal_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E).
-
-    The gradient of log_f is that of each feature.
-    """
+    """Backward of `causal_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E)."""
     log_S, after = causal_log_sums(q, k, log_v, log_f, log_s)
     g, g_q, g_k, g_v, g_f = g_after, [], [], [], []
     for t in reversed(range(q.shape[1])):
@@ -71,7 +68,7 @@ def causal_gradients(
         g = g * _share((after[t - 1] if t else log_s) + log_f[:, t].unsqueeze(-1), s)
         g_f.append(g.sum(-1))
     of_q, of_k, of_v, of_f = (torch.stack(x[::-1], 1) for x in (g_q, g_k, g_v, g_f))
-    return Inputs(of_q, of_k, of_v, of_f, g)
+    return Inputs(of_q, of_k, of_v, of_f.sum(-1, keepdim=True), g)
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.gates import HEAD_REACH, NO_GATES, REACH, Gates, gates_of, resets_of, sums_of, without
-from model.ops.log_attention.chunks import blocks, chunk_size, maxima, split
+from model.ops.gates import HEAD_REACH, NO_GATES, Gates, gates_of, resets_of, without
+from model.ops.log_attention.chunks import CHUNK, blocks, maxima, split
 from model.ops.log_attention.frames import FAR, LN2, finite, frame_above, scaled_exp
 from model.ops.running_sum import running_sum
 
@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     log_v: Tensor
     """(B, H, S, d_v)."""
     log_f: Tensor | None
-    """(B, H, S, d_k or 1)."""
+    """(B, H, S, 1)."""
     log_s: Tensor
     """(B, H, d_k, E), in the accumulation type."""
 
@@ -36,11 +36,6 @@ class Inputs(NamedTuple):
     def of(self, batch: slice) -> "Inputs":
         """Select elements of the batch."""
         return self.each(lambda x: x[batch])
-
-    @property
-    def C(self) -> int:
-        """Tokens of a chunk."""
-        return chunk_size(self.log_f)
 
 
 class Frames(NamedTuple):
@@ -56,8 +51,6 @@ class Frames(NamedTuple):
     """Tokens of a chunk; None if there is a single chunk."""
     chunks: slice
     """The indices of these chunks."""
-    after: Tensor | None = None
-    """(B, H, d_k, 1): with gates for each feature, this is added to log_s after the last chunk."""
     lost: Tensor | None = None
     """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or underflow."""
 
@@ -72,61 +65,49 @@ class Frames(NamedTuple):
 
 def frames_of(inputs: Inputs, causal: bool) -> Frames:
     """Return the frames of all chunks (one chunk if not causal), including the state's tokens as far as known."""
-    C = min(inputs.C, inputs.k.shape[2]) if causal else None
+    C = min(CHUNK, inputs.k.shape[2]) if causal else None
     log_s, log_z = inputs.log_s, inputs.log_s[..., -1]  # (B, H, d_k, E), (B, H, d_k)
     mean = (log_s - finite(log_s[..., -1:])).amax(2)  # (B, H, E): of log_v, over the state's tokens
     log_v = maxima(inputs.log_v, C or inputs.log_v.shape[2]).to(log_s.dtype)
     values = frame_above(torch.cat([mean[None], pad(log_v, (0, 1))]) / LN2).cummax(0).values  # (1 + N, B, H, E)
-    after, lost = None, None
+    lost = None
     if inputs.log_f is None:
         k = maxima(inputs.k, C or inputs.k.shape[2]).to(log_s.dtype)
         keys = frame_above(torch.cat([log_z[None], k]) / LN2).cummax(0).values  # (1 + N, B, H, d_k)
         decay = torch.exp2(keys[:-1] - finite(keys[1:]))  # (N, B, H, d_k), at most 1
     else:
-        keys, decay, after, lost = _frames_with_gates(inputs)
+        keys, decay, lost = _frames_with_gates(inputs)
     rescale = torch.exp2(values[:-1] - finite(values[1:]))  # (N, B, H, E), at most 1
     factor = decay[1:].unsqueeze(-1) * rescale[1:].unsqueeze(-2)
-    return Frames(keys[1:].unsqueeze(3), finite(values[1:]).unsqueeze(3), factor, C, slice(None), after, lost)
+    return Frames(keys[1:].unsqueeze(3), finite(values[1:]).unsqueeze(3), factor, C, slice(None), lost)
 
 
-def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return the keys' frames (1 + N, B, H, d_k), the factors from one to the next, `after` and `lost`."""
+def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys' frames (1 + N, B, H, d_k), the factors from one to the next, and `Frames.lost`."""
     log_z = inputs.log_s[..., -1]
     top, kept, passed_on = (torch.cat(x) for x in zip(*_forgotten(inputs), strict=True))  # (N, B, H, d_k or 1)
-    by_feature = kept.shape[-1] == top.shape[-1] > 1
     # What is measured in the frame of a chunk: the keys before it, as far as they are left, and its own.
     sums = running_sum(passed_on.double().clamp(min=-1e9), 0)
     passed = pad(sums, (0, 0) * 3 + (1, 0))
-    at_end = top + kept if by_feature else top
-    left = passed + (torch.cat([log_z[None], at_end]) - passed).cummax(0).values  # (1 + N, B, H, d_k)
+    left = passed + (torch.cat([log_z[None], top]) - passed).cummax(0).values  # (1 + N, B, H, d_k)
     key = frame_above(torch.maximum(left[:-1], top).to(log_z.dtype) / LN2)
     keys = torch.cat([key[:1], key])
-    if not by_feature:
-        steps = keys[:-1] - finite(keys[1:])
-        # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below CERTAIN.
-        lost = (steps > _LARGEST_STEP[steps.dtype]) | (kept < -HEAD_REACH[kept.dtype])
-        return keys, torch.exp2(steps), None, lost.any(-1).any(0)
-    log2 = kept / LN2
-    whole = log2.round()
-    steps = pad(whole[:-1], (0, 0) * 3 + (1, 0)) + keys[:-1] - finite(keys[1:])
-    decay = torch.exp2(steps) * pad((log2 - whole)[:-1], (0, 0) * 3 + (1, 0)).exp2()  # at most about 1
-    return keys, decay, kept[-1].unsqueeze(-1), (kept < -REACH[kept.dtype]).any(-1).any(0)
+    steps = keys[:-1] - finite(keys[1:])
+    # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below CERTAIN.
+    lost = (steps > _LARGEST_STEP[steps.dtype]) | (kept < -HEAD_REACH[kept.dtype])
+    return keys, torch.exp2(steps), lost.any(-1).any(0)
 
 
 def _forgotten(inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, for the chunks of a block, the largest key as measured, and the sum of log_f without and with resets."""
+    """Yield, for the chunks of a block, the largest key, and the sum of log_f without and with resets."""
     assert inputs.log_f is not None
-    C, dtype = min(inputs.C, inputs.k.shape[2]), inputs.log_s.dtype
-    for tokens, _ in blocks(inputs.k, C):
-        f = split(inputs.log_f[:, :, tokens].to(dtype), C, 0.0)  # (n, B, H, C, .)
+    C, dtype = min(CHUNK, inputs.k.shape[2]), inputs.log_s.dtype
+    for tokens, _ in blocks(inputs.k):
+        f = split(inputs.log_f[:, :, tokens].to(dtype), C, 0.0)  # (n, B, H, C, 1)
         k = split(inputs.k[:, :, tokens].to(dtype), C, -torch.inf)
         reset = resets_of(f)
-        if f.shape[-1] == 1:
-            top, kept = k.amax(3), without(f, reset).sum(3)
-        else:
-            a = sums_of(f, reset)
-            top, kept = (k - a).amax(3), a[..., -1, :]
-        yield top, kept, kept if reset is None else kept.masked_fill(reset.any(3), -torch.inf)
+        kept = without(f, reset).sum(3)
+        yield k.amax(3), kept, kept if reset is None else kept.masked_fill(reset.any(3), -torch.inf)
 
 
 def gates_at(inputs: Inputs, tokens: slice, frames: Frames) -> Gates:
@@ -134,20 +115,18 @@ def gates_at(inputs: Inputs, tokens: slice, frames: Frames) -> Gates:
     return NO_GATES if inputs.log_f is None else gates_of(frames.split(inputs.log_f[:, :, tokens], 0.0))
 
 
-def queries(inputs: Inputs, tokens: slice, frames: Frames, a: Tensor | None = None) -> Tensor:
-    """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for padding, so that its sums are certain; `a` as in Gates."""
+def queries(inputs: Inputs, tokens: slice, frames: Frames) -> Tensor:
+    """e_q (n, B, H, C, d_k), between 0 and about 1; 1 for padding, so that its sums are certain."""
     q = frames.split(inputs.q[:, :, tokens], 0.0)
-    q = q if a is None else q + a
     row = frame_above(torch.add(frames.key, q, alpha=1 / LN2).amax(-1, keepdim=True))  # (n, B, H, C, 1)
     far = FAR[q.dtype]  # a key above it has the frame 8 far, and e_q is 0 for it, too
     beyond = torch.maximum(row, frames.key.amax(-1, keepdim=True)) > far
     return scaled_exp(q, finite(row).masked_fill(beyond, 16 * far), -frames.key)
 
 
-def keys_and_values(inputs: Inputs, tokens: slice, frames: Frames, a: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def keys_and_values(inputs: Inputs, tokens: slice, frames: Frames) -> tuple[Tensor, Tensor]:
     """e_k (n, B, H, C, d_k) and e_v (n, B, H, C, E), between 0 and about 1; e_v's last column is 1."""
-    k = frames.split(inputs.k[:, :, tokens], -torch.inf)
-    e_k = scaled_exp(k if a is None else k - a, finite(frames.key))
+    e_k = scaled_exp(frames.split(inputs.k[:, :, tokens], -torch.inf), finite(frames.key))
     log_v = frames.split(inputs.log_v[:, :, tokens], -torch.inf)
     return e_k, pad(scaled_exp(log_v, frames.value[..., :-1]), (0, 1), value=1.0)
 

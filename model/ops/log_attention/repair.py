@@ -104,7 +104,7 @@ class Certificate:
         term = torch.where(has_value & has_key.any(-1, keepdim=True), token, self._term).cummax(2).values
         reset = self._reset
         if self._inputs.log_f is not None:
-            resets = (self._inputs.log_f[:, :, tokens] == -torch.inf).all(-1, keepdim=True)
+            resets = self._inputs.log_f[:, :, tokens] == -torch.inf
             reset = torch.where(resets, token, reset).cummax(2).values
         if self._seen < stop:
             self._term, self._reset, self._seen = term[:, :, -1:], reset[:, :, -1:], stop
@@ -132,7 +132,7 @@ def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tu
     """
     if not causal:
         reading = _keys_then_queries(inputs)[1]
-        chunks = doubtful.expand(-1, -(-log_y.shape[1] // inputs.C))
+        chunks = doubtful.expand(-1, -(-log_y.shape[1] // CHUNK))
         return forward(reading, True, chunks, log_y)
     (q, k, log_v, log_f), states = _tiles_and_states(inputs)
     tiles = _tiles(log_y, k.shape[2], 0.0).clone()
@@ -151,9 +151,8 @@ def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> 
         g_none = g_log_S.new_zeros(len(g_log_S), T, g_log_S.shape[2])
         return backward(writing, True, g_none, read.log_s)._replace(q=read.q)
     tiles, states = _tiles_and_states(inputs)
-    q, k, log_v, _ = tiles
-    # The gradient of a gate is that of each feature, as many as a key has.
-    g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in (q, k, log_v, k)], g_log_s
+    k = tiles[1]
+    g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in tiles], g_log_s
     gradients: list[Any]
     for n in reversed(range(k.shape[1])):
         g_before = torch.empty_like(g)
@@ -180,7 +179,7 @@ def _tiles_and_states(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
 
     The last tile is padded so that it changes nothing: with 0 for queries and gates, -inf for keys and values.
     """
-    C = min(inputs.C, inputs.k.shape[2])
+    C = min(CHUNK, inputs.k.shape[2])
     log_f = torch.zeros_like(inputs.k[..., :1]) if inputs.log_f is None else inputs.log_f
     tensors = inputs.q, inputs.k, pad(inputs.log_v, (0, 1)), log_f, inputs.log_s
     *tokens, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in tensors)

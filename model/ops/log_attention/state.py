@@ -21,7 +21,7 @@ def merge_states(
     """Combine the states of two adjacent stretches of tokens, each computed from an empty state. Associative.
 
     Args:
-        log_f_of_second: (B, H, d_k) or (B, H, 1), the sum of log_f over the second stretch; None: nothing is forgotten.
+        log_f_of_second: (B, H, 1), the sum of log_f over the second stretch; None: nothing is forgotten.
 
     Raises:
         ValueError: shapes do not match, or a gate is above 0 or NaN (checked on CPUs).
@@ -30,9 +30,8 @@ def merge_states(
     if shapes[:2] != shapes[2:] or len(shapes[1]) != 3 or shapes[0][:-1] != shapes[1]:
         raise ValueError(f"states with log_s and log_z {shapes[:2]} and {shapes[2:]} do not match")
     if log_f_of_second is not None:
-        B, H, d_k = first.log_z.shape
-        if log_f_of_second.shape not in ((B, H, d_k), (B, H, 1)):
-            raise ValueError(f"log_f_of_second {tuple(log_f_of_second.shape)} must be {(B, H, d_k)} or {(B, H, 1)}")
+        if log_f_of_second.shape != (*first.log_z.shape[:2], 1):
+            raise ValueError(f"log_f_of_second {tuple(log_f_of_second.shape)} must be {(*first.log_z.shape[:2], 1)}")
         if log_f_of_second.device.type == "cpu" and not bool((log_f_of_second <= 0).all()):
             raise ValueError(f"log_f_of_second has a maximum of {float(log_f_of_second.max())}: it must be at most 0")
     return add_states(first, second, log_f_of_second)

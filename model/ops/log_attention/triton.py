@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.derivatives import refuse_second_order, refuse_transforms
-from model.ops.gates import REACH
 from model.ops.log_attention.chunked import NAMES
-from model.ops.log_attention.chunks import chunk_size
+from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.frames import CERTAIN
 from model.ops.log_attention.repair import fallback
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
@@ -23,7 +22,7 @@ from model.ops.log_attention.triton_arguments import Constants, Found, Given, Sa
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
 from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
 
-# Powers of two by which a frame can shrink with gates of features, which it does not count, and with those of a head.
+# Powers of two by which a frame can shrink after a chunk, without gates and with them.
 FEW, MANY = 24, 40
 
 
@@ -241,25 +240,23 @@ def _constants(inputs: _Inputs) -> Constants:
     # The columns of a program: fewer for wide types, because of the multiprocessor's shared memory.
     columns = 16 if wide else 64 if narrow or d_k <= 64 else 32
     span, z_span = (torch.float64.itemsize // dtype.itemsize for dtype in (_dtype_of_M(inputs), acc))
-    shrinks, C = MANY if log_f is not None and log_f.shape[3] == 1 else FEW, chunk_size(log_f)
+    shrinks = FEW if log_f is None else MANY
     return Constants(
         D_K=d_k,
         D_V=d_v,
-        D_F=0 if log_f is None else log_f.shape[3],
         BK=max(16, triton.next_power_of_2(d_k)),
         BV=max(16, triton.next_power_of_2(min(d_v, columns))),
         BLOCKS=-(-d_v // columns),
-        C=C,
+        C=CHUNK,
         OPERAND=tl.float64 if wide else tl.bfloat16 if narrow else tl.float32,
         ACC=tl.float64 if wide else tl.float32,
         PRECISION="ieee" if wide else "tf32" if operand == torch.float16 else "tf32x3",
         STAGES=2 if narrow and d_k <= 64 else 1,
         CERTAIN=CERTAIN[acc] * 2.0 ** (shrinks - FEW),  # what a frame rounded to 0 is this much larger in the next
-        REACH=REACH[acc],
         SHRINKS=shrinks,
         SPAN=span,
         Z_SPAN=z_span,
-        PART=math.isqrt(C * span),
+        PART=math.isqrt(CHUNK * span),
     )
 
 

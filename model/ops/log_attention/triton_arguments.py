@@ -30,8 +30,6 @@ class Constants(NamedTuple):
 
     D_K: int
     D_V: int
-    D_F: int
-    """Gates of a token: D_K, 1, or 0 without gates."""
     BK: int
     """Features of a key, as a dimension of products."""
     BV: int
@@ -48,10 +46,8 @@ class Constants(NamedTuple):
     STAGES: int
     CERTAIN: float
     """The least sum that is certain."""
-    REACH: float
-    """The most that a feature can forget in a chunk."""
     SHRINKS: int
-    """By how many powers of two a frame can become smaller after a chunk, besides by the gates of features."""
+    """By how many powers of two a frame can become smaller after a chunk."""
     SPAN: int
     """Slots of M that a float64 state takes."""
     Z_SPAN: int
@@ -177,7 +173,7 @@ def heads_of(x, g, P: tl.constexpr):
 def gradients_of(to, at, P: tl.constexpr):
     """Head g of all gradients, and the program's part of those that are sums over all values."""
     q, k = packed_head(to.q, at.part, to.T, to.H, P.D_K), packed_head(to.k, at.part, to.T, to.H, P.D_K)
-    log_v, log_f = packed_head(to.log_v, at.g, to.T, to.H, P.D_V), packed_head(to.log_f, at.part, to.T, to.H, P.D_F)
+    log_v, log_f = packed_head(to.log_v, at.g, to.T, to.H, P.D_V), packed_head(to.log_f, at.part, to.T, to.H, 1)
     return Given(q, k, log_v, log_f, state_of(to.state, at.g, at.part, P), to.H, to.T)
 
 
@@ -197,6 +193,20 @@ def store_chunk(x, head, n, length, column, D: tl.constexpr, P: tl.constexpr):
     token = head.at + n * P.C * tl.cast(head.stride, tl.int64)
     here = (n * P.C + rows < length)[:, None] & (column < D)[None, :]
     tl.store(token + rows[:, None] * head.stride + column[None, :], x.to(head.at.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def load_gates(head, n, length, P: tl.constexpr):
+    """The gates of chunk n of a head (C,); 0 after the last token."""
+    t = n * P.C + tl.arange(0, P.C)
+    return tl.load(head.at + t * tl.cast(head.stride, tl.int64), mask=t < length, other=0.0).to(P.ACC)
+
+
+@triton.jit
+def store_gates(x, head, n, length, P: tl.constexpr):
+    """Undo `load_gates`."""
+    t = n * P.C + tl.arange(0, P.C)
+    tl.store(head.at + t * tl.cast(head.stride, tl.int64), x.to(head.at.dtype.element_ty), mask=t < length)
 
 
 @triton.jit

@@ -80,11 +80,10 @@ def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
             after = _after_tokens(before, x, t, t + 1, at, P)
             g = _store_read(g, g_y, x, t, after, to, at, P)
             _store_written(g, x, t, after, to, at, P)
-            left = before if x.log_f is None else _left(before, x, t, at, P)
+            left = before if x.log_f is None else _left(before, x, t)
             g = Sums(g.s * _share(left.s, after.s), g.z * _share(left.z, after.z))
             if x.log_f is not None:
-                g_f = tl.sum(g.s, 1) + g.z
-                _store(to.log_f, t, at.d, P.D_F, tl.sum(g_f, 0) if P.D_F == 1 else g_f)
+                _store(to.log_f, t, at.d, 1, tl.sum(tl.sum(g.s, 1) + g.z, 0))
 
     if to.state is not None:
         store_state(to.state, 0, g.s, g.z, at, P)
@@ -128,17 +127,17 @@ def _after_tokens(state, x, start, stop, at, P: tl.constexpr):
     """Return the state after tokens `start` to `stop` of a head, given the state before them."""
     for t in range(start, stop):
         if x.log_f is not None:
-            state = _left(state, x, t, at, P)
+            state = _left(state, x, t)
         k_t, v_t = _load(x.k, t, at.d, P.D_K), _load(x.log_v, t, at.e, P.D_V)
         state = Sums(_logaddexp(state.s, k_t[:, None] + v_t[None, :]), _logaddexp(state.z, k_t))
     return state
 
 
 @triton.jit
-def _left(state, x, t, at, P: tl.constexpr):
+def _left(state, x, t):
     """What the gates of token t leave of the state."""
-    f_t = _load(x.log_f, t, at.d if P.D_F > 1 else at.d * 0, P.D_F)
-    return Sums(state.s + f_t[:, None], state.z + f_t)
+    f_t = tl.load(x.log_f.at + t * tl.cast(x.log_f.stride, tl.int64)).to(tl.float64)
+    return Sums(state.s + f_t, state.z + f_t)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from model.ops.log_attention.triton_arguments import (
     place_of,
     state_of,
     store_chunk,
+    store_gates,
     store_state,
 )
 from model.ops.log_attention.triton_frames import (
@@ -42,10 +43,9 @@ from model.ops.log_attention.triton_gates import (
     after_gates,
     between,
     forgotten,
+    gates_gradient,
     gates_of,
     left_after_resets,
-    out_of_range,
-    store_gates,
     times,
     weigh,
 )
@@ -77,8 +77,8 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
     M, z, key, value = _first_state(x, at, P)
     lost = 0
     for n in tl.range(N, num_stages=P.STAGES):
-        gates = gates_of(x.log_f, n, x.T, at.d, P)
-        k_n = _keys(x, gates, n, at, P)  # (C, BK)
+        gates = gates_of(x.log_f, n, x.T, P)
+        k_n = load_chunk(x.k, n, x.T, at.d, NOTHING, P.D_K, P)  # (C, BK)
         v_n = load_chunk(x.log_v, n, x.T, at.e, NOTHING, P.D_V, P)  # (C, BV)
         key_before, value_before = key, value
         key = tl.maximum(key, frame_of(tl.max(k_n, 0) * LOG2E, P.OPERAND))
@@ -92,14 +92,14 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
         e_v = exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND)
         if saved is not None:
             _save(saved, n, State(M, z, key, value), at, P)
-        e_q = exp_of_queries(_queries(x, gates, n, at, P), key, P)
+        e_q = exp_of_queries(load_chunk(x.q, n, x.T, at.d, 0.0, P.D_K, P), key, P)
         _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, between(gates), P)  # (C, BV), (C,)
         _store_log_y(log_y, sums, z_sums, value, n, x, at, P)
         if x.log_f is not None:
-            lost |= out_of_range(gates, key, P)
+            lost |= tl.max((key == LOST).to(tl.int32))  # this chunk and what follows are doubtful
         unsure = lost
         if _some_doubtful(sums, z_sums, n, x, at, P):
-            k_n = _keys(x, gates, n, at, P)  # loaded again to save registers
+            k_n = load_chunk(x.k, n, x.T, at.d, NOTHING, P.D_K, P)  # loaded again to save registers
             v_n = load_chunk(x.log_v, n, x.T, at.e, NOTHING, P.D_V, P)
             terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
             unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P)
@@ -110,7 +110,7 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
         if x.log_f is not None:
             key, value = tl.where(left_k, key, NOTHING), tl.where(left_v, value, NOTHING)
             key_in_chunk = key
-            key, hidden = after_gates(key, z, gates, P)
+            key, hidden = after_gates(key, z, P)
             decay = forgotten(gates, key_in_chunk, key, P)
             M, z, lost = M * decay[:, None], z * decay, lost | hidden
 
@@ -145,10 +145,10 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
 
     for i in tl.range(N, num_stages=P.STAGES):
         n = N - 1 - i
-        gates = gates_of(x.log_f, n, x.T, at.d, P)
+        gates = gates_of(x.log_f, n, x.T, P)
         if x.log_f is not None:
             g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
-        k_n = _keys(x, gates, n, at, P)  # (C, BK)
+        k_n = load_chunk(x.k, n, x.T, at.d, NOTHING, P.D_K, P)  # (C, BK)
         v_n = load_chunk(x.log_v, n, x.T, at.e, NOTHING, P.D_V, P)  # (C, BV)
         M, z, key_n, value_n = _saved(saved, n, at, P)
         decay = forgotten(gates, key_n, key, P)  # from the frame of chunk n to that of chunk n + 1
@@ -162,7 +162,7 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
         e_k = exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND)
         e_v = exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND)
         to_end = times(e_k, gates.end)
-        q_n = _queries(x, gates, n, at, P)  # (C, BK)
+        q_n = load_chunk(x.q, n, x.T, at.d, 0.0, P.D_K, P)  # (C, BK)
         g_n = load_chunk(g_y, n, x.T, at.e, 0.0, P.D_V, P)  # (C, BV)
         e_q = exp_of_queries(q_n, key, P)
         within = between(gates)
@@ -183,7 +183,7 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
         g_k = to_k * e_k.to(P.ACC)
         store_chunk(g_k, to.k, n, x.T, at.d, P.D_K, P)
         if x.log_f is not None:
-            store_gates(g_q - g_k, g_after, to.log_f, x.log_f, n, x.T, at.d, P)
+            store_gates(gates_gradient(g_q - g_k, g_after, gates), to.log_f, n, x.T, P)
         g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
         g_z = times(g_z, gates.total) + tl.sum(e_q.to(P.ACC) * g_z_read[:, None], 0)
 
@@ -199,20 +199,6 @@ def exp_of_queries(q, key, P: tl.constexpr):
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), P.OPERAND)
     row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)  # e_q is then 0 beside a lost key, too
     return exp_measured(q, finite(row)[:, None] - key[None, :], P.OPERAND).to(P.OPERAND)
-
-
-@triton.jit
-def _keys(x, gates, n, at, P: tl.constexpr):
-    """Keys of a chunk (C, BK), as seen from its start."""
-    k = load_chunk(x.k, n, x.T, at.d, NOTHING, P.D_K, P)
-    return k if gates.a is None else k - gates.a
-
-
-@triton.jit
-def _queries(x, gates, n, at, P: tl.constexpr):
-    """Queries of a chunk (C, BK), for keys as `_keys` returns them."""
-    q = load_chunk(x.q, n, x.T, at.d, 0.0, P.D_K, P)
-    return q if gates.a is None else q + gates.a
 
 
 @triton.jit
@@ -301,7 +287,7 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
     values = alive[:, None] & (v != NOTHING)
     before_k = tl.where(tl.max(key_before, 0) > NOTHING, 0, P.C)  # 0 if earlier tokens are terms, else C
     before_v = tl.where(value_before > NOTHING, before_k, P.C)  # (BV,)
-    if gates.of_head is None:  # all from the first on
+    if gates.each is None:  # all from the first on
         first_k = tl.minimum(tl.min(tl.where(alive, rows, P.C), 0), before_k)
         first_v = tl.minimum(tl.min(tl.where(values, rows[:, None], P.C), 0), before_v)
         return rows[:, None] >= first_v[None, :], rows >= first_k
