@@ -14,7 +14,7 @@ from torch import Tensor
 from model.ops.running_sum import running_sum
 
 HEAD_REACH = {torch.float32: 1e8, torch.float64: 500.0}
-"""The most that a head may forget in a chunk: beyond, it is computed again (log_attention/repair.py)."""
+"""The most that a head may forget in a chunk: beyond, it is computed again (log_attention/exact.py)."""
 _REACH = {torch.float32: 40.0, torch.float64: 500.0}
 """The same for factors that are products exp(a_t) exp(-a_j)."""
 

@@ -1,7 +1,7 @@
-"""Where Triton kernels can run, and the choice between them and plain torch."""
+"""The choice of an operator's form: which implementation runs. GPUs run kernels that pass their check (checks.py)."""
 
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +14,10 @@ from model.ops.compiling import assume_constant_result
 FindCheck = Callable[[tuple[str, ...], tuple[int, ...]], tuple[Callable[..., None], dict[str, Hashable]]]
 """Imports a check and returns it with its arguments, given types and last dimensions of an operator's inputs."""
 WhyNot = Callable[..., str | None]
-"""Takes the type and the index of a device, and the type and the last dimension of an operator's first input."""
+"""Returns why a device cannot run the kernels, or None if it can.
+
+It takes the type and the index of the device, and the type and the last dimension of the operator's first input.
+"""
 
 
 @assume_constant_result
@@ -32,51 +35,58 @@ def why_not_triton(device: str, index: int | None, *_: Any) -> str | None:
     return None
 
 
-def choose_backend(
+def choose_form(
     operator: str,
-    find_check: FindCheck,
     backend: str,
-    backends: Iterable[str],
-    *given: Tensor,
+    forms: Sequence[str],
+    find_check: FindCheck,
+    *inputs: Tensor,
     why_not: WhyNot = why_not_triton,
 ) -> str:
-    """Return the backend to use: `backend` itself, or for "auto" "triton" on GPUs where it is right, else "chunked".
+    """Return the form to run: `backend` itself, or for "auto" the fastest one that is right on this device.
 
     Args:
         operator: name for messages.
+        forms: all that exist. The last one has kernels for GPUs, and the one before it takes anything.
         find_check: called for "auto" on GPUs.
-        backends: all that exist.
-        given: inputs of the operator.
-        why_not: returns why "triton" cannot run, or None if it can.
+        inputs: of the operator.
+        why_not: for the kernels.
 
     Raises:
         ValueError: the backend does not exist, or not on this device.
     """
-    device, facts = given[0].device, [(x.dtype, x.shape[-1]) for x in given]
+    device, facts = inputs[0].device, [(x.dtype, x.shape[-1]) for x in inputs]
+    *_, plain, fast = forms
     if backend == "auto":
         on_gpu = device.type == "cuda"
-        return _fastest_on_gpu(operator, find_check, why_not, device.index, *facts) if on_gpu else "chunked"
-    if backend not in backends:
-        raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(backends)}")
-    if backend == "triton" and (reason := why_not(device.type, device.index, *facts[0])):
-        raise ValueError(f"backend='triton' {reason}; backend='chunked' takes anything")
+        return _fastest_on_gpu(operator, plain, fast, find_check, why_not, device.index, *facts) if on_gpu else plain
+    if backend not in forms:
+        raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(forms)}")
+    if backend == fast and (reason := why_not(device.type, device.index, *facts[0])):
+        raise ValueError(f"backend={backend!r} {reason}; backend={plain!r} takes anything")
     return backend
 
 
 @assume_constant_result
 def _fastest_on_gpu(
-    operator: str, find_check: FindCheck, why_not: WhyNot, index: int | None, *facts: tuple[torch.dtype, int]
+    operator: str,
+    plain: str,
+    fast: str,
+    find_check: FindCheck,
+    why_not: WhyNot,
+    index: int | None,
+    *facts: tuple[torch.dtype, int],
 ) -> str:
-    """Choose the backend of an operator, and log the choice once."""
+    """Choose the form of an operator, and log the choice once."""
     reason = why_not("cuda", index, *facts[0])
     if reason is None:
         from model.ops.checks import failed_check  # only GPUs need it
 
         dtypes, sizes = zip(*facts, strict=True)
         check, arguments = find_check(tuple(str(dtype).removeprefix("torch.") for dtype in dtypes), sizes)
-        reason = failed_check(f"the Triton kernels of {operator}", check, f"cuda:{index}", **arguments)
+        reason = failed_check(f"{operator} by {fast}", check, f"cuda:{index}", **arguments)
     if reason:
-        say_once(f"{operator} uses plain torch, which is slower: backend='triton' {reason}")
-        return "chunked"
-    say_once(f"{operator} uses Triton kernels")
-    return "triton"
+        say_once(f"{operator} uses {plain}, which is slower: {fast} {reason}")
+    else:
+        say_once(f"{operator} uses {fast}")
+    return plain if reason else fast

@@ -255,15 +255,18 @@ def test_kernels_are_used_where_they_pass(gpu, kept, monkeypatch, capsys, failur
     monkeypatch.setattr(checks, "_run", lambda *arguments: (runs.append(arguments), (failure, ""))[1])
     given = [(torch.bfloat16, 32)] * 3 + [(torch.float32, 1)]
     for _ in range(2):
-        chosen = _fastest_on_gpu("log attention", log_attention._check, log_attention._why_not_triton, 0, *given)
+        chosen = _fastest_on_gpu(
+            *("log attention", "chunked", "triton", log_attention._check, log_attention._why_not_triton, 0), *given
+        )
         assert chosen == ("triton" if failure is None else "chunked")
-        assert attend._form(torch.device("cuda:0"), torch.bfloat16, 32) == ("flex" if failure is None else "masks")
+        queries = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16, shape=(1, 1, 8, 32))
+        assert attend._form(queries) == ("flex" if failure is None else "masks")
     (check, arguments, *_), (other, *_) = runs
     assert check == "model.ops.log_attention.check:check"
     assert arguments == {"device": "cuda:0", "dtypes": ("bfloat16",) * 3 + ("float32",), "sizes": (32, 32, 32, 1)}
     assert other == "model.ops.sparse_attention.check:check"
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("checking the Triton kernels of log attention on this machine (NVIDIA Test, compute cap")
+    assert first.startswith("checking log attention by triton on this machine (NVIDIA Test, compute cap")
     if failure is not None:
-        assert lines[0].startswith(f"log attention uses plain torch, which is slower: backend='triton' {failure}")
+        assert lines[0].startswith(f"log attention uses chunked, which is slower: triton {failure}")
         assert lines[2].endswith(f"{failure} ({lines[2].partition('SIGABRT) (')[2]}")

@@ -8,7 +8,7 @@ import torch
 from definition import Definition
 
 from model.ops.log_attention import LogAttentionState, log_attention
-from model.ops.log_attention.frames import CERTAIN
+from model.ops.log_attention.exponentials import CERTAIN
 
 TYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
 # A sum may be off by so many units in the last place of its size: three exponents and their frames are rounded, and so

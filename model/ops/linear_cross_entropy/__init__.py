@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from model.ops.autocast import as_autocast
 from model.ops.derivatives import refuse_second_order, refuse_transforms
-from model.ops.kernels import choose_backend
+from model.ops.kernels import choose_form
 
 _ITSELF, _OTHER = "summed_loss", "token_losses(...).sum()"
 CHUNK = {"cpu": 2**27, "cuda": 2**30}  # bytes of logits at a time: a GPU needs enough work
@@ -60,7 +60,7 @@ def summed_loss(
     """
     refuse_transforms(_ITSELF, _OTHER, x, weight)
     (x,) = as_autocast(x)
-    backend = choose_backend("the loss", _check, backend, _FORMS, x)
+    backend = choose_form("the loss", backend, [*_FORMS], _check, x)
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _summed_loss(x, weight, targets, wanted, cap, backend)[0]
 

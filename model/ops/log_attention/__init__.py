@@ -9,10 +9,10 @@ from torch import Tensor
 
 from model.ops.compiling import assume_constant_result
 from model.ops.gates import check_gates
-from model.ops.kernels import choose_backend, why_not_triton
+from model.ops.kernels import choose_form, why_not_triton
 from model.ops.log_attention.chunked import chunked_log_attention
+from model.ops.log_attention.exact import fallback
 from model.ops.log_attention.naive import naive_log_attention
-from model.ops.log_attention.repair import fallback
 from model.ops.log_attention.signed import join_signs, split_signs
 from model.ops.log_attention.state import LogAttentionState, empty_state, merge_states
 from model.ops.log_attention.step import log_attention_step
@@ -93,8 +93,8 @@ def log_attention(
         return log_attention_step(q, k, log_v, log_f, state=state, return_state=return_state)
     if backend == "auto" and not causal:
         backend = "chunked"  # a product over all tokens at once, which needs no kernel
-    given = (q, k, log_v) if log_f is None else (q, k, log_v, log_f)
-    backend = choose_backend("log attention", _check, backend, BACKENDS, *given, why_not=_why_not_triton)
+    inputs = (q, k, log_v) if log_f is None else (q, k, log_v, log_f)
+    backend = choose_form("log attention", backend, [*BACKENDS], _check, *inputs, why_not=_why_not_triton)
     return BACKENDS[backend](q, k, log_v, log_f, causal=causal, state=state, return_state=return_state)
 
 

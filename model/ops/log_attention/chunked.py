@@ -17,9 +17,9 @@ backward pass treats them as constants: it is the transpose of these products, a
 last chunk to the first.
 
 The only risk is that many terms underflow which together matter. Because all terms are positive, a result certifies
-itself: a sum of at least CERTAIN (frames.py) cannot have lost anything that matters. If a chunk has a smaller sum, its
-head is recomputed in float64, whose range is ten times as wide, and if that is not enough in log space (`repair.py`,
-`exact.py`). Then the chunk's results and the head's gradients are replaced. A sum whose values are all zero is 0, and
+itself: a sum of at least CERTAIN (exponentials.py) cannot have lost anything that matters. If a chunk has a smaller
+sum, its head is recomputed in float64, whose range is ten times as wide, and if that is not enough in log space
+(exact.py). Then the chunk's results and the head's gradients are replaced. A sum whose values are all zero is 0, and
 certain. If every key is masked, the result is NaN, without a gradient.
 """
 
@@ -31,18 +31,19 @@ from torch import Tensor
 
 from model.ops.derivatives import refuse_second_order, refuse_transforms
 from model.ops.gates import log_f_gradient, times
-from model.ops.log_attention import repair
+from model.ops.log_attention import exact
 from model.ops.log_attention.chunks import CHUNK, batches, block_chunks, blocks, write
 from model.ops.log_attention.exponentials import (
+    CERTAIN,
     Frames,
     Inputs,
     frames_of,
     gates_at,
     in_first_frame,
     keys_and_values,
+    log_of_scaled,
     queries,
 )
-from model.ops.log_attention.frames import CERTAIN, log_of_scaled
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype, empty_state
 
 NAMES = "log_attention", "backend='naive'"  # the operator, and the form that has all derivatives
@@ -78,7 +79,7 @@ def _attend(
     """
     with torch.autocast(q.device.type, enabled=False):
         results = _forward(Inputs(q, k, log_v, log_f, log_s), causal, want_state)
-        repair.count("forward", results.doubtful, q.shape[2], causal)
+        exact.count("forward", results.doubtful, q.shape[2], causal)
     return results
 
 
@@ -118,7 +119,7 @@ def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
     results = _empty_results(inputs, causal)
     for batch in batches(inputs.q):
         part, into = inputs.of(batch), results.of(batch)
-        frames, certificate = frames_of(part, causal), repair.Certificate(part)
+        frames, certificate = frames_of(part, causal), exact.Certificate(part)
         (_causal_forward if causal else _full_forward)(part, frames, certificate, into)
         into.log_s.copy_(log_of_scaled(into.M[-1], frames.key[-1].mT + frames.value[-1]))
         if frames.lost is not None:
@@ -131,7 +132,7 @@ def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
     return results
 
 
-def _causal_forward(inputs: Inputs, frames: Frames, certificate: repair.Certificate, results: _Results) -> None:
+def _causal_forward(inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results) -> None:
     results.M[0] = in_first_frame(inputs, frames)
     for i, (tokens, chunks) in enumerate(blocks(inputs.q)):
         here = frames.of(chunks)
@@ -146,7 +147,7 @@ def _causal_forward(inputs: Inputs, frames: Frames, certificate: repair.Certific
         results.doubtful[chunks] = certificate.too_small(sums, tokens.start)
 
 
-def _full_forward(inputs: Inputs, frames: Frames, certificate: repair.Certificate, results: _Results) -> None:
+def _full_forward(inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results) -> None:
     """Every query attends to all keys."""
     M = results.M  # (2, B, H, d_k, E)
     M[:] = in_first_frame(inputs, frames)
@@ -172,7 +173,7 @@ def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Result
     some = _of_heads(inputs, heads)
     doubtful, log_y = results.doubtful[:, heads].mT, results.log_y[heads]  # (F, N), (F, T, d_v)
     if inputs.log_s.dtype == torch.float64:
-        log_y, log_s = repair.forward(some, causal, doubtful, log_y)
+        log_y, log_s = exact.forward(some, causal, doubtful, log_y)
     elif doubtful.any():
         again = _forward(some, causal, want_state=True)
         if causal:
@@ -199,7 +200,7 @@ def _attend_backward(
     given = Inputs._make(inputs)
     with torch.autocast(given.q.device.type, enabled=False):
         gradients = _backward(given, causal, M, doubtful, *g)
-        repair.count("backward", doubtful, given.q.shape[2], causal)
+        exact.count("backward", doubtful, given.q.shape[2], causal)
     return _or_empty(gradients)
 
 
@@ -295,7 +296,7 @@ def _full_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: 
 def _of_last_M(inputs: Inputs, M: Tensor, g_log_s: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is doubtful."""
     unused = g_log_s == 0
-    lost = repair.Certificate(inputs).lost_heads(M.masked_fill(unused, 1))
+    lost = exact.Certificate(inputs).lost_heads(M.masked_fill(unused, 1))
     return torch.where(unused | (M == 0), 0, g_log_s / M), lost
 
 
@@ -313,7 +314,7 @@ def _backward_again(inputs: Inputs, causal: bool, g: tuple[Tensor, ...], heads: 
     some, (g_y, g_log_s) = _of_heads(inputs, heads), (x[heads].unsqueeze(1).double() for x in g)
     if inputs.log_s.dtype == torch.float64:
         g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (F, 1, T, E)
-        again = repair.backward(some, causal, g_log_S[:, 0], g_log_s[:, 0])
+        again = exact.backward(some, causal, g_log_S[:, 0], g_log_s[:, 0])
     else:
         again = _backward(some, causal, *_forward(some, causal, want_state=True)[2:], g_y, g_log_s)
     for whole, part in zip(gradients, again, strict=True):

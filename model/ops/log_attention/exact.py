@@ -1,21 +1,214 @@
-"""Log-space attention token by token, entirely in log space: exact for any range of numbers, but slow.
+"""Finds sums that `chunked.py` cannot be certain of, and computes tiles again in log space where float64 is not enough.
 
-`chunked.py` uses it for tiles (a chunk of tokens in one head) whose sums may have lost terms to underflow. Every
-exponential is relative to the sum that it is part of, so no exponent is above 0.
+A tile is a chunk of tokens in one head. Log space is exact for any range of numbers, but slow: it goes token by token,
+and every exponential is relative to the sum that it is part of, so no exponent is above 0. Such tiles are rare in
+float64, so this code is simple rather than fast.
 """
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.ops.log_attention.exponentials import Inputs
-from model.ops.log_attention.frames import finite
+from model.ops.log_attention.chunks import CHUNK, split
+from model.ops.log_attention.exponentials import CERTAIN, Inputs, finite
 from model.ops.running_sum import running_sum
 
-LARGEST = 2**24  # elements of a temporary
+_LARGEST = 2**24  # elements of a temporary
 
 
-def states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
+class _Fallback:
+    """Counts the tiles (chunks of at most 64 tokens in one head) that this process computed again, with more range.
+
+    Kernels count on their device without synchronisation; reading a total here synchronises.
+    """
+
+    def __init__(self) -> None:
+        self._counters: dict[tuple[str, torch.device], Tensor] = {}
+
+    def counter(self, which: str, device: torch.device) -> Tensor:
+        """Return the counter (1,) of "forward" or "backward" tiles on a device."""
+        if (which, device) not in self._counters:
+            with torch.inference_mode(False):  # the counter may be created in inference mode and used in training
+                self._counters[which, device] = torch.zeros(1, dtype=torch.int64, device=device)
+        return self._counters[which, device]
+
+    def _total(self, which: str) -> int:
+        return sum(int(tiles) for (name, _), tiles in self._counters.items() if name == which)
+
+    @property
+    def forward_tiles(self) -> int:
+        """Tiles of forward passes."""
+        return self._total("forward")
+
+    @property
+    def backward_tiles(self) -> int:
+        """Tiles of backward passes."""
+        return self._total("backward")
+
+
+fallback = _Fallback()
+
+
+class Certificate:
+    """Finds doubtful sums, which are too small or not finite. A sum without terms is 0 and not doubtful."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self._seen = 0
+        # The last token with a term in a column's sum, and the last reset: -1 in the state, -2 nowhere.
+        self._term = torch.where((inputs.log_s != -torch.inf).any(2, keepdim=True), -1, -2)  # (B, H, 1, E)
+        self._reset = torch.full_like(self._term[..., :1], -1)  # (B, H, 1, 1)
+
+    def too_small(self, sums: Tensor, start: int | None) -> Tensor:
+        """Return which chunks (n, B, H) have a doubtful sum, given sums (n, B, H, C, E) over tokens up to each query.
+
+        `start` is the position of the first query, or None if every query attends to all tokens.
+        """
+        small = _doubtful(sums)
+        if small is None:
+            return sums.new_zeros(sums.shape[:3], dtype=torch.bool)
+        n, _, _, C, _ = sums.shape
+        S = self._inputs.k.shape[2]
+        if start is None:
+            self._see(S)
+            small &= self._term >= self._reset
+        else:
+            stop = min(start + n * C, S)
+            small &= split(self._see(stop)[:, :, start - stop :], C, 0)  # the last chunk may be padded
+        return small.flatten(3).any(-1)
+
+    def lost_heads(self, M: Tensor) -> Tensor:
+        """Return which heads (B, H) have a doubtful entry in M after all tokens (B, H, d_k, E)."""
+        small = _doubtful(M)
+        if small is None:
+            return M.new_zeros(M.shape[:2], dtype=torch.bool)
+        has_key, has_value = self._alive(slice(None))
+        in_state = self._inputs.log_s != -torch.inf  # (B, H, d_k, E)
+        if self._inputs.log_f is not None:
+            self._see(has_key.shape[2])
+            has_key = has_key & (torch.arange(has_key.shape[2], device=M.device).unsqueeze(1) >= self._reset)
+            in_state = in_state & (self._reset < 0)
+        some = (has_key.to(M.dtype).mT @ has_value.to(M.dtype) > 0) | in_state
+        return (small & some).flatten(2).any(-1)
+
+    def _alive(self, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Which keys (B, H, t, d_k) and values (B, H, t, E) are not -inf."""
+        k, log_v = self._inputs.k[:, :, tokens], self._inputs.log_v[:, :, tokens]
+        return k != -torch.inf, pad(log_v != -torch.inf, (0, 1), value=True)  # NaN is a term
+
+    def _see(self, stop: int) -> Tensor:
+        """Whether columns have a term since the last reset, for the tokens not seen so far, to `stop`: (B, H, t, E)."""
+        tokens = slice(self._seen, stop)
+        has_key, has_value = self._alive(tokens)
+        token = torch.arange(self._seen, stop, device=has_key.device).unsqueeze(1)
+        term = torch.where(has_value & has_key.any(-1, keepdim=True), token, self._term).cummax(2).values
+        reset = self._reset
+        if self._inputs.log_f is not None:
+            resets = self._inputs.log_f[:, :, tokens] == -torch.inf
+            reset = torch.where(resets, token, reset).cummax(2).values
+        if self._seen < stop:
+            self._term, self._reset, self._seen = term[:, :, -1:], reset[:, :, -1:], stop
+        return term >= reset
+
+
+def _doubtful(sums: Tensor) -> Tensor | None:
+    """Which sums are below CERTAIN, infinite or NaN; None if no sum is."""
+    certain = CERTAIN[sums.dtype]
+    if sums.amin() >= certain and sums.amax() < torch.inf:
+        return None
+    return ~((sums >= certain) & (sums < torch.inf))
+
+
+def count(which: str, doubtful: Tensor, T: int, causal: bool) -> None:
+    """Count the tiles of a "forward" or "backward" pass over T queries: chunks (N, B, H), or all T as one."""
+    if doubtful.any():
+        fallback.counter(which, doubtful.device).add_(doubtful.sum() * (1 if causal else -(-T // CHUNK)))
+
+
+def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log_y (G, T, E - 1) with doubtful chunks (G, N) recomputed exactly, and the last state (G, d_k, E).
+
+    G counts through the batch and the heads of the inputs.
+    """
+    if not causal:
+        reading = _keys_then_queries(inputs)[1]
+        chunks = doubtful.expand(-1, -(-log_y.shape[1] // CHUNK))
+        return forward(reading, True, chunks, log_y)
+    (q, k, log_v, log_f), states = _tiles_and_states(inputs)
+    tiles = _tiles(log_y, k.shape[2], 0.0).clone()
+    for g, n in _groups(doubtful, states):
+        log_S, _ = _causal_log_sums(q[g, n], k[g, n], log_v[g, n], log_f[g, n], states[g, n])
+        tiles[g, n] = log_S[..., :-1] - log_S[..., -1:]  # the last column is the normalizer
+    return _sequence(tiles, log_y.shape[1]), states[:, -1]
+
+
+def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
+    """Return gradients for whole heads, from those of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
+    T = inputs.k.shape[2]
+    if not causal:
+        writing, reading = _keys_then_queries(inputs)
+        read = backward(reading, True, g_log_S, g_log_s)
+        g_none = g_log_S.new_zeros(len(g_log_S), T, g_log_S.shape[2])
+        return backward(writing, True, g_none, read.log_s)._replace(q=read.q)
+    tiles, states = _tiles_and_states(inputs)
+    k = tiles[1]
+    g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in tiles], g_log_s
+    gradients: list[Any]
+    for n in reversed(range(k.shape[1])):
+        g_before = torch.empty_like(g)
+        for (h,) in _groups(torch.ones(len(g), dtype=torch.bool, device=g.device), states):
+            q_n, k_n, v_n, f_n = (x[h, n] for x in tiles)
+            *gradients, g_before[h] = _causal_gradients(q_n, k_n, v_n, f_n, states[h, n], g_log_S[h, n], g[h])
+            for whole, part in zip(parts, gradients, strict=True):
+                whole[h, n] = part
+        g = g_before
+    return Inputs._make((*(_sequence(x, T) for x in parts), g))
+
+
+def _keys_then_queries(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """Attention that is not causal, as two that are: keys without queries, then queries of the state after them."""
+    writing = inputs._replace(q=torch.zeros_like(inputs.k))
+    after = _tiles_and_states(writing)[1][:, -1].view_as(inputs.log_s)
+    (B, H, T, _), d_v = inputs.q.shape, inputs.log_v.shape[3]
+    no_keys, no_values = torch.full_like(inputs.q, -torch.inf), inputs.q.new_zeros(B, H, T, d_v)
+    return writing, Inputs(inputs.q, no_keys, no_values, None, after)
+
+
+def _tiles_and_states(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+    """Return queries, keys, values with the normalizer's column, and gates in tiles (G, N, C, .), and `_states`.
+
+    The last tile is padded so that it changes nothing: with 0 for queries and gates, -inf for keys and values.
+    """
+    C = min(CHUNK, inputs.k.shape[2])
+    log_f = torch.zeros_like(inputs.k[..., :1]) if inputs.log_f is None else inputs.log_f
+    tensors = inputs.q, inputs.k, pad(inputs.log_v, (0, 1)), log_f, inputs.log_s
+    *tokens, log_s = (x.flatten(0, 1).to(inputs.log_s.dtype) for x in tensors)
+    tiles = [_tiles(x, C, fill) for x, fill in zip(tokens, (0.0, -torch.inf, -torch.inf, 0.0), strict=True)]
+    _, k, log_v, log_f = tiles
+    return tiles, _states(k, log_v, log_f, log_s)
+
+
+def _groups(wanted: Tensor, states: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield indices of the True entries, in groups whose latent sums fit into memory."""
+    size = max(1, _LARGEST // (CHUNK * states[0, 0].numel()))
+    for part in wanted.nonzero().split(size):
+        yield part.unbind(1)
+
+
+def _tiles(x: Tensor, C: int, fill: float) -> Tensor:
+    """(G, T, D) -> (G, N, C, D)."""
+    return pad(x, (0, 0, 0, -x.shape[1] % C), value=fill).unflatten(1, (-1, C))
+
+
+def _sequence(tiles: Tensor, T: int) -> Tensor:
+    """Undo `_tiles`."""
+    return tiles.flatten(1, 2)[:, :T]
+
+
+def _states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
     """Return log_s before each chunk and after the last, (G, N + 1, d_k, E).
 
     Args:
@@ -26,7 +219,7 @@ def states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
     """
     _, N, C, d_k = k.shape
     before = [log_s]
-    heads = max(1, LARGEST // (C * d_k * log_v.shape[-1]))
+    heads = max(1, _LARGEST // (C * d_k * log_v.shape[-1]))
     kept = running_sum(log_f.flip(2), 2).flip(2)  # (G, N, C, .): of what was there before a token, at the chunk's end
     k = k + pad(kept[:, :, 1:], (0, 0, 0, 1))
     for n in range(N):
@@ -38,7 +231,7 @@ def states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
     return torch.stack(before, 1)
 
 
-def causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> tuple[Tensor, Tensor]:
+def _causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> tuple[Tensor, Tensor]:
     """log_S (P, C, E) of P tiles, and the state after each of their tokens (C, P, d_k, E).
 
     q (P, C, d_k), k (P, C, d_k), log_v (P, C, E), log_f (P, C, 1), and the state before each tile, log_s (P, d_k, E).
@@ -51,11 +244,11 @@ def causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: T
     return torch.stack(log_S, 1), torch.stack(after)
 
 
-def causal_gradients(
+def _causal_gradients(
     q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor
 ) -> Inputs:
-    """Backward of `causal_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E)."""
-    log_S, after = causal_log_sums(q, k, log_v, log_f, log_s)
+    """Backward of `_causal_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E)."""
+    log_S, after = _causal_log_sums(q, k, log_v, log_f, log_s)
     g, g_q, g_k, g_v, g_f = g_after, [], [], [], []
     for t in reversed(range(q.shape[1])):
         s = after[t]  # (P, d_k, E)

@@ -15,8 +15,8 @@ from torch import Tensor
 from model.ops.derivatives import refuse_second_order, refuse_transforms
 from model.ops.log_attention.chunked import NAMES
 from model.ops.log_attention.chunks import CHUNK
-from model.ops.log_attention.frames import CERTAIN
-from model.ops.log_attention.repair import fallback
+from model.ops.log_attention.exact import fallback
+from model.ops.log_attention.exponentials import CERTAIN
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
 from model.ops.log_attention.triton_arguments import Constants, Found, Given, Saved, Sums, Tokens
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward

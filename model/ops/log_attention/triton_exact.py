@@ -23,7 +23,7 @@ from model.ops.log_attention.triton_arguments import (
     state_of,
     store_state,
 )
-from model.ops.log_attention.triton_frames import NOTHING, finite
+from model.ops.log_attention.triton_math import NOTHING, finite
 
 
 @triton.jit

@@ -26,26 +26,24 @@ from model.ops.log_attention.triton_arguments import (
     store_gates,
     store_state,
 )
-from model.ops.log_attention.triton_frames import (
+from model.ops.log_attention.triton_math import (
     INTERPRETED,
     LOG2E,
     LOST,
     NOTHING,
+    after_gates,
+    between,
     exp_measured,
     finite,
+    forgotten,
     frame_of,
+    gates_gradient,
+    gates_of,
     is_doubtful,
+    left_after_resets,
     log_of_scaled,
     power_of_two,
     product,
-)
-from model.ops.log_attention.triton_gates import (
-    after_gates,
-    between,
-    forgotten,
-    gates_gradient,
-    gates_of,
-    left_after_resets,
     times,
     weigh,
 )

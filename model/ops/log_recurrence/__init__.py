@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model.ops.derivatives import refuse_second_order, refuse_transforms
-from model.ops.kernels import choose_backend
+from model.ops.kernels import choose_form
 from model.ops.log_recurrence import chunked
 from model.ops.log_recurrence.naive import naive_log_recurrence
 
@@ -44,7 +44,7 @@ def log_recurrence(
         raise ValueError(f"log_p {tuple(log_p.shape)} and h {tuple(h.shape)} must both be (B, T, D), with T at least 1")
     if state is not None and state.shape != h[:, 0].shape:
         raise ValueError(f"state {tuple(state.shape)} must be (B, D) = {tuple(h[:, 0].shape)}")
-    backend = choose_backend("the log recurrence", _check, backend, ("naive", "chunked", "triton"), h)
+    backend = choose_form("the log recurrence", backend, ("naive", "chunked", "triton"), _check, h)
     if backend == "naive":
         return naive_log_recurrence(log_p, h, state=state, return_state=return_state)
     refuse_transforms(*NAMES, log_p, h, state)

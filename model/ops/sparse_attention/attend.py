@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.console import say_once
 from model.ops.autocast import as_autocast
 from model.ops.compiling import disable
 from model.ops.derivatives import refuse_second_order, refuse_transforms
+from model.ops.kernels import choose_form
 from model.ops.sparse_attention.patterns import (
     Pattern,
     document_pattern_mask,
@@ -41,7 +41,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     """softmax(q k^T / sqrt(D)) v, where each query attends to the keys of its head's pattern.
 
     CPUs use tiles if they are faster than dense attention, and CUDA GPUs FlexAttention where it passes its check: both
-    skip masked blocks. Otherwise attention is dense with a mask, and a message says so.
+    skip masked blocks. Otherwise attention is dense with a mask; on a GPU, a message says so.
 
     Args:
         q: (B, H, T, D).
@@ -63,7 +63,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     if q.numel() == 0:  # the kernels would divide by 0
         return q.clone()
     k, v = (x if G == H else x.repeat_interleave(H // G, dim=1) for x in (k, v))
-    form = _form(q.device, q.dtype, q.shape[3])
+    form = _form(q)
     kinds = list(dict.fromkeys(patterns))
     if len(kinds) == 1:
         return _attend(form, q, k, v, kinds[0])
@@ -96,7 +96,7 @@ def document_attention(
 def _document_attention_on_gpu(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor, scale: float | None
 ) -> Tensor:
-    if _form(q.device, q.dtype, q.shape[3]) != "flex":
+    if _form(q) != "flex":
         return _masked_by_documents(q, k, v, [pattern], starts, scale)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return _by_flex_attention(q, k, v, pattern, starts, scale)
@@ -109,24 +109,23 @@ def _masked_by_documents(
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
 
 
-def _form(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def _form(q: Tensor) -> str:
     """Choose "tiles", "flex" or "masks"."""
-    if device.type == "cpu":
+    if q.device.type == "cpu":
         return "tiles"
-    if device.type != "cuda":
-        why: str | None = "is for CUDA GPUs"
-    elif head_dim < 16 or dtype == torch.float64:
-        why = "needs 16 features a head and a smaller type than float64"
-    else:
-        from model.ops.checks import failed_check  # only GPUs need it
-        from model.ops.sparse_attention.check import check
+    return choose_form("sparse attention", "auto", ("masks", "flex"), _check, q, why_not=_why_not_flex)
 
-        name = str(dtype).removeprefix("torch.")
-        why = failed_check("compiled FlexAttention", check, str(device), dtype=name, head_dim=head_dim)
-    if why is None:
-        return "flex"
-    say_once(f"attention to some keys computes masked scores too, which is slower: FlexAttention {why}")
-    return "masks"
+
+def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
+    from model.ops.sparse_attention.check import check  # only GPUs need it
+
+    return check, {"dtype": dtypes[0], "head_dim": sizes[0]}
+
+
+def _why_not_flex(device: str, index: int | None, dtype: torch.dtype, head_dim: int) -> str | None:
+    if head_dim < 16 or dtype == torch.float64:
+        return "needs 16 features a head and a smaller type than float64"
+    return None
 
 
 def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
