@@ -68,7 +68,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsync",
-        "trainer/checkpoint.py",
+        "trainer/tensor_file.py",
         "        os.fsync(file.fileno())\n",
         "        pass\n",
         "a checkpoint gets its name before its tensors are on the disk",

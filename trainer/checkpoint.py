@@ -74,7 +74,7 @@ class Damaged(UserError):
     """A checkpoint's files differ from what was written. Another checkpoint may still be intact."""
 
 
-class Manifest(Settings):
+class Digests(Settings):
     """manifest.json."""
 
     format_version: int
@@ -128,27 +128,20 @@ class Checkpoint:
             say(f"written to {path}")
 
 
-def checkpoints_dir(run_dir: Path) -> Path:
-    """The folder of a run's checkpoints."""
-    return run_dir / "checkpoints"
-
-
 def checkpoint_path(run_dir: Path, step: int) -> Path:
     """The folder of the checkpoint after `step`, which need not exist."""
-    return checkpoints_dir(run_dir) / f"step-{step:08}"
+    return run_dir / "checkpoints" / f"step-{step:08}"
 
 
 def newest(run_dir: Path) -> Path | None:
     """The run's checkpoint with the highest step, whole or not, or None."""
-    return next(reversed(_all(run_dir)), None)
+    return max(_all(run_dir), key=_step_of, default=None)
 
 
 def _all(run_dir: Path) -> list[Path]:
     """The run's checkpoints, by step."""
-    folder = checkpoints_dir(run_dir)
-    inside = folder.iterdir() if folder.is_dir() else ()
-    found = (path for path in inside if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
-    return sorted(found, key=_step_of)
+    found = (path for path in run_dir.glob("checkpoints/step-*") if _NAME.fullmatch(path.name))
+    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=_step_of)
 
 
 def _step_of(path: Path) -> int:
@@ -183,7 +176,7 @@ def open_checkpoint(path: str | Path, files: Collection[str] = _FILES, key: str 
         name = _first_line(path)
         if not _NAME.fullmatch(name):
             raise UserError(f"{key}={path} does not name a checkpoint: give a run directory or a step-... folder")
-        return _open(path.parent / name, files)
+        path = path.parent / name
     if (path / "train-00000.bin").exists():
         raise UserError(f"{key}={path} is a dataset: give the directory of a run that was trained on it")
     if (path / "manifest.json").is_file() or _NAME.fullmatch(path.name):
@@ -223,7 +216,7 @@ def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | 
             warn(f"{error}; using the checkpoint before it, if there is one")
             damaged.append(path)
     if damaged:
-        what = f"none of the {len(damaged)} checkpoints in {checkpoints_dir(run_dir)} is whole"
+        what = f"none of the {len(damaged)} checkpoints in {run_dir / 'checkpoints'} is whole"
         raise UserError(f"{what}: restore one from a copy, or use another run_dir; nothing was changed")
     return None
 
@@ -254,7 +247,7 @@ def _open(path: Path, files: Collection[str]) -> Checkpoint:
 def _read_sums(path: Path) -> dict[str, dict[str, str]]:
     """The sums in a checkpoint's manifest: for each of _FILES, those of its parts, by name and in order."""
     try:
-        manifest = decode(Manifest, read_json(path / "manifest.json", limit=_LARGEST_STATE))
+        manifest = decode(Digests, read_json(path / "manifest.json", limit=_LARGEST_STATE))
     except UserError as error:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
     if manifest.format_version != FORMAT_VERSION:
@@ -308,16 +301,11 @@ def read_weights(
     Args:
         average: read the averaged weights, if the run has them.
     """
-    expected: Expected = {name: (value.shape, FLOATS) for name, value in gpt.state_dict().items()}
-    has_average = checkpoint.state.average is not None
-    averages = {name: AVERAGE + name for name, _ in gpt.named_parameters() if has_average}
-    rows = rows or {}
-    tensors = checkpoint.tensors(
-        "model",
-        {**expected, **{key: expected[name] for name, key in averages.items()}},
-        {**rows, **{key: rows[name] for name, key in averages.items() if name in rows}},
-    )
-    return {name: tensors[averages.get(name, name) if average else name] for name in expected}
+    weights, rows, averaged = gpt.state_dict(), rows or {}, checkpoint.state.average is not None
+    keys = {name: name for name in weights} | {AVERAGE + name: name for name, _ in gpt.named_parameters() if averaged}
+    expected: Expected = {key: (weights[name].shape, FLOATS) for key, name in keys.items()}
+    tensors = checkpoint.tensors("model", expected, {key: rows[name] for key, name in keys.items() if name in rows})
+    return {name: tensors[AVERAGE + name if average and AVERAGE + name in tensors else name] for name in weights}
 
 
 # Writing
@@ -332,13 +320,18 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
     path = checkpoint_path(run_dir, state.step)
     beside = path.with_name(path.name + ".tmp")
     try:
-        _make_folder(beside)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (run_dir, run_dir.absolute().parent):
+            sync_directory(folder)
+        _clear(beside)
+        beside.mkdir()
         for name, of_file in tensors.items():
-            _write_tensors(beside / f"{name}.safetensors", of_file)
+            save_file(dict(of_file), beside / f"{name}.safetensors")
         save_tokenizer(tokenizer, beside / "tokenizer.json")
         write_json(beside / "state.json", state.model_dump(mode="json"))
-        manifest = Manifest(format_version=FORMAT_VERSION, sha256={file: sha256_file(beside / file) for file in _FILES})
-        write_json(beside / "manifest.json", manifest.model_dump())  # which also syncs the names in its folder
+        sums = {file: sha256_file(beside / file) for file in _FILES}
+        manifest = Digests(format_version=FORMAT_VERSION, sha256=sums).model_dump()
+        write_json(beside / "manifest.json", manifest)  # which also syncs the names in its folder
         if path.exists():  # it is damaged
             _remove(path)
         os.rename(beside, path)
@@ -349,23 +342,6 @@ def save_checkpoint(run_dir: Path, tensors: Tensors, state: TrainState, tokenize
     return path
 
 
-def _make_folder(path: Path) -> None:
-    """Make an empty folder for a checkpoint, in checkpoints_dir(run_dir)."""
-    folder = path.parent
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        sync_directory(folder.parent)
-        sync_directory(folder.parent.absolute().parent)
-    _clear(path)
-    path.mkdir()
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file(dict(tensors), path)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
 def retain(run_dir: Path, state: TrainState, config: CheckpointConfig, damaged: Iterable[Path] = ()) -> None:
     """Update `latest` and `best`, and delete old checkpoints, `damaged` ones, and what crashed saves left behind.
 
@@ -374,7 +350,7 @@ def retain(run_dir: Path, state: TrainState, config: CheckpointConfig, damaged: 
     Args:
         state: of the newest whole checkpoint.
     """
-    folder, paths = checkpoints_dir(run_dir), _all(run_dir)
+    folder, paths = run_dir / "checkpoints", _all(run_dir)
     for leftover in folder.glob("*.tmp"):
         _clear(leftover)
     whole = [path for path in paths if path not in damaged]
@@ -463,9 +439,10 @@ class Saver:
         for file, named in {**tensors, "random": {RANDOM: random}}.items():
             copies[file] = {}
             for name, value in named.items():
-                whole = world.full(value)
                 if world.is_main:
-                    copies[file][name] = self._copy(file, name, whole)
+                    copies[file][name] = self._copy(file, name, world.full(value))
+                else:
+                    world.full(value)
         if not world.is_main:
             return
         if torch.cuda.is_initialized():
@@ -509,12 +486,9 @@ class Saver:
             self._thread = None
 
     def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
-        value = value.detach()
-        copy = self._copies.get((file, name))
-        if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
-            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self._copies[file, name] = copy
-        return copy.copy_(value, non_blocking=True)
+        if (file, name) not in self._copies:
+            self._copies[file, name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        return self._copies[file, name].copy_(value.detach(), non_blocking=True)
 
     def _write(self, tensors: Tensors, state: TrainState) -> None:
         try:

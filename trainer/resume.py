@@ -1,6 +1,5 @@
 """What a run begins with: its newest checkpoint, or the weights of another run."""
 
-import os
 import secrets
 from pathlib import Path
 
@@ -39,25 +38,16 @@ def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
         UserError: none of its checkpoints is whole, or this process does not see the one that the main process found.
     """
     world.at(f"reading the checkpoints of {run_dir}")
-    return _seen_by_all(open_newest(run_dir) if world.is_main else None, run_dir, world, "run_dir")
-
-
-def _seen_by_all(found: Checkpoint | None, given: Path, world: World, key: str) -> Checkpoint | None:
-    """Open in all processes what the main process has found at `given`, a path in the setting `key`."""
-    told = f"{found.identity()} {os.path.relpath(found.path, given)}" if found else ""
-    identity, _, relative = world.gather_text(told)[0].partition(" ")
-    if world.is_main or not identity:
+    found = open_newest(run_dir) if world.is_main else None
+    name = world.gather_text(found.path.name if found else "")[0]
+    if world.is_main or not name:
         return found
-    path = Path(os.path.normpath(given / relative))
+    path = run_dir / "checkpoints" / name
     try:
-        own = open_checkpoint(path, files=())  # the main process has verified it
-        why = "it is another one there"
+        return open_checkpoint(path, files=())  # the main process has verified it
     except UserError as error:
-        own, why = None, str(error)
-    if own is None or own.identity() != identity:
-        remedy = f"put {key} where all machines see it"
-        raise UserError(f"process {world.rank} cannot see {path} of the main process ({why}): {remedy}")
-    return own
+        why = f"process {world.rank} cannot see {path} as the main process does ({error})"
+        raise UserError(f"{why}: put run_dir where all machines see it") from None
 
 
 def restore(checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: World) -> TrainState:
@@ -95,8 +85,7 @@ def _check_same_run(path: Path, before: TrainState, now: TrainState) -> None:
         what = f"{path} was trained on {before.dataset_dir}, whose content is not that of dataset_dir={now.dataset_dir}"
         raise UserError(f"{what}: use that dataset, or another run_dir")
     was, wanted = (state.model_dump(mode="json", include={*_FIXED, "optimizer"}) for state in (before, now))
-    changed = differences(was, wanted)
-    if changed:
+    if changed := differences(was, wanted):
         listed = ", ".join(f"{key}={new} (checkpoint: {old})" for key, (old, new) in changed.items())
         raise UserError(f"{path} belongs to another run: {listed}; use the checkpoint's settings, or another run_dir")
 
@@ -113,12 +102,10 @@ def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoi
         before, here = (f"{each.name} (n_vocab {each.n_vocab})" for each in (trained, tokenizer))
         what = f"init_from={path} was trained with the tokenizer {before}, and the dataset has {here}"
         raise UserError(f"{what}: prepare the dataset with the model's tokenizer")
-    changed = differences(source.state.model.model_dump(mode="json"), config.model_dump(mode="json"))
-    if changed:
-        listed = [f"model.{key}={old} (here: {new})" for key, (old, new) in changed.items()]
-        more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    if changed := differences(source.state.model.model_dump(mode="json"), config.model_dump(mode="json")):
+        listed = ", ".join(f"model.{key}={old} (here: {new})" for key, (old, new) in changed.items())
         remedy = f"give the experiment or the model settings of {source.run_dir}"
-        raise UserError(f"init_from={path} has another model: {', '.join(listed[:3])}{more}; {remedy}")
+        raise UserError(f"init_from={path} has another model: {listed}; {remedy}")
     return source
 
 
@@ -126,12 +113,11 @@ def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
     """Give the model the weights of the checkpoint init_from=path, the averaged ones if it has them.
 
     Raises:
-        UserError: as `open_source`; or this process does not see the checkpoint of the main process.
+        UserError: as `open_source`; or the processes do not all find the same checkpoint.
     """
     world.at(f"reading init_from={path}")
-    found = open_source(path, gpt.config, tokenizer) if world.is_main else None
-    source, weights = _seen_by_all(found, path, world, "init_from"), gpt.state_dict()
-    assert source is not None
+    source, weights = open_source(path, gpt.config, tokenizer), gpt.state_dict()
+    world.check_same(source.identity(), f"init_from={path}")
     stored = read_weights(source, gpt, rows=world.rows(weights))
     with torch.no_grad():
         for name, value in weights.items():

@@ -5,7 +5,7 @@ and types can be checked first. Links, pipes, and headers far longer than needed
 """
 
 import contextlib
-import itertools
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -24,11 +24,16 @@ _LONGEST_HEADER = 2**24
 
 
 def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors as a safetensors file that may be read by whoever may read the user's other new files."""
+    """Write tensors to a safetensors file and to the disk.
+
+    It may be read by whoever may read the user's other new files.
+    """
     path.touch()  # with the mode that the umask gives; safetensors' own files are for their owner alone
     mode = path.stat().st_mode
     safetensors.torch.save_file(tensors, path, metadata)
     path.chmod(mode)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def read_tensors(
@@ -65,17 +70,9 @@ def read_tensors(
         if odd := [part.dtype for part in parts[name] if part.dtype not in dtypes]:
             allowed = " or ".join(sorted(_short(dtype) for dtype in dtypes))
             raise UserError(f"{wrong}{name} has the type {_short(odd[0])}, must have {allowed}")
-        found[name] = _join(parts[name], (rows or {}).get(name))
+        whole = torch.cat(parts[name]) if others else parts[name][0]
+        found[name] = whole[rows[name]].clone() if rows and name in rows else whole
     return found
-
-
-def _join(parts: list[Tensor], rows: slice | None) -> Tensor:
-    if rows is None:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-    firsts = itertools.accumulate(map(len, parts), initial=0)
-    return torch.cat(
-        [part[max(rows.start - n, 0) : max(rows.stop - n, 0)] for part, n in zip(parts, firsts, strict=False)]
-    )
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:

@@ -24,7 +24,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
 from typing import NamedTuple
 
 import ranks
@@ -42,12 +41,10 @@ SECONDS_BEHIND_A_KILLED_ONE = 0.05  # how long the other processes of a run live
 
 
 class Kill(NamedTuple):
-    """SIGKILL at an operation on the disk, counted from 1, of the main thread or of all other threads together."""
+    """SIGKILL before an operation on the disk, counted from 1, of the main thread or of all others together."""
 
     thread: str  # "main" or "other"
     number: int
-    how: str = "before"  # it is done; or "half": half of what it writes is written
-    power: bool = False  # what was not fsynced is lost with the process
 
 
 class Operation(NamedTuple):
@@ -65,7 +62,7 @@ class Life(NamedTuple):
     out: str
     err: str
     operations: list[Operation]
-    """Of one process, as they were begun."""
+    """Of the main process, as they were begun."""
 
     @property
     def killed(self) -> bool:
@@ -78,15 +75,15 @@ class Life(NamedTuple):
         return set(self.statuses) == {0}
 
 
-def live(config, processes=1, kill=None, seconds=None, victims=None, rank=0):
+def live(config, processes=1, kill=None, seconds=None, victims=None):
     """Train by `config` until it ends, or until it is killed.
 
     Args:
-        kill: the operation at which `rank` kills itself.
+        kill: the operation at which the main process kills itself.
         seconds: after this time, `victims` (ranks; None: all) are killed from outside.
     """
     with tempfile.NamedTemporaryFile("r") as trace:
-        job = {"config": config.model_dump(mode="json"), "kill": kill, "rank": rank}
+        job = {"config": config.model_dump(mode="json"), "kill": kill}
         arguments = ["-c", "import faults; faults.train()", json.dumps(job | {"trace": trace.name})]
         with ranks.started(processes, *arguments, PATH="") as started:  # no git, which takes longer than other things
             _watch(started, seconds, started if victims is None else [started[rank] for rank in victims])
@@ -116,9 +113,9 @@ def _watch(processes, seconds, victims):
         time.sleep(0.001)
 
 
-def finish(config, processes=1, rank=0):
-    """Train by `config` to its end; all must be well. The operations are those of `rank`."""
-    life = live(config, processes, rank=rank)
+def finish(config, processes=1):
+    """Train by `config` to its end; all must be well."""
+    life = live(config, processes)
     assert life.finished, f"{life.statuses}\n{life.err}"
     return life
 
@@ -126,13 +123,11 @@ def finish(config, processes=1, rank=0):
 # Where to kill
 
 
-def kills(operations, how="before", power=False):
-    """A kill at every operation of the main thread and of the others; only writes can be killed halfway."""
+def kills(operations):
+    """A kill at every operation of the main thread and of the others."""
     for thread in ("main", "other"):
-        own = [done for done in operations if done.thread == thread]
-        for number, done in enumerate(own, start=1):
-            if how == "before" or done.name in WRITES:
-                yield Kill(thread, number, how, power)
+        for number in range(sum(done.thread == thread for done in operations)):
+            yield Kill(thread, number + 1)
 
 
 def names_given(own):
@@ -211,7 +206,6 @@ class Disk:
         """As they were begun."""
         self.unsynced = {}  # (device, inode) -> a handle of the file, and the size that was last synced
         self._lock = threading.RLock()  # one operation at a time
-        self.truncate = os.ftruncate
 
     def begun(self, done, data, position):
         """Called before an operation, with what it will write, and where in its file."""
@@ -348,28 +342,17 @@ def _path(handle):
 
 
 class KillingDisk(Disk):
-    """Kills its process at an operation; writes down all of them."""
+    """Kills its process before an operation; writes down all of them."""
 
     def __init__(self, kill, trace):
         super().__init__()
-        self._kill, self._count = kill, Counter()
-        self._trace, self._write = os.open(trace, os.O_WRONLY | os.O_CREAT), os.write
+        self._kill, self._trace, self._write = kill, os.open(trace, os.O_WRONLY | os.O_CREAT), os.write
 
     def begun(self, done, data, position):
         """Kill the process if it is the chosen operation."""
         self._write(self._trace, (json.dumps(done) + "\n").encode())
-        self._count[done.thread] += 1
-        kill = self._kill
-        if kill is None or (kill.thread, kill.number) != (done.thread, self._count[done.thread]):
-            return
-        if kill.how == "half" and data:
-            with io.FileIO(done.path, "r+") as file:
-                file.seek(position)
-                file.write(data[: len(data) // 2])
-        if kill.power:
-            for handle, size in self.unsynced.values():
-                self.truncate(handle, min(size, os.fstat(handle).st_size))
-        os.kill(os.getpid(), signal.SIGKILL)
+        if self._kill == Kill(done.thread, sum(other.thread == done.thread for other in self.operations)):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Left(NamedTuple):
@@ -463,7 +446,7 @@ def train():
     faulthandler.enable()
     secrets.token_hex = lambda n: "0" * 2 * n  # the run's id; it would be the only difference between two runs
     register_optimizer_step_pre_hook(functools.partial(draw, 1 + rank))
-    if rank == job["rank"]:
+    if rank == 0:
         KillingDisk(job["kill"] and Kill(*job["kill"]), job["trace"]).install()
     status = 1
     try:

@@ -182,4 +182,4 @@ def test_the_manifest_is_decoded_once_in_a_resume(config, monkeypatch):
     decoded, decode = [], trainer.checkpoint.decode
     monkeypatch.setattr(trainer.checkpoint, "decode", lambda kind, raw: (decoded.append(kind), decode(kind, raw))[1])
     fit(config)
-    assert decoded == [trainer.checkpoint.Manifest, trainer.checkpoint.TrainState]
+    assert decoded == [trainer.checkpoint.Digests, trainer.checkpoint.TrainState]

@@ -75,8 +75,8 @@ def test_a_killed_process_leaves_what_the_recording_says(undisturbed):
         return {name: data for name, data in files.items() if name.startswith("checkpoints/") and data is not None}
 
     recorded = [checkpoints(left.files) for left in disk.left]
-    saving = [kill for how in ("before", "half") for kill in kills(disk.operations, how) if kill.thread == "other"]
-    for kill in saving[7::32]:
+    saving = [kill for kill in kills(disk.operations) if kill.thread == "other"]
+    for kill in saving[7::24]:
         shutil.rmtree(config.run_dir)
         life = live(config, kill=kill)
         assert life.killed
@@ -107,30 +107,26 @@ def test_what_is_counted_on_is_synced(undisturbed):
 
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_comes_to_the_same_end(undisturbed):
-    """Each life makes some progress, however short it is."""
-    config, expected, _ = undisturbed
-    rng, killed = random.Random(0), 0
-    for _ in range(4):
-        shutil.rmtree(config.run_dir)
-        life = None
-        while life is None or life.killed:
-            kill = Kill(rng.choice(["main", "other"]), rng.randrange(1, 60), rng.choice(["before", "half"]))
-            life = live(config, kill=kill._replace(power=rng.random() < 0.5))
-            killed += life.killed
-            assert life.killed or life.finished, life.err
-            assert killed < 100
+    """Each life makes some progress, however short it is; some of them end with a power cut."""
+    config, expected, disk = undisturbed
+    rng = random.Random(0)
+    for _ in range(6):
+        put_back(rng.choice(disk.left), config.run_dir)
+        for _ in range(4):
+            put_back(rng.choice(record(config).left), config.run_dir)
+            live(config, kill=Kill(rng.choice(["main", "other"]), rng.randrange(1, 60)))
+        fit(config)
         assert_same(config.run_dir, expected)
-    assert killed > 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_of_which_one_is_killed_go_on(quick, strategy):
-    """The main process is killed before or in an operation, also by a power cut, and then the other."""
+    """The main process is killed before an operation, and then the other."""
     config = quick({"runtime.micro_batch": 2, "runtime.strategy": strategy})
     operations = finish(config, processes=2).operations
     expected, first = result(config.run_dir), 0 if strategy == "ddp" else 16
-    for kill in [*kills(operations)][first::32] + [*kills(operations, "half", power=True)][first // 2 :: 20]:
+    for kill in list(kills(operations))[first::32]:
         shutil.rmtree(config.run_dir)
         assert live(config, processes=2, kill=kill).killed
         assert_all_whole(config.run_dir, kill)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from test_torchrun import TORCHRUN, assert_same_steps
 
 from common.settings import UserError
-from trainer.checkpoint import checkpoints_dir, newest
+from trainer.checkpoint import newest
 from trainer.distributed import World
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -58,9 +58,8 @@ def test_shared_or_whole_the_run_is_the_same(train, optim):
     options = f"optim={optim}", "optim.transfer={n_embd:8,n_layer:1}"
     whole, shared = (train(name, 2, f"runtime.strategy={name}", *options) for name in ("ddp", "fsdp"))
     assert_same_steps(whole, shared, tolerance=1e-9)
-    assert sorted(p.name for p in checkpoints_dir(whole).iterdir()) == sorted(
-        p.name for p in checkpoints_dir(shared).iterdir()
-    )
+    files = [sorted(path.relative_to(run) for path in run.glob("checkpoints/**/*")) for run in (whole, shared)]
+    assert files[0] == files[1]
     assert_same_checkpoint(newest(whole), newest(shared), tolerance=1e-9)
 
 
@@ -73,6 +72,38 @@ def test_a_run_goes_from_whole_to_shared_and_back(train, optim):
         assert newest(mixed).name == f"step-{stop_at:08}"
     assert_same_steps(whole, mixed, tolerance=1e-9)
     assert_same_checkpoint(newest(whole), newest(mixed), tolerance=1e-9)
+
+
+ONE_AT_A_TIME = """
+import runpy, weakref
+from trainer.checkpoint import Saver
+from trainer.distributed import World
+
+full, save, gathered, saves = World.full, Saver.save, [], []
+
+def counting(world, tensor):
+    assert all(tensor() is None for tensor in gathered), "another one is there"
+    whole = full(world, tensor)
+    if whole is not tensor and whole.dim():
+        gathered.append(weakref.ref(whole))
+    return whole
+
+def saving(saver, tensors, state):
+    gathered.clear()
+    save(saver, tensors, state)
+    assert len(gathered) > 20
+    saves.append(state.step)
+
+World.full, Saver.save = counting, saving
+runpy.run_path("train.py", run_name="__main__")
+assert saves == [2, 4, 6]
+"""
+
+
+@pytest.mark.slow
+def test_a_save_gathers_one_parameter_after_the_other(tiny_args):
+    for result in ranks.run(2, "-c", ONE_AT_A_TIME, *tiny_args, "runtime.strategy=fsdp"):
+        assert result.status == 0, result.err
 
 
 @pytest.mark.slow

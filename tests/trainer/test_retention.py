@@ -96,26 +96,59 @@ def long(quick):
     return build
 
 
-@pytest.fixture
-def expected(long):
-    """The results of a run with enough disk space."""
-    config = long()
+def results_with_room(config):
     fit(config)
-    expected = result(config.run_dir)
+    found = result(config.run_dir)
     shutil.rmtree(config.run_dir)
-    return expected
+    return found
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk with room for two checkpoints and a half."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this user may not mount a small disk")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+class LimitedFiles:
+    """Limits the size of files, like a disk that is full for large files only."""
+
+    error = os.strerror(errno.EFBIG)
+
+    def __init__(self, limit):
+        self._limit, self._before = limit, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self, room=0):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._limit, self._before[1]))
+
+    def close(self):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+class SmallDisk:
+    """A disk that another program can fill."""
+
+    error = os.strerror(errno.ENOSPC)
+
+    def __init__(self, folder):
+        self._other = folder / "other"
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("this user may not mount a small disk")
+
+    def fill(self, room=0):
+        with open(self._other, "wb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(100))
+            file.truncate(file.tell() - room)
+
+    def close(self):
+        self._other.unlink(missing_ok=True)
+
+
+@pytest.fixture(params=["small", 20_000, 50_000], ids=["small", "no_model", "no_optimizer"])
+def disk(request, memory):
+    """The disk of the run: a small one, or one where the model's, or the optimizer's file is too large."""
+    if request.param != "small":
+        yield LimitedFiles(request.param)
+        return
+    (memory / "run").mkdir()
+    yield SmallDisk(memory / "run")
+    subprocess.run(["umount", str(memory / "run")], check=True)
 
 
 def assert_whole(run_dir, steps):
@@ -124,90 +157,53 @@ def assert_whole(run_dir, steps):
     assert not list(run_dir.glob("checkpoints/*.tmp")), "what there is of the others is in the way"
 
 
-def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(long, expected, small_disk):
-    config = long().model_copy(update={"run_dir": small_disk / "run"})
-    for _ in range(2):
-        with pytest.raises(UserError, match=rf"after step 3 failed \(.*{os.strerror(errno.ENOSPC)}") as error:
-            fit(config)
-        assert "\n" not in str(error.value)
-        assert_whole(config.run_dir, [1, 2])
-    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+@pytest.fixture
+def expected(long):
+    """The results of a run with room for all, by the options of its checkpoints."""
+    return {name: results_with_room(long(**options)) for name, options in POLICIES.items()}
+
+
+POLICIES = {"stop": {}, "continue": {"on_error": "continue", "keep_last": 2}}
+
+
+def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(expected, long, disk, before_step):
+    config = long()
+    before_step(3, lambda: disk.fill(room=20_000))  # for config.json when it starts again
+    with contextlib.closing(disk):
+        for _ in range(2):
+            with pytest.raises(UserError, match=rf"after step 3 failed \(.*{disk.error}") as error:
+                fit(config)
+            assert "\n" not in str(error.value)
+            assert_whole(config.run_dir, [1, 2])
+    before_step(3, disk.close)
     fit(config)
-    assert_same(config.run_dir, expected)
+    assert_same(config.run_dir, expected["stop"])
 
 
-def test_a_full_disk_is_trained_on_until_there_is_room(long, small_disk, before_step, capsys):
-    """Another program fills the disk in step 3 and frees it in step 5; no line of metrics.jsonl is lost."""
-    config = long(on_error="continue", keep_last=2)
-    fit(config)
-    expected = result(config.run_dir)
-    config = config.model_copy(update={"run_dir": small_disk / "run"})
-    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
-    other = small_disk / "other"
-
-    def fill_up():
-        with contextlib.suppress(OSError), open(other, "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(100))
-
-    before_step(3, fill_up)
-    before_step(5, lambda: [assert_whole(config.run_dir, [1, 2]), other.unlink()])
+def test_a_full_disk_is_trained_on_until_there_is_room(expected, long, disk, before_step, capsys):
+    """It is full from step 3 to step 5; no line of metrics.jsonl is lost."""
+    config = long(**POLICIES["continue"])
+    before_step(3, disk.fill)
+    before_step(5, lambda: [assert_whole(config.run_dir, [1, 2]), disk.close()])
     capsys.readouterr()
-    fit(config)
+    with contextlib.closing(disk):
+        fit(config)
     warnings = capsys.readouterr().err.splitlines()
     for step in (3, 4):
         assert any(f"after step {step} failed" in line for line in warnings), warnings
     assert all(line.startswith("warning: ") for line in warnings)
-    assert_same(config.run_dir, expected)
+    assert_same(config.run_dir, expected["continue"])
 
 
-@contextlib.contextmanager
-def files_no_larger_than(limit):
-    """Limit the size of files, like a disk that is full for large files only."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize("limit", [20_000, 50_000])
-def test_files_that_may_not_grow_stop_the_run_too(long, expected, limit):
-    """Writing the model's or the optimizer's file fails."""
-    fit(long().model_copy(update={"stop_at": 2}))
-    config = long()
-    message = rf"step 3 failed \(.*{os.strerror(errno.EFBIG)}"
-    with files_no_larger_than(limit), pytest.raises(UserError, match=message) as error:
-        fit(config)
-    assert "\n" not in str(error.value)
-    assert_whole(config.run_dir, [1, 2])
-    fit(config)
-    assert_same(config.run_dir, expected)
-
-
-def test_files_that_may_not_grow_are_trained_on_until_they_may(long, before_step, capsys):
-    config = long(on_error="continue", keep_last=2)
-    fit(config)
-    expected = result(config.run_dir)
-    shutil.rmtree(config.run_dir)
-    capsys.readouterr()
-    with contextlib.ExitStack() as stack:
-        before_step(3, lambda: stack.enter_context(files_no_larger_than(50_000)))
-        before_step(5, stack.close)
-        fit(config)
-    warnings = capsys.readouterr().err.splitlines()
-    for step, line in zip((3, 4), warnings, strict=True):
-        assert line.startswith(f"warning: the save after step {step} failed")
-    assert_same(config.run_dir, expected)
-
-
-def test_if_the_last_save_fails_the_run_has_not_ended_well(long, expected):
+def test_if_the_last_save_fails_the_run_has_not_ended_well(long):
     """checkpoint.on_error=continue does not apply, because there is no next save."""
     config = long(on_error="continue")
+    expected = results_with_room(config)
     fit(config.model_copy(update={"stop_at": 4}))
-    with files_no_larger_than(50_000), pytest.raises(UserError, match="the save after step 6 failed"):
-        fit(config)
+    with contextlib.closing(LimitedFiles(50_000)) as disk:
+        disk.fill()
+        with pytest.raises(UserError, match="the save after step 6 failed"):
+            fit(config)
     assert_whole(config.run_dir, [1, 2, 3, 4])
     fit(config)
     assert_same(config.run_dir, expected)
@@ -218,9 +214,8 @@ def test_best_leads_to_a_checkpoint_if_the_best_one_could_not_be_written(long, m
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
     left = iter([3.0, 2.0, 1.0, 4.0, 5.0, 6.0])
     monkeypatch.setattr("trainer.run.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
-    with contextlib.ExitStack() as stack:
-        before_step(3, lambda: stack.enter_context(files_no_larger_than(50_000)))
-        before_step(4, stack.close)
+    with contextlib.closing(LimitedFiles(50_000)) as disk:
+        before_step(3, disk.fill)
+        before_step(4, disk.close)
         fit(config)
-    best = config.run_dir / "checkpoints" / "best"
-    assert open_checkpoint(best).state.step == 2
+    assert open_checkpoint(config.run_dir / "checkpoints" / "best").state.step == 2
