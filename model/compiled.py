@@ -2,13 +2,15 @@
 
 import contextlib
 import json
+from collections.abc import Callable
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
 from common.settings import decode
-from model.gpt import GPT, GPTConfig, Recompute
+from model.gpt import GPT, GPTConfig
+from model.layers import Recompute
 from model.ops.checks import Outputs, judge, require_same_bits, separate_compiled_code
 
 _SEQUENCES, _TOKENS = 2, 130
@@ -60,28 +62,26 @@ def check(
     ids = torch.randint(n_ids, (_SEQUENCES, min(_TOKENS, config.max_len or _TOKENS) + 1))
     truth = without_zeros(GPT(config, eot_id=int(ids[0, ids.shape[1] // 2]) if documents else None)).double()
     gpt = deepcopy(truth).to(device, torch.float32 if dtype == "bfloat16" else getattr(torch, dtype))
-    gpt.recompute(recompute)
-    own = _loss_and_gradients(gpt, ids, dtype)
+    gpt.recompute = recompute
+    own = _loss_and_gradients(gpt, gpt.summed_loss, ids, dtype)
     if not compiled:
         return
-    exact = _loss_and_gradients(truth, ids, "float64")
+    exact = _loss_and_gradients(truth, truth.summed_loss, ids, "float64")
     separate_compiled_code()
-    if by_block:
-        for block in gpt.blocks:
-            block.compile()
-    else:
-        gpt.summed_loss = torch.compile(gpt.summed_loss)  # type: ignore[method-assign]
-    runs = [_loss_and_gradients(gpt, ids, dtype) for _ in range(2)]
+    summed_loss = gpt.summed_loss if by_block else torch.compile(gpt.summed_loss)
+    for block in gpt.blocks if by_block else []:
+        block.compile()
+    runs = [_loss_and_gradients(gpt, summed_loss, ids, dtype) for _ in range(2)]
     judge("compiled", runs[0], own, exact, 4 * torch.finfo(torch.bfloat16).eps if dtype == "bfloat16" else 0.0)
     if deterministic:
         require_same_bits("compiled", *runs)
 
 
-def _loss_and_gradients(gpt: GPT, ids: Tensor, dtype: str) -> Outputs:
+def _loss_and_gradients(gpt: GPT, summed_loss: Callable[..., Tensor], ids: Tensor, dtype: str) -> Outputs:
     """The mean loss of the tokens, as in a training step."""
     ids = ids.to(gpt.embed.weight.device)
     with torch.autocast(ids.device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext():
-        loss = gpt.summed_loss(ids[:, :-1], ids[:, 1:])
+        loss = summed_loss(ids[:, :-1], ids[:, 1:])
     loss = loss / ids[:, 1:].numel()
     names, params = zip(*gpt.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, params)

@@ -4,30 +4,26 @@ The file reads in order: blocks, GPTConfig, GPT. Attention mechanisms are in mod
 model/position.py, and the memory of n-grams in model/ngrams.py.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from common.settings import Settings, values_of, variant_names
 from model.attention import ATTENTION, AttentionConfig
 from model.attention.base import Attention
-from model.fused import FusedLinear
+from model.layers import Embedding, FusedLinear, Linear, Recompute, recomputing
 from model.ngrams import NGramMemory
-from model.ops.causal_conv import causal_conv, initial_conv, no_inputs
+from model.ops.causal_conv import causal_conv, init_conv, no_inputs
 from model.ops.gated_linear import gated_linear
 from model.ops.linear_cross_entropy import capped, summed_loss, token_losses
 from model.ops.ngrams import NGramState
-from model.position import Order, PositionConfig
+from model.position import NO_POSITIONS, PositionConfig, Positions
 from model.state import cat_states, select_rows
-
-Recompute = Literal["none", "block", "selective"]
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -42,80 +38,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class GLUBlock(nn.Module):
-    """x + Linear(GLU(Linear(attention(LayerNorm(x))))): the published residual layer, with torch's initialisation."""
-
-    def __init__(self, config: "GPTConfig", attention: Attention) -> None:
-        super().__init__()
-        self.norm = config.new_norm()
-        self.attention = attention
-        self.gate = FusedLinear(attention.n_out, [config.n_embd] * 2)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-
-    def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
-        """(B, T, n_embd) -> (B, T, n_embd), and the attention's state."""
-        a, state = self.attention(self.norm(x), order, state, return_state)
-        return x + gated_linear(self.gate(a), self.proj.weight), state
-
-    def initial_state(self, B: int) -> Any:
-        """The attention's state of B texts before their first tokens."""
-        return self.attention.initial_state(B)
-
-
-class MLPBlock(nn.Module):
-    """GPT-2's pre-norm block (Radford et al. 2019) and its initialisation.
-
-    Weights are drawn from N(0, 1 / (3 n_embd)), which is GPT-2's 0.02 at 768 features. Weights of projections back to
-    the residual stream are divided by sqrt(2 n_layer), or 0 with `zero_init`. Biases start at 0.
-    """
-
-    def __init__(self, settings: "MLPConfig", config: "GPTConfig", attention: Attention) -> None:
-        super().__init__()
-        n_embd, hidden = config.n_embd, settings.hidden(config.n_embd)
-        self.norm_attention = config.new_norm()
-        self.attention = attention
-        self.proj = nn.Linear(attention.n_out, n_embd)
-        self.norm_mlp = config.new_norm()
-        self.up = FusedLinear(n_embd, [hidden] * (2 if settings.activation == "swiglu" else 1))
-        self.down = nn.Linear(hidden, n_embd)
-        self.activation = _ACTIVATIONS[settings.activation]
-
-        std = (3 * n_embd) ** -0.5
-        to_stream = 0.0 if settings.zero_init else std / (2 * config.n_layer) ** 0.5
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=to_stream if module in (self.proj, self.down) else std)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        attention.copy_weights()
-        self.conv_attention = initial_conv(settings.conv, n_embd) if settings.conv else None
-        self.conv_mlp = initial_conv(settings.conv, n_embd) if settings.conv else None
-
-    def forward(self, x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
-        """(B, T, n_embd) -> (B, T, n_embd), and the attention's state, with the inputs that convolutions still need."""
-        has_conv = self.conv_mlp is not None
-        state, seen_attention, seen_mlp = state if has_conv and state is not None else (state, None, None)
-        h, seen_attention = causal_conv(self.norm_attention(x), self.conv_attention, seen_attention, order.starts)
-        a, state = self.attention(h, order, state, return_state)
-        x = x + self.proj(a)
-        h, seen_mlp = causal_conv(self.norm_mlp(x), self.conv_mlp, seen_mlp, order.starts)
-        x = x + self.down(self.activation(self.up(h)))
-        return x, (state, seen_attention, seen_mlp) if has_conv and return_state else state
-
-    def initial_state(self, B: int) -> Any:
-        """The attention's state of B texts before their first tokens, with the inputs that convolutions need."""
-        state, convs = self.attention.initial_state(B), (self.conv_attention, self.conv_mlp)
-        seen = [no_inputs(weight, B, self.proj.out_features) for weight in convs if weight is not None]
-        return (state, *seen) if seen else state
-
-
 class GLUConfig(Settings):
     """The published residual layer: attention, then a gated linear unit; no separate MLP."""
 
     name: Literal["glu"]
-
-    def build(self, config: "GPTConfig", attention: Attention) -> GLUBlock:
-        return GLUBlock(config, attention)
 
 
 class MLPConfig(Settings, defaults="model/block/mlp"):
@@ -133,16 +59,104 @@ class MLPConfig(Settings, defaults="model/block/mlp"):
 
     They are the Canon layers A and C of Allen-Zhu 2025; attention.conv is B."""
 
-    def hidden(self, n_embd: int) -> int:
-        """Hidden features of the MLP; a multiple of 8 with swiglu."""
-        return self.expansion * n_embd if self.activation != "swiglu" else -(-self.expansion * n_embd // 12) * 8
-
-    def build(self, config: "GPTConfig", attention: Attention) -> MLPBlock:
-        return MLPBlock(self, config, attention)
-
 
 BlockConfig = Annotated[GLUConfig | MLPConfig, Field(discriminator="name")]
 BLOCKS = get_args(get_args(BlockConfig)[0])
+
+
+class Block(nn.Module):
+    """A residual block: attention, and what computes with its result."""
+
+    attention: Attention
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        positions: Positions = NO_POSITIONS,
+        recompute: Recompute = "none",
+        return_state: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """(B, T, n_embd) -> (B, T, n_embd), and the state."""
+        return recomputing(recompute, self.residual)(x, state, positions, return_state)
+
+    def residual(self, x: Tensor, state: Any, positions: Positions, return_state: bool) -> tuple[Tensor, Any]:
+        """Compute `forward`, keeping all activations for the backward pass."""
+        raise NotImplementedError
+
+    def initial_state(self, B: int, device: torch.device) -> Any:
+        """The state of B texts before their first tokens, if it has one size."""
+        return self.attention.initial_state(B, device)
+
+
+class GLUBlock(Block):
+    """x + Linear(GLU(Linear(attention(LayerNorm(x))))): the published residual layer, with torch's initial values."""
+
+    def __init__(self, config: "GPTConfig", attention: Attention) -> None:
+        super().__init__()
+        self.norm = config.new_norm()
+        self.attention = attention
+        self.gate = FusedLinear(attention.n_out, [config.n_embd] * 2)
+        self.proj = Linear(config.n_embd, config.n_embd, bias=False)
+
+    def residual(self, x: Tensor, state: Any, positions: Positions, return_state: bool) -> tuple[Tensor, Any]:
+        a, state = self.attention(self.norm(x), positions, state, return_state)
+        return x + gated_linear(self.gate(a), self.proj.weight), state
+
+
+class MLPBlock(Block):
+    """GPT-2's pre-norm block (Radford et al. 2019) with its initial values.
+
+    Weights of all linear layers are drawn from N(0, 1 / (3 n_embd)), which is GPT-2's 0.02 at 768 features. Weights of
+    projections back to the residual stream are divided by sqrt(2 n_layer), or 0 with `zero_init`. Biases start at 0.
+    """
+
+    def __init__(self, config: "GPTConfig", attention: Attention) -> None:
+        super().__init__()
+        settings, n_embd = config.block, config.n_embd
+        assert isinstance(settings, MLPConfig)
+        swiglu = settings.activation == "swiglu"
+        hidden = -(-settings.expansion * n_embd // 12) * 8 if swiglu else settings.expansion * n_embd
+        self.norm_attention = config.new_norm()
+        self.attention = attention
+        self.proj = Linear(attention.n_out, n_embd)
+        self.norm_mlp = config.new_norm()
+        self.up = FusedLinear(n_embd, [hidden] * (2 if swiglu else 1))
+        self.down = Linear(hidden, n_embd)
+        self.activation = _ACTIVATIONS[settings.activation]
+        convs = (nn.Parameter(torch.empty(settings.conv * n_embd)) if settings.conv else None for _ in range(2))
+        self.conv_attention, self.conv_mlp = convs
+
+        std = (3 * n_embd) ** -0.5
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.std = std
+        self.proj.std = self.down.std = 0.0 if settings.zero_init else std / (2 * config.n_layer) ** 0.5
+
+    def reset_parameters(self) -> None:
+        """Draw initial values of the convolutions."""
+        for weight in (self.conv_attention, self.conv_mlp):
+            if weight is not None:
+                init_conv(weight, self.proj.out_features)
+
+    def residual(self, x: Tensor, state: Any, positions: Positions, return_state: bool) -> tuple[Tensor, Any]:
+        """Compute `forward`. With convolutions, the state has the inputs that they still need, too."""
+        has_conv, starts = self.conv_mlp is not None, positions.document_starts
+        state, seen_attention, seen_mlp = state if has_conv and state is not None else (state, None, None)
+        h, seen_attention = causal_conv(self.norm_attention(x), self.conv_attention, seen_attention, starts)
+        a, state = self.attention(h, positions, state, return_state)
+        x = x + self.proj(a)
+        h, seen_mlp = causal_conv(self.norm_mlp(x), self.conv_mlp, seen_mlp, starts)
+        x = x + self.down(self.activation(self.up(h)))
+        return x, (state, seen_attention, seen_mlp) if has_conv and return_state else state
+
+    def initial_state(self, B: int, device: torch.device) -> Any:
+        state, convs = super().initial_state(B, device), (self.conv_attention, self.conv_mlp)
+        seen = [no_inputs(weight, B, self.proj.out_features) for weight in convs if weight is not None]
+        return (state, *seen) if seen else state
+
+
+_BLOCKS: dict[str, type[GLUBlock | MLPBlock]] = {"glu": GLUBlock, "mlp": MLPBlock}
 
 
 class GPTConfig(Settings):
@@ -225,19 +239,17 @@ class GPTConfig(Settings):
         """Raise ValueError if the state grows with the text, and so does not fit `setting`.
 
         Args:
-            from_empty: whether `initial_state` is needed, too.
+            from_empty: whether the state must have its size before the first token, too: `initial_state` is needed.
         """
         if self.max_len is not None:
             raise ValueError(f"position: {setting} needs more than {self.max_len} learned positions: use others")
+        able = [cls for cls in ATTENTION if cls.constant_state]
+        able = [cls for cls in able if not (from_empty and "n_global" in cls.model_fields)]
 
         def check(layer: AttentionConfig) -> None:
-            if not layer.constant_state:
-                able = [cls for cls in ATTENTION if cls.constant_state]
-                able = [cls for cls in able if not (from_empty and "n_global" in cls.model_fields)]
+            if not isinstance(layer, tuple(able)):
                 fitting = ", ".join(name for cls in able for name in variant_names(cls))
                 raise ValueError(f"{setting} needs a state of one size, and that of {layer.name} grows: use {fitting}")
-            if from_empty and hasattr(layer, "n_global"):
-                raise ValueError(f"{setting} does not work with {layer.name}, which keeps a text's first tokens")
 
         self._check_layers(check)
 
@@ -254,7 +266,7 @@ class GPTConfig(Settings):
 
     def _check_attention(self, layer: AttentionConfig) -> None:
         """Raise ValueError if a layer's mechanism does not fit the other settings."""
-        layer.check(self.n_embd, self.n_head, self.head_features)
+        layer.check(self.n_head, self.head_features)
         n_global = getattr(layer, "n_global", 0)
         if self.max_len is not None and n_global > self.max_len:
             raise ValueError(
@@ -276,23 +288,6 @@ class GPTConfig(Settings):
     def n_vocab_padded(self) -> int:
         """Rows of the embedding, which is also the number of logits."""
         return -(-self.n_vocab // self.pad_vocab) * self.pad_vocab
-
-    def parts(self) -> Iterator[tuple[str, Any]]:
-        """Create the model's modules one by one: their names and modules, in the order in which they draw numbers."""
-        bound = self.n_embd**-0.5
-        embed = nn.Embedding(self.n_vocab_padded, self.n_embd)
-        nn.init.uniform_(embed.weight, -bound, bound)
-        yield "embed", embed
-        yield "position", self.position.build(self.n_embd, self.head_features)
-        if self.ngrams:
-            yield "ngrams", NGramMemory(self.ngrams, self.n_embd)
-        for i, layer in enumerate(self.layers):
-            yield f"blocks.{i}", self.block.build(self, layer.build(self.n_embd, self.n_head, self.head_features))
-        yield "norm", self.new_norm()
-        if not self.tied:
-            output = nn.Linear(self.n_embd, self.n_vocab_padded, bias=False)
-            nn.init.uniform_(output.weight, -bound, bound)
-            yield "output", output
 
     def new_norm(self) -> nn.Module:
         """Create a norm of n_embd features."""
@@ -323,6 +318,10 @@ class GPTState(NamedTuple):
     ngrams: NGramState | None = None
 
 
+def _call(module: nn.Module, *args: Any, **options: Any) -> Any:
+    return module(*args, **options)
+
+
 class GPT(nn.Module):
     """A GPT language model. `state_dict()` holds only parameters; state is passed and returned."""
 
@@ -342,15 +341,45 @@ class GPT(nn.Module):
         self.config, self.eot_id = config, eot_id
         self.constant_state = config.max_len is None and all(layer.constant_state for layer in config.layers)
         """Whether the state has one size, whatever the number of tokens."""
-        parts = (module for _, module in config.parts())
-        self.embed: nn.Embedding = next(parts)
-        self.position: nn.Module = next(parts)
-        if config.ngrams:
-            self.ngrams: NGramMemory = next(parts)
-        self.blocks = nn.ModuleList(itertools.islice(parts, config.n_layer))
-        self.norm: nn.Module = next(parts)
-        if not config.tied:
-            self.output: nn.Linear = next(parts)
+        self.recompute: Recompute = "none"
+        """What a backward pass computes again instead of keeping it: of blocks, and of reading the n-grams' memory."""
+        self.call: Callable[..., Any] = _call
+        """Calls a module: (module, x, state, ...) -> (x, ..., state). Context parallel sends states around it."""
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            self.embed = Embedding(config.n_vocab_padded, config.n_embd)
+            self.position: Any = config.position.build(config.n_embd, config.head_features)
+            if config.ngrams:
+                self.ngrams = NGramMemory(config.ngrams, config.n_embd)
+            self.blocks: Any = nn.ModuleList(
+                _BLOCKS[config.block.name](config, layer.build(config.n_embd, config.n_head, config.head_features))
+                for layer in config.layers
+            )
+            self.norm = config.new_norm()
+            if not config.tied:
+                self.output = Linear(config.n_embd, config.n_vocab_padded, bias=False)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self, part: Callable[[Tensor, Tensor], Tensor] = lambda whole, parameter: whole) -> None:
+        """Draw the weights with torch's generator of the CPU, in the order of `state_dict()`.
+
+        Args:
+            part: (a whole weight, its parameter) -> what this process holds of it, if parameters are sharded.
+        """
+        for module in self.modules():
+            held = {name: p for name, p in module._parameters.items() if p is not None}
+            if held:  # each module draws its own parameters, whole and on the CPU
+                whole = {name: nn.Parameter(torch.empty(p.shape, device="cpu")) for name, p in held.items()}
+                module._parameters.update(whole)
+                cast(Any, module).reset_parameters()
+                module._parameters.update(held)
+                for name, p in held.items():
+                    p.copy_(part(whole[name], p))
+        for block in self.blocks:
+            block.attention.copy_weights()
 
     @property
     def output_weight(self) -> Tensor:
@@ -397,12 +426,12 @@ class GPT(nn.Module):
         position, layers, ngrams = state or GPTState(None, (None,) * len(self.blocks))
         x = self.embed(token_ids)  # (B, T, n_embd)
         if self.config.ngrams:
-            x, ngrams = self.ngrams(x, ngrams, starts, token_ids, self.embed.weight)
+            x, ngrams = self.call(self.ngrams, x, ngrams, starts, token_ids, self.embed.weight, self.recompute)
             ngrams = ngrams if return_state else None  # else its memory would be held until the loss is computed
-        x, rotation, position = self.position(x, position, starts)
-        after, order = [], Order(rotation, starts)
+        x, rotation, position = self.call(self.position, x, position, starts)
+        positions, after = Positions(rotation, starts), []
         for block, layer in zip(self.blocks, layers, strict=True):
-            x, layer = block(x, order, layer, return_state)
+            x, layer = self.call(block, x, layer, positions, self.recompute, return_state=return_state)
             after.append(layer)
         return self.norm(x), GPTState(position, tuple(after), ngrams)
 
@@ -428,12 +457,10 @@ class GPT(nn.Module):
 
     def initial_state(self, B: int) -> GPTState:
         """The state of B texts before their first tokens, for models with `constant_state`; None means the same."""
-        position: Any = self.position
-        blocks: Iterable[Any] = self.blocks
         device = self.embed.weight.device
-        layers = tuple(block.initial_state(B) for block in blocks)
+        layers = tuple(block.initial_state(B, device) for block in self.blocks)
         ngrams = self.ngrams.initial_state(B, device) if self.config.ngrams else None
-        return GPTState(position.initial_state(B, device), layers, ngrams)
+        return GPTState(self.position.initial_state(B, device), layers, ngrams)
 
     def token_losses(
         self, token_ids: Tensor, targets: Tensor, state: GPTState | None = None, return_state: bool = False
@@ -461,28 +488,6 @@ class GPT(nn.Module):
         """Mean cross-entropy in nats over the targets that are not negative."""
         summed: Tensor = self.summed_loss(token_ids, targets)
         return summed / (targets >= 0).sum()
-
-    def recompute(self, what: Recompute) -> None:
-        """Choose what a backward pass computes again instead of keeping it. Results and gradients stay the same.
-
-        Args:
-            what: "block": all of a block but its input, and all that is read from the memory of n-grams; "selective":
-                the same, except products with weights, which are kept.
-        """
-        if what == "none":
-            return
-        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-        kept: dict[str, Any] = {}
-        if what == "selective":
-            kept["context_fn"] = partial(create_selective_checkpoint_contexts, products)
-
-        def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args: checkpoint(forward, *args, use_reentrant=False, **kept)
-
-        for block in self.blocks:  # within the block, so that hooks and torch.compile are around it
-            block.forward = recomputing(block.forward)
-        if self.config.ngrams:
-            self.ngrams.read = recomputing(self.ngrams.read)  # type: ignore[method-assign]
 
     def n_params(self) -> int:
         """Number of parameters, without counting shared ones twice."""

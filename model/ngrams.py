@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, one_hot
 
+from model.layers import Linear, Recompute, recomputing
 from model.ops.ngrams import NGramState, ngram_followers, no_ngrams
 
 _SLOTS = 2**14
@@ -23,27 +24,39 @@ class NGramMemory(nn.Module):
     def __init__(self, lengths: Sequence[int], n_embd: int) -> None:
         super().__init__()
         self.lengths = lengths
-        self.proj = nn.Linear(n_embd, n_embd, bias=False)
-        nn.init.zeros_(self.proj.weight)
+        self.proj = Linear(n_embd, n_embd, bias=False, std=0.0)
         # One vector each, because vectors have no weight decay.
-        self.gain = nn.Parameter(torch.ones(len(lengths) * n_embd))
-        self.bias = nn.Parameter(torch.zeros((1 + len(lengths)) * n_embd))
+        self.gain = nn.Parameter(torch.empty(len(lengths) * n_embd))
+        self.bias = nn.Parameter(torch.empty((1 + len(lengths)) * n_embd))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set a to 1 and b to 0."""
+        nn.init.ones_(self.gain)
+        nn.init.zeros_(self.bias)
 
     def forward(
-        self, x: Tensor, state: NGramState | None, starts: Tensor | None, token_ids: Tensor, embed: Tensor
+        self,
+        x: Tensor,
+        state: NGramState | None,
+        starts: Tensor | None,
+        token_ids: Tensor,
+        embed: Tensor,
+        recompute: Recompute = "none",
     ) -> tuple[Tensor, NGramState]:
         """(B, T, n_embd) -> (B, T, n_embd), and the state.
 
         Args:
-            starts: those of Order.
+            starts: Positions.document_starts.
             embed: embeddings of the tokens, (n_vocab_padded, n_embd).
+            recompute: what a backward pass computes again of `read`.
         """
         state = state or self.initial_state(len(x), x.device)
         followers, state = ngram_followers(token_ids, self.lengths, state, starts)  # (B, lengths, T)
         rank = torch.arange(1, 1 + len(self.lengths), device=x.device).unsqueeze(1)
         longest = rank.where(followers >= 0, 0).amax(1)  # (B, T): 1 for the first length; 0: none
         follower = followers.gather(1, (longest - 1).clamp(min=0).unsqueeze(1)).squeeze(1).where(longest > 0, token_ids)
-        y, b = self.read(longest, follower, embed, x.dtype)
+        y, b = recomputing(recompute, self.read)(longest, follower, embed, x.dtype)
         return x + y + b, state
 
     def read(self, longest: Tensor, follower: Tensor, embed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,9 @@ A position is a module with
     forward(x (B, T, n_embd), state=None, starts=None) -> (x, rotation or None, state)
 
 Attention rotates its queries and keys by `rotation`. The state is what the module needs to know about earlier tokens: a
-value with an entry for each row of a batch, since rows may be at different positions. `starts` are those of `Order`.
-If the state has one size, `initial_state(B, device)` is that of B texts before their first tokens, the same as None.
+value with an entry for each row of a batch, since rows may be at different positions. `starts` are
+Positions.document_starts. If the state has one size, `initial_state(B, device)` is that of B texts before their first
+tokens, the same as None.
 """
 
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from common.settings import Settings
+from model.layers import Embedding, Linear
 from model.ops.documents import document_positions
 from model.ops.log_recurrence import log_recurrence
 
@@ -30,16 +32,16 @@ class Rotation(NamedTuple):
     """The same."""
 
 
-class Order(NamedTuple):
-    """The order of the tokens, for attention."""
+class Positions(NamedTuple):
+    """Where tokens stand in their documents, for attention."""
 
     rotation: Rotation | None = None
-    starts: Tensor | None = None
-    """(B, T), bool: True at the first token of each document, which does not see earlier ones. Together with a state
-    only for attention that `resets` or is `by_distance`. None: all tokens are one document."""
+    document_starts: Tensor | None = None
+    """(B, T), bool: True at the first token of each document, which does not see earlier ones. Attention with a state
+    needs `resets` or `by_distance`. None: all tokens are one document."""
 
 
-NO_ORDER = Order()
+NO_POSITIONS = Positions()
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -49,13 +51,99 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-def positions(lengths: tuple[int, ...], n: int, device: torch.device | None = None) -> Tensor:
+def last_positions(lengths: tuple[int, ...], n: int, device: torch.device | None = None) -> Tensor:
     """Return the positions of the last n tokens of texts of these lengths: (B, n), or (1, n) if all lengths are equal.
 
     Positions before the first token, where there is no token, are negative.
     """
     lengths = lengths[:1] if len(set(lengths)) == 1 else lengths
     return torch.tensor(lengths, device=device).unsqueeze(1) - n + torch.arange(n, device=device)
+
+
+class LogRecurrencePosition(nn.Module):
+    """x + s, where s_t = log(p_t exp(s_{t-1}) + exp(h_t)) and a linear layer computes p and h. State: s (B, n_embd)."""
+
+    def __init__(self, n_embd: int) -> None:
+        super().__init__()
+        self.dense = Linear(n_embd, 2 * n_embd)
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, None, Tensor]:
+        p, h = self.dense(x).chunk(2, dim=-1)
+        log_p = logsigmoid(p)
+        if starts is not None:  # a document's first step is from s = 0
+            first = starts.unsqueeze(-1)
+            h, log_p = torch.logaddexp(log_p, h).where(first, h), log_p.masked_fill(first, -torch.inf)
+        s, state = log_recurrence(log_p, h, state=state, return_state=True)
+        return x + s, None, state
+
+    def initial_state(self, B: int, device: torch.device) -> Tensor:
+        weight = self.dense.weight
+        return torch.zeros(B, weight.shape[1], dtype=torch.promote_types(weight.dtype, torch.float32), device=device)
+
+
+class LearnedPosition(nn.Module):
+    """x + a learned vector for each position. State: tokens seen so far, for each row; ignored with `starts`."""
+
+    def __init__(self, n_embd: int, max_len: int) -> None:
+        super().__init__()
+        self.embed = Embedding(max_len, n_embd, std=0.02)
+
+    def forward(
+        self, x: Tensor, state: tuple[int, ...] | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, None, tuple[int, ...]]:
+        """Raises ValueError if a sequence, including earlier tokens, has more tokens than positions."""
+        T, limit = x.shape[1], self.embed.num_embeddings
+        lengths = tuple(n + T for n in state or (0,) * len(x))
+        if max(lengths) > limit:
+            raise ValueError(
+                f"{max(lengths)} tokens are more than the model's {limit} learned positions: use a shorter sequence"
+            )
+        if starts is not None:
+            return x + self.embed(document_positions(starts)), None, lengths
+        # A slice has a faster backward pass than an index.
+        rows = last_positions(lengths, T, x.device) if len(set(lengths)) > 1 else slice(lengths[0] - T, lengths[0])
+        return x + self.embed.weight[rows], None, lengths
+
+
+class RotaryPosition(nn.Module):
+    """Does not change x and returns the rotation of its positions.
+
+    State: the position of each row's next token, int64 (B,), which begins again with each document.
+    """
+
+    def __init__(self, head_dim: int, base: float) -> None:
+        super().__init__()
+        self.head_dim, self.base = head_dim, base
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, Rotation, Tensor]:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = dtype if state is None else torch.float64  # with a state, positions grow without limit
+        pair = torch.arange(0, self.head_dim, 2, dtype=wide, device=x.device)
+        t = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        position = t if starts is None else document_positions(starts)
+        if state is not None:
+            before = state.unsqueeze(1)  # (B, 1)
+            position = position + (before if starts is None else before.where(starts.cumsum(1) == 0, 0))
+        angle = position.to(wide).unsqueeze(-1) * self.base ** (-pair / self.head_dim)  # (B or 1, T, head_dim / 2)
+        after = (position[:, -1] + 1).expand(len(x))
+        return x, Rotation(angle.cos().to(dtype), angle.sin().to(dtype)), after
+
+    def initial_state(self, B: int, device: torch.device) -> Tensor:
+        return torch.zeros(B, dtype=torch.int64, device=device)
+
+
+class NoPosition(nn.Module):
+    """Does not change x."""
+
+    def forward(self, x: Tensor, state: None = None, starts: Tensor | None = None) -> tuple[Tensor, None, None]:
+        return x, None, None
+
+    def initial_state(self, B: int, device: torch.device) -> None:
+        return None
 
 
 class LogRecurrenceConfig(Settings):
@@ -102,90 +190,3 @@ PositionConfig = Annotated[
     LogRecurrenceConfig | LearnedConfig | RotaryConfig | NoPositionConfig, Field(discriminator="name")
 ]
 POSITIONS = get_args(get_args(PositionConfig)[0])
-
-
-class LogRecurrencePosition(nn.Module):
-    """x + s, where s_t = log(p_t exp(s_{t-1}) + exp(h_t)) and a linear layer computes p and h. State: s (B, n_embd)."""
-
-    def __init__(self, n_embd: int) -> None:
-        super().__init__()
-        self.dense = nn.Linear(n_embd, 2 * n_embd)
-
-    def forward(
-        self, x: Tensor, state: Tensor | None = None, starts: Tensor | None = None
-    ) -> tuple[Tensor, None, Tensor]:
-        p, h = self.dense(x).chunk(2, dim=-1)
-        log_p = logsigmoid(p)
-        if starts is not None:  # a document's first step is from s = 0
-            first = starts.unsqueeze(-1)
-            h, log_p = torch.logaddexp(log_p, h).where(first, h), log_p.masked_fill(first, -torch.inf)
-        s, state = log_recurrence(log_p, h, state=state, return_state=True)
-        return x + s, None, state
-
-    def initial_state(self, B: int, device: torch.device) -> Tensor:
-        weight = self.dense.weight
-        return torch.zeros(B, weight.shape[1], dtype=torch.promote_types(weight.dtype, torch.float32), device=device)
-
-
-class LearnedPosition(nn.Module):
-    """x + a learned vector for each position. State: tokens seen so far, for each row; ignored with `starts`."""
-
-    def __init__(self, n_embd: int, max_len: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(max_len, n_embd)
-        nn.init.normal_(self.embed.weight, std=0.02)
-
-    def forward(
-        self, x: Tensor, state: tuple[int, ...] | None = None, starts: Tensor | None = None
-    ) -> tuple[Tensor, None, tuple[int, ...]]:
-        """Raises ValueError if a sequence, including earlier tokens, has more tokens than positions."""
-        T, limit = x.shape[1], self.embed.num_embeddings
-        lengths = tuple(n + T for n in state or (0,) * len(x))
-        if max(lengths) > limit:
-            raise ValueError(
-                f"{max(lengths)} tokens are more than the model's {limit} learned positions: use a shorter sequence"
-            )
-        if starts is not None:
-            return x + self.embed(document_positions(starts)), None, lengths
-        # A slice has a faster backward pass than an index.
-        rows = positions(lengths, T, x.device) if len(set(lengths)) > 1 else slice(lengths[0] - T, lengths[0])
-        return x + self.embed.weight[rows], None, lengths
-
-
-class RotaryPosition(nn.Module):
-    """Does not change x and returns the rotation of its positions.
-
-    State: the position of each row's next token, int64 (B,), which begins again with each document.
-    """
-
-    def __init__(self, head_dim: int, base: float) -> None:
-        super().__init__()
-        self.head_dim, self.base = head_dim, base
-
-    def forward(
-        self, x: Tensor, state: Tensor | None = None, starts: Tensor | None = None
-    ) -> tuple[Tensor, Rotation, Tensor]:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        wide = dtype if state is None else torch.float64  # with a state, positions grow without limit
-        pair = torch.arange(0, self.head_dim, 2, dtype=wide, device=x.device)
-        t = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-        position = t if starts is None else document_positions(starts)
-        if state is not None:
-            before = state.unsqueeze(1)  # (B, 1)
-            position = position + (before if starts is None else before.where(starts.cumsum(1) == 0, 0))
-        angle = position.to(wide).unsqueeze(-1) * self.base ** (-pair / self.head_dim)  # (B or 1, T, head_dim / 2)
-        after = (position[:, -1] + 1).expand(len(x))
-        return x, Rotation(angle.cos().to(dtype), angle.sin().to(dtype)), after
-
-    def initial_state(self, B: int, device: torch.device) -> Tensor:
-        return torch.zeros(B, dtype=torch.int64, device=device)
-
-
-class NoPosition(nn.Module):
-    """Does not change x."""
-
-    def forward(self, x: Tensor, state: None = None, starts: Tensor | None = None) -> tuple[Tensor, None, None]:
-        return x, None, None
-
-    def initial_state(self, B: int, device: torch.device) -> None:
-        return None

@@ -1,7 +1,7 @@
 """States as trees: combine the rows of several, select rows of one, name their tensors, or tell their size.
 
-A state is None, or a tuple (named or not) of states, of tensors whose first dimension is the batch, and of tuples with
-an int for each row. A mechanism whose state has this form needs no batching code.
+A state is a tree of tuples. Its leaves are tensors whose first dimension is the batch, tuples with an int for each row,
+None, and what is not part of the value. A mechanism whose state has this form needs no batching code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
-from model.attention.base import Attention
 from model.attention.cache import KVCache, Room, SparseCache
-from model.ops.sparse_attention.patterns import Pattern, needed_keys
+from model.ops.sparse_attention.patterns import needed_keys
+
+
+def _per_row(x: Any) -> bool:
+    return type(x) is tuple and all(isinstance(n, int) for n in x)
 
 
 def cat_states(states: Sequence[Any]) -> Any:
@@ -26,28 +30,33 @@ def cat_states(states: Sequence[Any]) -> Any:
     """
     if not states:
         raise ValueError("no states to combine: pass at least one")
-    first = states[0]
-    if all(state is None or isinstance(state, Room) for state in states):
+    return tree_map(_cat, *states, is_leaf=_per_row)
+
+
+def _cat(*leaves: Any) -> Any:
+    if all(isinstance(x, Tensor) for x in leaves):
+        if len({x.shape[1:] for x in leaves}) > 1:
+            longest = max(x.shape[2] for x in leaves)
+            leaves = tuple(pad(x, (0, 0) * (x.dim() - 3) + (longest - x.shape[2], 0)) for x in leaves)
+        return torch.cat(leaves)
+    if all(isinstance(x, tuple) for x in leaves):
+        return sum(leaves, ())
+    if all(x is None or isinstance(x, Room) for x in leaves):
         return None  # the combined rows get a new buffer
-    if len({type(state) for state in states}) > 1:
-        raise ValueError(f"states of different kinds: {', '.join(type(state).__name__ for state in states)}")
-    if isinstance(first, Tensor):
-        return _cat_tensors(states)
-    if _per_row(first):
-        return tuple(n for state in states for n in state)
-    parts = (cat_states(parts) for parts in zip(*states, strict=True))
-    return _like(first, parts)
+    raise ValueError(f"states of different kinds: {', '.join(type(x).__name__ for x in leaves)}")
 
 
 def select_rows(state: Any, rows: Sequence[int] | slice) -> Any:
     """Return a state with these rows, in this order. Rows can be repeated; those of a slice are views."""
-    if isinstance(state, Tensor):
-        return state[rows if isinstance(rows, slice) else torch.tensor(rows, device=state.device)]
-    if state is None or isinstance(state, Room):
+
+    def select(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x[rows if isinstance(rows, slice) else torch.tensor(rows, device=x.device)]
+        if isinstance(x, tuple):
+            return x[rows] if isinstance(rows, slice) else tuple(x[row] for row in rows)
         return None
-    if _per_row(state):
-        return state[rows] if isinstance(rows, slice) else tuple(state[row] for row in rows)
-    return _like(state, (select_rows(part, rows) for part in state))
+
+    return tree_map(select, state, is_leaf=_per_row)
 
 
 class StateTensor(NamedTuple):
@@ -59,84 +68,60 @@ class StateTensor(NamedTuple):
     """The name of the cache of which this has columns, (B, H, S, D) or (B, 1, S); None: its shape never changes."""
 
 
-def tensors_of(state: Any, name: str = "", cache: str | None = None) -> Iterator[tuple[str, StateTensor]]:
+def _name(path: KeyPath) -> str:
+    return ".".join(str(getattr(key, "name", None) or getattr(key, "idx", None)) for key in path)
+
+
+def tensors_of(state: Any) -> Iterator[tuple[str, StateTensor]]:
     """Yield the tensors and counts of a state, named by their paths in it, such as layers.0.log_s."""
-    if isinstance(state, Tensor):
-        yield name, StateTensor(state, cache)
-    elif isinstance(state, tuple) and state and _per_row(state):
-        yield name, StateTensor(torch.tensor(state), None)
-    elif isinstance(state, tuple):
-        cache = name if isinstance(state, KVCache | SparseCache) else None
-        for key, part in zip(getattr(state, "_fields", range(len(state))), state, strict=True):
-            yield from tensors_of(part, f"{name}.{key}" if name else str(key), cache)
+    leaves = {_name(path): x for path, x in tree_flatten_with_path(state, is_leaf=_per_row)[0]}
+    for name, x in leaves.items():
+        owner = name.rpartition(".")[0]
+        if isinstance(x, Tensor):
+            yield name, StateTensor(x, owner if f"{owner}.lengths" in leaves else None)
+        elif isinstance(x, tuple) and x:
+            yield name, StateTensor(torch.tensor(x), None)
 
 
-def restored(like: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
+def restored(like: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The state whose tensors have these names and values; `like` has its form."""
-    if isinstance(like, Tensor):
-        return tensors[name]
-    if not isinstance(like, tuple):
-        return None
-    if like and _per_row(like):
-        return tuple(tensors[name].tolist())
-    keys = getattr(like, "_fields", range(len(like)))
-    return _like(
-        like,
-        (restored(part, tensors, f"{name}.{key}" if name else str(key)) for key, part in zip(keys, like, strict=True)),
-    )
+
+    def value(path: KeyPath, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return tensors[_name(path)]
+        return tuple(tensors[_name(path)].tolist()) if isinstance(x, tuple) else None
+
+    return tree_map_with_path(value, like, is_leaf=_per_row)
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of all tensors of a state, excluding token counts and a cache's spare capacity."""
+    return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, Tensor))
 
 
 def stretched(gpt: nn.Module, state: Any, n: int) -> Any:
     """A GPT's state as after n tokens read at once. Keys and values share memory until a token is appended."""
-    mechanisms = [module for module in gpt.modules() if isinstance(module, Attention)]
-    layers = (
-        _stretched(layer, n, (group.patterns for group in getattr(mechanism, "groups", [])))
-        for layer, mechanism in zip(state.layers, mechanisms, strict=True)
-    )
+    sparse = iter(group.patterns for module in gpt.modules() for group in getattr(module, "groups", []))
+
+    def stretch(x: Any) -> Any:
+        if isinstance(x, KVCache):
+            return KVCache(repeated_columns(x.k, n), repeated_columns(x.v, n), (n,) * len(x.lengths))
+        if isinstance(x, SparseCache):
+            j = torch.arange(n, device=x.k.device)
+            kept = j[needed_keys(next(sparse), j, torch.tensor(n, device=j.device))]
+            place = (1 + kept).to(torch.int32).expand(len(x.lengths), 1, -1)
+            k, v = (repeated_columns(y, len(kept)) for y in (x.k, x.v))
+            return SparseCache(k, v, place, (n,) * len(x.lengths))
+        return (n,) * len(x) if isinstance(x, tuple) else x
+
     position = state.position
     if isinstance(position, Tensor) and not position.is_floating_point():  # counts of tokens
         position = torch.full_like(position, n)
-    return state._replace(position=_stretched(position, n, iter(())), layers=tuple(layers))
-
-
-def _stretched(state: Any, n: int, patterns: Iterator[list[Pattern]]) -> Any:
-    """The same for a part of a state; `patterns` are those of its sparse caches, in order."""
-    if isinstance(state, KVCache):
-        return KVCache(repeated_columns(state.k, n), repeated_columns(state.v, n), (n,) * len(state.lengths))
-    if isinstance(state, SparseCache):
-        j = torch.arange(n, device=state.k.device)
-        kept = j[needed_keys(next(patterns), j, torch.tensor(n, device=j.device))]
-        place = (1 + kept).to(torch.int32).expand(len(state.lengths), 1, -1)
-        k, v = (repeated_columns(x, len(kept)) for x in (state.k, state.v))
-        return SparseCache(k, v, place, (n,) * len(state.lengths))
-    if not isinstance(state, tuple):
-        return n if isinstance(state, int) else state  # a count of tokens; anything else is None or has a constant size
-    return _like(state, (_stretched(part, n, patterns) for part in state))
+    state = state._replace(position=position)
+    return tree_map(stretch, state, is_leaf=lambda x: isinstance(x, KVCache | SparseCache) or _per_row(x))
 
 
 def repeated_columns(x: Tensor, n: int) -> Tensor:
     """A view: (B, H, S, D) -> (B, H, n, D), all equal to the last column, or 0 if there is none."""
     last = x[:, :, -1:] if x.shape[2] else x.new_zeros(*x.shape[:2], 1, x.shape[3])
     return last.expand(-1, -1, n, -1)
-
-
-def state_bytes(state: Any) -> int:
-    """Bytes of all tensors of a state, excluding token counts and a cache's spare capacity."""
-    if isinstance(state, Tensor):
-        return state.nbytes
-    return sum(map(state_bytes, state)) if isinstance(state, tuple) else 0
-
-
-def _cat_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    if len({x.shape[1:] for x in tensors}) > 1:
-        longest = max(x.shape[2] for x in tensors)
-        tensors = [pad(x, (0, 0) * (x.dim() - 3) + (longest - x.shape[2], 0)) for x in tensors]
-    return torch.cat(list(tensors))
-
-
-def _per_row(state: tuple[Any, ...]) -> bool:
-    return all(isinstance(n, int) for n in state)
-
-
-def _like(state: Any, parts: Any) -> Any:
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)

@@ -27,24 +27,14 @@ def build_model(
     fsdp = config.runtime.strategy == "fsdp"
     with torch.device("meta") if fsdp else contextlib.nullcontext():  # fsdp: for models that do not fit here
         gpt = GPT(config.model, eot_id).to(runtime.param_dtype)
-    gpt.recompute(config.runtime.recompute)
+    gpt.recompute = config.runtime.recompute
     if group.size > 1:
         share_sequences(gpt, group)
     summed_loss = SummedLoss(gpt)
     maybe_compile(gpt.blocks if fsdp else [summed_loss], config.runtime, runtime, gpt)
     wrapped = world.wrap(summed_loss, fsdp, runtime.dtype)
     if fsdp:
-        initialise(gpt, world, runtime.param_dtype)
+        gpt.to_empty(device=world.device)
+        gpt.init_weights(world.like)  # each process draws all weights, one at a time, and keeps its part
     scale_weights(gpt, config.optim.transfer)
     return gpt, wrapped
-
-
-def initialise(gpt: GPT, world: World, dtype: torch.dtype) -> None:
-    """Give a sharded model that is on the meta device the weights that GPT(gpt.config) would have here.
-
-    Each process draws all of them, one block at a time, and keeps its parts.
-    """
-    weights = gpt.to_empty(device=world.device).state_dict()
-    for name, module in gpt.config.parts():
-        for key, value in module.to(dtype).state_dict(prefix=f"{name}.").items():
-            weights[key].copy_(world.like(value, weights[key]))

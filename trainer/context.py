@@ -7,57 +7,33 @@ the opposite way in the backward pass. With n processes and L layers, this takes
 process ever waited.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from model.gpt import GPT
-from model.position import Order
 from model.state import restored, tensors_of
 from trainer.distributed import SequenceGroup
 
 
 def share_sequences(gpt: GPT, group: SequenceGroup) -> None:
-    """Let the layers of a model take their states from the process before this one, and pass them to the next.
+    """Let the modules of a model take their states from the process before this one, and pass them to the next.
 
     Only where gradients are computed: elsewhere, as in evaluation, every process computes whole sequences.
     """
-    first: list[Any] = [gpt.ngrams, gpt.position] if gpt.config.ngrams else [gpt.position]
-    for module in first:
-        module.forward = _shared(module, group)
-    for block in gpt.blocks:  # around recomputation, which must not receive anything again
-        block.forward = _shared_block(block, group)
+    gpt.call = partial(_shared, group)
 
 
-def _shared(module: Any, group: SequenceGroup) -> Callable[..., Any]:
-    """The forward function of a position or an n-gram memory: (x, state, ...) -> (x, ..., state)."""
-    forward = module.forward
-
-    def shared(x: Tensor, state: Any = None, *others: Any) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled():
-            return forward(x, state, *others)
-        empty = module.initial_state(len(x), x.device)
-        x, state = _take(x, group, empty)
-        x, *between, after = forward(x, state, *others)
-        return _pass_on(x, group, after, empty), *between, after
-
-    return shared
-
-
-def _shared_block(block: Any, group: SequenceGroup) -> Callable[..., Any]:
-    forward = block.forward
-
-    def shared(x: Tensor, order: Order, state: Any = None, return_state: bool = False) -> tuple[Tensor, Any]:
-        if not torch.is_grad_enabled():
-            return forward(x, order, state, return_state)
-        empty = block.initial_state(len(x))
-        x, state = _take(x, group, empty)
-        x, after = forward(x, order, state, True)
-        return _pass_on(x, group, after, empty), after
-
-    return shared
+def _shared(group: SequenceGroup, module: Any, x: Tensor, state: Any, *others: Any, **options: bool) -> tuple[Any, ...]:
+    """module(x, state, ...) -> (x, ..., state), with the state of the process before this one."""
+    if not torch.is_grad_enabled():
+        return module(x, state, *others, **options)
+    empty = module.initial_state(len(x), x.device)
+    x, state = _take(x, group, empty)
+    x, *between, after = module(x, state, *others, **dict.fromkeys(options, True))  # return_state
+    return _pass_on(x, group, after, empty), *between, after
 
 
 def _take(x: Tensor, group: SequenceGroup, empty: Any) -> tuple[Tensor, Any]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from model.attention import AttentionConfig
 from model.attention.longformer import LongformerConfig
-from model.gpt import GPT, GPTConfig, Recompute
+from model.gpt import GPT, GPTConfig
+from model.layers import Recompute
 from model.ops import linear_cross_entropy
 from model.state import state_bytes
 from trainer.runtime import Runtime
@@ -120,7 +121,7 @@ def _state_bytes(gpt: GPT, of_keys: int) -> int:
             width = block.attention.n_kv_head * gpt.config.head_features
             total += 2 * (layer.window + 2 * layer.n_global) * width * of_keys
         else:
-            total += state_bytes(block.initial_state(1))
+            total += state_bytes(block.initial_state(1, device))
     return total
 
 
@@ -158,7 +159,7 @@ def _measured(config_json: str, tokens: int, dtype: torch.dtype, recompute: Reco
     runtime = Runtime(torch.device("cpu"), dtype)
     with torch.random.fork_rng(devices=[]):
         gpt = GPT(GPTConfig.model_validate_json(config_json)).to(runtime.param_dtype)
-    gpt.recompute(recompute)
+    gpt.recompute = recompute
     # A single sequence can need fewer copies; the third adds as much as every further one.
     two, three = (_kept(gpt, torch.zeros(n, tokens, dtype=torch.int64), runtime) for n in (2, 3))
     return (three - two) / tokens

@@ -9,9 +9,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from common.settings import Settings
-from model.attention.decay import Decay
-from model.fused import FusedLinear
+from model.attention.base import Decay
 from model.gpt import GPT
+from model.layers import FusedLinear
 from trainer.distributed import World
 from trainer.transfer import TransferConfig, ratios, scales
 

@@ -18,7 +18,8 @@ from torch import nn
 from common.console import count, say_once
 from common.settings import Settings, UserError
 from model.compiled import check, shortened
-from model.gpt import GPT, Recompute
+from model.gpt import GPT
+from model.layers import Recompute
 from model.ops.checks import Wrong, failed_check, outcomes, separate_compiled_code
 from trainer.devices import device_of_gpu
 

@@ -1,22 +1,23 @@
 """The interface of attention mechanisms, and the projections that most of them share."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, sigmoid, silu
+from torch.nn.functional import logsigmoid, rms_norm, sigmoid, silu
 
 from common.settings import Settings
-from model.attention.decay import Decay
-from model.fused import FusedLinear
-from model.ops.causal_conv import causal_conv, initial_conv, no_inputs
+from model.layers import FusedLinear, Linear
+from model.ops.causal_conv import causal_conv, init_conv, no_inputs
 from model.ops.log_attention.chunks import CHUNK
-from model.position import NO_ORDER, Order, Rotation, rotate
+from model.position import NO_POSITIONS, Positions, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
 _GATES = {"silu": silu, "sigmoid": sigmoid}
+_SPANS = 1.5, 500.0  # tokens after which the first and the last head keep 1 / e, at the start of training
 
 
 class AttentionSettings(Settings, defaults="attention_parts"):
@@ -43,8 +44,8 @@ class AttentionSettings(Settings, defaults="attention_parts"):
         """Create the module without its optional parts."""
         raise NotImplementedError
 
-    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
-        """Raise a ValueError of one line if the mechanism does not fit a model of these sizes."""
+    def check(self, n_head: int, head_dim: int) -> None:
+        """Raise a ValueError of one line if the mechanism does not fit heads of these sizes."""
 
     def check_documents(self) -> None:
         """Raise a ValueError of one line if the mechanism cannot keep documents apart."""
@@ -60,7 +61,7 @@ class GroupedSettings(AttentionSettings):
     n_kv_head: int | None = Field(ge=1)
     """Key and value heads, a divisor of n_head; null: n_head, one for each query head; 1: one for all."""
 
-    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
+    def check(self, n_head: int, head_dim: int) -> None:
         """Raise ValueError if the query heads cannot share their key and value heads evenly."""
         if self.n_kv_head is not None and n_head % self.n_kv_head:
             divisors = [n for n in range(1, n_head + 1) if n_head % n == 0]
@@ -70,22 +71,46 @@ class GroupedSettings(AttentionSettings):
             )
 
 
+class Forgetting(NamedTuple):
+    """What a token no longer sees of the tokens before it."""
+
+    log_f: Tensor | None = None
+    """(B, n_head, T, 1): logarithm of the share that a head keeps at a token; -inf: nothing. None: all."""
+    document_starts: Tensor | None = None
+    """That of Positions, for mechanisms without `resets`."""
+
+
+class Decay(nn.Module):
+    """Gates of tokens x (B, T, n_embd): log_f = log sigmoid(bias + linear(x)), (B, n_head, T, 1) (Lin et al. 2025)."""
+
+    def __init__(self, n_embd: int, n_head: int) -> None:
+        super().__init__()
+        self.to_gates = Linear(n_embd, n_head, bias=False)
+        self.bias = nn.Parameter(torch.empty(n_head))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Spread the heads' spans."""
+        first, last = map(math.log, _SPANS)
+        spans = torch.linspace(first, last, len(self.bias)).exp()
+        self.bias.copy_(torch.logit((-1 / spans).exp()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return logsigmoid(self.bias + self.to_gates(x)).mT.unsqueeze(-1)
+
+
 class Attention(nn.Module):
     """Mixes tokens. Owns the projections to queries, keys and values; the block projects the result back.
 
-    A mechanism implements `split`, `attend` and `naive_attend`. Where queries and keys are not rotated alone, it
-    overrides `mix` and `naive_mix`, or `join`. The optional parts are the same for all mechanisms.
+    A mechanism implements `split`, `attend` and `naive_attend`. Mechanisms that rotate more than queries and keys
+    override `mix` and `naive_mix`, or `join`. The optional parts are the same for all mechanisms.
     """
 
-    attend: Callable[..., tuple[Tensor, Any]]
-    """(q, k, v, state, return_state) -> results (B, n_head, T, features) and, if `return_state`, the state. Mechanisms
-    with gates have one more argument, log_f, and those without `resets` have `starts`, that of Order."""
-    naive_attend: Callable[..., Tensor]
-    """(q, k, v) or (q, k, v, log_f) -> the same results, from the equation in the source."""
     resets = False
     """Whether log_f = -inf makes a token the first of a document."""
     by_distance = False
-    """Whether `attend` takes starts together with a state, because what a token sees depends on distances alone."""
+    """Whether `attend` takes document_starts together with a state, because what a token sees depends on distances."""
 
     def __init__(self, n_embd: int, n_head: int, n_out: int, parts: Sequence[int], n_group: int = 1) -> None:
         """Create the projection.
@@ -100,26 +125,35 @@ class Attention(nn.Module):
         self.conv: nn.Parameter | None = None
         self.q_scale: nn.Parameter | None = None
         self.k_scale: nn.Parameter | None = None
-        self.gate: nn.Linear | None = None
+        self.gate: Linear | None = None
         self.decay: Decay | None = None
+
+    def add_parts(self, settings: AttentionSettings, query_dim: int) -> None:
+        """Create the optional parts."""
+        n_embd, n_qkv = self.qkv.in_features, self.qkv.out_features
+        if settings.conv:
+            self.conv = nn.Parameter(torch.empty(settings.conv * n_qkv))
+        if settings.qk_norm:
+            self.q_scale, self.k_scale = (nn.Parameter(torch.empty(query_dim)) for _ in range(2))
+        if settings.gate != "none":
+            self.gate, self.gate_function = Linear(n_embd, self.n_out), _GATES[settings.gate]
+        if getattr(settings, "decay", "none") != "none":
+            self.decay = Decay(n_embd, self.n_head)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw initial values of the module's own parameters."""
+        if self.conv is not None:
+            init_conv(self.conv, self.qkv.out_features)
+        for scale in (self.q_scale, self.k_scale):
+            if scale is not None:
+                nn.init.ones_(scale)
 
     def copy_weights(self) -> None:
         """Make weights equal that start as copies of others; called whenever weights have been drawn."""
 
-    def add_parts(self, settings: AttentionSettings, query_dim: int) -> None:
-        """Create the parameters of the optional parts."""
-        n_embd, n_qkv = self.qkv.in_features, self.qkv.out_features
-        if settings.conv:
-            self.conv = initial_conv(settings.conv, n_qkv)
-        if settings.qk_norm:
-            self.q_scale, self.k_scale = (nn.Parameter(torch.ones(query_dim)) for _ in range(2))
-        if settings.gate != "none":
-            self.gate, self.gate_function = nn.Linear(n_embd, self.n_out), _GATES[settings.gate]
-        if getattr(settings, "decay", "none") != "none":
-            self.decay = Decay(n_embd, self.n_head)
-
     def forward(
-        self, x: Tensor, order: Order = NO_ORDER, state: Any = None, return_state: bool = False
+        self, x: Tensor, positions: Positions = NO_POSITIONS, state: Any = None, return_state: bool = False
     ) -> tuple[Tensor, Any]:
         """(B, T, n_embd) -> (B, T, n_out), and with `return_state` the state for the tokens that follow, else None.
 
@@ -129,29 +163,30 @@ class Attention(nn.Module):
         Raises:
             ValueError: documents start, and there is a state, or one is wanted, and the mechanism cannot do that.
         """
-        if order.starts is not None and (return_state or state is not None) and not (self.resets or self.by_distance):
-            raise ValueError("order.starts cannot be used with a state: pass each document by itself")
+        starts, has_state = positions.document_starts, return_state or state is not None
+        if starts is not None and has_state and not (self.resets or self.by_distance):
+            raise ValueError("document_starts cannot be used with a state: pass each document by itself")
         seen, state = state if self.conv is not None and state is not None else (None, state)
-        features, seen = self.features(x, seen, order.starts)
-        y, state = self.mix(x, features, order, state, return_state)
-        y = self._finish(x, y)
+        features, seen = self.features(x, seen, starts)
+        y, state = self.mix(x, features, positions, state, return_state)
+        y = self._gated(x, y)
         if not return_state:
             return y, None
         return y, state if self.conv is None else (seen, state)
 
-    def initial_state(self, B: int) -> Any:
+    def initial_state(self, B: int, device: torch.device) -> Any:
         """The state of B texts before their first tokens, of the size that it always has."""
         if self.conv is None:
-            return self.empty(B)
-        return no_inputs(self.conv, B, self.qkv.out_features), self.empty(B)
+            return self.empty(B, device)
+        return no_inputs(self.conv, B, self.qkv.out_features), self.empty(B, device)
 
-    def empty(self, B: int) -> Any:
+    def empty(self, B: int, device: torch.device) -> Any:
         """What `attend` takes as the state of B texts before their first tokens."""
         raise NotImplementedError
 
     def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Compute `forward` from the equation in the source, for a text from its beginning."""
-        return self._finish(x, self.naive_mix(x, self.features(x)[0], rotation))
+        return self._gated(x, self.naive_mix(x, self.features(x)[0], rotation))
 
     def features(
         self, x: Tensor, seen: Tensor | None = None, starts: Tensor | None = None
@@ -159,26 +194,27 @@ class Attention(nn.Module):
         """(B, T, n_embd) -> queries, keys and values (B, T, n_qkv), and what the convolution needs for later tokens."""
         return causal_conv(self.qkv(x), self.conv, seen, starts)
 
-    def mix(self, x: Tensor, features: Tensor, order: Order, state: Any, return_state: bool) -> tuple[Tensor, Any]:
+    def mix(
+        self, x: Tensor, features: Tensor, positions: Positions, state: Any, return_state: bool
+    ) -> tuple[Tensor, Any]:
         """Attend with queries, keys and values `features` (B, T, n_qkv) of tokens x: (B, T, n_out), and the state."""
-        qkv = self.project(features, order.rotation)
-        y, state = self.attend(*qkv, state, return_state, **self.gates(x, order.starts))
-        return self.join(y, order.rotation), state
+        forgetting = self.forgetting(x, positions.document_starts)
+        y, state = self.attend(*self.project(features, positions.rotation), forgetting, state, return_state)
+        return self.join(y, positions.rotation), state
 
     def naive_mix(self, x: Tensor, features: Tensor, rotation: Rotation | None) -> Tensor:
         """Compute `mix` from the equation in the source."""
-        return self.join(self.naive_attend(*self.project(features, rotation), **self.gates(x)), rotation)
+        return self.join(self.naive_attend(*self.project(features, rotation), self.forgetting(x).log_f), rotation)
 
-    def gates(self, x: Tensor, starts: Tensor | None = None) -> dict[str, Tensor]:
-        """The arguments log_f and starts of `attend`: what is forgotten of earlier tokens, if anything is."""
+    def forgetting(self, x: Tensor, starts: Tensor | None = None) -> Forgetting:
+        """What tokens x (B, T, n_embd) forget; mechanisms that reset forget everything where a document starts."""
         log_f = None if self.decay is None else self.decay(x)
-        if starts is not None and self.resets:
-            log_f = x.new_zeros(len(x), self.n_head, x.shape[1], 1) if log_f is None else log_f
-            log_f, starts = log_f.masked_fill(starts[:, None, :, None], -torch.inf), None
-        return {name: value for name, value in (("log_f", log_f), ("starts", starts)) if value is not None}
+        if starts is None or not self.resets:
+            return Forgetting(log_f, starts)
+        log_f = x.new_zeros(len(x), self.n_head, x.shape[1], 1) if log_f is None else log_f
+        return Forgetting(log_f.masked_fill(starts[:, None, :, None], -torch.inf))
 
-    def _finish(self, x: Tensor, y: Tensor) -> Tensor:
-        """Apply the gate to the result (B, T, n_out)."""
+    def _gated(self, x: Tensor, y: Tensor) -> Tensor:
         return y if self.gate is None else y * self.gate_function(self.gate(x))
 
     def project(self, features: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,6 +228,16 @@ class Attention(nn.Module):
 
     def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q, k, v (B, heads, T, features); without v, keys are the values too."""
+        raise NotImplementedError
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
+    ) -> tuple[Tensor, Any]:
+        """Return the results (B, n_head, T, features) of T tokens and, if `return_state`, the state after them."""
+        raise NotImplementedError
+
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
+        """Return the results of a text from its beginning, from the equation in the source."""
         raise NotImplementedError
 
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
@@ -237,6 +283,10 @@ class MultiHeadAttention(Attention):
     def grouped(self) -> bool:
         """Whether query heads share key and value heads."""
         return self.n_kv_head < self.n_head
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """(B, n_kv_head, T, D) -> (B, n_head, T, D): the key or value head of each query head."""
+        return x.repeat_interleave(self.n_head // self.n_kv_head, dim=1)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Scores and their product with the values. On average a causal token attends to half of the sequence."""

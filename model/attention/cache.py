@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model.ops.sparse_attention import document_attention
 from model.ops.sparse_attention.patterns import CAUSAL, Pattern, needed_keys, reach_of
-from model.position import positions
+from model.position import last_positions
 
 _SMALLEST_ROOM = 64  # columns of a new buffer
 _PRUNE_EVERY = 64  # tokens: dropping columns copies the others, which costs about as much as attending to them
@@ -55,8 +55,8 @@ class KVCache(NamedTuple):
         after, S = KVCache(k_all, v_all, lengths, room), k_all.shape[2]
         if T == 1 and min(lengths) == S:
             return after, k_all, v_all, None
-        key = positions(lengths, S, k.device).unsqueeze(1)  # (B or 1, 1, S)
-        query = positions(lengths, T, k.device).unsqueeze(2)  # (B or 1, T, 1)
+        key = last_positions(lengths, S, k.device).unsqueeze(1)  # (B or 1, 1, S)
+        query = last_positions(lengths, T, k.device).unsqueeze(2)  # (B or 1, T, 1)
         return after, k_all, v_all, ((key >= 0) & (key <= query)).unsqueeze(1)
 
 
@@ -73,7 +73,7 @@ def attend_to_all(
 
     Args:
         v: (B, H, T, E); with E = 0 the keys are the values too.
-        starts: those of Order, without a cache.
+        starts: Positions.document_starts, without a cache.
 
     Returns:
         The result, and the cache after the T tokens, if it is wanted or if there was one.
@@ -132,7 +132,7 @@ class SparseCache(NamedTuple):
             of these columns in their texts, (B, S), negative for columns without a token.
         """
         T, lengths = k.shape[2], tuple(n + k.shape[2] for n in self.lengths)
-        new = positions(lengths, T, k.device).expand(len(k), T).to(torch.int32)
+        new = last_positions(lengths, T, k.device).expand(len(k), T).to(torch.int32)
         place = torch.cat([self.place, 1 + new.unsqueeze(1)], dim=2)
         in_place = T <= _PRUNE_EVERY  # a buffer for more tokens could be far larger than the columns that are kept
         k_all, v_all, room = _extend(self.k.to(k.dtype), self.v.to(v.dtype), self.room, k, v, in_place)

@@ -1,11 +1,11 @@
 """Linear attention (Katharopoulos et al. 2020): weights are products of positive features."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionSettings, MultiHeadAttention
+from model.attention.base import AttentionSettings, Forgetting, MultiHeadAttention
 from model.ops.linear_attention import LinearAttentionState, linear_attention, naive_linear_attention
 
 
@@ -31,23 +31,16 @@ class LinearAttention(MultiHeadAttention):
     resets = True
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: LinearAttentionState | None,
-        return_state: bool,
-        log_f: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
     ) -> tuple[Tensor, LinearAttentionState]:
-        return linear_attention(q, k, v, state, log_f)
+        return linear_attention(q, k, v, state, forgetting.log_f)
 
-    def empty(self, B: int) -> LinearAttentionState:
-        weight, sizes = self.qkv.weight, (B, self.n_head, self.head_dim)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        S, z = (torch.zeros(shape, dtype=dtype, device=weight.device) for shape in ((*sizes, self.head_dim), sizes))
-        return LinearAttentionState(S, z)
+    def empty(self, B: int, device: torch.device) -> LinearAttentionState:
+        dtype = torch.promote_types(self.qkv.weight.dtype, torch.float32)
+        S = torch.zeros(B, self.n_head, self.head_dim, self.head_dim, dtype=dtype, device=device)
+        return LinearAttentionState(S, S[..., 0].clone())
 
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         return naive_linear_attention(q, k, v, log_f)
 
     def flops_per_token(self, seq_len: int) -> int:

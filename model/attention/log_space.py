@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.attention.base import Attention, AttentionSettings
+from model.attention.base import Attention, AttentionSettings, Forgetting
 from model.ops.gates import forgotten
 from model.ops.log_attention import LogAttentionState, log_attention, naive_log_attention
 from model.ops.log_attention.signed import split_signs
@@ -29,7 +29,7 @@ class _Sizes(AttentionSettings, defaults="model/attention/log_space"):
     """Whether the similarity is a product of two, each of half of the features: the state then has a feature for each
     pair of one in the first half and one in the second, (d_key / 2)^2 in all."""
 
-    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
+    def check(self, n_head: int, head_dim: int) -> None:
         """Raise ValueError if there are no halves."""
         if self.product and self.query_dim(head_dim) % 2:
             raise ValueError(f"d_key={self.d_key} is odd: product=true needs an even number")
@@ -79,26 +79,19 @@ class LogSpaceAttention(Attention):
         return [part.transpose(1, 2) for part in heads.split(self.qkv.parts, dim=-1)]
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        log_v: Tensor,
-        state: LogAttentionState | None,
-        return_state: bool,
-        log_f: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
     ) -> tuple[Tensor, LogAttentionState | None]:
         # Without return_state, the operator skips checking that the state is exact.
-        found: Any = log_attention(q, k, log_v, log_f, state=state, return_state=return_state)
+        found: Any = log_attention(q, k, v, forgetting.log_f, state=state, return_state=return_state)
         return found if return_state else (found, None)
 
-    def naive_attend(self, q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None = None) -> Tensor:
-        return cast(Tensor, naive_log_attention(q, k, log_v, log_f))
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
+        return cast(Tensor, naive_log_attention(q, k, v, log_f))
 
-    def empty(self, B: int) -> LogAttentionState:
-        weight = self.qkv.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+    def empty(self, B: int, device: torch.device) -> LogAttentionState:
+        dtype = torch.promote_types(self.qkv.weight.dtype, torch.float32)
         shape = B, self.n_head, self.state_features, self.signs * self.d_val
-        log_s = torch.full(shape, -torch.inf, dtype=dtype, device=weight.device)
+        log_s = torch.full(shape, -torch.inf, dtype=dtype, device=device)
         return LogAttentionState(log_s, log_s[..., 0].clone())
 
     def flops_per_token(self, seq_len: int) -> int:
@@ -111,22 +104,16 @@ class LogSpaceSignedAttention(LogSpaceAttention):
     signs = 2
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: LogAttentionState | None,
-        return_state: bool,
-        log_f: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
     ) -> tuple[Tensor, LogAttentionState | None]:
         dtype = v.dtype
         # Not in 16 bits: rounding log v costs more than rounding v.
         v = _away_from_zero(v.to(torch.promote_types(dtype, torch.float32)))
-        log_y, after = super().attend(q, k, split_signs(v.abs().log(), v.sign()), state, return_state, log_f)
+        log_y, after = super().attend(q, k, split_signs(v.abs().log(), v.sign()), forgetting, state, return_state)
         positive, negative = log_y.exp().chunk(2, dim=-1)
         return (positive - negative).to(dtype), after
 
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         """softmax(log(exp(q) exp(k)^T)) v with explicit weights, to which the signs of v do not matter."""
         terms = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, T, T, d_k)
         scores = (terms if log_f is None else terms + forgotten(log_f)).logsumexp(-1)  # (B, H, T, T)

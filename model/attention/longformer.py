@@ -7,12 +7,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from model.attention.base import GroupedSettings
+from model.attention.base import Forgetting, GroupedSettings
 from model.attention.cache import SparseCache
 from model.attention.sparse import LARGEST, SparseAttention
-from model.fused import FusedLinear
+from model.layers import FusedLinear
 from model.ops.sparse_attention.patterns import longformer
-from model.position import Order, Rotation, positions
+from model.position import Positions, Rotation, last_positions
 
 
 class LongformerConfig(GroupedSettings, defaults="model/attention/longformer"):
@@ -64,18 +64,20 @@ class LongformerAttention(SparseAttention):
     def copy_weights(self) -> None:
         self.qkv_global.load_state_dict(self.qkv.state_dict())
 
-    def mix(self, x: Tensor, features: Tensor, order: Order, state: Any, return_state: bool) -> tuple[Tensor, Any]:
-        T, rotation = x.shape[1], order.rotation
+    def mix(
+        self, x: Tensor, features: Tensor, positions: Positions, state: Any, return_state: bool
+    ) -> tuple[Tensor, Any]:
+        T, rotation = x.shape[1], positions.rotation
         earlier: Any = state or (None, None, None)
         local, k_g, v_g = earlier
-        y, after = self.attend(*self.project(features, rotation), local, return_state)
+        y, after = self.attend(*self.project(features, rotation), Forgetting(), local, return_state)
         before = local[0].lengths if local else (0,)
         n = min(T, self.n_global - min(before))  # so many of these tokens are global in some row
         if n > 0:
             first = Rotation(rotation.cos[..., :n, :], rotation.sin[..., :n, :]) if rotation else None
             q_g, new_k, new_v = self.project(self.qkv_global(x[:, :n]), first)
             k_g, v_g = self._keep(k_g, new_k, before), self._keep(v_g, new_v, before)
-            i = positions(tuple(start + n for start in before), n, x.device)  # (B or 1, n)
+            i = last_positions(tuple(start + n for start in before), n, x.device)  # (B or 1, n)
             mask = torch.arange(self.n_global, device=x.device) <= i.unsqueeze(2)  # (B or 1, n, n_global)
             y_g = scaled_dot_product_attention(q_g, k_g, v_g, attn_mask=mask.unsqueeze(1), enable_gqa=self.grouped)
             is_global = (i < self.n_global)[:, None, :, None]
@@ -92,7 +94,7 @@ class LongformerAttention(SparseAttention):
         return kept
 
     def naive_mix(self, x: Tensor, features: Tensor, rotation: Rotation | None) -> Tensor:
-        y, y_g = (self.naive_attend(*self.project(qkv, rotation)) for qkv in (features, self.qkv_global(x)))
+        y, y_g = (self.naive_attend(*self.project(qkv, rotation), None) for qkv in (features, self.qkv_global(x)))
         i = torch.arange(x.shape[1], device=x.device).unsqueeze(1)
         return self.join(y_g.where(i < self.n_global, y), rotation)
 

@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import ValidationInfo, field_validator
 
 from model.attention.base import GroupedSettings
@@ -29,8 +30,8 @@ class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_win
                 raise ValueError(f"{given} is out of range: use 1 to {most:,}{null}, or a list of one for each head")
         return value
 
-    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
-        super().check(n_embd, n_head, head_dim)
+    def check(self, n_head: int, head_dim: int) -> None:
+        super().check(n_head, head_dim)
         for name in ("window", "dilation"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != n_head:
@@ -39,7 +40,7 @@ class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_win
                 )
 
     def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SlidingWindowAttention":
-        self.check(n_embd, n_head, head_dim)
+        self.check(n_head, head_dim)
         windows = self.window if isinstance(self.window, tuple) else (self.window,) * n_head
         dilations = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,) * n_head
         patterns = [window(size, gap or 0) for size, gap in zip(windows, dilations, strict=True)]
@@ -51,8 +52,8 @@ class SlidingWindowAttention(SparseAttention):
 
     by_distance = True
 
-    def empty(self, B: int) -> tuple[SparseCache, ...]:
-        dtype, device = self.qkv.weight.dtype, self.qkv.weight.device
+    def empty(self, B: int, device: torch.device) -> tuple[SparseCache, ...]:
+        dtype = self.qkv.weight.dtype
         return tuple(
             SparseCache.empty(B, len(group.kv_heads), self.head_dim, group.patterns, dtype, device)
             for group in self.groups

@@ -13,7 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from common.console import say_once
 from common.settings import UserError
-from model.attention.base import GroupedSettings, MultiHeadAttention
+from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import attend_to_all
 from model.ops.compiling import assume_constant_result
 from model.ops.gates import forgotten
@@ -61,15 +61,9 @@ class SoftmaxAttention(MultiHeadAttention):
         self.kernel = settings.kernel
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Any,
-        return_state: bool,
-        log_f: Tensor | None = None,
-        starts: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
+        log_f, starts = forgetting
         if log_f is not None:  # in float32 or float64: rounded scores would leave nothing of the gates' gradients
             wide = torch.promote_types(q.dtype, torch.float32)
             with torch.autocast(q.device.type, enabled=False):
@@ -91,7 +85,7 @@ class SoftmaxAttention(MultiHeadAttention):
         grows with the text: scores err by about 1e-7 a, and a is all that was forgotten since the text began.
         State: the cache, and a after the last token.
         """
-        k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))  # a is that of a query head
+        k, v = self.repeated(k), self.repeated(v)  # a is that of a query head
         cache, before = state or (None, 0.0)
         a = running_sum(log_f.double(), 2) + before  # (B, H, T, 1)
         rest, parts = a * self.head_dim**0.5, []
@@ -105,10 +99,10 @@ class SoftmaxAttention(MultiHeadAttention):
         y, after = attend_to_all(cache, q, k, v, return_state, starts, scale=self.head_dim**-0.5)
         return y[..., : self.head_dim], (after, a[:, :, -1:])
 
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None = None) -> Tensor:
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         if log_f is None:
             return masked_attention(q, k, v, self.mask(q.shape[2]))
-        k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
+        k, v = self.repeated(k), self.repeated(v)
         scores = q @ k.mT * self.head_dim**-0.5 + forgotten(log_f).squeeze(-1)
         return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
 

@@ -1,19 +1,19 @@
 """Sparse softmax attention for any patterns of keys, and the strided and fixed patterns of Child et al. 2019."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from model.attention.base import GroupedSettings, MultiHeadAttention
+from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
 from model.ops.compiling import disable
 from model.ops.sparse_attention import document_attention, masked_attention, sparse_attention
 from model.ops.sparse_attention.patterns import Pattern, fixed, pattern_mask, strided
-from model.position import positions
+from model.position import last_positions
 
 LARGEST = 2**20
 _SAMPLES = 256  # queries whose keys are counted to estimate the operations
@@ -25,8 +25,8 @@ class _TwoSetsConfig(GroupedSettings):
     merge: bool
     """true: every head attends to A1 and A2; false: even heads attend to A1, odd heads to A2."""
 
-    def check(self, n_embd: int, n_head: int, head_dim: int) -> None:
-        super().check(n_embd, n_head, head_dim)
+    def check(self, n_head: int, head_dim: int) -> None:
+        super().check(n_head, head_dim)
         if n_head == 1 and not self.merge:
             raise ValueError("n_head=1 leaves no head for A2: set merge=true, or use more heads")
 
@@ -105,16 +105,11 @@ class SparseAttention(MultiHeadAttention):
             self.groups.append(HeadGroup([self.patterns[h] for h in heads], heads, kv_heads))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: tuple[SparseCache, ...] | None,
-        return_state: bool,
-        starts: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
     ) -> tuple[Tensor, tuple[SparseCache, ...] | None]:
+        starts = forgetting.document_starts
         if starts is not None and return_state and state is None:
-            state = self.empty(len(q))
+            state = self.empty(len(q), q.device)
         if state is not None:
             return self._continue(q, k, v, state, starts)
         if starts is not None:
@@ -134,7 +129,7 @@ class SparseAttention(MultiHeadAttention):
         parts, caches = [], []
         for (patterns, heads, kv_heads), cache in zip(self.groups, state, strict=True):
             after, k_all, v_all, j = cache.append(_heads(k, kv_heads), _heads(v, kv_heads), patterns)
-            i = positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
+            i = last_positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
             mask = pattern_mask(patterns, i, j) & (j >= 0)[:, None, None]  # (B, 1 or H, T, S)
             if document is not None:
                 of_keys = pad(document, (j.shape[1] - document.shape[1], 0))  # (B, S)
@@ -151,7 +146,7 @@ class SparseAttention(MultiHeadAttention):
         order = sorted(range(self.n_head), key=[h for group in self.groups for h in group.heads].__getitem__)
         return _heads(torch.cat(parts, dim=1), order), tuple(caches)
 
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         return masked_attention(q, k, v, self.mask(q.shape[2]))
 
     def mask(self, T: int) -> Tensor:

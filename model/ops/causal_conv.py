@@ -4,21 +4,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.autocast import as_autocast
 
 
-def initial_conv(width: int, n_features: int) -> nn.Parameter:
-    """Weights (width * n_features,) of the identity plus torch's initial Conv1d: uniform, up to 1 / sqrt(width).
+@torch.no_grad()
+def init_conv(weight: Tensor, n_features: int) -> None:
+    """Fill weights (W * n_features,) with the identity plus torch's initial Conv1d: uniform, up to 1 / sqrt(W).
 
     Weights of the identity alone would have to grow before the model sees the order of tokens, which costs 0.03 nats
-    (docs/experiments.md). They are one vector because vectors have no weight decay.
+    (docs/research.md). They are one vector because vectors have no weight decay.
     """
-    weight = torch.empty(width, n_features).uniform_(-(width**-0.5), width**-0.5)
-    weight[-1] += 1
-    return nn.Parameter(weight.flatten())
+    rows = weight.view(-1, n_features)
+    rows.uniform_(-(len(rows) ** -0.5), len(rows) ** -0.5)
+    rows[-1] += 1
 
 
 def causal_conv(

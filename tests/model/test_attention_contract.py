@@ -20,11 +20,11 @@ from common.settings import UserError, decode, variant_names
 from inference.engine import generate
 from inference.sampling import SamplingConfig
 from model.attention import ATTENTION, AttentionConfig
-from model.attention.base import AttentionSettings
+from model.attention.base import AttentionSettings, Forgetting
 from model.attention.log_space import LogSpaceSignedConfig
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
-from model.position import Order, RotaryPosition
+from model.position import Positions, RotaryPosition
 from model.state import cat_states, restored, select_rows, tensors_of
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
@@ -171,8 +171,8 @@ def rotation_of(x, rotary, before=None):
     return RotaryPosition(HEAD_DIM, 100.0)(x, before and torch.tensor(before))[1] if rotary else None
 
 
-def order_of(x, rotary, before=None):
-    return Order(rotation_of(x, rotary, before))
+def positions_of(x, rotary, before=None):
+    return Positions(rotation_of(x, rotary, before))
 
 
 def read(module, case, x, pieces, rotary, state=None, before=0):
@@ -181,7 +181,7 @@ def read(module, case, x, pieces, rotary, state=None, before=0):
     for piece in x.split(pieces if isinstance(pieces, int) else list(pieces), dim=1):
         B, T, _ = piece.shape
         before = (before,) * B if isinstance(before, int) else before
-        y, state = module(piece, order_of(piece, rotary, before), state, return_state=True)
+        y, state = module(piece, positions_of(piece, rotary, before), state, return_state=True)
         outputs.append(y)
         before = tuple(n + T for n in before)
     return torch.cat(outputs, dim=1), state
@@ -198,7 +198,7 @@ def test_outputs_and_gradients_are_the_definitions(case, T, rotary):
     module = build(case)
     x = text(T).requires_grad_()
     leaves = [x, *module.parameters()]
-    y = module(x, order_of(x, rotary))[0]
+    y = module(x, positions_of(x, rotary))[0]
     wanted = module.naive(x, rotation_of(x, rotary))
     assert y.shape == (2, T, module.n_out)
     close(y, wanted)
@@ -246,7 +246,7 @@ def test_a_compiled_module_is_the_same(case):
 def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
     module, x, changed = build(case), text(70), text(70)
     changed[:, 40:] += 1
-    before, after = (module(x, order_of(x, rotary))[0] for x in (x, changed))
+    before, after = (module(x, positions_of(x, rotary))[0] for x in (x, changed))
     close(before[:, :40], after[:, :40], atol=1e-13, rtol=0)
     assert not torch.allclose(before[:, 40], after[:, 40])
 
@@ -256,13 +256,13 @@ def test_later_tokens_do_not_change_earlier_outputs(case, rotary):
 def test_a_text_in_pieces_is_the_whole(case, pieces, rotary, mode):
     module, x = build(case), text(70)
     with mode():
-        close(read(module, case, x, pieces, rotary)[0], module(x, order_of(x, rotary))[0])
+        close(read(module, case, x, pieces, rotary)[0], module(x, positions_of(x, rotary))[0])
 
 
 @on_pairs(rotary=ROTARY)
 def test_gradients_through_a_state_are_those_of_the_whole(case, rotary):
     module, x = build(case), text(30).requires_grad_()
-    whole = module(x, order_of(x, rotary))[0]
+    whole = module(x, positions_of(x, rotary))[0]
     found, expected = (
         torch.autograd.grad(y.square().sum(), [x, *module.parameters()], materialize_grads=True, allow_unused=True)
         for y in (read(module, case, x, [9, 1, 1, 12, 7], rotary)[0], whole)
@@ -276,7 +276,7 @@ def test_texts_of_different_lengths_in_a_batch_are_as_each_alone(case, rotary, m
     module, lengths = build(case), (3, 40, 1, 12)
     texts = [text(n + 20, B=1, seed=n) for n in lengths]
     with mode():
-        alone = [module(x, order_of(x, rotary))[0] for x in texts]
+        alone = [module(x, positions_of(x, rotary))[0] for x in texts]
         states = [read(module, case, x[:, :-20], n, rotary)[1] for x, n in zip(texts, lengths, strict=True)]
         new = torch.cat([x[:, -20:] for x in texts])
         state, before = cat_states(states), lengths
@@ -350,7 +350,7 @@ def test_signed_values_are_not_rounded_as_logarithms():
     """The result of a single token is its value, also where values are bfloat16 and far from 1."""
     module = decode(LogSpaceSignedConfig, {"name": "log_space_signed"}).mechanism(16, 2, 8)
     q, k, v = (torch.randn(2, 2, 1, 8, dtype=torch.bfloat16) for _ in range(3))
-    y, _ = module.attend(q, k, 100 * v, None, False)
+    y, _ = module.attend(q, k, 100 * v, Forgetting(), None, False)
     assert y.dtype == v.dtype
     assert torch.equal(y, 100 * v)
 
@@ -506,11 +506,11 @@ def test_a_packed_text_in_pieces_is_the_whole(case, position):
 def test_documents_are_refused_in_one_line_where_they_have_no_meaning():
     for case in (settings_of(own) for cls in ATTENTION for own in space_of(cls, {})["own"]):
         if keeps_documents_apart(case) and case["name"] in CONSTANT:
-            build(case)(text(5), Order(starts=torch.ones(2, 5, dtype=torch.bool)), return_state=True)
+            build(case)(text(5), Positions(document_starts=torch.ones(2, 5, dtype=torch.bool)), return_state=True)
         elif keeps_documents_apart(case):
             x, starts = text(5), torch.ones(2, 5, dtype=torch.bool)
             with pytest.raises(ValueError, match="starts cannot be used with a state"):
-                build(case)(x, Order(starts=starts), return_state=True)
+                build(case)(x, Positions(document_starts=starts), return_state=True)
         else:
             with pytest.raises(ValueError, match=r"^attention: (longformer's global|kernel=).*: use ") as error:
                 with_documents(case, "none")

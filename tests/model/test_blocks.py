@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
 from model.ops.causal_conv import causal_conv
-from model.position import NO_ORDER
 from model.state import cat_states, select_rows
 
 ACTIVATIONS = {
@@ -123,7 +122,7 @@ def test_a_block_starts_as_the_identity_and_convolutions_see_the_order_of_tokens
     sizes = {"n_vocab": 11, "n_layer": 2, "n_head": 2, "n_embd": 12}
     block = {"name": "mlp", "conv": 4, "zero_init": True}
     gpt, x = GPT(decode(GPTConfig, sizes | settings | {"block": block})), torch.randn(2, 9, 12)
-    assert torch.equal(gpt.blocks[0](x, NO_ORDER)[0], x)
+    assert torch.equal(gpt.blocks[0](x)[0], x)
     for weight in (gpt.blocks[0].conv_attention, gpt.blocks[0].conv_mlp):
         beside_identity = weight.view(4, 12) - torch.eye(4)[-1:].T
         assert beside_identity.abs().min() > 0

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from model.attention.decay import Decay
+from model.attention.base import Decay
 from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
 from model.ops.gates import forgotten

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from model.attention.projection import ProjectionConfig
 from model.ops.projection_attention import inner_keys, inner_queries, naive_projection_attention, padded_values
-from model.position import Order, RotaryPosition
+from model.position import Positions, RotaryPosition
 
 # Exponents of size up to 30, to some ten roundings of 1.1e-16 each, move weights by 1e-13 of themselves at most, and
 # gradients, sums over at most 100 tokens of either sign, by some ten times that.
@@ -107,7 +107,7 @@ def test_with_a_rotary_position_the_text_may_begin_anywhere(values):
     later = position(torch.cat([x, x], 1))[1]
     shifted = type(later)(later.cos[..., 30:, :], later.sin[..., 30:, :])
     torch.testing.assert_close(
-        attention(x, Order(shifted, None))[0], attention(x, Order(position(x)[1], None))[0], rtol=0, atol=1e-12
+        attention(x, Positions(shifted))[0], attention(x, Positions(position(x)[1]))[0], rtol=0, atol=1e-12
     )
 
 

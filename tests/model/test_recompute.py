@@ -19,7 +19,7 @@ HOW = ["block", "selective"]
 def build(how, eot_id=None, **sizes):
     torch.manual_seed(0)
     gpt = GPT(tiny(**sizes), eot_id)
-    gpt.recompute(how)
+    gpt.recompute = how
     return gpt
 
 
@@ -71,7 +71,7 @@ def test_random_numbers_are_drawn_again_as_before(how):
         gpt = build("none")
         for block in gpt.blocks:
             block.attention.register_forward_hook(lambda _, __, out: (dropout(out[0], 0.5), out[1]))
-        gpt.recompute(kind)
+        gpt.recompute = kind
         torch.manual_seed(1)
         results.append([*gradients(gpt, gpt.loss(ids(9), ids(9))), torch.rand(1)])  # and the next ones are the same
     assert_same_bits(*results)

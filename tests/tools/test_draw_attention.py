@@ -6,7 +6,7 @@ import torch
 from common.settings import decode
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
-from model.position import Order
+from model.position import Positions
 from tools.report.attention_masks import PANELS, of_mechanisms, picture, weights_and_masks, weights_of
 from trainer.loop import fit
 
@@ -37,7 +37,7 @@ def test_weights_times_values_are_the_result(title, position):
         n = layer.n_global
         y[:, :n] = (weights_of(layer, x, rotation) @ v_global[0])[:, :n]
     y = (y.log() if is_log else y).transpose(0, 1).flatten(1)  # (T, H D)
-    torch.testing.assert_close(y, layer(x, Order(rotation))[0][0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(y, layer(x, Positions(rotation))[0][0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("title", PANELS)

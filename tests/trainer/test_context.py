@@ -32,7 +32,7 @@ sent, send = [], SequenceGroup.send
 SequenceGroup.send = lambda group, tensor, steps: (sent.append(tensor.nbytes), send(group, tensor, steps))
 with join_world(torch.device("cpu"), 60) as world:
     group = SequenceGroup(world, world.size)
-    gpt.recompute("block")
+    gpt.recompute = "block"
     share_sequences(gpt, group)
     loss = gpt.summed_loss(*(x.chunk(group.size, dim=1)[group.place] for x in (ids, targets)))
     loss.backward()
@@ -92,7 +92,7 @@ def test_a_run_in_groups_is_the_run_of_one_process(train):  # noqa: F811
             ["runtime.context_parallel=2", "model/attention=softmax"],
             "needs a state of one size, and that of softmax grows",
         ),
-        (["runtime.context_parallel=2", "model/attention=longformer"], "does not work with longformer"),
+        (["runtime.context_parallel=2", "model/attention=longformer"], "and that of longformer grows"),
         (["runtime.context_parallel=3"], "runtime.context_parallel=3 does not divide seq_len=16: use a divisor"),
         (["runtime.context_parallel=2", "runtime.strategy=fsdp"], "does not work with runtime.strategy=fsdp: use ddp"),
         (["runtime.context_parallel=2", "runtime.compile=true"], "does not work with runtime.compile=true: use false"),

@@ -271,7 +271,6 @@ from torch.profiler import ProfilerActivity, profile
 from tests.trainer.test_memory import allocations, config_of
 from model.gpt import GPT
 from trainer.distributed import join_world
-from trainer.build import initialise
 from trainer.step import SummedLoss
 
 with join_world(torch.device("cpu")) as world:
@@ -283,7 +282,7 @@ with join_world(torch.device("cpu")) as world:
         world.wrap(SummedLoss(gpt), fsdp=True, dtype=torch.float64)
         torch.manual_seed(7)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            initialise(gpt, world, torch.float64)
+            gpt.to_empty(device=world.device).init_weights(world.like)
         last = torch.rand(1)
         torch.manual_seed(7)
         expected = GPT(config).double().state_dict()

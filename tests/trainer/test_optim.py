@@ -5,8 +5,8 @@ import torch
 from alone import open_run
 from safetensors.torch import load, save
 
-from model.fused import FusedLinear
 from model.gpt import GPT
+from model.layers import FusedLinear
 from trainer import optim
 from trainer.optim import AdamWConfig, MuonConfig, block_matrices, named_state, orthogonal
 

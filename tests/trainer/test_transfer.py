@@ -31,7 +31,7 @@ MECHANISMS = [
 ]
 
 
-def gpt_of(n_embd, n_layer=2, block="mlp", attention=MECHANISMS[0], position="none", seed=1, **changes):
+def gpt_of(n_embd, n_layer=2, block="mlp", attention=MECHANISMS[0], position="none", seed=2, **changes):
     """Heads have 8 features at every width."""
     sizes = {"n_vocab": N_VOCAB, "n_embd": n_embd, "n_layer": n_layer, "n_head": n_embd // 8}
     parts = {"attention": attention, "block": {"name": block}, "position": {"name": position}}

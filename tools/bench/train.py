@@ -94,7 +94,7 @@ class Training:
         if nanogpt is None:
             eot_id = config.data.reset_at(config.model.n_vocab - 1)  # in random tokens any id will do
             gpt = GPT(config.model, eot_id).to(device, self.runtime.param_dtype)
-            gpt.recompute(config.runtime.recompute)
+            gpt.recompute = config.runtime.recompute
             self.optimizer = config.optim.build(gpt, World(device), self.runtime.dtype)
             self.summed_loss = SummedLoss(gpt)
             maybe_compile([self.summed_loss], config.runtime, self.runtime, gpt)

@@ -16,7 +16,7 @@ from model.attention.base import Attention
 from model.attention.log_space import LogSpaceAttention
 from model.attention.longformer import LongformerAttention
 from model.gpt import GPT, GPTConfig
-from model.position import Order, Rotation
+from model.position import Positions, Rotation
 from trainer.checkpoint import load_model
 
 PANELS: dict[str, tuple[Any, int]] = {
@@ -94,9 +94,9 @@ def weights_and_masks(gpt: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Run ids (1, T) and return the weights (H, T, T) and mask (1 or H, T, T) of every layer's attention."""
     found: list[tuple[Tensor, Tensor]] = []
 
-    def look(layer: Any, inputs: tuple[Tensor, Order]) -> None:
-        x, order, *_ = inputs
-        found.append((weights_of(layer, x, order.rotation), layer.mask(x.shape[1])))
+    def look(layer: Any, inputs: tuple[Tensor, Positions]) -> None:
+        x, positions, *_ = inputs
+        found.append((weights_of(layer, x, positions.rotation), layer.mask(x.shape[1])))
 
     hooks = [m.register_forward_pre_hook(look) for m in gpt.modules() if isinstance(m, Attention)]
     gpt(ids)
@@ -108,13 +108,14 @@ def weights_and_masks(gpt: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
 def weights_of(layer: Attention, x: Tensor, rotation: Rotation | None) -> Tensor:
     """Return the weights (H, T, T) for x (1, T, n_embd): the definition's result if the values are unit vectors."""
     q, k, _ = layer.project(layer.features(x)[0], rotation)
+    log_f, _ = layer.forgetting(x)
     unit = torch.eye(x.shape[1], dtype=x.dtype).expand(1, k.shape[1], -1, -1)
     if type(layer) is LogSpaceAttention:  # its values are logarithms, and so is its result
-        return layer.naive_attend(q, k, unit.log(), **layer.gates(x))[0].exp()
-    weights = layer.naive_attend(q, k, unit, **layer.gates(x))[0]
+        return layer.naive_attend(q, k, unit.log(), log_f)[0].exp()
+    weights = layer.naive_attend(q, k, unit, log_f)[0]
     if isinstance(layer, LongformerAttention):
         q, k, _ = layer.project(layer.qkv_global(x), rotation)
-        weights[:, : layer.n_global] = layer.naive_attend(q, k, unit)[0, :, : layer.n_global]
+        weights[:, : layer.n_global] = layer.naive_attend(q, k, unit, None)[0, :, : layer.n_global]
     return weights
 
 

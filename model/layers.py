@@ -1,0 +1,79 @@
+"""Linear layers and embeddings with their initial values, and activations that a backward pass computes again."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+Recompute = Literal["none", "block", "selective"]
+
+
+class Linear(nn.Linear):
+    """A linear layer that starts with weights from N(0, std^2) and biases of 0; std=None: with torch's values."""
+
+    def __init__(self, n_in: int, n_out: int, bias: bool = True, std: float | None = None) -> None:
+        self.std = std
+        super().__init__(n_in, n_out, bias)
+
+    def reset_parameters(self) -> None:
+        """Draw initial values."""
+        if self.std is None:
+            return super().reset_parameters()
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class FusedLinear(Linear):
+    """Several matrices in one weight: queries, keys and values, or the two halves of a gated linear unit.
+
+    The weight's rows are `n_group` equal groups, each with `parts[i]` rows of matrix i, one matrix after the other.
+    """
+
+    def __init__(self, n_in: int, parts: Sequence[int], n_group: int = 1) -> None:
+        super().__init__(n_in, n_group * sum(parts))
+        self.parts, self.n_group = tuple(parts), n_group
+
+    def split(self, weights: Tensor) -> list[Tensor]:
+        """The matrices in tensors of the weight's shape (..., rows, columns), each with its own rows."""
+        groups = weights.unflatten(-2, (self.n_group, -1))
+        return [part.flatten(-3, -2) for part in groups.split(self.parts, dim=-2)]
+
+    def join(self, matrices: Sequence[Tensor]) -> Tensor:
+        """The tensors that `split` splits into these."""
+        return torch.cat([part.unflatten(-2, (self.n_group, -1)) for part in matrices], dim=-2).flatten(-3, -2)
+
+
+class Embedding(nn.Embedding):
+    """Embeddings that start uniform between -1 / sqrt(features) and 1 / sqrt(features), or with `std` normal."""
+
+    def __init__(self, n: int, n_features: int, std: float | None = None) -> None:
+        self.std = std
+        super().__init__(n, n_features)
+
+    def reset_parameters(self) -> None:
+        """Draw initial values."""
+        bound = self.embedding_dim**-0.5
+        if self.std is None:
+            nn.init.uniform_(self.weight, -bound, bound)
+        else:
+            nn.init.normal_(self.weight, std=self.std)
+
+
+def recomputing(what: Recompute, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the same results, of which a backward pass computes activations again.
+
+    Args:
+        what: "none": nothing; "block": everything but its arguments; "selective": the same, except products with
+            weights, which are kept.
+    """
+    if what == "none":
+        return function
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    kept: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, products)} if what == "selective" else {}
+    )
+    return partial(checkpoint, function, use_reentrant=False, **kept)
