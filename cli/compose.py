@@ -1,9 +1,8 @@
 """Composes configurations from YAML files and options, and explains in one line what is wrong with them.
 
-Files are data: they can neither configure Hydra itself nor read the environment.
+Files are data: what they set for Hydra itself has no effect, and they cannot read the environment.
 """
 
-import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     """Compose configs/<config_name>.yaml with these options. `config_dir`: a folder with further members of groups.
 
     Raises:
-        UserError: an option or a file does not exist, or a file sets an option of Hydra itself.
+        UserError: an option or a file does not exist, or a file is no configuration.
     """
     if config_dir and not Path(config_dir).is_dir():
         wanted = "give one that has files for groups, as configs/ does"
@@ -37,18 +36,12 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra.compose(config_name, options, return_hydra_config=True)
-            expected = _untouched_settings(*folder)
+            return hydra.compose(config_name, options)
     except (HydraException, errors.OmegaConfBaseException, OSError, yaml.YAMLError) as error:
         raise UserError(explain(error, config_name)) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # Hydra does not check what a file sets under `hydra`.
         raise UserError(f"Hydra failed ({error!r}): if a configuration file sets hydra, remove that") from error
-    given = _hydra_settings(composed)
-    for key in {**expected, **given}:
-        if given.get(key) != expected.get(key):
-            raise UserError(f"hydra.{key} is set by a configuration file, which is not allowed: remove it")
-    return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
 
 
 def read_options(options: list[str], in_sweep: bool = False) -> list[str]:
@@ -78,19 +71,6 @@ def keys_and_values(options: list[str]) -> dict[str, Any]:
     """Return the options' values by key, in the form that Hydra's grammar gives them; "~" if one deletes a key."""
     parsed = OverridesParser.create().parse_overrides(read_options(options))
     return {"~" if each.is_delete() else each.key_or_group: each.value() for each in parsed}
-
-
-@functools.cache
-def _untouched_settings(*folder: str) -> dict[str, Any]:
-    """Return Hydra's own settings when no file or option changes them. Cached: a sweep composes every job."""
-    return _hydra_settings(hydra.compose(overrides=list(folder), return_hydra_config=True))
-
-
-def _hydra_settings(composed: DictConfig) -> dict[str, Any]:
-    """Return the settings of Hydra itself, without those that differ between any two compositions."""
-    settings: Any = OmegaConf.to_container(composed.hydra, enum_to_str=True)
-    del settings["runtime"], settings["overrides"], settings["job"]["override_dirname"], settings["job"]["config_name"]
-    return dict(settings)
 
 
 def to_dict(composed: DictConfig, complete: bool = True) -> dict[str, Any]:

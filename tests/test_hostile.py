@@ -15,7 +15,7 @@ import torch
 from forged import edit, sign
 from safetensors.torch import load_file, save_file
 
-from cli.compose import compose
+from cli.compose import compose, to_dict
 from common.files import open_file, read_json, sha256_file, write_atomic
 from common.settings import UserError, decode
 from data.documents import documents_in, read_records
@@ -420,18 +420,18 @@ def test_an_experiment_of_a_stranger_runs_nothing(run_process, tmp_path, setting
     assert result.status == 1
     assert result.err.startswith("error: ")
     assert result.err.count("\n") == 1
-    assert "hydra." in result.err
+    assert "/no/such" in result.err
 
 
 @pytest.mark.parametrize(
     "text",
-    ["seed: [1\n", "# @package _global_\nhydra: null\n", "# @package _global_\nhydra: {job: {env_copy: [NOPE]}}\n"],
+    ["seed: [1\n", "# @package _global_\nhydra: null\n", "# @package _global_\nseed: ${oc.env:HOME}\n"],
 )
 def test_a_strange_experiment_is_one_line(tmp_path, text):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "strange.yaml").write_text(text)
     with refused():
-        compose("train", ["experiment=strange"], str(tmp_path))
+        to_dict(compose("train", ["experiment=strange", "dataset_dir=x"], str(tmp_path)))
 
 
 def test_a_folder_of_experiments_may_have_any_name(tmp_path):
