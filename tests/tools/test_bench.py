@@ -35,10 +35,10 @@ def test_operators_are_timed_beside_the_first_of_their_kind(command, tmp_path):
     assert {"cpu", "threads", "torch", "git_commit", "load"} <= set(found["machine"])
     assert (found["options"]["heads"], found["options"]["what"]) == (2, ["operators"])
     rows = {row["operator"]: row for row in found["operators"]}
-    attention = ["SDPA flash", "published", "chunked", "chunked, with gates", *operators.PATTERNS]
+    attention = ["SDPA", "published", "chunked, gates", "chunked", *operators.PATTERNS]
     assert list(rows) == [*attention, "published recurrence", "log recurrence"]
     for name, row in rows.items():
-        first = rows["SDPA flash" if name in attention else "published recurrence"]
+        first = rows["SDPA" if name in attention else "published recurrence"]
         for key in ("forward", "both"):
             assert row[f"{key}_x"] == first[f"{key}_ms"] / row[f"{key}_ms"] > 0
     profile = found["log attention, chunked, 64 tokens"]
@@ -79,7 +79,7 @@ def test_a_wrong_backend_is_not_timed(command, tmp_path, monkeypatch, wrong, wha
     monkeypatch.setitem(BACKENDS, "chunked", wrong)
     result = command("scripts/bench", *TINY, f"out={tmp_path / 'bench.json'}")
     assert result.status == 1
-    assert result.err.startswith(f"error: chunked is wrong in its {what} (torch.float32, standard deviation 1: ")
+    assert result.err.startswith(f"error: chunked, gates is wrong in its {what} (torch.float32, standard deviation 1: ")
     assert (result.err.count("\n"), "forward" in result.out, list(tmp_path.iterdir())) == (1, False, [])
 
 
@@ -92,9 +92,13 @@ def test_wrong_sparse_attention_is_not_timed(command, monkeypatch, factor):
     assert result.err.startswith("error: window 256 is wrong in its result")
 
 
-def test_the_published_form_is_skipped_where_its_latents_fill_the_memory(monkeypatch, capsys):
+def test_the_published_form_is_skipped_where_its_latents_fill_the_memory(command, tmp_path, monkeypatch):
     monkeypatch.setattr(operators, "LATENT_BYTES", 0)
-    assert operators.why_not("published", None, (1, 2, 64, 8)) == "its latents alone take 0.0 GB"
+    monkeypatch.setattr(operators, "DEVIATIONS", (1,))
+    result = command("scripts/bench", *TINY, f"out={tmp_path / 'bench.json'}")
+    found = figures(result, tmp_path / "bench.json")["operators"]
+    assert "skipped at 64 tokens: published, its latents alone take 0.0 GB\n" in result.out
+    assert "published" not in [row["operator"] for row in found]
 
 
 # ----- training

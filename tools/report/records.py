@@ -3,7 +3,6 @@
 Neither file is trusted: a value that is not a number is ignored, and a damaged file causes a warning.
 """
 
-import functools
 import itertools
 import json
 import math
@@ -13,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field
-
 from common.console import warn
 from common.files import file_size, read_json
-from common.settings import Settings, UserError, decode, differences
+from common.settings import UserError, differences
 from trainer.curves import Curve
 from trainer.metrics import read_metrics
 
@@ -54,15 +51,6 @@ class Record:
     """The runs, if there are several."""
 
 
-class _Stored(Settings):
-    """A run's config.json."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    config: dict[str, Any] = Field({})
-    environment: dict[str, Any] = Field({})
-
-
 def read_records(paths: Sequence[Path]) -> list[Record]:
     """Return all runs in these folders, seeds together, the best first, those without an evaluation last.
 
@@ -74,8 +62,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
             raise UserError(f"{path} is not a folder: give the folder of a run, of a sweep, or of many runs")
     folders = list(dict.fromkeys(folder for path in paths for folder in _runs_in(path)))
     common = common_folder(paths if len(folders) > 1 else [folder.absolute().parent for folder in folders] or paths)
-    found = (_read(folder, common, _stamp(folder)) for folder in folders)
-    records = [record for record in found if record is not None]
+    records = [record for folder in folders if (record := _read(folder, common)) is not None]
     if not records:
         raise UserError(f"no run in {', '.join(map(str, paths))}: a run has a metrics.jsonl")
     return sorted(grouped(records), key=_rank)
@@ -141,34 +128,29 @@ def _runs_in(path: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _stamp(folder: Path) -> tuple[int, ...]:
-    """Return what changes when a run writes."""
-    found = [path.stat() for name in ("metrics.jsonl", "config.json") if (path := folder / name).exists()]
-    return tuple(number for stat in found for number in (stat.st_size, stat.st_mtime_ns))
-
-
-@functools.lru_cache(maxsize=1000)
-def _read(folder: Path, common: Path, _: tuple[int, ...]) -> Record | None:
-    """Read a run. A page that follows runs reads only those again that have changed since."""
+def _read(folder: Path, common: Path) -> Record | None:
     try:
         file_size(folder / "metrics.jsonl")  # raises if it is not a regular file
-        stored = _stored(folder)
-        curves = _curves(read_metrics(folder / "metrics.jsonl"), _number(stored.environment.get("flops_per_token")))
+        config, environment = _stored(folder)
+        curves = _curves(read_metrics(folder / "metrics.jsonl"), _number(environment.get("flops_per_token")))
     except (UserError, OSError) as error:
         warn(f"skipping {folder}: {error}")
         return None
-    known = {"max_steps": stored.config.get("max_steps"), "n_params": stored.environment.get("n_params")}
-    figures = {**{key: _number(value) for key, value in known.items()}, **_figures(curves)}
-    settings = {key: value for key, (value, _) in differences(stored.config, {}).items()}
-    return Record(printable(os.path.relpath(folder.absolute(), common)), settings, curves, figures)
+    known = {"max_steps": _number(config.get("max_steps")), "n_params": _number(environment.get("n_params"))}
+    settings = {key: value for key, (value, _) in differences(config, {}).items()}
+    return Record(printable(os.path.relpath(folder.absolute(), common)), settings, curves, known | _figures(curves))
 
 
-def _stored(folder: Path) -> _Stored:
+def _stored(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a run's configuration and its environment."""
+    raw = None
     try:
-        return decode(_Stored, read_json(folder / "config.json"))
+        raw = read_json(folder / "config.json")
     except UserError as error:
         warn(f"the settings of {folder} are unknown: {error}")
-        return decode(_Stored, {})
+    raw = raw if isinstance(raw, dict) else {}
+    config, environment = raw.get("config"), raw.get("environment")
+    return config if isinstance(config, dict) else {}, environment if isinstance(environment, dict) else {}
 
 
 def _curves(lines: Iterable[dict[str, Any]], flops_per_token: float | None) -> dict[str, list[Point]]:

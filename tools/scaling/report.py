@@ -124,10 +124,10 @@ def _read_csv(path: Path) -> list[tuple[float, float, float]]:
     for i, row in enumerate(tables.DictReader(text.splitlines()), start=2):
         try:
             N, D, L = (float(row[column]) for column in _COLUMNS)
+            if not 0 < min(N, D, L) <= max(N, D, L) < float("inf"):
+                raise ValueError
         except (KeyError, TypeError, ValueError):
-            N = D = L = -1.0
-        if not all(0 < value < float("inf") for value in (N, D, L)):
-            raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be positive numbers, one column each")
+            raise UserError(f"{path}, line {i}: {', '.join(_COLUMNS)} should be positive numbers, one each") from None
         rows.append((N, D, L))
     return rows
 
