@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from common.settings import UserError, decode
-from model.gpt import GPT
 from tools.bench.harness import composed
 from tools.doctor import examine as doctor
 from tools.doctor import machine, rates
@@ -95,13 +94,11 @@ def test_a_gpu_takes_half_of_what_should_fit(small, monkeypatch):
     """Everything but the GPU: the plan is that of this machine."""
     taken = []
     monkeypatch.setattr(doctor, "measure_rate", lambda config, size, sequences: taken.append((size, sequences)) or 1e6)
-    monkeypatch.setattr(doctor, "peak_flops", lambda device, dtype: 1e15)
-    config = decode(TrainConfig, composed(SMALL))
-    found = doctor.step(config, Runtime(torch.device("cuda"), torch.bfloat16), 2)
+    found = doctor.step(Runtime(torch.device("cuda"), torch.bfloat16), 2)
     assert taken == [(1, 2)]  # of 4 sequences a step, on 2 devices
+    config = decode(TrainConfig, composed(SMALL))
     assert found["hours"] == pytest.approx(config.max_steps * config.batch_tokens / 2e6 / 3600)
-    with torch.device("meta"):
-        assert found["mfu"] == pytest.approx(1e-9 * GPT(config.model).flops_per_token(16))
+    assert (found["tokens_per_second"], found["mfu"]) == (1e6, None)
 
 
 def test_kernels_that_failed_are_findings(small, monkeypatch, capsys):

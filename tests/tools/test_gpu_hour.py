@@ -20,7 +20,7 @@ def stages(**codes):
 
 
 def outcomes(out):
-    return {name: row["outcome"] for name, row in json.loads((out / "report.json").read_text())["stages"].items()}
+    return {name: row["outcome"] for name, row in json.loads((out / "report.json").read_text()).items()}
 
 
 def append(path, letter):

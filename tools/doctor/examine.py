@@ -29,7 +29,7 @@ from tools.doctor.rates import all_reduce_rate, rates
 from tools.plan.plan import PlanConfig, plan
 from tools.plan.report import duration, gigabytes
 from trainer.config import TrainConfig
-from trainer.runtime import Runtime, open_runtime, peak_flops
+from trainer.runtime import Runtime, open_runtime
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
 OTHERS = (["model=heinsen_125m"], ["model=gpt2_124m", "model/attention=sliding_window"])
@@ -40,16 +40,15 @@ def examine(out: Path | None) -> None:
     """Print tables of this machine and lines of what to do; write all of it to `out`, too."""
     if out is not None:
         make_directory(out.parent, "out")
-    config, free, problems = decode(TrainConfig, composed(FLAGSHIP)), shutil.disk_usage(".").free, list[str]()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    runtime = open_runtime(config.runtime.model_copy(update={"device": device}))
+    free, problems, device = shutil.disk_usage(".").free, list[str](), "cuda" if torch.cuda.is_available() else "cpu"
+    runtime = open_runtime(decode(TrainConfig, composed([*FLAGSHIP, f"runtime.device={device}"])).runtime)
 
     def part(name: str, work: Callable[[], Any]) -> Any:
         """Return the result of `work`, or None; an error becomes a finding."""
         say(f"{name} ...")
         try:
             return work()
-        except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+        except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
             first = str(error).strip().partition("\n")[0]
             problems.append(f"{name} fails ({type(error).__name__}: {first}): report it with out=doctor.json")
             return None
@@ -60,7 +59,7 @@ def examine(out: Path | None) -> None:
     reduced = part("all-reduce", lambda: all_reduce_rate(n_gpu)) if n_gpu > 1 else None
     if device == "cuda":
         part("the checks of kernels", lambda: use_operators(runtime))
-    training = part("a training step", lambda: step(config, runtime, max(1, n_gpu))) or {}
+    training = part("a training step", lambda: step(runtime, max(1, n_gpu))) or {}
     checks = {name: why or "passed" for name, why in outcomes.items()}
     problems = [*findings(free), *(f"{name} {why}" for name, why in outcomes.items() if why), *problems]
     found = {"machine": about | {"free_disk": free}, "checks": checks, "rates": measured}
@@ -93,11 +92,11 @@ def without_names(text: str) -> str:
 
 def use_operators(runtime: Runtime) -> None:
     """Train and decode a little with short models, so that `outcomes` has every check of operators."""
-    models = (FLAGSHIP, *OTHERS)
+    work = [(words, runtime) for words in (FLAGSHIP, *OTHERS)]
     if runtime.device.type == "cuda":  # checks compile for minutes, each on one core; their outcomes are kept
-        with multiprocessing.get_context("spawn").Pool(len(models)) as pool:
-            pool.starmap(_use_operators, [(words, runtime) for words in models])
-    for words in models:
+        with multiprocessing.get_context("spawn").Pool(len(work)) as pool:
+            pool.starmap(_use_operators, work)
+    for words, _ in work:
         _use_operators(words, runtime)
 
 
@@ -112,23 +111,17 @@ def _use_operators(words: list[str], runtime: Runtime) -> None:
         use_graphs(gpt, state)
 
 
-def step(config: TrainConfig, runtime: Runtime, n_device: int) -> Row:
-    """Tokens per second of one device in a run of this configuration, and what follows from them."""
+def step(runtime: Runtime, n_device: int) -> Row:
+    """Tokens per second of one device in a run of the flagship, and what follows from them."""
+    config = decode(PlanConfig, to_dict(compose("plan", [*FLAGSHIP, f"n_device={n_device}"])))
     most = 1  # on a CPU, where even a pass over one sequence takes seconds
     if runtime.device.type == "cuda":
-        planned = plan(decode(PlanConfig, to_dict(compose("plan", [*FLAGSHIP, f"n_device={n_device}"]))))
-        most = planned["memory"]["largest_micro_batch"] or 1
+        most = plan(config)["memory"]["largest_micro_batch"] or 1
     rate = measure_rate(config, -(-most // 2), config.batch_size // n_device)  # half, as GPUs may need more memory
-    with torch.device("meta"):
-        flops = GPT(config.model).flops_per_token(config.seq_len)
-    peak = peak_flops(runtime.device, runtime.dtype)
-    tokens = config.tokens(config.max_steps)
-    return {
-        "model": "flagship_125m",
-        "dtype": str(runtime.dtype).removeprefix("torch."),
-        "seq_len": config.seq_len,
-        "tokens_per_second": rate,
-        "mfu": peak and rate * flops / peak,
-        "tokens": tokens,
-        "hours": tokens / (rate * n_device) / 3600,
-    }
+    times = plan(config.model_copy(update={"tokens_per_second": rate}))["time"]
+    about = {"model": "flagship_125m", "dtype": str(runtime.dtype).removeprefix("torch."), "seq_len": config.seq_len}
+    return (
+        about
+        | {"tokens_per_second": rate, "hours": times["seconds"] / 3600}
+        | {key: times[key] for key in ("mfu", "tokens")}
+    )

@@ -28,14 +28,9 @@ def rates(device: torch.device) -> list[Row]:
         x = torch.zeros(BYTES[device.type] // dtype.itemsize, dtype=dtype, device=device)
         y, peak = torch.empty_like(x), peak_flops(device, dtype)
         product = 2 * n**3 / _seconds("a @ a", a=a)
-        rows.append(
-            {
-                "type": str(dtype).removeprefix("torch."),
-                "TFLOP_per_s": product / 1e12,
-                "of_peak": peak and product / peak,
-                "GB_per_s": 2 * x.nbytes / _seconds("y.copy_(x)", x=x, y=y) / 1e9,
-            }
-        )
+        copied = 2 * x.nbytes / _seconds("y.copy_(x)", x=x, y=y)
+        row = {"type": str(dtype).removeprefix("torch."), "TFLOP_per_s": product / 1e12}
+        rows.append(row | {"of_peak": peak and product / peak, "GB_per_s": copied / 1e9})
     return rows
 
 
@@ -48,27 +43,18 @@ def all_reduce_rate(n_processes: int) -> float:
     """GB/s that each of several processes, one for each GPU, sends while all sum a tensor: busbw of nccl-tests."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_processes}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, "-m", "tools.doctor.rates"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=2 * _LONGEST_WAIT,
-    )
-    if done.returncode:
-        raise RuntimeError("the processes of an all-reduce failed: see above")
-    return float(done.stdout)
+    work = [*launcher, "-m", "tools.doctor.rates"]
+    return float(subprocess.check_output(work, env=environment, text=True, timeout=2 * _LONGEST_WAIT))
 
 
-def _reduce() -> None:
+def _reduce(rounds: int = 5) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with join_world(device, hang_seconds=_LONGEST_WAIT) as world:
         x = torch.ones(BYTES[device.type] // 16, device=world.device)  # a quarter of the bytes of a copy
-        rounds = 5
-        for i in range(1 + rounds):
-            if i == 1:  # the first connects the processes
-                world.wait_for_all()
-                started = time.perf_counter()
+        world.sum(x)  # connects the processes
+        world.wait_for_all()
+        started = time.perf_counter()
+        for _ in range(rounds):
             world.sum(x)
         x.sum().item()  # waits for the GPU
         seconds = (time.perf_counter() - started) / rounds
