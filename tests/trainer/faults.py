@@ -213,12 +213,11 @@ class Disk:
     def install(self, patch=setattr):
         """Wrap everything."""
         for name in ("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "truncate"):
-            patch(os, name, self._changing_names(name, getattr(os, name)))
-        for name in ("fsync", "fdatasync"):
-            patch(os, name, self._syncing(name, getattr(os, name)))
+            patch(os, name, self._counted(name, getattr(os, name)))
+        patch(os, "ftruncate", self._counted("truncate", os.ftruncate, _path))
+        patch(os, "fsync", self._counted("fsync", os.fsync, _path, self._synced))
         patch(os, "write", self._writing(os.write))
         patch(os, "pwrite", self._writing(os.pwrite))
-        patch(os, "ftruncate", self._cutting(os.ftruncate))
         patch(os, "open", self._opening(os.open))
         opening = self._opening_file(builtins.open)
         patch(builtins, "open", opening)
@@ -241,26 +240,21 @@ class Disk:
         if file not in self.unsynced:
             self.unsynced[file] = os.dup(handle), size
 
-    def _changing_names(self, name, function):
+    def _counted(self, name, function, path_of=str, after=lambda handle: None):
         @functools.wraps(function)
-        def call(path, *args, **kwargs):
-            with self.begin(name, args[0] if name in ("rename", "replace") else path):
-                return function(path, *args, **kwargs)
+        def call(first, *args, **kwargs):
+            with self.begin(name, path_of(args[0] if name in ("rename", "replace") else first)):
+                done = function(first, *args, **kwargs)
+                after(first)
+                return done
 
         return call
 
-    def _syncing(self, name, function):
-        @functools.wraps(function)
-        def call(handle):
-            number = handle if isinstance(handle, int) else handle.fileno()
-            with self.begin(name, _path(number)):
-                function(number)
-                status = os.fstat(number)
-                kept, _ = self.unsynced.pop((status.st_dev, status.st_ino), (None, 0))
-            if kept is not None:
-                os.close(kept)
-
-        return call
+    def _synced(self, handle):
+        status = os.fstat(handle)
+        kept, _ = self.unsynced.pop((status.st_dev, status.st_ino), (None, 0))
+        if kept is not None:
+            os.close(kept)
 
     def _writing(self, function):
         @functools.wraps(function)
@@ -273,21 +267,13 @@ class Disk:
 
         return call
 
-    def _cutting(self, function):
-        @functools.wraps(function)
-        def call(handle, length):
-            with self.begin("truncate", _path(handle)):
-                return function(handle, length)
-
-        return call
-
     def _opening(self, function):
+        counted = self._counted("open", function)
+
         @functools.wraps(function)
         def call(path, flags, *args, **kwargs):
-            if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                return function(path, flags, *args, **kwargs)
-            with self.begin("open", path):
-                return function(path, flags, *args, **kwargs)
+            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            return (counted if writes else function)(path, flags, *args, **kwargs)
 
         return call
 

@@ -65,25 +65,19 @@ def test_a_run_with_a_mixture_goes_on_as_if_nothing_had_happened(tiny, sets_dir,
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_an_empty_mixture_is_not_the_corpus_as_it_is(tiny, sets_dir):
-    config = {"dataset_dir": str(sets_dir), "data.mixture": {}}
-    fit(tiny(config | {"stop_at": 2}))
-    with pytest.raises(UserError, match=r"another run: data\.mixture=None \(checkpoint: \{\}\)"):
-        fit(tiny(config | {"data.mixture": None}))
-
-
 @pytest.mark.parametrize(
-    ("mixture", "message"),
+    ("before", "now", "message"),
     [
-        (None, r"data.mixture.few=None \(checkpoint: 5.0\)"),
-        ({"few": 4, "none": 0}, r"another run: data.mixture.few=4.0 \(checkpoint: 5.0\); use the"),
-        ({"feww": 5}, "a weight to 'feww', which is not a set of dataset_dir=.*: its sets are few, many, none"),
+        ({}, None, r"another run: data\.mixture=None \(checkpoint: \{\}\)"),
+        (MIXTURE, None, r"data.mixture.few=None \(checkpoint: 5.0\)"),
+        (MIXTURE, {"few": 4, "none": 0}, r"another run: data.mixture.few=4.0 \(checkpoint: 5.0\); use the"),
+        (MIXTURE, {"feww": 5}, "'feww', which is not a set of dataset_dir=.*: its sets are few, many, none"),
     ],
 )
-def test_another_mixture_is_refused(tiny, sets_dir, mixture, message):
-    fit(tiny({"dataset_dir": str(sets_dir), "data.mixture": MIXTURE, "stop_at": 2}))
+def test_another_mixture_is_refused(tiny, sets_dir, before, now, message):
+    fit(tiny({"dataset_dir": str(sets_dir), "data.mixture": before, "stop_at": 2}))
     with pytest.raises(UserError, match=message):
-        fit(tiny({"dataset_dir": str(sets_dir), "data.mixture": mixture}))
+        fit(tiny({"dataset_dir": str(sets_dir), "data.mixture": now}))
 
 
 def test_the_mixture_on_the_command_line(command, tiny_args, sets_dir, tmp_path):
