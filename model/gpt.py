@@ -216,20 +216,26 @@ class GPTConfig(Settings):
     @model_validator(mode="after")
     def _sizes_fit(self) -> "GPTConfig":
         if self.head_dim is None and self.n_embd % self.n_head:
-            heads = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
-            close = sorted(heads, key=lambda n: abs(n - self.n_head))[:2]
-            raise ValueError(
-                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
-                f"set head_dim, or n_head to a divisor such as {' or '.join(map(str, sorted(close)))}"
-            )
+            what = f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}"
+            raise ValueError(f"{what}: set head_dim, or an n_head that divides n_embd")
         if sorted(set(self.ngrams)) != self.ngrams:
             raise ValueError(f"ngrams={self.ngrams} are not in ascending order: use {sorted(set(self.ngrams))}")
-        if (n_items := len(self._pattern)) > self.n_layer:
-            raise ValueError(
-                f"attention_pattern has {n_items} items for n_layer={self.n_layer}: use at most one for each layer"
-            )
+        if (n_items := len(self.attention_pattern or [])) > self.n_layer:
+            what = f"attention_pattern has {n_items} items for n_layer={self.n_layer}"
+            raise ValueError(f"{what}: use at most one for each layer")
         self._check_layers(self._check_attention)
         return self
+
+    def _check_attention(self, layer: AttentionConfig) -> None:
+        """Raise ValueError if a layer's mechanism does not fit the other settings."""
+        layer.check(self.n_head, self.head_features)
+        n_global, most, rotary = getattr(layer, "n_global", 0), self.max_len, self.position.name == "rotary"
+        if most is not None and n_global > most:
+            raise ValueError(f"n_global={n_global} is more than the model's {most} positions: use at most {most}")
+        if rotary and not layer.suits_rotary:
+            raise ValueError(f"rotary positions do not help {layer.name}: use position log_recurrence, learned or none")
+        if rotary and self.head_features % 2:
+            raise ValueError(f"rotary positions turn pairs of features: use an even number, not {self.head_features}")
 
     def check_documents(self) -> None:
         """Raise ValueError if the attention of a layer cannot keep documents apart."""
@@ -245,44 +251,22 @@ class GPTConfig(Settings):
             raise ValueError(f"position: {setting} needs more than {self.max_len} learned positions: use others")
         able = [cls for cls in ATTENTION if cls.constant_state]
         able = [cls for cls in able if not (from_empty and "n_global" in cls.model_fields)]
+        names = [name for cls in able for name in variant_names(cls)]
 
         def check(layer: AttentionConfig) -> None:
-            if not isinstance(layer, tuple(able)):
-                fitting = ", ".join(name for cls in able for name in variant_names(cls))
-                raise ValueError(f"{setting} needs a state of one size, and that of {layer.name} grows: use {fitting}")
+            if layer.name not in names:
+                what = f"{setting} needs a state of one size, and that of {layer.name} grows"
+                raise ValueError(f"{what}: use {', '.join(names)}")
 
         self._check_layers(check)
 
     def _check_layers(self, check: Callable[[AttentionConfig], None]) -> None:
-        for part, layer in (self._pattern or {"attention": self.attention}).items():
+        pattern = {f"attention_pattern.{i}": item for i, item in enumerate(self.attention_pattern or [])}
+        for part, layer in (pattern or {"attention": self.attention}).items():
             try:
                 check(layer)
             except ValueError as error:
                 raise ValueError(f"{part}: {error}") from None
-
-    @property
-    def _pattern(self) -> dict[str, AttentionConfig]:
-        return {f"attention_pattern.{i}": item for i, item in enumerate(self.attention_pattern or [])}
-
-    def _check_attention(self, layer: AttentionConfig) -> None:
-        """Raise ValueError if a layer's mechanism does not fit the other settings."""
-        layer.check(self.n_head, self.head_features)
-        n_global = getattr(layer, "n_global", 0)
-        if self.max_len is not None and n_global > self.max_len:
-            raise ValueError(
-                f"n_global={n_global} is more than the model's {self.max_len} positions: use at most {self.max_len}"
-            )
-        if self.position.name != "rotary":
-            return
-        if not layer.suits_rotary:
-            raise ValueError(
-                f"rotary positions do not fit {layer.name}, which is no better with them than without positions: "
-                "use position log_recurrence, learned or none"
-            )
-        if self.head_features % 2:
-            raise ValueError(
-                f"rotary positions rotate pairs of features: {self.head_features} a head is odd, use an even number"
-            )
 
     @property
     def n_vocab_padded(self) -> int:

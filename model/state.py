@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
-from model.attention.cache import KVCache, Room, SparseCache
+from model.attention.cache import KVCache, SparseCache
 from model.ops.sparse_attention.patterns import needed_keys
 
 
@@ -41,8 +41,8 @@ def _cat(*leaves: Any) -> Any:
         return torch.cat(leaves)
     if all(isinstance(x, tuple) for x in leaves):
         return sum(leaves, ())
-    if all(x is None or isinstance(x, Room) for x in leaves):
-        return None  # the combined rows get a new buffer
+    if not any(isinstance(x, Tensor | tuple) for x in leaves):
+        return None  # a buffer is not part of the value: the combined rows get a new one
     raise ValueError(f"states of different kinds: {', '.join(type(x).__name__ for x in leaves)}")
 
 

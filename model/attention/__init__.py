@@ -8,9 +8,8 @@ from model.attention.linear import LinearConfig
 from model.attention.log_space import LogSpaceConfig, LogSpaceSignedConfig
 from model.attention.longformer import LongformerConfig
 from model.attention.projection import ProjectionConfig
-from model.attention.sliding_window import SlidingWindowConfig
 from model.attention.softmax import SoftmaxConfig
-from model.attention.sparse import FixedConfig, StridedConfig
+from model.attention.sparse import FixedConfig, SlidingWindowConfig, StridedConfig
 
 AttentionConfig = Annotated[
     FixedConfig

@@ -1,7 +1,7 @@
 """The interface of attention mechanisms, and the projections that most of them share."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -34,15 +34,14 @@ class AttentionSettings(Settings, defaults="attention_parts"):
     gate: Literal["none", "silu", "sigmoid"]
     """Function of a linear layer's output by which the result is multiplied, before it is projected back."""
 
+    mechanism: ClassVar[Callable[..., "Attention"]]
+    """(self, n_embd, n_head, head_dim) -> the module without its optional parts."""
+
     def build(self, n_embd: int, n_head: int, head_dim: int) -> "Attention":
         """Create the module."""
         attention = self.mechanism(n_embd, n_head, head_dim)
         attention.add_parts(self, self.query_dim(head_dim))
         return attention
-
-    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "Attention":
-        """Create the module without its optional parts."""
-        raise NotImplementedError
 
     def check(self, n_head: int, head_dim: int) -> None:
         """Raise a ValueError of one line if the mechanism does not fit heads of these sizes."""
@@ -64,11 +63,8 @@ class GroupedSettings(AttentionSettings):
     def check(self, n_head: int, head_dim: int) -> None:
         """Raise ValueError if the query heads cannot share their key and value heads evenly."""
         if self.n_kv_head is not None and n_head % self.n_kv_head:
-            divisors = [n for n in range(1, n_head + 1) if n_head % n == 0]
-            raise ValueError(
-                f"n_kv_head={self.n_kv_head} does not divide n_head={n_head}: "
-                f"use one of {', '.join(map(str, divisors))}"
-            )
+            divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
+            raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={n_head}: use one of {divisors}")
 
 
 class Forgetting(NamedTuple):
@@ -107,6 +103,16 @@ class Attention(nn.Module):
     override `mix` and `naive_mix`, or `join`. The optional parts are the same for all mechanisms.
     """
 
+    split: Callable[[Tensor], Sequence[Tensor]]
+    """(B, T, n_qkv) -> q, k, v (B, heads, T, features); without v, keys are the values too."""
+    attend: Callable[[Tensor, Tensor, Tensor, Forgetting, Any, bool], tuple[Tensor, Any]]
+    """(q, k, v, forgetting, state, return_state) -> results (B, n_head, T, features), and the state if it is wanted."""
+    naive_attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    """(q, k, v, log_f) -> results of a text from its beginning, from the equation in the source."""
+    empty: Callable[[int, torch.device], Any]
+    """(B, device) -> what `attend` takes as the state of B texts before their first tokens, if it has one size."""
+    flops_per_token: Callable[[int], int]
+    """seq_len -> floating-point operations of the forward pass per token, without the projections."""
     resets = False
     """Whether log_f = -inf makes a token the first of a document."""
     by_distance = False
@@ -180,10 +186,6 @@ class Attention(nn.Module):
             return self.empty(B, device)
         return no_inputs(self.conv, B, self.qkv.out_features), self.empty(B, device)
 
-    def empty(self, B: int, device: torch.device) -> Any:
-        """What `attend` takes as the state of B texts before their first tokens."""
-        raise NotImplementedError
-
     def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Compute `forward` from the equation in the source, for a text from its beginning."""
         return self._gated(x, self.naive_mix(x, self.features(x)[0], rotation))
@@ -226,20 +228,6 @@ class Attention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         return q, k, own[0] if own else k
 
-    def split(self, features: Tensor) -> Sequence[Tensor]:
-        """(B, T, n_qkv) -> q, k, v (B, heads, T, features); without v, keys are the values too."""
-        raise NotImplementedError
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
-    ) -> tuple[Tensor, Any]:
-        """Return the results (B, n_head, T, features) of T tokens and, if `return_state`, the state after them."""
-        raise NotImplementedError
-
-    def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        """Return the results of a text from its beginning, from the equation in the source."""
-        raise NotImplementedError
-
     def join(self, y: Tensor, rotation: Rotation | None) -> Tensor:
         """(B, n_head, T, features) -> (B, T, n_out)."""
         return y.transpose(1, 2).flatten(2)
@@ -248,12 +236,8 @@ class Attention(nn.Module):
         """(1 or n_head, T, T): True where query i may attend to key j."""
         return torch.ones(1, T, T, dtype=torch.bool, device=self.qkv.weight.device).tril()
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """Floating-point operations of the forward pass per token, without the projections."""
-        raise NotImplementedError
-
     def chunked_flops(self, seq_len: int, d_key: int, d_val: int) -> int:
-        """The same in chunks of C tokens: C x C scores, their product with the values, the state read and written."""
+        """flops_per_token in chunks of C: C x C scores, their product with the values, the state read and written."""
         C = min(CHUNK, seq_len)
         return 2 * self.n_head * (C * d_key + C * d_val + 2 * d_key * d_val)
 

@@ -9,7 +9,6 @@ So all rows are written in the same place. A row with fewer tokens than columns 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,14 +32,14 @@ class KVCache(NamedTuple):
     """(B, H, S, E)."""
     lengths: tuple[int, ...]
     """Tokens seen, for each row."""
-    room: "Room | None" = None
-    """Where to write the next tokens; not part of the value."""
+    buffer: "_Buffer | None" = None
+    """What keys and values are views of, with room for the next tokens; not part of the value."""
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> "KVCache":
         """Return the cache after the first tokens: keys (B, H, T, D) and values (B, H, T, E)."""
-        k_all, v_all, room = _extend(k[:, :, :0], v[:, :, :0], None, k, v)
-        return cls(k_all, v_all, (k.shape[2],) * len(k), room)
+        k_all, v_all, buffer = _extend(k[:, :, :0], v[:, :, :0], None, k, v)
+        return cls(k_all, v_all, (k.shape[2],) * len(k), buffer)
 
     def append(self, k: Tensor, v: Tensor) -> tuple["KVCache", Tensor, Tensor, Tensor | None]:
         """Add T tokens with keys (B, H, T, D) and values (B, H, T, E).
@@ -51,8 +50,8 @@ class KVCache(NamedTuple):
         """
         T, lengths = k.shape[2], tuple(n + k.shape[2] for n in self.lengths)
         unused = self.k.shape[2] - max(self.lengths)  # columns of longer texts whose rows were removed
-        k_all, v_all, room = _extend(self.k[:, :, unused:], self.v[:, :, unused:], self.room, k, v)
-        after, S = KVCache(k_all, v_all, lengths, room), k_all.shape[2]
+        k_all, v_all, buffer = _extend(self.k[:, :, unused:], self.v[:, :, unused:], self.buffer, k, v)
+        after, S = KVCache(k_all, v_all, lengths, buffer), k_all.shape[2]
         if T == 1 and min(lengths) == S:
             return after, k_all, v_all, None
         key = last_positions(lengths, S, k.device).unsqueeze(1)  # (B or 1, 1, S)
@@ -105,8 +104,8 @@ class SparseCache(NamedTuple):
     """(B, 1, S), int32: the number of each column's token in its text, counted from 1; 0: no token."""
     lengths: tuple[int, ...]
     """Tokens seen, for each row, including dropped ones."""
-    room: "Room | None" = None
-    """Where to write the next tokens; not part of the value."""
+    buffer: "_Buffer | None" = None
+    """What keys and values are views of, with room for the next tokens; not part of the value."""
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, patterns: Sequence[Pattern]) -> "SparseCache":
@@ -135,8 +134,8 @@ class SparseCache(NamedTuple):
         new = last_positions(lengths, T, k.device).expand(len(k), T).to(torch.int32)
         place = torch.cat([self.place, 1 + new.unsqueeze(1)], dim=2)
         in_place = T <= _PRUNE_EVERY  # a buffer for more tokens could be far larger than the columns that are kept
-        k_all, v_all, room = _extend(self.k.to(k.dtype), self.v.to(v.dtype), self.room, k, v, in_place)
-        after = SparseCache(k_all, v_all, place, lengths, room)
+        k_all, v_all, buffer = _extend(self.k.to(k.dtype), self.v.to(v.dtype), self.buffer, k, v, in_place)
+        after = SparseCache(k_all, v_all, place, lengths, buffer)
         due = max(lengths) // _PRUNE_EVERY > max(self.lengths) // _PRUNE_EVERY
         if due or reach_of(patterns) is not None:
             after = after._pruned(patterns)
@@ -147,9 +146,9 @@ class SparseCache(NamedTuple):
         S, reach = self.k.shape[2], reach_of(patterns)
         if reach is not None:
             k, v, last = (x[:, :, S - min(S, reach) :] for x in (self.k, self.v, self.place))
-            if self.room is None and reach < S:  # a view would keep all columns in memory
+            if self.buffer is None and reach < S:  # a view would keep all columns in memory
                 k, v = k.clone(), v.clone()
-            return SparseCache(k, v, last, self.lengths, self.room)
+            return SparseCache(k, v, last, self.lengths, self.buffer)
         place = self.place.squeeze(1)  # (B, S)
         n_seen = torch.tensor(self.lengths, device=place.device).unsqueeze(1)
         needed = (place > 0) & needed_keys(patterns, place - 1, n_seen)
@@ -176,33 +175,24 @@ class _Buffer:
         self.k[:, :, columns], self.v[:, :, columns] = k, v
         self.written = columns.stop
 
-
-@dataclass(frozen=True, eq=False)
-class Room:
-    """The free columns of a buffer after a cache's own columns."""
-
-    buffer: _Buffer
-    end: int
-    """The column after the cache's last."""
-
-    def holds(self, T: int) -> bool:
-        """Whether T columns can be written: none are written yet, there is space, and torch allows it."""
-        mine = self.end == self.buffer.written
-        foreign = self.buffer.k.is_inference() and not torch.is_inference_mode_enabled()
-        return mine and not foreign and self.end + T <= self.buffer.k.shape[2]
+    def can_extend(self, k: Tensor, T: int) -> bool:
+        """Whether T columns fit behind the view k, none are written there yet, and torch allows writing them."""
+        if k.untyped_storage().data_ptr() != self.k.untyped_storage().data_ptr():
+            return False
+        end = k.storage_offset() // k.stride(2) + k.shape[2]
+        foreign = self.k.is_inference() and not torch.is_inference_mode_enabled()
+        return end == self.written and not foreign and end + T <= self.k.shape[2]
 
 
 def _extend(
-    k_before: Tensor, v_before: Tensor, room: Room | None, k: Tensor, v: Tensor, in_place: bool = True
-) -> tuple[Tensor, Tensor, Room | None]:
-    """Append T columns to S: keys (B, H, S + T, D), values (B, H, S + T, E), and the room after them."""
+    k_before: Tensor, v_before: Tensor, buffer: _Buffer | None, k: Tensor, v: Tensor, in_place: bool = True
+) -> tuple[Tensor, Tensor, _Buffer | None]:
+    """Append T columns to S: keys (B, H, S + T, D), values (B, H, S + T, E), and the buffer that they are in."""
     if torch.is_grad_enabled() or not in_place:  # a backward pass may need the earlier contents
         return torch.cat([k_before, k], dim=2), torch.cat([v_before, v], dim=2), None
     n = k_before.shape[2] + k.shape[2]
-    if room is not None and room.holds(k.shape[2]):
-        buffer = room.buffer
-    else:
+    if buffer is None or not buffer.can_extend(k_before, k.shape[2]):
         buffer = _Buffer(k_before, v_before, max(_SMALLEST_ROOM, 2 * n))  # doubling copies each token once or twice
     buffer.write(k, v)
     columns = slice(buffer.written - n, buffer.written)
-    return buffer.k[:, :, columns], buffer.v[:, :, columns], Room(buffer, buffer.written)
+    return buffer.k[:, :, columns], buffer.v[:, :, columns], buffer

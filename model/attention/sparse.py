@@ -1,10 +1,10 @@
-"""Sparse softmax attention for any patterns of keys, and the strided and fixed patterns of Child et al. 2019."""
+"""Sparse softmax attention: sliding windows (Beltagy et al. 2020), strided and fixed patterns (Child et al. 2019)."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -12,11 +12,43 @@ from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import SparseCache
 from model.ops.compiling import disable
 from model.ops.sparse_attention import document_attention, masked_attention, sparse_attention
-from model.ops.sparse_attention.patterns import Pattern, fixed, pattern_mask, strided
+from model.ops.sparse_attention.patterns import Pattern, fixed, is_by_distance, pattern_mask, strided, window
 from model.position import last_positions
 
 LARGEST = 2**20
 _SAMPLES = 256  # queries whose keys are counted to estimate the operations
+
+
+class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_window"):
+    """The last `window` keys, including the query's own; with dilation, every (dilation + 1)-th key."""
+
+    name: Literal["sliding_window"]
+    constant_state: ClassVar[bool] = True
+    window: int | tuple[int, ...]
+    """Keys that a query attends to; a list gives one number for each head."""
+    dilation: int | tuple[int | None, ...] | None
+    """Keys skipped between two keys of the window; null: none; a list gives one item for each head."""
+
+    @field_validator("window", "dilation", mode="before")
+    @classmethod
+    def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        most, null = {"window": (LARGEST, ""), "dilation": (2**16, ", null")}[str(info.field_name)]
+        for given in value if isinstance(value, list | tuple) else [value]:
+            if not (type(given) is int and 1 <= given <= most) and not (null and given is None):
+                raise ValueError(f"{given} is out of range: use 1 to {most:,}{null}, or a list of one for each head")
+        return value
+
+    def check(self, n_head: int, head_dim: int) -> None:
+        super().check(n_head, head_dim)
+        for name, value in (("window", self.window), ("dilation", self.dilation)):
+            if isinstance(value, tuple) and len(value) != n_head:
+                message = f"{name} lists {len(value)} for n_head={n_head}: give one for each head, or one number"
+                raise ValueError(message)
+
+    def mechanism(self, n_embd: int, n_head: int, head_dim: int) -> "SparseAttention":
+        windows, dilations = (x if isinstance(x, tuple) else (x,) * n_head for x in (self.window, self.dilation))
+        patterns = [window(size or 0, gap or 0) for size, gap in zip(windows, dilations, strict=True)]
+        return SparseAttention(n_embd, n_head, head_dim, self.n_kv_head, patterns)
 
 
 class _TwoSetsConfig(GroupedSettings):
@@ -96,6 +128,7 @@ class SparseAttention(MultiHeadAttention):
         """Heads take turns with `patterns`."""
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
         self.patterns = [patterns[h % len(patterns)] for h in range(n_head)]
+        self.by_distance = all(map(is_by_distance, patterns))
         shared = n_head // self.n_kv_head  # query heads of a key and value head
         kinds = [frozenset(self.patterns[g * shared : (g + 1) * shared]) for g in range(self.n_kv_head)]
         self.groups = []
@@ -119,6 +152,10 @@ class SparseAttention(MultiHeadAttention):
             return y, None
         caches = (SparseCache.of(_heads(k, g.kv_heads), _heads(v, g.kv_heads), g.patterns) for g in self.groups)
         return y, tuple(caches)
+
+    def empty(self, B: int, device: torch.device) -> tuple[SparseCache, ...]:
+        dtype, D = self.qkv.weight.dtype, self.head_dim
+        return tuple(SparseCache.empty(B, len(g.kv_heads), D, g.patterns, dtype, device) for g in self.groups)
 
     @disable  # it counts tokens, which would be compiled again for each count
     def _continue(

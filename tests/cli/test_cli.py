@@ -58,7 +58,7 @@ def assert_one_line(result, *fragments):
         ("runtime.device=cuda", ["runtime.device=cuda", "no GPU"]),
         (
             "model.n_head=3",
-            ["n_embd=16 is not divisible by n_head=3: set head_dim, or n_head to a divisor such as 2 or 4"],
+            ["n_embd=16 is not divisible by n_head=3: set head_dim, or an n_head that divides n_embd"],
         ),
         ("batch_tokens=100", ["batch_tokens=100 is not divisible", "use 96"]),
         ("batch_tokens=8", ["batch_tokens=8 is not divisible", "use 16"]),
@@ -68,7 +68,7 @@ def assert_one_line(result, *fragments):
             ["n_global=17 is more than the seq_len=16 positions"],
         ),
         ("model/attention=softmax model/position=rotary model.n_head=16", ["is odd, use an even number"]),
-        ("model/position=rotary", ["rotary positions do not fit log_space", "use position log_recurrence, learned or"]),
+        ("model/position=rotary", ["rotary positions do not help log_space", "use position log_recurrence, learned or"]),
         ("model.n_vocab=200", ["tokenizer bytes of 257 ids", "set model.n_vocab=257"]),
         ("optim.max_lr=1e30", ["step 2: loss is", "lower optim.max_lr=1e+30"]),
     ],

@@ -12,8 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from common.console import say_once
 from common.settings import decode
 from model.attention.longformer import LongformerAttention, LongformerConfig
-from model.attention.sliding_window import SlidingWindowConfig
-from model.attention.sparse import FixedConfig, StridedConfig
+from model.attention.sparse import FixedConfig, SlidingWindowConfig, StridedConfig
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import attend, document_attention, naive_sparse_attention, sparse_attention
 from model.ops.sparse_attention import check as sparse_attention_check
