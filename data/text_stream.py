@@ -18,6 +18,8 @@ class TextStream:
         """`stop`: non-empty texts that end the continuation and are not returned."""
         self.stopped = False
         """Whether a stop string has ended the text."""
+        self.n_chars = 0
+        """Whole characters of all tokens so far, returned or not."""
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
@@ -32,12 +34,8 @@ class TextStream:
         self._held = ""
         return rest
 
-    @property
-    def whole(self) -> bool:
-        """Whether the text of all tokens has been returned: no character is open, nothing is held back or cut off."""
-        return not (self.stopped or self._held or self._decoder.getstate()[0])
-
     def _add(self, text: str) -> str:
+        self.n_chars += len(text)
         if self.stopped:
             return ""
         text = self._held + text

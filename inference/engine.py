@@ -112,7 +112,7 @@ class Engine:
             )
         needed = state_bytes(stretched(self.gpt, self._one_token, n_tokens))
         room = _free_memory(self.gpt.embed.weight.device)
-        if needed > state_bytes(self._one_token) and _COPIES * needed > room:
+        if _COPIES * needed > room:
             raise UserError(
                 f"a text of {n_tokens:,} tokens does not fit into memory: its keys and values are {needed:,} bytes, "
                 f"{_COPIES} times as many while they grow, and {room:,} bytes are available: shorten it, or use a "
@@ -153,7 +153,7 @@ class Engine:
         """Read a prompt, or one chunk of it with `interleave`; return whether tokens can be drawn."""
         request = generation.request
         with _failing([generation]):
-            if self.cache is not None and generation.may_skip and generation.n_read == 0:
+            if self.cache is not None and generation.may_skip and generation.prefix is None:
                 generation.n_read, generation.prefix = self.cache.longest(request.ids)
                 generation.n_cached = generation.n_read
             while generation.n_read < len(request.ids):

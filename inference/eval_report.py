@@ -4,7 +4,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -76,8 +75,6 @@ def _draw_positions(axes: Axes, result: dict[str, Any], trained_on: int) -> None
     axes.plot(*zip(*means or [((), ())], strict=True), "s--", color="black", label="mean over a context")
     axes.axvline(trained_on, color="C7", linestyle=":", label=f"trained on {trained_on:,}")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K")
-    axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="tokens read so far", ylabel="loss (nats per token)")
     axes.legend()
 
@@ -88,11 +85,9 @@ def _draw_sets(axes: Axes, sets: list[tuple[str, dict[str, Any]]], mean: float |
     drawn = axes.barh(names, [row["loss"] or 0 for _, row in worst_last], color="C0")
     labels = [_number(row["loss"], 3) for _, row in worst_last]
     axes.bar_label(drawn, labels, label_type="center", color="white", fontsize=9)
-    title = "Sets" if len(sets) < _MOST_BARS else f"The {len(sets)} largest sets"
     if mean is not None:
         axes.axvline(mean, color="C7", linestyle="--")
-        title += f"; dashed: all text, {mean:.3f}"
     axes.margins(x=0.02, y=0.02)
     axes.set_xlabel("loss (nats per token)")
-    axes.set_title(title)
+    axes.set_title(f"The {len(sets)} largest sets; dashed: all text")
     axes.grid(axis="y", visible=False)

@@ -21,8 +21,8 @@ from trainer.distributed import World, join_world
 from trainer.losses import Loss, LossSums, total, window_losses
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
-_MOST_AT_ONCE = 4096  # tokens; longer windows are read in pieces, where the state has one size
-_PIECE_OF_CONTEXT = 512  # tokens of a long context that are read at once
+_MOST_AT_ONCE = 4096  # tokens; longer windows are read in chunks, where the state has one size
+_CHUNK_OF_CONTEXT = 512  # tokens of a long context that are read at once
 
 
 class EvaluateConfig(ModelConfig, defaults="eval"):
@@ -101,14 +101,12 @@ def open_evaluation(config: EvaluateConfig) -> Evaluation:
     contexts = config.contexts
     if contexts is None:
         contexts = [context for context in _CONTEXTS if context <= longest]
-    wanted = [("contexts", context) for context in contexts]
-    for key, length in [*wanted, *([("seq_len", seq_len)] if config.seq_len else [])]:
-        if max_len is not None and length > max_len:
-            raise UserError(f"{key}={length} is longer than the model's {max_len} learned positions: lower it")
-        if length >= stream.n_tokens:
-            raise UserError(
-                f"{key}={length} is longer than the {stream.n_tokens} tokens of split '{stream.split}': lower it"
-            )
+    limit = f"model's {max_len} learned positions"
+    if max_len is None or longest < max_len:
+        limit = f"{stream.n_tokens} tokens of split '{stream.split}'"
+    for key, length in [*(("contexts", context) for context in contexts), ("seq_len", config.seq_len or 0)]:
+        if length > longest:
+            raise UserError(f"{key}={length} is longer than the {limit}: lower it")
     rows = max(1, state.batch_tokens // seq_len)
     windows = EvalBatches(stream, seq_len, config.batches and config.batches * rows, config.stride)
     return Evaluation(config, loaded, dataset_dir, manifest, windows, sorted(set(contexts)))
@@ -120,9 +118,9 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     gpt = plan.loaded.place(world.device, autocast=True)
     byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
     bins = position_bins(windows.seq_len)
-    piece = min(config.seq_len or checkpoint.state.seq_len, _MOST_AT_ONCE) if gpt.constant_state else None
+    chunk = min(config.seq_len or checkpoint.state.seq_len, _MOST_AT_ONCE) if gpt.constant_state else None
     by_set, by_position = (LossSums(n, byte_lengths) for n in (len(plan.manifest.set_names), len(bins) - 1))
-    for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, piece):
+    for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, chunk):
         by_set.add(_sets(plan, windows, first, len(targets)), targets, losses)
         by_position.add(bin_of_positions(bins), targets, losses)
     sets = by_set.losses(world)
@@ -133,15 +131,12 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
         rows = max(1, config.micro_batch * windows.seq_len // context)
         cut, edges = CutWindows(stretches, context), position_bins(context)
         sums = LossSums(len(edges) - 1, byte_lengths)
-        for _, targets, losses in window_losses(gpt, cut, rows, runtime, world, _PIECE_OF_CONTEXT):
+        for _, targets, losses in window_losses(gpt, cut, rows, runtime, world, _CHUNK_OF_CONTEXT):
             sums.add(bin_of_positions(edges), targets, losses)
         found = sums.losses(world)
         contexts.append({"context": context, **figures(total(found)), "by_position": _binned(edges, found)})
     return {
-        "run": checkpoint.run_dir.name,
-        "checkpoint": checkpoint.path.name,
-        "step": checkpoint.state.step,
-        "average": config.average and checkpoint.state.average is not None,
+        **plan.loaded.about(config),
         "dataset_dir": str(plan.dataset_dir),
         "split": config.split,
         "batches": config.batches,

@@ -1,7 +1,7 @@
 """A request that the engine continues: the text so far, why it ended, and what is reported while it grows."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,12 +11,24 @@ from data.text_stream import TextStream
 from data.tokenizer import Tokenizer
 from inference.prefill import Prefix, Request
 from inference.sampling import SamplingConfig
-from inference.token_log import Token, TokenLog
 
 _LONG = 4096  # tokens of a prompt whose progress is reported
 _SECONDS_BETWEEN_REPORTS = 1.0
+_LEAST_LOGPROB = -9999.0  # lower values are raised to it, as in OpenAI's API: JSON has no infinity
 
 FinishReason = Literal["length", "stop", "end_of_text"]
+
+
+class Token(NamedTuple):
+    """A token of a text; its log-probability is the model's own, before any sampling setting."""
+
+    id: int
+    offset: int
+    """Characters of the text before it. A character that began in an earlier token is not counted."""
+    logprob: float | None
+    """In nats; None: nothing was read before it."""
+    top: dict[int, float]
+    """Log-probabilities of the most likely tokens in its place and of itself, by id."""
 
 
 class Update(NamedTuple):
@@ -42,8 +54,7 @@ class Generation:
         """`tokenizer`: None: only token ids are wanted, without end."""
         self.request, self.tokenizer = request, tokenizer
         # A class that has more settings would keep apart texts that are drawn in the same way.
-        fields = SamplingConfig.model_fields
-        self.sampling = SamplingConfig(**{name: getattr(request.sampling, name) for name in fields})
+        self.sampling = SamplingConfig(**request.sampling.model_dump(include=set(SamplingConfig.model_fields)))
         self.generator: torch.Generator | None = torch.Generator().manual_seed(request.seed)
         self.prefix = request.before
         """The text as far as it is read; None once it is a row of the engine's batch."""
@@ -63,8 +74,9 @@ class Generation:
         self.cancelled = False
         """Set this to make the text leave with the engine's next turn."""
         self.tell, self._told = tell, time.monotonic()
-        self._stream = TextStream(tokenizer, request.stop) if tokenizer else None
-        self._log = TokenLog(tokenizer, request.n_top) if tokenizer and request.n_top is not None else None
+        self._stream = TextStream(tokenizer) if tokenizer else None  # of the prompt; then of the continuation
+        self._n_echoed = 0  # characters of the prompt in `text`
+        self._later: list[Token] = []  # tokens that begin after `text`
 
     @property
     def finished(self) -> bool:
@@ -77,14 +89,9 @@ class Generation:
         return len(self.drawn) - (self.finish_reason == "end_of_text")
 
     @property
-    def whole(self) -> bool:
-        """Whether `text` is all text of the tokens drawn: no character is incomplete, and nothing is held back."""
-        return self._stream is None or self._stream.whole
-
-    @property
     def may_skip(self) -> bool:
-        """Whether a beginning of the prompt that was read for another text need not be read again."""
-        return self.prefix is None and not (self._log and self.request.echo)
+        """Whether the logits after the prompt's tokens are not needed, so that a cache may have its beginning."""
+        return not self.request.echo or self.request.n_top is None
 
     def accept_prompt(self, prefix: Prefix, logits: Tensor) -> None:
         """Receive the text as it is after the next T tokens of the prompt, and the logits (T, n_vocab) after each."""
@@ -93,19 +100,19 @@ class Generation:
         if len(ids) >= _LONG and time.monotonic() > self._told + _SECONDS_BETWEEN_REPORTS:
             self._told = time.monotonic()
             self.tell(Update(n_read=self.n_read))
-        if self._log and self.request.echo:
+        if self._stream and not self.may_skip:
             if start == self.request.prompt_start == 0:
-                self._log.add_first(ids[0])
-            self._log.add(ids[start + 1 : self.n_read + 1], logits)
+                self._later.append(Token(ids[0], 0, None, {}))
+                self._stream.push(ids[0])
+            self._push(self._stream, ids[start + 1 : self.n_read + 1], logits)
 
     def end_prompt(self) -> None:
         """Report the prompt if requested. There may be nothing else to report."""
         if self.tokenizer is None:
             return
         ids = self.request.ids[self.request.prompt_start :] if self.request.echo else ()
-        if self._log and self.request.echo:
-            self._log.end_prompt()
         text = self.tokenizer.decode_bytes(ids).decode(errors="replace")
+        self._n_echoed, self._stream = len(text), TextStream(self.tokenizer, self.request.stop)
         self._add(text, "length" if self.request.max_tokens == 0 else None)
 
     def accept(self, token_id: int, logits: Tensor) -> None:
@@ -116,9 +123,7 @@ class Generation:
         if token_id == self.tokenizer.eot_id:
             self._add(self._stream.end(), "end_of_text")
             return
-        if self._log:
-            self._log.add([token_id], logits.unsqueeze(0))
-        text = self._stream.push(token_id)
+        text = self._push(self._stream, [token_id], logits.unsqueeze(0))
         if self._stream.stopped:
             self._add(text, "stop")
         elif len(self.drawn) == self.request.max_tokens:
@@ -132,10 +137,25 @@ class Generation:
             self.error = error
             self.tell(error)
 
+    def _push(self, stream: TextStream, ids: Sequence[int], logits: Tensor) -> str:
+        """Push up to T tokens with the logits (T, n_vocab) that they were drawn from, and return their text."""
+        if self.request.n_top is None:
+            return "".join(map(stream.push, ids))
+        text = ""
+        logprobs = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)
+        values, indices = (x.tolist() for x in logprobs.topk(min(self.request.n_top, logprobs.shape[-1])))
+        for i, token_id in enumerate(ids):
+            logprob = logprobs[i, token_id].item()
+            top = dict(zip(indices[i], values[i], strict=True)) | {token_id: logprob}
+            self._later.append(Token(token_id, self._n_echoed + stream.n_chars, logprob, top))
+            text += stream.push(token_id)
+        return text
+
     def _add(self, text: str, finish_reason: FinishReason | None = None) -> None:
         self.text += text
         self.finish_reason = finish_reason
         if text or finish_reason:
-            tokens = self._log.take(len(self.text)) if self._log else ()
+            n = sum(token.offset < len(self.text) for token in self._later)
+            tokens, self._later = tuple(self._later[:n]), self._later[n:]
             self.tokens += tokens
             self.tell(Update(text, tokens, finish_reason))

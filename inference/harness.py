@@ -72,9 +72,7 @@ def run_harness(config: HarnessConfig) -> None:
     show(make_table(found) + "\n")
     kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
     result = {
-        "checkpoint": loaded.checkpoint.path.name,
-        "step": loaded.checkpoint.state.step,
-        "average": config.average and loaded.checkpoint.state.average is not None,
+        **loaded.about(config),
         **config.model_dump(mode="json", include={"tasks", "num_fewshot", "limit", "max_length"}),
         **{key: found[key] for key in kept if key in found},
     }
@@ -87,12 +85,10 @@ def find_tasks(names: str, manager: Any) -> list[str]:
     Raises:
         UserError: a name matches no task.
     """
-    tasks: list[str] = []
-    for name in filter(None, map(str.strip, names.split(","))):
-        matching = manager.match_tasks([name])
-        if not matching:
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if not manager.match_tasks([name]):
             raise UserError(f"task {name!r} does not exist: {nearest(name, manager.all_tasks)}")
-        tasks += matching
-    if not tasks:
+    if not wanted:
         raise UserError("tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag")
-    return tasks
+    return list(manager.match_tasks(wanted))

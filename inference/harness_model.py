@@ -1,24 +1,34 @@
 """The interface of lm-evaluation-harness: it asks for the log-likelihoods of texts, and for continuations."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
+from torch.nn.utils.rnn import pad_sequence
 
 from common.console import Track
 from common.settings import UserError, decode
+from data.loader import IGNORED
 from data.tokenizer import Tokenizer
 from inference.engine import Engine, stream
 from inference.generation import Generation
 from inference.prefill import Request
 from inference.sampling import SamplingConfig
-from inference.scoring import Text, score
-from model.gpt import GPT
+from model.gpt import GPT, GPTState
 from trainer.runtime import Runtime
 
 _MAX_NEW_TOKENS = 256  # for tasks without a limit, as in the harness's other models
+_CHUNK = 512  # tokens of a text that go through the model at once: bounds memory for texts of any length
+_LOGITS = 2**26  # computed at once
+
+Text = tuple[list[int], int]
+"""Token ids, and how many of them at the beginning, at least 1, are read but not scored."""
+Score = tuple[float, bool]
+"""The log-likelihood of the scored tokens in nats, each given all tokens before it; whether all are the likeliest."""
 
 
 class HarnessModel(TemplateLM):
@@ -30,7 +40,7 @@ class HarnessModel(TemplateLM):
         """`max_length`: most tokens that the model may read; None: any number, with the state carried along."""
         super().__init__()
         self.gpt, self._tokenizer, self.runtime = gpt, tokenizer, runtime
-        self.max_length, self.micro_batch = max_length, micro_batch
+        self.max_length, self.micro_batch = max_length or 2**62, micro_batch
 
     @property
     def eot_token_id(self) -> int:
@@ -45,41 +55,35 @@ class HarnessModel(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         texts = [self._fitting(context, continuation) for _, context, continuation in requests]
-        scores = score(self.gpt, texts, self.micro_batch, self.runtime, "choices")
-        return [(found.log_likelihood, found.is_greedy) for found in scores]
+        return score(self.gpt, texts, self.micro_batch, self.runtime)
 
     def _fitting(self, context: list[int], continuation: list[int]) -> Text:
         """Context and continuation, without the context's beginning if both are too long for the model."""
-        if self.max_length is not None and len(continuation) > self.max_length:
+        if len(continuation) > self.max_length:
             raise UserError(
                 f"a task asks for {len(continuation)} tokens at once, but the model may read {self.max_length}: "
                 "raise max_length, or leave the task out"
             )
-        most = None if self.max_length is None else self.max_length + 1
-        ids = (context + continuation)[-most if most else 0 :]
-        return Text(ids, len(ids) - len(continuation))
+        ids = (context + continuation)[-self.max_length - 1 :]
+        return ids, len(ids) - len(continuation)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts of any length, with the state carried along or in windows of max_length."""
-        windows: list[Text] = []
-        owners: list[int] = []
-        for owner, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0])
-            length = self.max_length or max(1, len(ids))
-            for read, scored in get_rolling_token_windows(ids, self.prefix_token_id, length, context_len=1):
-                windows.append(Text([*read, scored[-1]], len(read) + 1 - len(scored)))
-                owners.append(owner)
-        totals = [0.0] * len(requests)
-        for owner, found in zip(owners, score(self.gpt, windows, self.micro_batch, self.runtime, "texts"), strict=True):
-            totals[owner] += found.log_likelihood
-        return totals
+        each = [list(self._windows(request.args[0])) for request in requests]
+        scores = iter(score(self.gpt, [one for windows in each for one in windows], self.micro_batch, self.runtime))
+        return [sum((next(scores)[0] for _ in windows), 0.0) for windows in each]
+
+    def _windows(self, text: str) -> Iterator[Text]:
+        """The harness's windows: each token is scored once, and the last window is full."""
+        ids = self.tok_encode(text)
+        length = min(self.max_length, max(1, len(ids)))
+        for read, scored in get_rolling_token_windows(ids, self.prefix_token_id, length, context_len=1):
+            yield [*read, scored[-1]], len(read) + 1 - len(scored)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, up to the first of its stop strings."""
-        texts = [
-            Generation(self._request(request.args[0], request.args[1], seed), self._tokenizer)
-            for seed, request in enumerate(requests)
-        ]
+        asked = [self._request(each.args[0], each.args[1], seed) for seed, each in enumerate(requests)]
+        texts = [Generation(one, self._tokenizer) for one in asked]
         engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch, eot_id=self._tokenizer.eot_id)
         engine.submit(sorted(texts, key=lambda text: -len(text.request.ids)))
         with Track("continuations", len(texts)) as track, self.runtime.autocast():
@@ -92,14 +96,41 @@ class HarnessModel(TemplateLM):
     def _request(self, context: str, settings: dict[str, Any], seed: int) -> Request:
         settings = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         n_new = settings["max_gen_toks"]
-        if self.max_length is not None and n_new >= self.max_length:
+        if n_new >= self.max_length:
             raise UserError(f"a task asks for {n_new} new tokens, but the model may read {self.max_length} in all")
-        room = 0 if self.max_length is None else self.max_length - n_new
-        ids = (self.tok_encode(context) or [self.eot_token_id])[-room:]
-        return Request(tuple(ids), n_new, _sampling(settings), seed, tuple(filter(None, settings["until"])))
+        ids = (self.tok_encode(context) or [self.eot_token_id])[n_new - self.max_length :]
+        usual = {"temperature": 1.0 if settings.get("do_sample") else 0.0}  # of a task that gives no settings
+        given = {name: settings[name] for name in SamplingConfig.model_fields if settings.get(name) is not None}
+        stop = tuple(filter(None, settings["until"]))
+        return Request(tuple(ids), n_new, decode(SamplingConfig, usual | given), seed, stop)
 
 
-def _sampling(settings: dict[str, Any]) -> SamplingConfig:
-    """The sampling settings of a task; without any, the most likely token is taken."""
-    given = {name: settings[name] for name in SamplingConfig.model_fields if settings.get(name) is not None}
-    return decode(SamplingConfig, {"temperature": 1.0 if settings.get("do_sample") else 0.0} | given)
+def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime) -> list[Score]:
+    """The score of each text, in order; `micro_batch` texts of similar length go through the model at once."""
+    scores: list[Score] = [(0.0, True)] * len(texts)
+    longest_first = sorted(range(len(texts)), key=lambda i: -len(texts[i][0]))
+    with Track("scoring", len(texts)) as track, torch.inference_mode(), runtime.autocast():
+        for first in range(0, len(texts), micro_batch):
+            rows = longest_first[first : first + micro_batch]
+            for row, found in zip(rows, _score_batch(gpt, [texts[row] for row in rows]), strict=True):
+                scores[row] = found
+            track.advance(len(rows))
+    return scores
+
+
+def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
+    device, n_logits = gpt.embed.weight.device, gpt.config.n_vocab_padded
+    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=device)  # log-likelihood; not greedy
+    state: GPTState | None = None
+    tokens = [torch.tensor(ids[: max(1, len(ids) - 1)]) for ids, _ in texts]
+    targets = [torch.tensor([IGNORED] * (n - 1) + ids[n:], dtype=torch.int64) for ids, n in texts]
+    padded = (pad_sequence(tokens, True).to(device), pad_sequence(targets, True, IGNORED).to(device))  # (B, T)
+    for token_ids, wanted in zip(*(x.split(_CHUNK, dim=1) for x in padded), strict=True):
+        x, state = gpt.features(token_ids, state, return_state=True)
+        for places in (wanted >= 0).nonzero().split(max(1, _LOGITS // n_logits)):
+            rows, positions = places.unbind(1)
+            target, logits = wanted[rows, positions], gpt.logits(x[rows, positions])
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (N, V)
+            log_p = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
+            sums.index_add_(0, rows, torch.stack([log_p.double(), (logits.argmax(-1) != target).double()], dim=1))
+    return [(log_p, misses == 0) for log_p, misses in sums.tolist()]

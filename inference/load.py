@@ -46,6 +46,17 @@ class Loaded(NamedTuple):
         self.runtime.announce()
         return self.gpt.to(device, self.runtime.param_dtype if autocast else self.runtime.dtype).eval()
 
+    def about(self, config: ModelConfig) -> dict[str, Any]:
+        """What a stored result says about the model."""
+        state, path = self.checkpoint.state, self.checkpoint.path
+        average = config.average and state.average is not None
+        return {
+            "run": self.checkpoint.run_dir.name,
+            "checkpoint": path.name,
+            "step": state.step,
+            "average": average,
+        }
+
     def write_result(self, result: dict[str, Any], config: ModelConfig, kind: str) -> None:
         """Write a result into the run directory, as KIND.json and into evals/.
 

@@ -1,8 +1,7 @@
-"""States of recent prompts, so that a prompt that begins like one of them is not read from its beginning."""
+"""Prefixes of recent prompts, so that a prompt that begins like one of them is not read from its beginning."""
 
-import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,46 +10,37 @@ from model.state import select_rows, state_bytes
 
 
 class PromptCache:
-    """Texts as a model has read them, by their tokens. The least recently used are dropped first."""
+    """What a model keeps of texts, by their tokens. The least recently used are dropped first."""
 
     def __init__(self, max_states: int, max_bytes: int) -> None:
-        """`max_bytes`: of all tensors kept, on the model's device."""
+        """`max_bytes`: of all that is kept; its tensors are on the model's device."""
         self.max_states, self.max_bytes = max_states, max_bytes
         self.n_bytes = 0
-        self._prefixes: OrderedDict[bytes, tuple[int, Prefix]] = OrderedDict()
-        """The number of tokens and the prefix that they are, by the sha256 of the tokens."""
+        self._kept: OrderedDict[bytes, tuple[int, Prefix]] = OrderedDict()
+        """The number of tokens and their prefix, by the tokens as int32."""
 
     def __len__(self) -> int:
-        return len(self._prefixes)
+        return len(self._kept)
 
     def longest(self, ids: Sequence[int]) -> tuple[int, Prefix | None]:
         """Return how many tokens at the beginning of `ids` were read before, and their prefix."""
-        lengths = {n for n, _ in self._prefixes.values() if n <= len(ids)}
-        known = [key for key in _sums(ids, lengths) if key in self._prefixes]
+        tokens = np.array(ids, np.int32).tobytes()
+        known = max(filter(tokens.startswith, self._kept), key=len, default=b"")
         if not known:
             return 0, None
-        self._prefixes.move_to_end(known[-1])
-        return self._prefixes[known[-1]]
+        self._kept.move_to_end(known)
+        return self._kept[known]
 
     def add(self, ids: Sequence[int], prefix: Prefix) -> None:
         """Keep a text after the tokens `ids`, and drop others for it. One that is too large alone is not kept."""
-        size = state_bytes(prefix)
+        tokens = np.array(ids, np.int32).tobytes()
+        size = len(tokens) + state_bytes(prefix)
         if size > self.max_bytes or not self.max_states:
             return
-        (key,) = _sums(ids, {len(ids)})
-        if key not in self._prefixes:
-            self._prefixes[key] = len(ids), select_rows(prefix, [0])  # a copy, without the room behind a cache
+        if tokens not in self._kept:
+            self._kept[tokens] = len(ids), select_rows(prefix, [0])  # a copy, without the room behind a cache
             self.n_bytes += size
-        self._prefixes.move_to_end(key)
-        while len(self._prefixes) > self.max_states or self.n_bytes > self.max_bytes:
-            _, (_, dropped) = self._prefixes.popitem(last=False)
-            self.n_bytes -= state_bytes(dropped)
-
-
-def _sums(ids: Sequence[int], lengths: Collection[int]) -> Iterator[bytes]:
-    """Yield the sha256 of the first n tokens for each length n, ascending."""
-    tokens, total, start = np.array(ids[: max(lengths, default=0)], np.int32), hashlib.sha256(), 0
-    for n in sorted(lengths):
-        total.update(tokens[start:n].data)
-        yield total.digest()
-        start = n
+        self._kept.move_to_end(tokens)
+        while len(self) > self.max_states or self.n_bytes > self.max_bytes:
+            dropped, (_, prefix) = self._kept.popitem(last=False)
+            self.n_bytes -= len(dropped) + state_bytes(prefix)

@@ -1,27 +1,29 @@
-"""sample.py: text from a checkpoint, printed as it is generated."""
+"""sample.py: text from a checkpoint, printed as it is generated; or a conversation."""
 
 import contextlib
 import json
-import os
-import stat
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, field_validator, model_validator
 
-from common.console import console, show, warn
+from common.console import console, count, say, show
 from common.files import parse_json
 from common.settings import UserError
-from inference.conversation import Conversation, converse, say_rate
+from data.tokenizer import Tokenizer
 from inference.engine import Engine, stream
 from inference.generation import Generation
 from inference.load import Loaded, ModelConfig, load
 from inference.prefill import Request, prefill
 from inference.sampling import SamplingConfig
 from inference.state_file import check_place, load_state, save_state
+from model.gpt import GPT
 
 
 class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
@@ -132,7 +134,7 @@ def _continue(loaded: Loaded, prompts: list[str], request: Request, config: Samp
             for text in stream(engine, sample):
                 if texts:
                     show(text)
-            show("\n" if texts else _as_json(prompt, sample) + "\n")
+            show("\n" if texts else json.dumps(_record(prompt, sample)) + "\n")
     except KeyboardInterrupt:
         show("\n")
         raise
@@ -164,8 +166,8 @@ def _samples(
     return samples
 
 
-def _as_json(prompt: str, sample: Generation) -> str:
-    record = {
+def _record(prompt: str, sample: Generation) -> dict[str, Any]:
+    return {
         "prompt": prompt,
         "text": sample.text,
         "seed": sample.request.seed,
@@ -173,7 +175,6 @@ def _as_json(prompt: str, sample: Generation) -> str:
         "tokens": sample.n_tokens,
         "finish_reason": sample.finish_reason,
     }
-    return json.dumps(record)
 
 
 def _heading(i: int, n_prompts: int, n_samples: int, seed: int) -> str:
@@ -192,13 +193,132 @@ def _read_prompts(config: SampleConfig) -> list[str]:
     except (OSError, UnicodeError) as error:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
-        hint = "; prompt=- reads standard input" if str(path) == "-" else ""
-        raise UserError(f"{source} cannot be read: {reason}{hint}") from None
-    with contextlib.suppress(OSError):  # there may be no standard input
-        if not (path or text or config.interactive) and stat.S_ISFIFO(os.fstat(0).st_mode):
-            warn("the prompt is empty: prompt=- reads it from standard input")
+        raise UserError(f"{source} cannot be read: {reason}") from None
     if not config.prompts_file:
         return [text]
     if not (prompts := [line for line in text.replace("\r\n", "\n").split("\n") if line]):
         raise UserError(f"prompts_file={path} has no prompts: write one per line")
     return prompts
+
+
+class Conversation:
+    """What a person and a model write in turns. The model reads exactly what was shown.
+
+    An answer may end within a token: before a stop string, or at an incomplete character. So the model reads what was
+    shown of it again, with the next text, from the state before the answer.
+    """
+
+    def __init__(self, gpt: GPT, tokenizer: Tokenizer, request: Request) -> None:
+        """`request`: what the text begins with, and how to continue it."""
+        self.text = ""
+        """Everything that was added and answered."""
+        self.n_tokens = 0
+        """Tokens drawn so far."""
+        self.ended = False
+        """Whether the model ended the text with the last answer."""
+        self.request = request
+        """The text so far. Its `ids` are the last answer, which the model has yet to read."""
+        self._gpt, self._tokenizer = gpt, tokenizer
+        self._generator = torch.Generator().manual_seed(request.seed)
+        self._engine = Engine(gpt, tokenizer.n_vocab, max_streams=1, eot_id=tokenizer.eot_id)
+
+    def add(self, text: str) -> None:
+        """Read the last answer and what a person writes after it.
+
+        Raises:
+            UserError: the text does not fit into learned positions or memory; the conversation is unchanged.
+        """
+        request = replace(self.request, ids=(*self.request.ids, *self._tokenizer.encode(text)))
+        self._engine.check(request)
+        self.request = prefill(self._gpt, self._tokenizer, request, len(request.ids))
+        self.text, self.ended = self.text + text, False
+
+    def answer(self, max_new_tokens: int) -> Iterator[str]:
+        """Yield what the model writes next as it comes. If the caller stops listening, the answer ends there."""
+        self.add("")
+        n_new = max_new_tokens if self.left is None else min(max_new_tokens, self.left)
+        if n_new == 0:
+            return
+        # One more token than wanted: at its limit, a generation would show an incomplete last character.
+        answer = Generation(replace(self.request, max_tokens=n_new + 1), self._tokenizer)
+        answer.generator = self._generator
+        self._engine.submit([answer])
+        shown = ""
+        try:
+            for text in islice(stream(self._engine, answer), n_new):
+                shown += text
+                yield text
+        finally:
+            answer.cancelled = True  # first: a second Ctrl-C may interrupt the rest
+            self.ended = answer.finish_reason == "end_of_text"
+            self.n_tokens += answer.n_tokens
+            self.text += shown
+            drawn = answer.drawn[: answer.n_tokens]
+            while not shown.startswith(text := self._tokenizer.decode_bytes(drawn).decode(errors="replace")):
+                drawn.pop()
+            drawn += self._tokenizer.encode(shown[len(text) :]) + [self._tokenizer.eot_id] * self.ended
+            self.request = replace(self.request, ids=tuple(drawn))
+            self._engine.turn()  # the answer leaves, and its memory is free
+
+    @property
+    def left(self) -> int | None:
+        """Learned positions left for more tokens; None: the model has no such limit."""
+        max_len = self._gpt.config.max_len
+        return None if max_len is None else max(0, max_len - self.request.n_prompt)
+
+
+def converse(conversation: Conversation, max_new_tokens: int) -> None:
+    """Take turns at the terminal, or with lines from a pipe, until the input ends."""
+    with contextlib.suppress(ImportError):  # it gives `input` line editing and a history
+        import readline  # noqa: F401
+    say(
+        "Type a text, and the model continues it. Press Enter alone to let it continue. End a line with \\ to add "
+        "another line. Ctrl-C stops an answer, Ctrl-D ends the conversation."
+    )
+    if conversation.text:
+        show(conversation.text + "\n")
+    seconds = 0.0
+    while (text := _ask()) is not None:
+        started, end = time.perf_counter(), "\n"
+        try:
+            conversation.add(text)
+            for answer in conversation.answer(max_new_tokens):
+                show(answer)
+            if conversation.ended:
+                end = "\n(the model ends the text here)\n"
+        except KeyboardInterrupt:  # it ends this answer only
+            pass
+        except UserError as error:
+            show(f"({error})")
+        seconds += time.perf_counter() - started
+        show(end)
+        if conversation.left == 0:
+            say("the model's learned positions are used up: start a new conversation")
+            break
+    say_rate(conversation.n_tokens, seconds)
+
+
+def _ask() -> str | None:
+    """What a person types, with lines that end in a backslash joined; None: the input has ended."""
+    typing = sys.stdin.isatty() and sys.stdout.isatty()
+    text = ""
+    while True:
+        try:
+            line = input(("... " if text else "> ") if typing else "")
+            line.encode()
+        except (EOFError, KeyboardInterrupt):
+            show("\n" if typing else "")
+            return None
+        except UnicodeError:
+            show("(that line was not UTF-8: type it again)\n")
+            continue
+        if not line.endswith("\\"):
+            return text + line
+        text += line.removesuffix("\\") + "\n"
+
+
+def say_rate(n_tokens: int, seconds: float) -> None:
+    """Print how many tokens were drawn, and how fast."""
+    rate = f", {n_tokens / max(seconds, 1e-9):.0f} a second"
+    more = rate if n_tokens else ": the text ended at once; try another seed or a longer prompt"
+    say(f"({count(n_tokens, 'token')}{more})")

@@ -1,23 +1,24 @@
 """A text as a model has read it, in a file: it is read once and continued many times.
 
-The file is safetensors, with `Header` as its metadata. Its tensors are those of a `Prefix`, by their
-names (model/state.py), and `rest`, the tokens after it that are not read yet.
+The file is safetensors. Its tensors are those of a `Prefix`, by their names (model/state.py), and `rest`, the tokens
+after it that are not read yet. Its metadata are the format, what `_owner` returns, the number of tokens read, and the
+sha256 of all that.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common.console import say
 from common.files import file_size, write_atomic
-from common.settings import Settings, UserError, decode
+from common.settings import UserError
 from inference.load import Loaded
 from inference.prefill import Prefix, Request, read
 from model.ops.ngrams import followers_in
@@ -26,22 +27,6 @@ from trainer.tensor_file import Expected, read_header, read_tensors
 
 _FORMAT = "log-gpt state 1"
 _REST = "rest"
-
-
-class Header(Settings):
-    """What a state belongs to."""
-
-    format: str
-    model: str
-    """The identity of the model that read the text: `Loaded.identity`."""
-    tokenizer: str
-    """The tokenizer's sha256."""
-    dtype: str
-    """The dtype of the model's forward passes."""
-    tokens: int = Field(ge=0, lt=2**48)
-    """How many tokens were read."""
-    sha256: str
-    """Of tensors and header: see `sum_of`."""
 
 
 def check_place(path: Path) -> None:
@@ -78,29 +63,26 @@ def load_state(path: Path, loaded: Loaded) -> Request:
     metadata, shapes = read_header(path)
     if metadata.get("format") != _FORMAT:
         raise UserError(f"state_in={path} is not a state: give a file that state_out= wrote")
-    try:
-        header = decode(Header, metadata)
-    except UserError as error:
-        raise UserError(f"state_in={path} is damaged: {error}") from None
     for key, expected in _owner(loaded).items():
-        if (found := getattr(header, key)) != expected:
-            name = "runtime.dtype" if key == "dtype" else key
-            other = f"another {name} ({found[:12]}, not {expected[:12]}): use the same, or read the text again"
+        if (found := metadata.get(key, "none")) != expected:
+            other = f"another {key} ({found[:12]}, not {expected[:12]}): use the same, or read the text again"
             raise UserError(f"state_in={path} was written with {other}")
-    eot = torch.tensor([[loaded.tokenizer.eot_id]])
-    like = read(loaded.gpt, eot, loaded.tokenizer.n_vocab)[0] if header.tokens else None
+    if not (re.fullmatch(r"\d{1,14}", tokens := metadata.get("tokens", ""))):
+        raise UserError(f"state_in={path} is damaged: tokens={tokens[:80]!r} in its header is no count")
+    n_read, eot = int(tokens), torch.tensor([[loaded.tokenizer.eot_id]])
+    like = read(loaded.gpt, eot, loaded.tokenizer.n_vocab)[0] if n_read else None
     stored = read_tensors([path], _expected(like, shapes))
-    if sum_of(stored, metadata) != header.sha256:
+    if sum_of(stored, metadata) != metadata.get("sha256"):
         raise UserError(f"state_in={path} is damaged: its sha256 is not the one in its header")
-    _check_values(path, stored, header.tokens, loaded)
+    _check_values(path, stored, n_read, loaded)
     rest = tuple(stored.pop(_REST).tolist())
     device = loaded.gpt.embed.weight.device  # copied, as the file may change
     before: Prefix | None = tree_map_only(Tensor, lambda x: x.to(device, copy=True), restored(like, stored))
-    return Request(rest, before=before, n_before=header.tokens)
+    return Request(rest, before=before, n_before=n_read)
 
 
 def _owner(loaded: Loaded) -> dict[str, str]:
-    """The values that a state's header must have."""
+    """What a state belongs to: the identity of the model, the tokenizer's sha256, and the dtype of forward passes."""
     dtype = str(loaded.runtime.dtype).removeprefix("torch.")
     return {"model": loaded.identity, "tokenizer": loaded.tokenizer.sha256, "dtype": dtype}
 
@@ -127,18 +109,18 @@ def _expected(like: Prefix | None, shapes: Mapping[str, list[int]]) -> Expected:
 
 def _check_values(path: Path, stored: Mapping[str, Tensor], n_read: int, loaded: Loaded) -> None:
     """Raise UserError unless ids are the tokenizer's, and counts and places are those of a text of n_read tokens."""
-    rest, least = stored[_REST], n_read if loaded.gpt.eot_id is None else 1  # of documents, the last may be counted
-    good = bool(((rest >= 0) & (rest < loaded.tokenizer.n_vocab)).all())
     for name, x in stored.items():
         owner, _, part = name.rpartition(".")
-        if owner.endswith(".ngrams"):
-            ids = followers_in(x) if part == "table" else x
-            good = good and bool(((ids >= -1) & (ids < loaded.tokenizer.n_vocab)).all())
-        elif x.dtype == torch.int64 and name != _REST:
-            good = good and bool(((x >= least) & (x <= n_read)).all())
+        low, high = n_read if loaded.gpt.eot_id is None else 1, n_read  # of documents, the last may be counted
+        if name == _REST or owner.endswith(".ngrams"):
+            x = followers_in(x) if part == "table" else x
+            low, high = 0 if name == _REST else -1, loaded.tokenizer.n_vocab - 1
         elif part == "place":
-            good = good and bool(((x >= 0) & (x <= stored[f"{owner}.lengths"])).all())
+            low, high = 0, int(stored[f"{owner}.lengths"])
         elif part == "k" and f"{owner}.place" not in stored:
-            good = good and x.shape[2] == int(stored[f"{owner}.lengths"])
-    if not good:
-        raise UserError(f"state_in={path} is damaged: its counts of tokens, or its tokens, are not possible")
+            x = torch.tensor(x.shape[2])
+            low = high = int(stored[f"{owner}.lengths"])
+        elif x.dtype != torch.int64:
+            continue
+        if ((x < low) | (x > high)).any():
+            raise UserError(f"state_in={path} is damaged: its counts of tokens, or its tokens, are not possible")

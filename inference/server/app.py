@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from common.settings import UserError
 from inference.server.completions import Served, check_model, complete
 from inference.server.protocol import CompletionRequest
 from inference.server.responses import ApiError
@@ -30,8 +31,9 @@ def create_app(served: Served) -> FastAPI:
         app.add_middleware(Guard, hosts=served.hosts)
 
     @app.exception_handler(ApiError)
-    async def _refused(_: Request, error: ApiError) -> Response:
-        return response(error)
+    @app.exception_handler(UserError)
+    async def _refused(_: Request, error: Exception) -> Response:
+        return response(error if isinstance(error, ApiError) else ApiError(400, str(error)))
 
     @app.exception_handler(HTTPException)
     async def _no_route(request: Request, error: HTTPException) -> Response:
@@ -90,27 +92,19 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle or refuse a request."""
-        app = self._app
-        if scope["type"] == "http":
-            try:
-                check_host(Request(scope), self._hosts)
-            except ApiError as error:
-                app = response(error)
-        await app(scope, receive, send)
+        refusal = _refusal(Request(scope), self._hosts) if scope["type"] == "http" else None
+        await (response(refusal) if refusal else self._app)(scope, receive, send)
 
 
-def check_host(request: Request, hosts: frozenset[str]) -> None:
-    """Refuse requests that another site's page makes a browser send, also through a host name that resolves to us.
-
-    Raises:
-        ApiError: the request names another host, or comes from another site.
-    """
+def _refusal(request: Request, hosts: frozenset[str]) -> ApiError | None:
+    """The error for requests that another site's page makes a browser send, also through a name that resolves to us."""
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     named = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # the brackets of an IPv6 address
     if named is None or named[1].lower() not in hosts:
-        raise ApiError(403, f"Host {host!r} is not this server's name: use {' or '.join(sorted(hosts))}", "wrong_host")
+        return ApiError(403, f"Host {host!r} is not this server's name: use {' or '.join(sorted(hosts))}", "wrong_host")
     if origin not in (None, f"http://{host}"):
-        raise ApiError(403, f"Origin {origin!r} is another site, which may not use this server", "wrong_origin")
+        return ApiError(403, f"Origin {origin!r} is another site, which may not use this server", "wrong_origin")
+    return None
 
 
 def _model(served: Served) -> dict[str, Any]:

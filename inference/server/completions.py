@@ -62,11 +62,8 @@ async def complete(http: Request, served: Served) -> Response:
 
 
 def _generations(request: CompletionRequest, served: Served) -> list[Generation]:
-    try:
-        requests = requests_of(request, served.tokenizer, served.limits)
-        served.worker.engine.check(max(requests, key=lambda one: one.n_read))
-    except UserError as error:
-        raise ApiError(400, str(error)) from None
+    requests = requests_of(request, served.tokenizer, served.limits)
+    served.worker.engine.check(max(requests, key=lambda one: one.n_read))
     return [Generation(one, served.tokenizer) for one in requests]
 
 
@@ -91,10 +88,9 @@ async def read_request(http: Request) -> CompletionRequest:
 def _decoded(body: bytes) -> CompletionRequest:
     try:
         return decode(CompletionRequest, parse_json(body))
-    except UserError as error:
-        raise ApiError(400, str(error).replace("config ", "", 1)) from None
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+        what = "" if isinstance(error, UserError) else "the body is not JSON: "
+        raise ApiError(400, what + str(error).replace("config ", "", 1)) from None
 
 
 async def updates_of(generations: Sequence[Generation], served: Served, http: Request) -> Updates:

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from data.tokenizer import END_OF_TEXT, Tokenizer
-from inference.generation import Generation, Update
-from inference.token_log import Token
+from inference.generation import Generation, Token, Update
 
 
 class ApiError(Exception):
@@ -67,7 +66,9 @@ class CompletionResponse:
         return {
             "tokens": [names(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{names(one): logprob for one, logprob in token.top.items()} or None for token in tokens],
+            "top_logprobs": [
+                {names(token_id): logprob for token_id, logprob in token.top.items()} or None for token in tokens
+            ],
             "text_offset": [token.offset for token in tokens],
         }
 

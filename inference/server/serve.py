@@ -1,10 +1,8 @@
 """scripts/serve.py: serve a model until Ctrl-C or SIGTERM."""
 
-import contextlib
 import ipaddress
-import signal
 import socket
-from collections.abc import Iterator
+from types import FrameType
 
 import uvicorn
 
@@ -57,15 +55,9 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._worker = worker
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals like uvicorn, but do not raise them again at the end: stopping is not a failure."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop, at once if asked twice. Unlike uvicorn, do not raise the signal at the end: stopping is no failure."""
+        self.should_exit, self.force_exit = True, self.should_exit
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End all answers, then close the connections."""

@@ -10,7 +10,6 @@ import torch
 
 from common.settings import UserError, decode
 from data.tokenizer import load_tokenizer
-from inference.scoring import Text, score
 from model.gpt import GPT
 from trainer.checkpoint import load_model
 from trainer.loop import fit
@@ -77,21 +76,22 @@ def direct(gpt, ids, n_before):
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax", "sliding_window"])
 def test_scores_are_those_of_a_forward_pass(build, runtime, monkeypatch, attention):
-    monkeypatch.setattr("inference.scoring._PIECE", 7)  # texts go through the model in several pieces
-    monkeypatch.setattr("inference.scoring._LOGITS", 1000)
+    harness_model = pytest.importorskip("inference.harness_model", reason="lm-evaluation-harness is not installed")
+    monkeypatch.setattr(harness_model, "_CHUNK", 7)  # texts go through the model in several chunks
+    monkeypatch.setattr(harness_model, "_LOGITS", 1000)
     settings = {"model.attention": {"name": attention} | ({"window": 8} if attention == "sliding_window" else {})}
     gpt, tokenizer = build(settings)
     ids = [[tokenizer.eot_id, *tokenizer.encode(text)] for text in TEXTS]
     greedy = ids[0][:1]
     for _ in range(12):
         greedy = [*greedy, int(gpt(torch.tensor([greedy]))[0, -1].argmax())]
-    texts = [Text(i, n) for i in ids for n in (1, len(i) - 1)] + [Text(greedy, 5), Text(ids[0], len(ids[0]))]
+    texts = [(i, n) for i in ids for n in (1, len(i) - 1)] + [(greedy, 5), (ids[0], len(ids[0]))]
     for micro_batch in (1, 3, 100):
-        found = score(gpt, texts, micro_batch, runtime)
-        assert found[-2].is_greedy
+        found = harness_model.score(gpt, texts, micro_batch, runtime)
+        assert found[-2][1]
         assert found[-1] == (0.0, True)  # nothing is asked for
         for text, (log_likelihood, is_greedy) in zip(texts[:-1], found, strict=False):
-            expected = direct(gpt, text.ids, text.n_before)
+            expected = direct(gpt, *text)
             assert log_likelihood == pytest.approx(expected[0], rel=1e-10)
             assert is_greedy == expected[1]
 

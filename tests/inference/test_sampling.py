@@ -19,11 +19,10 @@ from common.console import say_once, show
 from common.settings import UserError, decode
 from data.text_stream import TextStream
 from data.tokenizer import BytesConfig, RankTokenizer, build_tokenizer
-from inference.conversation import Conversation, converse, say_rate
 from inference.engine import Engine, stream
 from inference.generation import Generation
 from inference.prefill import Request
-from inference.sample import SampleConfig, run_sampling
+from inference.sample import Conversation, SampleConfig, converse, run_sampling, say_rate
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
 from trainer.checkpoint import newest
@@ -484,16 +483,3 @@ def test_a_checkpoint_alone_gets_its_sample_beside_it(command, run_dir, tmp_path
 def test_no_tokens_have_a_reason(capsys):
     say_rate(0, 0.1)
     assert capsys.readouterr().out == "(0 tokens: the text ended at once; try another seed or a longer prompt)\n"
-
-
-def test_a_piped_text_that_is_not_asked_for_is_said(run_dir, monkeypatch, capsys):
-    fstat, (pipe, writer) = os.fstat, os.pipe()
-    monkeypatch.setattr("os.fstat", lambda fd: fstat(pipe if fd == 0 else fd))
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    for said, options in ((1, {}), (0, {"prompt": "def"}), (0, {"interactive": True})):
-        run_sampling(make_config(checkpoint=run_dir, max_new_tokens=1, **options))
-        assert capsys.readouterr().err.count("the prompt is empty: prompt=- reads it from standard input") == said
-    os.close(pipe)
-    os.close(writer)
-    monkeypatch.setattr("os.fstat", lambda fd: fstat(-1 if fd == 0 else fd))  # closed
-    run_sampling(make_config(checkpoint=run_dir, prompt="", max_new_tokens=1))

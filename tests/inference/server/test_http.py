@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from cli.help import help_of
+from common.settings import UserError
 from inference.engine import Engine, generate
 from inference.generation import Generation
 from inference.prefill import Request
@@ -24,7 +25,7 @@ from inference.sampling import SamplingConfig
 pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
 from inference.server.completions import _generations, stream
 from inference.server.protocol import CompletionRequest
-from inference.server.responses import ApiError, CompletionResponse
+from inference.server.responses import CompletionResponse
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
 FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
@@ -114,7 +115,7 @@ def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt,
     served = SimpleNamespace(tokenizer=tokenizer, limits=limits, worker=worker)
     assert len(_generations(CompletionRequest(prompt=["a" * 100]), served)) == 1
     message = r"a text of 4,016 tokens does not fit into memory: its keys and values are 2,056"
-    with pytest.raises(ApiError, match=message):
+    with pytest.raises(UserError, match=message):
         _generations(CompletionRequest(prompt=["a", "a" * 4000]), served)
 
 
