@@ -6,8 +6,7 @@
     python scripts/bench.py what=data 'set=[data=jsonl,data.path=pile/*.jsonl.zst,tokenizer=gpt2,workers=2]'
 
 Contenders take turns in random order, so that whatever else the machine does slows all of them; figures are medians.
-Operators are first compared with their definitions in float64: if one is less exact than rounding allows, nothing is
-timed. Training runs every measurement in its own process, so peak memory is the model's own. Decoding begins from a
+Training runs every measurement in its own process, so peak memory is the model's own. Decoding begins from a
 state that is stretched to a position: time depends on shapes alone. With `nanogpt` the model.py of that folder is run:
 name one that you trust.
 """

@@ -26,7 +26,7 @@ def bench(**given: Any) -> None:
     """Measure each kind of `what` in turn, and write the file `out` anew after each.
 
     Raises:
-        UserError: there is no GPU, or an operator is wrong.
+        UserError: there is no GPU.
     """
     options = SimpleNamespace(**given)
     if options.device == "cuda" and not torch.cuda.is_available():

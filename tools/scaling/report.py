@@ -10,14 +10,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from cli.sweep import number_of_jobs
 from common.command import options_of
 from common.console import count, say, warn
 from common.figures import png, short_count
 from common.files import make_directory, write_atomic, write_json
 from common.settings import UserError
 from tools.report.records import read_records
-from tools.scaling.fit import LEAST_RUNS, Array, Law, fit
+from tools.scaling.fit import Array, Law, fit
 
 _TRAIN = Path(__file__).parents[2] / "train.py"
 _TOKENS_PER_PARAMETER = 20  # near the optimum of Hoffmann et al. 2022
@@ -48,7 +47,7 @@ def run(
     if tokens_per_second is not None and loss is None:
         raise UserError(f"tokens_per_second={tokens_per_second:g} needs loss: give both")
     if ladder:
-        folders = [*folders, _train(ladder, out / "runs", alone=not (folders or csv or (out / "runs").exists()))]
+        folders = [*folders, _train(ladder, out / "runs")]
     rows = [*_trained(folders), *([] if csv is None else _read_csv(csv))]
     N, D, L = np.array(rows, dtype=float).reshape(-1, 3).T
     law, samples = fit(N, D, L, resamples)
@@ -69,22 +68,16 @@ def run(
     say(f"written: {out / 'scaling.json'}, {out / 'scaling.png'}")
 
 
-def _train(ladder: str, folder: Path, alone: bool) -> Path:
+def _train(ladder: str, folder: Path) -> Path:
     """Train all combinations of these options of train.py, as a sweep, which skips runs that have finished.
 
     Raises:
-        UserError: an option is wrong, a run failed, or no law could be fitted to so few runs `alone`.
+        UserError: an option is wrong, or a run failed.
     """
     try:
         options = shlex.split(ladder)
     except ValueError as error:
         raise UserError(f"ladder={ladder}: {error}: give options of train.py, separated by spaces") from None
-    runs = number_of_jobs(options)
-    if alone and runs is not None and runs < LEAST_RUNS:
-        raise UserError(
-            f"ladder={ladder} has {count(runs, 'run')}, and a law needs at least {LEAST_RUNS}: "
-            "give 3 or more sizes and as many numbers of tokens, as in model.n_embd=64,96,128 max_steps=300,600,900"
-        )
     run_dir = options_of({"run_dir": str(folder)})
     if subprocess.run([sys.executable, _TRAIN, "-m", *options, *run_dir]).returncode:
         raise UserError(f"ladder={ladder}: training failed, see above; the same command continues")
