@@ -5,7 +5,6 @@ controls neither what Hydra calls nor what it writes.
 """
 
 import itertools
-import math
 import os
 import shutil
 import sys
@@ -85,19 +84,6 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
         raise UserError(f"some jobs of the sweep failed (see above). {again}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
-
-
-def number_of_jobs(options: list[str]) -> int | None:
-    """Return how many combinations these options have at most, or None if there are infinitely many.
-
-    Raises:
-        UserError: an option cannot be read.
-    """
-    try:
-        _, values, swept, _ = _by_kind(options)
-    except HydraException as error:
-        raise UserError(explain(error)) from error
-    return math.prod(len({*some}) for some in values) if len(values) == len(swept) else None
 
 
 def _by_kind(options: list[str]) -> _Options:
