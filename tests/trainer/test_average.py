@@ -7,10 +7,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_fsdp import assert_same_checkpoint
-from test_fsdp import train as train_in_processes  # noqa: F401 (a fixture)
 from test_resume import assert_same_run, metrics
-from test_torchrun import assert_same_steps
 
 from common.settings import UserError, decode
 from data.loader import EvalBatches
@@ -19,7 +16,7 @@ from model.gpt import GPT
 from tools.convert.export_hf import export
 from tools.plan.plan import PlanConfig, plan
 from trainer.average import AVERAGE, Average
-from trainer.checkpoint import checkpoint_path, load_model, newest, open_checkpoint, open_model
+from trainer.checkpoint import checkpoint_path, load_model, newest, open_model
 from trainer.distributed import World
 from trainer.loop import fit
 from trainer.state import TrainState
@@ -177,15 +174,3 @@ def test_a_plan_counts_the_average(tiny, run_of):
     run_dir = run_of({"average": 0.1})
     files = sum((newest(run_dir) / f"{name}.safetensors").stat().st_size for name in ("model", "optimizer"))
     assert averaged["disk"]["checkpoint"] < files < averaged["disk"]["checkpoint"] + 20_000  # their headers
-
-
-@pytest.mark.slow
-def test_whole_or_shared_the_average_is_the_same(train_in_processes):  # noqa: F811
-    """In ddp and fsdp, and in a run that goes from one to the other with 2 processes and 1."""
-    whole = train_in_processes("whole", 2, "average=0.4")
-    for stop_at, processes, strategy in [(2, 2, "ddp"), (4, 2, "fsdp"), (5, 1, "fsdp"), (6, 1, "ddp")]:
-        options = f"runtime.strategy={strategy}", f"stop_at={stop_at}", "average=0.4"
-        mixed = train_in_processes("mixed", processes, *options)
-    assert_same_steps(whole, mixed, tolerance=1e-9)
-    assert_same_checkpoint(newest(whole), newest(mixed), tolerance=1e-9)
-    assert open_checkpoint(newest(mixed)).state.average == 0.4

@@ -14,7 +14,6 @@ from data.tokenizer import load_tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import load_model, newest, open_checkpoint, open_model
 from trainer.loop import fit
-from trainer.losses import Loss
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -126,19 +125,6 @@ def test_odd_paths_give_one_line(tmp_path, make, message):
     with pytest.raises(UserError, match=message) as error:
         open_checkpoint(tmp_path / "x")
     assert "\n" not in str(error.value)
-
-
-def test_the_newest_and_the_best_are_kept(tiny, monkeypatch):
-    losses = iter([5.0, 3.0, 4.0, 3.5, 6.0, 3.2])
-    monkeypatch.setattr("trainer.run.evaluate", lambda *_: Loss(nats=next(losses), tokens=1, bytes=1))
-    config = tiny({"eval.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 2})
-    fit(config)
-    folder = config.run_dir / "checkpoints"
-    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [f"step-0000000{i}" for i in (2, 5, 6)]
-    assert (folder / "best").read_text().strip() == "step-00000002"
-    assert (folder / "latest").read_text().strip() == "step-00000006"
-    state = open_checkpoint(folder / "latest").state
-    assert (state.best_val_loss, state.best_step) == (3.0, 2)
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_a_run(tiny, monkeypatch):

@@ -28,47 +28,34 @@ def train(tiny_args, tmp_path):
     return run
 
 
-def tensors(checkpoint):
-    """Those of a checkpoint, whole."""
-    found = {}
-    for name in ("model", "optimizer"):
-        parts = [load_file(path) for path in sorted(checkpoint.glob(f"{name}*.safetensors"))]
-        found[name] = {
-            key: torch.cat([part[key] for part in parts]) if value.dim() else value for key, value in parts[0].items()
-        }
-    return found
-
-
 def assert_same_checkpoint(a, b, tolerance):
     """The same tensors, at most `tolerance` apart."""
-    for name, first in tensors(a).items():
-        second = tensors(b)[name]
-        assert first.keys() == second.keys()
-        for key, value in first.items():
-            assert (value.shape, value.dtype) == (second[key].shape, second[key].dtype), key
-            torch.testing.assert_close(
-                value, second[key], rtol=0, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
-            )
+    for name in ("model", "optimizer"):
+        first, second = (load_file(checkpoint / f"{name}.safetensors") for checkpoint in (a, b))
+        torch.testing.assert_close(first, second, rtol=0, atol=tolerance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_shared_or_whole_the_run_is_the_same(train, optim):
+@pytest.mark.parametrize(
+    ("optim", "dtype", "tolerance"), [("adamw", "float64", 1e-9), ("muon", "float64", 1e-9), ("adamw", "float32", 1e-5)]
+)
+def test_shared_or_whole_the_run_is_the_same(train, optim, dtype, tolerance):
     """Same losses, norms and evaluations, checkpoints with the same tensors; of 257 rows each has its part."""
-    options = f"optim={optim}", "optim.transfer={n_embd:8,n_layer:1}"
+    options = f"optim={optim}", f"runtime.dtype={dtype}", "optim.transfer={n_embd:8,n_layer:1}"
     whole, shared = (train(name, 2, f"runtime.strategy={name}", *options) for name in ("ddp", "fsdp"))
-    assert_same_steps(whole, shared, tolerance=1e-9)
+    assert_same_steps(whole, shared, tolerance)
     files = [sorted(path.relative_to(run) for path in run.glob("checkpoints/**/*")) for run in (whole, shared)]
     assert files[0] == files[1]
-    assert_same_checkpoint(newest(whole), newest(shared), tolerance=1e-9)
+    if dtype == "float64":
+        assert_same_checkpoint(newest(whole), newest(shared), tolerance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_a_run_goes_from_whole_to_shared_and_back(train, optim):
-    whole = train("whole", 2, "runtime.strategy=ddp", f"optim={optim}")
+@pytest.mark.parametrize("option", ["optim=adamw", "optim=muon", "average=0.4"])
+def test_a_run_goes_from_whole_to_shared_and_back(train, option):
+    whole = train("whole", 2, "runtime.strategy=ddp", option)
     for stop_at, processes, strategy in [(2, 2, "ddp"), (4, 2, "fsdp"), (5, 1, "fsdp"), (6, 1, "ddp")]:
-        mixed = train("mixed", processes, f"runtime.strategy={strategy}", f"stop_at={stop_at}", f"optim={optim}")
+        mixed = train("mixed", processes, f"runtime.strategy={strategy}", f"stop_at={stop_at}", option)
         assert newest(mixed).name == f"step-{stop_at:08}"
     assert_same_steps(whole, mixed, tolerance=1e-9)
     assert_same_checkpoint(newest(whole), newest(mixed), tolerance=1e-9)
@@ -104,13 +91,6 @@ assert saves == [2, 4, 6]
 def test_a_save_gathers_one_parameter_after_the_other(tiny_args):
     for result in ranks.run(2, "-c", ONE_AT_A_TIME, *tiny_args, "runtime.strategy=fsdp"):
         assert result.status == 0, result.err
-
-
-@pytest.mark.slow
-def test_float32_too(train):
-    whole = train("whole", 2, "runtime.strategy=ddp", "runtime.dtype=float32")
-    shared = train("shared", 2, "runtime.strategy=fsdp", "runtime.dtype=float32")
-    assert_same_steps(whole, shared, tolerance=1e-5)
 
 
 @pytest.mark.slow
