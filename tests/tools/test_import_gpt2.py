@@ -175,11 +175,11 @@ def with_a_smaller_model(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (remove("config.json"), "has no config.json: give a folder that save_pretrained wrote"),
-        (remove("tokenizer.json"), "has no tokenizer.json: put it there: AutoTokenizer"),
-        (remove("model.safetensors"), "has no model.safetensors: load the model with transformers"),
-        (in_a_pickle, "has no model.safetensors: pytorch_model.bin cannot be read; load the model with transformers"),
-        (in_shards, "has no model.safetensors: model.safetensors.index.json cannot be read"),
+        (remove("config.json"), "has no config.json: load model and tokenizer with transformers"),
+        (remove("tokenizer.json"), "has no tokenizer.json: load model and tokenizer"),
+        (remove("model.safetensors"), "has no model.safetensors: load model and tokenizer"),
+        (in_a_pickle, "has no model.safetensors: load model and tokenizer"),
+        (in_shards, "has no model.safetensors: load model and tokenizer"),
         (as_a_pipe, "is a link, a folder, a pipe or a device"),
         (with_a_smaller_model, "has a tokenizer with 257 ids, but the model has only 200"),
         (lambda folder: (folder / "config.json").write_text("[]"), "GPT2LMHeadModel like GPT-2"),

@@ -124,10 +124,6 @@ def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool, averag
 def _training(state: TrainState, average: bool) -> str:
     if state.step == 0:
         return "not trained since it was made or imported"
-    tokens, best = state.tokens(state.step), state.best_val_loss
     averaged = "; these are its averaged weights" if average and state.average is not None else ""
-    loss = "" if best is None else f"; best validation loss {best:.4f} nats per token, at step {state.best_step:,}"
-    return (
-        f"trained for {state.step:,} steps of {state.batch_tokens:,} tokens, {tokens:,} in all, "
-        f"in sequences of {state.seq_len:,}, on `{state.dataset_dir.name}`{loss}{averaged}"
-    )
+    steps = f"{state.step:,} steps of {state.batch_tokens:,} tokens, in sequences of {state.seq_len:,}"
+    return f"trained for {steps}, on `{state.dataset_dir.name}`{averaged}"

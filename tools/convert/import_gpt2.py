@@ -64,18 +64,11 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
     Raises:
         UserError: a file is missing or invalid.
     """
-    others = [name for name in ("pytorch_model.bin", f"{_WEIGHTS}.index.json") if (folder / name).exists()]
-    unreadable = f"{others[0]} cannot be read; " if others else ""
-    remedies = {
-        "config.json": "give a folder that save_pretrained wrote",
-        "tokenizer.json": 'put it there: AutoTokenizer.from_pretrained("gpt2").save_pretrained(FOLDER)',
-        _WEIGHTS: f"{unreadable}load the model with transformers, and write it with "
-        'save_pretrained(FOLDER, max_shard_size="100GB")',
-    }
-    paths = {name: (folder / name).resolve() for name in remedies}  # a downloaded folder has links
+    paths = {name: (folder / name).resolve() for name in ("config.json", "tokenizer.json", _WEIGHTS)}  # or links
     for name, path in paths.items():
         if file_size(path) is None:
-            raise UserError(f"{folder} has no {name}: {remedies[name]}")
+            how = 'load model and tokenizer with transformers, and save_pretrained(FOLDER, max_shard_size="100GB") both'
+            raise UserError(f"{folder} has no {name}: {how}")
     try:
         config = read_gpt2_config(read_json(paths["config.json"], limit=2**20))
     except UserError as error:

@@ -54,7 +54,6 @@ def of_mechanisms(text: str) -> tuple[list[str], Panels]:
     """Return the words, and a panel for every mechanism; a repeated word is the same token."""
     words = text.split()
     ids = torch.tensor([[words.index(word) for word in words]])  # (1, T)
-    _check_length(ids)
     panels = {}
     for title, (attention, head) in PANELS.items():
         torch.manual_seed(1)
@@ -70,9 +69,8 @@ def of_checkpoint(checkpoint: Path, text: str, head: int) -> tuple[list[str], Pa
     gpt, tokenizer = load_model(checkpoint)
     if not 1 <= head <= gpt.config.n_head:
         raise UserError(f"head={head} does not exist in this model: give 1 to {gpt.config.n_head}")
-    encoded = tokenizer.encode(text)
-    _check_length(ids := torch.tensor([encoded]))
-    panels = {}
+    encoded, panels = tokenizer.encode(text), {}
+    ids = torch.tensor([encoded])
     for n, (layer, found) in enumerate(zip(gpt.config.layers, weights_and_masks(gpt, ids), strict=True), start=1):
         weights, mask = found
         panels[f"layer {n}, {layer.name}, head {head}"] = weights[head - 1], mask[(head - 1) % len(mask)]
@@ -84,14 +82,15 @@ def _label(token: bytes) -> str:
     return token.decode(errors="replace").replace(" ", "\N{OPEN BOX}").replace("\n", "\\n").replace("\t", "\\t")
 
 
-def _check_length(ids: Tensor) -> None:
-    if not 1 <= ids.numel() <= LONGEST:
-        raise UserError(f"text has {ids.numel()} tokens: give 1 to {LONGEST}")
-
-
 @torch.no_grad()
 def weights_and_masks(gpt: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Run ids (1, T) and return the weights (H, T, T) and mask (1 or H, T, T) of every layer's attention."""
+    """Run ids (1, T) and return the weights (H, T, T) and mask (1 or H, T, T) of every layer's attention.
+
+    Raises:
+        UserError: there are too many tokens, or none.
+    """
+    if not 1 <= ids.numel() <= LONGEST:
+        raise UserError(f"text has {ids.numel()} tokens: give 1 to {LONGEST}")
     found: list[tuple[Tensor, Tensor]] = []
 
     def look(layer: Any, inputs: tuple[Tensor, Positions]) -> None:
@@ -126,22 +125,15 @@ def picture(labels: list[str], panels: Panels) -> bytes:
     side = max(2.6, 0.17 * len(labels))
     figure = Figure(figsize=(columns * side + 0.8, rows * (side + 0.3) + 0.8))
     ticks, angle = range(len(labels)), 90 if max(map(len, labels)) > 2 else 0
-    between = [tick - 0.5 for tick in ticks]
     for n, (title, (weights, mask)) in enumerate(panels.items()):
         axes = figure.add_subplot(rows, columns, n + 1)
         relative = (weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)).masked_fill(~mask, math.nan)
         axes.set_facecolor("0.88")
-        image = axes.imshow(relative, cmap="Blues", vmin=-0.15, vmax=1.0)
+        image = axes.imshow(relative, cmap="Blues", vmin=0, vmax=1)
         axes.set_title(title, fontsize=9)
         axes.set_xticks(ticks, labels if n + columns >= len(panels) else [], rotation=angle, fontsize=7)
         axes.set_yticks(ticks, labels if n % columns == 0 else [], fontsize=7)
-        axes.set_xticks(between, minor=True)
-        axes.set_yticks(between, minor=True)
         axes.grid(visible=False)
-        axes.grid(which="minor", color="white", linewidth=0.6)
-        axes.tick_params(which="both", length=0)
-        axes.spines[:].set_visible(False)
     bar = figure.colorbar(image, ax=figure.axes, shrink=0.4, pad=0.01)
     bar.set_label("weight, the row's largest = 1; grey: may not attend", fontsize=8)
-    bar.ax.set_ylim(0, 1)
     return png(figure)
