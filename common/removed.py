@@ -17,6 +17,7 @@ KEYS: dict[str, Removed] = {
     "model.attention.norm": Removed(False, "leave it out, or use model.attention.qk_norm=true"),
     "batch_doublings": Removed([], "the batch has one size now: leave batch_doublings out"),
     "data.carry_state": Removed(False, "sequences begin without a state now: leave data.carry_state out"),
+    "dedup": Removed("none", "drop equal documents before preparing; equal texts always fall into one split"),
 }
 """By the end of their dotted key."""
 
@@ -35,6 +36,10 @@ FILES: dict[str, dict[str, str]] = {
         "log_gpt2_hybrid_125m": "write model=flagship_hybrid_125m",
         "log_gpt_mlp_124m": "write model=heinsen_125m model/block=mlp model.n_layer=12",
     },
+    "data": dict.fromkeys(
+        ("mqar", "induction", "selective_copy", "passkey"),
+        "write texts of your own to a file of JSON lines, and prepare it with data=jsonl",
+    ),
 }
 """Names of files in configs/, by their group, with what to do now."""
 

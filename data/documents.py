@@ -31,15 +31,17 @@ def documents_in(dataset_dir: Path, manifest: Manifest, split: SplitName, start:
     Raises:
         UserError: an index is damaged.
     """
-    begin = 0
-    for shard in manifest.splits[split].shards:
+    shards, ends = manifest.splits[split].shards, manifest.splits[split].ends
+    for place in range(bisect.bisect_right(ends, start), len(shards)):
+        shard, begin = shards[place], ends[place] - shards[place].tokens
         first, last = max(start - begin, 0), min(stop - begin, shard.tokens)
-        if first < last:
-            records, token = _find(dataset_dir, manifest, shard, first, last)
-            for end, input_, number, set_ in records.tolist():
-                yield Origin(begin + token, begin + end, manifest.set_names[set_], manifest.inputs[input_], number)
-                token = end
-        begin += shard.tokens
+        if first >= last:
+            return
+        names = [manifest.set_names[number] for number in manifest.sets_of(shard)]
+        records, token = _find(dataset_dir, manifest, shard, first, last)
+        for end, input_, number, set_ in records.tolist():
+            yield Origin(begin + token, begin + end, names[set_], manifest.inputs[input_], number)
+            token = end
 
 
 def _find(dataset_dir: Path, manifest: Manifest, shard: Shard, first: int, last: int) -> tuple[np.ndarray, int]:
@@ -94,7 +96,7 @@ def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Sha
         (ends <= begins, "end at token {end}, where it begins or before"),
         (ends > shard.tokens, f"end at token {{end}} of {shard.tokens}"),
         (inputs >= len(manifest.inputs), f"be from input {{input}} of {len(manifest.inputs)}"),
-        (sets >= len(manifest.set_names), f"be of set {{set}} of {len(manifest.set_names)}"),
+        (sets >= (n_sets := len(manifest.sets_of(shard))), f"be of set {{set}} of {n_sets}"),
         (records["number"] == 0, "have the number {number} in its input"),
     ):
         if wrong.any():

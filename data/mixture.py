@@ -115,8 +115,9 @@ def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarr
     begin, split = 0, manifest.splits["train"]
     with Track("finding the sets of windows, documents", split.total.documents) as track:
         for shard in split.shards:
+            sets = np.array(manifest.sets_of(shard))
             for records in read_records(dataset_dir, manifest, shard):
-                yield begin + records["end"].astype(np.int64), records["set"].astype(np.int64)
+                yield begin + records["end"].astype(np.int64), sets[records["set"]]
                 track.advance(records.size)
             begin += shard.tokens
 

@@ -7,14 +7,16 @@ val-00000.bin ...           by <|endoftext|>. A document never spans two shards
 train-00000.idx ...         which documents these are: HEADER (32 bytes), then a RECORD (22 bytes) for each, in order
 val-00000.idx ...
 
-data/prepare/writer.py writes shards, data/documents.py finds documents in them, data/prepare/verify.py recomputes
-what the manifest says.
+data/prepare/spans.py writes shards, data/documents.py finds documents in them, data/prepare/verify.py recomputes
+what the manifest says. Version 2 of the manifest, which has no sets in its shards, is read too.
 """
 
 import bisect
+import functools
 import hashlib
 import itertools
 import struct
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,7 +26,8 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from common.files import file_size, open_file, read_json, sha256_file
 from common.settings import Settings, UserError, decode
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_INDEX_VERSION = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
@@ -33,7 +36,7 @@ HEADER = struct.Struct("<8sIIQQ")
 MAGIC = b"LOGGPTIX"
 RECORD = np.dtype([("end", "<u8"), ("input", "<u4"), ("number", "<u8"), ("set", "<u2")])
 """A document: its end in its shard, in tokens, <|endoftext|> included; its input, a number into the manifest's inputs,
-and its number in that input, from 1; its set, a number into the manifest's set_names."""
+and its number in that input, from 1; its set, a number into `Manifest.sets_of` its shard."""
 MAX_SETS = 2**16
 
 
@@ -74,6 +77,8 @@ class Shard(Strict):
     documents: Annotated[int, Field(ge=1, le=_MOST)]
     sha256: Sha256
     index_sha256: Sha256
+    sets: list[Count] | None = None
+    """For each set number of the index, a number into the manifest's set_names. None: they are the same numbers."""
 
     @property
     def index_file(self) -> str:
@@ -99,6 +104,11 @@ class Split(Strict):
         sums = {name: sum(getattr(counts, name) for counts in sets) for name in Counts.model_fields}
         return Counts.model_construct(**sums)  # unchecked: the sums are compared with the shards later
 
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """Where each shard ends, in tokens of the split."""
+        return list(itertools.accumulate(shard.tokens for shard in self.shards))
+
 
 class TokenizerId(Strict):
     """Which tokenizer made the ids."""
@@ -120,10 +130,10 @@ class TokenizerId(Strict):
 class Manifest(Strict):
     """The contents of a dataset directory."""
 
-    format_version: Literal[2] = 2
+    format_version: Literal[2, 3] = 3
     tokenizer: TokenizerId
     inputs: list[str]
-    """The files or other sources of the documents, in the order of their first document."""
+    """The files or other sources that were read, in order."""
     set_names: Annotated[list[SetName], Field(max_length=MAX_SETS)]
     """The sets that documents are counted under, in the order of their first document."""
     splits: Annotated[dict[SplitName, Split], Field(min_length=2)]
@@ -140,6 +150,13 @@ class Manifest(Strict):
             for i, shard in enumerate(split.shards):
                 if shard.file != shard_file(name, i):
                     raise ValueError(f"shard {i} of {name} is {shard.file!r}, must be {shard_file(name, i)!r}")
+                if (shard.sets is None) != (self.format_version == 2):
+                    raise ValueError(
+                        f"shard {shard.file} of format version {self.format_version} has sets={shard.sets}"
+                    )
+                sets = shard.sets or []
+                if len({*sets}) < len(sets) or not all(number < len(self.set_names) for number in sets):
+                    raise ValueError(f"shard {shard.file} has the sets {sets} of {len(self.set_names)}")
             if unknown := sorted(split.sets.keys() - set(self.set_names)):
                 raise ValueError(f"set {unknown[0]!r} of {name} is not in set_names")
             counted = split.total
@@ -154,12 +171,24 @@ class Manifest(Strict):
         """The type of the token ids in the shards."""
         return token_dtype(self.tokenizer.n_vocab)
 
+    def sets_of(self, shard: Shard) -> Sequence[int]:
+        """Return the number into set_names of each set number in the index of a shard."""
+        return range(len(self.set_names)) if shard.sets is None else shard.sets
+
     @property
     def fingerprint(self) -> str:
         """A hex digest of tokenizer, tokens and sets: a run can go on only with a dataset of the same fingerprint."""
         shards = [(name, shard) for name in sorted(self.splits) for shard in self.splits[name].shards]
-        sums = [f"{name} {shard.sha256} {shard.index_sha256}" for name, shard in shards]
+        sums = [
+            f"{name} {shard.sha256} {shard.index_sha256}" + (f" {shard.sets}" if shard.sets is not None else "")
+            for name, shard in shards
+        ]
         return hashlib.sha256("\n".join([self.tokenizer.sha256, *self.set_names, *sums]).encode()).hexdigest()
+
+
+def counts_of(numbers: Iterable[int]) -> Counts:
+    """Return tokens, documents and bytes of text as Counts."""
+    return Counts(**dict(zip(Counts.model_fields, map(int, numbers), strict=True)))
 
 
 def shard_file(split: SplitName, number: int) -> str:
@@ -174,7 +203,7 @@ def index_file(file: str) -> str:
 
 def index_header(n_vocab: int) -> bytes:
     """Return the header of every index of a dataset."""
-    return HEADER.pack(MAGIC, FORMAT_VERSION, token_dtype(n_vocab).itemsize, n_vocab, 0)
+    return HEADER.pack(MAGIC, _INDEX_VERSION, token_dtype(n_vocab).itemsize, n_vocab, 0)
 
 
 def token_dtype(n_vocab: int) -> np.dtype:
@@ -182,8 +211,10 @@ def token_dtype(n_vocab: int) -> np.dtype:
     return np.dtype("<u2" if n_vocab <= 2**16 else "<u4")
 
 
-def read_manifest(dataset_dir: Path) -> Manifest:
-    """Read a dataset's manifest and check that every shard and index exists and has the right size and header.
+def read_manifest(dataset_dir: Path, headers: bool = True) -> Manifest:
+    """Read a dataset's manifest and check that every shard and index exists and has the right size.
+
+    Of the indexes, the headers are checked too, unless `headers` is False: of many processes, one opens all files.
 
     Raises:
         UserError: there is no dataset, a file is damaged, or the format version is another.
@@ -192,7 +223,7 @@ def read_manifest(dataset_dir: Path) -> Manifest:
     for split in manifest.splits.values():
         for shard in split.shards:
             for file in (shard.file, shard.index_file):
-                check_file(dataset_dir / file, manifest, shard)
+                check_file(dataset_dir / file, manifest, shard, headers)
     return manifest
 
 
@@ -208,23 +239,25 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
         raise UserError(f"dataset_dir={dataset_dir} does not exist or has no {MANIFEST}: {remedy}")
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version != FORMAT_VERSION:
+    if version not in (2, FORMAT_VERSION):
         given = repr(version)[:40]
-        raise UserError(f"{path} has format version {given}, this program reads {FORMAT_VERSION}: prepare it again")
+        raise UserError(
+            f"{path} has format version {given}, this program reads 2 and {FORMAT_VERSION}: prepare it again"
+        )
     try:
         return decode(Manifest, raw)
     except UserError as error:
         raise UserError(f"{path} is damaged: {error}") from None
 
 
-def check_file(path: Path, manifest: Manifest, shard: Shard) -> None:
-    """Check the size of one of a shard's two files, and the header if it is the index; raises UserError."""
+def check_file(path: Path, manifest: Manifest, shard: Shard, headers: bool = True) -> None:
+    """Check the size of one of a shard's two files, and the header (`headers`) if it is the index; raises UserError."""
     is_index = path.name == shard.index_file
     size, expected = file_size(path), shard.index_size if is_index else shard.tokens * manifest.dtype.itemsize
     if size != expected:
         found = "is missing" if size is None else f"has {size} bytes"
         raise UserError(f"{path} {found}, the manifest says {expected} bytes: prepare the dataset again")
-    if is_index:
+    if is_index and headers:
         with open_file(path) as file:
             found, header = file.read(HEADER.size).hex(), index_header(manifest.tokenizer.n_vocab).hex()
         if found != header:
@@ -255,7 +288,7 @@ class TokenStream:
         self.eot_id = manifest.tokenizer.eot_id
         self.n_vocab = manifest.tokenizer.n_vocab
         self._paths = [dataset_dir / shard.file for shard in shards]
-        self._ends = list(itertools.accumulate(shard.tokens for shard in shards))
+        self._ends = manifest.splits[split].ends
         self.n_tokens = self._ends[-1] if shards else 0
 
     def read(self, start: int, stop: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from common.files import open_file, read_json, write_atomic
 from common.settings import Settings, UserError, decode
-from data.shards import Strict
+from data.shards import Strict, TokenizerId
 
 END_OF_TEXT = "<|endoftext|>"
 LARGEST_FILE = 2**26  # that of 262,144 tokens with their merges has 33 MB
@@ -82,6 +82,11 @@ class Tokenizer(ABC):
     def n_vocab(self) -> int:
         """Number of ids, which are 0 to n_vocab - 1."""
         return len(self.tokens)
+
+    @property
+    def id(self) -> TokenizerId:
+        """What a dataset says of it."""
+        return TokenizerId(name=self.name, n_vocab=self.n_vocab, sha256=self.sha256, eot_id=self.eot_id)
 
     @property
     @abstractmethod

@@ -1,28 +1,27 @@
-"""Documents to a dataset directory: tokenized by worker processes, written as parts, and joined."""
+"""Documents to a dataset directory: tokenized by worker processes, written as spans, and put together."""
 
 import contextlib
-import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from common.console import Track, say
-from common.files import write_atomic
 from common.settings import Settings, UserError
 from data.prepare.encode import Batch, Encoded, OnError, Skipped, encode_all
+from data.prepare.finish import Unusable, check_text, existing, finish
 from data.prepare.items import NO_TEXT, Position
-from data.prepare.join import EmptySplit, Unusable, check_text, existing, join, partial_dir
-from data.prepare.parts import FINISHED, Plan, read_parts, remove, start, write_part, writing
-from data.prepare.sources import FileSource, HubSource, JsonlSource, Source, StdlibSource, TextSource
-from data.prepare.tasks import Task
-from data.shards import MANIFEST, TOKENIZER, Manifest, TokenizerId
+from data.prepare.sources import HubSource, JsonlSource, Source, StdlibSource, TextSource
+from data.prepare.spans import Plan, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
+from data.shards import TOKENIZER, Manifest
 from data.tokenizer import TokenizerConfig, build_tokenizer
 
-SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | HubSource | Task, Field(discriminator="name")]
+SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | HubSource, Field(discriminator="name")]
 
 _CHECKED_ITEMS = 10_000  # after so many, a text_field that most documents lack is an error
 
@@ -35,23 +34,21 @@ class PrepareConfig(Settings, defaults="prepare"):
     tokenizer: TokenizerConfig
     """How their text becomes token ids."""
     out_dir: Path
-    """The dataset directory to make; with num_tasks, the folder of all parts."""
+    """The dataset directory to make. Until it is whole, all tasks write into the folder of this name with .partial."""
     val_fraction: float | None = Field(gt=0, lt=1)
     """The share of documents for the validation split. null: 0.005 for jsonl and datasets of the hub, else 0.05."""
     val_tokens: PositiveInt | None
     """In place of val_fraction: the documents with the first so many tokens of the input are for validation."""
     shard_tokens: PositiveInt
-    """A shard is full with the document that reaches this number of tokens."""
-    dedup: Literal["none", "exact"]
-    """exact: keep only the first of documents with the same text."""
+    """A pair of shards, one for each split, is full with the document that reaches this number of tokens."""
     on_error: OnError
     """What to do with documents that cannot be read. skip: count them by reason. stop: end with an error."""
     workers: PositiveInt | None
     """Processes that tokenize; the dataset does not depend on their number. null: one for every CPU."""
     num_tasks: PositiveInt
-    """The number of machines that share the work; scripts/merge_dataset.py joins what they wrote."""
+    """The number of machines that share the work. Each takes its share of the groups of 1 GiB of input files."""
     task_index: NonNegativeInt
-    """The number of this machine, from 0: it reads its share of the input files."""
+    """The number of this machine, from 0."""
 
     @model_validator(mode="after")
     def _check_task(self) -> "PrepareConfig":
@@ -63,112 +60,97 @@ class PrepareConfig(Settings, defaults="prepare"):
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that decide what the dataset holds, and its whole input, as JSON for its manifest."""
-        kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens", "dedup"})
+        kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens"})
         fraction = self.data.usual_val_fraction if self.val_fraction is None else self.val_fraction
         split = {"val_tokens": self.val_tokens} if self.val_tokens else {"val_fraction": fraction}
         return {**kept, **split, "input": self.data.inputs()}
 
 
 def prepare(config: PrepareConfig) -> Manifest | None:
-    """Make the dataset `config.out_dir`, or go on with it. With num_tasks, write only the parts of one task: None.
+    """Make the dataset `config.out_dir`, or go on with it; None if other tasks have not written their share yet.
 
     If documents are too few for two splits, they are cut into pieces, which fall into both.
 
     Raises:
         UserError: the folder holds something else, or the dataset cannot be made.
     """
-    try:
-        return _prepare(config)
-    except EmptySplit as error:
-        if isinstance(config.data, Task):  # its documents are questions with their answers
-            raise
-        cut = f"documents are cut into pieces of about {error.piece:,} characters, which count as documents"
-        say(f"{str(error).partition(':')[0]}: {cut}")
-        return _prepare(config, error.piece)
-
-
-def _prepare(config: PrepareConfig, piece: int | None = None) -> Manifest | None:
-    is_task = config.num_tasks > 1
-    source, folder = _share(config) if is_task else (config.data, partial_dir(config.out_dir))
-    prepared = config.recorded()
+    prepared, folder = config.recorded(), partial_dir(config.out_dir)
     file = getattr(config.tokenizer, "path", None)
     found = build_tokenizer(config.tokenizer) if file is not None and file.exists() else None  # it may have changed
-    sha256 = found.sha256 if found else None
-    if not is_task and (manifest := existing(config.out_dir, prepared, sha256)) is not None:
+    if (manifest := existing(config.out_dir, prepared, found.id if found else None)) is not None:
         return manifest
     tokenizer = found or build_tokenizer(config.tokenizer)
-    tokenizer_id = TokenizerId(**{name: getattr(tokenizer, name) for name in TokenizerId.model_fields})
-    with writing(folder):
-        plan = start(folder, Plan(prepared=prepared, tokenizer=tokenizer_id, piece=piece), tokenizer)
-        if not (folder / FINISHED).exists():
-            _write_parts(config, source.in_pieces(plan.piece), folder)
-        if is_task:
-            say(f"{folder} is ready: when all {config.num_tasks} tasks are, run scripts/merge_dataset.py")
-            return None
+    plan = Plan(prepared=prepared, tokenizer=tokenizer.id)
+    if config.num_tasks > (n := len(plan.groups())):
+        what = f"num_tasks={config.num_tasks} is more than the groups of 1 GiB that the input files make"
+        raise UserError(f"{what}: use at most num_tasks={n}")
+    with writing(folder, config.task_index):
+        plan = begin(folder, plan, tokenizer)
         try:
-            return join([folder], plan, config.out_dir)
-        except Unusable:
+            manifest = _write(config, plan, folder)
+        except Unusable as error:
             remove(folder)  # so that the same command works with another val_fraction or input
-            raise
+            if not error.piece:
+                raise
+            cut = f"documents are cut into pieces of about {error.piece:,} characters, which count as documents"
+            say(f"{str(error).partition(':')[0]}: {cut}")
+            plan = begin(folder, plan.model_copy(update={"piece": error.piece}), tokenizer)
+            manifest = _write(config, plan, folder)
+    if manifest is None:
+        done = f"task_index={config.task_index} of num_tasks={config.num_tasks} is done"
+        say(f"{done}; {config.out_dir} is ready when all are. If all are, run one of them again")
+    return manifest
 
 
-def part_dir(out_dir: Path, task_index: int, num_tasks: int) -> Path:
-    """Return where a task puts its parts."""
-    return out_dir / f"task-{task_index:05}-of-{num_tasks:05}"
+def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
+    """Write the spans of this task that are not there yet, and finish the dataset if no others are missing."""
+    groups, sizes = plan.groups(), plan.prepared["input"]
+    first, stop = (task * len(groups) // config.num_tasks for task in (config.task_index, config.task_index + 1))
+    found = {group: read_spans(folder, group) for group in range(first, stop)}
+    if written := [split for spans in found.values() for span in spans for split in span.splits.values()]:
+        say(f"going on with {folder}: {sum(split.total.documents for split in written):,} documents are written")
+    rest = [sizes[name] for group, spans in found.items() if not is_whole(spans) for name in groups[group]]
+    before = plan.val_tokens if first else 0  # the first task writes all documents for validation
+    with Track("reading, bytes", None if None in rest else sum(rest)) as track:
+        so_far: Counter[str] = Counter()
+        for group, spans in found.items():
+            if not is_whole(spans):
+                after = spans[-1].last if spans else None
+                with contextlib.closing(_read(config, plan, folder, groups[group], after, track, so_far)) as items:
+                    spans = write_group(folder, plan, group, spans, before, items)
+            before = min(before + sum(span.tokens for span in spans), plan.val_tokens)
+    return finish(folder, plan, config.out_dir)
 
 
-def _share(config: PrepareConfig) -> tuple[Source, Path]:
-    """Return what this task reads and where it puts it."""
-    num_tasks, task_index = config.num_tasks, config.task_index
-    if not isinstance(config.data, FileSource):
-        raise UserError(f"num_tasks={num_tasks} shares out files, data={config.data.name} has none: use data=jsonl")
-    files = len(config.data.paths())
-    if files < num_tasks:
-        raise UserError(f"num_tasks={num_tasks} is more than the input's files, {files}: use at most num_tasks={files}")
-    if (config.out_dir / MANIFEST).exists():
-        raise UserError(f"out_dir={config.out_dir} is a dataset: choose another folder for the parts of num_tasks")
-    return config.data.share(task_index, num_tasks), part_dir(config.out_dir, task_index, num_tasks)
-
-
-def _write_parts(config: PrepareConfig, source: Source, folder: Path) -> None:
-    """Tokenize what follows the parts that are in the folder."""
-    parts = read_parts(folder)
-    after = parts[-1].position if parts else None
-    if after:
-        documents = sum(part.documents for part in parts)
-        say(f"going on with {folder}: {documents:,} documents have been read, up to {after.input}:{after.number}")
-    with contextlib.closing(_read(config, source, folder, after)) as batches:
-        for number in itertools.count(len(parts)):
-            if not write_part(folder, number, batches):
-                break
-    write_atomic(folder / FINISHED, "")
-
-
-def _read(config: PrepareConfig, source: Source, folder: Path, after: Position | None) -> Generator[Batch, None, None]:
-    """Yield the batches after a position and show the progress."""
-    read = documents = utf8_bytes = 0
-
-    def count(n_bytes: int) -> None:
-        nonlocal read
-        read += n_bytes
-
-    workers = config.workers or os.cpu_count() or 1
-    batches = encode_all(source, folder / TOKENIZER, workers, on_error=config.on_error, seen=count, after=after)
-    if after is None:
-        batches = _with_text(batches, config.data)
-    if (first := next(batches, None)) is None:
-        return
-    started = time.monotonic()  # only now: a run that goes on first reads up to where it was
-    sizes = source.inputs().values()
-    with Track("reading, bytes", None if None in sizes else sum(filter(None, sizes)), read) as track:
-        for batch in itertools.chain([first], batches):
-            yield batch
-            encoded = [item.utf8_bytes for item in batch.items if isinstance(item, Encoded)]
-            documents += len(encoded)
-            utf8_bytes += sum(encoded)
-            rate = utf8_bytes / 1e6 / (time.monotonic() - started)
-            note = f"{documents:,} documents, {utf8_bytes / 1e6:,.0f} MB of text, {rate:.1f} MB/s"
-            track.advance(read - track.done, note)
+def _read(
+    config: PrepareConfig,
+    plan: Plan,
+    folder: Path,
+    inputs: list[str],
+    after: Position | None,
+    track: Track,
+    so_far: Counter[str],
+) -> Generator[tuple[Encoded | Skipped, np.ndarray], None, None]:
+    """Yield the items of some inputs after a position, and show the progress; `so_far` counts over all inputs."""
+    source, workers = config.data.in_pieces(plan.piece), config.workers or os.cpu_count() or 1
+    is_first = not so_far
+    batches = encode_all(
+        source,
+        folder / TOKENIZER,
+        workers,
+        on_error=config.on_error,
+        seen=lambda n_bytes: so_far.update(read=n_bytes),
+        after=after,
+        inputs=inputs,
+    )
+    for batch in _with_text(batches, source) if is_first and after is None else batches:
+        encoded = [item.utf8_bytes for item in batch.items if isinstance(item, Encoded)]
+        so_far.update(documents=len(encoded), utf8_bytes=sum(encoded))
+        megabytes = so_far["utf8_bytes"] / 1e6
+        rate = megabytes / (time.monotonic() - track.started)
+        note = f"{so_far['documents']:,} documents, {megabytes:,.0f} MB of text, {rate:.1f} MB/s"
+        track.advance(so_far["read"] - track.done, note)
+        yield from batch.with_ids()
 
 
 def _with_text(batches: Iterator[Batch], source: Source) -> Iterator[Batch]:

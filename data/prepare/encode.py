@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -37,8 +37,8 @@ class Encoded(NamedTuple):
     tokens: int
     """How many token ids it has, <|endoftext|> included."""
     utf8_bytes: int
-    digest: bytes
-    """16 bytes that are equal only for equal texts."""
+    place: float
+    """From 0 to 1. It depends on the text alone, and decides the split."""
 
 
 class Skipped(NamedTuple):
@@ -57,14 +57,22 @@ class Batch(NamedTuple):
     """Items of the input in order."""
 
     items: list[Encoded | Skipped]
-    """At least one. A run may go on after the position of the last."""
+    """At least one."""
     ids: np.ndarray
     """Token ids of all documents, one after the other, in the type of the shards."""
 
+    def with_ids(self) -> Iterator[tuple[Encoded | Skipped, np.ndarray]]:
+        """Yield each item with its token ids."""
+        begin = 0
+        for item in self.items:
+            stop = begin + (item.tokens if isinstance(item, Encoded) else 0)
+            yield item, self.ids[begin:stop]
+            begin = stop
 
-def document_digest(utf8: bytes) -> bytes:
-    """Return the digest of a text."""
-    return hashlib.blake2b(utf8, digest_size=16).digest()
+
+def document_place(utf8: bytes) -> float:
+    """Return the place of a text among all texts, from 0 to 1: a hash."""
+    return int.from_bytes(hashlib.blake2b(utf8, digest_size=16).digest()[:8], "little") / 2**64
 
 
 def encode_all(
@@ -75,8 +83,9 @@ def encode_all(
     on_error: OnError = "skip",
     seen: Seen = lambda _: None,
     after: Position | None = None,
+    inputs: Sequence[str] | None = None,
 ) -> Iterator[Batch]:
-    """Tokenize a source in input order, with a bounded number of documents in memory.
+    """Tokenize all or some inputs of a source in order, with a bounded number of documents in memory.
 
     Args:
         workers: processes that parse and tokenize; where there is little to do, this process does it alone.
@@ -87,7 +96,7 @@ def encode_all(
     Raises:
         UserError: an item cannot be read, and `on_error` is "stop".
     """
-    for batch in _in_order(_groups(source.documents(seen, after)), source, tokenizer_file, workers):
+    for batch in _in_order(_groups(source.documents(seen, after, inputs)), source, tokenizer_file, workers):
         for item in batch.items:
             if isinstance(item, Skipped) and on_error == "stop":
                 raise UserError(f"{item.where}: {item.reason}: correct it, or skip such items with on_error=skip")
@@ -165,7 +174,7 @@ def _encode(source: Source, tokenizer: Tokenizer, group: list[Raw]) -> Batch:
         for piece, utf8 in zip(texts, in_utf8, strict=True):
             ids = [*(ids.astype(dtype) for ids in tokenizer.encode_arrays(piece)), end]
             tokens = sum(part.size for part in ids)
-            items.append(Encoded(raw.position, set_name, tokens, len(utf8), document_digest(utf8)))
+            items.append(Encoded(raw.position, set_name, tokens, len(utf8), document_place(utf8)))
             arrays += ids
     return Batch(items, np.concatenate(arrays))
 

@@ -11,7 +11,7 @@ import os
 import re
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -50,8 +50,13 @@ class Source(Settings):
         """Return the names of all inputs in reading order, with their sizes in bytes; None if a size is not known."""
         raise NotImplementedError
 
-    def documents(self, seen: Seen = lambda _: None, after: Position | None = None) -> Iterator[Raw]:
-        """Yield all items in a fixed order, or those after a position. What cannot be read is an item too."""
+    def documents(
+        self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
+    ) -> Iterator[Raw]:
+        """Yield the items of all or some inputs in a fixed order, or those after a position.
+
+        What cannot be read is an item too.
+        """
         raise NotImplementedError
 
     def parse(self, raw: Raw) -> Document:
@@ -77,8 +82,6 @@ class Source(Settings):
 class FileSource(Source):
     """A source that reads files, one after the other."""
 
-    _task: tuple[int, int] = (0, 1)  # the number of this task and of all tasks
-
     def paths(self) -> dict[str, Path]:
         """Return all files by the names that positions give them, in order."""
         raise NotImplementedError
@@ -91,20 +94,18 @@ class FileSource(Source):
         """
         raise NotImplementedError
 
-    def share(self, task_index: int, num_tasks: int) -> "FileSource":
-        """Return a source of one task's files. The shares of all tasks, in order, are the whole source."""
-        source = self.model_copy()
-        source._task = task_index, num_tasks
-        return source
-
     def inputs(self) -> dict[str, int | None]:
-        """Return the files of this share and their sizes."""
-        return {name: _size(path) for name, path in self._paths()}
+        """Return the files and their sizes."""
+        return {name: _size(path) for name, path in self.paths().items()}
 
-    def documents(self, seen: Seen = lambda _: None, after: Position | None = None) -> Iterator[Raw]:
-        """Read the files in order. Files before the position's are not opened, its own is read from the beginning."""
-        paths = self._paths()
-        start = [name for name, _ in paths].index(after.input) if after else 0
+    def documents(
+        self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
+    ) -> Iterator[Raw]:
+        """Read files in order. Files before the position's are not opened, its own is read from the beginning."""
+        found = self.paths()
+        names = list(found) if inputs is None else list(inputs)
+        paths = [(name, found.get(name, Path(name))) for name in names]  # one that is gone is unreadable
+        start = names.index(after.input) if after else 0
         seen(sum(_size(path) for _, path in paths[:start]))
         for name, path in paths[start:]:
             for raw in self._items(name, path, seen):
@@ -128,10 +129,6 @@ class FileSource(Source):
             error = damage
         if error:
             yield Raw(Position(name, number + error.line), error, 0)
-
-    def _paths(self) -> list[tuple[str, Path]]:
-        files, (task_index, num_tasks) = list(self.paths().items()), self._task
-        return files[task_index * len(files) // num_tasks : (task_index + 1) * len(files) // num_tasks]
 
 
 def _size(path: Path) -> int:
@@ -211,16 +208,16 @@ class TextSource(NamedFiles, defaults="data/text"):
 
     name: Literal["text"]
 
-    def documents(self, seen: Seen = lambda _: None, after: Position | None = None) -> Iterator[Raw]:
-        """Read the files in order, and say how many are JSON lines."""
-        paths = self._paths()
-        if lines := [name for name, _ in paths if _has_json_lines(name)]:
+    def inputs(self) -> dict[str, int | None]:
+        """Return the files and their sizes, and say how many are JSON lines."""
+        paths = self.paths()
+        if lines := [name for name in paths if _has_json_lines(name)]:
             files = count(len(lines), "file")
             say_once(f"read as JSON lines, with the text in {self.text_field!r}: {files}, the first {lines[0]}")
-        name, path = next(((name, path) for name, path in paths if not _has_json_lines(name)), ("", None))
-        if path is not None and _is_json(path):
-            say_once(f"{name} is read as plain text, but its first line is a JSON object: data=jsonl reads its texts")
-        yield from super().documents(seen, after)
+        plain = next((name for name in paths if not _has_json_lines(name)), None)
+        if plain and _is_json(paths[plain]):
+            say_once(f"{plain} is read as plain text, but its first line is a JSON object: data=jsonl reads its texts")
+        return super().inputs()
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, so that the split by hash has a choice."""
@@ -281,7 +278,9 @@ class HubSource(Source, defaults="data/hf"):
         """Return the dataset as one input."""
         return {self.path: None}
 
-    def documents(self, seen: Seen = lambda _: None, after: Position | None = None) -> Iterator[Raw]:
+    def documents(
+        self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
+    ) -> Iterator[Raw]:
         """Stream the split. After a network error it reconnects and goes on at the same row.
 
         After a position, the rows up to it are re-read and skipped: a stream cannot be entered in the middle.

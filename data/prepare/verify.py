@@ -104,6 +104,7 @@ def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np
     if ends[-1] != shard.tokens:
         raise damaged(index_path, f"its last document ends at token {ends[-1]} of {shard.tokens}")
     sets = np.zeros((len(manifest.set_names), len(_UNITS)), np.int64)
+    set_numbers = np.array(manifest.sets_of(shard))
     first = begin = 0
     with open_file(path) as file:
         while first < ends.size:
@@ -117,7 +118,8 @@ def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np
             starts = np.concatenate([[0], mine[:-1]])
             utf8_bytes = np.add.reduceat(lengths.take(ids, mode="clip"), starts, dtype=np.int64)
             for unit, amounts in enumerate((mine - starts, None, utf8_bytes)):  # as float64, exact below 2**53
-                sets[:, unit] += np.bincount(records["set"][first:last], amounts, len(sets)).astype(np.int64)
+                of_sets = np.bincount(records["set"][first:last], amounts, set_numbers.size)
+                sets[set_numbers, unit] += of_sets.astype(np.int64)
             first, begin = last, begin + ids.size
     return sets
 
@@ -135,7 +137,7 @@ def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.nda
     """Return the bytes of text of each id (n_vocab,); 0 (1,) and a problem if the tokenizer is not the manifest's."""
     try:
         tokenizer = load_tokenizer(path)
-        if all(getattr(tokenizer, name) == stated for name, stated in manifest.tokenizer):
+        if tokenizer.id == manifest.tokenizer:
             return tokenizer.byte_lengths.astype(np.min_scalar_type(tokenizer.byte_lengths.max()))
         problems.append(f"{path} is not the tokenizer of {MANIFEST}: prepare the dataset again")
     except UserError as error:

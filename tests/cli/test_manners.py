@@ -225,7 +225,7 @@ def test_colours_are_for_terminals_that_want_them(variables, terminal, coloured)
     env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color"}
     ours, theirs = pty.openpty() if terminal else os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "scripts/merge_dataset.py", "parts_dir=/no/such", "out_dir=/no/out"],
+        [sys.executable, "scripts/verify_dataset.py", "dataset_dir=/no/such"],
         cwd=ROOT,
         env=env | variables,
         stdout=theirs,

@@ -1,14 +1,13 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
+from shard_files import write_shards
 
 from common.files import write_json
 from common.settings import decode
 from data.prepare.dataset import PrepareConfig
-from data.prepare.writer import ShardWriter
-from data.shards import RECORD, Counts, Manifest, Split, TokenizerId, TokenStream
+from data.shards import Counts, Manifest, Split, TokenizerId, TokenStream
 
 GPT2_RANKS = Path(__file__).resolve().parents[3] / "shared" / "tokenizer" / "gpt2.tiktoken"
 
@@ -54,15 +53,10 @@ def make_stream(tmp_path):
     """Writes a split with these documents (lists of ids) and opens it."""
 
     def make(*documents, n_vocab=1000, shard_tokens=10**9):
-        lengths = np.array([len(ids) for ids in documents])
-        records = np.zeros(len(documents), RECORD)
-        records["number"] = 1 + np.arange(len(documents))
         for path in tmp_path.glob("train-*"):
             path.unlink()
-        writer = ShardWriter(tmp_path, "train", n_vocab, shard_tokens)
-        writer.append(np.concatenate(documents), lengths, records)
-        shards = writer.finish()
-        tokens = int(lengths.sum())
+        shards = write_shards(tmp_path, "train", documents, n_vocab, shard_tokens)
+        tokens = sum(map(len, documents))
         counts = Counts(tokens=tokens, documents=len(documents), utf8_bytes=tokens)
         manifest = Manifest(
             tokenizer=TokenizerId(name="bytes", n_vocab=n_vocab, sha256="0" * 64, eot_id=n_vocab - 1),

@@ -3,12 +3,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from shard_files import write_shards
 
 from common.settings import UserError, decode
 from data.loader import TrainBatches
 from data.mixture import PERIOD, DataConfig, Mixture, fair_order, open_mixture, owners_of_windows, whole_parts
-from data.prepare.writer import ShardWriter
-from data.shards import RECORD, Counts, Manifest, Split, TokenizerId, TokenStream
+from data.shards import Counts, Manifest, Split, TokenizerId, TokenStream
 
 SIZES = [700, 250, 49, 1]
 
@@ -27,13 +27,9 @@ def dataset(tmp_path):
         names = list(dict.fromkeys(name for name, _ in [*documents, *val]))
         splits = {}
         for split, members in (("train", documents), ("val", val)):
-            records = np.zeros(len(members), RECORD)
-            records["number"] = np.arange(1, len(members) + 1)
-            records["set"] = [names.index(name) for name, _ in members]
-            lengths = np.array([tokens for _, tokens in members], np.int64)
-            writer = ShardWriter(tmp_path, split, 1000, shard_tokens)
-            writer.append(np.repeat(records["number"] % 1000, lengths), lengths, records)
-            shards = writer.finish()
+            texts = [np.full(tokens, number % 1000) for number, (_, tokens) in enumerate(members, start=1)]
+            numbers = [names.index(name) for name, _ in members]
+            shards = write_shards(tmp_path, split, texts, 1000, shard_tokens, numbers)
             sets = {}
             for name in names:
                 mine = [tokens for other, tokens in members if other == name]

@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -9,10 +10,8 @@ import pytest
 
 import data.prepare.dataset
 import data.prepare.encode
-import data.prepare.parts
 from common.settings import UserError
 from data.prepare.dataset import prepare
-from data.prepare.merge import merge
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
 
@@ -108,11 +107,10 @@ def test_every_document_of_the_input_is_accounted_for(config, corpus, tmp_path, 
         "text is not a string": [b'{"text": 3}'],
         "empty document": [b'{"text": ""}'] * 4,
         "lone surrogate": [b'{"text": "\\ud800"}'],
-        "duplicate document": good[:7] + good[3:5],
     }
     lines = [*good, *(line for wrong in bad.values() for line in wrong)]
     corpus.write_bytes(b"\n\n".join(lines) + b"\n \n")
-    manifest = prepare(config(dedup="exact"))
+    manifest = prepare(config())
     assert manifest.skipped == {reason: len(wrong) for reason, wrong in sorted(bad.items())}
     written = sum(split.total.documents for split in manifest.splits.values())
     assert written + sum(manifest.skipped.values()) == len(lines)
@@ -124,14 +122,13 @@ def test_every_document_of_the_input_is_accounted_for(config, corpus, tmp_path, 
 def test_what_stops_a_run_can_be_skipped_by_the_next(config, corpus, tmp_path, monkeypatch, capsys):
     lines = corpus.read_text().splitlines()
     corpus.write_text("\n".join([*lines[:150], "{", *lines[150:]]))
-    prepare(config(out_dir=str(tmp_path / "skipped")))
+    prepare(config(out_dir=str(tmp_path / "skipped"), shard_tokens=1000))
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 1000)
-    monkeypatch.setattr(data.prepare.parts, "_SECONDS_OF_A_PART", 0.0)
     for _ in range(2):
         with pytest.raises(UserError, match=r"corpus\.jsonl:151: malformed JSON: correct it, or .* on_error=skip"):
-            prepare(config(on_error="stop"))
+            prepare(config(on_error="stop", shard_tokens=1000))
     assert "going on with" in capsys.readouterr().out
-    prepare(config(on_error="skip"))
+    prepare(config(on_error="skip", shard_tokens=1000))
     assert contents(tmp_path / "out") == contents(tmp_path / "skipped")
 
 
@@ -198,26 +195,19 @@ def test_an_empty_split_says_how_to_fill_it_and_leaves_nothing(config, tmp_path,
     assert all(split.total.documents for split in prepare(config(val_fraction=0.1)).splits.values())
 
 
-@pytest.mark.parametrize("dedup", ["none", "exact"])
-def test_the_first_tokens_are_for_validation(config, corpus, tmp_path, monkeypatch, dedup):
-    """Wherever parts end."""
-    lines = corpus.read_text().splitlines()
-    corpus.write_text("\n".join([*lines[:3], lines[0], *lines[3:]]) + "\n")
+def test_the_first_tokens_are_for_validation(config, corpus, tmp_path):
+    """Wherever spans end."""
     written = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
-    if dedup == "exact":
-        del written[3]
     ends = list(itertools.accumulate(len(text) + 1 for text in written))  # bytes, and <|endoftext|>
-    monkeypatch.setattr("data.prepare.encode._BATCH_CHARACTERS", 300)
-    monkeypatch.setattr("data.prepare.parts._TOKENS_OF_A_PART", 1000)
     for i, (val_tokens, n_val) in enumerate([(1, 1), (ends[40], 41), (ends[40] + 1, 42), (ends[-2], len(ends) - 1)]):
-        out = tmp_path / f"out{i}"
-        manifest = prepare(config(val_fraction=None, val_tokens=val_tokens, dedup=dedup, out_dir=str(out)))
-        assert texts(out, "val") == written[:n_val]
-        assert texts(out, "train") == written[n_val:]
+        settings = {"val_fraction": None, "val_tokens": val_tokens, "out_dir": str(tmp_path / f"out{i}")}
+        manifest = prepare(config(**settings, shard_tokens=300))
+        assert texts(tmp_path / f"out{i}", "val") == written[:n_val]
+        assert texts(tmp_path / f"out{i}", "train") == written[n_val:]
         assert manifest.prepared["val_tokens"] == val_tokens
         assert "val_fraction" not in manifest.prepared
     with pytest.raises(UserError, match=r"all \d+ documents begin within val_tokens=.*give a smaller val_tokens"):
-        prepare(config(val_fraction=None, val_tokens=ends[-1], dedup=dedup))
+        prepare(config(val_fraction=None, val_tokens=ends[-1]))
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -261,30 +251,31 @@ def test_few_documents_are_split_by_pieces(config, corpus, tmp_path, capsys, giv
     assert contents(tmp_path / "again") == before
 
 
-def test_pieces_go_on_after_a_stop(config, corpus, tmp_path, monkeypatch):
+def test_pieces_begin_again_after_a_stop(config, corpus, tmp_path, monkeypatch):
     corpus.write_text("".join(json.dumps({"text": f"{i} " + LINES}) + "\n" for i in range(3)))
-    monkeypatch.setattr("data.prepare.encode._BATCH_CHARACTERS", 1000)
-    monkeypatch.setattr("data.prepare.parts._TOKENS_OF_A_PART", 1000)
     prepare(config(val_fraction=0.02, out_dir=str(tmp_path / "expected")))
-    write, written = data.prepare.dataset.write_part, []
+    rename, calls = os.rename, []
 
-    def stopping(folder, number, batches):
-        written.append(number)
-        if len(written) == 6:  # three parts of whole documents and the end of the input, one part of pieces
+    def stopping(*names):
+        calls.append(names)
+        if len(calls) == 2:  # the span of whole documents is written, that of the pieces is not
             raise KeyboardInterrupt
-        return write(folder, number, batches)
+        rename(*names)
 
-    monkeypatch.setattr("data.prepare.dataset.write_part", stopping)
+    monkeypatch.setattr(os, "rename", stopping)
     with pytest.raises(KeyboardInterrupt):
         prepare(config(val_fraction=0.02))
-    assert written == [0, 1, 2, 3, 0, 1]
     prepare(config(val_fraction=0.02))
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
-def test_few_questions_are_not_cut(config):
-    with pytest.raises(UserError, match="none of 2 documents went to"):
-        prepare(config(data={"name": "passkey", "n_documents": 2, "length": 4000}, val_fraction=0.01))
+def test_only_what_is_one_span_is_cut_into_pieces(config, tmp_path):
+    """So a document in pieces never lies across two spans."""
+    settings = {"val_fraction": 1e-4, "out_dir": str(tmp_path / "out")}
+    with pytest.raises(UserError, match="none of 200 documents went to 'val'"):
+        prepare(config(**settings, shard_tokens=1000))
+    manifest = prepare(config(**settings))
+    assert [len(split.shards) for split in manifest.splits.values()] == [1, 1]
 
 
 def test_a_text_field_that_most_lines_lack(config, corpus, tmp_path):
@@ -296,11 +287,7 @@ def test_a_text_field_that_most_lines_lack(config, corpus, tmp_path):
     message = f"data.text_field=text is missing in 202 of 402 documents (first: {corpus}:201): give the key that holds"
     with pytest.raises(UserError, match=re.escape(message)):
         prepare(config(data=paths))
-    assert (tmp_path / "out.partial" / "finished").exists(), "what was tokenized stays"
-    for i in range(2):
-        prepare(config(data=paths, num_tasks=2, task_index=i))
-    with pytest.raises(UserError, match=re.escape(message)):
-        merge(tmp_path / "out", tmp_path / "merged")
+    assert (tmp_path / "out.partial" / "span-00000-00000").exists(), "what was tokenized stays"
 
 
 def test_a_text_field_that_most_of_the_first_lines_lack_is_an_error_before_the_rest_is_read(

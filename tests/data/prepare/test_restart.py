@@ -22,20 +22,21 @@ from test_prepare import contents
 
 import data.prepare.dataset
 import data.prepare.encode
-import data.prepare.join
-import data.prepare.parts
+import data.prepare.spans
 from common.settings import UserError
 from data.prepare.dataset import prepare
-from data.prepare.parts import FINISHED, PLAN
+from data.prepare.spans import PLAN, SPAN
+from data.prepare.verify import verify
+from data.shards import read_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 KILLS = 8
 DRIVER = """
 import json, sys
-import data.prepare.parts, data.prepare.encode
+import data.prepare.spans, data.prepare.encode
 from common.settings import decode
 from data.prepare.dataset import PrepareConfig, prepare
-data.prepare.parts._SECONDS_OF_A_PART = 0.05
+data.prepare.spans._GROUP_BYTES = 500_000
 data.prepare.encode._BATCH_CHARACTERS = 20_000
 prepare(decode(PrepareConfig, json.loads(sys.argv[1])))
 """
@@ -43,11 +44,11 @@ prepare(decode(PrepareConfig, json.loads(sys.argv[1])))
 
 @pytest.fixture
 def large(tmp_path):
-    """40,000 short documents in three files, a tenth of them twice, some unreadable."""
+    """40,000 short documents in three files, which are two groups, some unreadable."""
     rng = random.Random(0)
-    texts = [f"{i} " + "word " * rng.randrange(40) for i in range(36_000)]
+    texts = [f"{i} " + "word " * rng.randrange(40) for i in range(40_000)]
     lines = [json.dumps({"text": text, "meta": {"pile_set_name": f"set {i % 5}"}}) for i, text in enumerate(texts)]
-    lines += rng.sample(lines, 4000) + ["{", '{"text": ""}', '{"text": 3}'] * 5
+    lines += ["{", '{"text": ""}', '{"text": 3}'] * 5
     rng.shuffle(lines)
     for part in range(3):
         (tmp_path / f"{part}.jsonl").write_text("\n".join(lines[part::3]) + "\n")
@@ -55,8 +56,7 @@ def large(tmp_path):
         "data": {"name": "jsonl", "path": str(tmp_path / "*.jsonl")},
         "tokenizer": {"name": "bytes"},
         "val_fraction": 0.1,
-        "shard_tokens": 400_000,
-        "dedup": "exact",
+        "shard_tokens": 100_000,
     }
 
 
@@ -91,12 +91,12 @@ def test_killed_at_random_moments_the_bytes_are_the_same(large, memory):
             shutil.rmtree(out)
         process = start(large, out, rng.choice([1, 2]))
         if rng.random() < 0.9:
-            wait_for_a_part(process, out)
+            wait_for_a_span(process, out)
         time.sleep(rng.uniform(0, 0.4))
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             kills += 1
-            places += n_parts(out) > 0
+            places += n_spans(out) > 0
         process.communicate()
     finish(start(large, out, 2))
     assert contents(out) == expected
@@ -104,27 +104,26 @@ def test_killed_at_random_moments_the_bytes_are_the_same(large, memory):
     assert places > KILLS / 2, "most kills leave something to go on from"
 
 
-def n_parts(out):
-    return len(list(out.with_name("out.partial").glob("part-*.npz")))
+def n_spans(out):
+    return len(list(out.with_name("out.partial").glob("span-?????-?????")))
 
 
-def wait_for_a_part(process, out):
-    before = n_parts(out)
-    while process.poll() is None and n_parts(out) == before:
+def wait_for_a_span(process, out):
+    before = n_spans(out)
+    while process.poll() is None and n_spans(out) == before:
         time.sleep(0.005)
 
 
 @pytest.fixture
 def saves_often(monkeypatch):
-    """A part for every batch, and small batches."""
-    monkeypatch.setattr(data.prepare.parts, "_SECONDS_OF_A_PART", 0.0)
+    """Small batches; spans are small by shard_tokens."""
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 1000)
 
 
 @pytest.fixture
 def expected(config, tmp_path):
     """The result of an uninterrupted run."""
-    prepare(config(out_dir=str(tmp_path / "undisturbed"), dedup="exact", shard_tokens=1000))
+    prepare(config(out_dir=str(tmp_path / "undisturbed"), shard_tokens=1000))
     return contents(tmp_path / "undisturbed")
 
 
@@ -142,7 +141,7 @@ def run_until_call(config, n):
 
             return call
 
-        for name in ("replace", "fsync", "unlink", "truncate", "mkdir"):
+        for name in ("replace", "rename", "link", "fsync", "unlink", "rmdir", "mkdir"):
             setattr(os, name, killing(getattr(os, name)))
         with contextlib.suppress(BaseException):
             prepare(config)
@@ -157,7 +156,7 @@ def run_until_call(config, n):
 @pytest.mark.slow
 def test_killed_at_every_step_of_saving_and_finishing(config, expected, memory, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 4000)
-    settings = config(dedup="exact", shard_tokens=1000, out_dir=str(memory / "out"))
+    settings = config(shard_tokens=1000, out_dir=str(memory / "out"))
     n = 0
     while run_until_call(settings, n):
         prepare(settings)
@@ -170,8 +169,8 @@ def test_killed_at_every_step_of_saving_and_finishing(config, expected, memory, 
 @pytest.mark.usefixtures("saves_often")
 @pytest.mark.slow
 def test_killed_again_and_again(config, expected, memory):
-    """Each run finishes some more parts; the last one has time enough to join them."""
-    settings = config(dedup="exact", shard_tokens=1000, out_dir=str(memory / "out"))
+    """Each run finishes some more spans; the last one has time enough to put them together."""
+    settings = config(shard_tokens=1000, out_dir=str(memory / "out"))
     kills = 0
     while run_until_call(settings, 45) and kills < 30:
         kills += 1
@@ -182,27 +181,27 @@ def test_killed_again_and_again(config, expected, memory):
 BROKEN = OSError(errno.EIO, "broken")
 
 
-def stop_in_the_middle(config, monkeypatch, error=BROKEN):
-    """A run that is interrupted after some parts."""
-    write, calls = data.prepare.dataset.write_part, iter(range(3))
+def stop_in_the_middle(config, monkeypatch, error=BROKEN, spans=3):
+    """A run that is interrupted after some spans."""
+    write, calls = data.prepare.spans._write_span, iter(range(spans))
 
     def writing(*args):
         if next(calls, None) is None:
             raise error
         return write(*args)
 
-    monkeypatch.setattr(data.prepare.dataset, "write_part", writing)
+    monkeypatch.setattr(data.prepare.spans, "_write_span", writing)
     with pytest.raises(type(error)):
         prepare(config)
-    monkeypatch.setattr(data.prepare.dataset, "write_part", write)
+    monkeypatch.setattr(data.prepare.spans, "_write_span", write)
 
 
 @pytest.mark.usefixtures("saves_often")
 @pytest.mark.parametrize(("error", "workers"), [(BROKEN, 2), (KeyboardInterrupt(), 1), (MemoryError(), 1)], ids=repr)
 def test_whatever_stops_it_what_is_written_is_kept(config, expected, tmp_path, monkeypatch, capsys, error, workers):
-    settings = config(dedup="exact", shard_tokens=1000, workers=workers)
+    settings = config(shard_tokens=1000, workers=workers)
     stop_in_the_middle(settings, monkeypatch, error)
-    assert n_parts(tmp_path / "out") == 3
+    assert n_spans(tmp_path / "out") == 3
     prepare(settings)
     assert "going on with" in capsys.readouterr().out
     assert contents(tmp_path / "out") == expected
@@ -238,7 +237,7 @@ def sources(tmp_path):
     "name", ["jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "pile", "hf"))]
 )
 def test_every_source_goes_on(config, sources, memory, monkeypatch, name):
-    settings = {"data": sources[name], "shard_tokens": 3000, "dedup": "exact"}
+    settings = {"data": sources[name], "shard_tokens": 3000}
     whole = prepare(config(**settings, out_dir=str(memory / "undisturbed")))
     assert name in ("pile", "hf") or len(whole.skipped) > 0
     for _ in range(3):
@@ -249,27 +248,27 @@ def test_every_source_goes_on(config, sources, memory, monkeypatch, name):
 
 @pytest.mark.usefixtures("saves_often")
 def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkeypatch):
-    stop_in_the_middle(config(dedup="exact"), monkeypatch)
-    before = contents(tmp_path / "out.partial")
+    stop_in_the_middle(config(shard_tokens=1000), monkeypatch)
+    before = bytes_below(tmp_path / "out.partial")
     remedy = r"go on with the same, or delete it to start again"
     with pytest.raises(UserError, match=rf"was begun with val_fraction=0\.1 \(now 0\.3\): {remedy}"):
-        prepare(config(dedup="exact", val_fraction=0.3))
-    with pytest.raises(UserError, match=rf"was begun with dedup='exact' \(now 'none'\): {remedy}"):
-        prepare(config())
+        prepare(config(val_fraction=0.3, shard_tokens=1000))
+    with pytest.raises(UserError, match=rf"was begun with shard_tokens=1000 \(now 2000\): {remedy}"):
+        prepare(config(shard_tokens=2000))
     size = corpus.stat().st_size
     with open(corpus, "a") as file:
         file.write("{}\n")
     message = rf"was begun with input\..*corpus\.jsonl={size} \(now {size + 3}\): {remedy}"
     with pytest.raises(UserError, match=message):
-        prepare(config(dedup="exact"))
+        prepare(config(shard_tokens=1000))
     os.truncate(corpus, size)
-    assert contents(tmp_path / "out.partial") == before
-    prepare(config(dedup="exact", workers=3, on_error="stop"))
+    assert bytes_below(tmp_path / "out.partial") == before
+    prepare(config(workers=3, on_error="stop", shard_tokens=1000))
 
 
 @pytest.mark.usefixtures("saves_often")
 def test_inputs_that_came_or_went(config, corpus, tmp_path, monkeypatch):
-    settings = config(data={"name": "jsonl", "path": str(tmp_path / "*.jsonl")})
+    settings = config(data={"name": "jsonl", "path": str(tmp_path / "*.jsonl")}, shard_tokens=1000)
     stop_in_the_middle(settings, monkeypatch)
     shutil.copy(corpus, tmp_path / "more.jsonl")
     with pytest.raises(UserError, match=r"input\..*more\.jsonl=None \(now \d+\)"):
@@ -283,37 +282,60 @@ def test_inputs_that_came_or_went(config, corpus, tmp_path, monkeypatch):
 def test_a_tokenizer_whose_file_changed(config, rank_file, tmp_path, monkeypatch):
     ranks = tmp_path / "ranks"
     shutil.copy(rank_file, ranks)
-    settings = config(tokenizer={"name": "gpt2", "path": str(ranks)})
+    settings = config(tokenizer={"name": "gpt2", "path": str(ranks)}, shard_tokens=500)
     stop_in_the_middle(settings, monkeypatch)
     ranks.write_bytes(b"".join(ranks.read_bytes().splitlines(keepends=True)[:-1]))
     with pytest.raises(UserError, match=r"was begun with sha256 of the tokenizer's ranks='\w+' \(now '\w+'\)"):
         prepare(settings)
 
 
+def bytes_below(folder):
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.usefixtures("saves_often")
+@pytest.mark.parametrize("file", [SPAN, "train.bin", "val.idx"])
 @pytest.mark.parametrize("change", ["missing", "cut", "other"])
-def test_a_damaged_part_is_named(config, tmp_path, monkeypatch, change):
-    settings = config(dedup="exact")
-    stop_in_the_middle(settings, monkeypatch)
-    damage(tmp_path / "out.partial" / "part-00001.npz", change)
-    with pytest.raises(UserError, match=r"out\.partial is damaged: delete it and run the command that made it again"):
-        prepare(settings)
+def test_a_damaged_span_is_named(config, tmp_path, monkeypatch, file, change):
+    stop_in_the_middle(config(shard_tokens=1000), monkeypatch)
+    damage(tmp_path / "out.partial" / "span-00000-00001" / file, change)
+    if file == "train.bin" and change == "other":  # verify_dataset.py finds it
+        prepare(config(shard_tokens=1000))
+        (problem,) = verify(tmp_path / "out")
+        assert "train-00001.bin is damaged: its sha256 is" in problem
+        return
+    with pytest.raises((UserError, OSError), match=r"out\.partial") as error:
+        prepare(config(shard_tokens=1000))
+    assert "\n" not in str(error.value)
     shutil.rmtree(tmp_path / "out.partial")
-    prepare(settings)
+    prepare(config(shard_tokens=1000))
+
+
+@pytest.mark.usefixtures("saves_often")
+def test_a_span_that_is_missing_is_written_again(config, expected, tmp_path, monkeypatch):
+    stop_in_the_middle(config(shard_tokens=1000), monkeypatch)
+    shutil.rmtree(tmp_path / "out.partial" / "span-00000-00001")
+    prepare(config(shard_tokens=1000))
+    assert contents(tmp_path / "out") == expected
 
 
 @pytest.mark.usefixtures("saves_often")
 @pytest.mark.parametrize("file", [PLAN, "tokenizer.json"])
-@pytest.mark.parametrize("change", ["missing", "cut", "other"])
+@pytest.mark.parametrize("change", ["cut", "other"])
 def test_a_damaged_plan_or_tokenizer_is_named(config, tmp_path, monkeypatch, file, change):
-    settings = config()
-    stop_in_the_middle(settings, monkeypatch)
+    stop_in_the_middle(config(shard_tokens=1000), monkeypatch)
     damage(tmp_path / "out.partial" / file, change)
-    if (file, change) == (PLAN, "missing"):
-        prepare(settings)  # there is nothing to go on from: it starts again
-    else:
-        with pytest.raises(UserError, match=rf"out\.partial.*{file}"):
-            prepare(settings)
+    with pytest.raises(UserError, match=rf"out\.partial.*{file}"):
+        prepare(config(shard_tokens=1000))
+
+
+@pytest.mark.usefixtures("saves_often")
+def test_spans_without_a_plan_are_not_used(config, tmp_path, monkeypatch):
+    stop_in_the_middle(config(shard_tokens=1000), monkeypatch)
+    (tmp_path / "out.partial" / PLAN).unlink()
+    prepare(config(shard_tokens=700, tokenizer={"name": "bytes"}))
+    assert len(read_manifest(tmp_path / "out").splits["train"].shards) > 3
+    assert verify(tmp_path / "out") == []
 
 
 def damage(path, change):
@@ -326,29 +348,27 @@ def damage(path, change):
 
 
 @pytest.mark.usefixtures("saves_often")
-def test_stopped_while_joining_the_input_is_not_read_again(config, expected, tmp_path, monkeypatch):
-    settings, copy = config(dedup="exact", shard_tokens=1000), data.prepare.join._Joint.add
-    calls = iter(range(3))
+def test_stopped_while_finishing_the_input_is_not_read_again(config, expected, tmp_path, monkeypatch):
+    replace = os.replace
 
-    def copying(*args):
-        if next(calls, None) is None:
+    def stopping(source, target):
+        if Path(target).name == "val-00002.idx":
             raise KeyboardInterrupt
-        copy(*args)
+        replace(source, target)
 
-    monkeypatch.setattr(data.prepare.join._Joint, "add", copying)
+    monkeypatch.setattr(os, "replace", stopping)
     with pytest.raises(KeyboardInterrupt):
-        prepare(settings)
-    assert (tmp_path / "out.partial" / FINISHED).exists()
-    monkeypatch.setattr(data.prepare.join._Joint, "add", copy)
+        prepare(config(shard_tokens=1000))
+    monkeypatch.setattr(os, "replace", replace)
     monkeypatch.setattr(data.prepare.dataset, "encode_all", None)
-    prepare(settings)
+    prepare(config(shard_tokens=1000))
     assert contents(tmp_path / "out") == expected
 
 
 INTERRUPTED = """
 import runpy, sys
-import data.prepare.parts, data.prepare.encode
-data.prepare.parts._SECONDS_OF_A_PART = 0.05
+import data.prepare.spans, data.prepare.encode
+data.prepare.spans._GROUP_BYTES = 500_000
 data.prepare.encode._BATCH_CHARACTERS = 20_000
 sys.argv[0] = "scripts/prepare_data.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -359,7 +379,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_and_the_same_command_goes_on(large, memory, workers):
     out = memory / "out"
-    options = [f"{key}={large[key]}" for key in ("val_fraction", "shard_tokens", "dedup")]
+    options = [f"{key}={large[key]}" for key in ("val_fraction", "shard_tokens")]
     path = large["data"]["path"]
     command = ["data=jsonl", f"data.path='{path}'", "tokenizer=bytes", f"out_dir={out}", f"workers={workers}", *options]
 
@@ -375,11 +395,11 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(large, memory, workers)
         )
 
     process = run()
-    wait_for_a_part(process, out)
+    wait_for_a_span(process, out)
     os.killpg(process.pid, signal.SIGINT)  # as the terminal does
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "error: interrupted; the same command goes on from what is written\n")
-    assert n_parts(out) > 0
+    assert n_spans(out) > 0
     process = run()
     printed, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
@@ -389,7 +409,7 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(large, memory, workers)
 def test_two_processes_do_not_write_the_same_dataset(config, tmp_path):
     partial = tmp_path / "out.partial"
     partial.mkdir()
-    handle = os.open(partial, os.O_RDONLY)
+    handle = os.open(partial / "task-00000.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_EX)
     with pytest.raises(UserError, match=r"out\.partial is being written by another process"):
         prepare(config())
@@ -405,11 +425,11 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, expected, 
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("this user may not mount a small disk")
     try:
-        settings = config(out_dir=str(disk / "out"), dedup="exact", shard_tokens=1000)
+        settings = config(out_dir=str(disk / "out"), shard_tokens=1000)
         for _ in range(2):
             with pytest.raises(UserError, match=r"out\.partial cannot be written \(.*\): free .* same command"):
                 prepare(settings)
-            assert n_parts(disk / "out") > 0
+            assert n_spans(disk / "out") > 0
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         capsys.readouterr()
         prepare(settings)
@@ -422,7 +442,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, expected, 
 @pytest.mark.usefixtures("saves_often")
 @pytest.mark.parametrize("limit", [300, 1500, 3000])
 def test_files_that_may_not_grow_are_one_line_too(config, expected, tmp_path, limit):
-    settings = config(dedup="exact", shard_tokens=1000)
+    settings = config(shard_tokens=1000)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:

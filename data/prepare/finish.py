@@ -1,0 +1,202 @@
+"""Finishing: the shards of all spans get their names, a manifest counts them, and a rename makes the dataset whole."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.command import overrides
+from common.console import say, show_table
+from common.files import make_directory, sync_directory, write_json
+from common.lock import owned
+from common.settings import UserError
+from data.prepare.inspect import sets_table
+from data.prepare.items import NO_TEXT, REMEDIES
+from data.prepare.spans import Plan, Span, damaged, is_whole, number_of, partial_dir, read_spans, remove, span_dir
+from data.shards import (
+    MANIFEST,
+    TOKENIZER,
+    Counts,
+    Manifest,
+    Shard,
+    Split,
+    SplitName,
+    TokenizerId,
+    counts_of,
+    index_file,
+    read_manifest,
+    shard_file,
+)
+
+_SHORTEST_PIECE, _LONGEST_PIECE = 256, 16_384  # characters
+
+
+class Unusable(UserError):
+    """The corpus is empty, or leaves nothing to train or to validate on."""
+
+    piece: int | None = None
+    """Cut into pieces of about so many characters, the documents fall into both splits. None: that is not possible."""
+
+
+def existing(out_dir: Path, prepared: dict[str, Any], tokenizer: TokenizerId | None) -> Manifest | None:
+    """Return the manifest of the dataset `out_dir` if it exists and was made with these settings, None if it is absent.
+
+    `tokenizer`: None if it is not known.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    if (out_dir / MANIFEST).exists():
+        manifest = read_manifest(out_dir)
+        before = {key: value for key, value in manifest.prepared.items() if (key, value) != ("dedup", "none")}
+        now = Plan(prepared=prepared, tokenizer=tokenizer or manifest.tokenizer)
+        if changes := Plan(prepared=before, tokenizer=manifest.tokenizer).changes(now):
+            raise UserError(f"out_dir={out_dir} was made with {changes}: choose another out_dir or delete it")
+        say(f"{out_dir} is already prepared with these settings; delete it to prepare it again")
+        remove(partial_dir(out_dir))  # left by a run that was stopped at its very end
+        return manifest
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise UserError(f"out_dir={out_dir} exists and is not a dataset: choose another folder")
+    return None
+
+
+def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
+    """Make the dataset `out_dir` of the spans in `folder`; None if spans are missing, which other tasks write.
+
+    Whoever is stopped here leaves shards under either name, and the next one goes on.
+
+    Raises:
+        Unusable: nothing is left to train or to validate on.
+        UserError: a span is damaged, most documents have no text, or there are too many sets.
+    """
+    with owned(folder / "finish.lock", lambda: None):
+        if (out_dir / MANIFEST).exists():  # another task was first
+            return read_manifest(out_dir)
+        groups = [read_spans(folder, group) for group in range(len(plan.groups()))]
+        if not all(map(is_whole, groups)):
+            return None
+        spans = {
+            span_dir(folder, group, number): span
+            for group, found in enumerate(groups)
+            for number, span in enumerate(found)
+        }
+        first = {reason: where for span in reversed(spans.values()) for reason, where in span.first.items()}
+        manifest, moves = _joined(plan, spans)
+        _check(manifest, plan, first, sum(bool(span.tokens) for span in spans.values()))
+        directory = make_directory(folder / "dataset", "out_dir")
+        for source, name in [*moves, (folder / TOKENIZER, TOKENIZER)]:
+            try:
+                os.replace(source, directory / name)
+            except FileNotFoundError:  # it has been moved, or lost
+                if not (directory / name).exists():
+                    raise damaged(folder, f"{source.relative_to(folder)} is missing") from None
+        sync_directory(directory)
+        write_json(directory / MANIFEST, manifest.model_dump(mode="json"))
+        try:
+            read_manifest(directory)
+        except UserError as error:
+            raise damaged(folder, error) from None
+        os.replace(directory, out_dir.resolve())
+        sync_directory(out_dir.resolve().parent)
+        remove(folder)
+    _summarize(out_dir, manifest, first)
+    return manifest
+
+
+def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[Path, str]]]:
+    """Return the manifest of all spans, and the names that their files get in the dataset.
+
+    Raises:
+        Unusable: the documents for validation go on where another task began.
+        UserError: there are too many sets.
+    """
+    set_names: dict[str, int] = {}
+    shards: dict[SplitName, list[Shard]] = {"train": [], "val": []}
+    counts: dict[SplitName, dict[str, np.ndarray]] = {"train": {}, "val": {}}
+    skipped: Counter[str] = Counter()
+    moves: list[tuple[Path, str]] = []
+    before = 0
+    for folder, span in spans.items():
+        if span.before != before:
+            what = f"val_tokens={plan.val_tokens} is more than the first task has, {before:,}"
+            raise Unusable(f"{what}: give a smaller val_tokens, or prepare it with num_tasks=1")
+        before = min(before + span.tokens, plan.val_tokens)
+        skipped.update(span.skipped)
+        numbers = [number_of(name, set_names) for name in span.set_names]
+        for name, split in span.splits.items():
+            for shard in split.shards:
+                file = shard_file(name, len(shards[name]))
+                moves += [(folder / shard.file, file), (folder / shard.index_file, index_file(file))]
+                shards[name].append(shard.model_copy(update={"file": file, "sets": numbers}))
+            for set_name, of_set in split.sets.items():
+                so_far = counts[name].setdefault(set_name, np.zeros(len(Counts.model_fields), np.int64))
+                so_far += [amount for _, amount in of_set]
+    splits = {
+        name: Split(sets={each: counts_of(n) for each, n in sorted(counts[name].items())}, shards=shards[name])
+        for name in shards
+    }
+    manifest = Manifest(
+        tokenizer=plan.tokenizer,
+        inputs=list(plan.prepared["input"]),
+        set_names=list(set_names),
+        splits=splits,
+        skipped=dict(sorted(skipped.items())),
+        prepared=plan.prepared,
+    )
+    return manifest, moves
+
+
+def _check(manifest: Manifest, plan: Plan, first: dict[str, str], n_spans: int) -> None:
+    """Check that there is something to train and to validate on; `n_spans` have documents.
+
+    Raises:
+        Unusable: one of the splits has no documents.
+        UserError: most documents have no text.
+    """
+    totals = {name: split.total for name, split in manifest.splits.items()}
+    documents = sum(total.documents for total in totals.values())
+    n_items = documents + sum(manifest.skipped.values())
+    check_text(plan.prepared["data"], manifest.skipped.get(NO_TEXT, 0), n_items, first.get(NO_TEXT))
+    if not documents:
+        found = Counter(manifest.skipped).most_common()
+        why = ", ".join(f"{n:,} x {reason}, first {first[reason]}" for reason, n in found)
+        remedy = REMEDIES.get(found[0][0], "check data.path") if found else "check data.path"
+        raise Unusable(f"the corpus is empty ({why or 'it has no documents'}): {remedy}")
+    empty = next((name for name, total in totals.items() if not total.documents), None)
+    if empty and plan.val_tokens:
+        what = f"all {documents} documents begin within val_tokens={plan.val_tokens}: none is left to train on"
+        raise Unusable(f"{what}: give a smaller val_tokens")
+    if empty:
+        fraction = plan.prepared["val_fraction"]
+        change = "larger" if empty == "val" else "smaller"
+        remedy = f"give a {change} val_fraction, or add documents with other texts"
+        error = Unusable(f"none of {documents} documents went to '{empty}' with val_fraction={fraction}: {remedy}")
+        wanted = int(sum(total.utf8_bytes for total in totals.values()) * min(fraction, 1 - fraction))
+        if wanted and n_spans == 1 and not plan.piece:
+            error.piece = min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE)
+        raise error
+
+
+def check_text(data: dict[str, Any], missing: int, n_items: int, first: str | None, of: str = "") -> None:
+    """Check that at most half of the documents of a source have no text; `first`: where the first of these is.
+
+    Raises:
+        UserError: more have none. Not Unusable, because that deletes the spans, which may have taken hours.
+    """
+    if 2 * missing > n_items:
+        what = f"data.text_field={data['text_field']} is missing in {missing:,} of {of}{n_items:,} documents"
+        raise UserError(f"{what} (first: {first}): give the key that holds their text")
+
+
+def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None:
+    show_table(sets_table(manifest))
+    for reason, count in manifest.skipped.items():
+        say(f"skipped {count:,} x {reason} (first: {first[reason]})")
+    written = sum(split.total.documents for split in manifest.splits.values())
+    skipped = sum(manifest.skipped.values())
+    say(f"{written + skipped:,} documents in the input: {written:,} written, {skipped:,} skipped")
+    small = "experiment=quickstart " if manifest.tokenizer.name == "bytes" else ""
+    options = overrides({"dataset_dir": str(out_dir), "run_dir": f"runs/{out_dir.name}"})
+    say(f"{out_dir} is ready; to train on it: python train.py {small}{options}")

@@ -1,0 +1,369 @@
+"""Spans: the shards of a dataset, each written once, under names that finishing replaces.
+
+    out_dir.partial/
+        plan.json                       what the dataset is made of; every task has the same plan
+        tokenizer.json
+        task-00003.lock                 held while the task with this task_index runs
+        finish.lock                     held while the dataset is put together
+        span-00012-00003/               train.bin train.idx val.bin val.idx span.json; an empty split has no files
+        span-00012-00004.HOST-PID.tmp/  a span that is being written
+
+A group is consecutive whole input files. It is closed by the file with which it reaches 1 GiB on the disk.
+A span is consecutive documents of a group. It ends with the document with which its tokens, those of both splits
+together, reach shard_tokens, or with its group. span-00012-00003 is span 3 of group 12.
+
+The bytes of a span depend on the plan alone. A span has its name only when all of it is on the disk, so a run that is
+stopped loses at most the span that it was writing, and the next run goes on after the last one.
+"""
+
+import contextlib
+import errno
+import hashlib
+import math
+import os
+import shutil
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from common.files import make_directory, read_json, sync_directory, write_json
+from common.lock import owned
+from common.settings import UserError, decode, differences
+from data.prepare.encode import Encoded, Skipped
+from data.prepare.items import Position
+from data.shards import (
+    MAX_SETS,
+    RECORD,
+    TOKENIZER,
+    Count,
+    Shard,
+    Split,
+    SplitName,
+    Strict,
+    TokenizerId,
+    counts_of,
+    index_header,
+)
+from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+
+PLAN, SPAN = "plan.json", "span.json"
+_RANKS = "sha256 of the tokenizer's ranks"
+_GROUP_BYTES = 2**30
+_MOST_CHANGES = 4  # in a message
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Items = Iterator[tuple[Encoded | Skipped, np.ndarray]]
+
+
+class Plan(Strict):
+    """What a dataset is made of. Everything that is written depends on it alone."""
+
+    prepared: dict[str, Any]
+    """The settings that decide what the dataset holds, and its input files with their sizes."""
+    tokenizer: TokenizerId
+    piece: int | None = None
+    """About how many characters long documents are cut into; None: not cut. In pieces, the whole input is one span."""
+
+    @property
+    def val_tokens(self) -> int:
+        """Documents that begin before this token of the input are for validation; 0: those chosen by their place."""
+        return self.prepared.get("val_tokens", 0)
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of the inputs of each group."""
+        groups: list[list[str]] = [[]]
+        size = 0
+        for name, n_bytes in self.prepared["input"].items():
+            if size >= _GROUP_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += n_bytes or 0
+        return groups
+
+    def changes(self, now: "Plan") -> str:
+        """Describe the settings that differ, or the first of many, for a message; empty if none does."""
+        before, after = ({**plan.prepared, _RANKS: plan.tokenizer.sha256} for plan in (self, now))
+        different = sorted(differences(before, after).items(), key=lambda item: item[0].startswith("input."))
+        listed = [f"{key}={there!r} (now {here!r})" for key, (there, here) in different[:_MOST_CHANGES]]
+        others = len(different) - len(listed)
+        return ", ".join([*listed, f"and {others} more"] if others else listed)
+
+
+class Span(Strict):
+    """What span.json says."""
+
+    input: str | None
+    """Where its last item stands in the input; the next span begins after it. None: it has no items."""
+    number: int
+    is_last: bool
+    """Whether its group ends with it."""
+    before: Count
+    """How many tokens of the input come before it; val_tokens if they are more."""
+    set_names: list[str]
+    """The names of the sets that its indexes have numbers of."""
+    splits: dict[SplitName, Split]
+    """Each has at most one shard."""
+    skipped: dict[str, Count]
+    """Items that are no documents, by reason."""
+    first: dict[str, str]
+    """Where each reason was met first."""
+
+    @property
+    def last(self) -> Position | None:
+        """Where its last item stands in the input."""
+        return None if self.input is None else Position(self.input, self.number)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of both splits."""
+        return sum(split.total.tokens for split in self.splits.values())
+
+
+def damaged(folder: Path, error: object) -> UserError:
+    """Build the error for a folder of spans that cannot be used any more."""
+    return UserError(f"{folder} is damaged: delete it and run the command that made it again ({error})")
+
+
+def partial_dir(out_dir: Path) -> Path:
+    """Return where a dataset is written before it is whole."""
+    out_dir = out_dir.resolve()
+    return out_dir.with_name(out_dir.name + ".partial")
+
+
+def _mine(path: Path) -> Path:
+    """Return a temporary name for what is to become `path`, which no other process has."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+
+
+@contextlib.contextmanager
+def writing(folder: Path, task_index: int) -> Iterator[None]:
+    """Create `folder` if need be and hold the lock of a task. Remove the folder if it then has no spans.
+
+    Raises:
+        UserError: another process holds the lock, or the disk is full.
+    """
+    make_directory(folder, "out_dir")
+    taken = f"{folder} is being written by another process with task_index={task_index}: wait until it is done"
+    with owned(folder / f"task-{task_index:05}.lock", lambda: taken):
+        try:
+            _remove_abandoned(folder)
+            yield
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            remedy = "free some space on its disk and give the same command again, it goes on from what is written"
+            raise UserError(f"{folder} cannot be written ({os.strerror(error.errno)}): {remedy}") from None
+        finally:
+            if not any(folder.glob("span-*")) and len([*folder.glob("task-*.lock")]) <= 1:
+                remove(folder)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the spans that killed processes of this machine were writing."""
+    for path in folder.glob(f"span-*.{socket.gethostname()}-*.tmp"):
+        try:
+            os.kill(int(path.suffixes[-2].rpartition("-")[2]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path)
+        except PermissionError:  # it runs, as another user
+            pass
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of spans. The plan goes first: without it, whatever a kill leaves is not used."""
+    (folder / PLAN).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> Plan:
+    """Begin to write spans into `folder`, or check that those in it are of the same plan; return the plan in use.
+
+    Raises:
+        UserError: they are not, or the plan or the tokenizer is damaged.
+    """
+    make_directory(folder, "out_dir")
+    here = [path for path in folder.iterdir() if path.is_dir()]
+    if not (folder / PLAN).exists():  # so what was here before belongs to no plan
+        (folder / TOKENIZER).unlink(missing_ok=True)
+        for path in here:
+            shutil.rmtree(path)
+        write_json(mine := _mine(folder / PLAN), plan.model_dump(mode="json"))
+        try:
+            os.link(mine, folder / PLAN)
+        except FileExistsError:  # another task was first
+            pass
+        except OSError:  # a file system without links
+            os.replace(mine, folder / PLAN)
+        mine.unlink(missing_ok=True)
+        sync_directory(folder)
+    try:
+        begun = decode(Plan, read_json(folder / PLAN))
+    except UserError as error:
+        raise damaged(folder, error) from None
+    if changes := begun.changes(plan):
+        raise UserError(f"{folder} was begun with {changes}: go on with the same, or delete it to start again")
+    if not (folder / TOKENIZER).exists():
+        save_tokenizer(tokenizer, mine := _mine(folder / TOKENIZER))
+        os.replace(mine, folder / TOKENIZER)
+    if load_tokenizer(folder / TOKENIZER).sha256 != begun.tokenizer.sha256:
+        raise damaged(folder, f"{TOKENIZER} is another tokenizer")
+    return begun
+
+
+def span_dir(folder: Path, group: int, number: int) -> Path:
+    """Return the folder of a span."""
+    return folder / f"span-{group:05}-{number:05}"
+
+
+def read_spans(folder: Path, group: int) -> list[Span]:
+    """Read what there is of the spans of a group, from the first.
+
+    Raises:
+        UserError: one is damaged.
+    """
+    spans: list[Span] = []
+    while not is_whole(spans) and (path := span_dir(folder, group, len(spans)) / SPAN).exists():
+        try:
+            spans.append(decode(Span, read_json(path)))
+        except UserError as error:
+            raise damaged(folder, error) from None
+    return spans
+
+
+def is_whole(spans: list[Span]) -> bool:
+    """Whether these are all spans of their group."""
+    return bool(spans) and spans[-1].is_last
+
+
+def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], before: int, items: Items) -> list[Span]:
+    """Write what follows the first `spans` of a group, and return all spans.
+
+    Args:
+        before: tokens of the input before the group.
+        items: those of the group after the spans.
+
+    Raises:
+        UserError: a span has too many sets.
+    """
+    below: float = plan.prepared.get("val_fraction", 0.0)
+    if plan.piece:  # even with few pieces, each split gets at least one
+        everything = list(items)
+        places = [item.place for item, _ in everything if isinstance(item, Encoded)]
+        below = min(max(below, math.nextafter(min(places), 1)), max(places))
+        items = iter(everything)
+    while not is_whole(spans):
+        target = span_dir(folder, group, len(spans))
+        shutil.rmtree(directory := _mine(target), ignore_errors=True)
+        directory.mkdir()
+        try:
+            so_far = min(before + sum(span.tokens for span in spans), plan.val_tokens)
+            span = _write_span(directory, plan, items, so_far, below)
+            try:
+                os.rename(directory, target)
+            except OSError:
+                if not (target / SPAN).exists():
+                    raise
+        finally:  # after an error, or if another process has written the same span
+            shutil.rmtree(directory, ignore_errors=True)
+        sync_directory(folder)
+        spans = [*spans, span]
+    return spans
+
+
+def _write_span(directory: Path, plan: Plan, items: Items, before: int, below: float) -> Span:
+    """Write the next documents into an empty folder, synced to the disk."""
+    header, most = index_header(plan.tokenizer.n_vocab), math.inf if plan.piece else plan.prepared["shard_tokens"]
+    inputs = {name: number for number, name in enumerate(plan.prepared["input"])}
+    set_names: dict[str, int] = {}
+    skipped: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    last, tokens = None, 0
+    with contextlib.ExitStack() as closing:
+        shards: dict[SplitName, _Shard] = {}
+        for split in get_args(SplitName):
+            paths = [directory / f"{split}.bin", directory / f"{split}.idx"]
+            shards[split] = _Shard([closing.enter_context(open(path, "xb")) for path in paths], header)
+        for item, ids in items:
+            last = item.position
+            if isinstance(item, Skipped):
+                skipped[item.reason] += 1
+                first.setdefault(item.reason, item.where)
+                continue
+            is_val = before + tokens < plan.val_tokens if plan.val_tokens else item.place < below
+            set_number = number_of(item.set_name, set_names)
+            shards["val" if is_val else "train"].add(ids, item, inputs[last.input], set_number)
+            tokens += ids.size
+            if tokens >= most:
+                break
+        splits = {split: shard.finish() for split, shard in shards.items()}
+    span = Span(
+        input=last and last.input,
+        number=last.number if last else 0,
+        is_last=tokens < most,
+        before=before,
+        set_names=list(set_names),
+        splits=splits,
+        skipped=skipped,
+        first=first,
+    )
+    write_json(directory / SPAN, span.model_dump(mode="json"))
+    return span
+
+
+def number_of(set_name: str, set_names: dict[str, int]) -> int:
+    """Return the number of a set, which a new name gets here.
+
+    Raises:
+        UserError: there are too many.
+    """
+    if (number := set_names.setdefault(set_name, len(set_names))) == MAX_SETS:
+        raise UserError(f"{set_name!r} is one more than the {MAX_SETS:,} sets a dataset can hold")
+    return number
+
+
+class _Shard:
+    """A shard and its index that are being written."""
+
+    def __init__(self, files: list[BufferedWriter], header: bytes) -> None:
+        self.files, self.sums = files, [hashlib.sha256(), hashlib.sha256()]
+        self.end = self.documents = 0
+        self.sets: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3, np.int64))
+        """Tokens, documents and bytes of text of each set."""
+        self._write(b"", header)
+
+    def add(self, ids: np.ndarray, item: Encoded, input_number: int, set_number: int) -> None:
+        """Add a document."""
+        self.end, self.documents = self.end + ids.size, self.documents + 1
+        self.sets[item.set_name] += (ids.size, 1, item.utf8_bytes)
+        record = np.array((self.end, input_number, item.position.number, set_number), RECORD)
+        self._write(ids.tobytes(), record.tobytes())
+
+    def finish(self) -> Split:
+        """Sync the files to the disk, or remove them if they are empty, and return what they hold."""
+        if not self.end:
+            for file in self.files:
+                os.unlink(file.name)
+            return Split(sets={}, shards=[])
+        for file in self.files:
+            file.flush()
+            os.fsync(file.fileno())
+        tokens_sum, index_sum = (one.hexdigest() for one in self.sums)
+        shard = Shard(
+            file=os.path.basename(self.files[0].name),
+            tokens=self.end,
+            documents=self.documents,
+            sha256=tokens_sum,
+            index_sha256=index_sum,
+        )
+        return Split(sets={name: counts_of(n) for name, n in self.sets.items()}, shards=[shard])
+
+    def _write(self, *contents: bytes) -> None:
+        for file, so_far, content in zip(self.files, self.sums, contents, strict=True):
+            file.write(content)
+            so_far.update(content)

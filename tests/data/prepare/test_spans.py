@@ -1,0 +1,305 @@
+"""Spans of any number of tasks, which finish in any order, are the dataset of one machine."""
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_prepare import contents, texts
+
+import data.prepare.spans
+from common.settings import UserError, decode
+from data.documents import documents_in, sets_between
+from data.loader import TrainBatches
+from data.prepare.dataset import PrepareConfig, prepare
+from data.prepare.verify import verify
+from data.shards import TokenStream, read_manifest
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Seven files, each a group: 400 documents of four sets, some unreadable; an empty file, one of blank lines."""
+    monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 1)
+    rng = random.Random(0)
+    lines = [
+        json.dumps({"text": f"{i} " + "word " * rng.randrange(9), "meta": {"pile_set_name": rng.choice("ABCD")}})
+        for i in range(400)
+    ]
+    lines += ["{"] * 9
+    rng.shuffle(lines)
+    for i in range(7):
+        (tmp_path / f"{(i + 3) % 7}.jsonl").write_text("\n".join(lines[i::5]) if i < 5 else "\n\n" * (i - 5))
+    return str(tmp_path / "*.jsonl")
+
+
+@pytest.fixture
+def make(files, tmp_path):
+    """Prepares the files, or a task's share of them, into a folder of tmp_path."""
+
+    def prepare_into(folder, **changes):
+        raw = {
+            "data": {"name": "jsonl", "path": files},
+            "tokenizer": {"name": "bytes"},
+            "out_dir": str(tmp_path / folder),
+            "val_fraction": 0.2,
+            "shard_tokens": 700,
+            "workers": 1,
+        }
+        return prepare(decode(PrepareConfig, raw | changes))
+
+    return prepare_into
+
+
+ORDERS = [(1, [0]), *((2, order) for order in ([0, 1], [1, 0])), (7, [6, 2, 0, 5, 1, 4, 3]), (7, [*range(7)])]
+
+
+@pytest.mark.parametrize(("num_tasks", "order"), ORDERS, ids=str)
+def test_tasks_in_any_order_make_the_bytes_of_one_machine(make, tmp_path, capsys, num_tasks, order):
+    whole = make("whole")
+    made = [make("out", num_tasks=num_tasks, task_index=i, workers=1 + i % 3) for i in order]
+    assert made == [None] * (num_tasks - 1) + [whole]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+    assert capsys.readouterr().out.count(f"{tmp_path / 'out'} is ready when all are") == num_tasks - 1
+    assert whole.skipped == {"empty file": 1, "malformed JSON": 9}
+    assert len(whole.splits["train"].shards) > 10
+    assert verify(tmp_path / "out") == []
+
+
+def test_sets_get_their_numbers_in_the_order_of_the_whole_input(make, tmp_path):
+    manifest = make("out")
+    maps = {tuple(shard.sets) for split in manifest.splits.values() for shard in split.shards}
+    assert len(maps) > 3, "spans met the sets in different orders"
+    assert sorted(manifest.set_names) == list("ABCD")
+    assert manifest.fingerprint == make("again").fingerprint
+
+
+def test_the_maps_of_sets_are_in_the_fingerprint(make, tmp_path):
+    manifest = make("out")
+    raw = manifest.model_dump()
+    shard = raw["splits"]["train"]["shards"][0]
+    shard["sets"] = [*shard["sets"][1:], shard["sets"][0]]
+    assert decode(type(manifest), raw).fingerprint != manifest.fingerprint
+
+
+@pytest.mark.parametrize("val_tokens", [1, 500, 1000])
+def test_val_tokens_may_end_in_any_span_of_the_first_task(make, tmp_path, val_tokens):
+    settings = {"val_tokens": val_tokens, "val_fraction": None}
+    make("whole", **settings)
+    for i in (2, 0, 1):
+        make("out", **settings, num_tasks=3, task_index=i)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    written = [len(text) + 1 for text in texts(tmp_path / "out", "val")]
+    assert sum(written[:-1]) < val_tokens <= sum(written)
+
+
+def test_val_tokens_beyond_the_first_task_are_refused(make, tmp_path):
+    settings = {"val_tokens": 5000, "val_fraction": None, "num_tasks": 7}
+    for i in range(6):
+        make("out", **settings, task_index=i)
+    message = r"val_tokens=5000 is more than the first task has, [\d,]+: give a smaller .*num_tasks=1"
+    with pytest.raises(UserError, match=message):
+        make("out", **settings, task_index=6)
+    assert make("out", val_tokens=5000, val_fraction=None).splits["val"].total.tokens >= 5000
+
+
+def test_another_task_may_have_died_anywhere(make, tmp_path, monkeypatch):
+    """Its spans are not written again, and what it was writing is removed."""
+    make("whole")
+    rename, calls = os.rename, iter(range(4))
+
+    def stopping(*names):
+        if next(calls, None) is None:
+            os.fork() or os._exit(0)
+            raise KeyboardInterrupt
+        rename(*names)
+
+    monkeypatch.setattr(os, "rename", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        make("out", num_tasks=2, task_index=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 1)
+    assert len([*(tmp_path / "out.partial").glob("span-*")]) == 4
+    make("out", num_tasks=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def without_locks(*_):
+    raise OSError("no locks here")
+
+
+def test_without_locks_two_tasks_with_one_index_write_equal_bytes(make, tmp_path, monkeypatch):
+    """The second to finish a span drops its own."""
+    make("whole")
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    rename, inner = os.rename, []
+
+    def racing(source, target):
+        if not inner:  # all that another process does, while this one was about to name its first span
+            inner.append(target)
+            host = data.prepare.spans.socket.gethostname()
+            with monkeypatch.context() as patch:
+                patch.setattr(data.prepare.spans.socket, "gethostname", lambda: f"not-{host}")
+                make("out", num_tasks=7, task_index=3)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", racing)
+    make("out", num_tasks=7, task_index=3)
+    monkeypatch.setattr(os, "rename", rename)
+    assert not [*(tmp_path / "out.partial").glob("*.tmp")]
+    make("out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_tasks": 3, "task_index": 3}, "task_index=3 is out of range: give one from 0 to 2"),
+        ({"task_index": 1}, "task_index=1 is out of range: give one from 0 to 0"),
+        ({"num_tasks": 8}, "num_tasks=8 is more than the groups of 1 GiB .*: use at most num_tasks=7"),
+        ({"num_tasks": 2, "data": {"name": "pile", "path": "x"}}, "num_tasks=2 is more than .*at most num_tasks=1"),
+        ({"num_tasks": 0}, "num_tasks=0"),
+        ({"task_index": -1}, "task_index=-1"),
+    ],
+)
+def test_shares_that_cannot_be(make, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        make("out", **changes)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_no_task_has_anything(make, tmp_path):
+    for path in tmp_path.glob("*.jsonl"):
+        path.write_text("{\n")
+    make("out", num_tasks=2, task_index=1)
+    with pytest.raises(
+        UserError, match=r"empty \(7 x malformed JSON, first .*0\.jsonl:1\): write one JSON object a line"
+    ):
+        make("out", num_tasks=2, task_index=0)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_groups_are_closed_by_the_file_that_fills_them(make, monkeypatch):
+    plan = data.prepare.spans.Plan.model_construct(
+        prepared={"input": dict(zip("abcdef", (3, 5, 9, 1, 7, 2), strict=True))}
+    )
+    monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 8)
+    assert plan.groups() == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 2**30)
+    assert plan.groups() == [list("abcdef")]
+
+
+def test_spans_end_with_the_document_that_fills_them(make, tmp_path):
+    manifest = make("out")
+    sizes = {}
+    for name, split in manifest.splits.items():
+        for shard in split.shards:
+            assert verify(tmp_path / "out") == []
+            sizes.setdefault(name, []).append(shard.tokens)
+    assert max(map(max, sizes.values())) < 700 + 50
+    assert all(len(shards) > 10 for shards in sizes.values())
+
+
+def test_two_thousand_tiny_files_are_one_group(tmp_path, monkeypatch):
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for i in range(2000):
+        (folder / f"{i:04}.txt").write_text(f"Note {i}.")
+    raw = {"data": {"name": "text", "path": str(folder)}, "tokenizer": {"name": "bytes"}, "workers": 2}
+    manifest = prepare(decode(PrepareConfig, raw | {"out_dir": str(tmp_path / "out"), "shard_tokens": 5000}))
+    assert len(manifest.inputs) == sum(split.total.documents for split in manifest.splits.values()) == 2000
+    assert 4 <= len(manifest.splits["train"].shards) <= 5
+
+
+def test_the_disk_never_holds_the_tokens_twice(make, tmp_path, monkeypatch):
+    sizes = []
+
+    def measuring(function):
+        def call(*names):
+            function(*names)
+            found = [
+                path for path in tmp_path.rglob("*") if path.is_file() and "out" in str(path.relative_to(tmp_path))
+            ]
+            sizes.append(sum(path.stat().st_size for path in found if path.suffix in (".bin", ".idx")))
+
+        return call
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, measuring(getattr(os, name)))
+    make("out")
+    assert max(sizes) == sizes[-1]
+    assert len(sizes) > 30
+
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "dataset"
+
+
+def joined(folder, split):
+    manifest = read_manifest(folder)
+    stream = TokenStream(folder, manifest, split)
+    return stream.read(0, stream.n_tokens)
+
+
+def digests(folder):
+    return {split: hashlib.sha256(joined(folder, split).tobytes()).hexdigest() for split in ("train", "val")}
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """What the program that wrote parts and joined them made of the same files (commit 4260821)."""
+    return json.loads((GOLDEN / "recorded.json").read_text())
+
+
+@pytest.fixture
+def golden(tmp_path, monkeypatch):
+    """Prepares the golden files, as they were prepared then."""
+    monkeypatch.chdir(GOLDEN)
+
+    def prepare_into(folder, **changes):
+        raw = {"data": {"name": "jsonl", "path": "*.jsonl"}, "tokenizer": {"name": "bytes"}, "val_fraction": 0.2}
+        prepare(decode(PrepareConfig, raw | {"shard_tokens": 500, "workers": 1, "out_dir": str(folder)} | changes))
+        return folder
+
+    return prepare_into
+
+
+def test_the_joined_streams_are_those_of_before(golden, recorded, tmp_path):
+    out = golden(tmp_path / "out")
+    assert digests(out) == digests(GOLDEN / "v2") == recorded["streams"]
+    assert digests(golden(tmp_path / "val", val_fraction=None, val_tokens=700)) == recorded["val_tokens=700"]
+    now, then = ((folder, read_manifest(folder)) for folder in (out, GOLDEN / "v2"))
+    assert now[1].set_names == then[1].set_names
+    for split, n_tokens in (("train", 1398), ("val", 192)):
+        assert now[1].splits[split].sets == then[1].splits[split].sets
+        assert list(documents_in(*now, split, 0, n_tokens)) == list(documents_in(*then, split, 0, n_tokens))
+        assert sets_between(*now, split, 3, 170).tolist() == sets_between(*then, split, 3, 170).tolist()
+
+
+def test_few_documents_are_cut_into_the_pieces_of_before(golden, recorded, tmp_path):
+    path = tmp_path / "one.jsonl"
+    long = "".join(f"Line {i} of a text.\n" for i in range(100))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in (long, "short")))
+    out = golden(tmp_path / "out", data={"name": "jsonl", "path": str(path)}, val_fraction=0.05, shard_tokens=10_000)
+    assert digests(out) == recorded["two documents in pieces"]
+
+
+def test_a_dataset_of_before_is_read_as_before(recorded):
+    assert read_manifest(GOLDEN / "v2").fingerprint == recorded["fingerprint"]
+    assert verify(GOLDEN / "v2") == []
+
+
+@pytest.mark.parametrize("of", ["then", "now"])
+def test_batches_are_those_of_before(golden, recorded, tmp_path, of):
+    """So a run goes on with the same text."""
+    folder = GOLDEN / "v2" if of == "then" else golden(tmp_path / "out")
+    manifest = read_manifest(folder)
+    for name, weights in (("as it is", None), ("mixed", {"Web": 2, "Code": 0.5, "Books": 0})):
+        batches = TrainBatches(TokenStream(folder, manifest, "train"), 16, 4, seed=3)
+        if weights:
+            batches.mix(folder, manifest, weights)
+        content = b"".join(np.stack(batches.batch(step)).tobytes() for step in range(40))
+        assert hashlib.sha256(content).hexdigest() == recorded["batches"][name]
