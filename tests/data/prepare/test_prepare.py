@@ -271,7 +271,7 @@ def test_pieces_begin_again_after_a_stop(config, corpus, tmp_path, monkeypatch):
 
 def test_only_what_is_one_span_is_cut_into_pieces(config, tmp_path):
     """So a document in pieces never lies across two spans."""
-    settings = {"val_fraction": 1e-4, "out_dir": str(tmp_path / "out")}
+    settings = {"val_fraction": 1e-3, "out_dir": str(tmp_path / "out")}
     with pytest.raises(UserError, match="none of 200 documents went to 'val'"):
         prepare(config(**settings, shard_tokens=1000))
     manifest = prepare(config(**settings))

@@ -52,6 +52,7 @@ class Refused(NamedTuple):
 def parsed(source, after=None):
     """What a source holds, each item parsed as a worker process does it."""
     items = []
+    source.inputs()  # says how files are read
     for raw in source.documents(after=after):
         try:
             items.append(source.parse(raw))

@@ -22,7 +22,7 @@ from data.shards import TokenStream, read_manifest
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Seven files, each a group: 400 documents of four sets, some unreadable; an empty file, one of blank lines."""
+    """Eight files in seven groups: 400 documents of four sets, some unreadable; an empty file, one of blank lines."""
     monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 1)
     rng = random.Random(0)
     lines = [
@@ -31,8 +31,8 @@ def files(tmp_path, monkeypatch):
     ]
     lines += ["{"] * 9
     rng.shuffle(lines)
-    for i in range(7):
-        (tmp_path / f"{(i + 3) % 7}.jsonl").write_text("\n".join(lines[i::5]) if i < 5 else "\n\n" * (i - 5))
+    for i in range(8):
+        (tmp_path / f"{(i + 3) % 8}.jsonl").write_text("\n".join(lines[i::6]) if i < 6 else "\n\n" * (i - 6))
     return str(tmp_path / "*.jsonl")
 
 
@@ -177,7 +177,7 @@ def test_no_task_has_anything(make, tmp_path):
         path.write_text("{\n")
     make("out", num_tasks=2, task_index=1)
     with pytest.raises(
-        UserError, match=r"empty \(7 x malformed JSON, first .*0\.jsonl:1\): write one JSON object a line"
+        UserError, match=r"empty \(8 x malformed JSON, first .*0\.jsonl:1\): write one JSON object a line"
     ):
         make("out", num_tasks=2, task_index=0)
     assert not (tmp_path / "out.partial").exists()
