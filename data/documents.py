@@ -10,8 +10,6 @@ import numpy as np
 from common.files import open_file
 from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, check_sum, damaged
 
-_RECORDS_AT_ONCE = 2**14
-
 
 class Origin(NamedTuple):
     """A document's position in its split, and its origin."""
@@ -71,21 +69,24 @@ def open_index(dataset_dir: Path, shard: Shard) -> np.ndarray:
             raise damaged(path, "it is shorter than its manifest says") from None
 
 
-def read_records(dataset_dir: Path, manifest: Manifest, shard: Shard) -> Iterator[np.ndarray]:
-    """Yield a shard's index in pieces, arrays of RECORD (n,) that are valid for the shard and the manifest.
+def read_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> np.ndarray:
+    """Return the index of a shard after checking its sum, else as `valid_index`."""
+    check_sum(dataset_dir / shard.index_file, shard.index_sha256)
+    return valid_index(dataset_dir, manifest, shard)
+
+
+def valid_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> np.ndarray:
+    """Return the index of a shard, RECORD (documents,), which is valid for the shard and the manifest.
 
     Raises:
-        UserError: the index is damaged.
+        UserError: it is damaged.
     """
-    path, begin = dataset_dir / shard.index_file, 0
-    check_sum(path, shard.index_sha256)
-    index = open_index(dataset_dir, shard)
-    for first in range(0, shard.documents, _RECORDS_AT_ONCE):
-        records = index[first : first + _RECORDS_AT_ONCE]
-        if wrong := wrong_record(records, begin, manifest, shard):
-            raise damaged(path, wrong)
-        yield records
-        begin = int(records["end"][-1])
+    path, records = dataset_dir / shard.index_file, open_index(dataset_dir, shard)
+    if wrong := wrong_record(records, 0, manifest, shard):
+        raise damaged(path, wrong)
+    if (end := int(records["end"][-1])) != shard.tokens:
+        raise damaged(path, f"its last document ends at token {end} of {shard.tokens}")
+    return records
 
 
 def wrong_record(records: np.ndarray, begin: int, manifest: Manifest, shard: Shard) -> str | None:

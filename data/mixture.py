@@ -20,7 +20,7 @@ from pydantic import Field
 
 from common.console import Track
 from common.settings import Settings, UserError
-from data.documents import read_records
+from data.documents import read_index
 from data.permutation import shuffled
 from data.shards import Manifest
 
@@ -111,14 +111,13 @@ def open_mixture(dataset_dir: Path, manifest: Manifest, weights: Weights, seq_le
 
 
 def _documents(dataset_dir: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the ends of the training documents in their split, and their sets, some thousand at a time."""
+    """Yield the ends of the training documents in their split, and their sets, a shard at a time."""
     begin, split = 0, manifest.splits["train"]
     with Track("finding the sets of windows, documents", split.total.documents) as track:
         for shard in split.shards:
-            sets = np.array(manifest.sets_of(shard))
-            for records in read_records(dataset_dir, manifest, shard):
-                yield begin + records["end"].astype(np.int64), sets[records["set"]]
-                track.advance(records.size)
+            records = read_index(dataset_dir, manifest, shard)
+            yield begin + records["end"].astype(np.int64), np.array(manifest.sets_of(shard))[records["set"]]
+            track.advance(records.size)
             begin += shard.tokens
 
 

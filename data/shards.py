@@ -78,17 +78,12 @@ class Shard(Strict):
     sha256: Sha256
     index_sha256: Sha256
     sets: list[Count] | None = None
-    """For each set number of the index, a number into the manifest's set_names. None: they are the same numbers."""
+    """For each set number of the index, a number into the manifest's set_names. None: the same numbers (version 2)."""
 
     @property
     def index_file(self) -> str:
         """The name of its index file."""
-        return index_file(self.file)
-
-    @property
-    def index_size(self) -> int:
-        """The size of its index file in bytes."""
-        return HEADER.size + self.documents * RECORD.itemsize
+        return self.file.removesuffix(".bin") + ".idx"
 
 
 class Split(Strict):
@@ -100,9 +95,7 @@ class Split(Strict):
     @property
     def total(self) -> Counts:
         """Total over all sets."""
-        sets = self.sets.values()
-        sums = {name: sum(getattr(counts, name) for counts in sets) for name in Counts.model_fields}
-        return Counts.model_construct(**sums)  # unchecked: the sums are compared with the shards later
+        return total_of(self.sets.values())
 
     @functools.cached_property
     def ends(self) -> list[int]:
@@ -171,6 +164,12 @@ class Manifest(Strict):
         """The type of the token ids in the shards."""
         return token_dtype(self.tokenizer.n_vocab)
 
+    def files_of(self, shard: Shard) -> list[tuple[str, int, str]]:
+        """Return name, size in bytes and sha256 of the two files of a shard, the index last."""
+        index_size = HEADER.size + shard.documents * RECORD.itemsize
+        size = shard.tokens * self.dtype.itemsize
+        return [(shard.file, size, shard.sha256), (shard.index_file, index_size, shard.index_sha256)]
+
     def sets_of(self, shard: Shard) -> Sequence[int]:
         """Return the number into set_names of each set number in the index of a shard."""
         return range(len(self.set_names)) if shard.sets is None else shard.sets
@@ -186,19 +185,16 @@ class Manifest(Strict):
         return hashlib.sha256("\n".join([self.tokenizer.sha256, *self.set_names, *sums]).encode()).hexdigest()
 
 
-def counts_of(numbers: Iterable[int]) -> Counts:
-    """Return tokens, documents and bytes of text as Counts."""
-    return Counts(**dict(zip(Counts.model_fields, map(int, numbers), strict=True)))
+def total_of(amounts: Iterable[Counts]) -> Counts:
+    """Return the sum of amounts."""
+    found = list(amounts)
+    sums = {name: sum(getattr(each, name) for each in found) for name in Counts.model_fields}
+    return Counts.model_construct(**sums)  # unchecked: the sums are compared with the shards later
 
 
 def shard_file(split: SplitName, number: int) -> str:
     """Return the file name of a shard."""
     return f"{split}-{number:05}.bin"
-
-
-def index_file(file: str) -> str:
-    """Return the file name of a shard's index."""
-    return file.removesuffix(".bin") + ".idx"
 
 
 def index_header(n_vocab: int) -> bytes:
@@ -222,8 +218,8 @@ def read_manifest(dataset_dir: Path, headers: bool = True) -> Manifest:
     manifest = parse_manifest(dataset_dir)
     for split in manifest.splits.values():
         for shard in split.shards:
-            for file in (shard.file, shard.index_file):
-                check_file(dataset_dir / file, manifest, shard, headers)
+            for file, size, _ in manifest.files_of(shard):
+                check_file(dataset_dir / file, size, manifest.tokenizer.n_vocab if headers else None)
     return manifest
 
 
@@ -250,16 +246,14 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
         raise UserError(f"{path} is damaged: {error}") from None
 
 
-def check_file(path: Path, manifest: Manifest, shard: Shard, headers: bool = True) -> None:
-    """Check the size of one of a shard's two files, and the header (`headers`) if it is the index; raises UserError."""
-    is_index = path.name == shard.index_file
-    size, expected = file_size(path), shard.index_size if is_index else shard.tokens * manifest.dtype.itemsize
-    if size != expected:
+def check_file(path: Path, expected: int, n_vocab: int | None) -> None:
+    """Check the size of a shard's file in bytes, and with `n_vocab` the header of an index; raises UserError."""
+    if (size := file_size(path)) != expected:
         found = "is missing" if size is None else f"has {size} bytes"
         raise UserError(f"{path} {found}, the manifest says {expected} bytes: prepare the dataset again")
-    if is_index and headers:
+    if n_vocab is not None and path.suffix == ".idx":
         with open_file(path) as file:
-            found, header = file.read(HEADER.size).hex(), index_header(manifest.tokenizer.n_vocab).hex()
+            found, header = file.read(HEADER.size).hex(), index_header(n_vocab).hex()
         if found != header:
             raise damaged(path, f"its header is {found}, must be {header}")
 

@@ -212,30 +212,25 @@ def read_rank_file(path: Path) -> list[bytes]:
     """Return the tokens of a .tiktoken file, by rank.
 
     Raises:
-        UserError: the file is invalid; it names the line or the rank.
+        UserError: the file is invalid; it names the line.
     """
-    if path.is_dir():
-        raise UserError(f"tokenizer.path={path} is a folder: give the .tiktoken file in it")
     try:
         with open_file(path.resolve()) as file:
-            content = file.read(LARGEST_FILE + 1)
-    except OSError as error:
-        raise UserError(f"tokenizer.path={path} cannot be read ({error.strerror}): give a .tiktoken file") from None
-    if len(content) > LARGEST_FILE:
-        raise UserError(f"tokenizer.path={path} is larger than {LARGEST_FILE:,} bytes: give a .tiktoken file")
-    lines = content.splitlines()
-    tokens: dict[int, bytes] = {}
-    for number, line in enumerate(lines, start=1):
+            content = file.read(LARGEST_FILE)
+    except (OSError, UserError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"tokenizer.path={path} cannot be read ({why}): give a .tiktoken file") from None
+    tokens = []
+    for rank, line in enumerate(content.splitlines()):
         try:
-            token, rank = line.split()
-            tokens[int(rank)] = base64.b64decode(token, validate=True)
+            token, number = line.split()
+            tokens.append(base64.b64decode(token, validate=True))
+            if int(number) != rank:
+                raise ValueError
         except ValueError:
-            where = f"tokenizer.path={path} line {number}"
-            raise UserError(f"{where} is not 'base64 rank': give a .tiktoken file") from None
-    missing = [rank for rank in range(len(lines)) if rank not in tokens]
-    if missing:
-        raise UserError(f"tokenizer.path={path} has {len(lines)} lines but no rank {missing[0]}: it is damaged")
-    return [tokens[rank] for rank in range(len(lines))]
+            where = f"tokenizer.path={path} line {rank + 1}"
+            raise UserError(f"{where} is not 'base64 {rank}': give a .tiktoken file, with its ranks in order") from None
+    return tokens
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:

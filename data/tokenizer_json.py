@@ -47,9 +47,8 @@ class HFTokenizer(Tokenizer):
         self._raw, self._backend = raw, _backend(raw)
         self._backend.encode_special_tokens = True  # as ordinary text
         self.tokens = _tokens(self._backend)
-        end = _end(raw)
-        eot_id = None if end is None else self._backend.token_to_id(end)
-        if end is None or eot_id is None or self.tokens[eot_id] != end.encode():
+        eot_id = self._backend.token_to_id(end := _end(raw) or "")
+        if eot_id is None or self.tokens[eot_id] != end.encode():
             raise UserError(f"it has no {END_OF_TEXT}")
         self.eot_id = eot_id
         if self.normalized("a b") != "".join(map(self.normalized, "a b")):  # long texts are normalized in pieces
@@ -125,12 +124,10 @@ def _tokens(backend: Backend) -> list[bytes]:
     if n_ids > 2 * len(vocab):
         raise UserError(f"it has {len(vocab):,} tokens, but ids up to {n_ids - 1:,}")
     byte = {character: byte for byte, character in byte_characters().items()}
+    if len(set(vocab.values())) < len(vocab):
+        raise UserError("two of its tokens have the same id")
     tokens = [b""] * n_ids
-    seen: set[int] = set()
     for text, id_ in vocab.items():
-        if id_ in seen:
-            raise UserError(f"two of its tokens have the id {id_}")
-        seen.add(id_)
         try:
             tokens[id_] = text.encode() if id_ in added else bytes(byte[character] for character in text)
         except KeyError as error:

@@ -1,6 +1,6 @@
 """Look into a dataset: its sets, its text, and which documents a training step is made of.
 
-python scripts/inspect_dataset.py dataset_dir=datasets/pile chart=sets.png           # table and picture of the sets
+python scripts/inspect_dataset.py dataset_dir=datasets/pile                          # table of the sets
 python scripts/inspect_dataset.py dataset_dir=datasets/pile random=3 window=123456   # text at random and given places
 python scripts/inspect_dataset.py run_dir=runs/demo step=100                         # what a run read in a step
 """
@@ -16,8 +16,6 @@ from common.command import Items, Settings, run_script
 class Options(Settings):
     dataset_dir: Path | None = None
     """what scripts/prepare_data.py made; null: what run_dir was trained on"""
-    chart: Path | None = None
-    """a .png file: draws the tokens of the sets into it"""
     split: Literal["train", "val"] = "train"
     """train or val: whose text to show"""
     window: Items[int] = []

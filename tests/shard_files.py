@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 
 from common.settings import decode
-from data.shards import RECORD, Shard, index_file, index_header, shard_file, token_dtype
+from data.shards import RECORD, Shard, index_header, shard_file, token_dtype
 
 
 def write_shards(folder, split, documents, n_vocab=1000, shard_tokens=10**9, sets=None):
@@ -22,7 +22,7 @@ def write_shards(folder, split, documents, n_vocab=1000, shard_tokens=10**9, set
         content = np.concatenate(documents[first:last]).astype(token_dtype(n_vocab)).tobytes()
         index = index_header(n_vocab) + mine.tobytes()
         (folder / file).write_bytes(content)
-        (folder / index_file(file)).write_bytes(index)
+        (folder / file.replace(".bin", ".idx")).write_bytes(index)
         sums = [hashlib.sha256(part).hexdigest() for part in (content, index)]
         known = list(range(1 + int(records["set"].max())))
         shard = {"file": file, "tokens": int(mine["end"][-1]), "documents": len(mine), "sets": known}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.files import parse_json, sha256_file
 from common.settings import UserError, decode
-from data.documents import documents_in, read_records
+from data.documents import documents_in, read_index
 from data.shards import parse_manifest, read_manifest
 from data.tokenizer import load_tokenizer, read_rank_file
 from trainer.checkpoint import load_model, newest, open_checkpoint
@@ -192,7 +192,7 @@ def use_dataset(folder):
         list(documents_in(folder, manifest, split, 0, 1))
         list(documents_in(folder, manifest, split, 50, 1000))
         for shard in manifest.splits[split].shards:
-            list(read_records(folder, manifest, shard))
+            read_index(folder, manifest, shard)
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,18 @@
 import contextlib
 import os
 import time
-from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from common.console import Track, say
 from common.settings import Settings, UserError
-from data.prepare.encode import Batch, Encoded, OnError, Skipped, encode_all
+from data.prepare.encode import Batch, Encoded, Item, OnError, Skipped, encode_all
 from data.prepare.finish import Unusable, check_text, existing, finish
 from data.prepare.items import NO_TEXT, Position
-from data.prepare.sources import HubSource, JsonlSource, Source, StdlibSource, TextSource
+from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
 from data.prepare.spans import Plan, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
 from data.shards import TOKENIZER, Manifest
 from data.tokenizer import TokenizerConfig, build_tokenizer
@@ -111,59 +109,51 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
         say(f"going on with {folder}: {sum(split.total.documents for split in written):,} documents are written")
     rest = [sizes[name] for group, spans in found.items() if not is_whole(spans) for name in groups[group]]
     before = plan.val_tokens if first else 0  # the first task writes all documents for validation
-    with Track("reading, bytes", None if None in rest else sum(rest)) as track:
-        so_far: Counter[str] = Counter()
+    with _Reading("reading, bytes", None if None in rest else sum(rest)) as track:
         for group, spans in found.items():
             if not is_whole(spans):
                 after = spans[-1].last if spans else None
-                with contextlib.closing(_read(config, plan, folder, groups[group], after, track, so_far)) as items:
+                with contextlib.closing(_read(config, plan, folder, groups[group], after, track)) as items:
                     spans = write_group(folder, plan, group, spans, before, items)
             before = min(before + sum(span.tokens for span in spans), plan.val_tokens)
     return finish(folder, plan, config.out_dir)
 
 
-def _read(
-    config: PrepareConfig,
-    plan: Plan,
-    folder: Path,
-    inputs: list[str],
-    after: Position | None,
-    track: Track,
-    so_far: Counter[str],
-) -> Generator[tuple[Encoded | Skipped, np.ndarray], None, None]:
-    """Yield the items of some inputs after a position, and show the progress; `so_far` counts over all inputs."""
-    source, workers = config.data.in_pieces(plan.piece), config.workers or os.cpu_count() or 1
-    is_first = not so_far
-    batches = encode_all(
-        source,
-        folder / TOKENIZER,
-        workers,
-        on_error=config.on_error,
-        seen=lambda n_bytes: so_far.update(read=n_bytes),
-        after=after,
-        inputs=inputs,
-    )
-    for batch in _with_text(batches, source) if is_first and after is None else batches:
+class _Reading(Track):
+    """Shows how many bytes of the input have been read, and the rate in bytes of text."""
+
+    read = items = documents = utf8_bytes = 0
+
+    def seen(self, n_bytes: int) -> None:
+        """Count bytes of the input."""
+        self.read += n_bytes
+
+    def show(self, batch: Batch) -> None:
+        """Count the items of a batch."""
         encoded = [item.utf8_bytes for item in batch.items if isinstance(item, Encoded)]
-        so_far.update(documents=len(encoded), utf8_bytes=sum(encoded))
-        megabytes = so_far["utf8_bytes"] / 1e6
-        rate = megabytes / (time.monotonic() - track.started)
-        note = f"{so_far['documents']:,} documents, {megabytes:,.0f} MB of text, {rate:.1f} MB/s"
-        track.advance(so_far["read"] - track.done, note)
-        yield from batch.with_ids()
+        self.items += len(batch.items)
+        self.documents += len(encoded)
+        self.utf8_bytes += sum(encoded)
+        rate = self.utf8_bytes / 1e6 / (time.monotonic() - self.started)
+        note = f"{self.documents:,} documents, {self.utf8_bytes / 1e6:,.0f} MB of text, {rate:.1f} MB/s"
+        self.advance(self.read - self.done, note)
 
 
-def _with_text(batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
-    """Yield the batches of a source, unless most of its first documents have no text.
+def _read(
+    config: PrepareConfig, plan: Plan, folder: Path, inputs: list[str], after: Position | None, track: _Reading
+) -> Generator[Item, None, None]:
+    """Yield the items of some inputs after a position.
 
     Raises:
-        UserError: most have none.
+        UserError: most of the first items that this process reads have no text.
     """
-    items: list[Encoded | Skipped] = []
-    for batch in batches:
-        if len(items) < _CHECKED_ITEMS:
-            items += batch.items
-            if len(items) >= _CHECKED_ITEMS:
-                lacking = [item.where for item in items if isinstance(item, Skipped) and item.reason == NO_TEXT]
-                check_text(source.model_dump(), len(lacking), len(items), next(iter(lacking), None), "the first ")
-        yield batch
+    source, is_first, lacking = config.data.in_pieces(plan.piece), after is None and not track.items, list[str]()
+    raws = source.documents(track.seen, after, inputs)
+    for batch in encode_all(source, raws, folder / TOKENIZER, config.workers or os.cpu_count() or 1, config.on_error):
+        before = track.items
+        track.show(batch)
+        if is_first and before < _CHECKED_ITEMS:
+            lacking += [item.where for item in batch.items if isinstance(item, Skipped) and item.reason == NO_TEXT]
+            if track.items >= _CHECKED_ITEMS:
+                check_text(source.model_dump(), len(lacking), track.items, next(iter(lacking), None), "the first ")
+        yield from batch.with_ids()

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from common.settings import UserError
-from data.prepare.items import Position, Raw, Seen, Unreadable
+from data.prepare.items import Position, Raw, Unreadable
 from data.prepare.sources import Source
 from data.shards import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -53,6 +53,10 @@ class Skipped(NamedTuple):
         return f"{self.position.input}:{self.position.number}"
 
 
+Item = tuple[Encoded | Skipped, np.ndarray]
+"""An item and its token ids."""
+
+
 class Batch(NamedTuple):
     """Items of the input in order."""
 
@@ -61,7 +65,7 @@ class Batch(NamedTuple):
     ids: np.ndarray
     """Token ids of all documents, one after the other, in the type of the shards."""
 
-    def with_ids(self) -> Iterator[tuple[Encoded | Skipped, np.ndarray]]:
+    def with_ids(self) -> Iterator[Item]:
         """Yield each item with its token ids."""
         begin = 0
         for item in self.items:
@@ -76,66 +80,54 @@ def document_place(utf8: bytes) -> float:
 
 
 def encode_all(
-    source: Source,
-    tokenizer_file: Path,
-    workers: int,
-    *,
-    on_error: OnError = "skip",
-    seen: Seen = lambda _: None,
-    after: Position | None = None,
-    inputs: Sequence[str] | None = None,
+    source: Source, raws: Iterator[Raw], tokenizer_file: Path, workers: int, on_error: OnError = "skip"
 ) -> Iterator[Batch]:
-    """Tokenize all or some inputs of a source in order, with a bounded number of documents in memory.
+    """Tokenize items of a source in order, with a bounded number of documents in memory.
 
     Args:
         workers: processes that parse and tokenize; where there is little to do, this process does it alone.
         on_error: whether an item that cannot be read is yielded as Skipped, or ends the run.
-        seen: is called with the number of bytes of the input that have been read since the last call.
-        after: begin after this position.
 
     Raises:
         UserError: an item cannot be read, and `on_error` is "stop".
     """
-    for batch in _in_order(_groups(source.documents(seen, after, inputs)), source, tokenizer_file, workers):
+    for batch in _in_order(_of_equal_size(raws), source, tokenizer_file, workers):
         for item in batch.items:
             if isinstance(item, Skipped) and on_error == "stop":
                 raise UserError(f"{item.where}: {item.reason}: correct it, or skip such items with on_error=skip")
         yield batch
 
 
-def _groups(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
-    """Group items into about a million characters each; a long item is a group of its own."""
-    group: list[Raw] = []
+def _of_equal_size(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
+    """Yield items in lists of about a million characters each; a long item is alone."""
+    some: list[Raw] = []
     size = 0
     for raw in raws:
-        if group and raw.size > LONG:
-            yield group
-            group, size = [], 0
-        group.append(raw)
+        if some and (raw.size > LONG or size >= _BATCH_CHARACTERS or len(some) >= _BATCH_ITEMS):
+            yield some
+            some, size = [], 0
+        some.append(raw)
         size += raw.size
-        if size >= _BATCH_CHARACTERS or len(group) >= _BATCH_ITEMS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    if some:
+        yield some
 
 
-def _in_order(groups: Iterator[list[Raw]], source: Source, tokenizer_file: Path, workers: int) -> Iterator[Batch]:
-    """Encode groups in worker processes; the first groups and long items in this process."""
+def _in_order(lists: Iterator[list[Raw]], source: Source, tokenizer_file: Path, workers: int) -> Iterator[Batch]:
+    """Encode lists of items in worker processes; the first lists and long items in this process."""
     spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
     # Workers get the tokenizer's file: the start of a process waits until it has read all that it is given.
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (source, tokenizer_file))  # starts workers as needed
     tokenizer = load_tokenizer(tokenizer_file)
     pending: deque[Future[Batch]] = deque()
     try:
-        for number, group in enumerate(groups):
-            here = workers == 1 or number < _BATCHES_WORTH_WORKERS or group[0].size > LONG
+        for number, raws in enumerate(lists):
+            here = workers == 1 or number < _BATCHES_WORTH_WORKERS or raws[0].size > LONG
             while pending and (here or len(pending) >= 2 * workers):
                 yield pending.popleft().result()
             if here:
-                yield _encode(source, tokenizer, group)
+                yield _encode(source, tokenizer, raws)
             else:
-                pending.append(_submit(pool, group))
+                pending.append(_submit(pool, raws))
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
@@ -145,22 +137,22 @@ def _in_order(groups: Iterator[list[Raw]], source: Source, tokenizer_file: Path,
         pool.shutdown(cancel_futures=True)
 
 
-def _submit(pool: ProcessPoolExecutor, group: list[Raw]) -> Future[Batch]:
-    """Submit a group. Workers start here and inherit the blocked SIGINT: Ctrl-C is handled by this process alone."""
+def _submit(pool: ProcessPoolExecutor, raws: list[Raw]) -> Future[Batch]:
+    """Submit items. Workers start here and inherit the blocked SIGINT: Ctrl-C is handled by this process alone."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return pool.submit(_encode_in_worker, group)
+        return pool.submit(_encode_in_worker, raws)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _encode(source: Source, tokenizer: Tokenizer, group: list[Raw]) -> Batch:
-    """Parse and tokenize a group."""
+def _encode(source: Source, tokenizer: Tokenizer, raws: list[Raw]) -> Batch:
+    """Parse and tokenize items."""
     dtype = token_dtype(tokenizer.n_vocab)
     end = np.array([tokenizer.eot_id], dtype)
     items: list[Encoded | Skipped] = []
     arrays = [end[:0]]
-    for raw in group:
+    for raw in raws:
         try:
             text, set_name = source.parse(raw)
             texts = [tokenizer.normalized(piece) for piece in source.cut(text)]
@@ -196,5 +188,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(group: list[Raw]) -> Batch:
-    return _encode(*_of_worker, group)
+def _encode_in_worker(raws: list[Raw]) -> Batch:
+    return _encode(*_of_worker, raws)

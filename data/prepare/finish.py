@@ -5,8 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.command import overrides
 from common.console import say, show_table
 from common.files import make_directory, sync_directory, write_json
@@ -24,10 +22,9 @@ from data.shards import (
     Split,
     SplitName,
     TokenizerId,
-    counts_of,
-    index_file,
     read_manifest,
     shard_file,
+    total_of,
 )
 
 _SHORTEST_PIECE, _LONGEST_PIECE = 256, 16_384  # characters
@@ -114,7 +111,7 @@ def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[P
     """
     set_names: dict[str, int] = {}
     shards: dict[SplitName, list[Shard]] = {"train": [], "val": []}
-    counts: dict[SplitName, dict[str, np.ndarray]] = {"train": {}, "val": {}}
+    counts: dict[SplitName, dict[str, list[Counts]]] = {"train": {}, "val": {}}
     skipped: Counter[str] = Counter()
     moves: list[tuple[Path, str]] = []
     before = 0
@@ -127,21 +124,17 @@ def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[P
         numbers = [number_of(name, set_names) for name in span.set_names]
         for name, split in span.splits.items():
             for shard in split.shards:
-                file = shard_file(name, len(shards[name]))
-                moves += [(folder / shard.file, file), (folder / shard.index_file, index_file(file))]
-                shards[name].append(shard.model_copy(update={"file": file, "sets": numbers}))
+                named = shard.model_copy(update={"file": shard_file(name, len(shards[name])), "sets": numbers})
+                moves += [(folder / shard.file, named.file), (folder / shard.index_file, named.index_file)]
+                shards[name].append(named)
             for set_name, of_set in split.sets.items():
-                so_far = counts[name].setdefault(set_name, np.zeros(len(Counts.model_fields), np.int64))
-                so_far += [amount for _, amount in of_set]
-    splits = {
-        name: Split(sets={each: counts_of(n) for each, n in sorted(counts[name].items())}, shards=shards[name])
-        for name in shards
-    }
+                counts[name].setdefault(set_name, []).append(of_set)
+    sets = {name: {each: total_of(found) for each, found in sorted(counts[name].items())} for name in counts}
     manifest = Manifest(
         tokenizer=plan.tokenizer,
         inputs=list(plan.prepared["input"]),
         set_names=list(set_names),
-        splits=splits,
+        splits={name: Split(sets=sets[name], shards=shards[name]) for name in shards},
         skipped=dict(sorted(skipped.items())),
         prepared=plan.prepared,
     )

@@ -1,20 +1,16 @@
-"""Showing a dataset: its sets as a table and a chart, its text, and the documents behind a training step."""
+"""Showing a dataset: a table of its sets, its text, and the documents behind a training step."""
 
 import unicodedata
 from pathlib import Path
 
-import numpy as np
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from common.files import write_atomic
 from common.settings import UserError
 from data.documents import documents_in
 from data.shards import TOKENIZER, Manifest, SplitName, TokenStream
 from data.tokenizer import load_tokenizer
-
-_BARS = 40
 
 
 def sets_table(manifest: Manifest) -> Table:
@@ -29,46 +25,6 @@ def sets_table(manifest: Manifest) -> Table:
             _add_row(table, name, visible(set_name), *numbers, f"{rate:.3f}")
         table.add_section()
     return table
-
-
-def draw_sets(manifest: Manifest, path: Path, title: str) -> None:
-    """Draw the tokens of each set as bars, the largest on top, into the PNG file `path`."""
-    names, tokens = bars(manifest)
-    from matplotlib.figure import Figure  # here, because importing it is slow
-
-    from common.figures import png, short_count
-
-    def short(n: int) -> str:
-        return short_count(float(f"{n:.3g}"), 0)
-
-    figure = Figure(figsize=(9, 1.6 + 0.3 * len(names)))
-    axes = figure.subplots()
-    begins = np.zeros(len(names))
-    for split, widths, color in zip(manifest.splits, tokens, ("C0", "C1"), strict=True):
-        label = f"{split}, {short(int(widths.sum()))} tokens"
-        drawn = axes.barh(names, widths, left=begins, color=color, label=label)
-        begins += widths
-    axes.bar_label(drawn, [f" {short(int(n))}, {n / tokens.sum():.1%}" for n in begins], fontsize=9)
-    axes.margins(x=0.2, y=0.01)
-    axes.xaxis.set_major_formatter(short_count)
-    axes.set_xlabel("tokens")
-    axes.set_title(title)
-    axes.grid(axis="y", visible=False)
-    axes.legend(loc="lower right")
-    write_atomic(path, png(figure))
-
-
-def bars(manifest: Manifest) -> tuple[list[str], np.ndarray]:
-    """Return labels (n,) and tokens (splits, n) of the bars, the largest last; many small sets become one bar."""
-    splits = manifest.splits.values()
-    sizes = [[split.sets[name].tokens if name in split.sets else 0 for split in splits] for name in manifest.set_names]
-    by_size = sorted(zip(sizes, manifest.set_names, strict=True), key=lambda bar: sum(bar[0]))
-    names = [visible(name) for _, name in by_size]
-    tokens = np.array([numbers for numbers, _ in by_size]).T
-    if (small := len(by_size) - _BARS) > 0:
-        names = [f"{small + 1:,} other sets", *names[small + 1 :]]
-        tokens = np.concatenate([tokens[:, : small + 1].sum(axis=1, keepdims=True), tokens[:, small + 1 :]], axis=1)
-    return names, tokens
 
 
 def window_text(dataset_dir: Path, manifest: Manifest, split: SplitName, start: int, n_tokens: int) -> str:

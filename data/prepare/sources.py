@@ -174,14 +174,9 @@ class NamedFiles(FileSource):
             for file in files:
                 found.setdefault(os.path.realpath(file), file)
         # Names are written as JSON, which holds no bytes that are not UTF-8.
-        named: dict[str, Path] = {}
-        for file in found.values():
-            name = os.fsencode(file).decode(errors="backslashreplace")
-            if name in named:
-                raise UserError(
-                    f"data.path: {name} names two files when bytes that are not UTF-8 are escaped: rename one"
-                )
-            named[name] = Path(file)
+        named = {os.fsencode(file).decode(errors="backslashreplace"): Path(file) for file in found.values()}
+        if len(named) < len(found):
+            raise UserError("data.path: two names are equal when bytes that are not UTF-8 are escaped: rename one")
         return named
 
     def _matches(self, pattern: str) -> list[str]:

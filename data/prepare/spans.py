@@ -30,23 +30,24 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+from pydantic import Field
 
 from common.files import make_directory, read_json, sync_directory, write_json
 from common.lock import owned
 from common.settings import UserError, decode, differences
-from data.prepare.encode import Encoded, Skipped
+from data.prepare.encode import Encoded, Item, Skipped
 from data.prepare.items import Position
 from data.shards import (
     MAX_SETS,
     RECORD,
     TOKENIZER,
     Count,
+    Counts,
     Shard,
     Split,
     SplitName,
     Strict,
     TokenizerId,
-    counts_of,
     index_header,
 )
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
@@ -56,8 +57,6 @@ _RANKS = "sha256 of the tokenizer's ranks"
 _GROUP_BYTES = 2**30
 _MOST_CHANGES = 4  # in a message
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-Items = Iterator[tuple[Encoded | Skipped, np.ndarray]]
 
 
 class Plan(Strict):
@@ -98,9 +97,8 @@ class Plan(Strict):
 class Span(Strict):
     """What span.json says."""
 
-    input: str | None
+    last: Position | None = Field(strict=False)  # JSON has lists
     """Where its last item stands in the input; the next span begins after it. None: it has no items."""
-    number: int
     is_last: bool
     """Whether its group ends with it."""
     before: Count
@@ -113,11 +111,6 @@ class Span(Strict):
     """Items that are no documents, by reason."""
     first: dict[str, str]
     """Where each reason was met first."""
-
-    @property
-    def last(self) -> Position | None:
-        """Where its last item stands in the input."""
-        return None if self.input is None else Position(self.input, self.number)
 
     @property
     def tokens(self) -> int:
@@ -241,7 +234,9 @@ def is_whole(spans: list[Span]) -> bool:
     return bool(spans) and spans[-1].is_last
 
 
-def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], before: int, items: Items) -> list[Span]:
+def write_group(
+    folder: Path, plan: Plan, group: int, spans: list[Span], before: int, items: Iterator[Item]
+) -> list[Span]:
     """Write what follows the first `spans` of a group, and return all spans.
 
     Args:
@@ -276,14 +271,15 @@ def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], before:
     return spans
 
 
-def _write_span(directory: Path, plan: Plan, items: Items, before: int, below: float) -> Span:
+def _write_span(directory: Path, plan: Plan, items: Iterator[Item], before: int, below: float) -> Span:
     """Write the next documents into an empty folder, synced to the disk."""
     header, most = index_header(plan.tokenizer.n_vocab), math.inf if plan.piece else plan.prepared["shard_tokens"]
     inputs = {name: number for number, name in enumerate(plan.prepared["input"])}
     set_names: dict[str, int] = {}
     skipped: Counter[str] = Counter()
     first: dict[str, str] = {}
-    last, tokens = None, 0
+    last: Position | None = None
+    tokens = 0
     with contextlib.ExitStack() as closing:
         shards: dict[SplitName, _Shard] = {}
         for split in get_args(SplitName):
@@ -302,16 +298,8 @@ def _write_span(directory: Path, plan: Plan, items: Items, before: int, below: f
             if tokens >= most:
                 break
         splits = {split: shard.finish() for split, shard in shards.items()}
-    span = Span(
-        input=last and last.input,
-        number=last.number if last else 0,
-        is_last=tokens < most,
-        before=before,
-        set_names=list(set_names),
-        splits=splits,
-        skipped=skipped,
-        first=first,
-    )
+    said = {"last": last, "is_last": tokens < most, "before": before, "set_names": list(set_names)}
+    span = Span.model_validate(said | {"splits": splits, "skipped": skipped, "first": first})
     write_json(directory / SPAN, span.model_dump(mode="json"))
     return span
 
@@ -333,14 +321,14 @@ class _Shard:
     def __init__(self, files: list[BufferedWriter], header: bytes) -> None:
         self.files, self.sums = files, [hashlib.sha256(), hashlib.sha256()]
         self.end = self.documents = 0
-        self.sets: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3, np.int64))
-        """Tokens, documents and bytes of text of each set."""
+        self.sets: dict[str, Counter[str]] = defaultdict(Counter)
+        """What Counts has, for each set."""
         self._write(b"", header)
 
     def add(self, ids: np.ndarray, item: Encoded, input_number: int, set_number: int) -> None:
         """Add a document."""
         self.end, self.documents = self.end + ids.size, self.documents + 1
-        self.sets[item.set_name] += (ids.size, 1, item.utf8_bytes)
+        self.sets[item.set_name].update(tokens=ids.size, documents=1, utf8_bytes=item.utf8_bytes)
         record = np.array((self.end, input_number, item.position.number, set_number), RECORD)
         self._write(ids.tobytes(), record.tobytes())
 
@@ -353,15 +341,9 @@ class _Shard:
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())
-        tokens_sum, index_sum = (one.hexdigest() for one in self.sums)
-        shard = Shard(
-            file=os.path.basename(self.files[0].name),
-            tokens=self.end,
-            documents=self.documents,
-            sha256=tokens_sum,
-            index_sha256=index_sum,
-        )
-        return Split(sets={name: counts_of(n) for name, n in self.sets.items()}, shards=[shard])
+        name, (of_ids, of_index) = os.path.basename(self.files[0].name), (one.hexdigest() for one in self.sums)
+        shard = Shard(file=name, tokens=self.end, documents=self.documents, sha256=of_ids, index_sha256=of_index)
+        return Split(sets={of: Counts(**amounts) for of, amounts in self.sets.items()}, shards=[shard])
 
     def _write(self, *contents: bytes) -> None:
         for file, so_far, content in zip(self.files, self.sums, contents, strict=True):

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,23 @@ import numpy as np
 from common.console import Track, print_error, say
 from common.files import open_file
 from common.settings import UserError
-from data.documents import open_index, wrong_record
-from data.shards import MANIFEST, TOKENIZER, Manifest, Shard, Split, check_file, check_sum, damaged, parse_manifest
+from data.documents import valid_index
+from data.shards import (
+    MANIFEST,
+    TOKENIZER,
+    Counts,
+    Manifest,
+    Shard,
+    SplitName,
+    check_file,
+    check_sum,
+    damaged,
+    parse_manifest,
+    total_of,
+)
 from data.tokenizer import load_tokenizer
 
 _IDS_AT_ONCE = 2**18  # so many fit into a core's cache
-_UNITS = ("tokens", "documents", "utf8_bytes")
 
 
 def verify_or_exit(dataset_dir: Path, threads: int | None = None) -> None:
@@ -31,10 +43,12 @@ def verify_or_exit(dataset_dir: Path, threads: int | None = None) -> None:
     if problems:
         raise SystemExit(1)
     manifest, seconds = parse_manifest(dataset_dir), time.monotonic() - started
-    totals, megabytes = [split.total for split in manifest.splits.values()], n_bytes(manifest) / 1e6
+    documents, tokens = (
+        sum(getattr(split.total, unit) for split in manifest.splits.values()) for unit in ("documents", "tokens")
+    )
+    megabytes = n_bytes(manifest) / 1e6
     say(
-        f"{dataset_dir} is whole: {sum(total.documents for total in totals):,} documents, "
-        f"{sum(total.tokens for total in totals):,} tokens, {len(manifest.set_names)} sets, "
+        f"{dataset_dir} is whole: {documents:,} documents, {tokens:,} tokens, {len(manifest.set_names)} sets, "
         f"{len(manifest.inputs):,} inputs; {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s"
     )
 
@@ -52,41 +66,49 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
         return [str(error)]
     problems: list[str] = []
     lengths = _byte_lengths(dataset_dir / TOKENIZER, manifest, problems)
-    units = _UNITS[:2] if problems else _UNITS
+    is_known = not problems
     check = partial(_check_shard, dataset_dir, manifest, lengths)
     pool = ThreadPoolExecutor(threads or os.cpu_count())
     try:
         with Track("verifying, bytes", n_bytes(manifest)) as track:
             for name, split in manifest.splits.items():
                 found: list[str] = []
-                counts = np.zeros((len(manifest.set_names), len(_UNITS)), np.int64)
-                for shard, checked in zip(split.shards, pool.map(check, split.shards), strict=True):
-                    if isinstance(checked, list):
-                        found += checked
-                    else:
-                        counts += checked
-                    track.advance(_shard_bytes(manifest, shard))
-                problems += found or _wrong_counts(dataset_dir, manifest.set_names, name, split, units, counts)
+                counts = np.zeros((len(manifest.set_names), len(Counts.model_fields)), np.int64)
+                for shard, (wrong, of_shard) in zip(split.shards, pool.map(check, split.shards), strict=True):
+                    found += wrong
+                    counts += of_shard
+                    track.advance(sum(size for _, size, _ in manifest.files_of(shard)))
+                if not found and is_known:
+                    found = [str(damaged(dataset_dir / MANIFEST, wrong)) for wrong in _wrong(manifest, name, counts)]
+                problems += found
     finally:
         pool.shutdown(cancel_futures=True)
     return problems
 
 
-def _check_shard(dataset_dir: Path, manifest: Manifest, lengths: np.ndarray, shard: Shard) -> np.ndarray | list[str]:
-    """Return the counts of a shard, or its problems; `lengths` are the bytes of text of each id."""
+def n_bytes(manifest: Manifest) -> int:
+    """Return the bytes of a dataset's shards and indexes."""
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    return sum(size for shard in shards for _, size, _ in manifest.files_of(shard))
+
+
+def _check_shard(
+    dataset_dir: Path, manifest: Manifest, lengths: np.ndarray, shard: Shard
+) -> tuple[list[str], np.ndarray | int]:
+    """Return the problems of a shard, and its counts; `lengths` are the bytes of text of each id."""
     problems = []
-    for file, sha256 in ((shard.file, shard.sha256), (shard.index_file, shard.index_sha256)):
+    for file, size, sha256 in manifest.files_of(shard):
         try:
-            check_file(dataset_dir / file, manifest, shard)
+            check_file(dataset_dir / file, size, manifest.tokenizer.n_vocab)
             check_sum(dataset_dir / file, sha256)
         except UserError as error:
             problems.append(str(error))
         except OSError as error:
             problems.append(str(damaged(dataset_dir / file, f"it cannot be read ({error.strerror})")))
     try:
-        return problems or _read_shard(dataset_dir, manifest, shard, lengths)
+        return (problems, 0) if problems else ([], _read_shard(dataset_dir, manifest, shard, lengths))
     except UserError as error:
-        return [str(error)]
+        return [str(error)], 0
 
 
 def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np.ndarray) -> np.ndarray:
@@ -95,16 +117,10 @@ def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np
     Raises:
         UserError: a document is not as its record says.
     """
-    path, index_path = dataset_dir / shard.file, dataset_dir / shard.index_file
-    records = open_index(dataset_dir, shard)
-    if wrong := wrong_record(records, 0, manifest, shard):
-        raise damaged(index_path, wrong)
-    ends = records["end"].astype(np.int64)
-    eot_id, n_vocab = manifest.tokenizer.eot_id, manifest.tokenizer.n_vocab
-    if ends[-1] != shard.tokens:
-        raise damaged(index_path, f"its last document ends at token {ends[-1]} of {shard.tokens}")
-    sets = np.zeros((len(manifest.set_names), len(_UNITS)), np.int64)
-    set_numbers = np.array(manifest.sets_of(shard))
+    path, eot_id, n_vocab = dataset_dir / shard.file, manifest.tokenizer.eot_id, manifest.tokenizer.n_vocab
+    records = valid_index(dataset_dir, manifest, shard)
+    ends, set_numbers = records["end"].astype(np.int64), np.array(manifest.sets_of(shard))
+    sets = np.zeros((len(manifest.set_names), len(Counts.model_fields)), np.int64)
     first = begin = 0
     with open_file(path) as file:
         while first < ends.size:
@@ -124,15 +140,6 @@ def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np
     return sets
 
 
-def n_bytes(manifest: Manifest) -> int:
-    """Return the bytes of a dataset's shards and indexes."""
-    return sum(_shard_bytes(manifest, shard) for split in manifest.splits.values() for shard in split.shards)
-
-
-def _shard_bytes(manifest: Manifest, shard: Shard) -> int:
-    return shard.tokens * manifest.dtype.itemsize + shard.index_size
-
-
 def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.ndarray:
     """Return the bytes of text of each id (n_vocab,); 0 (1,) and a problem if the tokenizer is not the manifest's."""
     try:
@@ -145,15 +152,10 @@ def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.nda
     return np.zeros(1, np.uint8)
 
 
-def _wrong_counts(
-    dataset_dir: Path, set_names: list[str], name: str, split: Split, units: tuple[str, ...], counts: np.ndarray
-) -> list[str]:
-    """Return the problems of the manifest's counts of a split; `counts` (sets, units) are those of the shards."""
-    problems = []
-    for set_name, numbers in zip(set_names, counts.tolist(), strict=True):
-        for unit, number in zip(units, numbers, strict=False):
-            stated = getattr(split.sets.get(set_name), unit, 0)
-            if stated != number:
-                text = f"set {set_name!r} of {name} has {number} {unit} in the shards, {stated} in the manifest"
-                problems.append(str(damaged(dataset_dir / MANIFEST, text)))
-    return problems
+def _wrong(manifest: Manifest, split: SplitName, counts: np.ndarray) -> Iterator[str]:
+    """Describe the sets of a split with other amounts in the manifest than `counts` (sets, units) in the shards."""
+    for name, amounts in zip(manifest.set_names, counts.tolist(), strict=True):
+        found = Counts(**dict(zip(Counts.model_fields, amounts, strict=True)))
+        stated = manifest.splits[split].sets.get(name, total_of([]))
+        if found != stated:
+            yield f"set {name!r} of {split} has {found} in the shards, {stated} in the manifest"

@@ -13,7 +13,7 @@ from common.settings import UserError
 from data.documents import documents_in
 from data.shards import TOKENIZER, Manifest, TokenStream, read_manifest
 from data.tokenizer import END_OF_TEXT, byte_characters, load_tokenizer
-from data.tokenizer_json import HFTokenizer, read_hf_tokenizer
+from data.tokenizer_json import HFTokenizer
 
 
 def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
@@ -23,7 +23,7 @@ def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
 
     Raises:
         UserError: there is no such dataset, n_vocab is less than 257 or more than its text gives, or the folder of
-            `out` cannot be made, or `out` exists with another vocabulary.
+            `out` cannot be made, or `out` exists.
     """
     manifest = read_manifest(dataset_dir)
     alphabet = sorted(byte_characters().values())
@@ -32,8 +32,8 @@ def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
     if out.is_dir():
         raise UserError(f"out={out} is a folder: give the file to write, such as {out / 'tokenizer.json'}")
     make_directory(out.parent, "out")  # learning takes long: an error must come before it
-    if out.exists() and _n_vocab(out) != n_vocab:
-        raise UserError(f"out={out} exists, and has not n_vocab={n_vocab} ids: choose another file, or delete it")
+    if out.exists():
+        raise UserError(f"out={out} exists: choose another file, or delete it")
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -42,19 +42,9 @@ def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
     bpe.add_special_tokens([END_OF_TEXT])
     if (found := bpe.get_vocab_size()) < n_vocab:
         raise UserError(f"n_vocab={n_vocab} is more than the text of {dataset_dir} gives: use at most n_vocab={found}")
-    learned, content = HFTokenizer(json.loads(bpe.to_str())), bpe.to_str(pretty=True) + "\n"
-    if out.exists() and out.read_text(encoding="utf-8") != content:
-        raise UserError(f"out={out} exists, and was learned from another text: choose another file, or delete it")
-    write_atomic(out, content)
+    learned = HFTokenizer(json.loads(bpe.to_str()))
+    write_atomic(out, bpe.to_str(pretty=True) + "\n")
     say(f"{out} has {learned.n_vocab:,} ids; prepare data with: tokenizer=hf tokenizer.path={out}")
-
-
-def _n_vocab(path: Path) -> int | None:
-    """Return how many ids a tokenizer.json has; None if it is not a tokenizer.json."""
-    try:
-        return read_hf_tokenizer(path).n_vocab
-    except UserError:
-        return None
 
 
 def _texts(dataset_dir: Path, manifest: Manifest) -> Iterator[str]:

@@ -99,13 +99,13 @@ def test_a_mistake_in_another_command_is_one_clear_line_too(command):
         ("prepare_data data=text data.path=nowhere", ["data.path=nowhere matches no file", "give a file, a folder"]),
         ("prepare_data data=jsonl data.path=notes", ["data.path=notes matches no file that data=jsonl reads"]),
         ("prepare_data data=text data.path=lines.jsonl data.text_field=body", ["data.text_field=body is missing in 1"]),
-        ("prepare_data data=passkey tokenizer=hf", ["'tokenizer.path' is missing: give it a value"]),
+        ("prepare_data data=stdlib tokenizer=hf", ["'tokenizer.path' is missing: give it a value"]),
         (
-            "prepare_data data=passkey tokenizer=hf tokenizer.path=none.json",
+            "prepare_data data=stdlib tokenizer=hf tokenizer.path=none.json",
             ["tokenizer.path=none.json cannot be used", "No such"],
         ),
         (
-            "prepare_data data=passkey tokenizer=hf tokenizer.path=lines.jsonl",
+            "prepare_data data=stdlib tokenizer=hf tokenizer.path=lines.jsonl",
             ["tokenizer.path=lines.jsonl cannot be used"],
         ),
         ("train_tokenizer n_vocab=4096", ["config key 'dataset_dir' is missing"]),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.settings import UserError
-from data.documents import documents_in, read_records, sets_between
+from data.documents import documents_in, read_index, sets_between
 from data.prepare.dataset import prepare
 from data.shards import HEADER, RECORD, TokenStream, read_manifest
 
@@ -54,7 +54,7 @@ def test_damage_is_found_while_reading(make_stream, tmp_path, place):
     content[place] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"train-00001\.idx is damaged"):
-        list(read_records(tmp_path, manifest, manifest.splits["train"].shards[1]))
+        read_index(tmp_path, manifest, manifest.splits["train"].shards[1])
 
 
 @pytest.mark.parametrize(("field", "value"), [("end", 0), ("end", 2**63), ("set", 7), ("input", 7), ("number", 0)])
@@ -89,8 +89,8 @@ def test_a_long_split_takes_little_memory(make_stream, tmp_path):
     for token in range(0, stream.n_tokens, 10_000):
         assert next(documents_in(tmp_path, manifest, "train", token, token + 1)).number == token // 2 + 1
     assert tracemalloc.get_traced_memory()[1] < 200_000, "an index of 4.4 MB"
-    assert sum(records.size for records in read_records(tmp_path, manifest, manifest.splits["train"].shards[0])) == 2e5
-    assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    assert read_index(tmp_path, manifest, manifest.splits["train"].shards[0]).size == 2e5
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
 
 

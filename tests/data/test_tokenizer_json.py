@@ -75,16 +75,9 @@ def test_a_learned_vocabulary(raw, build, dataset_dir, tmp_path):
     assert len(tokenizer.encode(words)) < 0.8 * len(words)
     learn(dataset_dir, 280, tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == raw
-    learn(dataset_dir, 280, tmp_path / "again.json")
-    (tmp_path / "notes.json").write_text("mine")
-    for name, n_vocab in (("again.json", 270), ("notes.json", 280)):
-        before = (tmp_path / name).read_text()
-        with pytest.raises(UserError, match=f"{name} exists, and has not n_vocab={n_vocab} ids: choose another file"):
-            learn(dataset_dir, n_vocab, tmp_path / name)
-        assert (tmp_path / name).read_text() == before
-    (tmp_path / "again.json").write_text(json.dumps(raw))
-    with pytest.raises(UserError, match=r"again\.json exists, and was learned from another text"):
-        learn(dataset_dir, 280, tmp_path / "again.json")
+    with pytest.raises(UserError, match="again.json exists: choose another file, or delete it"):
+        learn(dataset_dir, 270, tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == raw
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -172,8 +165,7 @@ def test_two_tokens_with_one_id_are_refused(build, raw):
     vocab = {character: byte for byte, character in byte_characters().items()}
     for hole in ({"qz": 257}, {"qz": 258, "zq": 257}):
         model = {"type": "BPE", "vocab": vocab | hole, "merges": [f"{token[0]} {token[1]}" for token in hole]}
-        n_ids = 256 + len(hole)
-        with pytest.raises(UserError, match=f"two of its tokens have the id {n_ids}"):
+        with pytest.raises(UserError, match="two of its tokens have the same id"):
             build(model=model, added_tokens=[])
 
 
@@ -323,7 +315,7 @@ def test_without_the_library_it_is_named(config, monkeypatch, command, tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     path = f"tokenizer.path={tmp_path / 'tokenizer.json'}"
     for script, *arguments in (
-        ("scripts/prepare_data", "data=passkey", "tokenizer=hf", path, f"out_dir={tmp_path / 'out'}"),
+        ("scripts/prepare_data", "data=stdlib", "tokenizer=hf", path, f"out_dir={tmp_path / 'out'}"),
         ("scripts/train_tokenizer", "dataset_dir=nowhere", "n_vocab=280"),
     ):
         result = command(script, *arguments)

@@ -8,7 +8,7 @@ from typing import Any
 from common.console import say, show_table
 from common.settings import UserError
 from data.loader import TrainBatches, step_windows
-from data.prepare.inspect import documents_table, draw_sets, sets_table, window_text
+from data.prepare.inspect import documents_table, sets_table, window_text
 from data.shards import Manifest, SplitName, TokenStream, read_manifest
 from trainer.checkpoint import open_checkpoint
 from trainer.state import TrainState
@@ -27,8 +27,8 @@ def inspect(**given: Any) -> None:
         raise UserError("nothing to look into: give dataset_dir, or run_dir and step")
     manifest = read_manifest(dataset_dir)
     if options.step is not None:
-        if options.window or options.random or options.chart or options.split != "train":
-            raise UserError("step shows what training read: leave out split, window, random and chart, or step")
+        if options.window or options.random or options.split != "train":
+            raise UserError("step shows what training read: leave out split, window and random, or step")
         if state is None:
             raise UserError("step needs a run: give run_dir")
         batches = _batches(options.run_dir, dataset_dir, manifest, state)
@@ -41,9 +41,6 @@ def inspect(**given: Any) -> None:
         _show(dataset_dir, manifest, options.split, [(token, token + options.tokens)], options.tokens)
     if not places:
         show_table(sets_table(manifest))
-    if options.chart:
-        draw_sets(manifest, options.chart, f"{dataset_dir}: tokens of its sets")
-        say(f"drawn into {options.chart}")
 
 
 def _batches(run_dir: Path, dataset_dir: Path, manifest: Manifest, state: TrainState) -> TrainBatches:

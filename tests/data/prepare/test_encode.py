@@ -52,8 +52,8 @@ def encode(tokenizer_file, monkeypatch):
     """All batches of a source, as bytes, a few documents each."""
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 50)
 
-    def run(source, workers=1, **options):
-        return list(encode_all(source, tokenizer_file, workers, **options))
+    def run(source, workers=1, on_error="skip", **options):
+        return list(encode_all(source, source.documents(**options), tokenizer_file, workers, on_error))
 
     return run
 
@@ -219,7 +219,7 @@ from data.prepare.encode import encode_all
 from data.prepare.sources import JsonlSource
 if __name__ == "__main__":
     source = JsonlSource(name="jsonl", path={str(path)!r})
-    for _ in encode_all(source, Path({str(tokenizer_file)!r}), 2):
+    for _ in encode_all(source, source.documents(), Path({str(tokenizer_file)!r}), 2):
         pids = sorted(child.pid for child in multiprocessing.active_children())
         if len(pids) == 2:
             break
@@ -255,7 +255,7 @@ def test_documents_of_the_pile_have_the_ids_of_encode_ordinary(gpt2_ranks, tmp_p
     save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
     source = jsonl(CORPORA / "pile_sample.jsonl.zst")
     texts = (source.parse(raw).text for raw in source.documents())
-    batches = encode_all(source, tmp_path / "tokenizer.json", 1)
+    batches = encode_all(source, source.documents(), tmp_path / "tokenizer.json", 1)
     for _ in range(5):
         for item in items_of([next(batches)]):
             assert item.ids == [*of_tiktoken.encode_ordinary(next(texts)), tokenizer.eot_id]

@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 import torch
 from forged import edit
-from matplotlib.image import imread
 
 from data.loader import TrainBatches
 from data.prepare.dataset import prepare
-from data.prepare.inspect import bars, draw_sets, visible, window_text
-from data.shards import Counts, Split, TokenStream, parse_manifest, read_manifest
+from data.prepare.inspect import visible, window_text
+from data.shards import TokenStream, parse_manifest, read_manifest
 from trainer.loop import fit
 from trainer.run import Run
 
@@ -125,14 +124,13 @@ def test_a_run_on_another_dataset_is_refused(tiny, command, dataset):
 
 def test_what_cannot_be_shown_is_one_line(command, dataset):
     for arguments, named in {
-        "step=1 window=5": "step shows what training read: leave out split, window, random and chart",
-        "step=1 split=val": "step shows what training read: leave out split, window, random and chart",
+        "step=1 window=5": "step shows what training read: leave out split, window and random",
+        "step=1 split=val": "step shows what training read: leave out split, window and random",
         "step=1": "step needs a run: give run_dir",
         "step=1 run_dir=nowhere": "checkpoint=nowhere does not exist",
         "step=0": "config step='0': Input should be greater than 0",
         "window=999999": "token 999999 is not in 'train', which has",
         "window=-5": "token -5 is not in 'train'",
-        "chart=nowhere/sets.png": "No such file or directory",
     }.items():
         result = command("scripts/inspect_dataset", f"dataset_dir={dataset}", *arguments.split())
         assert result.status != 0, arguments
@@ -169,29 +167,6 @@ def test_names_are_no_markup(dataset, command):
             split["sets"] = dict(zip(raw["set_names"], split["sets"].values(), strict=True))
 
     edit(dataset / "manifest.json", rename)
-    result = command("scripts/inspect_dataset", f"dataset_dir={dataset}", f"chart={dataset / 'sets.png'}")
+    result = command("scripts/inspect_dataset", f"dataset_dir={dataset}")
     assert result.status == 0, result.err
     assert "[red]A[/red]" in result.out
-    assert imread(dataset / "sets.png").shape[0] > 100
-
-
-def test_the_chart_has_a_bar_for_every_set(dataset, tmp_path):
-    manifest = parse_manifest(dataset)
-    names, tokens = bars(manifest)
-    found = dict(zip(names, tokens.T.tolist(), strict=True))
-    assert found == {n: [split.sets[n].tokens for split in manifest.splits.values()] for n in ("A", "B")}
-    draw_sets(manifest, tmp_path / "sets.png", "two sets")
-    height, width, _ = imread(tmp_path / "sets.png").shape
-    assert width > 2 * height
-
-
-def test_many_small_sets_share_a_bar(dataset, tmp_path):
-    manifest = parse_manifest(dataset)
-    names = [f"set {i}" for i in range(1000)]
-    sets = {name: Counts(tokens=i, documents=1, utf8_bytes=1) for i, name in enumerate(names)}
-    splits = {name: Split(sets=sets, shards=[]) for name in ("train", "val")}
-    many = manifest.model_copy(update={"set_names": names, "splits": splits})
-    labels, tokens = bars(many)
-    assert labels == ["961 other sets", *names[961:]]
-    assert tokens.tolist() == [[sum(range(961)), *range(961, 1000)]] * 2
-    draw_sets(many, tmp_path / "sets.png", "many sets")

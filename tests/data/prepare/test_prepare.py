@@ -3,6 +3,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 from collections import Counter
 
@@ -325,3 +326,15 @@ def test_leftovers_of_a_killed_run_are_replaced(config, tmp_path):
     prepare(config())
     shards = ["train-00000.bin", "train-00000.idx", "val-00000.bin", "val-00000.idx"]
     assert sorted(contents(tmp_path / "out")) == ["manifest.json", "tokenizer.json", *shards]
+
+
+def test_training_begins_by_the_command_that_is_printed(command, corpus, tmp_path, monkeypatch):
+    options = ["data=jsonl", f"data.path='{corpus}'", "tokenizer=bytes", "val_fraction=0.1", "workers=1"]
+    result = command("scripts/prepare_data", *options, f"out_dir={tmp_path / 'out'}")
+    assert result.status == 0, result.err
+    words = shlex.split(re.search(r"is ready; to train on it: python train\.py (.*)", result.out)[1])
+    trained = []
+    monkeypatch.setattr("trainer.loop.fit", lambda config: trained.append(config) or 0.0)
+    monkeypatch.chdir(tmp_path)
+    assert command("train", *words).status == 0
+    assert trained[0].dataset_dir == tmp_path / "out"

@@ -164,13 +164,13 @@ def test_a_wrong_count_of_a_set(dataset, unit):
         raw["splits"]["train"]["sets"]["A"][unit] += 1
         raw["splits"]["train"]["sets"]["B"][unit] -= 1
 
-    true = [counts.model_dump()[unit] for _, counts in sorted(read_manifest(dataset).splits["train"].sets.items())]
+    true = {name: counts.model_dump() for name, counts in read_manifest(dataset).splits["train"].sets.items()}
     edit(dataset / "manifest.json", change)
-    assert verify(dataset) == [
-        f"{dataset / 'manifest.json'} is damaged: set '{name}' of train has {n} {unit} in the shards, "
-        f"{n + wrong} in the manifest: prepare the dataset again"
-        for name, n, wrong in zip("AB", true, (1, -1), strict=True)
-    ]
+    for line, name, wrong in zip(verify(dataset), "AB", (1, -1), strict=True):
+        assert f"{dataset / 'manifest.json'} is damaged: set '{name}' of train has " in line
+        in_shards, stated = line.split(" in the shards, ")
+        assert f"{unit}={true[name][unit]}" in in_shards
+        assert f"{unit}={true[name][unit] + wrong}" in stated
 
 
 @pytest.mark.parametrize("unit", ["tokens", "documents"])
@@ -193,9 +193,11 @@ def test_a_set_that_is_not_in_the_shards_and_one_that_is_not_in_the_manifest(dat
 
     edit(dataset / "manifest.json", change)
     found = verify(dataset)
-    assert len(found) == 6
-    assert sum("set 'A' of train has" in line and "0 in the manifest" in line for line in found) == 3
-    assert sum("set 'C' of train has 0 " in line for line in found) == 3
+    nothing = "tokens=0 documents=0 utf8_bytes=0"
+    assert len(found) == 2
+    assert "set 'A' of train has" in found[0]
+    assert f"{nothing} in the manifest" in found[0]
+    assert f"set 'C' of train has {nothing} in the shards" in found[1]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_a_document_counted_under_another_set(dataset):
     was = int(np.frombuffer((dataset / "train-00001.idx").read_bytes()[HEADER.size :], RECORD)["set"][3])
     forge_record(dataset, "train-00001.idx", 3, set=1 - was)
     found = verify(dataset)
-    assert len(found) == 6, "tokens, documents and bytes of both sets"
+    assert len(found) == 2, "both sets"
     assert all("manifest.json is damaged: set " in line for line in found)
 
 
