@@ -75,7 +75,7 @@ def test_a_learned_vocabulary(raw, build, dataset_dir, tmp_path):
     assert len(tokenizer.encode(words)) < 0.8 * len(words)
     learn(dataset_dir, 280, tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == raw
-    with pytest.raises(UserError, match="again.json exists: choose another file, or delete it"):
+    with pytest.raises(UserError, match=r"again\.json exists: choose another file, or delete it"):
         learn(dataset_dir, 270, tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == raw
 
