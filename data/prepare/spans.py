@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from pydantic import Field
 
 from common.files import make_directory, read_json, sync_directory, write_json
 from common.lock import owned
-from common.settings import UserError, decode, differences
+from common.settings import Settings, UserError, decode, differences
 from data.prepare.encode import Encoded, Item, Skipped
 from data.prepare.items import Position
 from data.shards import (
@@ -94,10 +93,10 @@ class Plan(Strict):
         return ", ".join([*listed, f"and {others} more"] if others else listed)
 
 
-class Span(Strict):
+class Span(Settings):
     """What span.json says."""
 
-    last: Position | None = Field(strict=False)  # JSON has lists
+    last: Position | None
     """Where its last item stands in the input; the next span begins after it. None: it has no items."""
     is_last: bool
     """Whether its group ends with it."""
