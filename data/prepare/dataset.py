@@ -12,11 +12,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from common.console import Track, say
 from common.settings import Settings, UserError
 from data.prepare.encode import Batch, Encoded, Item, OnError, Skipped, encode_all
-from data.prepare.finish import Unusable, check_text, existing, finish
+from data.prepare.finish import Unusable, check_text, finish
 from data.prepare.items import NO_TEXT, Position
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
 from data.prepare.spans import Plan, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
-from data.shards import TOKENIZER, Manifest
+from data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest
 from data.tokenizer import TokenizerConfig, build_tokenizer
 
 SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | HubSource, Field(discriminator="name")]
@@ -72,12 +72,12 @@ def prepare(config: PrepareConfig) -> Manifest | None:
     Raises:
         UserError: the folder holds something else, or the dataset cannot be made.
     """
-    prepared, folder = config.recorded(), partial_dir(config.out_dir)
-    file = getattr(config.tokenizer, "path", None)
-    found = build_tokenizer(config.tokenizer) if file is not None and file.exists() else None  # it may have changed
-    if (manifest := existing(config.out_dir, prepared, found.id if found else None)) is not None:
-        return manifest
-    tokenizer = found or build_tokenizer(config.tokenizer)
+    prepared, folder, out_dir = config.recorded(), partial_dir(config.out_dir), config.out_dir
+    if (out_dir / MANIFEST).exists():
+        return _existing(config, prepared, folder)
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise UserError(f"out_dir={out_dir} exists and is not a dataset: choose another folder")
+    tokenizer = build_tokenizer(config.tokenizer)
     plan = Plan(prepared=prepared, tokenizer=tokenizer.id)
     if config.num_tasks > (n := len(plan.groups())):
         what = f"num_tasks={config.num_tasks} is more than the groups of 1 GiB that the input files make"
@@ -100,6 +100,20 @@ def prepare(config: PrepareConfig) -> Manifest | None:
     return manifest
 
 
+def _existing(config: PrepareConfig, prepared: dict[str, Any], folder: Path) -> Manifest:
+    """Return the manifest of the dataset that is there, which must be that of `config`."""
+    manifest, file = read_manifest(config.out_dir), getattr(config.tokenizer, "path", None)
+    is_there = file is not None and file.exists()  # else the dataset has a copy
+    tokenizer = build_tokenizer(config.tokenizer).id if is_there else manifest.tokenizer
+    before = {key: value for key, value in manifest.prepared.items() if (key, value) != ("dedup", "none")}
+    now = Plan(prepared=prepared, tokenizer=tokenizer)
+    if changes := Plan(prepared=before, tokenizer=manifest.tokenizer).changes(now):
+        raise UserError(f"out_dir={config.out_dir} was made with {changes}: choose another out_dir or delete it")
+    say(f"{config.out_dir} is already prepared with these settings; delete it to prepare it again")
+    remove(folder)  # left by a run that was stopped at its very end
+    return manifest
+
+
 def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
     """Write the spans of this task that are not there yet, and finish the dataset if no others are missing."""
     groups, sizes = plan.groups(), plan.prepared["input"]
@@ -108,14 +122,12 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
     if written := [split for spans in found.values() for span in spans for split in span.splits.values()]:
         say(f"going on with {folder}: {sum(split.total.documents for split in written):,} documents are written")
     rest = [sizes[name] for group, spans in found.items() if not is_whole(spans) for name in groups[group]]
-    before = plan.val_tokens if first else 0  # the first task writes all documents for validation
     with _Reading("reading, bytes", None if None in rest else sum(rest)) as track:
         for group, spans in found.items():
             if not is_whole(spans):
                 after = spans[-1].last if spans else None
                 with contextlib.closing(_read(config, plan, folder, groups[group], after, track)) as items:
-                    spans = write_group(folder, plan, group, spans, before, items)
-            before = min(before + sum(span.tokens for span in spans), plan.val_tokens)
+                    write_group(folder, plan, group, spans, items)
     return finish(folder, plan, config.out_dir)
 
 

@@ -12,20 +12,8 @@ from common.lock import owned
 from common.settings import UserError
 from data.prepare.inspect import sets_table
 from data.prepare.items import NO_TEXT, REMEDIES
-from data.prepare.spans import Plan, Span, damaged, is_whole, number_of, partial_dir, read_spans, remove, span_dir
-from data.shards import (
-    MANIFEST,
-    TOKENIZER,
-    Counts,
-    Manifest,
-    Shard,
-    Split,
-    SplitName,
-    TokenizerId,
-    read_manifest,
-    shard_file,
-    total_of,
-)
+from data.prepare.spans import Plan, Span, damaged, is_whole, number_of, read_spans, remove, span_dir
+from data.shards import MANIFEST, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest, shard_file, total_of
 
 _SHORTEST_PIECE, _LONGEST_PIECE = 256, 16_384  # characters
 
@@ -35,28 +23,6 @@ class Unusable(UserError):
 
     piece: int | None = None
     """Cut into pieces of about so many characters, the documents fall into both splits. None: that is not possible."""
-
-
-def existing(out_dir: Path, prepared: dict[str, Any], tokenizer: TokenizerId | None) -> Manifest | None:
-    """Return the manifest of the dataset `out_dir` if it exists and was made with these settings, None if it is absent.
-
-    `tokenizer`: None if it is not known.
-
-    Raises:
-        UserError: the folder holds something else.
-    """
-    if (out_dir / MANIFEST).exists():
-        manifest = read_manifest(out_dir)
-        before = {key: value for key, value in manifest.prepared.items() if (key, value) != ("dedup", "none")}
-        now = Plan(prepared=prepared, tokenizer=tokenizer or manifest.tokenizer)
-        if changes := Plan(prepared=before, tokenizer=manifest.tokenizer).changes(now):
-            raise UserError(f"out_dir={out_dir} was made with {changes}: choose another out_dir or delete it")
-        say(f"{out_dir} is already prepared with these settings; delete it to prepare it again")
-        remove(partial_dir(out_dir))  # left by a run that was stopped at its very end
-        return manifest
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise UserError(f"out_dir={out_dir} exists and is not a dataset: choose another folder")
-    return None
 
 
 def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
@@ -80,6 +46,9 @@ def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
             for number, span in enumerate(found)
         }
         first = {reason: where for span in reversed(spans.values()) for reason, where in span.first.items()}
+        if len(groups) > 1 and (have := sum(span.tokens for span in groups[0])) < plan.val_tokens:
+            what = f"val_tokens={plan.val_tokens} is more than the first files have, of together 1 GiB: {have}"
+            raise Unusable(f"{what}: give a smaller val_tokens")
         manifest, moves = _joined(plan, spans)
         _check(manifest, plan, first, sum(bool(span.tokens) for span in spans.values()))
         directory = make_directory(folder / "dataset", "out_dir")
@@ -106,20 +75,14 @@ def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[P
     """Return the manifest of all spans, and the names that their files get in the dataset.
 
     Raises:
-        Unusable: the documents for validation go on where another task began.
         UserError: there are too many sets.
     """
     set_names: dict[str, int] = {}
-    shards: dict[SplitName, list[Shard]] = {"train": [], "val": []}
+    shards: dict[SplitName, list[Any]] = {"train": [], "val": []}
     counts: dict[SplitName, dict[str, list[Counts]]] = {"train": {}, "val": {}}
     skipped: Counter[str] = Counter()
     moves: list[tuple[Path, str]] = []
-    before = 0
     for folder, span in spans.items():
-        if span.before != before:
-            what = f"val_tokens={plan.val_tokens} is more than the first task has, {before:,}"
-            raise Unusable(f"{what}: give a smaller val_tokens, or prepare it with num_tasks=1")
-        before = min(before + span.tokens, plan.val_tokens)
         skipped.update(span.skipped)
         numbers = [number_of(name, set_names) for name in span.set_names]
         for name, split in span.splits.items():

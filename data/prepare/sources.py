@@ -209,9 +209,6 @@ class TextSource(NamedFiles, defaults="data/text"):
         if lines := [name for name in paths if _has_json_lines(name)]:
             files = count(len(lines), "file")
             say_once(f"read as JSON lines, with the text in {self.text_field!r}: {files}, the first {lines[0]}")
-        plain = next((name for name in paths if not _has_json_lines(name)), None)
-        if plain and _is_json(paths[plain]):
-            say_once(f"{plain} is read as plain text, but its first line is a JSON object: data=jsonl reads its texts")
         return super().inputs()
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
@@ -235,15 +232,6 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
     suffixes: ClassVar[tuple[str, ...]] = _JSON_LINES
 
     name: Literal["jsonl"]
-
-
-def _is_json(path: Path) -> bool:
-    """Return whether the first line of a file is a JSON object."""
-    try:
-        with open(path, "rb") as file:
-            return isinstance(orjson.loads(file.readline(_LONGEST_PASSAGE)), dict)
-    except (OSError, ValueError):
-        return False
 
 
 def _has_json_lines(name: str) -> bool:

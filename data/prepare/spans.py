@@ -36,19 +36,7 @@ from common.lock import owned
 from common.settings import Settings, UserError, decode, differences
 from data.prepare.encode import Encoded, Item, Skipped
 from data.prepare.items import Position
-from data.shards import (
-    MAX_SETS,
-    RECORD,
-    TOKENIZER,
-    Count,
-    Counts,
-    Shard,
-    Split,
-    SplitName,
-    Strict,
-    TokenizerId,
-    index_header,
-)
+from data.shards import MAX_SETS, RECORD, TOKENIZER, Counts, Shard, Split, SplitName, TokenizerId, index_header
 from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 PLAN, SPAN = "plan.json", "span.json"
@@ -58,7 +46,7 @@ _MOST_CHANGES = 4  # in a message
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Plan(Strict):
+class Plan(Settings):
     """What a dataset is made of. Everything that is written depends on it alone."""
 
     prepared: dict[str, Any]
@@ -69,7 +57,7 @@ class Plan(Strict):
 
     @property
     def val_tokens(self) -> int:
-        """Documents that begin before this token of the input are for validation; 0: those chosen by their place."""
+        """Documents of group 0 that begin before this token are for validation; 0: those chosen by their place."""
         return self.prepared.get("val_tokens", 0)
 
     def groups(self) -> list[list[str]]:
@@ -100,13 +88,11 @@ class Span(Settings):
     """Where its last item stands in the input; the next span begins after it. None: it has no items."""
     is_last: bool
     """Whether its group ends with it."""
-    before: Count
-    """How many tokens of the input come before it; val_tokens if they are more."""
     set_names: list[str]
     """The names of the sets that its indexes have numbers of."""
     splits: dict[SplitName, Split]
     """Each has at most one shard."""
-    skipped: dict[str, Count]
+    skipped: dict[str, int]
     """Items that are no documents, by reason."""
     first: dict[str, str]
     """Where each reason was met first."""
@@ -233,14 +219,8 @@ def is_whole(spans: list[Span]) -> bool:
     return bool(spans) and spans[-1].is_last
 
 
-def write_group(
-    folder: Path, plan: Plan, group: int, spans: list[Span], before: int, items: Iterator[Item]
-) -> list[Span]:
-    """Write what follows the first `spans` of a group, and return all spans.
-
-    Args:
-        before: tokens of the input before the group.
-        items: those of the group after the spans.
+def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], items: Iterator[Item]) -> None:
+    """Write what follows the first `spans` of a group: the spans of `items`.
 
     Raises:
         UserError: a span has too many sets.
@@ -256,8 +236,8 @@ def write_group(
         shutil.rmtree(directory := _mine(target), ignore_errors=True)
         directory.mkdir()
         try:
-            so_far = min(before + sum(span.tokens for span in spans), plan.val_tokens)
-            span = _write_span(directory, plan, items, so_far, below)
+            before = plan.val_tokens if group else sum(span.tokens for span in spans)  # group 0 has at least so many
+            span = _write_span(directory, plan, items, before, below)
             try:
                 os.rename(directory, target)
             except OSError:
@@ -267,11 +247,15 @@ def write_group(
             shutil.rmtree(directory, ignore_errors=True)
         sync_directory(folder)
         spans = [*spans, span]
-    return spans
 
 
 def _write_span(directory: Path, plan: Plan, items: Iterator[Item], before: int, below: float) -> Span:
-    """Write the next documents into an empty folder, synced to the disk."""
+    """Write the next documents into an empty folder, synced to the disk.
+
+    Args:
+        before: tokens of the input before them.
+        below: documents whose place is less are for validation, without val_tokens.
+    """
     header, most = index_header(plan.tokenizer.n_vocab), math.inf if plan.piece else plan.prepared["shard_tokens"]
     inputs = {name: number for number, name in enumerate(plan.prepared["input"])}
     set_names: dict[str, int] = {}
@@ -297,7 +281,7 @@ def _write_span(directory: Path, plan: Plan, items: Iterator[Item], before: int,
             if tokens >= most:
                 break
         splits = {split: shard.finish() for split, shard in shards.items()}
-    said = {"last": last, "is_last": tokens < most, "before": before, "set_names": list(set_names)}
+    said = {"last": last, "is_last": tokens < most, "set_names": list(set_names)}
     span = Span.model_validate(said | {"splits": splits, "skipped": skipped, "first": first})
     write_json(directory / SPAN, span.model_dump(mode="json"))
     return span

@@ -241,7 +241,7 @@ def test_every_source_goes_on(config, sources, memory, monkeypatch, name):
     whole = prepare(config(**settings, out_dir=str(memory / "undisturbed")))
     assert name in ("pile", "hf") or len(whole.skipped) > 0
     for _ in range(3):
-        stop_in_the_middle(config(**settings, out_dir=str(memory / "out")), monkeypatch)
+        stop_in_the_middle(config(**settings, out_dir=str(memory / "out")), monkeypatch, spans=2)
     prepare(config(**settings, out_dir=str(memory / "out")))
     assert contents(memory / "out") == contents(memory / "undisturbed")
 

@@ -208,16 +208,6 @@ def test_the_line_that_is_not_utf8_is_named(tmp_path, monkeypatch, n_bytes):
         assert found == [("invalid UTF-8", str(tmp_path / "a.txt"), line)]
 
 
-@pytest.mark.parametrize(
-    ("content", "said"), [('{"text": "a"}\n{"text"', True), ("{\n", False), ("", False), ("3", False)]
-)
-def test_json_lines_in_a_text_file_are_said(tmp_path, capsys, content, said):
-    (tmp_path / "a.txt").write_text(content)
-    (tmp_path / "b.jsonl").touch()
-    parsed(TextSource(name="text", path=str(tmp_path)))
-    assert ("a.txt is read as plain text, but its first line is a JSON object" in capsys.readouterr().out) == said
-
-
 def test_names_that_are_not_utf8_are_escaped(tmp_path):
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("text")
     source = TextSource(name="text", path=str(tmp_path))
@@ -226,12 +216,6 @@ def test_names_that_are_not_utf8_are_escaped(tmp_path):
     assert source.parse(raw).text == "text"
     assert parsed(source, after=raw.position) == []
     assert source.inputs() == {raw.position.input: 4}
-
-
-def test_a_name_that_is_not_utf8_is_said_in_its_escaped_form(tmp_path, capsys):
-    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text('{"text": "a"}')
-    parsed(TextSource(name="text", path=str(tmp_path)))
-    assert "caf\\xe9.txt is read as plain text" in capsys.readouterr().out
 
 
 def test_two_files_with_one_escaped_name_are_refused(tmp_path):
