@@ -73,13 +73,10 @@ def test_gpt2_is_gpt2(gpt2_ranks):
     ]
 
 
-def test_rank_file(small, tmp_path):
+def test_rank_file(small):
     tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=small))
     assert (tokenizer.n_vocab, tokenizer.eot_id) == (259, 258)
     assert tokenizer.encode("abcab") == [257, 256]
-    shuffled = tmp_path / "shuffled.tiktoken"
-    shuffled.write_text("".join(reversed(small.read_text().splitlines(keepends=True))))
-    assert build_tokenizer(GPT2Config(name="gpt2", path=shuffled)).sha256 == tokenizer.sha256
 
 
 @settings(deadline=None)
@@ -103,10 +100,9 @@ def test_end_of_text_in_a_text_is_text(small):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace("YWI= 256", "YWI="), "line 257 is not 'base64 rank'"),
-        (lambda text: text.replace("YWI= 256", "Y*I= 256"), "line 257 is not 'base64 rank'"),
-        (lambda text: text.replace("YWI= 256", "YWI= 300"), "no rank 256"),
-        (lambda text: text.replace("YWI= 256", "YWI= 255"), "no rank 256"),
+        (lambda text: text.replace("YWI= 256", "YWI="), "line 257 is not 'base64 256'"),
+        (lambda text: text.replace("YWI= 256", "Y*I= 256"), "line 257 is not 'base64 256'"),
+        (lambda text: text.replace("YWI= 256", "YWI= 300"), "line 257 is not 'base64 256': .* ranks in order"),
         (lambda text: text.replace("QQ== 65\n", "YWE= 65\n"), "lack the single byte 0x41"),
         (lambda text: text.replace("YWI= 256", "YWJj 256"), "one token twice"),
         (lambda text: "", "lack the single byte 0x00"),
