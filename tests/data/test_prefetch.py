@@ -30,14 +30,6 @@ def test_the_same_items_in_the_same_order():
         assert list(ahead) == [], "and then no more"
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.004])
-def test_order_does_not_depend_on_who_is_slower(wait):
-    with Prefetch(slow(range(30))) as ahead:
-        for expected in range(30):
-            time.sleep(wait)
-            assert next(ahead) == expected
-
-
 def test_no_more_than_two_items_ahead():
     made = []
 

@@ -140,24 +140,17 @@ def test_the_end_of_text_may_be_any_id_and_no_special_token(build, raw, name, co
     assert "is added" not in capsys.readouterr().out
 
 
-def test_what_would_change_texts_is_left_out(build, raw):
+def test_what_would_change_texts_is_left_out(build, raw, tmp_path):
+    """Also of a file inside a dataset."""
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     padding = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
-    changed = build(truncation=truncation, padding=padding, model=raw["model"] | {"dropout": 0.9})
+    changes = {"truncation": truncation, "padding": padding, "model": raw["model"] | {"dropout": 0.9}}
+    (tmp_path / "saved.json").write_text(json.dumps(raw | changes))
     text = "the return of the self " * 5
-    assert changed.encode(text) == ids_of(raw, text)
-    assert changed.sha256 == build().sha256
-
-
-def test_a_file_inside_a_dataset_neither_cuts_texts_nor_has_random_ids(build, raw, tmp_path):
-    text = "the return of the self " * 5
-    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    for changes in ({"truncation": truncation}, {"model": raw["model"] | {"dropout": 0.9}}):
-        (tmp_path / "saved.json").write_text(json.dumps(raw | changes))
-        loaded = load_tokenizer(tmp_path / "saved.json")
-        assert loaded.encode(text) == ids_of(raw, text)
-        assert loaded.sha256 == build().sha256
+    for tokenizer in (build(**changes), load_tokenizer(tmp_path / "saved.json")):
+        assert tokenizer.encode(text) == ids_of(raw, text)
+        assert tokenizer.sha256 == build().sha256
 
 
 def test_two_tokens_with_one_id_are_refused(build, raw):
@@ -270,17 +263,6 @@ def test_a_saved_tokenizer_that_cannot_be_is_refused(build, tmp_path, change, me
     (tmp_path / "saved.json").write_text(json.dumps(saved | change))
     with pytest.raises(UserError, match=rf"saved\.json is not a tokenizer: {message}"):
         load_tokenizer(tmp_path / "saved.json")
-
-
-@pytest.mark.slow
-def test_the_bytes_do_not_depend_on_the_number_of_workers(build, config, monkeypatch, tmp_path):
-    build()
-    monkeypatch.setattr("data.prepare.encode._BATCH_CHARACTERS", 500)
-    monkeypatch.setattr("data.prepare.encode._BATCHES_WORTH_WORKERS", 1)
-    tokenizer = {"name": "hf", "path": str(tmp_path / "tokenizer.json")}
-    for workers in (1, 2):
-        prepare(config(tokenizer=tokenizer, workers=workers, out_dir=str(tmp_path / f"by{workers}")))
-    assert read_manifest(tmp_path / "by1") == read_manifest(tmp_path / "by2")
 
 
 @pytest.mark.usefixtures("restored_torch")

@@ -71,12 +71,6 @@ def test_the_split_does_not_depend_on_order_or_company(config, corpus, tmp_path)
         assert set(texts(tmp_path / "other", split)) < set(texts(tmp_path / "out", split))
 
 
-def test_no_document_is_in_two_splits(config, corpus, tmp_path):
-    corpus.write_text(corpus.read_text() * 3)
-    prepare(config())
-    assert not set(texts(tmp_path / "out", "train")) & set(texts(tmp_path / "out", "val"))
-
-
 def test_special_text_stays_text(config, corpus, tmp_path):
     strange = [f"{i} a\u2028b\u0085c\r\nd \0 <|endoftext|> \ufeff" for i in range(100)]
     corpus.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in strange))

@@ -166,18 +166,6 @@ def test_killed_at_every_step_of_saving_and_finishing(config, expected, memory, 
     assert n > 50
 
 
-@pytest.mark.usefixtures("saves_often")
-@pytest.mark.slow
-def test_killed_again_and_again(config, expected, memory):
-    """Each run finishes some more spans; the last one has time enough to put them together."""
-    settings = config(shard_tokens=1000, out_dir=str(memory / "out"))
-    kills = 0
-    while run_until_call(settings, 45) and kills < 30:
-        kills += 1
-    assert 1 < kills < 30
-    assert contents(memory / "out") == expected
-
-
 BROKEN = OSError(errno.EIO, "broken")
 
 
@@ -267,25 +255,17 @@ def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkey
 
 
 @pytest.mark.usefixtures("saves_often")
-def test_inputs_that_came_or_went(config, corpus, tmp_path, monkeypatch):
+def test_inputs_that_came_or_went_and_another_tokenizer_are_refused(config, corpus, tmp_path, monkeypatch, rank_file):
     settings = config(data={"name": "jsonl", "path": str(tmp_path / "*.jsonl")}, shard_tokens=1000)
     stop_in_the_middle(settings, monkeypatch)
+    other = {**settings.model_dump(), "tokenizer": {"name": "gpt2", "path": str(rank_file)}}
+    with pytest.raises(UserError, match=r"was begun with sha256 of the tokenizer's ranks='\w+' \(now '\w+'\)"):
+        prepare(config(**other))
     shutil.copy(corpus, tmp_path / "more.jsonl")
     with pytest.raises(UserError, match=r"input\..*more\.jsonl=None \(now \d+\)"):
         prepare(settings)
     corpus.rename(tmp_path / "another.jsonl")
     with pytest.raises(UserError, match=r"corpus\.jsonl=\d+ \(now None\)"):
-        prepare(settings)
-
-
-@pytest.mark.usefixtures("saves_often")
-def test_a_tokenizer_whose_file_changed(config, rank_file, tmp_path, monkeypatch):
-    ranks = tmp_path / "ranks"
-    shutil.copy(rank_file, ranks)
-    settings = config(tokenizer={"name": "gpt2", "path": str(ranks)}, shard_tokens=500)
-    stop_in_the_middle(settings, monkeypatch)
-    ranks.write_bytes(b"".join(ranks.read_bytes().splitlines(keepends=True)[:-1]))
-    with pytest.raises(UserError, match=r"was begun with sha256 of the tokenizer's ranks='\w+' \(now '\w+'\)"):
         prepare(settings)
 
 
