@@ -67,8 +67,14 @@ def assert_one_line(result, *fragments):
             "model/attention=longformer model.attention.n_global=17",
             ["n_global=17 is more than the seq_len=16 positions"],
         ),
-        ("model/attention=softmax model/position=rotary model.n_head=16", ["turn pairs of features: use an even number, not 1"]),
-        ("model/position=rotary", ["rotary positions do not help log_space", "use position log_recurrence, learned or"]),
+        (
+            "model/attention=softmax model/position=rotary model.n_head=16",
+            ["turn pairs of features: use an even number, not 1"],
+        ),
+        (
+            "model/position=rotary",
+            ["rotary positions do not help log_space", "use position log_recurrence, learned or"],
+        ),
         ("model.n_vocab=200", ["tokenizer bytes of 257 ids", "set model.n_vocab=257"]),
         ("optim.max_lr=1e30", ["step 2: loss is", "lower optim.max_lr=1e+30"]),
     ],
