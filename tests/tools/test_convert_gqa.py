@@ -20,15 +20,9 @@ HEADS, DIM = 6, 4
 
 
 def gpt_of(attention, n_kv_head=None, dtype=torch.float64, conv=0, **changes):
-    raw = {
-        "n_vocab": 11,
-        "n_layer": 2,
-        "n_head": HEADS,
-        "n_embd": HEADS * DIM,
-        "attention": {"name": attention, "n_kv_head": n_kv_head, "conv": conv},
-        "block": {"name": "glu"},
-        "position": {"name": "rotary"},
-    }
+    sizes = {"n_vocab": 11, "n_layer": 2, "n_head": HEADS, "n_embd": HEADS * DIM}
+    parts = {"block": {"name": "glu"}, "position": {"name": "rotary"}}
+    raw = sizes | parts | {"attention": {"name": attention, "n_kv_head": n_kv_head, "conv": conv}}
     torch.manual_seed(0)
     return GPT(decode(GPTConfig, raw | changes)).to(dtype)
 
@@ -134,7 +128,7 @@ def settings():
     return {"model.n_head": 4, "model.attention": {"name": NAMES[0]}, "model.position": {"name": "rotary"}}
 
 
-def test_a_run_begins_with_the_converted_weights(tiny, settings, tmp_path, command):
+def test_a_run_begins_with_the_converted_weights(tiny, settings, tmp_path):
     settings = settings | {"data.document_reset": True}
     fit(tiny(settings))
     path = convert(tmp_path / "run", tmp_path / "gqa", 2)
@@ -146,9 +140,6 @@ def test_a_run_begins_with_the_converted_weights(tiny, settings, tmp_path, comma
     gpt, tokenizer = load_model(path)
     assert gpt.eot_id == tokenizer.eot_id  # it keeps documents apart, as before
     assert all(torch.equal(value, wanted[key]) for key, value in gpt.state_dict().items())
-
-    result = command("eval", f"checkpoint={tmp_path / 'gqa'}", "batches=1", "runtime.device=cpu")
-    assert result.status == 0, result.err
 
     config = tiny(
         settings
@@ -169,12 +160,8 @@ def test_mistakes_are_one_line(tiny, settings, tmp_path, command):
         ("nothing", "gqa", "2", "does not exist"),
         ("run", "gqa", "3", "does not divide the 4 key and value heads"),
     ]:
-        result = command(
-            "scripts/convert_gqa",
-            f"checkpoint={tmp_path / first}",
-            f"run_dir={tmp_path / run_dir}",
-            f"n_kv_head={heads}",
-        )
+        options = f"checkpoint={tmp_path / first}", f"run_dir={tmp_path / run_dir}", f"n_kv_head={heads}"
+        result = command("scripts/convert_gqa", *options)
         assert result.status == 1
         assert message in " ".join(result.err.split())
     assert not (tmp_path / "gqa" / "checkpoints").exists()

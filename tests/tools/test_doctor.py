@@ -19,16 +19,8 @@ from trainer.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
-SMALL = [
-    "model=flagship_1m",
-    "model.n_layer=1",
-    "model.n_embd=16",
-    "model.n_head=2",
-    "model.n_vocab=64",
-    "seq_len=16",
-    "runtime.device=cpu",
-    "batch_tokens=64",
-]
+SMALL = ["model=flagship_1m", "model.n_layer=1", "model.n_embd=16", "model.n_head=2", "model.n_vocab=64"]
+SMALL += ["seq_len=16", "runtime.device=cpu", "batch_tokens=64"]
 
 
 def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path):

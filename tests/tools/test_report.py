@@ -107,18 +107,13 @@ def test_a_long_run_is_thinned_to_means_and_ranges(tmp_path):
     assert [p["step"] for p in points[-2:]] == [2992, 3000]
 
 
-def test_the_settings_that_vary_name_the_runs_and_the_best_comes_first(sweep):
-    records = read_records([sweep])
-    keys = varying_settings(records)
-    assert keys == ["optim.max_lr"]
-    assert records[0].name == "optim.max_lr=0.001,seed=1, optim.max_lr=0.001,seed=2"
-    assert labels(records)[0] == "max_lr=0.001 (mean of 2 runs)"
-
-
-def test_seeds_are_one_row_with_their_mean_range_and_number(sweep):
+def test_seeds_are_one_row_with_their_mean_range_and_number_the_best_first(sweep):
     records = read_records([sweep])
     found = [[record.figures[key] for key in ("best", "low", "high", "runs")] for record in records]
     assert found == [pytest.approx(row) for row in ([1.25, 1.2, 1.3, 2], [2.15, 2.1, 2.2, 2], [4.15, 4.1, 4.2, 2])]
+    assert varying_settings(records) == ["optim.max_lr"]
+    assert records[0].name == "optim.max_lr=0.001,seed=1, optim.max_lr=0.001,seed=2"
+    assert labels(records)[0] == "max_lr=0.001 (mean of 2 runs)"
     assert records[0].settings["seed"] == "1, 2"
     assert [p["value"] for p in records[0].curves["val_loss"]] == pytest.approx([7.25 - i for i in range(1, 7)])
 
@@ -148,10 +143,14 @@ def test_every_setting_that_differs_is_listed_and_no_other(tmp_path):
     )
 
 
-def test_a_report_is_one_page_and_a_picture(sweep, tmp_path):
-    page = write_report([sweep], tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.html", "report.png"]
-    assert page.with_name("report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+def test_a_report_is_one_page_and_a_picture(command, sweep, tmp_path):
+    result = command("scripts/report", f"folders={sweep}", f"out={tmp_path / 'out'}")
+    assert result.status == 0, result.err
+    assert "6 runs; lowest validation loss 1.2500 nats per token: max_lr=0.001 (mean of 2 runs)" in result.out
+    paths = sorted((tmp_path / "out").iterdir())
+    assert re.findall(r"written: (.*)", result.out) == list(map(str, paths))
+    page, picture = paths
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     data = data_of(page.read_text())
     assert data["keys"] == ["optim.max_lr"]
     assert data["runs"][0]["settings"] == {"optim.max_lr": 0.001}
@@ -248,40 +247,15 @@ def test_without_a_run_there_is_one_line(command, tmp_path, given):
         command("scripts/report", f"folders={tmp_path / given}", "--debug")
 
 
-def test_every_path_that_is_printed_exists(command, sweep):
-    result = command("scripts/report", f"folders={sweep}")
-    assert result.status == 0
-    assert "6 runs; lowest validation loss 1.2500 nats per token: max_lr=0.001 (mean of 2 runs)" in result.out
-    paths = re.findall(r"written: (.*)", result.out)
-    assert len(paths) == 2
-    assert all(os.path.isfile(path) for path in paths)
-
-
-def test_a_page_follows_running_runs_until_their_end(tmp_path, monkeypatch):
-    """It is loaded again and again, and shows what the run has written since; the last one stays as it is."""
-    run, pages = make_run(tmp_path / "run", [val(1, 3.0)], {"max_steps": 3}), []
-
-    def wait(seconds):
-        page = (tmp_path / "report.html").read_text()
-        pages.append(
-            (f'http-equiv="refresh" content="{seconds:g}"' in page, data_of(page)["runs"][0]["figures"]["step"])
-        )
-        if len(pages) < 3:
-            with open(run / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(val(len(pages) + 1, 2.0)) + "\n")
-
-    monkeypatch.setattr("tools.report.write.time.sleep", wait)
-    page = write_report([tmp_path], None, watch=True)
-    assert pages == [(True, 1), (True, 2), *[(True, 3)] * 11]
-    assert 'http-equiv="refresh"' not in page.read_text()
-    assert data_of(page.read_text())["runs"][0]["figures"]["step"] == 3
-
-
 def test_a_page_follows_a_sweep_from_job_to_job_whatever_it_meets(tmp_path, monkeypatch, capsys):
+    """Browsers load it again and again, and see what runs have written since; the last page stays as it is."""
     looks, first = itertools.count(1), make_run(tmp_path / "sweep" / "a", [val(1, 3.0)], {"max_steps": 2})
     damaged, whole = '{"step": 1, \n', json.dumps(val(2, 3.0)) + "\n"
+    page, steps = tmp_path / "sweep" / "report.html", []
 
-    def wait(_):
+    def wait(seconds):
+        assert f'http-equiv="refresh" content="{seconds:g}"' in page.read_text()
+        steps.append([run["figures"]["step"] for run in data_of(page.read_text())["runs"]])
         match next(looks):
             case 1:
                 (first / "metrics.jsonl").write_text(whole)
@@ -297,8 +271,10 @@ def test_a_page_follows_a_sweep_from_job_to_job_whatever_it_meets(tmp_path, monk
                 (tmp_path / "sweep" / "b" / "metrics.jsonl").write_text(whole)
 
     monkeypatch.setattr("tools.report.write.time.sleep", wait)
-    page = write_report([tmp_path / "sweep"], None, watch=True)
+    assert write_report([tmp_path / "sweep"], None, watch=True) == page
+    assert (steps[:3], steps[-1]) == ([[1], [2], [2]], [2, 2])
     assert next(looks) == 6 + 12
+    assert 'http-equiv="refresh"' not in page.read_text()
     assert len(data_of(page.read_text())["runs"]) == 2
     assert capsys.readouterr().err.count("looking again in 10 seconds") == 2
 
@@ -344,8 +320,7 @@ def test_names_and_settings_stay_text(hostile, sweep, capsys):
 
 
 needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None or not os.environ.get("BROWSER_TESTS"),
-    reason="tests in a browser need BROWSER_TESTS=1, chromium",
+    CHROMIUM is None or not os.environ.get("BROWSER_TESTS"), reason="tests in a browser need BROWSER_TESTS=1, chromium"
 )
 
 
@@ -391,18 +366,3 @@ def test_in_a_browser_the_table_is_sorted_and_runs_are_hidden(sweep, tmp_path):
     assert [shade for _, shade, _ in rows] == ["off", "", ""]
     assert dom.count("<polyline") == 2 * 3 * 3  # groups, with their mean and two runs, in three charts
     assert re.search(r"#runs|best of|1\.2000", dom)
-
-
-@needs_chromium
-def test_on_a_phone_nothing_is_wider_than_the_screen(sweep, tmp_path):
-    path = write_report([sweep], None)
-    frame = tmp_path / "phone.html"
-    page = re.sub(r"script-src 'sha256-[^']*'", "script-src 'unsafe-inline'", path.read_text(encoding="utf-8"))
-    path.write_text(
-        page.replace("</body>", "<script>parent.postMessage(document.documentElement.scrollWidth, '*')</script></body>")
-    )
-    listen = "onmessage = (event) => { document.title = event.data; };"
-    frame.write_text(
-        f"<script>{listen}</script><iframe src={path.as_uri()} width=360 height=800 frameborder=0></iframe>"
-    )
-    assert int(re.search(r"<title>(\d+)</title>", dom_of(frame, tmp_path))[1]) <= 360

@@ -64,11 +64,7 @@ def test_tokens_and_the_best_size_are_those_of_the_law():
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (slice(0, 6), "at least 7 runs, not 6"),
-        (slice(0, 10), "2 sizes and 5 numbers of tokens"),
-    ],
+    ("rows", "message"), [(slice(0, 6), "at least 7 runs, not 6"), (slice(0, 10), "2 sizes and 5 numbers of tokens")]
 )
 def test_too_few_runs_are_refused(rows, message):
     with pytest.raises(UserError, match=message):

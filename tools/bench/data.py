@@ -1,4 +1,4 @@
-"""Preparing a dataset, and reading it, beside the tokenizer library's own rate."""
+"""Preparing a dataset beside the tokenizer library's own rate."""
 
 import contextlib
 import os
@@ -19,19 +19,16 @@ from cli import compose, to_dict
 from common.command import options_of
 from common.console import say
 from common.settings import UserError, decode
-from data.loader import TrainBatches
 from data.prepare.dataset import PrepareConfig
 from data.prepare.items import Unreadable
-from data.shards import TokenStream, read_manifest
 from data.tokenizer import RankTokenizer, build_tokenizer
 from tools.bench.harness import Row
 
-_SEQ_LEN, _BATCHES = 64, 50  # that the loader reads
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(options: Any) -> dict[str, list[Row]]:
-    """Encode all documents in one thread, prepare and verify a dataset as a user would, and read it, in each round."""
+    """Encode all documents in one thread, and prepare and verify a dataset as a user would, in each round."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         dataset_dir = Path(folder, "dataset")
         words = [*(options.set or ["data=stdlib", "tokenizer=bytes"]), *options_of({"out_dir": str(dataset_dir)})]
@@ -41,8 +38,7 @@ def measure(options: Any) -> dict[str, list[Row]]:
             library, n_bytes = encode_alone(config)
             prepared = run("scripts/prepare_data.py", *words)
             verified = run("scripts/verify_dataset.py", *options_of({"dataset_dir": str(dataset_dir)}))
-            seconds = {"the library, one thread": library, "prepared": prepared, "verified": verified}
-            rounds.append(seconds | {"read by the loader": read(dataset_dir) * n_bytes})
+            rounds.append({"the library, one thread": library, "prepared": prepared, "verified": verified})
             shutil.rmtree(dataset_dir)
     rate = {what: median(n_bytes / 1e6 / seconds[what] for seconds in rounds) for what in rounds[0]}
     of_all = rate["the library, one thread"] * (config.workers or os.cpu_count() or 1)
@@ -71,18 +67,6 @@ def _texts(config: PrepareConfig) -> Iterator[str]:
     for raw in config.data.documents():
         with contextlib.suppress(Unreadable):
             yield config.data.parse(raw).text
-
-
-def read(dataset_dir: Path) -> float:
-    """Return the seconds in which the loader reads the tokens of one byte of text."""
-    manifest = read_manifest(dataset_dir)
-    batches = TrainBatches(TokenStream(dataset_dir, manifest, "train"), _SEQ_LEN, 64, seed=1)
-    started = time.perf_counter()
-    for step in range(_BATCHES):
-        batches.batch(step)
-    seconds = (time.perf_counter() - started) / (_BATCHES * 64 * _SEQ_LEN)
-    total = manifest.splits["train"].total
-    return seconds * total.tokens / total.utf8_bytes
 
 
 def run(script: str, *options: str) -> float:

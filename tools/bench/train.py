@@ -44,34 +44,33 @@ def measure(options: Any) -> dict[str, list[Row]]:
         runs = {NANOGPT: (configs[options.models[0]], folder)} | runs
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
 
-        def measured(name: str) -> tuple[list[float], float]:
-            found: tuple[list[float], float] = pool.apply(seconds_and_peak, (*runs[name], options.steps))
+        def measured(name: str) -> tuple[list[float], float, list[Row]]:
+            found: Any = pool.apply(seconds_and_peak, (*runs[name], options.steps, options.profile))
             say(f"{name}: {statistics.median(found[0]):.4g} s a step")
-            return found
+            return found[0], found[1], found[2]
 
         results = in_turn({name: partial(measured, name) for name in runs}, options.rounds)
-        profiles = {name: pool.apply(profile_of, run) for name, run in runs.items() if options.profile}
     rows: list[Row] = []
     for name, found in results.items():
-        rate = options.batch * options.seq_len / statistics.median(s for seconds, _ in found for s in seconds)
-        rows.append({"model": name, "tokens_per_second": rate, "peak_gigabytes": max(peak for _, peak in found)})
-    for row in rows:
-        row["x"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
-    return {"train": rows} | {f"a step of {name}": profile for name, profile in profiles.items()}
+        rate = options.batch * options.seq_len / statistics.median(s for seconds, *_ in found for s in seconds)
+        rows.append({"model": name, "tokens_per_second": rate, "peak_gigabytes": max(peak for _, peak, _ in found)})
+        rows[-1]["x"] = rate / rows[0]["tokens_per_second"]
+    profiles = {f"a step of {name}": found[-1][2] for name, found in results.items() if options.profile}
+    return {"train": rows, **profiles}
 
 
-def seconds_and_peak(config: TrainConfig, nanogpt: Path | None, steps: int) -> tuple[list[float], float]:
-    """Seconds of each timed step, and peak memory of this process in GB: on a CPU 0.5 GB of it are Python and torch."""
-    step = timed(Training(config, config.batch_size, nanogpt).step)
-    seconds = [step() for _ in range(_WARM_UP + steps)][_WARM_UP:]
+def seconds_and_peak(
+    config: TrainConfig, nanogpt: Path | None, steps: int, profile: bool
+) -> tuple[list[float], float, list[Row]]:
+    """Seconds of each timed step, peak memory of this process in GB, and a profile.
+
+    On a CPU 0.5 GB of the memory are Python and torch.
+    """
+    training = Training(config, config.batch_size, nanogpt)
+    seconds = [timed(training.step)() for _ in range(_WARM_UP + steps)][_WARM_UP:]
     on_gpu = torch.cuda.is_initialized()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return seconds, peak / 1e9
-
-
-def profile_of(config: TrainConfig, nanogpt: Path | None) -> list[Row]:
-    """The kernels of a step."""
-    return profiled(Training(config, config.batch_size, nanogpt).step)
+    return seconds, peak / 1e9, profiled(training.step) if profile else []
 
 
 def config_of(overrides: list[str], seq_len: int, batch: int) -> TrainConfig:

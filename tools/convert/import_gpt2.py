@@ -24,12 +24,7 @@ from trainer.tensor_file import read_header, read_tensors
 _WEIGHTS = "model.safetensors"
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
 _SEQUENCES = 480  # of a step: the published batch
-_TO_CHOOSE = {
-    "dataset_dir": "datasets/pile",
-    "optim.max_lr": 6e-5,
-    "max_steps": 1000,
-    "schedule.warmup_steps": 100,
-}
+_TO_CHOOSE = {"dataset_dir": "datasets/pile", "optim.max_lr": 6e-5, "max_steps": 1000, "schedule.warmup_steps": 100}
 """Suggested settings: a short training at a tenth of the usual rate."""
 
 

@@ -76,14 +76,14 @@ def _rank(record: Record) -> tuple[float, str]:
 def grouped(records: Sequence[Record]) -> list[Record]:
     """Put runs together that differ in their seeds only."""
     keys = [key for key in varying_settings(records) if key != "seed"]
-    groups: dict[str, dict[str, list[Record]]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in records:
         alone = record.name if record.settings.get("seed") is None else None
         alike = json.dumps([alone, *(record.settings.get(key) for key in keys)])
-        groups.setdefault(alike, {}).setdefault(json.dumps(record.settings.get("seed")), []).append(record)
+        groups.setdefault(alike, []).append(record)
     joined = []
-    for seeds in groups.values():
-        runs = [record for same in seeds.values() for record in same]
+    for runs in groups.values():
+        seeds = {json.dumps(run.settings.get("seed")) for run in runs}
         distinct = 1 < len(seeds) == len(runs)  # two of one seed differ in something that no setting tells
         joined += [_together(runs)] if distinct else runs
     return joined
