@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,56 @@ def test_state_of_a_wide_range_and_its_gradients(backend, causal):
         results.append([first, rest, *state, *gradients])
     for own, truth in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(own, truth, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["chunked", "auto", pytest.param("triton", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_a_state_that_is_passed_on_is_rounded_once(backend):
+    """Each call sees one masked token, so it must return the state that it gets: a million of them change nothing.
+
+    The first call may round, by an ulp of a number or of 1, as the state is exp(log_s); no later call may.
+    """
+    size = torch.logspace(-2, 5.5, 64).view(1, 8, 8)  # below 2^20 ln 2, where frames end
+    log_z = torch.cat([size, -size], 1)
+    given = state = LogAttentionState(log_z.unsqueeze(-1) + torch.randn(1, 16, 8, 3), log_z)
+    tokens = torch.zeros(1, 16, 1, 8), torch.full((1, 16, 1, 8), -torch.inf), torch.zeros(1, 16, 1, 3)
+    states = []
+    for _ in range(3 if backend == "triton" else 60):
+        _, state = log_attention(*tokens, state=state, return_state=True, backend=backend)
+        states.append(state)
+    assert all(map(torch.equal, states[0], states[-1]))
+    for x, first in zip(state, given, strict=True):
+        assert ((x - first).abs() <= torch.finfo(torch.float32).eps * first.abs().clamp(min=1)).all()
+
+
+NEVER = [-torch.inf, -1e30, -1e13, -1e9, -2e6, -1e4, -700, -90]
+
+
+@pytest.mark.parametrize(
+    ("backend", "seeds", "T"),
+    [("chunked", range(40), 300), pytest.param("triton", range(3), 140, marks=pytest.mark.slow)],
+)
+@torch.no_grad()
+def test_states_after_resets_are_empty_where_the_definitions_are_and_never_nan(backend, seeds, T):
+    """Masked and tiny keys and values of a chunk, a half of one or a token, with resets and steep gates between."""
+    for seed in seeds:
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        q, k, log_v = (torch.randn(1, 1, T, d, generator=generator, dtype=torch.float64) for d in (3, 3, 2))
+        log_f = -rng.choice([0, 0.01, 30, 1e6]) * torch.rand(1, 1, T, 1, generator=generator, dtype=torch.float64)
+        log_f[:, :, rng.sample(range(T), rng.randint(1, 6))] = -torch.inf
+        for x, share in ((k, 0.6), (log_v, 0.3)):
+            for tokens, feature in itertools.product(torch.arange(T).split(rng.choice([1, 32, 64])), range(x.shape[3])):
+                if rng.random() < share:
+                    x[:, :, tokens, feature] = rng.choice(NEVER)
+        dtype = rng.choice([torch.float32, torch.float64])
+        inputs = [x.to(dtype) for x in (q, k, log_v, log_f)]
+        log_z = 100 * torch.randn(1, 1, 3, generator=generator)
+        first = LogAttentionState(log_z.unsqueeze(-1).repeat(1, 1, 1, 2), log_z)
+        _, state = log_attention(*inputs, state=first, return_state=True, backend=backend)
+        _, wanted = naive_log_attention(*(x.double() for x in inputs), state=first, return_state=True)
+        for x, y in zip(state, wanted, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=1e-3)  # terms of size 1e4, rounded
 
 
 def tiles(run):

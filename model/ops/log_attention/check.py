@@ -50,11 +50,11 @@ def inputs(
     return leaves
 
 
-def attend(backend: str, /, log_s: Tensor | None = None, log_z: Tensor | None = None, **given: Tensor) -> Tensors:
+def attend(backend: str, /, log_s: Tensor | None = None, log_z: Tensor | None = None, **inputs: Tensor) -> Tensors:
     """Log attention as a function of `inputs`; the state after the tokens is wanted if one is given."""
     state = None if log_s is None or log_z is None else LogAttentionState(log_s, log_z)
-    found = log_attention(**given, causal=True, state=state, return_state=state is not None, backend=backend)
+    outputs = log_attention(**inputs, causal=True, state=state, return_state=state is not None, backend=backend)
     if state is None:
-        return {"log_y": cast(Tensor, found)}
-    log_y, after = cast(tuple[Tensor, LogAttentionState], found)
+        return {"log_y": cast(Tensor, outputs)}
+    log_y, after = cast(tuple[Tensor, LogAttentionState], outputs)
     return {"log_y": log_y, **after._asdict()}

@@ -118,9 +118,9 @@ def _(
 def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
     results = _empty_results(inputs, causal)
     for batch in batches(inputs.q):
-        part, into = inputs.of(batch), results.of(batch)
-        frames, certificate = frames_of(part, causal), exact.Certificate(part)
-        (_causal_forward if causal else _full_forward)(part, frames, certificate, into)
+        some, into = inputs.of(batch), results.of(batch)
+        frames, certificate = frames_of(some, causal), exact.Certificate(some)
+        (_causal_forward if causal else _full_forward)(some, frames, certificate, into)
         into.log_s.copy_(log_of_scaled(into.M[-1], frames.key[-1].mT + frames.value[-1]))
         if frames.lost is not None:
             into.doubtful.logical_or_(frames.lost)
@@ -128,7 +128,7 @@ def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
         if want_state:
             heads |= certificate.lost_heads(into.M[-1])
         if heads.any():
-            _forward_again(part, causal, heads, into)
+            _forward_again(some, causal, heads, into)
     return results
 
 
@@ -197,10 +197,10 @@ def _attend_backward(
     g: Sequence[Tensor], inputs: Sequence[Tensor | None], M: Tensor, doubtful: Tensor, causal: bool
 ) -> list[Tensor]:
     """Return gradients of `Inputs` (empty without gates) from those of log_y and of the state after, both in `g`."""
-    given = Inputs._make(inputs)
-    with torch.autocast(given.q.device.type, enabled=False):
-        gradients = _backward(given, causal, M, doubtful, *g)
-        exact.count("backward", doubtful, given.q.shape[2], causal)
+    own = Inputs._make(inputs)
+    with torch.autocast(own.q.device.type, enabled=False):
+        gradients = _backward(own, causal, M, doubtful, *g)
+        exact.count("backward", doubtful, own.q.shape[2], causal)
     return _or_empty(gradients)
 
 
@@ -234,14 +234,13 @@ def _backward(inputs: Inputs, causal: bool, M: Tensor, doubtful: Tensor, g_y: Te
     """Return the gradients, given M and what is doubtful from the forward pass."""
     gradients = inputs.each(torch.empty_like)
     for batch in batches(inputs.q):
-        part, g, into = inputs.of(batch), (g_y[batch], g_log_s[batch]), gradients.of(batch)
-        found = M[:, batch], doubtful[:, batch]
-        g_M, lost = _of_last_M(part, found[0][-1], g[1])  # (B, H, d_k, E), (B, H)
-        heads = found[1].any(0) | lost  # (B, H)
-        go_back = _causal_backward if causal else _full_backward
-        go_back(part, *found, g[0], g_M, into)
+        some, g, into = inputs.of(batch), (g_y[batch], g_log_s[batch]), gradients.of(batch)
+        saved = M[:, batch], doubtful[:, batch]
+        g_M, lost = _of_last_M(some, saved[0][-1], g[1])  # (B, H, d_k, E), (B, H)
+        heads = saved[1].any(0) | lost  # (B, H)
+        (_causal_backward if causal else _full_backward)(some, *saved, g[0], g_M, into)
         if heads.any():
-            _backward_again(part, causal, g, heads, into)
+            _backward_again(some, causal, g, heads, into)
     return gradients
 
 

@@ -19,8 +19,8 @@ from model.ops.running_sum import running_sum
 
 LN2 = math.log(2)
 _GRID = 64
-# 64 ln 2 in two parts: the first has so few bits that small multiples of it are exact in float32.
-_GRID_HIGH = math.floor(_GRID * LN2 * 256) / 256
+# 64 ln 2 in two parts: the first has 8 bits, so that all multiples of it below FAR are exact in float32.
+_GRID_HIGH = math.floor(_GRID * LN2 * 4) / 4
 _GRID_LOW = _GRID * LN2 - _GRID_HIGH
 # Frames end here, because the steps of larger numbers are all rounding. What is below -FAR, such as a mask of -1e30,
 # gets the frame -FAR and becomes 0. What is above FAR gets the frame 8 FAR: it and all that shares this frame become 0.
@@ -196,7 +196,8 @@ def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
     limit = math.log2(torch.finfo(x.dtype).max) - 2
     inside = exponent.abs() < limit
     direct = (mantissa * torch.exp2(exponent.where(inside, 0))).log_()
-    return direct if inside.all() else direct.where(inside, mantissa.log() + exponent * LN2)
+    # In float64, because a product that rounds would let a state drift that is passed through many calls.
+    return direct if inside.all() else direct.where(inside, (mantissa.log() + exponent.double() * LN2).to(x.dtype))
 
 
 def finite(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from model.ops.log_attention.chunks import CHUNK
 from model.ops.log_attention.exact import fallback
 from model.ops.log_attention.exponentials import CERTAIN
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
-from model.ops.log_attention.triton_arguments import Constants, Found, Given, Saved, Sums, Tokens
+from model.ops.log_attention.triton_arguments import Constants, Inputs, Outputs, Saved, Sums, Tokens
 from model.ops.log_attention.triton_exact import exact_backward, exact_forward
 from model.ops.log_attention.triton_kernels import backward_sweep, forward_sweep
 
@@ -43,14 +43,14 @@ def triton_log_attention(
     """
     acc = accumulation_dtype(q)
     log_s, log_z = (None, None) if state is None else (x.to(acc).contiguous() for x in state)
-    given = [x for x in (q, k, log_v, log_f, log_s, log_z) if x is not None]
-    refuse_transforms(*NAMES, *given)
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    inputs = [x for x in (q, k, log_v, log_f, log_s, log_z) if x is not None]
+    refuse_transforms(*NAMES, *inputs)
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     log_y, log_s, log_z, *_ = _attend(q, k, log_v, log_f, log_s, log_z, return_state, save)
     return (log_y, LogAttentionState(log_s, log_z)) if return_state else log_y
 
 
-class _Inputs(NamedTuple):
+class _Tensors(NamedTuple):
     """The arguments of the operator, or their gradients."""
 
     q: Tensor
@@ -73,25 +73,25 @@ def _attend(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return log_y, the state after, and tensors for the backward pass: see `_empty_results`."""
-    inputs = _Inputs(q, k, log_v, log_f, log_s, log_z)
+    inputs = _Tensors(q, k, log_v, log_f, log_s, log_z)
     P = _constants(inputs)
     log_y, log_s_after, log_z_after, *saved, doubtful = results = _empty_results(inputs, want_state, save)
-    found = Found(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
+    outputs = Outputs(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
     fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
     counter = fallback.counter("forward", q.device)
     with torch.cuda.device_of(q):  # kernels are launched on the current device
-        forward_sweep[_grid(q, P)](_given(inputs), found, fast, doubtful, P=P, **_launch(P))
-        exact_forward[_grid(q, P)](_given(inputs), found, exact, doubtful, counter, P=P, num_warps=8)
+        forward_sweep[_grid(q, P)](_arguments(inputs), outputs, fast, doubtful, P=P, **_launch(P))
+        exact_forward[_grid(q, P)](_arguments(inputs), outputs, exact, doubtful, counter, P=P, num_warps=8)
     return results
 
 
 @_attend.register_fake
 def _(q: Tensor, k: Tensor, log_v: Tensor, log_f: Any, log_s: Any, log_z: Any, *flags: bool) -> tuple[Tensor, ...]:
-    return _empty_results(_Inputs(q, k, log_v, log_f, log_s, log_z), *flags)
+    return _empty_results(_Tensors(q, k, log_v, log_f, log_s, log_z), *flags)
 
 
 def _empty_results(
-    inputs: _Inputs, want_state: bool, save: bool
+    inputs: _Tensors, want_state: bool, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Allocate all results of `_attend`.
 
@@ -124,24 +124,24 @@ def _attend_backward(g: Sequence[Tensor], inputs: Sequence[Tensor | None], saved
 
     They are computed from those of log_y and, if there are more, of the state, and from what the forward pass saved.
     """
-    given, (g_y, *g_state), (*state, doubtful) = _Inputs._make(inputs), g, saved
-    P, to, counter = _constants(given), _empty_gradients(given), fallback.counter("backward", g_y.device)
-    g_of = Found(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
-    grid, x = _grid(given.q, P), _given(given)
-    g_x = Given(to.q, to.k, to.log_v, to.log_f, None if to.log_s is None else Sums(to.log_s, to.log_z), *x[5:])
+    tensors, (g_y, *g_state), (*state, doubtful) = _Tensors._make(inputs), g, saved
+    P, to, counter = _constants(tensors), _empty_gradients(tensors), fallback.counter("backward", g_y.device)
+    g_of = Outputs(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
+    grid, x = _grid(tensors.q, P), _arguments(tensors)
+    g_x = Inputs(to.q, to.k, to.log_v, to.log_f, None if to.log_s is None else Sums(to.log_s, to.log_z), *x[5:])
     with torch.cuda.device_of(g_y):
         backward_sweep[grid](g_of, x, _saved(*state), doubtful, g_x, P=P, **_launch(P))
         exact_backward[grid](g_of, x, _exact(*state), doubtful, counter, g_x, P=P, num_warps=8)
-    return _summed(to, given)
+    return _summed(to, tensors)
 
 
 @_attend_backward.register_fake
 def _(g: Sequence[Tensor], inputs: Sequence[Tensor | None], *_: Any) -> list[Tensor]:
-    given = _Inputs._make(inputs)
-    return _summed(_empty_gradients(given), given)
+    tensors = _Tensors._make(inputs)
+    return _summed(_empty_gradients(tensors), tensors)
 
 
-def _empty_gradients(inputs: _Inputs) -> _Inputs:
+def _empty_gradients(inputs: _Tensors) -> _Tensors:
     """Allocate gradients, of which tokens are in the layout (B, T, H, d).
 
     Each block of value columns writes its part of a sum over all values, the gradient of all but log_v and log_s: the
@@ -154,7 +154,7 @@ def _empty_gradients(inputs: _Inputs) -> _Inputs:
         dtype = x.dtype if blocks == 1 else accumulation_dtype(q)
         return x.new_empty(blocks * B, x.shape[2], x.shape[1], x.shape[3], dtype=dtype).transpose(1, 2)
 
-    return _Inputs(
+    return _Tensors(
         like(q, blocks),
         like(k, blocks),
         like(log_v, 1),
@@ -164,7 +164,7 @@ def _empty_gradients(inputs: _Inputs) -> _Inputs:
     )
 
 
-def _summed(parts: _Inputs, inputs: _Inputs) -> list[Tensor]:
+def _summed(parts: _Tensors, inputs: _Tensors) -> list[Tensor]:
     """Sum the parts of gradients. An empty tensor stands for None, which an operator cannot return."""
     sums = []
     for part, x in zip(parts, inputs, strict=True):
@@ -185,12 +185,12 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
     saved = ctx.saved_tensors  # read once, as torch asks where they are recomputed
-    inputs, saved = _Inputs(*saved[:6]), saved[6:]
+    inputs, saved = _Tensors(*saved[:6]), saved[6:]
     (B, H, T, d_k), d_v = inputs.q.shape, inputs.log_v.shape[3]
     shapes = [(B, H, T, d_v), (B, H, d_k, d_v), (B, H, d_k)][: 3 if ctx.want_state else 1]
     acc = accumulation_dtype(inputs.q)
-    given = [inputs.q.new_zeros(shape, dtype=acc) if x is None else x for x, shape in zip(g, shapes, strict=False)]
-    gradients = _attend_backward(given, inputs, saved)
+    filled = [inputs.q.new_zeros(shape, dtype=acc) if x is None else x for x, shape in zip(g, shapes, strict=False)]
+    gradients = _attend_backward(filled, inputs, saved)
     wanted = (None if x is None else g_x for x, g_x in zip(inputs, gradients, strict=True))
     return *wanted, None, None
 
@@ -204,11 +204,11 @@ def _tokens(x: Tensor) -> Tokens:
     return Tokens(x, x.stride()[:3])
 
 
-def _given(inputs: _Inputs) -> Given:
+def _arguments(inputs: _Tensors) -> Inputs:
     q, k, log_v, log_f, log_s, log_z = inputs
     state = None if log_s is None else Sums(log_s, log_z)
     of_gates = None if log_f is None else _tokens(log_f)
-    return Given(_tokens(q), _tokens(k), _tokens(log_v), of_gates, state, q.shape[1], q.shape[2])
+    return Inputs(_tokens(q), _tokens(k), _tokens(log_v), of_gates, state, q.shape[1], q.shape[2])
 
 
 def _saved(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
@@ -223,17 +223,17 @@ def _exact(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
     return Saved(Sums(*(x.view(-1).view(torch.float64) for x in (M, z))), key, value, M.shape[1])
 
 
-def _operand(inputs: _Inputs) -> torch.dtype:
+def _operand(inputs: _Tensors) -> torch.dtype:
     """The common type of queries and keys. Values may be wider; their exponentials are rounded to it."""
     return torch.promote_types(inputs.q.dtype, inputs.k.dtype)
 
 
-def _dtype_of_M(inputs: _Inputs) -> torch.dtype:
+def _dtype_of_M(inputs: _Tensors) -> torch.dtype:
     """The operand type of products."""
     return torch.bfloat16 if _operand(inputs) == torch.bfloat16 else accumulation_dtype(inputs.q)
 
 
-def _constants(inputs: _Inputs) -> Constants:
+def _constants(inputs: _Tensors) -> Constants:
     q, _, log_v, log_f, *_ = inputs
     d_k, d_v, acc, operand = q.shape[3], log_v.shape[3], accumulation_dtype(q), _operand(inputs)
     narrow, wide = operand == torch.bfloat16, acc == torch.float64

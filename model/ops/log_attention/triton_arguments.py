@@ -81,8 +81,8 @@ class Sums(NamedTuple):
     """(BK,): the normalizer's column."""
 
 
-class Given(NamedTuple):
-    """The arguments of the operator, or their gradients."""
+class Inputs(NamedTuple):
+    """The inputs of the operator, or their gradients."""
 
     q: Any
     k: Any
@@ -93,8 +93,8 @@ class Given(NamedTuple):
     T: Any
 
 
-class Found(NamedTuple):
-    """Its results, or their gradients."""
+class Outputs(NamedTuple):
+    """Its outputs, or their gradients."""
 
     log_y: Any
     state: Any
@@ -112,7 +112,7 @@ class Saved(NamedTuple):
     slots: Any
 
 
-class Place(NamedTuple):
+class Program(NamedTuple):
     """What a program computes."""
 
     g: Any
@@ -128,11 +128,11 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def place_of(P: tl.constexpr):
-    """Return the program's `Place`."""
+def program_of(P: tl.constexpr):
+    """Return what this program computes."""
     g, block = (tl.program_id(0) // P.BLOCKS).to(tl.int64), tl.program_id(0) % P.BLOCKS
     part = block * (tl.num_programs(0) // P.BLOCKS).to(tl.int64) + g
-    return Place(g, part, block, tl.arange(0, P.BK), block * P.BV + tl.arange(0, P.BV))
+    return Program(g, part, block, tl.arange(0, P.BK), block * P.BV + tl.arange(0, P.BV))
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def head_of(x, g, H):
     if x is None:
         return None
     else:
-        return Rows(x.at + (g // H) * x.strides[0] + (g % H) * x.strides[1], x.strides[2])
+        return Rows(x.pointer + (g // H) * x.strides[0] + (g % H) * x.strides[1], x.strides[2])
 
 
 @triton.jit
@@ -166,22 +166,23 @@ def state_of(x, g, part, P: tl.constexpr):
 def heads_of(x, g, P: tl.constexpr):
     """Head g of all arguments."""
     q, k, log_v, log_f = head_of(x.q, g, x.H), head_of(x.k, g, x.H), head_of(x.log_v, g, x.H), head_of(x.log_f, g, x.H)
-    return Given(q, k, log_v, log_f, state_of(x.state, g, g, P), x.H, x.T)
+    return Inputs(q, k, log_v, log_f, state_of(x.state, g, g, P), x.H, x.T)
 
 
 @triton.jit
-def gradients_of(to, at, P: tl.constexpr):
+def gradients_of(to, program, P: tl.constexpr):
     """Head g of all gradients, and the program's part of those that are sums over all values."""
-    q, k = packed_head(to.q, at.part, to.T, to.H, P.D_K), packed_head(to.k, at.part, to.T, to.H, P.D_K)
-    log_v, log_f = packed_head(to.log_v, at.g, to.T, to.H, P.D_V), packed_head(to.log_f, at.part, to.T, to.H, 1)
-    return Given(q, k, log_v, log_f, state_of(to.state, at.g, at.part, P), to.H, to.T)
+    g, part = program.g, program.part
+    q, k = packed_head(to.q, part, to.T, to.H, P.D_K), packed_head(to.k, part, to.T, to.H, P.D_K)
+    log_v, log_f = packed_head(to.log_v, g, to.T, to.H, P.D_V), packed_head(to.log_f, part, to.T, to.H, 1)
+    return Inputs(q, k, log_v, log_f, state_of(to.state, g, part, P), to.H, to.T)
 
 
 @triton.jit
 def load_chunk(head, n, length, column, fill, D: tl.constexpr, P: tl.constexpr):
     """Tokens of chunk n of a head, some of its D columns: (C, columns); `fill` where there is none."""
     rows = tl.arange(0, P.C)
-    token = head.at + n * P.C * tl.cast(head.stride, tl.int64)
+    token = head.pointer + n * P.C * tl.cast(head.stride, tl.int64)
     here = (n * P.C + rows < length)[:, None] & (column < D)[None, :]
     return tl.load(token + rows[:, None] * head.stride + column[None, :], mask=here, other=fill).to(P.ACC)
 
@@ -190,23 +191,23 @@ def load_chunk(head, n, length, column, fill, D: tl.constexpr, P: tl.constexpr):
 def store_chunk(x, head, n, length, column, D: tl.constexpr, P: tl.constexpr):
     """Undo `load_chunk`."""
     rows = tl.arange(0, P.C)
-    token = head.at + n * P.C * tl.cast(head.stride, tl.int64)
+    token = head.pointer + n * P.C * tl.cast(head.stride, tl.int64)
     here = (n * P.C + rows < length)[:, None] & (column < D)[None, :]
-    tl.store(token + rows[:, None] * head.stride + column[None, :], x.to(head.at.dtype.element_ty), mask=here)
+    tl.store(token + rows[:, None] * head.stride + column[None, :], x.to(head.pointer.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def load_gates(head, n, length, P: tl.constexpr):
     """The gates of chunk n of a head (C,); 0 after the last token."""
     t = n * P.C + tl.arange(0, P.C)
-    return tl.load(head.at + t * tl.cast(head.stride, tl.int64), mask=t < length, other=0.0).to(P.ACC)
+    return tl.load(head.pointer + t * tl.cast(head.stride, tl.int64), mask=t < length, other=0.0).to(P.ACC)
 
 
 @triton.jit
 def store_gates(x, head, n, length, P: tl.constexpr):
     """Undo `load_gates`."""
     t = n * P.C + tl.arange(0, P.C)
-    tl.store(head.at + t * tl.cast(head.stride, tl.int64), x.to(head.at.dtype.element_ty), mask=t < length)
+    tl.store(head.pointer + t * tl.cast(head.stride, tl.int64), x.to(head.pointer.dtype.element_ty), mask=t < length)
 
 
 @triton.jit
@@ -218,21 +219,21 @@ def empty(fill, dtype: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def load_state(of_head, n, at, fill, P: tl.constexpr):
+def load_state(of_head, n, program, fill, P: tl.constexpr):
     """Load slot n of the states of a head; `fill` where there is none."""
-    here = (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
-    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + at.d[:, None] * P.D_V + at.e[None, :]
-    z = tl.load(of_head.z + n * P.D_K + at.d, mask=at.d < P.D_K, other=fill)
+    here = (program.d < P.D_K)[:, None] & (program.e < P.D_V)[None, :]
+    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + program.d[:, None] * P.D_V + program.e[None, :]
+    z = tl.load(of_head.z + n * P.D_K + program.d, mask=program.d < P.D_K, other=fill)
     return Sums(tl.load(of_slot, mask=here, other=fill), z)
 
 
 @triton.jit
-def store_state(of_head, n, s, z, at, P: tl.constexpr):
+def store_state(of_head, n, s, z, program, P: tl.constexpr):
     """Undo `load_state`. All blocks of a head store the same normalizer's column."""
-    here = (at.d < P.D_K)[:, None] & (at.e < P.D_V)[None, :]
-    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + at.d[:, None] * P.D_V + at.e[None, :]
+    here = (program.d < P.D_K)[:, None] & (program.e < P.D_V)[None, :]
+    of_slot = of_head.s + n * tl.cast(P.D_K * P.D_V, tl.int64) + program.d[:, None] * P.D_V + program.e[None, :]
     tl.store(of_slot, s, mask=here)
-    tl.store(of_head.z + n * P.D_K + at.d, z, mask=at.d < P.D_K)
+    tl.store(of_head.z + n * P.D_K + program.d, z, mask=program.d < P.D_K)
 
 
 @triton.jit
@@ -240,6 +241,6 @@ def any_of(flags, count):
     """Whether one of `count` flags in memory is set."""
     found = 0
     for start in range(0, count, 1024):
-        at = start + tl.arange(0, 1024)
-        found |= tl.max(tl.load(flags + at, mask=at < count, other=0).to(tl.int32), 0)
+        n = start + tl.arange(0, 1024)
+        found |= tl.max(tl.load(flags + n, mask=n < count, other=0).to(tl.int32), 0)
     return found

@@ -19,7 +19,7 @@ from model.ops.log_attention.triton_arguments import (
     head_of,
     heads_of,
     load_state,
-    place_of,
+    program_of,
     state_of,
     store_state,
 )
@@ -27,82 +27,82 @@ from model.ops.log_attention.triton_math import NOTHING, finite
 
 
 @triton.jit
-def exact_forward(x, found, saved, doubtful, counter, P: tl.constexpr):
+def exact_forward(x, outputs, saved, doubtful, counter, P: tl.constexpr):
     """Write log_y of doubtful tiles and, for heads with such tiles, the states before each span and at the end."""
-    at = place_of(P)
+    program = program_of(P)
     N = tl.cdiv(x.T, P.C)
-    doubtful += at.g * (N + 1) * P.BLOCKS
+    doubtful += program.g * (N + 1) * P.BLOCKS
     if any_of(doubtful, (N + 1) * P.BLOCKS) == 0:
         return
-    x, log_y = heads_of(x, at.g, P), head_of(found.log_y, at.g, x.H)
-    state = _state(x.state, at, NOTHING, P)
+    x, log_y = heads_of(x, program.g, P), head_of(outputs.log_y, program.g, x.H)
+    state = _state(x.state, program, NOTHING, P)
 
     repaired = 0
     for n in range(N):
         if saved is not None:
             if n % P.SPAN == 0:
-                store_state(_spans_of(saved, at.g, P), n // P.SPAN, state.s, state.z, at, P)
+                store_state(_spans_of(saved, program.g, P), n // P.SPAN, state.s, state.z, program, P)
         is_doubtful = any_of(doubtful + n * P.BLOCKS, P.BLOCKS)
         repaired += is_doubtful
         for t in range(n * P.C, tl.minimum(n * P.C + P.C, x.T)):
-            state = _after_tokens(state, x, t, t + 1, at, P)
+            state = _after_tokens(state, x, t, t + 1, program, P)
             if is_doubtful:
-                _store(log_y, t, at.e, P.D_V, _log_y(_load(x.q, t, at.d, P.D_K), state))
-    if at.block == 0:
+                _store(log_y, t, program.e, P.D_V, _log_y(_load(x.q, t, program.d, P.D_K), state))
+    if program.block == 0:
         tl.atomic_add(counter, repaired)
-    if found.state is not None:
-        store_state(state_of(found.state, at.g, at.g, P), 0, state.s, state.z, at, P)
+    if outputs.state is not None:
+        store_state(state_of(outputs.state, program.g, program.g, P), 0, state.s, state.z, program, P)
 
 
 @triton.jit
 def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
     """Write all gradients of doubtful heads. The loop carries g, the gradient of the state's logarithm."""
-    at = place_of(P)
+    program = program_of(P)
     N = tl.cdiv(x.T, P.C)
-    if any_of(doubtful + at.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS) == 0:
+    if any_of(doubtful + program.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS) == 0:
         return
-    x, to, g_y = heads_of(x, at.g, P), gradients_of(to, at, P), head_of(g_of.log_y, at.g, x.H)
-    spans = _spans_of(saved, at.g, P)
-    if at.block == 0:
+    x, to, g_y = heads_of(x, program.g, P), gradients_of(to, program, P), head_of(g_of.log_y, program.g, x.H)
+    spans = _spans_of(saved, program.g, P)
+    if program.block == 0:
         tl.atomic_add(counter, N)
 
-    g = _state(state_of(g_of.state, at.g, at.g, P), at, 0.0, P)
-    g = Sums(g.s, tl.where(at.block == 0, g.z, 0.0))
+    g = _state(state_of(g_of.state, program.g, program.g, P), program, 0.0, P)
+    g = Sums(g.s, tl.where(program.block == 0, g.z, 0.0))
 
     for i in range(tl.cdiv(x.T, P.PART)):
         start = (tl.cdiv(x.T, P.PART) - 1 - i) * P.PART
         span = start // (P.SPAN * P.C)
-        at_start = load_state(spans, span, at, NOTHING, P)
-        at_start = _after_tokens(at_start, x, span * P.SPAN * P.C, start, at, P)
+        at_start = load_state(spans, span, program, NOTHING, P)
+        at_start = _after_tokens(at_start, x, span * P.SPAN * P.C, start, program, P)
         for j in range(tl.minimum(P.PART, x.T - start)):
             t = tl.minimum(start + P.PART, x.T) - 1 - j
-            before = _after_tokens(at_start, x, start, t, at, P)
-            after = _after_tokens(before, x, t, t + 1, at, P)
-            g = _store_read(g, g_y, x, t, after, to, at, P)
-            _store_written(g, x, t, after, to, at, P)
+            before = _after_tokens(at_start, x, start, t, program, P)
+            after = _after_tokens(before, x, t, t + 1, program, P)
+            g = _store_read(g, g_y, x, t, after, to, program, P)
+            _store_written(g, x, t, after, to, program, P)
             left = before if x.log_f is None else _left(before, x, t)
             g = Sums(g.s * _share(left.s, after.s), g.z * _share(left.z, after.z))
             if x.log_f is not None:
-                _store(to.log_f, t, at.d, 1, tl.sum(tl.sum(g.s, 1) + g.z, 0))
+                _store(to.log_f, t, program.d, 1, tl.sum(tl.sum(g.s, 1) + g.z, 0))
 
     if to.state is not None:
-        store_state(to.state, 0, g.s, g.z, at, P)
+        store_state(to.state, 0, g.s, g.z, program, P)
 
 
 @triton.jit
 def _load(head, t, column, D: tl.constexpr, fill=NOTHING):
     """Load columns of token t of a head; `fill` beyond its D columns."""
-    token = head.at + t * tl.cast(head.stride, tl.int64)
+    token = head.pointer + t * tl.cast(head.stride, tl.int64)
     return tl.load(token + column, mask=column < D, other=fill).to(tl.float64)
 
 
 @triton.jit
 def _store(head, t, column, D: tl.constexpr, x):
     """Undo `_load`."""
-    if head.at.dtype.element_ty != tl.float64:
+    if head.pointer.dtype.element_ty != tl.float64:
         x = x.to(tl.float32)  # only float32 converts to bfloat16
-    token = head.at + t * tl.cast(head.stride, tl.int64)
-    tl.store(token + column, x.to(head.at.dtype.element_ty), mask=column < D)
+    token = head.pointer + t * tl.cast(head.stride, tl.int64)
+    tl.store(token + column, x.to(head.pointer.dtype.element_ty), mask=column < D)
 
 
 @triton.jit
@@ -113,22 +113,22 @@ def _spans_of(saved, g, P: tl.constexpr):
 
 
 @triton.jit
-def _state(of_head, at, fill, P: tl.constexpr):
+def _state(of_head, program, fill, P: tl.constexpr):
     """The state of a head or its gradient; `fill` without one."""
     if of_head is None:
         return empty(fill, tl.float64, P)
     else:
-        state = load_state(of_head, 0, at, fill, P)
+        state = load_state(of_head, 0, program, fill, P)
         return Sums(state.s.to(tl.float64), state.z.to(tl.float64))
 
 
 @triton.jit
-def _after_tokens(state, x, start, stop, at, P: tl.constexpr):
+def _after_tokens(state, x, start, stop, program, P: tl.constexpr):
     """Return the state after tokens `start` to `stop` of a head, given the state before them."""
     for t in range(start, stop):
         if x.log_f is not None:
             state = _left(state, x, t)
-        k_t, v_t = _load(x.k, t, at.d, P.D_K), _load(x.log_v, t, at.e, P.D_V)
+        k_t, v_t = _load(x.k, t, program.d, P.D_K), _load(x.log_v, t, program.e, P.D_V)
         state = Sums(_logaddexp(state.s, k_t[:, None] + v_t[None, :]), _logaddexp(state.z, k_t))
     return state
 
@@ -136,7 +136,7 @@ def _after_tokens(state, x, start, stop, at, P: tl.constexpr):
 @triton.jit
 def _left(state, x, t):
     """What the gates of token t leave of the state."""
-    f_t = tl.load(x.log_f.at + t * tl.cast(x.log_f.stride, tl.int64)).to(tl.float64)
+    f_t = tl.load(x.log_f.pointer + t * tl.cast(x.log_f.stride, tl.int64)).to(tl.float64)
     return Sums(state.s + f_t, state.z + f_t)
 
 
@@ -166,20 +166,20 @@ def _share(part, whole):
 
 
 @triton.jit
-def _store_read(g, g_y, x, t, state, to, at, P: tl.constexpr):
+def _store_read(g, g_y, x, t, state, to, program, P: tl.constexpr):
     """Store the gradient of query t, and add that of the state that it reads to g."""
-    q_t, g_t = _load(x.q, t, at.d, P.D_K), _load(g_y, t, at.e, P.D_V, 0.0)
+    q_t, g_t = _load(x.q, t, program.d, P.D_K), _load(g_y, t, program.e, P.D_V, 0.0)
     log_S, log_Z = _logsumexp(q_t[:, None] + state.s), _logsumexp(q_t + state.z)
     read = g_t[None, :] * _share(q_t[:, None] + state.s, log_S[None, :])
     read_z = -tl.sum(g_t, 0) * _share(q_t + state.z, log_Z)
-    _store(to.q, t, at.d, P.D_K, tl.sum(read, 1) + read_z)
+    _store(to.q, t, program.d, P.D_K, tl.sum(read, 1) + read_z)
     return Sums(g.s + read, g.z + read_z)
 
 
 @triton.jit
-def _store_written(g, x, t, state, to, at, P: tl.constexpr):
+def _store_written(g, x, t, state, to, program, P: tl.constexpr):
     """Store the gradients of key and value t, given that of the state with them."""
-    k_t, v_t = _load(x.k, t, at.d, P.D_K), _load(x.log_v, t, at.e, P.D_V)
+    k_t, v_t = _load(x.k, t, program.d, P.D_K), _load(x.log_v, t, program.e, P.D_V)
     written, written_z = g.s * _share(k_t[:, None] + v_t[None, :], state.s), g.z * _share(k_t, state.z)
-    _store(to.k, t, at.d, P.D_K, tl.sum(written, 1) + written_z)
-    _store(to.log_v, t, at.e, P.D_V, tl.sum(written, 0))
+    _store(to.k, t, program.d, P.D_K, tl.sum(written, 1) + written_z)
+    _store(to.log_v, t, program.e, P.D_V, tl.sum(written, 0))

@@ -20,7 +20,7 @@ from model.ops.log_attention.triton_arguments import (
     heads_of,
     load_chunk,
     load_state,
-    place_of,
+    program_of,
     state_of,
     store_chunk,
     store_gates,
@@ -63,21 +63,21 @@ class State(NamedTuple):
 
 
 @triton.jit
-def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
+def forward_sweep(x, outputs, saved, doubtful, P: tl.constexpr):
     """Write log_y, the state after, which tiles are doubtful, and if there is `saved` the state before each chunk."""
-    at = place_of(P)
+    program = program_of(P)
     N = tl.cdiv(x.T, P.C)
-    x, log_y = heads_of(x, at.g, P), head_of(found.log_y, at.g, x.H)
-    doubtful += at.g * (N + 1) * P.BLOCKS + at.block
+    x, log_y = heads_of(x, program.g, P), head_of(outputs.log_y, program.g, x.H)
+    doubtful += program.g * (N + 1) * P.BLOCKS + program.block
     if saved is not None:
-        saved = _slots_of(saved, at.g, P)
+        saved = _slots_of(saved, program.g, P)
 
-    M, z, key, value = _first_state(x, at, P)
+    M, z, key, value = _first_state(x, program, P)
     lost = 0
     for n in tl.range(N, num_stages=P.STAGES):
         gates = gates_of(x.log_f, n, x.T, P)
-        k_n = load_chunk(x.k, n, x.T, at.d, NOTHING, P.D_K, P)  # (C, BK)
-        v_n = load_chunk(x.log_v, n, x.T, at.e, NOTHING, P.D_V, P)  # (C, BV)
+        k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
+        v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
         key_before, value_before = key, value
         key = tl.maximum(key, frame_of(tl.max(k_n, 0) * LOG2E, P.OPERAND))
         value = tl.maximum(value, frame_of(tl.max(v_n, 0) * LOG2E, P.OPERAND))
@@ -89,18 +89,18 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
         e_k = exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND)
         e_v = exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND)
         if saved is not None:
-            _save(saved, n, State(M, z, key, value), at, P)
-        e_q = exp_of_queries(load_chunk(x.q, n, x.T, at.d, 0.0, P.D_K, P), key, P)
+            _save(saved, n, State(M, z, key, value), program, P)
+        e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
         _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, between(gates), P)  # (C, BV), (C,)
-        _store_log_y(log_y, sums, z_sums, value, n, x, at, P)
+        _store_log_y(log_y, sums, z_sums, value, n, x, program, P)
         if x.log_f is not None:
             lost |= tl.max((key == LOST).to(tl.int32))  # this chunk and what follows are doubtful
         unsure = lost
-        if _some_doubtful(sums, z_sums, n, x, at, P):
-            k_n = load_chunk(x.k, n, x.T, at.d, NOTHING, P.D_K, P)  # loaded again to save registers
-            v_n = load_chunk(x.log_v, n, x.T, at.e, NOTHING, P.D_V, P)
+        if _some_doubtful(sums, z_sums, n, x, program, P):
+            k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # loaded again to save registers
+            v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)
             terms, z_terms = _visible_terms(k_n, v_n, key_before, value_before, gates, P)
-            unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P)
+            unsure |= _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P)
         tl.store(doubtful + n * P.BLOCKS, unsure)
         to_end = times(e_k, gates.end)
         M = times(M, gates.total) + product(tl.trans(to_end), e_v, P)
@@ -113,32 +113,33 @@ def forward_sweep(x, found, saved, doubtful, P: tl.constexpr):
             M, z, lost = M * decay[:, None], z * decay, lost | hidden
 
     if saved is not None:
-        _save(saved, N, State(M, z, key, value), at, P)
-    if found.state is not None:
+        _save(saved, N, State(M, z, key, value), program, P)
+    if outputs.state is not None:
         seen = (key > NOTHING)[:, None] & (value > NOTHING)[None, :]
         lost |= _largest((seen & is_doubtful(M, P.CERTAIN)).to(tl.int32))
         lost |= tl.max(((key > NOTHING) & is_doubtful(z, P.CERTAIN)).to(tl.int32))
         log_s = log_of_scaled(M, finite(key)[:, None] + finite(value)[None, :])
-        store_state(state_of(found.state, at.g, at.g, P), 0, log_s, log_of_scaled(z, finite(key)), at, P)
+        log_z = log_of_scaled(z, finite(key))
+        store_state(state_of(outputs.state, program.g, program.g, P), 0, log_s, log_z, program, P)
     tl.store(doubtful + N * P.BLOCKS, lost)
 
 
 @triton.jit
 def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
     """Write gradients `to`, from the last chunk to the first: g_M is for the state after a chunk."""
-    at = place_of(P)
+    program = program_of(P)
     N = tl.cdiv(x.T, P.C)
-    if any_of(doubtful + at.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS):
+    if any_of(doubtful + program.g * (N + 1) * P.BLOCKS, (N + 1) * P.BLOCKS):
         return  # exact_backward computes this head
-    x, to, g_y = heads_of(x, at.g, P), gradients_of(to, at, P), head_of(g_of.log_y, at.g, x.H)
-    saved = _slots_of(saved, at.g, P)
+    x, to, g_y = heads_of(x, program.g, P), gradients_of(to, program, P), head_of(g_of.log_y, program.g, x.H)
+    saved = _slots_of(saved, program.g, P)
 
-    M, z, key, value = _saved(saved, N, at, P)
+    M, z, key, value = _saved(saved, N, program, P)
     g_M, g_z = empty(0.0, P.ACC, P)
     if g_of.state is not None:
-        g_s, g_norm = load_state(state_of(g_of.state, at.g, at.g, P), 0, at, 0.0, P)
+        g_s, g_norm = load_state(state_of(g_of.state, program.g, program.g, P), 0, program, 0.0, P)
         g_M = _over(g_s, M.to(P.ACC))
-        if at.block == 0:
+        if program.block == 0:
             g_z = _over(g_norm, z)
 
     for i in tl.range(N, num_stages=P.STAGES):
@@ -146,9 +147,9 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
         gates = gates_of(x.log_f, n, x.T, P)
         if x.log_f is not None:
             g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
-        k_n = load_chunk(x.k, n, x.T, at.d, NOTHING, P.D_K, P)  # (C, BK)
-        v_n = load_chunk(x.log_v, n, x.T, at.e, NOTHING, P.D_V, P)  # (C, BV)
-        M, z, key_n, value_n = _saved(saved, n, at, P)
+        k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
+        v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
+        M, z, key_n, value_n = _saved(saved, n, program, P)
         decay = forgotten(gates, key_n, key, P)  # from the frame of chunk n to that of chunk n + 1
         if x.log_f is None:
             value_decay = power_of_two(value_n - finite(value))  # at most 1
@@ -160,8 +161,8 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
         e_k = exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND)
         e_v = exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND)
         to_end = times(e_k, gates.end)
-        q_n = load_chunk(x.q, n, x.T, at.d, 0.0, P.D_K, P)  # (C, BK)
-        g_n = load_chunk(g_y, n, x.T, at.e, 0.0, P.D_V, P)  # (C, BV)
+        q_n = load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P)  # (C, BK)
+        g_n = load_chunk(g_y, n, x.T, program.e, 0.0, P.D_V, P)  # (C, BV)
         e_q = exp_of_queries(q_n, key, P)
         within = between(gates)
         A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, within, P)
@@ -172,23 +173,23 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
         to_q = product(g_read, tl.trans(M), P) + g_z_read[:, None] * z[None, :]
         to_q += product(g_A, e_k, P)
         g_q = to_q * e_q.to(P.ACC)
-        store_chunk(g_q, to.q, n, x.T, at.d, P.D_K, P)
+        store_chunk(g_q, to.q, n, x.T, program.d, P.D_K, P)
         to_v = product(to_end, g_M, P)  # through later queries, and then the chunk's own
         to_v += product(tl.trans(A), g_sums, P)
-        store_chunk(to_v * e_v.to(P.ACC), to.log_v, n, x.T, at.e, P.D_V, P)
+        store_chunk(to_v * e_v.to(P.ACC), to.log_v, n, x.T, program.e, P.D_V, P)
         to_k = times(product(e_v, tl.trans(g_M), P) + g_z[None, :], gates.end)
         to_k += product(tl.trans(g_A), e_q, P)
         g_k = to_k * e_k.to(P.ACC)
-        store_chunk(g_k, to.k, n, x.T, at.d, P.D_K, P)
+        store_chunk(g_k, to.k, n, x.T, program.d, P.D_K, P)
         if x.log_f is not None:
             store_gates(gates_gradient(g_q - g_k, g_after, gates), to.log_f, n, x.T, P)
         g_M = times(g_M, gates.total) + product(tl.trans(e_q), g_read, P)
         g_z = times(g_z, gates.total) + tl.sum(e_q.to(P.ACC) * g_z_read[:, None], 0)
 
     if x.state is not None:
-        s, norm = load_state(x.state, 0, at, NOTHING, P)
+        s, norm = load_state(x.state, 0, program, NOTHING, P)
         g_s = g_M * exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
-        store_state(to.state, 0, g_s, g_z * exp_measured(norm, finite(key), P.ACC), at, P)
+        store_state(to.state, 0, g_s, g_z * exp_measured(norm, finite(key), P.ACC), program, P)
 
 
 @triton.jit
@@ -209,13 +210,13 @@ def _causal_sums(e_q, e_k, e_v, M, z, gates, within, P: tl.constexpr):
 
 
 @triton.jit
-def _first_state(x, at, P: tl.constexpr):
+def _first_state(x, program, P: tl.constexpr):
     """Return the state before the first token."""
     if x.state is None:
         M, z = empty(0.0, P.ACC, P)
-        key, value = tl.full(at.d.shape, NOTHING, P.ACC), tl.full(at.e.shape, NOTHING, P.ACC)
+        key, value = tl.full(program.d.shape, NOTHING, P.ACC), tl.full(program.e.shape, NOTHING, P.ACC)
     else:
-        s, z = load_state(x.state, 0, at, NOTHING, P)
+        s, z = load_state(x.state, 0, program, NOTHING, P)
         key, value = frame_of(z * LOG2E, P.OPERAND), frame_of(tl.max(s - finite(z)[:, None], 0) * LOG2E, P.OPERAND)
         M = exp_measured(s, finite(key)[:, None] + finite(value)[None, :], P.ACC)
         z = exp_measured(z, finite(key), P.ACC)
@@ -231,33 +232,33 @@ def _slots_of(saved, g, P: tl.constexpr):
 
 
 @triton.jit
-def _save(saved, n, state, at, P: tl.constexpr):
+def _save(saved, n, state, program, P: tl.constexpr):
     """Store a state in slot n."""
-    store_state(saved.state, n, state.M, state.z, at, P)
-    tl.store(saved.key + n * P.D_K + at.d, state.key, mask=at.d < P.D_K)
-    tl.store(saved.value + n * P.D_V + at.e, state.value, mask=at.e < P.D_V)
+    store_state(saved.state, n, state.M, state.z, program, P)
+    tl.store(saved.key + n * P.D_K + program.d, state.key, mask=program.d < P.D_K)
+    tl.store(saved.value + n * P.D_V + program.e, state.value, mask=program.e < P.D_V)
 
 
 @triton.jit
-def _saved(saved, n, at, P: tl.constexpr):
+def _saved(saved, n, program, P: tl.constexpr):
     """Undo `_save`."""
-    M, z = load_state(saved.state, n, at, 0.0, P)
-    key = tl.load(saved.key + n * P.D_K + at.d, mask=at.d < P.D_K, other=NOTHING)
-    return State(M, z, key, tl.load(saved.value + n * P.D_V + at.e, mask=at.e < P.D_V, other=NOTHING))
+    M, z = load_state(saved.state, n, program, 0.0, P)
+    key = tl.load(saved.key + n * P.D_K + program.d, mask=program.d < P.D_K, other=NOTHING)
+    return State(M, z, key, tl.load(saved.value + n * P.D_V + program.e, mask=program.e < P.D_V, other=NOTHING))
 
 
 @triton.jit
-def _store_log_y(log_y, sums, z_sums, value, n, x, at, P: tl.constexpr):
+def _store_log_y(log_y, sums, z_sums, value, n, x, program, P: tl.constexpr):
     y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
-    store_chunk(y, log_y, n, x.T, at.e, P.D_V, P)
+    store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
 
 
 @triton.jit
-def _some_doubtful(sums, z_sums, n, x, at, P: tl.constexpr):
+def _some_doubtful(sums, z_sums, n, x, program, P: tl.constexpr):
     """Whether any sum of the tile is doubtful, including empty sums."""
     small = is_doubtful(sums, P.CERTAIN)
     if P.D_V % P.BV != 0:
-        small &= (at.e < P.D_V)[None, :]
+        small &= (program.e < P.D_V)[None, :]
     small = tl.max(small.to(tl.int32), 1) | is_doubtful(z_sums, P.CERTAIN).to(tl.int32)  # (C,)
     return _largest(tl.where(n * P.C + tl.arange(0, P.C) < x.T, small, 0)) > 0
 
@@ -297,9 +298,9 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
 
 
 @triton.jit
-def _lacks_something(sums, z_sums, terms, z_terms, n, x, at, P: tl.constexpr):
+def _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P: tl.constexpr):
     """Whether a sum with terms is doubtful. An empty sum is 0, and certain."""
-    real = (n * P.C + tl.arange(0, P.C) < x.T)[:, None] & (at.e < P.D_V)[None, :]
+    real = (n * P.C + tl.arange(0, P.C) < x.T)[:, None] & (program.e < P.D_V)[None, :]
     small = is_doubtful(sums, P.CERTAIN) & terms
     small |= (is_doubtful(z_sums, P.CERTAIN) & z_terms)[:, None]
     return _largest((small & real).to(tl.int32))
