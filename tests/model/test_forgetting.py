@@ -3,6 +3,7 @@
 Random inputs of all kinds, with gates of all kinds, are in test_log_attention_fuzz.py.
 """
 
+import itertools
 import math
 
 import pytest
@@ -34,8 +35,13 @@ def by_pairs(q, k, log_v, log_f):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("T", [1, 2, 31, 63, 64, 65, 130, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("backend", "T"),
+    [
+        *itertools.product(["naive", "chunked"], [1, 2, 63, 64, 65, 130]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("chunked", 1000), ("triton", 1), ("triton", 130)]),
+    ],
+)
 def test_equals_the_definition_over_pairs_with_all_gradients(backend, T):
     leaves = inputs(T, H=3 if T < 63 else 1)
     g = torch.randn(leaves[2].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -82,13 +88,15 @@ def test_nothing_flows_back_across_a_reset(backend):
     assert torch.autograd.grad(log_attention(*leaves, backend=backend).sum(), leaves[3])[0][:, :, 25].eq(0).all()
 
 
-def test_states_merge_associatively():
+@pytest.mark.parametrize("gates", [True, False])
+def test_states_merge_associatively(gates):
     tensors = [x.detach() for x in inputs(90)]
+    tensors[3] *= gates
     cuts = [(0, 20), (20, 61), (61, 90)]
     (_, a), (_, b), (_, c) = (log_attention(*(x[:, :, i:j] for x in tensors), return_state=True) for i, j in cuts)
     of_b, of_c, of_bc = (tensors[3][:, :, i : 90 if j == 90 else j].sum(2) for i, j in [(20, 61), (61, 90), (20, 90)])
     left = merge_states(merge_states(a, b, of_b), c, of_c)
-    right = merge_states(a, merge_states(b, c, of_c), of_bc)
+    right = merge_states(a, merge_states(b, c, of_c), of_bc if gates else None)
     _, whole = log_attention(*tensors, return_state=True)
     torch.testing.assert_close(tuple(left), tuple(right), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(tuple(left), tuple(whole), rtol=1e-12, atol=1e-12)

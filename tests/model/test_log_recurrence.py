@@ -63,7 +63,7 @@ def results(recurrence, leaves):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("T", "D"), [(1, 3), (2, 3), (31, 1), (32, 3), (33, 35), (63, 3), (64, 3), (65, 3), (1000, 3)])
+@pytest.mark.parametrize(("T", "D"), [(1, 3), (2, 1), (32, 3), (33, 35), (64, 3), (200, 3)])
 def test_equals_the_definition_with_state_and_all_gradients(recurrence, T, D):
     leaves = inputs(T, D)
     assert_all_close(results(recurrence, leaves), results(naive_log_recurrence, leaves))
@@ -75,7 +75,7 @@ def test_the_interpreter_scans_as_the_tests_do():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 2, 33, 70, 500])
+@pytest.mark.parametrize("T", [1, 2, 33, 70])
 def test_a_token_that_keeps_nothing_forgets_all_before(recurrence, T):
     """log_p = -inf, at borders of chunks too: as the definition, and as if the text began there with s = -inf."""
     leaves = inputs(T)

@@ -176,9 +176,9 @@ def test_flex_attention_has_the_same_masks(name, T, monkeypatch):
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("pattern", [CAUSAL, window(40), window(150, 1), strided(48)], ids=str)
-@pytest.mark.parametrize("T", [1, 128, 700])
+@pytest.mark.parametrize("T", [1, 128, 400])
 def test_flex_attention_keeps_documents_apart(pattern, T, monkeypatch):
-    """Uncompiled, forward only, as above: documents of 1 to 500 tokens, some of which end with a block."""
+    """Uncompiled, forward only, as above: documents of 1 to 200 tokens, some of which end with a block."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.BlockMask))
     q, k, v = (x.detach() for x in inputs(T, B=3, D=16, dtype=torch.float32)[:3])

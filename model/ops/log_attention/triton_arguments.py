@@ -59,7 +59,7 @@ class Constants(NamedTuple):
 class Tokens(NamedTuple):
     """A tensor (B, H, T, D)."""
 
-    at: Any
+    pointer: Any
     strides: tuple[int, ...]
     """Of B, H and T; that of D is 1."""
 
@@ -67,7 +67,7 @@ class Tokens(NamedTuple):
 class Rows(NamedTuple):
     """A head of a tensor (B, H, T, D)."""
 
-    at: Any
+    pointer: Any
     stride: Any
     """From a token to the next."""
 
