@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiled_attention import tiled_attention
 from torch.autograd import forward_ad
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad, jvp, vmap
 from torch.nn.functional import cross_entropy, glu, linear, scaled_dot_product_attention
 
 from model.attention.log_space import LogSpaceConfig
@@ -110,22 +110,6 @@ def by_forward_mode(f, inputs, tangents):
         return forward_ad.unpack_dual(y).tangent
 
 
-def by_forward_mode_without_a_graph(f, inputs, tangents):
-    with torch.no_grad():
-        return by_forward_mode(f, inputs, tangents)
-
-
-def by_forward_mode_of_leaves(f, inputs, tangents):
-    return by_forward_mode(f, [x.clone().requires_grad_() for x in inputs], tangents)
-
-
-def by_forward_mode_in_vmap(f, inputs, tangents):
-    with forward_ad.dual_level():
-        duals = map(forward_ad.make_dual, inputs, tangents)
-        y = vmap(lambda *a: f(*a))(*(x.unsqueeze(0) for x in duals))
-        return forward_ad.unpack_dual(y).tangent
-
-
 def by_jvp(f, inputs, tangents):
     return jvp(f, tuple(inputs), tuple(tangents))[1]
 
@@ -137,20 +121,12 @@ def by_jvp_outside_of_jvp(f, inputs, tangents):
     return jvp(outer, tuple(inputs), tuple(tangents))[1]
 
 
-def by_vjp(f, inputs, tangents):
-    return torch.stack([g.sum() for g in vjp(lambda *a: f(*a).sin().sum(), *inputs)[1](tangents[0].new_ones(()))])
-
-
 def by_grad(f, inputs, tangents):
     return grad(lambda x: f(x, *inputs[1:]).sin().sum())(inputs[0])
 
 
 def by_grad_in_vmap(f, inputs, tangents):
     return vmap(grad(lambda x: f(x, *inputs[1:]).sin().sum()))(torch.stack(inputs[:1]))
-
-
-def by_forward_mode_of_grad(f, inputs, tangents):
-    return jvp(lambda x: by_grad(f, [x, *inputs[1:]], None), (inputs[0],), (tangents[0],))[1]
 
 
 def twice(f, inputs, tangents, weigh=lambda y: y.sin()):
@@ -171,15 +147,10 @@ def twice_of_a_sum(f, inputs, tangents):
     "derivative",
     [
         by_forward_mode,
-        by_forward_mode_without_a_graph,
-        by_forward_mode_of_leaves,
-        by_forward_mode_in_vmap,
         by_jvp,
         by_jvp_outside_of_jvp,
-        by_vjp,
         by_grad,
         by_grad_in_vmap,
-        by_forward_mode_of_grad,
         twice,
         twice_of_a_sum,
     ],
