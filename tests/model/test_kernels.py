@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from common.console import say_once
-from model.ops import compiling, linear_cross_entropy
+from model.ops import compiling
 from model.ops import log_attention as operator
-from model.ops.kernels import _fastest_on_gpu, why_not_triton
+from model.ops.kernels import _fastest_on_gpu
 from model.ops.linear_cross_entropy import summed_loss
 from model.ops.log_attention import log_attention
 from model.ops.log_recurrence import log_recurrence
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOWER = "the loss uses chunked, which is slower: triton"
 FORMS = "chunked", "triton"
 OPERATORS = {
     "summed_loss": lambda **options: summed_loss(
@@ -38,23 +37,6 @@ def gpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     say_once.cache_clear()
     return facts
-
-
-@pytest.mark.parametrize(
-    ("major", "failure", "backend", "line"),
-    [
-        (8, None, "triton", "the loss uses triton"),
-        (8, "failed a check: it is wrong", "chunked", f"{SLOWER} failed a check: it is wrong"),
-        (7, None, "chunked", f"{SLOWER} needs a GPU of compute capability"),
-    ],
-)
-def test_auto_takes_kernels_on_gpus_that_pass_their_check(gpu, monkeypatch, capsys, major, failure, backend, line):
-    gpu.major = major
-    monkeypatch.setattr("model.ops.checks.failed_check", lambda *given, **more: failure)
-    arguments = "the loss", *FORMS, linear_cross_entropy._check, why_not_triton, 0, (torch.bfloat16, 8)
-    assert [_fastest_on_gpu(*arguments) for _ in range(2)] == [backend] * 2
-    (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith(line)
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,9 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
     if len(kinds) == 1:
         return _attend(form, q, k, v, kinds[0])
     heads = [[h for h, pattern in enumerate(patterns) if pattern == kind] for kind in kinds]
-    parts = [_attend(form, q[:, hs], k[:, hs], v[:, hs], kind) for hs, kind in zip(heads, kinds, strict=True)]
+    results = [_attend(form, q[:, hs], k[:, hs], v[:, hs], kind) for hs, kind in zip(heads, kinds, strict=True)]
     order = torch.tensor([h for hs in heads for h in hs], device=q.device).argsort()
-    return torch.cat(parts, dim=1)[:, order]
+    return torch.cat(results, dim=1)[:, order]
 
 
 def document_attention(
@@ -87,24 +87,10 @@ def document_attention(
         scale: what scores are multiplied by; None: 1 / sqrt(D).
     """
     q, k, v = as_autocast(q, k, v)
-    if q.is_cuda and q.dtype.itemsize == 2 and len({*patterns}) == 1 and is_by_distance(patterns[0]):
-        return _document_attention_on_gpu(q, k, v, patterns[0], starts, scale)
-    return _masked_by_documents(q, k, v, patterns, starts, scale)
-
-
-@disable  # as above
-def _document_attention_on_gpu(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor, scale: float | None
-) -> Tensor:
-    if _form(q) != "flex":
-        return _masked_by_documents(q, k, v, [pattern], starts, scale)
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return _by_flex_attention(q, k, v, pattern, starts, scale)
-
-
-def _masked_by_documents(
-    q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], starts: Tensor, scale: float | None
-) -> Tensor:
+    alike = len({*patterns}) == 1 and is_by_distance(patterns[0])
+    if alike and q.is_cuda and q.dtype.itemsize == 2 and _form(q) == "flex":
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        return _by_flex_attention(q, k, v, patterns[0], starts, scale)
     mask = document_pattern_mask(patterns, starts)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
 
@@ -215,6 +201,7 @@ class _Joined(torch.autograd.Function):
         return tuple(gradients)
 
 
+@disable  # as above
 def _by_flex_attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
