@@ -18,6 +18,7 @@ from cli.help import help_of, with_comments
 from cli.options import refuse_misplaced
 from cli.resume import compose_training
 from cli.sweep import Command, run_sweep
+from common import exits
 from common.command import refuse_flag, reported
 from common.interrupts import allow_cleanup
 from common.settings import UserError, decode
@@ -55,8 +56,12 @@ def command(
         allow_cleanup()
         return function(decoded)
 
-    if status := reported(lambda: _run(config_name, work, texts, debug), debug, when_interrupted):
-        sys.exit(status)
+    try:
+        status = reported(lambda: _run(config_name, work, texts, debug), debug, when_interrupted)
+    except SystemExit as stopped:
+        exits.leave(stopped.code)
+    if status or exits.at_once:
+        exits.leave(status)
 
 
 def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> None:

@@ -1,4 +1,23 @@
-"""Exit statuses of train.py besides 0 (done), 1 (an error that a person must fix) and 128 + n (killed by signal n)."""
+"""How a command ends.
+
+Exit statuses of train.py besides 0 (done), 1 (an error that a person must fix) and 128 + n (killed by signal n).
+"""
+
+import os
+import sys
+from typing import NoReturn
 
 AGAIN = 75
 """Stopped; only the steps since the last checkpoint are lost. Run the same command again (EX_TEMPFAIL)."""
+
+at_once = False
+"""Whether Python must not wait at its end for what other packages have started, because that may never end."""
+
+
+def leave(status: int | str | None) -> NoReturn:
+    """End this process, as sys.exit does."""
+    if at_once:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else int(status is not None))
+    sys.exit(status)

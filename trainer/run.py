@@ -34,7 +34,7 @@ from trainer.run_dir import write_config
 from trainer.runtime import Runtime, device_name, peak_flops
 from trainer.signals import StopSignals
 from trainer.step import Abandoned, MicroBatches, train_step
-from trainer.trackers import Trackers
+from trainer.trackers import open_trackers
 from trainer.transfer import ratios
 
 _FLOPS_OF_A_CORE = 5e10  # in a second, of a fast core in float32
@@ -269,7 +269,8 @@ class Run:
         if self.world.is_main:
             self.log.write(line)
             self.curves.add(line)
-            self.trackers.log(line)
+            for tracker in self.trackers:
+                tracker.log(line)
 
     def save(self) -> None:
         """Write a checkpoint in the background, and delete those that need not be kept."""
@@ -303,13 +304,17 @@ class Run:
             self.world.leave(error)
             self.saver.wait()
             if self.world.is_main:
-                self.trackers.finish()
+                self._finish_trackers()
                 with contextlib.suppress(OSError):  # a warning was printed, and `error` matters more
                     self.log.close()
             raise
         if self.world.is_main:
-            self.trackers.finish()
+            self._finish_trackers()
             self.log.close()
+
+    def _finish_trackers(self) -> None:
+        for tracker in self.trackers:
+            tracker.finish()
 
     def _open_log(self) -> None:
         """Write config.json, open metrics and trackers, and say what will be trained."""
@@ -324,7 +329,7 @@ class Run:
         write_config(run_dir / "config.json", dumped, self.world, found, resumed=self.step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=self.step)
         self.curves = curves_of(read_metrics(self.log.path))
-        self.trackers = Trackers(config.tracker, self.state.run_id, run_dir, dumped, resumed_at=self.step)
+        self.trackers = open_trackers(config.tracker, self.state.run_id, run_dir, dumped, resumed_at=self.step)
         self._announce()
 
     def _announce(self) -> None:

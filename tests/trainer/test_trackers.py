@@ -1,0 +1,261 @@
+"""Trackers that fail, hang or lag behind cost a run one warning."""
+
+import contextlib
+import errno
+import importlib
+import os
+import sys
+import threading
+import types
+
+import pytest
+import ranks
+
+from common import exits
+from trainer import metrics
+from trainer.loop import fit
+from trainer.trackers import Tracker
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+WANDB = {"tracker": {"wandb": {"every": 1, "finish_seconds": 60.0}}}
+
+
+@pytest.fixture(autouse=True)
+def ends_as_usual(monkeypatch):
+    """A tracker that fails says how its command must end; that is not how the tests' process ends."""
+    monkeypatch.setattr(exits, "at_once", False)
+
+
+def read_metrics(path):
+    return list(metrics.read_metrics(path))
+
+
+def steps(path):
+    return [line["step"] for line in read_metrics(path)]
+
+
+class FakeWandb(types.ModuleType):
+    """A wandb, and its run, that record what they are given, and fail or hang in one function."""
+
+    url = None
+
+    def __init__(self, fail=None, hang=None):
+        super().__init__("wandb")
+        self.calls, self.fail, self.hang = [], fail, hang
+
+    def _act(self, what, given):
+        self.calls.append((what, given))
+        if self.fail == what:
+            raise ConnectionError(f"no {what} today\n  (nor tomorrow)")
+        if self.hang == what:
+            threading.Event().wait()
+
+    def init(self, **settings):
+        self._act("init", settings)
+        return self
+
+    def define_metric(self, name, step_metric=None):
+        self._act("define_metric", name)
+
+    def log(self, line):
+        self._act("log", line)
+
+    def finish(self):
+        self._act("finish", None)
+
+    def given(self, name):
+        """What the calls of a function were given."""
+        return [given for what, given in self.calls if what == name]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Puts a fake wandb in place of the real one; fail="init" or hang="log" say what goes wrong where."""
+
+    def install(**behaviour):
+        fake = FakeWandb(**behaviour)
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        return fake
+
+    return install
+
+
+def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb):
+    fake = wandb()
+    fit(tiny(WANDB | {"stop_at": 4}))
+    fit(tiny({"tracker": {"wandb": {"every": 1, "mode": "offline", "run_name": "n"}}}))
+    assert fake.given("log") == read_metrics(tiny().run_dir / "metrics.jsonl")
+    assert len(fake.given("finish")) == 2
+    first, second = fake.given("init")
+    assert first["id"] == second["id"]
+    assert (first["resume"], first["dir"]) == ("allow", str(tiny().run_dir))
+    assert (first["project"], first["name"], first["mode"]) == ("log-gpt", "run", "online")
+    assert (second["name"], second["mode"]) == ("n", "offline")
+    assert first["config"] == tiny(WANDB | {"stop_at": 4}).model_dump(mode="json")
+    assert not exits.at_once
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        *({"fail": what} for what in ("init", "define_metric", "log", "finish")),
+        *({"hang": what} for what in ("init", "log", "finish")),
+    ],
+    ids=lambda behaviour: "-".join(*behaviour.items()),
+)
+def test_training_goes_on_whatever_wandb_does(tiny, wandb, capfd, behaviour):
+    wandb(**behaviour)
+    fit(tiny(WANDB | {"tracker.wandb.finish_seconds": 0.2 if "hang" in behaviour else 60.0}))
+    assert [line["step"] for line in read_metrics(tiny().run_dir / "metrics.jsonl") if "loss" in line] == [*range(1, 7)]
+    err = capfd.readouterr().err
+    assert err.count("warning:") == err.count("wandb failed") == 1
+    ((what, where),) = behaviour.items()
+    failed = f"(ConnectionError: no {where} today (nor tomorrow))"
+    assert (failed if what == "fail" else "did not finish within 0.2 seconds") in err
+    assert exits.at_once, "Python's end must not wait for it"
+
+
+def test_wandb_that_is_not_installed_is_one_warning(tiny, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    fit(tiny(WANDB))
+    err = capfd.readouterr().err
+    assert err.count("wandb failed (ModuleNotFoundError: ") == err.count("warning") == 1
+
+
+def test_a_library_that_does_not_keep_up_loses_lines_and_not_time(capsys):
+    @contextlib.contextmanager
+    def hanging():
+        threading.Event().wait()
+        yield print
+
+    tracker = Tracker("wandb", 1, 60.0, hanging())
+    for step in range(20_000):  # more than wait for it
+        tracker.log({"step": step})
+    tracker.finish()
+    err = capsys.readouterr().err
+    assert err.count("it does not keep up") == err.count("warning") == 1
+
+
+def test_an_error_that_ends_training_still_finishes_wandb(tiny, wandb, monkeypatch):
+    fake = wandb()
+    monkeypatch.setattr("trainer.run.Run.save", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fit(tiny(WANDB))
+    assert (len(fake.given("log")), len(fake.given("finish"))) == (2, 1)
+
+
+def test_a_command_with_a_library_that_hangs_ends_with_its_status(tiny_args, tmp_path):
+    program = """
+import runpy, sys, threading, types
+fake = types.ModuleType("wandb")
+fake.init = lambda **_: threading.Event().wait()
+sys.modules["wandb"] = fake
+threading.Thread(target=threading.Event().wait).start()  # as wandb's, which Python waits for
+runpy.run_path("train.py", run_name="__main__")
+"""
+    hurried = [*tiny_args, "tracker=wandb", "tracker.wandb.finish_seconds=0.1"]
+    for options, status in (["max_steps=2"], 0), (["optim.max_lr=1e29"], 1):
+        with ranks.started(1, "-c", program, *hurried, *options, f"run_dir={tmp_path / str(status)}") as (process,):
+            (result,) = ranks.finish(process, seconds=60)
+        assert result.status == status, result.err
+        assert result.err.count("wandb failed (it did not finish within 0.1 seconds)") == 1
+
+
+class FakeWriter:
+    """In place of torch's SummaryWriter."""
+
+    made = ()
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def __init__(self, folder, purge_step):
+        FakeWriter.made += (self,)
+        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False
+
+    def add_scalar(self, key, value, step):
+        if key == "lr" and step == 5:
+            raise self.error
+        self.scalars.append((step, key, value))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    """Puts a fake TensorBoard in place of the real one, and returns a function that gives the writers so far."""
+    monkeypatch.setattr(FakeWriter, "made", ())
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FakeWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return lambda: FakeWriter.made
+
+
+def test_trackers_at_once_each_get_some_lines_and_metrics_jsonl_has_every_step(tiny, wandb, writers, capsys):
+    fake = wandb()
+    both = {"tracker": {"wandb": {"every": 3}, "tensorboard": {"every": 2}}}
+    fit(tiny(both | {"stop_at": 4}))
+    lines = read_metrics(tiny().run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4]
+    assert fake.given("log") == lines[2:4]
+    (writer,) = writers()
+    figures = [line for line in lines if line["step"] in (2, 4) or "val_loss" in line]
+    expected = [(line["step"], k, v) for line in figures for k, v in line.items() if k != "step" and v is not None]
+    assert writer.scalars == expected
+    assert (writer.folder, writer.purge_step, writer.closed) == (str(tiny().run_dir / "tensorboard"), 1, True)
+    fit(tiny(both))
+    assert writers()[1].purge_step == 5
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [FakeWriter.error, RuntimeError("its thread\nhas ended")])
+def test_an_error_of_tensorboard_is_one_warning(tiny, writers, capsys, monkeypatch, error):
+    monkeypatch.setattr(FakeWriter, "error", error)
+    fit(tiny({"tracker": {"tensorboard": {"every": 1}}}))
+    assert capsys.readouterr().err.count("tensorboard failed") == 1
+    assert max(step for step, *_ in writers()[0].scalars) == 5
+    assert steps(tiny().run_dir / "metrics.jsonl") == [1, 2, 3, 3, 4, 5, 6, 6]
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(command, tiny_args, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    real = importlib.import_module
+
+    def without(name, package=None):
+        if name == "tensorboard":
+            raise ModuleNotFoundError("No module named 'tensorboard'", name="tensorboard")
+        return real(name, package)
+
+    monkeypatch.setattr("importlib.import_module", without)
+    result = command("train", *tiny_args, "tracker=[local,tensorboard]")
+    assert result.err == "error: tensorboard is not installed: pip install -e '.[tensorboard]'\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_real_tensorboard(tiny):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fit(tiny({"tracker": {"tensorboard": {"every": 1}}}))
+    events = EventAccumulator(str(tiny().run_dir / "tensorboard")).Reload()
+    stored = {(key, event.step): event.value for key in events.Tags()["scalars"] for event in events.Scalars(key)}
+    for line in read_metrics(tiny().run_dir / "metrics.jsonl"):
+        for key in line.keys() & {"loss", "val_loss", "lr"}:
+            assert stored[key, line["step"]] == pytest.approx(line[key], rel=1e-6)  # it stores float32
+
+
+@pytest.mark.slow
+def test_the_real_wandb_offline(run_process, tiny_args, tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    (result,) = run_process(
+        ["train.py", *tiny_args, "tracker=wandb", "tracker.wandb.mode=offline", "tracker.wandb.every=1"]
+    )
+    assert result.status == 0, result.err
+    assert "wandb failed" not in result.err
+    (stored,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    content = stored.read_bytes()
+    for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert repr(line.get("loss", line.get("val_loss"))).encode() in content, line
+    assert steps(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 3, 4, 5, 6, 6]
