@@ -1,11 +1,23 @@
 """A run whose steps a test takes itself."""
 
+from trainer import loop, start
 from trainer.distributed import World
-from trainer.run import Run
 from trainer.runtime import open_runtime
+
+
+class Run(start.Run):
+    """A run with its steps as methods."""
+
+    def share(self, step):
+        """This process's micro-batches of a step, counted from 0."""
+        return loop.local_micro_batches(self, step)
+
+    def train_step(self):
+        """Take the next step; returns its line."""
+        return loop.take_step(self, self.share(self.state.step), lambda: False)[0]
 
 
 def open_run(config, size=1):
     """The run in a world of so many processes, of which only this one is there."""
     runtime = open_runtime(config.runtime)
-    return Run(config, runtime, World(runtime.device, size=size))
+    return Run(**vars(start.open_run(config, runtime, World(runtime.device, size=size))))

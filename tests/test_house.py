@@ -208,7 +208,7 @@ def test_the_walk_sees_imports():
     assert imports(Path("trainer/trackers.py"), "wandb")
     assert imports(Path("cli/command.py"), "hydra")
     assert imports(Path("train.py"), "trainer.loop.fit")
-    assert imports(Path("trainer/run.py"), "data.loader")
+    assert imports(Path("trainer/start.py"), "data.loader")
     assert imports(Path("inference/load.py"), "trainer.checkpoint")
     assert imports(Path("data/prepare/dataset.py"), "data.prepare.finish")
     assert len(FILES) > 30

@@ -1,20 +1,40 @@
-"""The training loop."""
+"""Training, from top to bottom: open the run, then for each step read, train, log, evaluate and save."""
 
 import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from common.console import count, say
+import torch
+
+from common.console import count, say, warn
 from common.exits import AGAIN
 from common.files import make_directory
-from trainer.checkpoint import newest, retain
+from common.settings import UserError
+from data.prefetch import Prefetch
+from trainer.bad_steps import first_not_finite, in_a_row, why_bad
+from trainer.checkpoint import Saver, newest
 from trainer.config import TrainConfig
-from trainer.distributed import join_world
+from trainer.curves import RunCurves, curves_of
+from trainer.distributed import World, join_world
+from trainer.losses import evaluate
+from trainer.metrics import MetricsLog, read_metrics
+from trainer.micro_batch import explained_memory
+from trainer.plot import draw_losses
 from trainer.progress import TrainingProgress
 from trainer.resume import open_source
-from trainer.run import Run, open_data
-from trainer.run_dir import check_folder, own_run, say_changes
-from trainer.runtime import open_runtime
+from trainer.run_dir import check_folder, own_run, say_changes, write_config
+from trainer.runtime import Runtime, open_runtime, peak_flops
 from trainer.signals import StopSignals
-from trainer.step import Abandoned
+from trainer.start import Run, open_data, open_run, sequences_of
+from trainer.step import MicroBatches, train_step
+from trainer.trackers import Tracker, open_trackers
+from trainer.transfer import ratios
+
+_FLOPS_OF_A_CORE = 5e10  # in a second, of a fast core in float32
+_LONG_STEP = 120  # seconds
+_USUAL_PARAMETERS = 125e6  # of the model that the default learning rate is for
 
 
 def fit(config: TrainConfig) -> float | None:
@@ -39,7 +59,7 @@ def fit(config: TrainConfig) -> float | None:
     ):
         runtime.announce()
         # No variable here may hold the run: its model must be freed before the world ends (see join_world).
-        return _train(Run(config, runtime, world, signals), config)
+        return train(config, runtime, world, signals)
 
 
 def check(config: TrainConfig) -> None:
@@ -50,47 +70,258 @@ def check(config: TrainConfig) -> None:
         open_source(config.init_from, config.model, tokenizer)
 
 
-def _train(run: Run, config: TrainConfig) -> float | None:
-    # A killed save may have left this undone. If newer checkpoints are damaged, they stay: a disk may recover.
-    if run.world.is_main and run.checkpoint is not None and not run.checkpoint.damaged:
-        retain(config.run_dir, run.state, config.checkpoint)
-    if run.step >= config.last_step:
-        if run.world.is_main:
-            line = "{key}={new} was given, but this run was trained with {old}"
-            say_changes(config.run_dir / "config.json", config.model_dump(mode="json"), line, {})
-        more = f"max_steps above {run.step}"
-        if run.step < config.max_steps:
-            more = f"stop_at above {run.step}, or leave it out"
-        say(f"{config.run_dir} is already at step {run.step}: nothing to train. To go on, give a {more}")
+def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSignals) -> float | None:
+    """Train in a run directory that this process owns: see `fit`."""
+    run = open_run(config, runtime, world)  # as after its newest checkpoint, or new
+    if run.state.step >= config.last_step:
+        _say_that_nothing_is_left(run)
         return run.state.best_val_loss
-    if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:
-        asked = f"schedule.warmup_steps={config.schedule.warmup_steps} does not fit in max_steps={config.max_steps}"
-        say(f"{asked}: the learning rate rises for {count(warmup, 'step')}")
-    with run.open_files():
-        _train_on(run, config)
-        run.draw()
-    if run.step < config.last_step:
-        say(f"{run.stopped_by}: step {run.step} of {config.max_steps} is saved, and the same command resumes from it")
+    steps, stopped = range(run.state.step, config.last_step), False
+    with (
+        _open_files(run) as (records, saver),
+        Prefetch(local_micro_batches(run, step) for step in steps) as batches,
+        TrainingProgress(config.last_step, run.state.step, records.curves) as progress,
+    ):
+        while run.state.step < config.last_step and not stopped:
+            saver.check()
+            started = time.perf_counter()
+            world.at(f"step {run.state.step + 1}: data")
+            micro_batches = next(batches)
+            taken = take_step(run, micro_batches, asked_to_stop=lambda: signals.received is not None)
+            if taken is None:  # asked to stop within the step: the run is as it was before it
+                saver.wait()
+                if saver.saved_step != run.state.step:
+                    _save(run, saver)
+                break
+            line, stopped = taken
+            if "loss" in line:
+                line |= _speed(run, time.perf_counter() - started)
+            records.write(line)
+            progress.take(line)
+            improved = _due(run, config.eval.every) and _evaluate(run, records)
+            if improved or _due(run, config.checkpoint.every) or stopped or run.state.step == config.last_step:
+                _save(run, saver)
+        records.draw()
+    done = f"step {run.state.step} of {config.max_steps}"
+    if run.state.step < config.last_step:
+        own = signals.received
+        why = "another process was asked to stop" if own is None else f"stopped by {own.name}"
+        say(f"{why}: {done} is saved, and the same command resumes from it")
         raise SystemExit(AGAIN)
-    run_dir = config.run_dir
-    say(f"step {run.step} of {config.max_steps} saved in {run_dir}; loss curve: {run_dir / 'loss.png'}")
+    say(f"{done} saved in {config.run_dir}; loss curve: {config.run_dir / 'loss.png'}")
     return run.state.best_val_loss
 
 
-def _train_on(run: Run, config: TrainConfig) -> None:
-    """Train to the end of the run, or until a signal stops it, and save the last step."""
-    with run.reading_ahead(), TrainingProgress(config.tokens, config.last_step, run.step, run.curves) as progress:
-        while not run.ended:
-            run.saver.check()
-            try:
-                line = run.train_step()
-            except Abandoned:
-                run.saver.wait()
-                if run.saver.saved_step != run.step:
-                    run.save()
-                return
-            run.write(line)
-            progress.take(line)
-            improved = run.due(config.eval.every) and run.evaluate()
-            if improved or run.due(config.checkpoint.every) or run.ended:
-                run.save()
+def local_micro_batches(run: Run, step: int) -> MicroBatches:
+    """This process's part of the global batch of a step, in pinned memory if a GPU reads it."""
+    group = run.group
+    first, stop = sequences_of(group.index, group.count, run.config.batch_size)
+    whole = map(torch.from_numpy, run.batches.batch(step, first, stop))
+    own = [ids.chunk(group.size, dim=1)[group.place] for ids in whole]
+    if run.world.device.type == "cuda":
+        own = [ids.contiguous().pin_memory() for ids in own]  # other memory is copied twice
+    n = stop - first
+    size = -(-n // -(-n // run.micro_batch))  # as equal as possible; the last micro-batch may be smaller
+    token_ids, targets = (ids.split(size) for ids in own)
+    return list(zip(token_ids, targets, strict=True))
+
+
+def take_step(
+    run: Run, micro_batches: MicroBatches, asked_to_stop: Callable[[], bool]
+) -> tuple[dict[str, Any], bool] | None:
+    """Take the run's next step, or skip it if it is bad.
+
+    Returns:
+        Its line for metrics.jsonl, and whether any process was asked to stop. None: this process is alone and was
+        asked to stop before the last micro-batch; the run is unchanged.
+
+    Raises:
+        UserError: the run must halt, or memory ran out. Weights and optimizer are unchanged.
+    """
+    config, state, step = run.config, run.state, run.state.step + 1
+    factor = config.schedule.factor(state.step, config.max_steps)
+    config.optim.schedule(run.optimizer, factor, state.step / config.max_steps)
+    with explained_memory(f"step {step} with micro-batches of {run.micro_batch} sequences"):
+        result = train_step(
+            run.summed_loss,
+            run.optimizer,
+            micro_batches,
+            run.runtime,
+            run.world,
+            grad_clip=config.optim.grad_clip,
+            refuse=lambda loss, norm: why_bad(loss, norm, state.statistics, config.runtime.spike_sigmas),
+            asked_to_stop=asked_to_stop,
+            name=f"step {step}",
+        )
+    if result is None:
+        return None
+    if result.refused is not None:
+        return _skip(run, result.refused), result.stop
+    statistics = state.statistics.after(result.loss) if config.runtime.spike_sigmas else state.statistics
+    run.update(step=step, statistics=statistics)
+    if run.average is not None:
+        run.average.take(step)
+    tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
+    figures = {"loss": result.loss, "lr": config.optim.max_lr * factor, "grad_norm": result.grad_norm}
+    return _line(run, **figures, **tiles), result.stop
+
+
+def _skip(run: Run, reason: str) -> dict[str, Any]:
+    """Skip a bad step, and return its line; raise UserError if the run must halt, as runtime.on_nonfinite says."""
+    config, step = run.config, run.state.step + 1
+    if bad := first_not_finite(run.gpt.named_parameters(), run.world):
+        reason = f"{reason} (first gradients not finite: {', '.join(bad)})"
+    run.optimizer.zero_grad()
+    before, halts = in_a_row(step, run.state.passed_over), config.runtime.on_nonfinite == "halt"
+    if halts or before >= config.runtime.max_bad_steps:
+        often = "" if halts else f", after {before} bad steps in a row"
+        look = f"scripts/inspect_dataset.py run_dir={config.run_dir} step={step} shows what it read"
+        remedy = f"lower optim.max_lr={config.optim.max_lr:g}, or see runtime.on_nonfinite, and start again"
+        raise UserError(f"step {step}: {reason}{often}; the weights are unchanged: {remedy}; {look}")
+    warn(f"skipping step {step}: {reason}")
+    run.update(step=step, passed_over={**run.state.passed_over, step: reason})
+    return _line(run, event="skipped", reason=reason)
+
+
+def _line(run: Run, **values: Any) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    return {"step": run.state.step, "tokens": run.config.tokens(run.state.step), **values}
+
+
+def _speed(run: Run, seconds: float) -> dict[str, float | None]:
+    """Throughput of a step that took so many seconds."""
+    rate = run.config.tokens(1) / seconds
+    peak = peak_flops(run.world.device, run.runtime.dtype)
+    mfu = rate * run.gpt.flops_per_token(run.config.seq_len) / (peak * run.world.size) if peak else None
+    return {"tokens_per_second": round(rate, 1), "mfu": mfu and round(mfu, 4)}
+
+
+def _due(run: Run, every: int) -> bool:
+    """Whether something that happens every `every` steps, and at the end of the schedule, is due."""
+    return run.state.step % every == 0 or run.state.step == run.config.max_steps
+
+
+def _evaluate(run: Run, records: "Records") -> bool:
+    """Measure and log the validation loss, of the averaged weights if there are any; returns whether it is the best."""
+    stretch, byte_lengths = run.config.seq_len // run.group.size, torch.from_numpy(run.tokenizer.byte_lengths)
+    piece = min(run.runtime.sequence_chunk or stretch, stretch)
+    how = byte_lengths.to(run.world.device), run.micro_batch, run.runtime, run.world, piece
+    with contextlib.nullcontext() if run.average is None else run.average.in_place():
+        loss = evaluate(run.gpt, run.windows, *how)
+    if not math.isfinite(loss.nats):
+        raise UserError(f"step {run.state.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
+    bits = {"val_bits_per_byte": loss.bits_per_byte} if loss.bytes else {}
+    records.write(_line(run, val_loss=loss.per_token, **bits))
+    of = "" if run.average is None else " (averaged weights)"
+    figures = f"{loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte"
+    say(f"step {run.state.step}: validation loss{of} {figures}")
+    records.draw()
+    improved = run.state.best_val_loss is None or loss.per_token < run.state.best_val_loss
+    if improved:
+        run.update(best_val_loss=loss.per_token, best_step=run.state.step)
+    return improved
+
+
+def _save(run: Run, saver: Saver) -> None:
+    """Write a checkpoint in the background, and delete those that need not be kept."""
+    run.world.at(f"step {run.state.step}: save")
+    first = run.state.step - run.config.runtime.max_bad_steps  # older ones are not in a row with later ones
+    run.update(passed_over={step: why for step, why in run.state.passed_over.items() if step >= first})
+    saver.save(run.tensors(), run.state)
+
+
+class Records:
+    """What the main process records of a run: config.json, metrics.jsonl, loss.png, and lines for trackers."""
+
+    def __init__(self, run: Run) -> None:
+        """Write config.json, and open the others. In other processes, do nothing."""
+        self.curves = RunCurves()
+        self.log: MetricsLog | None = None
+        self._trackers: list[Tracker] = []
+        self._run_dir = run_dir = run.config.run_dir
+        if not run.world.is_main:
+            return
+        config, step = run.config.model_dump(mode="json"), run.state.step
+        found = {
+            "micro_batch": run.micro_batch,
+            "n_params": run.gpt.n_params(),
+            "flops_per_token": run.gpt.flops_per_token(run.config.seq_len),
+            "dtype": str(run.runtime.dtype).removeprefix("torch."),
+        }
+        write_config(run_dir / "config.json", config, run.world, found, resumed=step > 0)
+        self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=step)
+        self.curves = curves_of(read_metrics(self.log.path))
+        self._trackers = open_trackers(run.config.tracker, run.state.run_id, run_dir, config, resumed_at=step)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write a line."""
+        if self.log is not None:
+            self.log.write(line)
+            self.curves.add(line)
+        for tracker in self._trackers:
+            tracker.log(line)
+
+    def draw(self) -> None:
+        """Redraw loss.png."""
+        if self.log is not None:
+            draw_losses(self.curves, self._run_dir / "loss.png", str(self._run_dir))
+
+    def close(self) -> None:
+        """Finish the trackers and close metrics.jsonl; OSError: its last lines are lost."""
+        for tracker in self._trackers:
+            tracker.finish()
+        if self.log is not None:
+            self.log.close()
+
+
+@contextlib.contextmanager
+def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
+    """Open what a run writes, and finish its last save in the end. The processes do not wait for each other then."""
+    config, world = run.config, run.world
+    world.wait_for_all()  # until every process has read what the main process is about to change
+    records = Records(run)
+    if world.is_main:
+        _announce(run)
+    saver = Saver(config.run_dir, run.tokenizer, config.checkpoint, world, records.log, run.checkpoint)
+    try:
+        yield records, saver
+        world.leave()
+        saver.finish()
+    except BaseException as error:
+        world.leave(error)
+        saver.wait()
+        with contextlib.suppress(OSError):  # a warning was printed, and `error` matters more
+            records.close()
+        raise
+    records.close()
+
+
+def _announce(run: Run) -> None:
+    """Print what will be trained, and warn about settings that probably do not suit it."""
+    config, n_params, tuned = run.config, run.gpt.n_params(), run.config.optim.transfer
+    if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:
+        asked = f"schedule.warmup_steps={config.schedule.warmup_steps} does not fit in max_steps={config.max_steps}"
+        say(f"{asked}: warming up for {count(warmup, 'step')}")
+    rate = torch.get_num_threads() * _FLOPS_OF_A_CORE * 4 / run.runtime.dtype.itemsize
+    seconds = run.gpt.flops_per_token(config.seq_len) * config.tokens(1) / run.world.size / rate
+    if run.world.device.type == "cpu" and seconds > _LONG_STEP:
+        small = "give experiment=quickstart, or a small model and fewer batch_tokens"
+        warn(f"a step takes about {seconds / 60:,.0f} minutes on this CPU; for a model that suits it, {small}")
+    batch = f"{config.batch_size} x {config.seq_len} tokens a step, {count(config.max_steps, 'step')}"
+    say(f"{n_params:,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")
+    tuned_rate = f"optim.max_lr={config.optim.max_lr:g} was tuned for"
+    if tuned is not None and ratios(run.gpt, tuned) != (1, 1):
+        say(f"{tuned_rate} n_embd={tuned.n_embd}, n_layer={tuned.n_layer}, and is transferred to this model")
+    usual = float(config.optim.default_values()["max_lr"])
+    if tuned is None and config.optim.max_lr == usual and not 0.25 < n_params / _USUAL_PARAMETERS < 4:
+        remedy = "give another, or 'optim.transfer={n_embd:768,n_layer:12}'"
+        say(f"{tuned_rate} {_USUAL_PARAMETERS / 1e6:g} M parameters: for this model, {remedy}")
+
+
+def _say_that_nothing_is_left(run: Run) -> None:
+    config, step = run.config, run.state.step
+    if run.world.is_main:
+        line = "{key}={new} was given, but this run was trained with {old}"
+        say_changes(config.run_dir / "config.json", config.model_dump(mode="json"), line, {})
+    more = f"stop_at above {step}, or leave it out" if step < config.max_steps else f"max_steps above {step}"
+    say(f"{config.run_dir} is already at step {step}: nothing to train. To go on, give a {more}")

@@ -1,7 +1,8 @@
 """runtime.micro_batch=auto: finds the most sequences whose forward and backward pass fit in memory, by trying."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -93,6 +94,17 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+@contextlib.contextmanager
+def explained_memory(where: str) -> Iterator[None]:
+    """Say what to do if memory runs out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(f"out of memory in {where}: lower runtime.micro_batch") from error
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

@@ -1,6 +1,5 @@
 """What one sees while training: a line per interval, and on a terminal a bar below the lines."""
 
-from collections.abc import Callable
 from statistics import harmonic_mean, mean
 from typing import Any
 
@@ -9,28 +8,26 @@ from trainer.curves import RunCurves
 
 
 class TrainingProgress(Track):
-    """Follows the lines of metrics.jsonl. Counts steps; the bar and the time left are by tokens."""
+    """Counts steps, and follows the lines of metrics.jsonl."""
 
     lines_beside_bar = True
 
-    def __init__(self, tokens: Callable[[int], int], last: int, step: int, curves: RunCurves) -> None:
+    def __init__(self, last: int, step: int, curves: RunCurves) -> None:
         """Begin after `step`.
 
         Args:
-            tokens: returns the tokens of so many steps.
             last: the step after which this run stops.
             curves: the run's, which know the last validation loss.
         """
-        self._tokens, self._last, self._step, self._curves = tokens, last, step, curves
-        super().__init__("training: step", tokens(last), tokens(step))
+        self._last, self._curves = last, curves
+        super().__init__("training: step", last, step)
         self._lines: list[dict[str, Any]] = []  # of training, since the last that was printed
 
     def take(self, line: dict[str, Any]) -> None:
         """Count a step."""
         if "loss" in line:
             self._lines.append(line)
-        self._step += 1
-        self.advance(self._tokens(self._step) - self.done)
+        self.advance(1)
 
     def line(self) -> str:
         """Return what is printed: the step, then figures of the steps since the last line, and the time left."""
@@ -39,10 +36,7 @@ class TrainingProgress(Track):
         if self._curves.val:
             figures[1:1] = [f"validation {self._curves.val[-1][1]:.4f}"]
         last = f"{self._last:,}"
-        return ", ".join([f"step {self._step:{len(last)},} of {last}", *figures, *self.left()])
-
-    def _counted(self) -> str:
-        return f"{self._step:,} of {self._last:,}"
+        return ", ".join([f"step {self.done:{len(last)},} of {last}", *figures, *self.left()])
 
 
 def _figures(lines: list[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from common.settings import Settings
 from data.mixture import DataConfig
 from model.gpt import GPTConfig
-from trainer.guard import LossStatistics
+from trainer.bad_steps import LossStatistics
 
 FORMAT_VERSION: Literal[3] = 3
 

@@ -1,7 +1,6 @@
 """One training step: forward and backward passes over micro-batches, clipping, and the optimizer's update."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from model.gpt import GPT, GPTState
 from model.ops.log_attention import fallback
 from trainer.distributed import World
-from trainer.pieces import Pieces
+from trainer.long import backward_in_chunks
 from trainer.runtime import Runtime
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -30,10 +29,6 @@ class SummedLoss(nn.Module):
     ) -> Any:
         """(B, T) ids and targets -> the sum of the losses, in nats, and with `return_state` the state after them."""
         return self.gpt.summed_loss(token_ids, targets, state, return_state)
-
-
-class Abandoned(Exception):
-    """A step was left before its end: this process is alone and was asked to stop. The weights are unchanged."""
 
 
 class StepResult(NamedTuple):
@@ -63,7 +58,7 @@ def train_step(
     refuse: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
     asked_to_stop: Callable[[], bool] = lambda: False,
     name: str = "step",
-) -> StepResult:
+) -> StepResult | None:
     """Update the weights once, by the gradient of the mean loss over all valid tokens of the global batch.
 
     How the batch is shared among processes and micro-batches changes the result by rounding only: each micro-batch's
@@ -79,8 +74,8 @@ def train_step(
             after the same step. A process that is alone is also asked before each micro-batch.
         name: the step's name, for the deadline's message.
 
-    Raises:
-        Abandoned: this process is alone and was asked to stop before its last micro-batch.
+    Returns:
+        None if this process is alone and was asked to stop before its last micro-batch: the weights are unchanged.
     """
     world = world or World(runtime.device)
     params = list(summed_loss.parameters())
@@ -92,6 +87,8 @@ def train_step(
     own_loss = accumulate_gradients(
         summed_loss, micro_batches, runtime, world, scale=world.size / valid, abandon=abandon, name=name
     )
+    if own_loss is None:
+        return None
     world.at(f"{name}: loss")
     own = own_loss, own_loss.new_full((), asked_to_stop()), (repaired - repaired_before).double().squeeze()
     total, asked, tiles = world.sum(torch.stack(own))
@@ -119,30 +116,31 @@ def accumulate_gradients(
     sync: bool = True,
     abandon: Callable[[], bool] = lambda: False,
     name: str = "step",
-) -> Tensor:
+) -> Tensor | None:
     """Add the gradient of scale x loss of each micro-batch; returns the sum of the losses, float64.
 
     DDP averages gradients over processes, so `scale` includes the number of processes as a factor.
 
     Args:
         sync: average the gradients over the processes in the last backward pass.
-        abandon: is asked before each micro-batch.
-
-    Raises:
-        Abandoned: `abandon` returned True.
+        abandon: is asked before each micro-batch; if it returns True, the rest is left out and None is returned.
     """
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for i, micro_batch in enumerate(micro_batches, start=1):
         if abandon():
-            raise Abandoned
-        x, y = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
-        at = partial(world.at, f"{name}: forward {i}")
-        pieces = Pieces(summed_loss, runtime, x, y, at)
-        for number in reversed(range(len(pieces))):
-            with world.sync_gradients(summed_loss, now=sync and i == len(micro_batches) and number == 0):
-                at()
-                loss = pieces.forward(number)
-                world.at(f"{name}: backward {i}")
-                pieces.backward(loss * scale)
-            total += loss.detach()
+            return None
+        token_ids, targets = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
+        last = sync and i == len(micro_batches)
+        if runtime.sequence_chunk is not None and token_ids.shape[1] > runtime.sequence_chunk:
+            how: dict[str, Any] = {"scale": scale, "sync": last, "name": f"{name}: micro-batch {i}"}
+            for loss in backward_in_chunks(summed_loss, token_ids, targets, runtime, world, **how):
+                total += loss
+            continue
+        with world.sync_gradients(summed_loss, now=last):
+            world.at(f"{name}: forward {i}")
+            with runtime.autocast():
+                loss = summed_loss(token_ids, targets)
+            world.at(f"{name}: backward {i}")
+            (loss * scale).backward()
+        total += loss.detach()
     return total

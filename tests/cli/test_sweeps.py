@@ -19,11 +19,10 @@ from cli.sweep import _settings_of_plugins
 from cli.workers import take_gpu
 from common.exits import AGAIN
 from common.settings import decode
-from trainer.checkpoint import newest
+from trainer.checkpoint import Saver, newest
 from trainer.config import TrainConfig
 from trainer.loop import fit
 from trainer.metrics import read_metrics
-from trainer.run import Run
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,16 +81,16 @@ def test_training_gives_its_lowest_validation_loss(tiny):
 def test_a_killed_sweep_goes_on_where_it_was(command, tiny_args, tmp_path, monkeypatch):
     """The first job's files do not change, the second job resumes, and the results equal those without a kill."""
     sweep = ["train", "-m", *tiny_args, "seed=1,2,3"]
-    step = Run.train_step
+    check = Saver.check
 
-    def fatal(run):
-        if (run.config.seed, run.step) == (2, 5):
-            run.saver.wait()
+    def fatal(saver):
+        saver.wait()
+        if saver.saved_step == 4 and "seed=2" in str(saver._run_dir):
             os.kill(os.getpid(), signal.SIGKILL)
-        return step(run)
+        check(saver)
 
     if (child := os.fork()) == 0:
-        monkeypatch.setattr(Run, "train_step", fatal)
+        monkeypatch.setattr(Saver, "check", fatal)
         command(*sweep)
         os._exit(1)  # it was not killed
     assert os.waitpid(child, 0)[1] == signal.SIGKILL

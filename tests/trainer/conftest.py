@@ -6,8 +6,8 @@ import math
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import trainer.loop
 import trainer.step
-from trainer.run import Run
 
 pytest.register_assert_rewrite("faults")
 
@@ -38,7 +38,7 @@ def plain(monkeypatch):
     """Runs in this process have one name, draw random numbers in each step, and no pictures, which take long."""
     from faults import draw
 
-    monkeypatch.setattr("trainer.run.draw_losses", lambda *_, **__: None)
+    monkeypatch.setattr("trainer.loop.draw_losses", lambda *_, **__: None)
     monkeypatch.setattr("trainer.run_dir.git_commit", lambda: None)
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
     hook = register_optimizer_step_pre_hook(functools.partial(draw, 1))
@@ -53,17 +53,17 @@ def factor_at(monkeypatch):
     def inject(factors, times=math.inf):
         left = dict.fromkeys(factors, times)
         now = {"factor": 1.0}
-        accumulate, forward = Run._step, trainer.step.SummedLoss.forward
+        take_step, forward = trainer.loop.take_step, trainer.step.SummedLoss.forward
 
-        def accumulating(run):
-            step = run.step + 1
+        def taking(run, *given, **named):
+            step = run.state.step + 1
             hit = left.get(step, 0) > 0
             if hit:
                 left[step] -= 1
             now["factor"] = factors[step] if hit else 1.0
-            return accumulate(run)
+            return take_step(run, *given, **named)
 
-        monkeypatch.setattr(Run, "_step", accumulating)
+        monkeypatch.setattr(trainer.loop, "take_step", taking)
         monkeypatch.setattr(trainer.step.SummedLoss, "forward", lambda *args: forward(*args) * now["factor"])
 
     return inject

@@ -10,8 +10,8 @@ from test_resume import assert_same_run, metrics
 
 from common.settings import UserError
 from model.gpt import GPT
+from trainer.bad_steps import LossStatistics, in_a_row, why_bad
 from trainer.checkpoint import newest, open_checkpoint
-from trainer.guard import LossStatistics, bad_steps_before, why_bad
 from trainer.loop import fit
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -136,8 +136,8 @@ def test_what_is_bad(loss, norm, sigmas, count, bad):
 
 
 def test_bad_steps_in_a_row():
-    assert bad_steps_before(7, {}) == 0
-    assert bad_steps_before(7, {3: "", 5: "", 6: "", 7: ""}) == 2
+    assert in_a_row(7, {}) == 0
+    assert in_a_row(7, {3: "", 5: "", 6: "", 7: ""}) == 2
 
 
 @pytest.mark.slow
@@ -155,14 +155,13 @@ def test_a_spike_is_treated_as_other_bad_steps_are_and_is_off_by_default(tiny, t
 
 POISONED = """
 import sys
-import trainer.step
-from trainer.run import Run
+import trainer.loop
 from trainer.step import SummedLoss
-poisoned, accumulate, forward = [False], Run._step, SummedLoss.forward
-def accumulating(run):
-    poisoned[0] = run.step + 1 == 3 and run.world.rank == run.world.size - 1
-    return accumulate(run)
-Run._step = accumulating
+poisoned, take_step, forward = [False], trainer.loop.take_step, SummedLoss.forward
+def taking(run, *given, **named):
+    poisoned[0] = run.state.step + 1 == 3 and run.world.rank == run.world.size - 1
+    return take_step(run, *given, **named)
+trainer.loop.take_step = taking
 SummedLoss.forward = lambda *args: forward(*args) * (float("nan") if poisoned[0] else 1.0)
 import runpy
 runpy.run_path("train.py", run_name="__main__")

@@ -17,7 +17,7 @@ import json, sys
 import torch
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
-from trainer.context import share_sequences
+from trainer.long import share_sequences
 from trainer.distributed import SequenceGroup, join_world
 
 settings, T, path = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -101,7 +101,7 @@ def test_the_folder_of_a_dataset_or_of_runs_is_refused(tiny, tmp_path):
 def test_steps_that_take_minutes_on_a_cpu_are_announced(tiny, monkeypatch, capsys):
     fit(tiny({"max_steps": 1}))
     assert "on this CPU" not in capsys.readouterr().err
-    monkeypatch.setattr("trainer.run._FLOPS_OF_A_CORE", 1.0)
+    monkeypatch.setattr("trainer.loop._FLOPS_OF_A_CORE", 1.0)
     fit(tiny({"max_steps": 2}))
     assert "minutes on this CPU; for a model that suits it, give experiment=" in capsys.readouterr().err
 
@@ -115,7 +115,7 @@ def test_a_rate_for_another_size_is_said(tiny, monkeypatch, capsys):
     assert hint in capsys.readouterr().out
     fit(tiny({"optim.max_lr": 2 * of_the_file, "max_steps": 2}))
     assert "was tuned for" not in capsys.readouterr().out
-    monkeypatch.setattr("trainer.run._USUAL_PARAMETERS", 10_000)
+    monkeypatch.setattr("trainer.loop._USUAL_PARAMETERS", 10_000)
     fit(tiny({"optim.max_lr": of_the_file, "max_steps": 3}))
     assert "was tuned for" not in capsys.readouterr().out
 

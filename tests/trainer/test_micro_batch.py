@@ -340,7 +340,7 @@ def room_for(monkeypatch):
     """Simulates a machine on which half of the memory is enough for so many sequences."""
 
     def room_for(sequences):
-        monkeypatch.setattr("trainer.run.step_memory", lambda gpt, size, *rest, **settings: Memory(0, 0, 0, size, 0))
+        monkeypatch.setattr("trainer.start.step_memory", lambda gpt, size, *rest, **settings: Memory(0, 0, 0, size, 0))
         monkeypatch.setattr(micro_batch, "available_memory", lambda: 2 * sequences)
 
     return room_for

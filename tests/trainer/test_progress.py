@@ -25,7 +25,7 @@ def clock(monkeypatch):
 
 def test_a_line_tells_of_all_steps_since_the_last(clock, capsys):
     curves = RunCurves()
-    with TrainingProgress(lambda step: 512 * step, 1200, 200, curves) as progress:
+    with TrainingProgress(1200, 200, curves) as progress:
         clock[0] += 4
         progress.take(line(201, 5.0, rate=100.0, mfu=0.2))
         clock[0] += 4
@@ -45,7 +45,7 @@ def test_a_line_tells_of_all_steps_since_the_last(clock, capsys):
 
 
 def test_lines_become_rarer_in_a_long_run(clock, capsys):
-    with TrainingProgress(lambda step: step, 10**6, 0, RunCurves()) as progress:
+    with TrainingProgress(10**6, 0, RunCurves()) as progress:
         for _ in range(20_000):
             clock[0] += 1
             progress.take(line(1, 4.0))
@@ -58,7 +58,7 @@ def test_lines_become_rarer_in_a_long_run(clock, capsys):
 def test_on_a_terminal_times_are_named_and_lines_stay_above_the_bar(clock, monkeypatch):
     terminal = Console(force_terminal=True, width=200, file=io.StringIO(), highlight=False, soft_wrap=True)
     monkeypatch.setattr("common.console.console", terminal)
-    with TrainingProgress(lambda step: step, 10, 0, RunCurves()) as progress:
+    with TrainingProgress(10, 0, RunCurves()) as progress:
         clock[0] += 5
         progress.take(line(1, 4.0))
     shown = terminal.file.getvalue()

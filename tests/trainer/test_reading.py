@@ -15,7 +15,6 @@ from model.gpt import GPT
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.loop import fit
 from trainer.resume import new_state
-from trainer.run import Run
 from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -159,7 +158,7 @@ def test_a_damaged_shard_stops_the_run_with_its_name(tiny, sets_dir, monkeypatch
                 raise UserError("train-00000.bin is shorter than its manifest says")
             return super().batch(step, start, stop)
 
-    monkeypatch.setattr("trainer.run.TrainBatches", Damaged)
+    monkeypatch.setattr("trainer.start.TrainBatches", Damaged)
     config = tiny({"dataset_dir": str(sets_dir), "checkpoint.every": 1})
     with pytest.raises(UserError, match=r"train-00000.bin is shorter"):
         fit(config)
@@ -170,11 +169,11 @@ def test_a_damaged_shard_stops_the_run_with_its_name(tiny, sets_dir, monkeypatch
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
 def test_the_thread_ends_with_the_run(tiny, monkeypatch, error):
-    def interrupted(self):
+    def interrupted(*_):
         assert len(threads()) == 1
         raise error("stopped")
 
-    monkeypatch.setattr(Run, "evaluate", interrupted)
+    monkeypatch.setattr("trainer.loop.evaluate", interrupted)
     with pytest.raises(error):
         fit(tiny({"eval.every": 1}))
     assert threads() == []
@@ -191,6 +190,6 @@ def test_nothing_is_read_that_no_step_asks_for(tiny, monkeypatch):
             read.append((step, start, stop))
             return super().batch(step, start, stop)
 
-    monkeypatch.setattr("trainer.run.TrainBatches", Recorded)
+    monkeypatch.setattr("trainer.start.TrainBatches", Recorded)
     fit(tiny({"stop_at": 3}))
     assert read == [(0, 0, 4), (1, 0, 4), (2, 0, 4)]

@@ -52,7 +52,7 @@ def test_a_run_reads_each_sequence_of_an_epoch_once_and_ends_the_same_whatever_i
             read.extend(self.windows(step * self.batch_size + np.arange(start, stop)).tolist())
             return super().batch(step, start, stop)
 
-    monkeypatch.setattr("trainer.run.TrainBatches", Recorded)
+    monkeypatch.setattr("trainer.start.TrainBatches", Recorded)
     for stop_at in (3, 10, 12):
         fit(tiny(changes | {"stop_at": stop_at}))
     tokens = read_manifest(tiny().dataset_dir).splits["train"].total.tokens

@@ -213,7 +213,7 @@ def test_best_leads_to_a_checkpoint_if_the_best_one_could_not_be_written(long, m
     config = long(on_error="continue", keep_last=2)
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
     left = iter([3.0, 2.0, 1.0, 4.0, 5.0, 6.0])
-    monkeypatch.setattr("trainer.run.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
+    monkeypatch.setattr("trainer.loop.evaluate", lambda *_: Loss(nats=next(left), tokens=1, bytes=1))
     with contextlib.closing(LimitedFiles(50_000)) as disk:
         before_step(3, disk.fill)
         before_step(4, disk.close)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from test_resume import assert_same_run
 
 import trainer.checkpoint
+import trainer.loop
 from common.lock import owned
 from common.settings import UserError
 from data.tokenizer import BytesConfig, build_tokenizer
@@ -17,7 +18,6 @@ from trainer.checkpoint import CheckpointConfig, Saver, checkpoint_path, open_ch
 from trainer.distributed import World
 from trainer.loop import fit
 from trainer.metrics import MetricsLog
-from trainer.run import Run
 from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -96,14 +96,16 @@ def test_a_failed_save_ends_the_run_before_its_next_step(tiny, monkeypatch, erro
     def fail(*_):
         raise error
 
-    def step(run):
-        steps.append(run.step)
-        run.saver.wait()
-        return original(run)
+    def step(run, *given, **named):
+        steps.append(run.state.step)
+        for thread in threading.enumerate():
+            if thread.name == "saver":
+                thread.join()
+        return original(run, *given, **named)
 
-    original, steps = Run._step, []
+    original, steps = trainer.loop.take_step, []
     monkeypatch.setattr(trainer.checkpoint, "save_checkpoint", fail)
-    monkeypatch.setattr(Run, "_step", step)
+    monkeypatch.setattr(trainer.loop, "take_step", step)
     with pytest.raises(raised, match=r"a bug|the save after step 2 failed \(No space left on device\)[^\n]*$"):
         fit(tiny({"checkpoint.on_error": "stop" if raised is UserError else "continue"}))
     assert max(steps) <= 2

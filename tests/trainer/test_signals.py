@@ -11,7 +11,6 @@ import ranks
 from test_resume import assert_same_run, metrics
 
 import trainer.checkpoint
-import trainer.run
 import trainer.step
 from common.exits import AGAIN
 from trainer.checkpoint import newest, open_checkpoint
@@ -23,15 +22,15 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
 # A run that waits for ever in step 3, as in a collective that never ends: Python code never runs again.
 STUCK = """
 import threading, runpy
-from trainer.run import Run
-accumulate = Run._step
-def accumulating(run):
-    if run.step == 2:
+import trainer.loop
+take_step = trainer.loop.take_step
+def taking(run, *given, **named):
+    if run.state.step == 2:
         stuck.acquire()
-    return accumulate(run)
+    return take_step(run, *given, **named)
 stuck = threading.Lock()
 stuck.acquire()
-Run._step = accumulating
+trainer.loop.take_step = taking
 runpy.run_path("train.py", run_name="__main__")
 """
 

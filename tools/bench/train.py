@@ -116,7 +116,9 @@ class Training:
     def one_more(self) -> None:
         """Take one more micro-batch of a step: a forward and a backward pass."""
         world, scale = World(self.runtime.device), 1 / self.batch[0][1].numel()
-        accumulate_gradients(self.summed_loss, self.batch, self.runtime, world, scale=scale).item()
+        loss = accumulate_gradients(self.summed_loss, self.batch, self.runtime, world, scale=scale)
+        assert loss is not None, "nobody asked to abandon it"
+        loss.item()
 
 
 def measure_rate(config: TrainConfig, micro_batch: int, sequences: int) -> float:

@@ -41,7 +41,7 @@ def why_bad(loss: float, grad_norm: float, statistics: LossStatistics, spike_sig
     return None
 
 
-def bad_steps_before(step: int, skipped: dict[int, str]) -> int:
+def in_a_row(step: int, skipped: dict[int, str]) -> int:
     """How many steps in a row right before `step` were skipped."""
     return next(n for n in itertools.count() if step - n - 1 not in skipped)
 
