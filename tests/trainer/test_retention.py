@@ -15,9 +15,8 @@ from faults import assert_same, is_whole, result, steps_of
 
 from common.settings import UserError
 from trainer.checkpoint import CheckpointConfig, checkpoint_path, open_checkpoint, retain
-from trainer.loop import fit
+from trainer.loop import Records, fit
 from trainer.losses import Loss
-from trainer.trackers import Trackers
 
 pytestmark = pytest.mark.usefixtures("restored_torch", "plain")
 
@@ -25,16 +24,17 @@ pytestmark = pytest.mark.usefixtures("restored_torch", "plain")
 @pytest.fixture
 def before_step(monkeypatch):
     """Calls a function before the n-th step ends, when all earlier saves have ended: before_step(n, what)."""
-    calls = {}
+    calls, write = {}, Records.write
 
-    def log(tracker, line):
+    def writing(records, line):
+        write(records, line)
         if "loss" in line and line["step"] in calls:
             for thread in threading.enumerate():
                 if thread.name == "saver":
                     thread.join()
             calls[line["step"]]()
 
-    monkeypatch.setattr(Trackers, "log", log)
+    monkeypatch.setattr(Records, "write", writing)
     return calls.__setitem__
 
 
