@@ -135,13 +135,15 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 def newest(run_dir: Path) -> Path | None:
     """The run's checkpoint with the highest step, whole or not, or None."""
-    return max(_all(run_dir), key=_step_of, default=None)
+    return next(reversed(_all(run_dir)), None)
 
 
 def _all(run_dir: Path) -> list[Path]:
     """The run's checkpoints, by step."""
-    found = (path for path in run_dir.glob("checkpoints/step-*") if _NAME.fullmatch(path.name))
-    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=_step_of)
+    folder = run_dir / "checkpoints"
+    inside = folder.iterdir() if folder.is_dir() else ()
+    found = (path for path in inside if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
+    return sorted(found, key=_step_of)
 
 
 def _step_of(path: Path) -> int:

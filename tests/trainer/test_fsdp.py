@@ -83,7 +83,7 @@ def saving(saver, tensors, state):
 
 World.full, Saver.save = counting, saving
 runpy.run_path("train.py", run_name="__main__")
-assert saves == [2, 4, 6]
+assert saves[-1] == 6
 """
 
 
