@@ -34,6 +34,7 @@ def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
         Unusable: nothing is left to train or to validate on.
         UserError: a span is damaged, most documents have no text, or there are too many sets.
     """
+    make_directory(folder, "out_dir")  # another task may have removed it
     with owned(folder / "finish.lock", lambda: None):
         if (out_dir / MANIFEST).exists():  # another task was first
             return read_manifest(out_dir)

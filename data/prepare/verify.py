@@ -13,19 +13,7 @@ from common.console import Track, print_error, say
 from common.files import open_file
 from common.settings import UserError
 from data.documents import valid_index
-from data.shards import (
-    MANIFEST,
-    TOKENIZER,
-    Counts,
-    Manifest,
-    Shard,
-    SplitName,
-    check_file,
-    check_sum,
-    damaged,
-    parse_manifest,
-    total_of,
-)
+from data.shards import MANIFEST, TOKENIZER, Counts, Manifest, Shard, check_file, check_sum, damaged, parse_manifest
 from data.tokenizer import load_tokenizer
 
 _IDS_AT_ONCE = 2**18  # so many fit into a core's cache
@@ -79,7 +67,8 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
                     counts += of_shard
                     track.advance(sum(size for _, size, _ in manifest.files_of(shard)))
                 if not found and is_known:
-                    found = [str(damaged(dataset_dir / MANIFEST, wrong)) for wrong in _wrong(manifest, name, counts)]
+                    wrong_sets = _wrong(name, split.sets, manifest.set_names, counts)
+                    found = [str(damaged(dataset_dir / MANIFEST, wrong)) for wrong in wrong_sets]
                 problems += found
     finally:
         pool.shutdown(cancel_futures=True)
@@ -152,10 +141,9 @@ def _byte_lengths(path: Path, manifest: Manifest, problems: list[str]) -> np.nda
     return np.zeros(1, np.uint8)
 
 
-def _wrong(manifest: Manifest, split: SplitName, counts: np.ndarray) -> Iterator[str]:
+def _wrong(split: str, stated: dict[str, Counts], set_names: list[str], counts: np.ndarray) -> Iterator[str]:
     """Describe the sets of a split with other amounts in the manifest than `counts` (sets, units) in the shards."""
-    for name, amounts in zip(manifest.set_names, counts.tolist(), strict=True):
+    for name, amounts in zip(set_names, counts.tolist(), strict=True):
         found = Counts(**dict(zip(Counts.model_fields, amounts, strict=True)))
-        stated = manifest.splits[split].sets.get(name, total_of([]))
-        if found != stated:
-            yield f"set {name!r} of {split} has {found} in the shards, {stated} in the manifest"
+        if (found if found.documents else None) != stated.get(name):
+            yield f"set {name!r} of {split} has {found} in the shards, {stated.get(name)} in the manifest"

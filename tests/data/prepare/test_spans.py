@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from test_prepare import contents, texts
 
+import data.prepare.dataset
 import data.prepare.spans
 from common.settings import UserError, decode
 from data.documents import documents_in, sets_between
@@ -126,6 +127,18 @@ def test_another_task_may_have_died_anywhere(make, tmp_path, monkeypatch):
     assert len([*(tmp_path / "out.partial").glob("span-*")]) == 4
     make("out", num_tasks=1)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_task_that_sees_all_spans_when_another_has_finished_is_done_too(make, tmp_path, monkeypatch):
+    finish, seen = data.prepare.dataset.finish, []
+
+    def twice(*args):
+        seen.extend([finish(*args), finish(*args)])
+        return seen[-1]
+
+    monkeypatch.setattr(data.prepare.dataset, "finish", twice)
+    assert make("out") == seen[0] == seen[1]
+    assert not (tmp_path / "out.partial").exists()
 
 
 def without_locks(*_):
