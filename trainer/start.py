@@ -93,9 +93,7 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     return run
 
 
-def open_data(
-    config: TrainConfig, headers: bool = True
-) -> tuple[Manifest, Tokenizer, TrainBatches, EvalBatches]:
+def open_data(config: TrainConfig, headers: bool = True) -> tuple[Manifest, Tokenizer, TrainBatches, EvalBatches]:
     """Open the dataset of a run, without a mixture; `headers` as in read_manifest.
 
     Raises:
