@@ -29,23 +29,26 @@ def make_gpt(attention="log_space", block="glu", position="log_recurrence"):
     return GPT(decode(GPTConfig, raw | parts)).double().eval()
 
 
-def brute_force(logits, sampling, seen=()):
-    """Probabilities of one row, by the definitions."""
-    x, theta = logits.double().clone(), sampling.repetition_penalty
-    for i in seen:
-        x[i] = x[i] / theta if x[i] > 0 else x[i] * theta
-    weights = (x / sampling.temperature).exp()
-    kept = sorted(range(len(x)), key=lambda i: -x[i].item())[: sampling.top_k]
+def exact(logits, sampling, looser=1):
+    """Probabilities by the definitions with 28 decimal digits, descending; top_p and min_p are loosened by a factor."""
+    looser = Decimal(looser)
+    weights = sorted(((x - max(logits)) / Decimal(sampling.temperature) for x in logits), reverse=True)
+    weights = [x.exp() for x in weights[: sampling.top_k]]
     if sampling.top_p not in (None, 1):
-        total, nucleus = sum(weights[i] for i in kept), []
-        while len(nucleus) < len(kept) and sum(weights[i] for i in nucleus) < sampling.top_p * total:
-            nucleus.append(kept[len(nucleus)])
-        kept = nucleus
+        nucleus = Decimal(sampling.top_p) * looser * sum(weights)
+        weights = [w for i, w in enumerate(weights) if i == 0 or sum(weights[:i]) < nucleus]
     if sampling.min_p is not None:
-        kept = [i for i in kept if weights[i] >= sampling.min_p * weights.max()]
-    result = torch.zeros(len(x), dtype=torch.float64)
-    result[kept] = weights[kept] / sum(weights[i] for i in kept)
-    return result
+        weights = [w for w in weights if w >= Decimal(sampling.min_p) / looser * weights[0]]
+    return [float(w / sum(weights)) for w in weights] + [0.0] * (len(logits) - len(weights))
+
+
+def penalized(logits, seen, sampling):
+    """Logits after the repetition penalty, exact."""
+    penalty = Decimal(sampling.repetition_penalty)
+    return [
+        (x / penalty if x > 0 else x * penalty) if was else x
+        for x, was in zip(map(Decimal, logits.tolist()), seen, strict=True)
+    ]
 
 
 SAMPLINGS = [
@@ -74,14 +77,15 @@ def rows_of(n, V=40):
 
 
 def test_filters_are_their_definition_with_settings_of_its_own_for_each_row():
-    logits, seen = rows_of(len(SAMPLINGS))
-    probabilities = probabilities_of(logits, SAMPLINGS, seen)
-    expected = torch.stack(
-        [brute_force(x, s, ids.nonzero()[:, 0]) for x, s, ids in zip(logits, SAMPLINGS, seen, strict=True)]
-    )
-    torch.testing.assert_close(probabilities, expected, rtol=1e-12, atol=2**-50)  # weights are multiples of 2^-52
-    assert (probabilities[expected == 0] == 0).all()
-    assert (probabilities[expected > 2**-50] > 0).all()
+    some = SAMPLINGS[::7]
+    logits, seen = rows_of(len(some))
+    for found, x, was, sampling in zip(probabilities_of(logits, some, seen), logits, seen, some, strict=True):
+        x = penalized(x, was, sampling)
+        likeliest_first = sorted(range(len(x)), key=lambda i: -x[i])
+        found, expected = found[likeliest_first], torch.tensor(exact(x, sampling), dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=2**-50)  # weights are multiples of 2^-52
+        assert (found[expected == 0] == 0).all()
+        assert (found[expected > 2**-50] > 0).all()
 
 
 def test_the_penalty_makes_what_was_seen_less_likely_whatever_the_sign_of_its_logit():
@@ -133,43 +137,27 @@ def rows_to_sample(draw_from):
     return logits, seen, raw
 
 
-def exact(logits, sampling, looser):
-    """Probabilities by the definitions with 28 decimal digits, descending; top_p and min_p are loosened by a factor."""
-    weights = sorted(((x - max(logits)) / Decimal(sampling.temperature) for x in logits), reverse=True)
-    weights = [x.exp() for x in weights[: sampling.top_k]]
-    if sampling.top_p not in (None, 1):
-        nucleus = Decimal(sampling.top_p) * looser * sum(weights)
-        weights = [w for i, w in enumerate(weights) if i == 0 or sum(weights[:i]) < nucleus]
-    if sampling.min_p is not None:
-        weights = [w for w in weights if w >= Decimal(sampling.min_p) / looser * weights[0]]
-    return [float(w / sum(weights)) for w in weights] + [0.0] * (len(logits) - len(weights))
-
-
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(rows_to_sample())
 def test_no_setting_that_is_accepted_gives_anything_but_its_definition(row):
     logits, seen, raw = row
     sampling = decode(SamplingConfig, raw)
     found = probabilities_of(torch.tensor([logits]), sampling, torch.tensor([seen]))
-    penalty = Decimal(sampling.repetition_penalty)
-    penalized = [
-        (x / penalty if x > 0 else x * penalty) if was else x
-        for x, was in zip(map(Decimal, torch.tensor(logits).tolist()), seen, strict=True)
-    ]
+    exactly = penalized(torch.tensor(logits), seen, sampling)
     probabilities = found[0].tolist()
     assert all(0 <= p <= 1 for p in probabilities)  # not so of NaN
     assert sum(probabilities) == pytest.approx(1, abs=1e-6)
     assert probabilities[draw(torch.tensor([logits]), torch.tensor([seen]), [sampling], [None])[0]] > 0
-    largest = max(map(abs, penalized))
+    largest = max(map(abs, exactly))
     # float64 rounds logits, and after their division by the temperature it has nothing between 0 and 5e-324
     rounding = largest / 2**50 + Decimal("5e-324") * Decimal(sampling.temperature)
-    likeliest = max(p for p, x in zip(probabilities, penalized, strict=True) if x >= max(penalized) - rounding)
+    likeliest = max(p for p, x in zip(probabilities, exactly, strict=True) if x >= max(exactly) - rounding)
     assert likeliest == max(probabilities), "a token that is as likely as any stays, but for rounding"
     if sampling.temperature == 0:
         assert sorted(probabilities)[-1] == 1
         return
     # Exponents have a few roundings of the largest logit; where these or a filter's edge decide, nothing is exact.
-    wanted, loose, tight = (exact(penalized, sampling, Decimal(x)) for x in ("1", "1.000001", "0.999999"))
+    wanted, loose, tight = (exact(exactly, sampling, looser) for looser in ("1", "1.000001", "0.999999"))
     if largest / 2**50 / Decimal(sampling.temperature) < Decimal("1e-7") and loose == tight:
         assert sorted(probabilities, reverse=True) == pytest.approx(wanted, abs=1e-6)
 
@@ -207,13 +195,6 @@ def test_penalties_that_leave_nothing_of_the_logits_are_refused(penalty):
         decode(SamplingConfig, {"repetition_penalty": penalty})
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e30])
-def test_no_temperature_is_too_low_or_too_high(temperature):
-    probabilities = probabilities_of(torch.tensor([[80.0, 3.0, -90.0]]), SamplingConfig(temperature=temperature))
-    expected = [[1, 0, 0]] if temperature < 1 else [[1 / 3] * 3]
-    torch.testing.assert_close(probabilities, torch.tensor(expected).double())
-
-
 def test_top_k_keeps_exactly_k_of_equals():
     assert (probabilities_of(torch.zeros(1, 10), SamplingConfig(top_k=3)) > 0).sum() == 3
 
@@ -243,19 +224,6 @@ def test_a_token_depends_on_its_own_row_alone():
 
 
 @pytest.mark.parametrize(("attention", "block", "position"), COMBINATIONS)
-def test_logits_from_a_passed_state_are_those_of_the_whole_text(attention, block, position):
-    gpt = make_gpt(attention, block, position)
-    ids = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        whole = gpt(ids)
-        pieces, state = [], None
-        for piece in ids.split([17, 1, 1, 20, 1], dim=1):
-            logits, state = gpt(piece, state, return_state=True)
-            pieces.append(logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize(("attention", "block", "position"), COMBINATIONS)
 def test_greedy_decoding_is_greedy_on_the_whole_text(attention, block, position):
     gpt = make_gpt(attention, block, position)
     ids = torch.randint(50, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -266,21 +234,6 @@ def test_greedy_decoding_is_greedy_on_the_whole_text(attention, block, position)
         with torch.no_grad():
             ids = torch.cat([ids, gpt(ids)[:, -1:, :50].argmax(-1)], dim=1)
     assert torch.equal(decoded, ids[:, 5:])
-
-
-def size(state):
-    """The number of elements in a state, at any nesting."""
-    if isinstance(state, torch.Tensor):
-        return state.numel()
-    return sum(map(size, state)) if isinstance(state, tuple) else 0
-
-
-@pytest.mark.parametrize("position", ["log_recurrence", "none"])
-def test_a_log_space_models_state_does_not_grow(position):
-    gpt = make_gpt(position=position)
-    sizes = {size(read(gpt, torch.zeros(1, length, dtype=torch.long), 50)[0].state) for length in (1, 2, 65, 700)}
-    assert len(sizes) == 1
-    assert sizes != {0}
 
 
 def test_padding_of_the_vocabulary_is_never_sampled():

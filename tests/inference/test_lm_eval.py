@@ -12,7 +12,6 @@ from common.settings import UserError, decode
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
 from trainer.checkpoint import load_model
-from trainer.loop import fit
 from trainer.runtime import open_runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -41,15 +40,9 @@ def build(tiny, dataset_dir):
 
 
 @pytest.fixture
-def trained(tiny):
-    """Trains such a model for the commands, and loads it."""
-
-    def train(changes=None):
-        config = tiny({"runtime.dtype": "float64", "max_steps": 2, "eval.batches": 1, **(changes or {})})
-        fit(config)
-        return load_model(config.run_dir)
-
-    return train
+def trained(run_of):
+    """Gives the test such a model's run, trained once for all tests."""
+    return lambda changes: run_of({"runtime.dtype": "float64", "max_steps": 2, "eval.batches": 1} | changes)
 
 
 @pytest.fixture
@@ -227,9 +220,9 @@ def own_tasks_alone(monkeypatch):
 
 
 @pytest.mark.usefixtures("own_tasks_alone")
-def test_the_command_runs_tasks_of_every_kind(command, trained, tasks, tiny):
-    gpt, tokenizer = trained()
-    run_dir = tiny().run_dir
+def test_the_command_runs_tasks_of_every_kind(command, trained, tasks):
+    run_dir = trained({})
+    gpt, tokenizer = load_model(run_dir)
     names = "local_multiple_choice,local_loglikelihood_rolling, local_generate_*"
     arguments = [f"checkpoint={run_dir}", f"include_path={tasks}", "runtime.device=cpu", "runtime.dtype=float64"]
     done = command("scripts/lm_eval", f"tasks={names}", *arguments)
@@ -262,47 +255,34 @@ def test_the_command_runs_tasks_of_every_kind(command, trained, tasks, tiny):
 
 
 @pytest.mark.usefixtures("own_tasks_alone")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["tasks=local_multiple_choise"], "task 'local_multiple_choise' does not exist: did you mean 'local_multiple"),
-        ([], "tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag"),
-        (["tasks=x", "max_length=25"], "max_length=25 is more than the model's 24 learned positions: lower it"),
-        (["tasks=x", "include_path=/no/such"], "include_path=/no/such is not a folder"),
-        (["tasks=x", "limit=0"], "limit=0: Input should be greater than or equal to 1"),
-    ],
-)
-def test_mistakes_cost_one_line(command, trained, tasks, tiny, arguments, message):
-    trained(LEARNED)
-    own = [] if any("include_path" in argument for argument in arguments) else [f"include_path={tasks}"]
-    done = command("scripts/lm_eval", f"checkpoint={tiny().run_dir}", "runtime.device=cpu", *own, *arguments)
-    assert done.status == 1
-    assert done.err.startswith("error: ")
-    assert message in done.err
-    assert done.err.count("\n") == 1
+def test_mistakes_cost_one_line(command, trained, tasks, monkeypatch):
+    run_dir = trained(LEARNED)
+    own, choice = f"include_path={tasks}", "tasks=local_multiple_choice"
 
+    def refused(message, *arguments):
+        done = command("scripts/lm_eval", f"checkpoint={run_dir}", "runtime.device=cpu", *arguments)
+        assert done.status == 1
+        *before, last = done.err.splitlines()
+        assert last.startswith("error: ")
+        assert message in last
+        return before
 
-@pytest.mark.usefixtures("own_tasks_alone")
-def test_more_examples_than_a_task_has_are_one_line(command, trained, tasks, tiny):
-    trained(LEARNED)
-    options = [f"include_path={tasks}", "tasks=local_multiple_choice", "num_fewshot=50", "runtime.device=cpu"]
-    done = command("scripts/lm_eval", f"checkpoint={tiny().run_dir}", *options)
-    assert done.status == 1
-    last = done.err.splitlines()[-1]  # before it are the harness's own
-    assert last.startswith("error: tasks=local_multiple_choice num_fewshot=50: the harness failed (Sample larger than")
+    assert not refused(
+        "'local_multiple_choise' does not exist: did you mean 'local_mul", own, "tasks=local_multiple_choise"
+    )
+    assert not refused("tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag", own)
+    assert not refused("max_length=25 is more than the model's 24 learned positions: lower it", choice, "max_length=25")
+    assert not refused("include_path=/no/such is not a folder", choice, "include_path=/no/such")
+    assert not refused("limit=0: Input should be greater than or equal to 1", choice, "limit=0")
+    # before this line are the harness's own
+    refused("num_fewshot=50: the harness failed (Sample larger than", own, choice, "num_fewshot=50")
 
-
-@pytest.mark.usefixtures("own_tasks_alone")
-def test_data_that_cannot_be_fetched_is_one_line(command, trained, tasks, tiny, monkeypatch):
     def unreachable(**_):
         raise ConnectionError("Couldn't reach 'x' on the Hub")
 
-    trained(LEARNED)
     monkeypatch.setattr("lm_eval.simple_evaluate", unreachable)
-    options = [f"include_path={tasks}", "tasks=local_multiple_choice", "runtime.device=cpu"]
-    done = command("scripts/lm_eval", f"checkpoint={tiny().run_dir}", *options)
-    assert (done.status, done.err.count("\n")) == (1, 1)
-    assert "need data that cannot be fetched (Couldn't reach 'x' on the Hub): check the network" in done.err
+    message = "need data that cannot be fetched (Couldn't reach 'x' on the Hub): check the network"
+    assert not refused(message, own, choice)
 
 
 def test_without_the_harness_the_command_says_what_to_install(command, monkeypatch):

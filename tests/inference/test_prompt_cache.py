@@ -5,16 +5,14 @@ import random
 
 import pytest
 import torch
+from texts import BYTES, Recorded, random_ids
 
-from data.tokenizer import BytesConfig, build_tokenizer
 from inference.engine import Engine
 from inference.generation import Generation
 from inference.prefill import CHUNK, Request
 from inference.prompt_cache import PromptCache
 from inference.sampling import SamplingConfig
 from model.gpt import GPT, GPTConfig
-
-TOKENIZER = build_tokenizer(BytesConfig(name="bytes"))
 
 
 def gpt_of(attention="log_space", position="log_recurrence", eot_id=None):
@@ -62,18 +60,8 @@ def test_it_can_be_off(limits):
     assert (len(cache), cache.longest((1,))) == (0, (0, None))
 
 
-class Recorded(Generation):
-    """Keeps the logits that each token was drawn from."""
-
-    logits = ()
-
-    def accept(self, token_id, logits):
-        self.logits = [*self.logits, logits]
-        super().accept(token_id, logits)
-
-
 def written(engine, ids, n=3, **request):
-    text = Recorded(Request(ids, n, SamplingConfig(repetition_penalty=1.2), 1, **request), TOKENIZER)
+    text = Recorded(Request(ids, n, SamplingConfig(repetition_penalty=1.2), 1, **request), BYTES)
     engine.submit([text])
     while not text.finished:
         engine.turn()
@@ -82,7 +70,7 @@ def written(engine, ids, n=3, **request):
 
 
 def ids_of(n, seed=0):
-    return (256, *torch.randint(256, (n - 1,), generator=torch.Generator().manual_seed(seed)).tolist())
+    return (256, *random_ids(n - 1, seed))
 
 
 @pytest.mark.parametrize("interleave", [False, True])
@@ -130,7 +118,7 @@ def test_what_differs_in_its_last_tokens_is_read_at_most_twice_over(n, monkeypat
     )
     engine = Engine(gpt_of(), 257, 1, cache=PromptCache(100, 10**8))
     ids = ids_of(n)
-    engine._read_prompt(Generation(Request(ids, 1, SamplingConfig(), 1), TOKENIZER))
+    engine._read_prompt(Generation(Request(ids, 1, SamplingConfig(), 1), BYTES))
     assert len(engine.cache) <= 2 + (n // CHUNK).bit_length()
     for differing in itertools.chain(range(1, n, 97), [n]):
         found, _ = engine.cache.longest((*ids[: n - differing], *[256] * differing))
@@ -150,7 +138,7 @@ def test_a_cached_text_stays_what_it_is():
     gpt, ids = gpt_of("softmax", "rotary"), ids_of(300)
     engine = Engine(gpt, 257, 4, cache=PromptCache(20, 10**8))
     first = written(engine, ids)
-    texts = [Recorded(Request((*ids, i), 5, SamplingConfig(), i), TOKENIZER) for i in (1, 2)]
+    texts = [Recorded(Request((*ids, i), 5, SamplingConfig(), i), BYTES) for i in (1, 2)]
     engine.submit(texts)
     while not all(text.finished for text in texts):
         engine.turn()

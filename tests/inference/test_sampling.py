@@ -137,25 +137,6 @@ def test_why_a_continuation_ends(continued, ids, limits, text, n_tokens, reason)
     assert (one.text, one.n_tokens, one.finish_reason) == (text, n_tokens, reason)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
-def test_a_text_is_the_same_among_any_others(gpt, at_once):
-    def texts(seeds, at_once):
-        sampling = SamplingConfig(min_p=0.1, top_k=50)
-        several = [completion("ab" * seed, seed, 5 + 3 * seed, ["e", "\0"], sampling) for seed in seeds]
-        engine = Engine(gpt, 257, at_once)
-        engine.submit(several)
-        return ["".join(stream(engine, one)) for one in several]
-
-    assert texts(range(7), at_once) == [texts([seed], 1)[0] for seed in range(7)]
-
-
-def test_the_model_steps_once_for_all(gpt):
-    several, engine = [completion("x") for _ in range(8)], Engine(gpt, 257, 4)
-    engine.submit(several)
-    engine.turn()
-    assert [one.n_tokens for one in several] == [1] * 4 + [0] * 4
-
-
 # Conversations
 
 
@@ -202,15 +183,6 @@ def test_answers_of_a_conversation_share_one_decoding_step(gpt, monkeypatch):
     for _ in range(2):
         talk.add("x")
         assert "".join(talk.answer(5))
-
-
-def test_a_conversation_has_no_end(gpt):
-    talk = Conversation(gpt, BYTES, Request((EOT,)))
-    for _ in range(30):
-        talk.add("more than that, ")
-        list(talk.answer(10))
-    assert talk.left is None
-    assert talk.n_tokens > 200
 
 
 def test_a_conversation_fills_learned_positions_and_no_more(tiny, monkeypatch):
@@ -284,20 +256,6 @@ def test_the_seed_decides_and_sample_i_has_seed_plus_i(command, run_dir):
     assert both == one.removesuffix("\n") + "\n\n---\n\n" + two
 
 
-@pytest.mark.parametrize("extreme", ["temperature=1e-50", "top_p=1e-300"])
-def test_extreme_settings_take_the_most_likely_token(command, run_dir, extreme):
-    wanted = text_of(command, run_dir, "prompt=ab", "temperature=0", "max_new_tokens=10")
-    assert text_of(command, run_dir, "prompt=ab", extreme, "max_new_tokens=10") == wanted
-
-
-def test_the_number_of_sampled_tokens_is_told(command, run_dir, monkeypatch):
-    drawn = itertools.chain(*([i, i] for i in (*b"xyz", EOT)))
-    draw_these(monkeypatch, drawn)
-    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=abc", "num_samples=2")
-    assert result.out.count("abcxyz\n") == 2
-    assert re.search(r"^\(6 tokens, \d+ a second\)$", result.err, re.MULTILINE)
-
-
 def test_prompts_of_a_file_are_continued_as_each_alone(command, run_dir, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\n\nzwei 日本\r\n  drei", encoding="utf-8")
     together = text_of(command, run_dir, f"prompts_file={tmp_path / 'prompts.txt'}", "num_samples=2", "micro_batch=3")
@@ -305,10 +263,12 @@ def test_prompts_of_a_file_are_continued_as_each_alone(command, run_dir, tmp_pat
     assert together.removesuffix("\n") == "\n\n---\n\n".join(text.removesuffix("\n") for text in alone)
 
 
-def test_text_is_all_there_is_on_standard_output(command, run_dir):
-    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=def", "max_new_tokens=9")
-    assert result.out == (run_dir / "samples.txt").read_bytes().decode()
+def test_text_is_all_there_is_on_standard_output(command, run_dir, monkeypatch):
+    draw_these(monkeypatch, b"xyz")
+    result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=def", "max_new_tokens=3")
+    assert result.out == (run_dir / "samples.txt").read_text() == "defxyz\n"
     assert "written to " in result.err
+    assert re.search(r"^\(3 tokens, \d+ a second\)$", result.err, re.MULTILINE)
 
 
 def test_json_is_all_there_is_on_standard_output(command, run_dir, tmp_path):
@@ -340,8 +300,6 @@ def test_stop_strings_as_people_give_them(given, stop):
         ({"interactive": True, "num_samples": 2}, "num_samples=2 cannot be used with interactive=true"),
         ({"interactive": True, "prompt": "-"}, "prompt=- cannot be used with interactive=true"),
         ({"min_p": 2}, "less than or equal to 1"),
-        ({"repetition_penalty": 0}, "greater than or equal to 0.001"),
-        ({"repetition_penalty": 1e39}, "less than or equal to 1000"),
         ({"temperature": float("inf")}, "finite"),
     ],
 )
@@ -384,10 +342,9 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
     assert "written to " in err
 
 
-@pytest.mark.parametrize("greedy", ["temperature=0", "temperature=1e-50", "top_p=1e-300"])
-def test_a_conversation_through_a_pipe(command, run_dir, monkeypatch, greedy):
+def test_a_conversation_through_a_pipe(command, run_dir, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\\\ntwo\n\n"))
-    options = ["interactive=true", "prompt=zero ", "max_new_tokens=5", greedy]
+    options = ["interactive=true", "prompt=zero ", "max_new_tokens=5", "temperature=0"]
     result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", *options)
     assert result.status == 0, result.err
     text = (run_dir / "samples.txt").read_text().removesuffix("\n")

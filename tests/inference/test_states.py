@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import safetensors.torch
 import torch
+from texts import BYTES, Recorded, random_ids
 
 from common.settings import UserError, decode
-from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer
+from data.tokenizer import GPT2Config, build_tokenizer
 from inference.engine import Engine, stream
-from inference.generation import Generation
 from inference.load import Loaded
 from inference.prefill import CHUNK, Request, prefill
 from inference.sample import SampleConfig, run_sampling
@@ -26,7 +26,6 @@ from trainer.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
-BYTES = build_tokenizer(BytesConfig(name="bytes"))
 NAMES = sorted(cls.model_fields["name"].annotation.__args__[0] for cls in ATTENTION)
 SMALL = {"strided": {"stride": 20}, "fixed": {"size": 20, "width": 3}, "sliding_window": {"window": [3, 70]}}
 MODELS = [
@@ -49,18 +48,6 @@ def loaded_of(dtype=torch.float32, eot_id=None, **changes):
     raw |= {"block": {"name": "mlp"}, "position": {"name": "log_recurrence"}}
     gpt = GPT(decode(GPTConfig, raw | changes), eot_id).to(dtype).eval()
     return Loaded(None, gpt, BYTES, Runtime(torch.device("cpu"), dtype), "a" * 64)
-
-
-def text(n, seed=0):
-    return tuple(torch.randint(256, (n,), generator=torch.Generator().manual_seed(seed)).tolist())
-
-
-class Recorded(Generation):
-    """Keeps the logits that each token was drawn from."""
-
-    def accept(self, token_id, logits):
-        self.logits = [*getattr(self, "logits", ()), logits]
-        super().accept(token_id, logits)
 
 
 def continued(loaded, request, n=5):
@@ -86,7 +73,7 @@ LENGTHS = [300, 255, 100]
 )
 def test_a_text_goes_on_with_the_bits_of_one_run(tmp_path, changes, n_first):
     """255 tokens and <|endoftext|> are a whole piece; of 100, none is read."""
-    loaded, ids, path = loaded_of(**changes), text(520), tmp_path / "state.safetensors"
+    loaded, ids, path = loaded_of(**changes), random_ids(520), tmp_path / "state.safetensors"
     if "eot_id" in changes:
         ids = (*ids[:200], 256, *ids[200:])
     save_state(path, prefill(loaded.gpt, BYTES, beginning(*ids[:n_first])), loaded)
@@ -180,10 +167,10 @@ def test_a_full_disk_is_one_line(sampled, monkeypatch):
 def test_the_progress_of_a_long_prompt_is_shown(monkeypatch, capsys):
     monkeypatch.setattr("common.console._SECONDS_BETWEEN_LINES", 0.0)
     loaded = loaded_of()
-    prefill(loaded.gpt, BYTES, Request(text(3 * CHUNK)))
+    prefill(loaded.gpt, BYTES, Request(random_ids(3 * CHUNK)))
     assert capsys.readouterr().out == ""
     monkeypatch.setattr("inference.prefill._LONG", 600)
-    prefill(loaded.gpt, BYTES, Request(text(3 * CHUNK)))
+    prefill(loaded.gpt, BYTES, Request(random_ids(3 * CHUNK)))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" (")[0] for line in lines] == [f"reading: tokens {n} of 768" for n in (256, 512, 768)]
 
@@ -203,7 +190,7 @@ KINDS = {
 def written(request, tmp_path):
     """A model and the file of a state of it."""
     loaded, path = loaded_of(**KINDS[request.param]), tmp_path / "state.safetensors"
-    save_state(path, prefill(loaded.gpt, BYTES, beginning(*text(600))), loaded)
+    save_state(path, prefill(loaded.gpt, BYTES, beginning(*random_ids(600))), loaded)
     return loaded, path
 
 
@@ -335,7 +322,7 @@ def test_a_cache_that_grows_takes_what_is_said(monkeypatch):
         sizes.append(self.k.nbytes + self.v.nbytes)
 
     monkeypatch.setattr(_Buffer, "__init__", counted)
-    n_read = prefill(loaded.gpt, BYTES, beginning(*text(5000))).n_before
+    n_read = prefill(loaded.gpt, BYTES, beginning(*random_ids(5000))).n_before
     needed = n_read * 2 * 2 * 8 * 4
     assert needed <= max(map(sum, itertools.pairwise(sizes))) <= 3.1 * needed
     monkeypatch.setattr("inference.engine.available_memory", lambda: 3 * needed - 1)

@@ -6,7 +6,6 @@ import shlex
 import signal
 import socket
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, takewhile
@@ -155,12 +154,6 @@ def test_every_choice_has_its_prompt_and_its_seed(client, make_gpt):
     assert answer["usage"]["completion_tokens"] == 36
 
 
-@pytest.mark.parametrize("extreme", [{"temperature": 1e-50}, {"top_p": 1e-300}])
-def test_extreme_settings_take_the_most_likely_token(client, make_gpt, extreme):
-    (choice,) = complete(client, prompt="one, two", max_tokens=12, **extreme)["choices"]
-    assert choice["text"] == expected(make_gpt(endless=True), "one, two", 12, temperature=0)
-
-
 def test_token_ids_are_a_prompt_as_good_as_text(client):
     asked = {"max_tokens": 8, "seed": 1}
     one, ids = (complete(client, prompt=prompt, **asked)["choices"][0]["text"] for prompt in ("ab", [97, 98]))
@@ -208,13 +201,6 @@ def test_probabilities_have_openais_form(client):
     ):
         assert top[token] == logprob <= 0
         assert len(top) in (2, 3)
-
-
-def test_a_prompt_alone_is_scored(client):
-    choice = complete(client, prompt="abc", max_tokens=0, echo=True, logprobs=0)["choices"][0]
-    assert choice["text"] == "abc"
-    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
-    assert None not in choice["logprobs"]["token_logprobs"]
 
 
 def test_stop_strings(client):
@@ -287,23 +273,16 @@ def test_models_are_listed(client):
     assert "min_p" in schema["content"]["application/json"]["schema"]["properties"]
 
 
-@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "[::1]", "LOCALHOST"])
-def test_the_servers_own_names(client, name):
-    assert client.get("/v1/models", headers={"Host": f"{name}:80"}).status_code == 200
-
-
-@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Host": "[::1"}, {"Host": "127.0.0.1.evil.example:80"}])
-def test_a_name_that_was_made_to_lead_here_is_refused(client, headers):
-    for path in ("/", "/page.js", "/v1/models", "/openapi.json", "/nothing"):
-        response = client.get(path, headers=headers)
-        assert response.status_code == 403
-        assert "is not this server's name" in response.json()["error"]["message"]
-
-
-def test_another_sites_page_is_refused(client):
+def test_requests_by_another_name_or_from_another_site_are_refused(client):
+    for name in ("127.0.0.1", "localhost", "[::1]", "LOCALHOST"):
+        assert client.get("/v1/models", headers={"Host": f"{name}:80"}).status_code == 200
+    for name in ("evil.example", "[::1", "127.0.0.1.evil.example:80"):
+        for path in ("/", "/page.js", "/v1/models", "/openapi.json", "/nothing"):
+            response = client.get(path, headers={"Host": name})
+            assert response.status_code == 403
+            assert "is not this server's name" in response.json()["error"]["message"]
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
-        response = client.post("/v1/completions", json={}, headers={"Origin": origin})
-        assert response.status_code == 403
+        assert client.post("/v1/completions", json={}, headers={"Origin": origin}).status_code == 403
 
 
 def test_the_page_needs_nothing_from_elsewhere(client):
@@ -364,22 +343,6 @@ def test_places_queue_and_who_leaves(client, served):
     for other in (*(response for response, _ in streams), *connections):
         other.close()
     wait_for_load(client, 0, 0)
-
-
-def test_sixteen_streams_at_once_and_none_starves(served):
-    came = [[] for _ in range(16)]
-    together = threading.Barrier(16)
-
-    def read(i):
-        with httpx.Client(base_url=served.url, timeout=60) as client:
-            together.wait()
-            body = FOREVER | {"prompt": "p" * (1 + 30 * i), "max_tokens": 400, "stream": True}
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                came[i] = [time.monotonic() for _ in events(response.iter_lines())]
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(read, range(16)))
-    assert max(times[0] for times in came) < min(times[-1] for times in came)  # all were under way together
 
 
 @pytest.mark.slow
