@@ -3,4 +3,4 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("eval", "inference.evaluate:EvaluateConfig", "inference.evaluate:run_evaluation")
+    command("eval", "inference.evaluate:run_evaluation", "inference.evaluate:EvaluateConfig")

@@ -3,4 +3,4 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("sample", "inference.sample:SampleConfig", "inference.sample:run_sampling", text_keys=("prompt", "stop"))
+    command("sample", "inference.sample:run_sampling", "inference.sample:SampleConfig", text_keys=("prompt", "stop"))

@@ -5,4 +5,4 @@ from cli import command
 if __name__ == "__main__":
     message = "interrupted; the same command continues from the last checkpoint"
     check = "trainer.loop:check"
-    command("train", "trainer.config:TrainConfig", "trainer.loop:fit", when_interrupted=message, check=check)
+    command("train", "trainer.loop:fit", "trainer.config:TrainConfig", when_interrupted=message, check=check)

@@ -5,12 +5,15 @@ import logging
 import os
 import re
 import sys
+import time
+from collections.abc import Callable
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 import hydra
 import yaml
 from omegaconf import OmegaConf
+from pydantic import create_model
 
 from cli.completion import offers
 from cli.compose import CONFIGS, compose, to_dict
@@ -19,15 +22,21 @@ from cli.options import refuse_misplaced
 from cli.resume import compose_training
 from cli.sweep import Command, run_sweep
 from common import exits
-from common.command import refuse_flag, reported
+from common.console import print_error
 from common.interrupts import allow_cleanup
-from common.settings import UserError, decode
+from common.settings import Settings, UserError, decode
+from common.words import refuse_flag
+
+EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "lm_eval": "lm-eval", "transformers": "hf"} | {
+    name: name for name in ("tensorboard", "tokenizers", "triton")
+}
+"""Packages that not every installation has, and the extra of pyproject.toml that installs each."""
 
 
 def command(
     config_name: str,
-    settings: str,
     run: str,
+    settings: str | None = None,
     text_keys: tuple[str, ...] = (),
     when_interrupted: str = "interrupted",
     check: str | None = None,
@@ -35,9 +44,10 @@ def command(
     """Compose configs/<config_name>.yaml with the options of the command line, and run.
 
     Args:
-        settings: the class that the configuration is decoded into, as "package.module:Class". It is imported when the
-            options are read: --help does not wait for torch.
-        run: the name of the function that works with it, as "package.module:function".
+        run: the function that does the work, as "package.module:function". It is imported when the options are read:
+            --help does not wait for torch.
+        settings: the class that the configuration is decoded into, as "package.module:Class"; None: the keys are the
+            function's arguments.
         text_keys: keys whose values on the command line are taken literally, with quotes, brackets and ${}.
         when_interrupted: the answer to Ctrl-C.
         check: the name of a function that raises UserError for what can be known before `run`; a sweep calls it for
@@ -49,12 +59,12 @@ def command(
     texts = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith(tuple(f"{key}=" for key in text_keys)))
 
     def work(config: dict[str, Any], only_check: bool = False) -> float | None:
-        decoded = decode(resolve_name(settings), config | texts)
+        function: Command = resolve_name(run)
+        decoded = decode(resolve_name(settings) if settings else _arguments(function), config | texts)
         if only_check:
             return resolve_name(check)(decoded) if check else None
-        function: Command = resolve_name(run)
         allow_cleanup()
-        return function(decoded)
+        return function(decoded) if settings else function(**dict(decoded))
 
     try:
         status = reported(lambda: _run(config_name, work, texts, debug), debug, when_interrupted)
@@ -64,12 +74,49 @@ def command(
         exits.leave(status)
 
 
+def _arguments(function: Command) -> type[Settings]:
+    """Return a class whose fields are a function's arguments."""
+    types = get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {name: (kind, ...) for name, kind in types.items() if name != "return"}
+    return create_model("Arguments", __base__=Settings, **fields)
+
+
+def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int:
+    """Run, report a mistake or a missing package in one line on standard error, and return the exit status."""
+    try:
+        run()
+        sys.stdout.flush()  # here, where a closed pipe is not an error
+        return 0
+    except BrokenPipeError:  # the reader has seen enough, and gets no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        message, status = when_interrupted, 130
+    except ModuleNotFoundError as error:
+        if debug or error.name not in EXTRAS:
+            raise
+        message, status = f"{error.name} is not installed: pip install -e '.[{EXTRAS[error.name]}]'", 1
+    except (UserError, OSError) as error:
+        if debug:
+            raise
+        message, status = " ".join(str(error).split()), 1
+        if isinstance(error, OSError) and error.filename:
+            message = f"{error.filename}: {error.strerror}"
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank != "0":  # the first process of a machine reports what all of them meet, and torchrun ends the others
+        time.sleep(2)
+        message = f"process {rank}: {message}"
+    print_error(message)
+    return status
+
+
 def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> None:
     for word in sys.argv[1:]:
         if re.match(r"-[a-z]\w", word) and word not in ("-sc", "-cd"):  # argparse reads -max_steps as -m
             refuse_flag(word)
     flags, options = _parser().parse_known_args()
-    overrides = [option for option in options if option.partition("=")[0] not in texts]
+    keys = (option.partition("=")[0] for option in options)
+    overrides = [f"{key}=null" if key in texts else option for key, option in zip(keys, options, strict=True)]
     if flags.help:
         return print(help_of(config_name))
     if flags.shell_completion and not any(re.match("(install|uninstall|query)=", option) for option in options):

@@ -16,8 +16,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, errors
 
 from cli.options import as_text, bare_keys, groups_of, meant, takes_one_name
-from common.command import in_hydras_grammar
 from common.settings import CONFIGS, UserError, nearest
+from common.words import in_hydras_grammar
 
 OmegaConf.clear_resolver("oc.env")  # a downloaded experiment could send the environment elsewhere; shells have $HOME
 

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.command import in_hydras_grammar, refuse_flag
 from common.removed import FILES, removed_key
 from common.settings import CONFIGS, UserError, nearest
+from common.words import in_hydras_grammar, refuse_flag
 
 DEFAULTS = re.compile(r"^defaults:\n( .*\n)*", re.MULTILINE)
 """Hydra's list of the files that a file of configs/ is based on."""
@@ -82,10 +82,10 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
 
 
 def _as_option(word: str, config_name: str) -> str:
-    if not Path(word).exists():
-        return "see --help"
-    key = {"train": "run_dir", "plan": "run_dir", "prepare": "data.path"}.get(config_name, "checkpoint")
-    return f"write {key}={word}"
+    keys = explained(CONFIGS / f"{config_name}.yaml")
+    paths = [key for key in keys if re.search(r"(checkpoint|dir|folders?|out)$", key)]
+    key = {"train": "run_dir", "plan": "run_dir", "prepare": "data.path"}.get(config_name, *paths[:1])
+    return f"write {key}={word}" if key and Path(word).exists() else "see --help"
 
 
 def meant(key: str, keys: list[str], groups: dict[str, list[str]]) -> str:

@@ -1,18 +1,6 @@
-"""What this machine can do, what is wrong with it, and how long the flagship would train here.
+"""Check hardware and installation: python scripts/doctor.py"""
 
-python scripts/doctor.py                      # about a minute; kernels that were never checked take some more
-python scripts/doctor.py out=doctor.json      # for a bug report: without the names of host, user and home folder
-"""
-
-from pathlib import Path
-
-from common.command import Settings, run_script
-
-
-class Options(Settings):
-    out: Path | None = None
-    """also write the findings and all figures to this JSON file"""
-
+from cli import command
 
 if __name__ == "__main__":
-    run_script(__doc__, Options, "tools.doctor.examine:examine")
+    command("doctor", "tools.doctor.examine:examine")

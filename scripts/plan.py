@@ -3,4 +3,4 @@
 from cli import command
 
 if __name__ == "__main__":
-    command("plan", "tools.plan.plan:PlanConfig", "tools.plan.report:run_plan")
+    command("plan", "tools.plan.report:run_plan", "tools.plan.plan:PlanConfig")

@@ -4,4 +4,4 @@ if __name__ == "__main__":  # worker processes import this file too, and need no
     from cli import command
 
     message = "interrupted; the same command goes on from what is written"
-    command("prepare", "data.prepare.dataset:PrepareConfig", "data.prepare.dataset:prepare", when_interrupted=message)
+    command("prepare", "data.prepare.dataset:prepare", "data.prepare.dataset:PrepareConfig", when_interrupted=message)

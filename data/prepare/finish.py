@@ -5,11 +5,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.command import overrides
 from common.console import say, show_table
 from common.files import make_directory, sync_directory, write_json
 from common.lock import owned
 from common.settings import UserError
+from common.words import overrides
 from data.prepare.inspect import sets_table
 from data.prepare.items import NO_TEXT, REMEDIES
 from data.prepare.spans import Plan, Span, damaged, is_whole, number_of, read_spans, remove, span_dir

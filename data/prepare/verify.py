@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from pydantic import PositiveInt
 
 from common.console import Track, print_error, say
 from common.files import open_file
@@ -19,7 +20,7 @@ from data.tokenizer import load_tokenizer
 _IDS_AT_ONCE = 2**18  # so many fit into a core's cache
 
 
-def verify_or_exit(dataset_dir: Path, threads: int | None = None) -> None:
+def verify_or_exit(dataset_dir: Path, threads: PositiveInt | None = None) -> None:
     """Print that a dataset is whole, or its problems.
 
     Raises:

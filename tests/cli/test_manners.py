@@ -3,19 +3,16 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-from pydantic import Field, PositiveInt
 from rich.console import Console
 
-from common.command import Items, run_script
-from common.settings import Settings, UserError
+from common.settings import UserError
+from tools.bench.run import BenchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["train.py", "eval.py", "sample.py"]
@@ -86,78 +83,77 @@ def test_the_shell_completes(helps, typed, offered):
     assert found.stdout.split() == offered, found.stderr
 
 
-class Options(Settings):
-    steps: PositiveInt = 3
-    """how many"""
-    names: Items[str] = Field(["a", "b,c"])
-    dataset_dir: Path | None = None
+@pytest.fixture
+def script(command, monkeypatch):
+    """Runs scripts/bench.py with these words, its work replaced by a function; returns what the command does."""
 
+    def run(work, *words):
+        monkeypatch.setattr("tools.bench.run.bench", work)
+        return command("scripts/bench", *words)
 
-def status_of(doc, options, run, words, **named):
-    """Run a script of this function, and return its exit status."""
-    with patch.object(shutil, "move", run), pytest.raises(SystemExit) as exit_:
-        run_script(doc, options, "shutil:move", words, **named)
-    return exit_.value.code
+    return run
 
 
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        (["steps=4", "dataset_dir=a=b c"], {"steps": 4, "dataset_dir": Path("a=b c")}),
-        (["names=x"], {"names": ["x"]}),
-        (["names=[x, y]"], {"names": ["x", "y"]}),
-        (["names=[x=1,y=2],z=3"], {"names": ["x=1,y=2", "z=3"]}),
-        (["names=[[x,y]]"], {"names": ["x,y"]}),
-        (["names=a=[x,y],b=1"], {"names": ["a=[x,y]", "b=1"]}),
-        (["names=[]", "dataset_dir=null"], {"names": []}),
+        (["steps=4", "out=a=b c"], {"steps": 4, "out": Path("a=b c")}),
+        (["models=x"], {"models": ["x"]}),
+        (["models=[x, y]"], {"models": ["x", "y"]}),
+        (["models=[x=1,y=2],z=3"], {"models": ["x=1,y=2", "z=3"]}),
+        (["models=[[x,y]]"], {"models": ["x,y"]}),
+        (["models=a=[x,y],b=1"], {"models": ["a=[x,y]", "b=1"]}),
+        (["models=[]", "out=null"], {"models": []}),
     ],
 )
-def test_options_are_keys_and_values(words, given):
-    found = {}
-    assert status_of("", Options, found.update, words) == 0
-    assert found == dict(Options(**given))
+def test_options_are_keys_and_values(script, words, given):
+    found = []
+    assert script(found.append, *words).status == 0
+    assert found == [BenchConfig(**given)]
+
+
+def test_a_functions_arguments_are_the_keys_of_its_command(command, monkeypatch):
+    found = []
+
+    def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> None:
+        found.append((checkpoint, run_dir, n_kv_head))
+
+    monkeypatch.setattr("tools.convert.gqa.convert", convert)
+    words = ["checkpoint=runs/a", "run_dir=runs/42", "n_kv_head=2"]
+    assert command("scripts/convert_gqa", *words).status == 0
+    assert found == [(Path("runs/a"), Path("runs/42"), 2)]
+    assert command("scripts/convert_gqa", *words[:2]).err.startswith("error: config key 'n_kv_head' is missing")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["step=4"], "unknown config key 'step': did you mean 'steps'?"),
-        (["steps=0"], "config steps='0': Input should be greater than 0"),
+        (["steps=0"], "config steps=0: Input should be greater than 0"),
         (["--steps", "20"], "--steps: options are KEY=VALUE here: write steps=..."),
         (["--steps=20"], "--steps=20: options are KEY=VALUE here: write steps=20"),
-        (["--dataset-dir=a"], "--dataset-dir=a: options are KEY=VALUE here: write dataset_dir=a"),
-        (["dataset_dir=caf\udce9"], r"dataset_dir=caf\udce9 is not in UTF-8: rename what it names"),
-        (["a/b"], "a/b: options are KEY=VALUE here (--help shows every key)"),
-        (["/"], "/: options are KEY=VALUE here: write dataset_dir=/"),
+        (["--head-dim=4"], "--head-dim=4: options are KEY=VALUE here: write head_dim=4"),
+        (["out=caf\udce9"], r"out=caf\udce9 is not in UTF-8: rename what it names"),
+        (["a/b"], "a/b: options are KEY=VALUE here, without spaces around =: see --help"),
+        (["/"], "/: options are KEY=VALUE here, without spaces around =: write out=/"),
     ],
 )
-def test_mistakes_and_old_flags_are_one_line(capsys, words, message):
-    assert status_of("", Options, print, words) == 1
-    assert capsys.readouterr().err == f"error: {message}\n"
+def test_mistakes_and_old_flags_are_one_line(script, words, message):
+    result = script(print, *words)
+    assert (result.status, result.err) == (1, f"error: {message}\n")
 
 
-def test_a_missing_key_is_one_line(capsys):
-    class Needy(Settings):
-        folders: Items[Path]
-        out_dir: Path
-
-    assert status_of("", Needy, print, ["folders=a"]) == 1
-    assert capsys.readouterr().err == "error: config key 'out_dir' is missing: give it a value, as in out_dir=...\n"
-
-
-def test_a_script_answers_what_a_user_can_mend_in_one_line(capsys):
-    def fail(**options):
+def test_a_command_answers_what_a_user_can_mend_in_one_line(script):
+    def fail(options):
         raise UserError("out=/x cannot be written: [choose] another")
 
-    assert status_of("What it does.", Options, fail, []) == 1
-    assert capsys.readouterr().err == "error: out=/x cannot be written: [choose] another\n"
+    assert script(fail) == (1, "", "error: out=/x cannot be written: [choose] another\n")
     with pytest.raises(UserError):
-        status_of("What it does.", Options, fail, ["--debug"])
+        script(fail, "--debug")
 
 
-def test_an_error_of_the_system_is_its_file_and_its_reason(capsys):
-    assert status_of("", Options, lambda **_: Path("no/such").read_text(), []) == 1
-    assert capsys.readouterr().err == "error: no/such: No such file or directory\n"
+def test_an_error_of_the_system_is_its_file_and_its_reason(script):
+    assert script(lambda options: Path("no/such").read_text()) == (1, "", "error: no/such: No such file or directory\n")
 
 
 @pytest.mark.parametrize(
@@ -181,19 +177,12 @@ def test_other_programs_keep_their_answer_to_ctrl_c():
     assert done.stdout == "True\n", done.stderr
 
 
-def test_a_script_that_is_interrupted_says_so(capsys):
-    def interrupt(**options):
+def test_a_command_that_is_interrupted_says_so(command, monkeypatch):
+    def interrupt(folders: Path, out: Path | None, watch: bool) -> None:
         raise KeyboardInterrupt
 
-    assert status_of("", Options, interrupt, [], when_interrupted="interrupted; nothing is lost") == 130
-    assert capsys.readouterr().err == "error: interrupted; nothing is lost\n"
-
-
-def test_help_does_not_import_the_function(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        run_script("What it does.", Options, "no.such.module:function", ["--help"])
-    assert exit_.value.code == 0
-    assert "What it does." in capsys.readouterr().out
+    monkeypatch.setattr("tools.report.write.write_report", interrupt)
+    assert command("scripts/report", "folders=x") == (130, "", "error: no longer following the runs\n")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

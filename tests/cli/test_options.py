@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from cli import compose, to_dict
+from cli.command import EXTRAS
 from cli.completion import offers
 from cli.options import explained, groups_of
-from common.command import EXTRAS, Items
 from common.files import name_of
 from common.settings import CONFIGS, Settings, decode, nearest
+from common.words import Items
 from trainer.checkpoint import newest
 from trainer.config import TrainConfig
 

@@ -5,6 +5,7 @@ Commands that depend on a program's results are listed in `PLACES`, with the tes
 """
 
 import ast
+import functools
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,8 +23,9 @@ from hypothesis import strategies as st
 from printed import commands_in
 
 from cli import compose, to_dict
-from common.command import EXTRAS, overrides
+from cli.command import EXTRAS
 from common.settings import decode
+from common.words import overrides
 from trainer.config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
@@ -60,7 +63,7 @@ PLACES = {  # where a text says what to type, and the test that types it
     "configs/lm_eval.yaml": "test_extras_that_are_to_be_installed_exist",
     "configs/serve.yaml": "test_the_request_that_help_shows_is_answered",
     "cli/compose.py": "test_extras_that_are_to_be_installed_exist",
-    "common/command.py": "test_extras_that_are_to_be_installed_exist",
+    "cli/command.py": "test_extras_that_are_to_be_installed_exist",
     "data/prepare/finish.py": "test_training_begins_by_the_command_that_is_printed",
     "data/prepare/spans.py": "test_a_damaged_span_is_named",
     "model/ops/kernels.py": "test_extras_that_are_to_be_installed_exist",
@@ -80,7 +83,7 @@ def goes_to_work(command, monkeypatch, tmp_path):
     """Runs a printed command in this process, in an empty folder, up to the work; in a sweep, all jobs reach it."""
     monkeypatch.chdir(tmp_path)
 
-    def work(*_, **__):
+    def work():
         arrived.append(True)
         if not in_sweep:
             raise AtWork
@@ -95,7 +98,8 @@ def goes_to_work(command, monkeypatch, tmp_path):
         line = shlex.join(["python", f"{script}.py", *arguments])
         with monkeypatch.context() as patch:
             for name in WORK[script].split():
-                patch.setattr(name, work)
+                original = resolve_name(name)
+                patch.setattr(name, functools.wraps(original)(lambda *_, **__: work()))
             patch.setattr("trainer.loop.check", lambda config: None)  # of a sweep's data, which there is not
             try:
                 result = command(script, *arguments)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+from pydantic import PositiveFloat
 
 from common.console import say
 from common.files import make_directory, read_json, write_json
@@ -20,7 +21,7 @@ Stages = dict[str, tuple[float, list[str]]]
 """By name: a share of the time, and the arguments of a Python."""
 
 
-def run(minutes: float, out: Path) -> None:
+def run(minutes: PositiveFloat, out: Path) -> None:
     """Run all stages on this machine's GPU.
 
     Raises:

@@ -1,15 +1,16 @@
 """scripts/bench.py: measures what it is asked for, prints a table of each, and writes all figures to one file."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from pydantic_core import to_jsonable_python
+from pydantic import NonNegativeFloat, PositiveInt
 
 from common.console import say
 from common.files import make_directory, write_json
-from common.settings import UserError
+from common.settings import Settings, UserError
+from common.words import Items
 from tools.bench import data, decode, operators, train
 from tools.bench.harness import Row, machine, print_table
 
@@ -22,18 +23,40 @@ MEASURES: dict[str, tuple[Callable[[Any], dict[str, list[Row]]], str]] = {
 """What measures each kind, as tables by name, and the title of the first table."""
 
 
-def bench(**given: Any) -> None:
+class BenchConfig(Settings, defaults="bench"):
+    """Options of scripts/bench.py."""
+
+    what: Items[Literal["operators", "train", "decode", "data"]]
+    profile: bool
+    device: Literal["auto", "cpu", "cuda"]
+    rounds: PositiveInt
+    out: Path | None
+    lengths: Items[PositiveInt]
+    heads: PositiveInt
+    head_dim: PositiveInt
+    seconds: NonNegativeFloat
+    batch: PositiveInt
+    models: Items[str]
+    set: Items[str]
+    seq_len: PositiveInt
+    steps: PositiveInt
+    nanogpt: Path | None
+    positions: Items[PositiveInt]
+    hf: str | None
+
+
+def bench(options: BenchConfig) -> None:
     """Measure each kind of `what` in turn, and write the file `out` anew after each.
 
     Raises:
         UserError: there is no GPU.
     """
-    options = SimpleNamespace(**given)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but torch sees no GPU here: use device=cpu")
     if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, Any] = {"options": to_jsonable_python(given), "machine": machine()}
+        options = options.model_copy(update={"device": "cuda" if torch.cuda.is_available() else "cpu"})
+    given = options.model_dump(mode="json")
+    found: dict[str, Any] = {"options": given, "machine": machine()}
     for what in options.what:
         measure, title = MEASURES[what]
         tables = measure(options)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.command import overrides
 from common.console import say
 from common.files import file_size, read_json
 from common.settings import UserError, differences
+from common.words import overrides
 from data.tokenizer import Tokenizer
 from model.gpt import GPT, GPTConfig
 from tools.convert.hf_tokenizer import read_tokenizer_json

@@ -2,11 +2,12 @@
 
 import random
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+
+from pydantic import NonNegativeInt, PositiveInt
 
 from common.console import say, show_table
-from common.settings import UserError
+from common.settings import Settings, UserError
+from common.words import Items
 from data.loader import TrainBatches, step_windows
 from data.prepare.inspect import documents_table, sets_table, window_text
 from data.shards import Manifest, SplitName, TokenStream, read_manifest
@@ -14,13 +15,24 @@ from trainer.checkpoint import open_checkpoint
 from trainer.state import TrainState
 
 
-def inspect(**given: Any) -> None:
-    """Show what the options of scripts/inspect_dataset.py ask for.
+class InspectConfig(Settings, defaults="inspect_dataset"):
+    """Options of scripts/inspect_dataset.py."""
+
+    dataset_dir: Path | None
+    split: SplitName
+    window: Items[int]
+    random: NonNegativeInt
+    tokens: PositiveInt
+    step: PositiveInt | None
+    run_dir: Path | None
+
+
+def inspect(options: InspectConfig) -> None:
+    """Show what the options ask for.
 
     Raises:
         UserError: there is no such dataset, run or token, or the run was trained on another dataset.
     """
-    options = SimpleNamespace(**given)
     state = None if options.run_dir is None else open_checkpoint(options.run_dir, files=["state.json"]).state
     dataset_dir = state.dataset_dir if options.dataset_dir is None and state else options.dataset_dir
     if dataset_dir is None:
@@ -29,7 +41,7 @@ def inspect(**given: Any) -> None:
     if options.step is not None:
         if options.window or options.random or options.split != "train":
             raise UserError("step shows what training read: leave out split, window and random, or step")
-        if state is None:
+        if state is None or options.run_dir is None:
             raise UserError("step needs a run: give run_dir")
         batches = _batches(options.run_dir, dataset_dir, manifest, state)
         if options.step > state.step:

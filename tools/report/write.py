@@ -8,6 +8,7 @@ from pathlib import Path
 from common.console import count, say, warn
 from common.files import make_directory, write_atomic
 from common.settings import UserError
+from common.words import Items
 from tools.report.page import page_of
 from tools.report.pictures import draw_curves
 from tools.report.records import Record, common_folder, labels, lowest_loss, printable, read_records
@@ -18,7 +19,7 @@ _LAST_LOOKS = 12
 """Watching stops once all runs were ended in so many looks, because the next job of a sweep may be about to begin."""
 
 
-def write_report(folders: Sequence[Path], out: Path | None, watch: bool = False) -> Path:
+def write_report(folders: Items[Path], out: Path | None, watch: bool = False) -> Path:
     """Compare all runs in `folders`: write a page and a picture into `out`, and return the path of the page.
 
     With `watch`, first keep a page up to date that browsers load again and again, until every run is at its end.

@@ -5,16 +5,18 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
+from pydantic import Field
 
-from common.command import options_of
 from common.console import count, say, warn
 from common.figures import png, short_count
 from common.files import make_directory, write_atomic, write_json
 from common.settings import UserError
+from common.words import Items, options_of
 from tools.report.records import read_records
 from tools.scaling.fit import Array, Law, fit
 
@@ -25,15 +27,18 @@ _MOST_CURVES = 10  # more would hide each other
 _COLUMNS = ("parameters", "tokens", "loss")
 
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 def run(
-    folders: list[Path],
+    folders: Items[Path],
     csv: Path | None,
     out: Path,
-    resamples: int,
+    resamples: Annotated[int, Field(ge=100, le=100_000)],
     ladder: str = "",
-    parameters: float | None = None,
-    loss: float | None = None,
-    tokens_per_second: float | None = None,
+    parameters: Positive | None = None,
+    loss: Positive | None = None,
+    tokens_per_second: Positive | None = None,
 ) -> None:
     """Train the ladder, if there is one, fit the law, print and draw it, and write scaling.json.
 

@@ -1,0 +1,69 @@
+"""Options as words of a command line: KEY=VALUE in Hydra's grammar, read and written."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator
+
+from common.settings import UserError
+
+T = TypeVar("T")
+
+
+def _split(value: Any) -> Any:
+    """Split "a,b" or "[a,b]" into its items. Brackets protect the commas of an item: "[a,b],[c]" is "a,b" and "c".
+
+    A path that exists is one item: the folders of a sweep's jobs have commas in their names.
+    """
+    if not isinstance(value, str):
+        return value
+    if "=" in value and os.path.exists(value):
+        return [value]
+    bracketed = re.fullmatch(r"\[((?:[^][]|\[[^][]*\])*)\]", value)
+    items = bracketed[1] if bracketed else value
+    return [re.sub(r"^\[(.*)\]$", r"\1", item.strip()) for item in re.split(r",(?![^][]*\])", items)] if items else []
+
+
+Items = Annotated[list[T], BeforeValidator(_split)]
+"""The type of an option that takes several values: KEY=a,b or KEY=[a,b]."""
+
+
+def refuse_flag(word: str) -> None:
+    """Refuse an option with dashes, and show how it is written here; refuse one that is not text."""
+    if re.search("[\udc80-\udcff]", word):  # how Python holds bytes that are not UTF-8; JSON files cannot hold them
+        raise UserError(f"{word} is not in UTF-8: rename what it names")
+    if word == "--":
+        raise UserError("--: leave it out: options are KEY=VALUE here")
+    if word.startswith("-"):
+        key, _, value = word.lstrip("-").partition("=")
+        raise UserError(f"{word}: options are KEY=VALUE here: write {key.replace('-', '_')}={value or '...'}")
+
+
+_NO_TEXTS = ("null", "true", "false", "nan", "inf")
+
+
+def overrides(settings: Mapping[str, Any]) -> str:
+    """Return settings as command-line arguments in Hydra's grammar, quoted for a shell."""
+    return shlex.join(options_of(settings))
+
+
+def options_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as command-line arguments in Hydra's grammar, each as the program gets it."""
+    return [f"{key}={in_hydras_grammar(value)}" for key, value in settings.items()]
+
+
+def in_hydras_grammar(value: Any) -> str:
+    """Return a value as Hydra's grammar writes it; texts that it would read as something else are quoted."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{in_hydras_grammar(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(in_hydras_grammar, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*", value, re.ASCII) and value.lower() not in _NO_TEXTS:
+        return value
+    return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", r"\'") + "'"
