@@ -71,13 +71,16 @@ def test_no_names_are_written():
     assert all(not doctor.re.search(rf"(?<!\w){doctor.re.escape(name)}(?!\w)", text) for name in names)
 
 
-def test_what_breaks_is_a_finding_and_the_rest_goes_on(small, monkeypatch, capsys):
+def test_what_breaks_or_fails_its_check_is_a_finding_and_the_rest_goes_on(small, monkeypatch, capsys):
     def broken(device):
         raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
     monkeypatch.setattr(doctor, "rates", broken)
+    monkeypatch.setattr(doctor, "outcomes", {"the kernels": "failed a check: y is off", "torch.compile": None})
     doctor.examine(None)
     out = capsys.readouterr().out
+    assert "- the kernels failed a check: y is off" in out
+    assert "torch.compile" in out.partition("passed")[0]
     assert "- rates fails (RuntimeError: CUDA error: an illegal memory access): report it" in out
     assert "tokens per second" in out.replace("_", " ")
 
@@ -91,14 +94,6 @@ def test_a_gpu_takes_half_of_what_should_fit(small, monkeypatch):
     config = decode(TrainConfig, composed(SMALL))
     assert found["hours"] == pytest.approx(config.max_steps * config.batch_tokens / 2e6 / 3600)
     assert (found["tokens_per_second"], found["mfu"]) == (1e6, None)
-
-
-def test_kernels_that_failed_are_findings(small, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "outcomes", {"the kernels": "failed a check: y is off", "torch.compile": None})
-    doctor.examine(None)
-    out = capsys.readouterr().out
-    assert "- the kernels failed a check: y is off" in out
-    assert "torch.compile" in out.partition("passed")[0]
 
 
 @pytest.fixture

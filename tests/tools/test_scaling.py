@@ -63,18 +63,16 @@ def test_tokens_and_the_best_size_are_those_of_the_law():
     assert TRUE.loss(size, tokens) < min(nearby)
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"), [(slice(0, 6), "at least 7 runs, not 6"), (slice(0, 10), "2 sizes and 5 numbers of tokens")]
-)
-def test_too_few_runs_are_refused(rows, message):
-    with pytest.raises(UserError, match=message):
-        fit(N[rows], D[rows], losses()[rows])
-
-
-def test_runs_whose_tokens_follow_from_their_size_are_refused():
+def test_runs_that_determine_no_law_are_refused():
     sizes = np.geomspace(1e5, 1e8, 8)
-    with pytest.raises(UserError, match="tokens follow from size"):
-        fit(sizes, 20 * sizes, TRUE.loss(sizes, 20 * sizes))
+    for runs, message in [
+        ((N[:6], D[:6], losses()[:6]), "at least 7 runs, not 6"),
+        ((N[:10], D[:10], losses()[:10]), "2 sizes and 5 numbers of tokens"),
+        ((sizes, 20 * sizes, TRUE.loss(sizes, 20 * sizes)), "tokens follow from size"),
+        ((N, D, 2 + 400 / D**0.3 + 0.01 * np.log(N)), "determine no law: their loss does not fall with size"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            fit(*runs, resamples=1)
 
 
 def table(path, rows):
@@ -101,18 +99,24 @@ def test_a_table_of_runs_becomes_predictions_and_a_picture(tmp_path, capsys):
     assert "tokens to a loss of 1: never, by this law" in far
 
 
-def test_finished_runs_of_a_folder_count(tmp_path, capsys):
+def write_run(folder, n, steps, tokens, loss, n_vocab=257):
+    folder.mkdir(parents=True)
+    config = {"max_steps": 10, "model": {"n_vocab": n_vocab}}
+    (folder / "config.json").write_text(json.dumps({"config": config, "environment": {"n_params": n}}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": steps, "tokens": tokens, "val_loss": loss}) + "\n")
+
+
+def test_finished_runs_of_one_vocabulary_count(tmp_path, capsys):
     for i, (n, d, loss) in enumerate(zip(N, D, losses(), strict=True)):
-        folder = tmp_path / f"runs/{i}"
-        folder.mkdir(parents=True)
-        steps = 10 if i else 5  # the first has not finished
-        (folder / "config.json").write_text(json.dumps({"config": {"max_steps": 10}, "environment": {"n_params": n}}))
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": steps, "tokens": d, "val_loss": loss}) + "\n")
+        write_run(tmp_path / f"runs/{i}", n, 10 if i else 5, d, loss)  # the first has not finished
     run([tmp_path / "runs"], None, tmp_path / "out", 100)
     told = capsys.readouterr()
     assert "not finished, and left out: 1 run" in told.err + told.out
     law = json.loads((tmp_path / "out/scaling.json").read_text())["law"]
     assert law["alpha"] == pytest.approx(0.34, rel=1e-4)
+    write_run(tmp_path / "runs/other", 1e5, 10, 1e6, 2.0, n_vocab=50257)
+    with pytest.raises(UserError, match="different datasets or vocabularies"):
+        run([tmp_path / "runs"], None, tmp_path / "out", 100)
 
 
 @pytest.mark.slow
@@ -156,19 +160,3 @@ def test_a_cell_that_is_no_positive_number_is_named(tmp_path, cell):
 def test_a_goal_that_lacks_what_it_needs_is_refused(tmp_path, goal, message):
     with pytest.raises(UserError, match=message):
         run([], tmp_path / "runs.csv", tmp_path, 100, **goal)
-
-
-def test_runs_of_different_vocabularies_are_not_mixed(tmp_path):
-    for i in range(8):
-        folder = tmp_path / f"runs/{i}"
-        folder.mkdir(parents=True)
-        config = {"max_steps": 10, "model": {"n_vocab": 257 + i % 2}}
-        (folder / "config.json").write_text(json.dumps({"config": config, "environment": {"n_params": 1e5}}))
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "tokens": 1e6, "val_loss": 2.0}) + "\n")
-    with pytest.raises(UserError, match="different datasets or vocabularies"):
-        run([tmp_path / "runs"], None, tmp_path / "out", 100)
-
-
-def test_runs_whose_loss_does_not_fall_determine_no_law():
-    with pytest.raises(UserError, match="determine no law: their loss does not fall with size"):
-        fit(N, D, 2 + 400 / D**0.3 + 0.01 * np.log(N), resamples=1)
