@@ -199,8 +199,9 @@ def test_preparing_is_timed_beside_the_library(command, tmp_path, monkeypatch, r
     monkeypatch.chdir(tmp_path)
     lines = "".join(json.dumps({"text": f"these are the words of {i}, " * 20}) + "\n" for i in range(3000))
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    out = tmp_path / "bench.json"
     source = f"set=[data=jsonl,data.path=a.jsonl.zst,tokenizer=gpt2,tokenizer.path={rank_file},workers=2]"
-    rows = figures(command("scripts/bench", "what=data", source, "rounds=1", "out=bench.json"), tmp_path / "bench.json")
+    rows = figures(command("scripts/bench", "what=data", source, "rounds=1", f"out={out}"), out)
     rates = {row["what"]: row["MB_per_second"] for row in rows["data"]}
     assert list(rates) == ["the library, one thread", "prepared", "verified"]
     assert min(rates.values()) > 0
