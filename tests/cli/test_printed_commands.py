@@ -70,7 +70,7 @@ PLACES = {  # where a text says what to type, and the test that types it
     "tools/convert/gqa.py": "test_the_settings_to_go_on_with_are_printed",
     "tools/convert/import_gpt2.py": "test_training_goes_on_by_the_command_that_is_printed",
     "trainer/distributed.py": "test_without_a_launcher_it_is_told_how",
-    "trainer/run.py": "test_halt_names_gradients_and_leaves_the_run_as_it_was",
+    "trainer/loop.py": "test_halt_names_gradients_and_leaves_the_run_as_it_was",
 }
 
 
