@@ -77,10 +77,6 @@ class Mixture:
         shares = zip(self.names, (self.parts / self.parts.sum()).tolist(), strict=True)
         return ", ".join(f"{name} {share:.4%}" for name, share in shares if share)
 
-    def sets(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the set of each sequence of the run, counted from its first: int64 (n,) -> (n,)."""
-        return self._order[sequences % self._order.size]
-
     def windows(self, sequences: np.ndarray) -> np.ndarray:
         """Return the window of each sequence of the run, counted from its first: int64 (n,) -> int64 (n,)."""
         periods, within = np.divmod(sequences, self._order.size)

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from common.console import Track, say
+from common.console import Track, count, say
 from common.settings import Settings, UserError
 from data.prepare.encode import Batch, Encoded, Item, OnError, Skipped, encode_all
-from data.prepare.finish import Unusable, check_text, finish
+from data.prepare.finish import Unusable, finish
 from data.prepare.items import NO_TEXT, Position
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
 from data.prepare.spans import Plan, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
@@ -119,8 +119,8 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
     groups, sizes = plan.groups(), plan.prepared["input"]
     first, stop = (task * len(groups) // config.num_tasks for task in (config.task_index, config.task_index + 1))
     found = {group: read_spans(folder, group) for group in range(first, stop)}
-    if written := [split for spans in found.values() for span in spans for split in span.splits.values()]:
-        say(f"going on with {folder}: {sum(split.total.documents for split in written):,} documents are written")
+    if n_spans := sum(map(len, found.values())):
+        say(f"going on with {folder}, which has {count(n_spans, 'span')} of this task")
     rest = [sizes[name] for group, spans in found.items() if not is_whole(spans) for name in groups[group]]
     with _Reading("reading, bytes", None if None in rest else sum(rest)) as track:
         for group, spans in found.items():
@@ -162,10 +162,20 @@ def _read(
     source, is_first, lacking = config.data.in_pieces(plan.piece), after is None and not track.items, list[str]()
     raws = source.documents(track.seen, after, inputs)
     for batch in encode_all(source, raws, folder / TOKENIZER, config.workers or os.cpu_count() or 1, config.on_error):
-        before = track.items
-        track.show(batch)
-        if is_first and before < _CHECKED_ITEMS:
+        if is_first:
             lacking += [item.where for item in batch.items if isinstance(item, Skipped) and item.reason == NO_TEXT]
-            if track.items >= _CHECKED_ITEMS:
-                check_text(source.model_dump(), len(lacking), track.items, next(iter(lacking), None), "the first ")
+        track.show(batch)
+        if is_first and track.items >= _CHECKED_ITEMS:
+            is_first = False
+            _check_text(config, lacking, track.items)
         yield from batch.with_ids()
+    if is_first:
+        _check_text(config, lacking, track.items)
+
+
+def _check_text(config: PrepareConfig, lacking: list[str], n_items: int) -> None:
+    """Check that at most half of the first documents have no text: those at `lacking`; raises UserError."""
+    if 2 * len(lacking) > n_items:
+        field, first = f"data.text_field={config.data.model_dump()['text_field']}", f"(first: {lacking[0]})"
+        what = f"{field} is missing in {len(lacking):,} of the first {n_items:,} documents {first}"
+        raise UserError(f"{what}: give the key that holds their text")

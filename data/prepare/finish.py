@@ -11,7 +11,7 @@ from common.lock import owned
 from common.settings import UserError
 from common.words import overrides
 from data.prepare.inspect import sets_table
-from data.prepare.items import NO_TEXT, REMEDIES
+from data.prepare.items import REMEDIES
 from data.prepare.spans import Plan, Span, damaged, is_whole, number_of, read_spans, remove, span_dir
 from data.shards import MANIFEST, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest, shard_file, total_of
 
@@ -32,7 +32,7 @@ def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
 
     Raises:
         Unusable: nothing is left to train or to validate on.
-        UserError: a span is damaged, most documents have no text, or there are too many sets.
+        UserError: a span is damaged, or there are too many sets.
     """
     make_directory(folder, "out_dir")  # another task may have removed it
     with owned(folder / "finish.lock", lambda: None):
@@ -110,12 +110,9 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str], n_spans: int) 
 
     Raises:
         Unusable: one of the splits has no documents.
-        UserError: most documents have no text.
     """
     totals = {name: split.total for name, split in manifest.splits.items()}
     documents = sum(total.documents for total in totals.values())
-    n_items = documents + sum(manifest.skipped.values())
-    check_text(plan.prepared["data"], manifest.skipped.get(NO_TEXT, 0), n_items, first.get(NO_TEXT))
     if not documents:
         found = Counter(manifest.skipped).most_common()
         why = ", ".join(f"{n:,} x {reason}, first {first[reason]}" for reason, n in found)
@@ -134,17 +131,6 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str], n_spans: int) 
         if wanted and n_spans == 1 and not plan.piece:
             error.piece = min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE)
         raise error
-
-
-def check_text(data: dict[str, Any], missing: int, n_items: int, first: str | None, of: str = "") -> None:
-    """Check that at most half of the documents of a source have no text; `first`: where the first of these is.
-
-    Raises:
-        UserError: more have none. Not Unusable, because that deletes the spans, which may have taken hours.
-    """
-    if 2 * missing > n_items:
-        what = f"data.text_field={data['text_field']} is missing in {missing:,} of {of}{n_items:,} documents"
-        raise UserError(f"{what} (first: {first}): give the key that holds their text")
 
 
 def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None:

@@ -251,7 +251,7 @@ def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkey
         prepare(config(shard_tokens=1000))
     os.truncate(corpus, size)
     assert bytes_below(tmp_path / "out.partial") == before
-    prepare(config(workers=3, on_error="stop", shard_tokens=1000))
+    prepare(config(on_error="stop", shard_tokens=1000))
 
 
 @pytest.mark.usefixtures("saves_often")
