@@ -43,8 +43,8 @@ def save_state(path: Path, request: Request, loaded: Loaded) -> None:
         UserError: the file cannot be written.
     """
     tensors = {_REST: torch.tensor(request.ids, dtype=torch.int64)}
-    for name, part in tensors_of(select_rows(request.before, [0])):  # a copy, without the room behind a cache
-        tensors[name] = part.value.cpu().contiguous()
+    for name, value in tensors_of(select_rows(request.before, [0])).items():  # a copy, without the room behind a cache
+        tensors[name] = value.cpu().contiguous()
     header = {"format": _FORMAT, **_owner(loaded), "tokens": str(request.n_before)}
     content = safetensors.torch.save(tensors, header | {"sha256": sum_of(tensors, header)})
     try:
@@ -99,11 +99,11 @@ def sum_of(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
 def _expected(like: Prefix | None, shapes: Mapping[str, list[int]]) -> Expected:
     """Shapes and types of a state's tensors. A cache may have any number of columns, and `rest` any length."""
     expected = {_REST: (torch.Size(shapes.get(_REST, [])[:1] or [0]), {torch.int64})}
-    for name, part in tensors_of(like):
-        shape = list(part.value.shape)
-        if part.cache is not None:
-            shape[2:3] = shapes.get(f"{part.cache}.k", [])[2:3]
-        expected[name] = torch.Size(shape), {part.value.dtype}
+    for name, value in (tensors := tensors_of(like)).items():
+        shape, owner = list(value.shape), name.rpartition(".")[0]
+        if len(shape) > 2 and f"{owner}.lengths" in tensors:  # of a cache
+            shape[2:3] = shapes.get(f"{owner}.k", [])[2:3]
+        expected[name] = torch.Size(shape), {value.dtype}
     return expected
 
 

@@ -83,9 +83,6 @@ def _loss_and_gradients(gpt: GPT, summed_loss: Callable[..., Tensor], ids: Tenso
     with torch.autocast(ids.device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext():
         loss = summed_loss(ids[:, :-1], ids[:, 1:])
     loss = loss / ids[:, 1:].numel()
-    names, params = zip(*gpt.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(loss, params)
-    return Outputs(
-        {"the loss": loss.detach()},
-        {f"the gradient of {name}": x for name, x in zip(names, gradients, strict=True)},
-    )
+    params = dict(gpt.named_parameters())
+    gradients = zip(params, torch.autograd.grad(loss, list(params.values())), strict=True)
+    return Outputs({"the loss": loss.detach()}, {f"the gradient of {name}": x for name, x in gradients})

@@ -420,24 +420,20 @@ class GPT(nn.Module):
         return self.norm(x), GPTState(position, tuple(after), ngrams)
 
     def _by_documents(self, token_ids: Tensor, starts: Tensor, state: GPTState | None) -> tuple[Tensor, GPTState]:
-        """Compute `features` with a state, piece by piece: no document starts within a piece."""
-        borders = sorted({0, *starts.any(0).nonzero().flatten().tolist()})
-        outputs = []
-        for ids, start in zip(*(x.tensor_split(borders[1:], dim=1) for x in (token_ids, starts)), strict=True):
-            x, state = self._piece(ids, start[:, 0].tolist(), state)
-            outputs.append(x)
-        assert state is not None
-        return torch.cat(outputs, dim=1), state
-
-    def _piece(self, token_ids: Tensor, fresh: list[bool], state: GPTState | None) -> tuple[Tensor, GPTState]:
-        """Compute `features` with a state that `fresh` rows do not continue."""
-        if state is None or all(fresh) or not any(fresh):
-            return self._features(token_ids, None, None if any(fresh) else state, True)
-        going_on, new = ([row for row, is_new in enumerate(fresh) if is_new == kind] for kind in (False, True))
-        old_x, old = self._features(token_ids[going_on], None, select_rows(state, going_on), True)
-        new_x, young = self._features(token_ids[new], None, None, True)
-        order = sorted(range(len(fresh)), key=(going_on + new).__getitem__)
-        return torch.cat([old_x, new_x])[order], select_rows(cat_states([old, young]), order)
+        """Compute `features` with a state that grows: each document of each row by itself, where they start apart."""
+        starts = starts.cpu()
+        if not starts[:, 1:].any() and (state is None or starts[:, 0].all() or not starts.any()):
+            return self._features(token_ids, None, None if starts.any() else state, True)
+        outputs, states = [], []
+        for b, row in enumerate(token_ids.split(1)):
+            one = None if state is None else select_rows(state, [b])
+            for n, document in enumerate(row.tensor_split(starts[b].nonzero().flatten(), dim=1)):
+                one = None if n else one
+                if document.shape[1]:
+                    x, one = self._features(document, None, one, True)
+                    outputs.append(x)
+            states.append(one)
+        return torch.cat(outputs, dim=1).view(len(token_ids), token_ids.shape[1], -1), cat_states(states)
 
     def initial_state(self, B: int) -> GPTState:
         """The state of B texts before their first tokens, for models with `constant_state`; None means the same."""

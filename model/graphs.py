@@ -81,25 +81,16 @@ def record(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
 
 def use_graphs(gpt: GPT, state: GPTState) -> bool:
     """Choose whether a model decodes with graphs, and print the choice for a GPU once."""
-    if gpt.embed.weight.device.type != "cuda":
+    weight = gpt.embed.weight
+    if weight.device.type != "cuda":
         return False
-    why_not = _why_not(gpt, state)
+    why_not: str | None = "the model's state grows with the text, or counts its tokens"
+    if all(x is None or isinstance(x, Tensor) for x in tree_leaves(state)):
+        about = {"model": shortened(gpt.config), "dtype": str(weight.dtype)[6:], "documents": gpt.eot_id is not None}
+        failure = failed_check("CUDA graphs of decoding", check, f"cuda:{weight.device.index}", **about)
+        why_not = failure and f"a graph {failure}"
     say_once(f"decoding without CUDA graphs, which is slower: {why_not}" if why_not else "decoding with CUDA graphs")
     return why_not is None
-
-
-def _why_not(gpt: GPT, state: GPTState) -> str | None:
-    """Return why graphs cannot be used on the model's GPU, or None if they can."""
-    if not all(x is None or isinstance(x, Tensor) for x in tree_leaves(state)):
-        return "the model's state grows with the text, or counts its tokens"
-    weight = gpt.embed.weight
-    arguments = {
-        "model": shortened(gpt.config),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "documents": gpt.eot_id is not None,
-    }
-    why_not = failed_check("CUDA graphs of decoding", check, f"cuda:{weight.device.index}", **arguments)
-    return why_not and f"a graph {why_not}"
 
 
 @torch.inference_mode()

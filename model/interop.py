@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from common.settings import UserError, decode
@@ -38,12 +39,11 @@ def load_published(path: str | Path) -> GPT:
             tensors = {key.removeprefix("weights/"): file.get_tensor(key) for key in file.keys() if "weights/" in key}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"cannot read published weights from {path}: {error}") from None
-    missing = [size for size in _SIZES if not isinstance(sizes, dict) or size not in sizes]
-    if missing:
-        raise UserError(
-            f"{path} does not describe an architecture: the config in its metadata lacks {', '.join(missing)}"
-        )
-    gpt = GPT(published_config(**{size: sizes[size] for size in _SIZES}))
+    if missing := [size for size in _SIZES if not isinstance(sizes, dict) or size not in sizes]:
+        lacks = f"the config in its metadata lacks {', '.join(missing)}"
+        raise UserError(f"{path} does not describe an architecture: {lacks}")
+    with torch.device("meta"):
+        gpt = GPT(published_config(**{size: sizes[size] for size in _SIZES}))
     try:
         gpt.load_state_dict({ours: tensors[published_name(ours)] for ours in gpt.state_dict()}, assign=True)
     except (KeyError, RuntimeError) as error:
@@ -53,19 +53,10 @@ def load_published(path: str | Path) -> GPT:
 
 def published_config(vocab_sz: int, d_emb: int, n_layers: int, n_heads: int, d_key: int, d_val: int) -> GPTConfig:
     """Return our configuration of the published architecture, given its own names of the sizes."""
-    return decode(
-        GPTConfig,
-        {
-            "n_vocab": vocab_sz,
-            "n_layer": n_layers,
-            "n_head": n_heads,
-            "head_dim": d_key,
-            "n_embd": d_emb,
-            "attention": {"name": "log_space", "d_key": d_key, "d_val": d_val},
-            "block": {"name": "glu"},
-            "position": {"name": "log_recurrence"},
-        },
-    )
+    sizes = {"n_vocab": vocab_sz, "n_layer": n_layers, "n_head": n_heads, "head_dim": d_key, "n_embd": d_emb}
+    attention = {"name": "log_space", "d_key": d_key, "d_val": d_val}
+    parts = {"attention": attention, "block": {"name": "glu"}, "position": {"name": "log_recurrence"}}
+    return decode(GPTConfig, sizes | parts)
 
 
 def published_name(ours: str) -> str:
@@ -82,6 +73,6 @@ def name_elsewhere(ours: str, names: Mapping[str, str]) -> str:
     layer = next((part for part in ours.split(".") if part.isdigit()), "")
     for pattern, theirs in names.items():
         prefix = pattern.format(layer)
-        if ours == prefix or ours.startswith(prefix + "."):
+        if f"{ours}.".startswith(f"{prefix}."):
             return theirs.format(layer) + ours[len(prefix) :]
     raise KeyError(ours)

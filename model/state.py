@@ -4,8 +4,8 @@ A state is a tree of tuples. Its leaves are tensors whose first dimension is the
 None, and what is not part of the value. A mechanism whose state has this form needs no batching code.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,28 +59,19 @@ def select_rows(state: Any, rows: Sequence[int] | slice) -> Any:
     return tree_map(select, state, is_leaf=_per_row)
 
 
-class StateTensor(NamedTuple):
-    """A tensor of a state, or the ints of its rows."""
-
-    value: Tensor
-    """Ints are int64 (B,)."""
-    cache: str | None
-    """The name of the cache of which this has columns, (B, H, S, D) or (B, 1, S); None: its shape never changes."""
-
-
 def _name(path: KeyPath) -> str:
     return ".".join(str(getattr(key, "name", None) or getattr(key, "idx", None)) for key in path)
 
 
-def tensors_of(state: Any) -> Iterator[tuple[str, StateTensor]]:
-    """Yield the tensors and counts of a state, named by their paths in it, such as layers.0.log_s."""
-    leaves = {_name(path): x for path, x in tree_flatten_with_path(state, is_leaf=_per_row)[0]}
-    for name, x in leaves.items():
-        owner = name.rpartition(".")[0]
+def tensors_of(state: Any) -> dict[str, Tensor]:
+    """The tensors of a state, and the ints of its rows as int64 (B,), named by their paths in it: layers.0.log_s."""
+    tensors = {}
+    for path, x in tree_flatten_with_path(state, is_leaf=_per_row)[0]:
         if isinstance(x, Tensor):
-            yield name, StateTensor(x, owner if f"{owner}.lengths" in leaves else None)
+            tensors[_name(path)] = x
         elif isinstance(x, tuple) and x:
-            yield name, StateTensor(torch.tensor(x), None)
+            tensors[_name(path)] = torch.tensor(x)
+    return tensors
 
 
 def restored(like: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -120,7 +120,7 @@ def _take(x: Tensor, group: SequenceGroup, empty: Any) -> tuple[Tensor, Any]:
     """Receive the state of the tokens before x: (x, state). Before the first token, it is `empty`."""
     if group.place == 0:
         return x, empty
-    like = {name: value for name, (value, _) in tensors_of(empty)}
+    like = tensors_of(empty)
     x, *received = _Take.apply(x, group, *like.values())
     return x, restored(empty, dict(zip(like, received, strict=True)))
 
@@ -129,8 +129,8 @@ def _pass_on(x: Tensor, group: SequenceGroup, state: Any, empty: Any) -> Tensor:
     """Send the state after x to the next process; returns x, through which the state's gradients come back."""
     if group.place == group.size - 1:
         return x
-    pairs = zip(tensors_of(state), tensors_of(empty), strict=True)
-    return cast(Tensor, _PassOn.apply(x, group, *(own.value.to(like.value.dtype) for (_, own), (_, like) in pairs)))
+    like, tensors = tensors_of(empty), tensors_of(state)
+    return cast(Tensor, _PassOn.apply(x, group, *(own.to(like[name].dtype) for name, own in tensors.items())))
 
 
 class _Take(torch.autograd.Function):

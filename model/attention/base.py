@@ -16,7 +16,7 @@ from model.ops.log_attention.chunks import CHUNK
 from model.position import NO_POSITIONS, Positions, Rotation, rotate
 
 _EPS = 1e-6  # of RMS norms: the type's own would be large in bfloat16
-_GATES = {"silu": silu, "sigmoid": sigmoid}
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": silu, "sigmoid": sigmoid}
 _SPANS = 1.5, 500.0  # tokens after which the first and the last head keep 1 / e, at the start of training
 
 
@@ -128,23 +128,16 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_out = n_head, n_out
         self.qkv = FusedLinear(n_embd, parts, n_group)
-        self.conv: nn.Parameter | None = None
-        self.q_scale: nn.Parameter | None = None
-        self.k_scale: nn.Parameter | None = None
-        self.gate: Linear | None = None
-        self.decay: Decay | None = None
 
     def add_parts(self, settings: AttentionSettings, query_dim: int) -> None:
-        """Create the optional parts."""
-        n_embd, n_qkv = self.qkv.in_features, self.qkv.out_features
-        if settings.conv:
-            self.conv = nn.Parameter(torch.empty(settings.conv * n_qkv))
-        if settings.qk_norm:
-            self.q_scale, self.k_scale = (nn.Parameter(torch.empty(query_dim)) for _ in range(2))
-        if settings.gate != "none":
-            self.gate, self.gate_function = Linear(n_embd, self.n_out), _GATES[settings.gate]
-        if getattr(settings, "decay", "none") != "none":
-            self.decay = Decay(n_embd, self.n_head)
+        """Create the optional parts, which come after those of the mechanism."""
+        n_embd, n_qkv, decay = self.qkv.in_features, self.qkv.out_features, getattr(settings, "decay", "none")
+        self.conv = nn.Parameter(torch.empty(settings.conv * n_qkv)) if settings.conv else None
+        scales = (nn.Parameter(torch.empty(query_dim)) if settings.qk_norm else None for _ in range(2))
+        self.q_scale, self.k_scale = scales
+        self.gate = Linear(n_embd, self.n_out) if settings.gate != "none" else None
+        self.gate_function = _GATES[settings.gate]
+        self.decay = Decay(n_embd, self.n_head) if decay != "none" else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -1,10 +1,10 @@
 """Sparse softmax attention: sliding windows (Beltagy et al. 2020), strided and fixed patterns (Child et al. 2019)."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -16,6 +16,8 @@ from model.ops.sparse_attention.patterns import Pattern, fixed, is_by_distance, 
 from model.position import last_positions
 
 LARGEST = 2**20
+_Keys = Annotated[int, Field(ge=1, le=LARGEST)]
+_Gap = Annotated[int, Field(ge=1, le=2**16)]
 _SAMPLES = 256  # queries whose keys are counted to estimate the operations
 
 
@@ -24,19 +26,10 @@ class SlidingWindowConfig(GroupedSettings, defaults="model/attention/sliding_win
 
     name: Literal["sliding_window"]
     constant_state: ClassVar[bool] = True
-    window: int | tuple[int, ...]
+    window: _Keys | tuple[_Keys, ...]
     """Keys that a query attends to; a list gives one number for each head."""
-    dilation: int | tuple[int | None, ...] | None
+    dilation: _Gap | tuple[_Gap | None, ...] | None
     """Keys skipped between two keys of the window; null: none; a list gives one item for each head."""
-
-    @field_validator("window", "dilation", mode="before")
-    @classmethod
-    def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
-        most, null = {"window": (LARGEST, ""), "dilation": (2**16, ", null")}[str(info.field_name)]
-        for given in value if isinstance(value, list | tuple) else [value]:
-            if not (type(given) is int and 1 <= given <= most) and not (null and given is None):
-                raise ValueError(f"{given} is out of range: use 1 to {most:,}{null}, or a list of one for each head")
-        return value
 
     def check(self, n_head: int, head_dim: int) -> None:
         super().check(n_head, head_dim)
