@@ -139,7 +139,7 @@ def overwritten(content):
 # ----- JSON and settings
 
 
-@fuzz(100)
+@fuzz(60)
 @given(data=st.data())
 def test_any_bytes_are_json_or_a_value_error(data):
     content = data.draw(
@@ -153,7 +153,7 @@ def test_any_bytes_are_json_or_a_value_error(data):
     json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
 
 
-@fuzz(100)
+@fuzz(60)
 @given(data=st.data())
 def test_any_settings_are_settings_or_a_user_error(tiny, data):
     raw = data.draw(mutated(tiny().model_dump(mode="json")))
@@ -204,7 +204,7 @@ def use_dataset(folder):
         ("tokenizer.json", values),
     ],
 )
-@fuzz(100)
+@fuzz(60)
 @given(data=st.data())
 def test_any_change_of_a_dataset(dataset, data, name, change):
     path = dataset / name
@@ -212,7 +212,7 @@ def test_any_change_of_a_dataset(dataset, data, name, change):
         use_dataset(dataset)
 
 
-@fuzz(80)
+@fuzz(60)
 @given(data=st.data())
 def test_any_bytes_of_a_rank_file(rank_file, tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzzed.tiktoken"
@@ -257,7 +257,7 @@ def signed(path, name, content):
         ("state.json", values, True),
     ],
 )
-@fuzz(60)
+@fuzz(30)
 @given(data=st.data())
 def test_any_change_of_a_checkpoint(checkpoint, data, name, change, right_sum):
     content, manifest = data.draw(change((checkpoint / name).read_bytes())), checkpoint / "manifest.json"
@@ -284,28 +284,15 @@ HEADER = {
 }
 
 
-def tensor_bytes(header, body=bytes(32)):
-    return struct.pack("<Q", len(header)) + header + body
-
-
-@fuzz(100)
-@given(data=st.data())
-def test_any_header_of_a_tensor_file(tmp_path_factory, data):
-    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
-    header = data.draw(st.one_of(mutated(HEADER).map(json_bytes), damaged(json_bytes(HEADER))))
-    path.write_bytes(tensor_bytes(header, bytes(data.draw(st.sampled_from([32, 32, 32, 0, 8, 56])))))
-    with nothing_but_user_errors():
-        read = read_tensors([path], EXPECTED)
-        assert all(
-            read[name].shape == shape and read[name].dtype in dtypes for name, (shape, dtypes) in EXPECTED.items()
-        )
-        assert all(not tensor.count_nonzero() for tensor in read.values())  # it reads within the file
-
-
 @fuzz(60)
 @given(data=st.data())
 def test_any_bytes_of_a_tensor_file(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
-    path.write_bytes(data.draw(damaged(tensor_bytes(json_bytes(HEADER)))))
+    header = data.draw(st.one_of(mutated(HEADER).map(json_bytes), damaged(json_bytes(HEADER))))
+    body = bytes(data.draw(st.sampled_from([32, 32, 32, 0, 8, 56])))
+    content = struct.pack("<Q", len(header)) + header + body
+    path.write_bytes(data.draw(st.one_of(st.just(content), damaged(content))))
     with nothing_but_user_errors():
-        read_tensors([path], EXPECTED)
+        for name, tensor in read_tensors([path], EXPECTED).items():
+            assert tensor.shape == EXPECTED[name][0]
+            assert tensor.dtype in EXPECTED[name][1]

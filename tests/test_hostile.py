@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from cli.compose import compose, to_dict
 from common.files import open_file, read_json, sha256_file, write_atomic
 from common.settings import UserError, decode
-from data.documents import documents_in, read_records
+from data.documents import documents_in, read_index
 from data.prepare.verify import verify
 from data.shards import read_manifest
 from data.tokenizer import GPT2Config, build_tokenizer, load_tokenizer, read_rank_file
@@ -99,6 +99,12 @@ def test_a_file_of_a_terabyte_is_not_read(tmp_path):
     os.truncate(path, 2**40)
     with refused("is larger than 268,435,456 bytes"):
         read_json(path)
+    with refused():
+        read_rank_file(path)
+
+
+def test_a_json_file_has_a_limit_of_bytes(tmp_path):
+    path = tmp_path / "x.json"
     path.write_text("[1, 2, 3]")
     assert read_json(path, limit=9) == [1, 2, 3]
     with refused("is larger than 8 bytes"):
@@ -139,21 +145,29 @@ def endless(path):
 NO_FILES = [link, dangling, pipe, folder, listening, endless]
 
 
+def tensors_in(path):
+    return read_tensors([path], EXPECTED)
+
+
 @pytest.mark.parametrize("replace", NO_FILES)
 def test_what_is_no_file_is_refused_at_once(tmp_path, replace):
     path = tmp_path / "x.json"
     path.write_text("{}")
     replace(path)
-    for read in (read_json, open_file, sha256_file):
+    for read in (read_json, open_file, sha256_file, tensors_in):
         with refused(r"x\.json is a link, a folder, a pipe or a device"):
             read(path)
+    if replace is not link:  # a rank file may be a link
+        with refused():
+            read_rank_file(path)
 
 
-def test_a_folder_may_be_reached_by_a_link(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "x.json").write_text("{}")
-    (tmp_path / "linked").symlink_to("real")
-    assert read_json(tmp_path / "linked" / "x.json") == {}
+def test_a_folder_may_be_reached_by_a_link_and_a_rank_file_may_be_one(checkpoint, dataset, rank_file, tmp_path):
+    for name, target in (("run", checkpoint), ("data", dataset), ("ranks", rank_file)):
+        (tmp_path / f"linked-{name}").symlink_to(target)
+    assert load_model(tmp_path / "linked-run")[0].config == load_model(checkpoint)[0].config
+    assert read_manifest(tmp_path / "linked-data") == read_manifest(dataset)
+    assert read_rank_file(tmp_path / "linked-ranks") == read_rank_file(rank_file)
 
 
 def test_a_path_with_a_zero_byte(tmp_path):
@@ -213,27 +227,14 @@ def test_the_tensors_that_are_expected_are_read(tmp_path):
         (changed("b", shape=[1]), r"b has the shape \[1\], must have \[\]"),
         (changed("b", dtype="F64"), "b has the type float64, must have int64"),
         (changed("a", dtype="I32"), "a has the type int32, must have float32 or float64"),
-        (changed("a", shape=[-2, -3]), "not a whole"),
         (changed("a", shape=[2**40, 2**40]), "not a whole"),
-        (changed("a", shape="23"), "not a whole"),
-        (changed("b", shape=None), "not a whole"),
         (changed("a", dtype="F8_E4M3"), "not a whole"),
-        (changed("a", dtype=["F32"]), "not a whole"),
-        (changed("a", dtype="F64"), "not a whole"),
         (changed("a", data_offsets=[0, 2**60]), "not a whole"),
-        (changed("a", data_offsets=[8, 32]), "not a whole"),
-        (changed("a", data_offsets=[-1, 23]), "not a whole"),
         (changed("b", data_offsets=[0, 8]), "not a whole"),
         ({"a": GOOD["a"]}, "not a whole"),
-        ({}, "not a whole"),
-        (GOOD | {"c": GOOD["b"]}, "not a whole"),
         (GOOD | {"a": [1]}, "not a whole"),
-        (GOOD | {"__metadata__": {"x": 1}}, "not a whole"),
         (json.dumps(GOOD).encode().replace(b'"b"', b'"a"'), "not a whole"),
-        (b"[]", "not a whole"),
-        (b"{", "not a whole"),
         (b"", "not a whole"),
-        (b"\xff", "not a whole"),
         (b"[" * 60_000, "not a whole"),
     ],
 )
@@ -243,24 +244,13 @@ def test_tensors_that_are_not_those_expected(tmp_path, header, message):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 60, -33, -32, -1])
-def test_a_tensor_file_that_was_cut_off(tmp_path, cut):
+def test_a_tensor_file_that_was_cut_off_or_has_something_behind_it(tmp_path, cut):
     path = tensor_file(tmp_path / "x.safetensors", GOOD)
-    path.write_bytes(path.read_bytes()[:cut])
-    with refused(r"x\.safetensors is not a whole safetensors file"):
-        read_tensors([path], EXPECTED)
-
-
-def test_a_tensor_file_with_something_behind_it(tmp_path):
-    with refused("not a whole safetensors file"):
-        read_tensors([tensor_file(tmp_path / "x.safetensors", GOOD, bytes(33))], EXPECTED)
-
-
-@pytest.mark.parametrize("replace", NO_FILES)
-def test_tensors_from_what_is_no_file(tmp_path, replace):
-    path = tensor_file(tmp_path / "x.safetensors", GOOD)
-    replace(path)
-    with refused(r"x\.safetensors is a link"):
-        read_tensors([path], EXPECTED)
+    content = path.read_bytes()
+    for damaged in (content[:cut], content + b"x"):
+        path.write_bytes(damaged)
+        with refused(r"x\.safetensors is not a whole safetensors file"):
+            read_tensors([path], EXPECTED)
 
 
 _MEASURE = """
@@ -309,16 +299,6 @@ def test_a_header_of_terabytes_takes_no_memory(tmp_path, run_process):
 
 # ----- the architecture
 
-SMALL = {
-    "n_vocab": 257,
-    "n_layer": 1,
-    "n_head": 2,
-    "n_embd": 16,
-    "attention": {"name": "log_space"},
-    "block": {"name": "mlp"},
-    "position": {"name": "learned"},
-}
-
 
 @pytest.mark.parametrize(
     "key",
@@ -330,16 +310,12 @@ SMALL = {
 @pytest.mark.parametrize(
     "value", [0, -1, 2**24 + 1, 2**63, 10**400], ids=["zero", "negative", "more", "overflow", "huge"]
 )
-def test_a_size_that_no_model_has_is_refused(key, value):
+def test_a_size_that_no_model_has_is_refused(raw, key, value):
+    model = raw["model"] | {"position": {"name": "learned"}}
     part, _, name = key.rpartition(".")
-    raw = SMALL | ({part: SMALL[part] | {name: value}} if part else {name: value})
+    (model[part] if part else model)[name] = value
     with refused(key):
-        decode(GPTConfig, raw)
-
-
-def test_a_base_of_positions_that_is_not_finite_is_refused():
-    with refused(r"position\.base=inf: .* finite number"):
-        decode(GPTConfig, SMALL | {"position": {"name": "rotary", "base": float("inf")}})
+        decode(GPTConfig, model)
 
 
 @pytest.mark.parametrize("attention", ["log_space_signed", "softmax"])
@@ -385,37 +361,18 @@ def test_text_stays_text(raw, text):
             decode(TrainConfig, raw | {key: text})
 
 
-@pytest.mark.parametrize(
-    "value",
-    [float("nan"), float("inf"), 10**400, "1" * 5000, [[]], {"a": {}}, b"\xff", -1, None],
-    ids=["nan", "infinity", "huge", "long", "list", "dict", "bytes", "negative", "none"],
-)
-@pytest.mark.parametrize("key", ["seq_len", "batch_tokens", "max_steps", "optim", "model"])
-def test_odd_values_are_one_line(raw, key, value):
-    with refused():
-        decode(TrainConfig, raw | {key: value})
-
-
-COPY = "shutil.copyfile, src: SOURCE, dst: MARKER"
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        f"callbacks: {{x: {{_target_: {COPY}}}}}",
-        f'job_logging: {{version: 1, formatters: {{x: {{"()": {COPY}}}}}}}',
-        f'hydra_logging: {{version: 1, formatters: {{x: {{"()": {COPY}}}}}}}',
-    ],
-    ids=["callbacks", "job_logging", "hydra_logging"],
-)
-def test_an_experiment_of_a_stranger_runs_nothing(run_process, tmp_path, settings):
-    """Hydra calls what `hydra.callbacks` and its logging settings name."""
+def test_an_experiment_of_a_stranger_runs_nothing(command, tmp_path):
+    """Hydra would call what `hydra.callbacks` and its logging settings name."""
+    copy = f"shutil.copyfile, src: {tmp_path / 'source'}, dst: {tmp_path / 'marker'}"
+    logging = f'{{version: 1, formatters: {{x: {{"()": {copy}}}}}}}'
     (tmp_path / "experiment").mkdir()
     (tmp_path / "source").write_text("x")
-    settings = settings.replace("SOURCE", str(tmp_path / "source")).replace("MARKER", str(tmp_path / "marker"))
-    (tmp_path / "experiment" / "strange.yaml").write_text(f"# @package _global_\nhydra:\n  {settings}\n")
+    (tmp_path / "experiment" / "strange.yaml").write_text(
+        f"# @package _global_\nhydra:\n  callbacks: {{x: {{_target_: {copy}}}}}\n"
+        f"  job_logging: {logging}\n  hydra_logging: {logging}\n"
+    )
     arguments = ["experiment=strange", "dataset_dir=/no/such", f"run_dir={tmp_path / 'run'}"]
-    (result,) = run_process(["train.py", "--config-dir", tmp_path, *arguments])
+    result = command("train", "--config-dir", str(tmp_path), *arguments)
     assert not (tmp_path / "marker").exists()
     assert result.status == 1
     assert result.err.startswith("error: ")
@@ -458,15 +415,11 @@ def first_shard(manifest):
     ("change", "message"),
     [
         (lambda m: first_shard(m).update(file="../../x"), "shard 0 of train is '../../x', must be 'train-00000.bin'"),
-        (lambda m: first_shard(m).update(file="/etc/passwd"), "must be 'train-00000.bin'"),
         (lambda m: first_shard(m).update(file="train-00000.bin\0"), "must be 'train-00000.bin'"),
         (lambda m: first_shard(m).update(tokens=2**60), "less than or equal to"),
-        (lambda m: first_shard(m).update(documents=2**60), "less than or equal to"),
         (lambda m: first_shard(m).update(tokens=-1), "greater than or equal to"),
-        (lambda m: first_shard(m).update(tokens="9"), "valid integer"),
         (lambda m: first_shard(m).update(tokens=9.5), "valid integer"),
         (lambda m: first_shard(m).update(sha256="0"), "sha256"),
-        (lambda m: first_shard(m).update(_target_="os.system"), "_target_"),
         (lambda m: first_shard(m).pop("index_sha256"), "index_sha256"),
         (lambda m: m["splits"]["train"].update(shards=[]), "tokens of train: .* in its shards"),
         (lambda m: next(iter(m["splits"]["train"]["sets"].values())).update(documents=0), "documents of train: 0 in"),
@@ -474,22 +427,16 @@ def first_shard(manifest):
         (lambda m: m["splits"]["train"]["shards"].append(first_shard(m)), "shard 1 of train is"),
         (lambda m: m["splits"].update(test=m["splits"]["val"]), "test"),
         (lambda m: m["splits"].pop("val"), "splits"),
-        (lambda m: m["splits"].update({"tr\x1b[2J\nain": {}}), "is damaged"),
         (lambda m: m.update({"\x1b[2J\n": 1}), "is damaged"),
         (lambda m: m.update(format_version=1), "has format version 1, this program reads 2"),
-        (lambda m: m.update(format_version="2"), "has format version '2'"),
         (lambda m: m.update(format_version="\x1b[2J" * 10**5), r"has format version '\\x1b"),
-        (lambda m: m.pop("format_version"), "has format version None"),
         (lambda m: m.update(set_names=["\x1b[2J"]), "printable"),
         (lambda m: m.update(set_names=m["set_names"] * 2), "has a name twice"),
         (lambda m: m.update(set_names=[*m["set_names"], *map(str, range(2**16))]), "at most 65536 items"),
-        (lambda m: m["tokenizer"].update(n_vocab=2.5), "n_vocab"),
         (lambda m: m["tokenizer"].update(n_vocab=2**40), "n_vocab"),
         (lambda m: m["tokenizer"].update(name="x" * 10**6, n_vocab=0), "is damaged"),
-        (lambda m: m.update(inputs="x" * 10**6), "is damaged"),
         (lambda m: m.update(inputs=[7]), "is damaged"),
         (lambda m: m.pop("inputs"), "is damaged"),
-        (lambda m: m.pop("skipped"), "is damaged"),
     ],
 )
 def test_a_dataset_with_a_strange_manifest(dataset, tiny, change, message):
@@ -502,9 +449,13 @@ def test_a_dataset_with_a_strange_manifest(dataset, tiny, change, message):
         raise UserError(*verify(dataset))
 
 
-@pytest.mark.parametrize("replace", NO_FILES)
 @pytest.mark.parametrize(
-    "name", ["manifest.json", "train-00000.bin", "train-00000.idx", "val-00000.bin", "tokenizer.json"]
+    ("name", "replace"),
+    zip(
+        ["manifest.json", "train-00000.bin", "train-00000.idx", "val-00000.bin", "tokenizer.json"],
+        NO_FILES[:5],
+        strict=True,
+    ),
 )
 def test_what_is_no_file_in_a_dataset(dataset, tiny, name, replace):
     replace(dataset / name)
@@ -515,16 +466,11 @@ def test_what_is_no_file_in_a_dataset(dataset, tiny, name, replace):
             read_manifest(dataset)
 
 
-def test_a_dataset_may_be_reached_by_a_link(dataset, tmp_path):
-    (tmp_path / "linked").symlink_to(dataset)
-    assert read_manifest(tmp_path / "linked") == read_manifest(dataset)
-
-
 def test_an_index_that_becomes_a_link_is_not_followed(dataset):
     manifest = read_manifest(dataset)
     link(dataset / "train-00000.idx")
     with refused("is a link"):
-        next(read_records(dataset, manifest, manifest.splits["train"].shards[0]))
+        read_index(dataset, manifest, manifest.splits["train"].shards[0])
     with refused("is a link"):
         next(documents_in(dataset, manifest, "train", 0, 1))
 
@@ -533,8 +479,6 @@ def test_an_index_that_becomes_a_link_is_not_followed(dataset):
     "change",
     [
         lambda t: t.update(name="\x1b[2J" * 10**5),
-        lambda t: t.update(sha256="\x1b[2J" * 10**5),
-        lambda t: t.update(format_version=10**400),
         lambda t: t.update(ranks=["x" * 10**6]),
         lambda t: t.update(ranks=t["ranks"] + t["ranks"]),
         lambda t: t.update(pat_str="(a*)*b"),
@@ -549,16 +493,8 @@ def test_a_strange_tokenizer(dataset, change):
 @pytest.mark.parametrize(
     "line",
     [
-        b"QQ==",
-        b"QQ== 1 2",
-        b"QQ== x",
-        b"QQ== -1",
-        b"QQ== " + b"9" * 5000,
-        b"Q 65",
-        b"Q\xff== 65",
-        b"\0",
-        b" ",
-        b"QQ== 1_0",
+        *(b"QQ==", b"QQ== 1 2", b"QQ== x", b"QQ== -1", b"QQ== 1_0", b"QQ== " + b"9" * 5000),
+        *(b"Q 65", b"Q\xff== 65", b"\0", b" "),
     ],
 )
 def test_a_strange_rank_file(rank_file, tmp_path, line):
@@ -566,28 +502,6 @@ def test_a_strange_rank_file(rank_file, tmp_path, line):
     path.write_bytes(rank_file.read_bytes() + line + b"\n")
     with refused(r"x\.tiktoken"):
         build_tokenizer(GPT2Config(name="gpt2", path=path))
-
-
-@pytest.mark.parametrize("replace", [pipe, folder, listening, dangling, endless])
-def test_a_rank_file_that_is_no_file(rank_file, tmp_path, replace):
-    path = tmp_path / "x.tiktoken"
-    shutil.copy(rank_file, path)
-    replace(path)
-    with refused():
-        read_rank_file(path)
-
-
-def test_a_rank_file_of_a_terabyte_is_not_read(tmp_path):
-    path = tmp_path / "x.tiktoken"
-    path.touch()
-    os.truncate(path, 2**40)
-    with refused("is larger than"):
-        read_rank_file(path)
-
-
-def test_a_rank_file_may_be_a_link(rank_file, tmp_path):
-    (tmp_path / "x.tiktoken").symlink_to(rank_file)
-    assert read_rank_file(tmp_path / "x.tiktoken") == read_rank_file(rank_file)
 
 
 # ----- checkpoints
@@ -638,11 +552,6 @@ def test_a_checkpoint_as_it_should_be_is_used(checkpoint, uses):
     assert refusals(uses) == []
 
 
-def test_a_checkpoint_may_be_reached_by_a_link(checkpoint, tmp_path):
-    (tmp_path / "linked").symlink_to(checkpoint)
-    assert load_model(tmp_path / "linked")[0].config == load_model(checkpoint)[0].config
-
-
 class Payload:
     """Unpickled, it makes a folder."""
 
@@ -653,14 +562,13 @@ class Payload:
         return os.mkdir, (str(self.marker),)
 
 
-@pytest.mark.parametrize("kind", ["pickle", "torch"])
 @pytest.mark.parametrize("name", [*FILES, "manifest.json", "../latest", "../../config.json", "../../metrics.jsonl"])
-def test_a_pickle_in_any_place_is_not_run(checkpoint, uses, tmp_path, name, kind):
+def test_a_pickle_in_any_place_is_not_run(checkpoint, uses, tmp_path, name):
     marker = tmp_path / "marker"
-    if kind == "pickle":
-        (checkpoint / name).write_bytes(pickle.dumps(Payload(marker)))
-    else:
+    if name == "model.safetensors":
         torch.save({"weight": Payload(marker)}, checkpoint / name)
+    else:
+        (checkpoint / name).write_bytes(pickle.dumps(Payload(marker)))
     if name in FILES:
         sign(checkpoint)
     refused_ = refusals(uses)
@@ -678,14 +586,13 @@ def test_the_pickle_would_have_run(tmp_path):
     assert (tmp_path / "marker").is_dir()
 
 
-@pytest.mark.parametrize("replace", NO_FILES)
-@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+@pytest.mark.parametrize(("name", "replace"), zip([*FILES, "manifest.json"], NO_FILES, strict=True))
 def test_what_is_no_file_in_a_checkpoint(checkpoint, uses, name, replace):
     replace(checkpoint / name)
     assert refusals(uses) == (["train"] if name in TENSORS[1:] else list(uses))
 
 
-@pytest.mark.parametrize("replace", NO_FILES)
+@pytest.mark.parametrize("replace", [link, dangling, pipe, folder])
 @pytest.mark.parametrize(
     "name",
     [
@@ -708,7 +615,7 @@ def test_what_is_no_file_elsewhere_in_a_run(config, checkpoint, name, replace):
     assert not path.with_name("nowhere").exists()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("value", [float("nan"), 1e38])
 def test_weights_that_are_no_numbers(checkpoint, uses, value):
     change_tensors(checkpoint / "model.safetensors", lambda tensors: [w.fill_(value) for w in tensors.values()])
     sign(checkpoint)
@@ -719,12 +626,9 @@ def test_weights_that_are_no_numbers(checkpoint, uses, value):
     "change",
     [
         lambda m: m["sha256"].update({"../../x": "0" * 64}),
-        lambda m: m["sha256"].update({"/etc/passwd": "0" * 64}),
         lambda m: m["sha256"].update({"../" + name: m["sha256"].pop(name) for name in list(m["sha256"])}),
         lambda m: m["sha256"].pop("state.json"),
         lambda m: m.update(sha256=list(m["sha256"])),
-        lambda m: m.update(sha256=None),
-        lambda m: m["sha256"].update({"state.json": ["0"]}),
         lambda m: m["sha256"].update({"state.json": 0}),
         lambda m: m.update(format_version=99),
         lambda m: m.update(format_version="\x1b[2J\n" * 10**5),
@@ -745,49 +649,21 @@ def test_json_of_a_checkpoint_that_is_too_large(checkpoint, name):
         load_model(checkpoint)
 
 
-@pytest.mark.parametrize("name", ["state.json", "manifest.json", "tokenizer.json"])
-@pytest.mark.parametrize(
-    ("first", "message"),
-    [
-        ('"x": NaN', "cannot read"),
-        ('"x": "\\ud800"', "cannot read"),
-        ('"x": ' + "[" * 99 + "]" * 99, "levels deep"),
-    ],
-)
-def test_json_of_a_checkpoint_that_is_damaged_is_refused(checkpoint, name, first, message):
-    path = checkpoint / name
-    path.write_text(path.read_text().replace("{", "{" + first + ", ", 1))
-    if name != "manifest.json":
-        sign(checkpoint)
-    with refused(rf"({message}.*{name}|{name}.*{message})"):
-        load_model(checkpoint)
-
-
 @pytest.mark.parametrize(
     "change",
     [
         lambda s: s.update(format_version=99),
-        lambda s: s.update(format_version="\x1b[2J\n"),
-        lambda s: s.update(_target_="os.system"),
         lambda s: s.update({"\x1b[2J\n": 1}),
         lambda s: s["model"].update(_target_="os.system"),
-        lambda s: s["model"].update(n_layer=10**6),
         lambda s: s["model"].update(n_layer=64),
         lambda s: s["model"].update(n_embd=2**17),
-        lambda s: s["model"].update(n_vocab=10**400),
         lambda s: s["model"].update(head_dim=2**63),
         lambda s: s["model"]["attention"].update(name="${oc.env:HOME}"),
-        lambda s: s["model"].update(attention={"name": "softmax", "name\n": "x"}),
         lambda s: s["model"].update(position={"name": "learned", "max_len": 10**18}),
         lambda s: s.update(model=None),
         lambda s: s.update(run_id="../../x"),
-        lambda s: s.update(run_id="${oc.env:HOME}"),
-        lambda s: s.update(run_id="\x1b[2J"),
         lambda s: s.update(step=-1),
-        lambda s: s.update(step=10**400),
         lambda s: s.update(seq_len=0),
-        lambda s: s.update(seq_len=-5),
-        lambda s: s.update(seq_len=10**400),
         lambda s: s.update(batch_tokens=-1),
         lambda s: s.update(seed="x" * 10**6),
     ],
@@ -834,8 +710,6 @@ def change_tensors(path, change):
         (lambda t, name: t.update({name: t[name][None]}), "has the shape"),
         (lambda t, name: t.update({name: torch.zeros(0, dtype=t[name].dtype)}), "has the shape"),
         (lambda t, name: t.update({name: torch.zeros(t[name].shape, dtype=torch.int16)}), "has the type"),
-        (lambda t, name: t.update({name: torch.zeros(t[name].shape, dtype=torch.bool)}), "has the type"),
-        (lambda t, name: t.update({name: torch.zeros(t[name].shape, dtype=torch.complex64)}), "has the type"),
     ],
 )
 def test_a_checkpoint_with_strange_tensors(checkpoint, uses, file, change, message):
@@ -879,14 +753,8 @@ def test_a_tokenizer_of_another_model(checkpoint, uses, rank_file):
 @pytest.mark.parametrize(
     "content",
     [
-        b"../../x",
-        b"/etc/passwd",
-        b"step-00000002/../../x",
-        b"\xff\0",
-        b"",
-        b"hello",
+        *(b"../../x", b"/etc/passwd", b"step-00000002/../../x", b"\xff\0", b"", b"hello", b"\x1b[2J"),
         b"step-" + b"1" * 10**6,
-        b"\x1b[2J",
     ],
 )
 def test_a_pointer_that_leads_elsewhere(checkpoint, content):
