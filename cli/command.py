@@ -10,13 +10,10 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any, NoReturn, get_type_hints
 
-import hydra
 import yaml
-from omegaconf import OmegaConf
 from pydantic import create_model
 
-from cli.completion import offers
-from cli.compose import CONFIGS, compose, to_dict
+from cli.compose import compose, to_dict
 from cli.help import help_of, with_comments
 from cli.options import refuse_misplaced
 from cli.resume import compose_training
@@ -112,19 +109,13 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
 
 def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> None:
     for word in sys.argv[1:]:
-        if re.match(r"-[a-z]\w", word) and word not in ("-sc", "-cd"):  # argparse reads -max_steps as -m
+        if re.match(r"-[a-z]\w", word) and word != "-cd":  # argparse reads -max_steps as -m
             refuse_flag(word)
     flags, options = _parser().parse_known_args()
     keys = (option.partition("=")[0] for option in options)
     overrides = [f"{key}=null" if key in texts else option for key, option in zip(keys, options, strict=True)]
     if flags.help:
         return print(help_of(config_name))
-    if flags.shell_completion and not any(re.match("(install|uninstall|query)=", option) for option in options):
-        raise UserError("-sc lacks what to do: write -sc install=bash")
-    if flags.shell_completion and "query=bash" in options:
-        return print(*_completions(config_name))
-    if flags.shell_completion:
-        return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(lambda _: None)()
     for option in overrides:
         refuse_misplaced(option, config_name, flags.multirun)
     if flags.multirun:
@@ -142,17 +133,6 @@ def _composed(config_name: str, options: list[str], config_dir: str | None, comp
     return to_dict(compose(config_name, options, config_dir), complete)
 
 
-def _completions(config_name: str) -> list[str]:
-    """Return what the shell may offer for the last word of the line that is being typed."""
-    *given, word = re.split(r"\s+", os.environ["COMP_LINE"].partition(".py ")[2])
-    try:
-        composed = compose(config_name, [option for option in given if not option.startswith("-")])
-    except UserError:  # running the line reports it
-        composed = compose(config_name, [])
-    plain: Any = OmegaConf.to_container(composed)
-    return offers(config_name, word, plain)
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -164,7 +144,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--debug", action="store_true")
     instead.add_argument("-m", "--multirun", action="store_true")
-    instead.add_argument("-sc", "--shell-completion", action="store_true")
     instead.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-cd", "--config-dir")
     return parser

@@ -13,8 +13,6 @@ def help_of(config_name: str) -> str:
     """Return the text of --help, which comes from configs/<config_name>.yaml: its first comment, groups and keys."""
     comment, _, rest = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8").partition("\n\n")
     header = re.sub("^# ?", "", comment, flags=re.MULTILINE)
-    scripts = re.findall(r"^ *python (\S+)", header, re.MULTILINE)
-    script = next((name for name in scripts if config_name in name), scripts[0])
     keys = DEFAULTS.sub("", rest).split("\n")
     for file, section in re.findall(r"^  - (\w+)@(\w+)$", rest, re.MULTILINE):
         of_file = (CONFIGS / f"{file}.yaml").read_text(encoding="utf-8").split("\n")[1:]
@@ -24,8 +22,8 @@ def help_of(config_name: str) -> str:
         "\n".join(["Groups (GROUP=NAME) and their keys (GROUP.KEY=VALUE):", *_groups(config_name)]),
         "\n".join(["Keys (KEY=VALUE, SECTION.KEY=VALUE):", *filter(None, keys)]),
     ]
-    more = f'All keys, explained: --cfg job. Tracebacks: --debug.\nTab key: eval "$(python {script} -sc install=bash)"'
-    return "\n\n".join(part for part in parts if part.count("\n")) + f"\n\n{more}"
+    parts.append("All keys, explained: --cfg job. Tracebacks: --debug.")
+    return "\n\n".join(part for part in parts if part.count("\n") or part is parts[-1])
 
 
 def _groups(config_name: str) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -58,29 +57,6 @@ def test_help_fits_a_screen_and_shows_examples(helps, script):
     assert max(map(len, lines)) <= 120
     assert f"python {script}" in text
     assert "--debug" in text
-    assert "-sc install" not in text or f"python {script} -sc install=bash" in text
-
-
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("python train.py model=hein", ["model=heinsen_125m", "model=heinsen_1m"]),
-        ("python train.py optim.max", ["optim.max_lr="]),
-        ("python sample.py checkp", ["checkpoint="]),
-    ],
-)
-def test_the_shell_completes(helps, typed, offered):
-    """What bash would do when the Tab key is pressed, after the line that --help shows."""
-    (install,) = re.findall(r'eval ".*"$', helps[typed.split()[1]][0], re.MULTILINE)
-    source = f"""
-        {install}
-        COMP_LINE={typed!r}; COMP_POINT=${{#COMP_LINE}}; COMP_WORDS=($COMP_LINE); COMP_CWORD=2
-        hydra_bash_completion
-        printf '%s\\n' "${{COMPREPLY[@]}}"
-    """
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    found = subprocess.run(["bash", "-c", source], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert found.stdout.split() == offered, found.stderr
 
 
 @pytest.fixture

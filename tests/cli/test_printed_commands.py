@@ -59,7 +59,6 @@ NEEDS = {
 }
 SCRIPTS = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.glob("scripts/*.py"))
 PLACES = {  # where a text says what to type, and the test that types it
-    "cli/help.py": "test_the_shell_completes",
     "configs/lm_eval.yaml": "test_extras_that_are_to_be_installed_exist",
     "configs/serve.yaml": "test_the_request_that_help_shows_is_answered",
     "cli/compose.py": "test_extras_that_are_to_be_installed_exist",
@@ -122,7 +121,7 @@ def test_the_commands_of_a_help_and_of_a_docstring(command, goes_to_work, tmp_pa
     text = f"{docstring(script)}\n{command(script, '--help').out}"
     typed = []
     for one in commands_in(text):
-        if "-sc" not in one.arguments and one not in typed:  # test_the_shell_completes types that
+        if one not in typed:
             typed.append(one)
     assert script in [one.script for one in typed]
     for one in typed:
@@ -164,7 +163,7 @@ def test_the_commands_of_a_page(goes_to_work, tmp_path, page):
         write_run(tmp_path / "runs" / name)
     text = page.read_text().replace(" ... ", " experiment=quickstart ")  # dots are the reader's own options
     for one in commands_in(text):
-        if not {"-sc", "--cfg", "--help"} & set(one.arguments):
+        if not {"--cfg", "--help"} & set(one.arguments):
             assert goes_to_work(*one) >= 1
 
 
