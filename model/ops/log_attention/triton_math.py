@@ -16,9 +16,9 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 NOTHING = tl.constexpr(-math.inf)
 LOG2E = tl.constexpr(1 / math.log(2))
 LN2 = tl.constexpr(math.log(2))
-# ln 2 in two parts: the first has 9 bits, so that its whole multiples up to 2^15 are exact in float32.
-LN2_HIGH = tl.constexpr(355 / 512)
-LN2_LOW = tl.constexpr(math.log(2) - 355 / 512)
+# ln 2 in two parts: the first has 4 bits, so that its multiples up to 2^20, the largest frame, are exact in float32.
+LN2_HIGH = tl.constexpr(11 / 16)
+LN2_LOW = tl.constexpr(math.log(2) - 11 / 16)
 LOST = tl.constexpr(2.0**30)  # a frame that scales everything to 0, and so makes every sum doubtful
 
 
