@@ -32,13 +32,12 @@ from data.shards import read_manifest
 ROOT = Path(__file__).resolve().parents[3]
 KILLS = 8
 DRIVER = """
-import json, sys
+import runpy, sys
 import data.prepare.spans, data.prepare.encode
-from common.settings import decode
-from data.prepare.dataset import PrepareConfig, prepare
 data.prepare.spans._GROUP_BYTES = 500_000
 data.prepare.encode._BATCH_CHARACTERS = 20_000
-prepare(decode(PrepareConfig, json.loads(sys.argv[1])))
+sys.argv[0] = "scripts/prepare_data.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -52,29 +51,26 @@ def large(tmp_path):
     rng.shuffle(lines)
     for part in range(3):
         (tmp_path / f"{part}.jsonl").write_text("\n".join(lines[part::3]) + "\n")
-    return {
-        "data": {"name": "jsonl", "path": str(tmp_path / "*.jsonl")},
-        "tokenizer": {"name": "bytes"},
-        "val_fraction": 0.1,
-        "shard_tokens": 100_000,
-    }
+    path = f"data.path='{tmp_path / '*.jsonl'}'"
+    return ["data=jsonl", path, "tokenizer=bytes", "val_fraction=0.1", "shard_tokens=100_000"]
 
 
-def start(raw, out_dir, workers):
-    settings = json.dumps({**raw, "out_dir": str(out_dir), "workers": workers})
+def start(options, out_dir, workers):
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, settings],
+        [sys.executable, "-c", DRIVER, *options, f"out_dir={out_dir}", f"workers={workers}"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
     )
 
 
 def finish(process):
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, out.decode()
+    printed, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    return printed
 
 
 @pytest.mark.slow
@@ -345,45 +341,17 @@ def test_stopped_while_finishing_the_input_is_not_read_again(config, expected, t
     assert contents(tmp_path / "out") == expected
 
 
-INTERRUPTED = """
-import runpy, sys
-import data.prepare.spans, data.prepare.encode
-data.prepare.spans._GROUP_BYTES = 500_000
-data.prepare.encode._BATCH_CHARACTERS = 20_000
-sys.argv[0] = "scripts/prepare_data.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_and_the_same_command_goes_on(large, memory, workers):
     out = memory / "out"
-    options = [f"{key}={large[key]}" for key in ("val_fraction", "shard_tokens")]
-    path = large["data"]["path"]
-    command = ["data=jsonl", f"data.path='{path}'", "tokenizer=bytes", f"out_dir={out}", f"workers={workers}", *options]
-
-    def run():
-        return subprocess.Popen(
-            [sys.executable, "-c", INTERRUPTED, *command],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    process = run()
+    process = start(large, out, workers)
     wait_for_a_span(process, out)
     os.killpg(process.pid, signal.SIGINT)  # as the terminal does
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "error: interrupted; the same command goes on from what is written\n")
     assert n_spans(out) > 0
-    process = run()
-    printed, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
-    assert "going on with" in printed
+    assert "going on with" in finish(start(large, out, workers))
 
 
 def test_two_processes_do_not_write_the_same_dataset(config, tmp_path):
