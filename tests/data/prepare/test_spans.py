@@ -5,6 +5,9 @@ import hashlib
 import json
 import os
 import random
+import shutil
+import socket
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -108,25 +111,36 @@ def test_val_tokens_beyond_the_first_group_are_refused(make, tmp_path, monkeypat
     assert make("out", **settings).splits["val"].total.tokens >= 5000
 
 
-def test_another_task_may_have_died_anywhere(make, tmp_path, monkeypatch):
-    """Its spans are not written again, and what it was writing is removed."""
+def test_what_killed_processes_were_writing_is_removed(make, tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = [f"span-00000-00000.{socket.gethostname()}-{pid}.tmp" for pid in (dead.pid, os.getppid())]
+    for name in names:
+        (tmp_path / "out.partial" / name).mkdir(parents=True)
+    (tmp_path / "out.partial" / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match=r"out\.partial is damaged"):
+        make("out", num_tasks=2, task_index=1)
+    assert [(tmp_path / "out.partial" / name).exists() for name in names] == [False, True]
+
+
+def test_spans_of_another_task_are_not_written_again(make, tmp_path, monkeypatch):
     make("whole")
     rename, calls = os.rename, iter(range(4))
 
     def stopping(*names):
         if next(calls, None) is None:
-            os.fork() or os._exit(0)
             raise KeyboardInterrupt
         rename(*names)
 
     monkeypatch.setattr(os, "rename", stopping)
     with pytest.raises(KeyboardInterrupt):
         make("out", num_tasks=2, task_index=1)
-    monkeypatch.undo()
-    monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 1)
-    assert len([*(tmp_path / "out.partial").glob("span-*")]) == 4
-    make("out", num_tasks=1)
+    monkeypatch.setattr(os, "rename", rename)
+    before = {path: path.stat().st_ino for path in (tmp_path / "out.partial").rglob("*.bin")}
+    assert len(before) > 4
+    make("out")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert set(before.values()) <= {path.stat().st_ino for path in (tmp_path / "out").iterdir()}
 
 
 def test_a_task_that_sees_all_spans_when_another_has_finished_is_done_too(make, tmp_path, monkeypatch):
@@ -154,9 +168,9 @@ def test_without_locks_two_tasks_with_one_index_write_equal_bytes(make, tmp_path
     def racing(source, target):
         if not inner:  # all that another process does, while this one was about to name its first span
             inner.append(target)
-            host = data.prepare.spans.socket.gethostname()
+            host = socket.gethostname()
             with monkeypatch.context() as patch:
-                patch.setattr(data.prepare.spans.socket, "gethostname", lambda: f"not-{host}")
+                patch.setattr(socket, "gethostname", lambda: f"not-{host}")
                 make("out", num_tasks=7, task_index=3)
         rename(source, target)
 
@@ -206,15 +220,11 @@ def test_groups_are_closed_by_the_file_that_fills_them(make, monkeypatch):
     assert plan.groups() == [list("abcdef")]
 
 
-def test_spans_end_with_the_document_that_fills_them(make, tmp_path):
+def test_spans_end_with_the_document_that_fills_them(make):
     manifest = make("out")
-    sizes = {}
-    for name, split in manifest.splits.items():
-        for shard in split.shards:
-            assert verify(tmp_path / "out") == []
-            sizes.setdefault(name, []).append(shard.tokens)
-    assert max(map(max, sizes.values())) < 700 + 50
-    assert all(len(shards) > 10 for shards in sizes.values())
+    sizes = [[shard.tokens for shard in split.shards] for split in manifest.splits.values()]
+    assert max(map(max, sizes)) < 700 + 50
+    assert all(len(shards) > 10 for shards in sizes)
 
 
 def test_two_thousand_tiny_files_are_one_group(tmp_path, monkeypatch):
@@ -303,6 +313,12 @@ def test_few_documents_are_cut_into_the_pieces_of_before(golden, recorded, tmp_p
 def test_a_dataset_of_before_is_read_as_before(recorded):
     assert read_manifest(GOLDEN / "v2").fingerprint == recorded["fingerprint"]
     assert verify(GOLDEN / "v2") == []
+
+
+def test_a_dataset_of_before_need_not_be_prepared_again(golden, tmp_path, capsys):
+    out = golden(Path(shutil.copytree(GOLDEN / "v2", tmp_path / "out")))
+    assert "already prepared" in " ".join(capsys.readouterr().out.split())
+    assert contents(out) == contents(GOLDEN / "v2")
 
 
 @pytest.mark.parametrize("of", ["then", "now"])
