@@ -54,10 +54,8 @@ def read_tensors(
         with _opened(path) as file:
             for name in sorted(file.keys()):
                 parts.setdefault(name, []).append(file.get_tensor(name))  # mapped: nothing is read yet
-    if missing := sorted(expected.keys() - parts.keys()):
-        raise UserError(f"{wrong}{_listed(missing)} missing")
-    if unknown := sorted(parts.keys() - expected.keys()):
-        raise UserError(f"{wrong}{_listed(unknown)} unknown")
+    if odd := sorted(expected.keys() ^ parts.keys()):
+        raise UserError(f"{wrong}{odd[0][:80]!r} is {'missing' if odd[0] in expected else 'unknown'}")
     found = {}
     for name, (shape, dtypes) in expected.items():
         shape_found, *others = (part.shape for part in parts[name])
@@ -67,9 +65,10 @@ def read_tensors(
             shape_found = torch.Size([sum(map(len, parts[name])), *shape_found[1:]])
         if shape_found != shape:
             raise UserError(f"{wrong}{name} has the shape {list(shape_found)}, must have {list(shape)}")
-        if odd := [part.dtype for part in parts[name] if part.dtype not in dtypes]:
-            allowed = " or ".join(sorted(_short(dtype) for dtype in dtypes))
-            raise UserError(f"{wrong}{name} has the type {_short(odd[0])}, must have {allowed}")
+        for part in parts[name]:
+            if part.dtype not in dtypes:
+                allowed = " or ".join(sorted(map(_short, dtypes)))
+                raise UserError(f"{wrong}{name} has the type {_short(part.dtype)}, must have {allowed}")
         whole = torch.cat(parts[name]) if others else parts[name][0]
         found[name] = whole[rows[name]].clone() if rows and name in rows else whole
     return found
@@ -105,7 +104,3 @@ def _opened(path: Path) -> Iterator[safe_open]:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _listed(names: list[str]) -> str:
-    return f"{names[0][:80]!r} and {len(names) - 1} more are" if len(names) > 1 else f"{names[0][:80]!r} is"

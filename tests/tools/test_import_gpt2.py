@@ -132,7 +132,7 @@ def test_a_config_of_another_kind_is_refused(folder, changes, message):
         (lambda t: t.update({"transformer.wte.weight": torch.zeros(9, 16)}), r"wte.weight has the shape \[9, 16\]"),
         (lambda t: t.update({"transformer.ln_f.bias": torch.zeros(16, dtype=torch.long)}), "ln_f.bias has the type"),
         (lambda t: t.update({"lm_head.weight": torch.zeros(257, 16)}), "lm_head.weight differs from wte.weight"),
-        (lambda t: t.clear(), "are missing"),
+        (lambda t: t.clear(), "is missing"),
     ],
 )
 def test_other_weights_are_refused(folder, change, message):
