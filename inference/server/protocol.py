@@ -50,7 +50,7 @@ class CompletionRequest(SamplingConfig):
     stop: str | list[str] = Field(default_factory=list)
     """Strings that end a continuation; they are not included in it."""
     stream: bool = False
-    """Send the text in pieces, as server-sent events."""
+    """Send the text in chunks, as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
     logprobs: int | None = Field(None, ge=0, le=20)
     """Report each token's log-probability and this many of the most likely tokens in its place; null: neither."""

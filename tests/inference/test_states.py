@@ -240,23 +240,17 @@ def changed(path, change):
     path.write_bytes(safetensors.torch.save(tensors, header))
 
 
-def renamed(tensors, old, new):
-    tensors[new] = tensors.pop(old)
-
-
 CACHE = "state.layers.0."
 CHANGES = {
     "log_space": [
         (lambda t, h: t.pop("seen"), "'seen' is missing"),
         (lambda t, h: t.pop("rest"), "'rest' is missing"),
-        (lambda t, h: renamed(t, "seen", "bad\x1b[2J"), "missing|unknown"),
         (lambda t, h: t.update(logits=t["logits"][:, :-1].clone()), r"logits has the shape \[1, 256\], must have"),
         (lambda t, h: t.update(logits=t["logits"].double()), "logits has the type float64, must have float32"),
         (lambda t, h: t.update({f"{CACHE}log_z": t[f"{CACHE}log_z"].repeat(2, 1, 1)}), "log_z has the shape"),
         (lambda t, h: t.update(rest=t["rest"] + 200), "its counts of tokens, or its tokens, are not possible"),
         (lambda t, h: t.update(rest=-1 - t["rest"]), "its counts of tokens, or its tokens, are not possible"),
         (lambda t, h: t.update(rest=t["rest"][0]), "rest has the shape"),
-        (lambda t, h: h.update(tokens="-1"), "is damaged: tokens='-1' in its header is no count"),
         (lambda t, h: h.update(tokens="many"), "is damaged: tokens='many' in its header is no count"),
         (lambda t, h: h.update(tokens="0"), "unknown"),
         (lambda t, h: h.update(format="log-gpt state 2"), "is not a state"),
@@ -264,7 +258,6 @@ CHANGES = {
     ],
     "softmax": [
         (lambda t, h: t.update({f"{CACHE}lengths": torch.tensor([511])}), "counts of tokens"),
-        (lambda t, h: t.update({f"{CACHE}lengths": torch.tensor([512, 512])}), "lengths has the shape"),
         (lambda t, h: h.update(tokens="768"), "counts of tokens"),
         (lambda t, h: t.update({f"{CACHE}v": t[f"{CACHE}v"][:, :, 1:].clone()}), "v has the shape"),
         (lambda t, h: t.update({f"{CACHE}{x}": t[f"{CACHE}{x}"][:, :, 1:].clone() for x in "kv"}), "counts of tokens"),

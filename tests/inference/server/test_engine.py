@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from collections import Counter
 
 import pytest
 import torch
@@ -52,6 +51,13 @@ def turn_until_ended(engine, readers, limit=10_000):
             return turns
         assert turns < limit
         engine.turn()
+
+
+def written(engine, *prompt, **request):
+    """A text after it has ended, written by the engine alone."""
+    text = submit(engine, *prompt, **request)
+    turn_until_ended(engine, [text])
+    return text
 
 
 def alone(engine, reader):
@@ -116,9 +122,8 @@ def test_with_graphs_they_are_the_same(make_engine, make_gpt, monkeypatch, model
 
 def test_a_prompt_of_many_pieces_is_read_as_one(make_engine):
     engine = make_engine()
-    reader = submit(engine, b"0123456789" * 60, max_tokens=20)
+    reader = written(engine, b"0123456789" * 60, max_tokens=20)
     assert len(reader.request.ids) > 2 * CHUNK
-    turn_until_ended(engine, [reader])
     assert reader.text == alone(engine, reader)
 
 
@@ -251,11 +256,9 @@ def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(make_engine, mo
 
 def test_a_stop_string_ends_a_text_and_is_no_part_of_it(make_engine):
     engine = make_engine()
-    whole = submit(engine, max_tokens=60, seed=3)
-    turn_until_ended(engine, [whole])
+    whole = written(engine, max_tokens=60, seed=3)
     stop = whole.text[20:23]
-    reader = submit(engine, max_tokens=60, seed=3, stop=("never there", stop), n_top=2)
-    turn_until_ended(engine, [reader])
+    reader = written(engine, max_tokens=60, seed=3, stop=("never there", stop), n_top=2)
     assert reader.text == whole.text[: whole.text.index(stop)]
     assert reader.finish_reason == "stop"
     assert all(token.offset < len(reader.text) for token in reader.tokens)
@@ -266,8 +269,7 @@ def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
     engine = make_engine()
     monkeypatch.setattr("inference.engine.CHUNK", 7)  # the prompt's cross the borders of chunks
     prompt = "né 日本 text".encode()
-    reader = submit(engine, prompt, max_tokens=40, seed=2, n_top=3, echo=True, sampling=SAMPLING[2])
-    turn_until_ended(engine, [reader])
+    reader = written(engine, prompt, max_tokens=40, seed=2, n_top=3, echo=True, sampling=SAMPLING[2])
     ids = [token.id for token in reader.tokens]
     assert bytes(ids[: len(prompt)]) == prompt
     with torch.no_grad():
@@ -281,24 +283,15 @@ def test_probabilities_are_those_of_the_whole_text(make_engine, monkeypatch):
         assert len(token.top) in (3, 4)
 
 
-def test_offsets_cut_the_text_at_its_tokens(make_engine):
-    engine = make_engine()
-    reader = submit(engine, "né 日本".encode(), max_tokens=30, seed=4, n_top=0, echo=True)
-    turn_until_ended(engine, [reader])
-    assert reader.text.startswith("né 日本")
-    assert [token.offset for token in reader.tokens[:11]] == [0, 1, 1, 2, 3, 3, 3, 4, 4, 4, 5]
-    assert Counter(token.logprob is None for token in reader.tokens) == {False: len(reader.tokens)}
-
-
-def test_offsets_after_a_prompt_that_ends_inside_a_character(make_engine):
-    engine, prompt = make_engine(), "né 日".encode()[:-1]
-    reader = submit(engine, prompt, max_tokens=30, seed=4, n_top=0, echo=True)
-    turn_until_ended(engine, [reader])
-    first = len(prompt.decode(errors="replace"))
-    written = reader.tokens[len(prompt) :]
-    drawn = bytes(token.id for token in written)
-    assert written[0].offset == first
-    for n, token in enumerate(written):
+def test_offsets_cut_the_text_at_its_tokens_also_after_a_prompt_that_ends_inside_a_character(make_engine):
+    whole = written(make_engine(), "né 日本".encode(), max_tokens=30, seed=4, n_top=0, echo=True)
+    assert whole.text.startswith("né 日本")
+    assert [token.offset for token in whole.tokens[:11]] == [0, 1, 1, 2, 3, 3, 3, 4, 4, 4, 5]
+    assert None not in [token.logprob for token in whole.tokens]
+    prompt = "né 日".encode()[:-1]
+    reader = written(make_engine(), prompt, max_tokens=30, seed=4, n_top=0, echo=True)
+    first, drawn = len(prompt.decode(errors="replace")), bytes(reader.drawn)
+    for n, token in enumerate(reader.tokens[len(prompt) :]):
         if drawn[n] < 128:  # no part of a longer character
             assert token.offset == first + len(drawn[:n].decode(errors="replace"))
             assert reader.text[token.offset] == chr(drawn[n])
@@ -306,8 +299,7 @@ def test_offsets_after_a_prompt_that_ends_inside_a_character(make_engine):
 
 def test_nothing_foretells_a_token_that_begins_a_text(make_engine):
     engine = make_engine()
-    reader = submit(engine, b"ab", prompt_start=0, max_tokens=0, n_top=1, echo=True)
-    turn_until_ended(engine, [reader])
+    reader = written(engine, b"ab", prompt_start=0, max_tokens=0, n_top=1, echo=True)
     assert reader.text == "<|endoftext|>ab"
     assert [token.id for token in reader.tokens] == [256, *b"ab"]
     assert reader.tokens[0].logprob is None
