@@ -48,5 +48,5 @@ def in_a_row(step: int, skipped: dict[int, str]) -> int:
 
 def first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
     """Names of the first three parameters whose gradient is not finite. Every process must call this."""
-    whole = ((name, world.full(p.grad)) for name, p in named if p.grad is not None)
+    whole = ((name, world.unshard(p.grad)) for name, p in named if p.grad is not None)
     return [name for name, gradient in whole if not gradient.isfinite().all()][:3]

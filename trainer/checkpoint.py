@@ -442,9 +442,9 @@ class Saver:
             copies[file] = {}
             for name, value in named.items():
                 if world.is_main:
-                    copies[file][name] = self._copy(file, name, world.full(value))
+                    copies[file][name] = self._copy(file, name, world.unshard(value))
                 else:
-                    world.full(value)
+                    world.unshard(value)
         if not world.is_main:
             return
         if torch.cuda.is_initialized():

@@ -61,22 +61,17 @@ def mean_of(stretches: Iterable[Stretch[Any]]) -> float:
 
 @dataclass
 class RunCurves:
-    """The lines of metrics.jsonl as curves over tokens."""
+    """The losses in metrics.jsonl as curves over tokens."""
 
     loss: Curve[int] = field(default_factory=lambda: Curve(1000))
-    lr: Curve[int] = field(default_factory=lambda: Curve(1000))
-    grad_norm: Curve[int] = field(default_factory=lambda: Curve(1000))
     val: list[tuple[int, float]] = field(default_factory=list)
     """Tokens and validation loss of every evaluation."""
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a line; events are ignored."""
-        if "event" in line:
-            return
-        for key in ("loss", "lr", "grad_norm"):
-            if key in line:
-                getattr(self, key).add(line["tokens"], line[key])
-        if "val_loss" in line:
+        if "event" not in line and "loss" in line:
+            self.loss.add(line["tokens"], line["loss"])
+        elif "event" not in line:
             self.val.append((line["tokens"], line["val_loss"]))
 
 

@@ -151,11 +151,11 @@ class World:
             gpt.set_requires_gradient_sync(now)
         return contextlib.nullcontext()
 
-    def full(self, tensor: Tensor) -> Tensor:
+    def unshard(self, tensor: Tensor) -> Tensor:
         """The whole of a sharded tensor; other tensors are returned unchanged. Every process must call this."""
         return tensor.full_tensor().detach() if _is_sharded(tensor) else tensor
 
-    def own(self, tensor: Tensor) -> Tensor:
+    def local(self, tensor: Tensor) -> Tensor:
         """The rows of a sharded tensor that this process holds, as a view; other tensors are returned unchanged."""
         return tensor.to_local().detach() if _is_sharded(tensor) else tensor
 
@@ -164,7 +164,7 @@ class World:
         chunks = {n: t.__create_chunk_list__()[0] for n, t in tensors.items() if _is_sharded(t)}
         return {name: slice(at.offsets[0], at.offsets[0] + at.sizes[0]) for name, at in chunks.items()}
 
-    def like(self, full: Tensor, param: Tensor) -> Tensor:
+    def shard_like(self, full: Tensor, param: Tensor) -> Tensor:
         """The part of `full` that this process holds of `param`, with its sharding, device and dtype. Sends nothing.
 
         If `param` is not sharded, the tensor is only moved to its device.

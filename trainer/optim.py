@@ -142,14 +142,14 @@ class Muon(torch.optim.Optimizer):
         group, directions = self.param_groups[0], []
         for p, grad in grads.items():
             mean = self.state[p]["mean"].lerp_(grad, 1 - group["momentum"])
-            directions.append(self._world.full(grad.lerp(mean, group["momentum"])))  # Nesterov's momentum
+            directions.append(self._world.unshard(grad.lerp(mean, group["momentum"])))  # Nesterov's momentum
         whole = torch.stack(directions)  # (n, rows, columns)
         if isinstance(layer, FusedLinear):
             updates = layer.join([self._updates_of(part) for part in layer.split(whole)])
         else:
             updates = self._updates_of(whole)
         for p, update in zip(grads, updates, strict=True):
-            of_p = self._world.like(update, p)
+            of_p = self._world.shard_like(update, p)
             p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(of_p, alpha=group["lr"] * self._factors[p])
 
     def _updates_of(self, x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def restore(checkpoint: Checkpoint, fresh: TrainState, tensors: Tensors, world: 
         stored = checkpoint.tensors(file, expected, world.rows(of_run))
         with torch.no_grad():
             for name, value in of_run.items():
-                world.own(value).copy_(stored[name])
+                world.local(value).copy_(stored[name])
     saved_states = checkpoint.tensors("random", random_tensors(state.processes, state.device))[RANDOM]
     if (state.processes, state.device) == (world.size, world.device.type):
         set_random_state(saved_states[world.rank], world.device)
@@ -121,6 +121,6 @@ def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
     stored = read_weights(source, gpt, rows=world.rows(weights))
     with torch.no_grad():
         for name, value in weights.items():
-            world.own(value).copy_(stored[name])
+            world.local(value).copy_(stored[name])
     averaged = "" if source.state.average is None else "averaged "
     say(f"beginning with the {averaged}weights of {source.path}")

@@ -158,7 +158,7 @@ def build_model(
     wrapped = world.wrap(summed_loss, fsdp, runtime.dtype)
     if fsdp:
         gpt.to_empty(device=world.device)
-        gpt.init_weights(world.like)  # each process draws all weights, one at a time, and keeps its part
+        gpt.init_weights(world.shard_like)  # each process draws all weights, one at a time, and keeps its part
     scale_weights(gpt, config.optim.transfer)
     return gpt, wrapped
 

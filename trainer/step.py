@@ -93,7 +93,7 @@ def train_step(
     own = own_loss, own_loss.new_full((), asked_to_stop()), (repaired - repaired_before).double().squeeze()
     total, asked, tiles = world.sum(torch.stack(own))
     world.at(f"{name}: optimizer")
-    norm = world.full(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
+    norm = world.unshard(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     # Nothing else in a step makes the CPU wait for a GPU.
     loss, grad_norm, asked, tiles = torch.stack([total / valid, norm.double(), asked, tiles]).tolist()
     result = StepResult(loss, grad_norm, stop=asked > 0, exact_tiles=int(tiles))

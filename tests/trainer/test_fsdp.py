@@ -160,8 +160,8 @@ def test_without_a_launcher_it_is_told_how(command, run_process, tiny_args, tmp_
 
 def test_alone_nothing_is_shared():
     world, value = World(torch.device("cpu")), torch.arange(3.0)
-    assert world.full(value) is value
-    assert torch.equal(world.like(value, torch.zeros(3)), value)
+    assert world.unshard(value) is value
+    assert torch.equal(world.shard_like(value, torch.zeros(3)), value)
     assert [v.tolist() for v in world.gather(value)] == [[0, 1, 2]]
     with pytest.raises(UserError, match="torchrun"):
         world.wrap(torch.nn.Linear(1, 1), fsdp=True)
@@ -196,11 +196,11 @@ with join_world(torch.device("cpu")) as world:
     wrapped = world.wrap(module, fsdp=True, dtype=torch.float64)
     for key, value in module.state_dict().items():
         assert isinstance(value, DTensor), key
-        assert torch.equal(world.full(value), before[key]), key
-        part = world.like(before[key].float() + 1, value)  # another dtype: it becomes the parameter's
+        assert torch.equal(world.unshard(value), before[key]), key
+        part = world.shard_like(before[key].float() + 1, value)  # another dtype: it becomes the parameter's
         assert part.dtype == torch.float64
         assert part.to_local().shape == value.to_local().shape, key
-        torch.testing.assert_close(world.full(part), before[key] + 1, atol=1e-6, rtol=0)
+        torch.testing.assert_close(world.unshard(part), before[key] + 1, atol=1e-6, rtol=0)
         assert part.to_local().untyped_storage().nbytes() == part.to_local().nbytes  # not a view of the whole
 
     x = torch.full((2, 3), 1.0 + world.rank, dtype=torch.float64)
@@ -214,8 +214,8 @@ with join_world(torch.device("cpu")) as world:
     mean = sum(1.0 + rank for rank in range(world.size)) / world.size
     gradient = module.gpt.blocks[0].weight.grad
     expected = torch.full((5, 3), 2 * 2 * 2.0 * mean, dtype=torch.float64)
-    torch.testing.assert_close(world.full(gradient), expected)
-    norm = world.full(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]))
+    torch.testing.assert_close(world.unshard(gradient), expected)
+    norm = world.unshard(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]))
     assert type(norm) is torch.Tensor and norm.dim() == 0 and norm > gradient.to_local().norm()
     seen = world.gather(torch.tensor([world.rank], dtype=torch.uint8))
     assert [int(value) for value in seen] == list(range(world.size))
@@ -262,13 +262,13 @@ with join_world(torch.device("cpu")) as world:
         world.wrap(SummedLoss(gpt), fsdp=True, dtype=torch.float64)
         torch.manual_seed(7)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            gpt.to_empty(device=world.device).init_weights(world.like)
+            gpt.to_empty(device=world.device).init_weights(world.shard_like)
         last = torch.rand(1)
         torch.manual_seed(7)
         expected = GPT(config).double().state_dict()
         assert torch.equal(torch.rand(1), last)
         for key, value in gpt.state_dict().items():
-            assert torch.equal(world.full(value), expected[key]), key
+            assert torch.equal(world.unshard(value), expected[key]), key
         peak, held = 0, 0
         for event in allocations(profiled):
             held += event.nbytes()

@@ -55,7 +55,7 @@ def test_a_picture_of(lines, tmp_path):
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content.endswith(b"IEND\xaeB`\x82")
-    assert struct.unpack(">II", content[16:24]) == (960, 840)
+    assert struct.unpack(">II", content[16:24]) == (960, 600)
     assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
 
 
