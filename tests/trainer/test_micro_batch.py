@@ -359,17 +359,6 @@ def test_a_run_has_the_losses_of_any_other_micro_batch(chosen, command, room_for
     assert_same_losses(tmp_path / "one", tmp_path / "run")
 
 
-@pytest.mark.slow
-def test_two_processes_train_with_what_was_chosen(command, run_process, tiny_args, tmp_path):
-    one = command("train", *tiny_args, "runtime.micro_batch=1", f"run_dir={tmp_path / 'one'}")
-    assert one.status == 0, one.err
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    (two,) = run_process([*torchrun, "train.py", *tiny_args, "runtime.micro_batch=auto"])
-    assert two.status == 0, two.err
-    assert two.out.count("runtime.micro_batch=auto: 2 of up to 2 sequences") == 1
-    assert_same_losses(tmp_path / "one", tmp_path / "run")
-
-
 def test_a_resumed_run_keeps_what_was_chosen(command, room_for, tiny_args, tmp_path):
     args = [*tiny_args, "runtime.micro_batch=auto"]
     room_for(3)
@@ -385,15 +374,6 @@ def test_a_resumed_run_keeps_what_was_chosen(command, room_for, tiny_args, tmp_p
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")
-
-
-def test_no_memory_for_one_sequence_is_one_line(command, monkeypatch, tiny_args):
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: 1000)
-    result = command("train", *tiny_args, "runtime.micro_batch=auto")
-    assert result.status == 1
-    assert "runtime.micro_batch=auto: not even one sequence" in result.err
-    assert "Traceback" not in result.err
-    assert result.err.count("\n") == 1
 
 
 @pytest.mark.gpu(alone=True)
