@@ -206,7 +206,7 @@ def test_the_walk_sees_imports():
     """Without this, the tests above could pass because they find nothing at all."""
     assert imports(Path("trainer/distributed.py"), "torch.distributed")
     assert imports(Path("trainer/trackers.py"), "wandb")
-    assert imports(Path("cli/command.py"), "hydra")
+    assert imports(Path("cli/compose.py"), "hydra")
     assert imports(Path("train.py"), "trainer.loop.fit")
     assert imports(Path("trainer/start.py"), "data.loader")
     assert imports(Path("inference/load.py"), "trainer.checkpoint")
