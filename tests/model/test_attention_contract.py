@@ -13,7 +13,6 @@ import typing
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
 
 from common.console import say_once
 from common.settings import UserError, decode, variant_names
@@ -25,7 +24,7 @@ from model.attention.log_space import LogSpaceSignedConfig
 from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention import masked_attention
 from model.position import Positions, RotaryPosition
-from model.state import cat_states, restored, select_rows, tensors_of
+from model.state import cat_states, restored, select_rows, state_bytes, tensors_of
 
 N_EMBD, N_HEAD, HEAD_DIM = 24, 4, 6
 OWN = {  # settings with which short texts meet what sets a mechanism apart; all others: its defaults
@@ -192,6 +191,14 @@ def read(module, case, x, pieces, rotary, state=None, before=0):
 close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)
 
 
+def close_with_gradients(found, wanted, leaves, tolerance=1e-11):
+    close(found, wanted)
+    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    pairs = (torch.autograd.grad(y, leaves, g, allow_unused=True, materialize_grads=True) for y in (found, wanted))
+    for ours, theirs in zip(*pairs, strict=True):
+        close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.gpu
 @on_pairs(T=LENGTHS, rotary=ROTARY)
 def test_outputs_and_gradients_are_the_definitions(case, T, rotary):
@@ -201,11 +208,7 @@ def test_outputs_and_gradients_are_the_definitions(case, T, rotary):
     y = module(x, positions_of(x, rotary))[0]
     wanted = module.naive(x, rotation_of(x, rotary))
     assert y.shape == (2, T, module.n_out)
-    close(y, wanted)
-    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    gradients = [torch.autograd.grad(out, leaves, g, allow_unused=True, materialize_grads=True) for out in (y, wanted)]
-    for found, expected in zip(*gradients, strict=True):
-        close(found, expected)
+    close_with_gradients(y, wanted, leaves)
 
 
 @on_pairs()
@@ -220,13 +223,8 @@ def test_zeros_are_numbers_like_others(case):
             if name.endswith("bias"):
                 p.zero_()
     leaves = [x, *module.parameters()]
-    found, wanted = module(x)[0], module.naive(x)
-    close(found, wanted)
     amplified = 1e3 if case.get("qk_norm") else 1  # its gradient at 0 is 1 / sqrt(1e-6)
-    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    pairs = (torch.autograd.grad(y, leaves, g, allow_unused=True, materialize_grads=True) for y in (found, wanted))
-    for ours, theirs in zip(*pairs, strict=True):
-        close(ours, theirs, atol=1e-11 * amplified, rtol=1e-11 * amplified)
+    close_with_gradients(module(x)[0], module.naive(x), leaves, 1e-11 * amplified)
 
 
 @pytest.mark.parametrize("case", {row["own"]: case_of(row) for row in covering({})}.values(), ids=id_of)
@@ -263,12 +261,7 @@ def test_a_text_in_pieces_is_the_whole(case, pieces, rotary, mode):
 def test_gradients_through_a_state_are_those_of_the_whole(case, rotary):
     module, x = build(case), text(30).requires_grad_()
     whole = module(x, positions_of(x, rotary))[0]
-    found, expected = (
-        torch.autograd.grad(y.square().sum(), [x, *module.parameters()], materialize_grads=True, allow_unused=True)
-        for y in (read(module, case, x, [9, 1, 1, 12, 7], rotary)[0], whole)
-    )
-    for a, b in zip(found, expected, strict=True):
-        close(a, b)
+    close_with_gradients(read(module, case, x, [9, 1, 1, 12, 7], rotary)[0], whole, [x, *module.parameters()])
 
 
 @on_pairs(rotary=ROTARY, mode=MODES)
@@ -303,19 +296,13 @@ def test_a_state_stays_valid_after_it_was_passed_on(case, read_before, mode):
             close(y, module(torch.cat([text(read_before), x], dim=1))[0][:, read_before:])
 
 
-def n_bytes(state):
-    if isinstance(state, Tensor):
-        return state.nbytes
-    return sum(map(n_bytes, state)) if isinstance(state, tuple) else 0
-
-
 @on_pairs()
 def test_a_state_is_as_small_as_it_is_said_to_be(case):
     """Constant, or linear in the tokens; if a text comes in pieces, up to 64 tokens may not be dropped yet."""
     module = build(case)
     with torch.inference_mode():
-        sizes = {n: n_bytes(read(module, case, text(n), n, False)[1]) for n in (1, 2, 100, 400)}
-        in_pieces = n_bytes(read(module, case, text(400), 7, False)[1])
+        sizes = {n: state_bytes(read(module, case, text(n), n, False)[1]) for n in (1, 2, 100, 400)}
+        in_pieces = state_bytes(read(module, case, text(400), 7, False)[1])
     if case["name"] in CONSTANT:
         assert sizes[100] == sizes[400]
     else:
@@ -443,10 +430,8 @@ def test_a_document_has_the_losses_and_gradients_that_it_has_alone(case, positio
     )
     close(found, wanted)
     g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    gradients = [
-        torch.autograd.grad(losses, model.parameters(), g) for losses, model in ((found, gpt), (wanted, alone))
-    ]
-    for ours, theirs in zip(*gradients, strict=True):
+    pairs = (torch.autograd.grad(y, model.parameters(), g) for y, model in ((found, gpt), (wanted, alone)))
+    for ours, theirs in zip(*pairs, strict=True):
         close(ours, theirs)
 
 

@@ -1,4 +1,4 @@
-"""The model: attention, block and position in all pairs; sizes; streaming."""
+"""The model: attention, block and position in all pairs; weights; sizes."""
 
 import itertools
 
@@ -39,18 +39,6 @@ def ids(T, B=2, n_vocab=11):
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=IDS)
-def test_streaming_through_the_state_gives_the_same_logits(choice):
-    gpt = build(tiny(choice))
-    pieces = ([1] * 70, [17, 17, 17, 19], [65, 5])[CHOICES.index(choice) % 3]
-    whole = gpt(ids(70))
-    state, parts = None, []
-    for piece in ids(70).split(pieces, dim=1):
-        logits, state = gpt(piece, state, return_state=True)
-        parts.append(logits)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
 def test_every_parameter_gets_a_gradient(choice):
     gpt = build(tiny(choice))
     gpt.loss(ids(33)[:, :-1], ids(33)[:, 1:]).backward()
@@ -64,14 +52,6 @@ def test_positions_but_none_tell_the_order_of_the_tokens(choice):
     swapped = ids(9)[:, [1, 0, *range(2, 9)]]
     same = torch.allclose(gpt(ids(9))[:, -1], gpt(swapped)[:, -1], atol=1e-9, rtol=0)
     assert same == (choice["position"] == "none")
-
-
-def test_the_state_of_a_log_space_model_never_grows():
-    gpt = build(tiny())
-    _, early = gpt(ids(3), return_state=True)
-    _, late = gpt(ids(300), return_state=True)
-    sizes = [[x.numel() for layer in state.layers for x in layer] + [state.position.numel()] for state in (early, late)]
-    assert sizes[0] == sizes[1]
 
 
 def test_loss_is_the_mean_over_targets_that_are_not_negative():
@@ -90,17 +70,23 @@ def test_vocabulary_is_padded_and_embeddings_are_tied():
     assert [name for name, p in gpt.named_parameters() if 16 in p.shape] == ["embed.weight"]
 
 
-def test_no_state_is_kept_on_the_module():
-    gpt = build(tiny())
-    before = {name: value.clone() for name, value in gpt.state_dict().items()}
-    gpt(ids(20), return_state=True)
-    assert dict(gpt.named_parameters()).keys() == before.keys()
-    assert torch.equal(gpt(ids(20)), gpt(ids(20)))
+DRAWN = {
+    "published": {},
+    "mlp": {"block": {"name": "mlp", "conv": 4}, "attention": {"name": "longformer"}, "ngrams": [1, 2], "norm": "rms"},
+    "learned": {"attention": {"name": "projection", "learned": True, "qk_norm": True}, "position": {"name": "learned"}},
+    "gates": {"attention": {"name": "linear", "conv": 4, "gate": "silu", "decay": "head"}, "tied": False},
+}
 
 
-def test_a_seed_gives_the_same_weights():
-    a, b = build(tiny()), build(tiny())
-    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+@pytest.mark.parametrize("changes", DRAWN.values(), ids=DRAWN)
+def test_a_seed_gives_the_same_weights_drawn_at_once_or_later(changes):
+    wanted = build(tiny(**changes), torch.float32)
+    with torch.device("meta"):
+        gpt = GPT(tiny(**changes))
+    torch.manual_seed(0)
+    gpt.to_empty(device="cpu").init_weights()
+    for (name, a), b in zip(gpt.state_dict().items(), wanted.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_flops_count_the_weights_that_products_use():
