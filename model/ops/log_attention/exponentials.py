@@ -18,6 +18,9 @@ from model.ops.log_attention.chunks import CHUNK, blocks, maxima, split
 from model.ops.running_sum import running_sum
 
 LN2 = math.log(2)
+# ln 2 in two parts: the first has 4 bits, so that its multiples below FAR are exact in float32.
+_LN2_HIGH = 11 / 16
+_LN2_LOW = LN2 - _LN2_HIGH
 _GRID = 64
 # 64 ln 2 in two parts: the first has 8 bits, so that all multiples of it below FAR are exact in float32.
 _GRID_HIGH = math.floor(_GRID * LN2 * 4) / 4
@@ -196,8 +199,8 @@ def log_of_scaled(x: Tensor, frame: Tensor) -> Tensor:
     limit = math.log2(torch.finfo(x.dtype).max) - 2
     inside = exponent.abs() < limit
     direct = (mantissa * torch.exp2(exponent.where(inside, 0))).log_()
-    # In float64, because a product that rounds would let a state drift that is passed through many calls.
-    return direct if inside.all() else direct.where(inside, (mantissa.log() + exponent.double() * LN2).to(x.dtype))
+    # A product that rounds would let a state drift that is passed through many calls.
+    return direct if inside.all() else direct.where(inside, mantissa.log() + exponent * _LN2_LOW + exponent * _LN2_HIGH)
 
 
 def finite(x: Tensor) -> Tensor:
