@@ -85,8 +85,7 @@ def _draw_sets(axes: Axes, sets: list[tuple[str, dict[str, Any]]], mean: float |
     drawn = axes.barh(names, [row["loss"] or 0 for _, row in worst_last], color="C0")
     labels = [_number(row["loss"], 3) for _, row in worst_last]
     axes.bar_label(drawn, labels, label_type="center", color="white", fontsize=9)
-    if mean is not None:
-        axes.axvline(mean, color="C7", linestyle="--")
+    axes.axvline(mean or 0, color="C7", linestyle="--")
     axes.margins(x=0.02, y=0.02)
     axes.set_xlabel("loss (nats per token)")
     axes.set_title(f"The {len(sets)} largest sets; dashed: all text")

@@ -82,8 +82,10 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, up to the first of its stop strings."""
-        asked = [self._request(each.args[0], each.args[1], seed) for seed, each in enumerate(requests)]
-        texts = [Generation(one, self._tokenizer) for one in asked]
+        texts = [
+            Generation(self._request(request.args[0], request.args[1], seed), self._tokenizer)
+            for seed, request in enumerate(requests)
+        ]
         engine = Engine(self.gpt, self._tokenizer.n_vocab, self.micro_batch, eot_id=self._tokenizer.eot_id)
         engine.submit(sorted(texts, key=lambda text: -len(text.request.ids)))
         with Track("continuations", len(texts)) as track, self.runtime.autocast():

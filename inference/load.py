@@ -48,13 +48,11 @@ class Loaded(NamedTuple):
 
     def about(self, config: ModelConfig) -> dict[str, Any]:
         """What a stored result says about the model."""
-        state, path = self.checkpoint.state, self.checkpoint.path
-        average = config.average and state.average is not None
         return {
             "run": self.checkpoint.run_dir.name,
-            "checkpoint": path.name,
-            "step": state.step,
-            "average": average,
+            "checkpoint": self.checkpoint.path.name,
+            "step": self.checkpoint.state.step,
+            "average": config.average and self.checkpoint.state.average is not None,
         }
 
     def write_result(self, result: dict[str, Any], config: ModelConfig, kind: str) -> None:
