@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from mutations import MUTATIONS, mutated
+
+from tools.count import BUDGET, counted
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cli", "common", "data", "inference", "model", "tools", "trainer")
@@ -219,3 +222,20 @@ def test_mutations_fit_the_code(mutation):
     """The text that tests/mutations.py replaces is there once, and what replaces it is Python."""
     ast.parse(mutated(mutation, (ROOT / mutation.file).read_text(encoding="utf-8")))
     assert (ROOT / mutation.tests).is_file()
+
+
+def test_every_package_has_a_budget():
+    assert counted().keys() == yaml.safe_load(BUDGET.read_text(encoding="utf-8")).keys()
+
+
+def test_no_line_of_prose_is_above_120_characters():
+    """Code is checked by ruff. Rows of tables and links may be longer."""
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+    paths = [*pages, *ROOT.glob("configs/**/*.yaml"), *ROOT.glob("*.toml"), *ROOT.glob("scripts/slurm/*")]
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if len(line) > 120 and not line.lstrip().startswith(("|", "[", "module = [", "follow_imports"))
+    ]
+    assert long == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+BUDGET = ROOT / "tests" / "budget.yaml"
 PACKAGES = ("model", "trainer", "data", "inference", "tools", "cli", "common", "scripts")
 LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}
 
@@ -47,7 +48,7 @@ def counted() -> dict[str, Counter[str]]:
 
 def report() -> None:
     """Print what each package has beside what it may have."""
-    budget = yaml.safe_load((ROOT / "tests/budget.yaml").read_text(encoding="utf-8"))
+    budget = yaml.safe_load(BUDGET.read_text(encoding="utf-8"))
     print(f"{'':10}{'files':>7}{'lines':>9}{'at most':>9}{'tokens':>9}{'at most':>9}{'a line':>8}")
     for name, have in counted().items():
         per_line = f"{have['tokens'] / have['lines']:8.2f}" if have["tokens"] else ""
