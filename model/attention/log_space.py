@@ -18,7 +18,7 @@ _SMALLEST_VALUE = 1e-30  # its product with a weight is still in the range of fl
 
 class _Sizes(AttentionSettings, defaults="model/attention/log_space"):
     constant_state: ClassVar[bool] = True
-    suits_rotary: ClassVar[bool] = False  # no better than no positions: docs/experiments.md
+    suits_rotary: ClassVar[bool] = False  # no better than no positions (docs/attention.md)
     decay: Literal["none", "head"]
     """What is forgotten of earlier tokens: nothing, or a share for each head that depends on the token."""
     d_key: int | None = Field(ge=1, le=2**24)
