@@ -70,18 +70,13 @@ def open_index(dataset_dir: Path, shard: Shard) -> np.ndarray:
 
 
 def read_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> np.ndarray:
-    """Return the index of a shard after checking its sum, else as `valid_index`."""
-    check_sum(dataset_dir / shard.index_file, shard.index_sha256)
-    return valid_index(dataset_dir, manifest, shard)
-
-
-def valid_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> np.ndarray:
-    """Return the index of a shard, RECORD (documents,), which is valid for the shard and the manifest.
+    """Return the whole index of a shard, RECORD (documents,), after checking its sum and every record.
 
     Raises:
         UserError: it is damaged.
     """
-    path, records = dataset_dir / shard.index_file, open_index(dataset_dir, shard)
+    check_sum(path := dataset_dir / shard.index_file, shard.index_sha256)
+    records = open_index(dataset_dir, shard)
     if wrong := wrong_record(records, 0, manifest, shard):
         raise damaged(path, wrong)
     if (end := int(records["end"][-1])) != shard.tokens:

@@ -143,13 +143,11 @@ class Manifest(Strict):
             for i, shard in enumerate(split.shards):
                 if shard.file != shard_file(name, i):
                     raise ValueError(f"shard {i} of {name} is {shard.file!r}, must be {shard_file(name, i)!r}")
-                if (shard.sets is None) != (self.format_version == 2):
-                    raise ValueError(
-                        f"shard {shard.file} of format version {self.format_version} has sets={shard.sets}"
-                    )
                 sets = shard.sets or []
-                if len({*sets}) < len(sets) or not all(number < len(self.set_names) for number in sets):
-                    raise ValueError(f"shard {shard.file} has the sets {sets} of {len(self.set_names)}")
+                is_valid = len({*sets}) == len(sets) and all(number < len(self.set_names) for number in sets)
+                if not is_valid or (shard.sets is None) != (self.format_version == 2):
+                    where = f"shard {shard.file} of format version {self.format_version}"
+                    raise ValueError(f"{where} has the sets {shard.sets} of {len(self.set_names)}")
             if unknown := sorted(split.sets.keys() - set(self.set_names)):
                 raise ValueError(f"set {unknown[0]!r} of {name} is not in set_names")
             counted = split.total
@@ -236,10 +234,8 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
     raw = read_json(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version not in (2, FORMAT_VERSION):
-        given = repr(version)[:40]
-        raise UserError(
-            f"{path} has format version {given}, this program reads 2 and {FORMAT_VERSION}: prepare it again"
-        )
+        given = f"format version {repr(version)[:40]}, this program reads 2 and {FORMAT_VERSION}"
+        raise UserError(f"{path} has {given}: prepare it again")
     try:
         return decode(Manifest, raw)
     except UserError as error:

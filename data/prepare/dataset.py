@@ -1,17 +1,18 @@
 """Documents to a dataset directory: tokenized by worker processes, written as spans, and put together."""
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from common.console import Track, count, say
 from common.settings import Settings, UserError
-from data.prepare.encode import Batch, Encoded, Item, OnError, Skipped, encode_all
+from data.prepare.encode import Encoded, Item, Skipped, encode_all
 from data.prepare.finish import Unusable, finish
 from data.prepare.items import NO_TEXT, Position
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
@@ -39,7 +40,7 @@ class PrepareConfig(Settings, defaults="prepare"):
     """In place of val_fraction: the documents with the first so many tokens of the input are for validation."""
     shard_tokens: PositiveInt
     """A pair of shards, one for each split, is full with the document that reaches this number of tokens."""
-    on_error: OnError
+    on_error: Literal["skip", "stop"]
     """What to do with documents that cannot be read. skip: count them by reason. stop: end with an error."""
     workers: PositiveInt | None
     """Processes that tokenize; the dataset does not depend on their number. null: one for every CPU."""
@@ -105,9 +106,8 @@ def _existing(config: PrepareConfig, prepared: dict[str, Any], folder: Path) -> 
     manifest, file = read_manifest(config.out_dir), getattr(config.tokenizer, "path", None)
     is_there = file is not None and file.exists()  # else the dataset has a copy
     tokenizer = build_tokenizer(config.tokenizer).id if is_there else manifest.tokenizer
-    before = {key: value for key, value in manifest.prepared.items() if (key, value) != ("dedup", "none")}
-    now = Plan(prepared=prepared, tokenizer=tokenizer)
-    if changes := Plan(prepared=before, tokenizer=manifest.tokenizer).changes(now):
+    before = Plan(prepared=manifest.prepared, tokenizer=manifest.tokenizer)
+    if changes := before.changes(Plan(prepared=prepared, tokenizer=tokenizer)):
         raise UserError(f"out_dir={config.out_dir} was made with {changes}: choose another out_dir or delete it")
     say(f"{config.out_dir} is already prepared with these settings; delete it to prepare it again")
     remove(folder)  # left by a run that was stopped at its very end
@@ -134,21 +134,21 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
 class _Reading(Track):
     """Shows how many bytes of the input have been read, and the rate in bytes of text."""
 
-    read = items = documents = utf8_bytes = 0
+    items = documents = utf8_bytes = 0
 
     def seen(self, n_bytes: int) -> None:
         """Count bytes of the input."""
-        self.read += n_bytes
+        self.done += n_bytes
 
-    def show(self, batch: Batch) -> None:
-        """Count the items of a batch."""
-        encoded = [item.utf8_bytes for item in batch.items if isinstance(item, Encoded)]
-        self.items += len(batch.items)
+    def show(self, items: list[Item]) -> None:
+        """Count items."""
+        encoded = [item.utf8_bytes for item in items if isinstance(item, Encoded)]
+        self.items += len(items)
         self.documents += len(encoded)
         self.utf8_bytes += sum(encoded)
         rate = self.utf8_bytes / 1e6 / (time.monotonic() - self.started)
         note = f"{self.documents:,} documents, {self.utf8_bytes / 1e6:,.0f} MB of text, {rate:.1f} MB/s"
-        self.advance(self.read - self.done, note)
+        self.advance(0, note)
 
 
 def _read(
@@ -157,25 +157,22 @@ def _read(
     """Yield the items of some inputs after a position.
 
     Raises:
-        UserError: most of the first items that this process reads have no text.
+        UserError: most of the first items that this process reads have no text, or one cannot be read and `on_error`
+            is "stop".
     """
     source, is_first, lacking = config.data.in_pieces(plan.piece), after is None and not track.items, list[str]()
-    raws = source.documents(track.seen, after, inputs)
-    for batch in encode_all(source, raws, folder / TOKENIZER, config.workers or os.cpu_count() or 1, config.on_error):
+    raws, workers = source.documents(track.seen, after, inputs), config.workers or os.cpu_count() or 1
+    for items in itertools.chain(encode_all(source, raws, folder / TOKENIZER, workers), [[]]):
+        track.show(items)
+        skipped = [item for item in items if isinstance(item, Skipped)]
+        if skipped and config.on_error == "stop":
+            what = f"{skipped[0].where}: {skipped[0].reason}"
+            raise UserError(f"{what}: correct it, or skip such items with on_error=skip")
         if is_first:
-            lacking += [item.where for item in batch.items if isinstance(item, Skipped) and item.reason == NO_TEXT]
-        track.show(batch)
-        if is_first and track.items >= _CHECKED_ITEMS:
-            is_first = False
-            _check_text(config, lacking, track.items)
-        yield from batch.with_ids()
-    if is_first:
-        _check_text(config, lacking, track.items)
-
-
-def _check_text(config: PrepareConfig, lacking: list[str], n_items: int) -> None:
-    """Check that at most half of the first documents have no text: those at `lacking`; raises UserError."""
-    if 2 * len(lacking) > n_items:
-        field, first = f"data.text_field={config.data.model_dump()['text_field']}", f"(first: {lacking[0]})"
-        what = f"{field} is missing in {len(lacking):,} of the first {n_items:,} documents {first}"
-        raise UserError(f"{what}: give the key that holds their text")
+            lacking += [item.where for item in skipped if item.reason == NO_TEXT]
+            is_first = bool(items) and track.items < _CHECKED_ITEMS
+            if not is_first and 2 * len(lacking) > track.items:
+                field = f"data.text_field={config.data.model_dump()['text_field']} is missing"
+                what = f"{field} in {len(lacking):,} of the first {track.items:,} documents (first: {lacking[0]})"
+                raise UserError(f"{what}: give the key that holds their text")
+        yield from items

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,16 +26,14 @@ _BATCH_CHARACTERS = 2**20
 _BATCH_ITEMS = 10_000
 _BATCHES_WORTH_WORKERS = 4  # that are encoded before worker processes start, which takes as long
 
-OnError = Literal["skip", "stop"]
-
 
 class Encoded(NamedTuple):
     """One document that has been tokenized."""
 
     position: Position
     set_name: str
-    tokens: int
-    """How many token ids it has, <|endoftext|> included."""
+    ids: np.ndarray
+    """Its token ids, <|endoftext|> included, in the type of the shards."""
     utf8_bytes: int
     place: float
     """From 0 to 1. It depends on the text alone, and decides the split."""
@@ -53,25 +51,7 @@ class Skipped(NamedTuple):
         return f"{self.position.input}:{self.position.number}"
 
 
-Item = tuple[Encoded | Skipped, np.ndarray]
-"""An item and its token ids."""
-
-
-class Batch(NamedTuple):
-    """Items of the input in order."""
-
-    items: list[Encoded | Skipped]
-    """At least one."""
-    ids: np.ndarray
-    """Token ids of all documents, one after the other, in the type of the shards."""
-
-    def with_ids(self) -> Iterator[Item]:
-        """Yield each item with its token ids."""
-        begin = 0
-        for item in self.items:
-            stop = begin + (item.tokens if isinstance(item, Encoded) else 0)
-            yield item, self.ids[begin:stop]
-            begin = stop
+Item = Encoded | Skipped
 
 
 def document_place(utf8: bytes) -> float:
@@ -79,23 +59,35 @@ def document_place(utf8: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(utf8, digest_size=16).digest()[:8], "little") / 2**64
 
 
-def encode_all(
-    source: Source, raws: Iterator[Raw], tokenizer_file: Path, workers: int, on_error: OnError = "skip"
-) -> Iterator[Batch]:
-    """Tokenize items of a source in order, with a bounded number of documents in memory.
+def encode_all(source: Source, raws: Iterator[Raw], tokenizer_file: Path, workers: int) -> Iterator[list[Item]]:
+    """Tokenize items of a source in order, some at a time, with a bounded number of documents in memory.
 
-    Args:
-        workers: processes that parse and tokenize; where there is little to do, this process does it alone.
-        on_error: whether an item that cannot be read is yielded as Skipped, or ends the run.
+    `workers` processes parse and tokenize. The first items, and long ones, are encoded in this process.
 
     Raises:
-        UserError: an item cannot be read, and `on_error` is "stop".
+        UserError: a worker process was killed.
     """
-    for batch in _in_order(_of_equal_size(raws), source, tokenizer_file, workers):
-        for item in batch.items:
-            if isinstance(item, Skipped) and on_error == "stop":
-                raise UserError(f"{item.where}: {item.reason}: correct it, or skip such items with on_error=skip")
-        yield batch
+    spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
+    # Workers get the tokenizer's file: the start of a process waits until it has read all that it is given.
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (source, tokenizer_file))  # starts workers as needed
+    tokenizer = load_tokenizer(tokenizer_file)
+    pending: deque[Future[list[Item]]] = deque()
+    try:
+        for number, some in enumerate(_of_equal_size(raws)):
+            here = workers == 1 or number < _BATCHES_WORTH_WORKERS or some[0].size > LONG
+            while pending and (here or len(pending) >= 2 * workers):
+                yield pending.popleft().result()
+            if here:
+                yield _encode(source, tokenizer, some)
+            else:
+                pending.append(_submit(pool, some))
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        fewer = max(1, workers // 2)
+        raise UserError(f"a worker process was killed, perhaps because memory ran out: try workers={fewer}") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _of_equal_size(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
@@ -112,32 +104,7 @@ def _of_equal_size(raws: Iterator[Raw]) -> Iterator[list[Raw]]:
         yield some
 
 
-def _in_order(lists: Iterator[list[Raw]], source: Source, tokenizer_file: Path, workers: int) -> Iterator[Batch]:
-    """Encode lists of items in worker processes; the first lists and long items in this process."""
-    spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
-    # Workers get the tokenizer's file: the start of a process waits until it has read all that it is given.
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (source, tokenizer_file))  # starts workers as needed
-    tokenizer = load_tokenizer(tokenizer_file)
-    pending: deque[Future[Batch]] = deque()
-    try:
-        for number, raws in enumerate(lists):
-            here = workers == 1 or number < _BATCHES_WORTH_WORKERS or raws[0].size > LONG
-            while pending and (here or len(pending) >= 2 * workers):
-                yield pending.popleft().result()
-            if here:
-                yield _encode(source, tokenizer, raws)
-            else:
-                pending.append(_submit(pool, raws))
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool:
-        fewer = max(1, workers // 2)
-        raise UserError(f"a worker process was killed, perhaps because memory ran out: try workers={fewer}") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, raws: list[Raw]) -> Future[Batch]:
+def _submit(pool: ProcessPoolExecutor, raws: list[Raw]) -> Future[list[Item]]:
     """Submit items. Workers start here and inherit the blocked SIGINT: Ctrl-C is handled by this process alone."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -146,12 +113,11 @@ def _submit(pool: ProcessPoolExecutor, raws: list[Raw]) -> Future[Batch]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _encode(source: Source, tokenizer: Tokenizer, raws: list[Raw]) -> Batch:
+def _encode(source: Source, tokenizer: Tokenizer, raws: list[Raw]) -> list[Item]:
     """Parse and tokenize items."""
     dtype = token_dtype(tokenizer.n_vocab)
     end = np.array([tokenizer.eot_id], dtype)
-    items: list[Encoded | Skipped] = []
-    arrays = [end[:0]]
+    items: list[Item] = []
     for raw in raws:
         try:
             text, set_name = source.parse(raw)
@@ -165,10 +131,8 @@ def _encode(source: Source, tokenizer: Tokenizer, raws: list[Raw]) -> Batch:
             continue
         for piece, utf8 in zip(texts, in_utf8, strict=True):
             ids = [*(ids.astype(dtype) for ids in tokenizer.encode_arrays(piece)), end]
-            tokens = sum(part.size for part in ids)
-            items.append(Encoded(raw.position, set_name, tokens, len(utf8), document_place(utf8)))
-            arrays += ids
-    return Batch(items, np.concatenate(arrays))
+            items.append(Encoded(raw.position, set_name, np.concatenate(ids), len(utf8), document_place(utf8)))
+    return items
 
 
 _of_worker: tuple[Source, Tokenizer]  # of a worker process
@@ -188,5 +152,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(raws: list[Raw]) -> Batch:
+def _encode_in_worker(raws: list[Raw]) -> list[Item]:
     return _encode(*_of_worker, raws)

@@ -39,6 +39,10 @@ def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
         if (out_dir / MANIFEST).exists():  # another task was first
             return read_manifest(out_dir)
         groups = [read_spans(folder, group) for group in range(len(plan.groups()))]
+        have = sum(span.tokens for span in groups[0])
+        if len(groups) > 1 and is_whole(groups[0]) and have < plan.val_tokens:
+            what = f"val_tokens={plan.val_tokens} is more than the first files have, of together 1 GiB: {have}"
+            raise UserError(f"{what}: give a smaller val_tokens and another out_dir, or delete {folder}")
         if not all(map(is_whole, groups)):
             return None
         spans = {
@@ -46,13 +50,12 @@ def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
             for group, found in enumerate(groups)
             for number, span in enumerate(found)
         }
-        first = {reason: where for span in reversed(spans.values()) for reason, where in span.first.items()}
-        if len(groups) > 1 and (have := sum(span.tokens for span in groups[0])) < plan.val_tokens:
-            what = f"val_tokens={plan.val_tokens} is more than the first files have, of together 1 GiB: {have}"
-            raise Unusable(f"{what}: give a smaller val_tokens")
+        first = {reason: where for span in reversed(spans.values()) for reason, (_, where) in span.skipped.items()}
         manifest, moves = _joined(plan, spans)
-        _check(manifest, plan, first, sum(bool(span.tokens) for span in spans.values()))
+        is_one = len(groups) == 1 and sum(bool(span.tokens) for span in spans.values()) == 1
+        _check(manifest, plan, first, is_one)
         directory = make_directory(folder / "dataset", "out_dir")
+        sync_directory(folder)
         for source, name in [*moves, (folder / TOKENIZER, TOKENIZER)]:
             try:
                 os.replace(source, directory / name)
@@ -84,7 +87,7 @@ def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[P
     skipped: Counter[str] = Counter()
     moves: list[tuple[Path, str]] = []
     for folder, span in spans.items():
-        skipped.update(span.skipped)
+        skipped.update({reason: count for reason, (count, _) in span.skipped.items()})
         numbers = [number_of(name, set_names) for name in span.set_names]
         for name, split in span.splits.items():
             for shard in split.shards:
@@ -105,8 +108,8 @@ def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[P
     return manifest, moves
 
 
-def _check(manifest: Manifest, plan: Plan, first: dict[str, str], n_spans: int) -> None:
-    """Check that there is something to train and to validate on; `n_spans` have documents.
+def _check(manifest: Manifest, plan: Plan, first: dict[str, str], is_one: bool) -> None:
+    """Check that there is something to train and to validate on; `is_one`: all documents are in one span.
 
     Raises:
         Unusable: one of the splits has no documents.
@@ -128,7 +131,7 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str], n_spans: int) 
         remedy = f"give a {change} val_fraction, or add documents with other texts"
         error = Unusable(f"none of {documents} documents went to '{empty}' with val_fraction={fraction}: {remedy}")
         wanted = int(sum(total.utf8_bytes for total in totals.values()) * min(fraction, 1 - fraction))
-        if wanted and n_spans == 1 and not plan.piece:
+        if wanted and is_one and not plan.piece:
             error.piece = min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE)
         raise error
 

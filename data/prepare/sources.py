@@ -10,14 +10,12 @@ import json
 import os
 import re
 import sysconfig
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
-from common.console import count, say_once, warn
 from common.settings import Settings, UserError
 from data.prepare.archives import read_bytes, read_lines
 from data.prepare.items import NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
@@ -203,17 +201,9 @@ class TextSource(NamedFiles, defaults="data/text"):
 
     name: Literal["text"]
 
-    def inputs(self) -> dict[str, int | None]:
-        """Return the files and their sizes, and say how many are JSON lines."""
-        paths = self.paths()
-        if lines := [name for name in paths if _has_json_lines(name)]:
-            files = count(len(lines), "file")
-            say_once(f"read as JSON lines, with the text in {self.text_field!r}: {files}, the first {lines[0]}")
-        return super().inputs()
-
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, so that the split by hash has a choice."""
-        if _has_json_lines(path.name):
+        if path.name.lower().endswith(_JSON_LINES):
             yield from super().read(path, seen)
             return
         for _ in _text(path, lambda _: None):  # a file with an error is refused as a whole
@@ -232,10 +222,6 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
     suffixes: ClassVar[tuple[str, ...]] = _JSON_LINES
 
     name: Literal["jsonl"]
-
-
-def _has_json_lines(name: str) -> bool:
-    return name.lower().endswith(_JSON_LINES)
 
 
 class HubSource(Source, defaults="data/hf"):
@@ -264,74 +250,51 @@ class HubSource(Source, defaults="data/hf"):
     def documents(
         self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
     ) -> Iterator[Raw]:
-        """Stream the split. After a network error it reconnects and goes on at the same row.
+        """Stream the split.
 
         After a position, the rows up to it are re-read and skipped: a stream cannot be entered in the middle.
 
         Raises:
-            UserError: the dataset, its subset, split or text column does not exist, it cannot be reached, or it has
-                broken files.
+            UserError: the dataset, its subset or split does not exist, it cannot be reached, or it has broken files.
         """
         from datasets.exceptions import DatasetsError
 
-        first = number = after.number if after else 0
-        rows, state, failures = None, None, 0
-        while True:
-            try:
-                rows = self._open(first, state)
-                for row in rows:
-                    if number == 0 and self.text_field not in row:
-                        columns = f"data.path={self.path} has no such column, only {', '.join(row)}"
-                        raise UserError(f"data.text_field={self.text_field}: {columns}")
-                    number, failures = number + 1, 0
-                    text = row.get(self.text_field)
-                    content = {self.text_field: text, "meta": row.get("meta")}
-                    yield Raw(Position(self.path, number), content, len(text) if isinstance(text, str) else 0)
-                return
-            except UserError:
+        number, rows = after.number if after else 0, None
+        try:
+            rows = self._open(number)
+            for row in rows:
+                number += 1
+                text = row.get(self.text_field)
+                content = {self.text_field: text, "meta": row.get("meta")}
+                yield Raw(Position(self.path, number), content, len(text) if isinstance(text, str) else 0)
+        except Exception as error:
+            of_client = type(error).__module__.split(".")[0] in _HTTP_CLIENTS  # these are no OSError
+            if not of_client and not isinstance(error, OSError | ValueError | RuntimeError | DatasetsError):
                 raise
-            except (FileNotFoundError, ValueError, RuntimeError, DatasetsError) as error:
-                if rows is None:
-                    raise UserError(f"data.path={self.path} cannot be opened ({error}): {_CHECK}") from None
-                raise UserError(f"data.path={self.path} fails at row {number + 1} ({error}): {_ADVICE}") from None
-            except Exception as error:
-                if not _is_of_the_network(error):
-                    raise
-                failures += 1
-                if rows is None or failures > _RETRIES:
-                    unreachable = f"data.path={self.path} cannot be reached ({error})"
-                    raise UserError(f"{unreachable}: check the network, or {_ADVICE}") from None
-                warn(f"reading {self.path} failed at row {number + 1} ({error}): trying again")
-                time.sleep(_SECONDS_BEFORE_RETRY * failures)
-                state = rows.state_dict()
+            if rows is None:
+                raise UserError(f"data.path={self.path} cannot be opened ({error}): {_CHECK}") from None
+            raise UserError(f"data.path={self.path} fails at row {number + 1} ({error}): {_ADVICE}") from None
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
         """Return what a row holds."""
         return _of_record(content, self.text_field, self.name)
 
-    def _open(self, first: int, state: Any) -> Any:
-        """Open the stream after its first rows, or where an earlier stream was."""
+    def _open(self, first: int) -> Any:
+        """Open the stream after its first rows. The library itself retries what a lost connection breaks off."""
         from datasets import load_dataset
         from huggingface_hub.utils import logging
 
         logging.set_verbosity_error()  # else it announces each of its retries for some 20 seconds
         settings = {"name": self.subset, "split": self.split or "train", "revision": self.revision}
-        rows = load_dataset(self.path, data_files=self.data_files, **settings, streaming=True).skip(first)
-        if state is not None:
-            rows.load_state_dict(state)
-        return rows
+        return load_dataset(self.path, data_files=self.data_files, **settings, streaming=True).skip(first)
 
 
-def _is_of_the_network(error: Exception) -> bool:
-    """Return whether retrying may help. HTTP clients have errors of their own that are no OSError."""
-    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in _HTTP_CLIENTS
-
-
-_CHECK = "check data.path, data.subset, data.split and data.revision"
-_ADVICE = "copy its files to this machine and give data.path=FOLDER; if they are JSON lines, use data=jsonl"
+_CHECK = "check the network, data.path, data.subset, data.split and data.revision"
+_ADVICE = (
+    "give the same command again, it goes on from what is written; or copy the files to this machine and give "
+    "data.path=FOLDER, if they are JSON lines with data=jsonl"
+)
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
-_RETRIES = 5
-_SECONDS_BEFORE_RETRY = 5.0
 _READ_BYTES = 2**20
 _PASSAGE = 16_384
 _LONGEST_PASSAGE = 2**20

@@ -37,7 +37,7 @@ from common.settings import Settings, UserError, decode, differences
 from data.prepare.encode import Encoded, Item, Skipped
 from data.prepare.items import Position
 from data.shards import MAX_SETS, RECORD, TOKENIZER, Counts, Shard, Split, SplitName, TokenizerId, index_header
-from data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from data.tokenizer import Tokenizer, save_tokenizer
 
 PLAN, SPAN = "plan.json", "span.json"
 _RANKS = "sha256 of the tokenizer's ranks"
@@ -92,10 +92,8 @@ class Span(Settings):
     """The names of the sets that its indexes have numbers of."""
     splits: dict[SplitName, Split]
     """Each has at most one shard."""
-    skipped: dict[str, int]
-    """Items that are no documents, by reason."""
-    first: dict[str, str]
-    """Where each reason was met first."""
+    skipped: dict[str, tuple[int, str]]
+    """Items that are no documents, by reason: how many, and where the first is."""
 
     @property
     def tokens(self) -> int:
@@ -163,12 +161,11 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> Plan:
     """Begin to write spans into `folder`, or check that those in it are of the same plan; return the plan in use.
 
     Raises:
-        UserError: they are not, or the plan or the tokenizer is damaged.
+        UserError: they are not, or the plan is damaged.
     """
     make_directory(folder, "out_dir")
     here = [path for path in folder.iterdir() if path.is_dir()]
     if not (folder / PLAN).exists():  # so what was here before belongs to no plan
-        (folder / TOKENIZER).unlink(missing_ok=True)
         for path in here:
             shutil.rmtree(path)
         write_json(mine := _mine(folder / PLAN), plan.model_dump(mode="json"))
@@ -186,11 +183,8 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> Plan:
         raise damaged(folder, error) from None
     if changes := begun.changes(plan):
         raise UserError(f"{folder} was begun with {changes}: go on with the same, or delete it to start again")
-    if not (folder / TOKENIZER).exists():
-        save_tokenizer(tokenizer, mine := _mine(folder / TOKENIZER))
-        os.replace(mine, folder / TOKENIZER)
-    if load_tokenizer(folder / TOKENIZER).sha256 != begun.tokenizer.sha256:
-        raise damaged(folder, f"{TOKENIZER} is another tokenizer")
+    save_tokenizer(tokenizer, mine := _mine(folder / TOKENIZER))  # equal to the plan's: others may read it meanwhile
+    os.replace(mine, folder / TOKENIZER)
     return begun
 
 
@@ -228,7 +222,7 @@ def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], items: 
     below: float = plan.prepared.get("val_fraction", 0.0)
     if plan.piece:  # even with few pieces, each split gets at least one
         everything = list(items)
-        places = [item.place for item, _ in everything if isinstance(item, Encoded)]
+        places = [item.place for item in everything if isinstance(item, Encoded)]
         below = min(max(below, math.nextafter(min(places), 1)), max(places))
         items = iter(everything)
     while not is_whole(spans):
@@ -259,8 +253,7 @@ def _write_span(directory: Path, plan: Plan, items: Iterator[Item], before: int,
     header, most = index_header(plan.tokenizer.n_vocab), math.inf if plan.piece else plan.prepared["shard_tokens"]
     inputs = {name: number for number, name in enumerate(plan.prepared["input"])}
     set_names: dict[str, int] = {}
-    skipped: Counter[str] = Counter()
-    first: dict[str, str] = {}
+    skipped: dict[str, tuple[int, str]] = {}
     last: Position | None = None
     tokens = 0
     with contextlib.ExitStack() as closing:
@@ -268,21 +261,20 @@ def _write_span(directory: Path, plan: Plan, items: Iterator[Item], before: int,
         for split in get_args(SplitName):
             paths = [directory / f"{split}.bin", directory / f"{split}.idx"]
             shards[split] = _Shard([closing.enter_context(open(path, "xb")) for path in paths], header)
-        for item, ids in items:
+        for item in items:
             last = item.position
             if isinstance(item, Skipped):
-                skipped[item.reason] += 1
-                first.setdefault(item.reason, item.where)
+                count, first = skipped.get(item.reason, (0, item.where))
+                skipped[item.reason] = count + 1, first
                 continue
             is_val = before + tokens < plan.val_tokens if plan.val_tokens else item.place < below
             set_number = number_of(item.set_name, set_names)
-            shards["val" if is_val else "train"].add(ids, item, inputs[last.input], set_number)
-            tokens += ids.size
+            shards["val" if is_val else "train"].add(item, inputs[last.input], set_number)
+            tokens += item.ids.size
             if tokens >= most:
                 break
         splits = {split: shard.finish() for split, shard in shards.items()}
-    said = {"last": last, "is_last": tokens < most, "set_names": list(set_names)}
-    span = Span.model_validate(said | {"splits": splits, "skipped": skipped, "first": first})
+    span = Span(last=last, is_last=tokens < most, set_names=list(set_names), splits=splits, skipped=skipped)
     write_json(directory / SPAN, span.model_dump(mode="json"))
     return span
 
@@ -308,12 +300,12 @@ class _Shard:
         """What Counts has, for each set."""
         self._write(b"", header)
 
-    def add(self, ids: np.ndarray, item: Encoded, input_number: int, set_number: int) -> None:
+    def add(self, item: Encoded, input_number: int, set_number: int) -> None:
         """Add a document."""
-        self.end, self.documents = self.end + ids.size, self.documents + 1
-        self.sets[item.set_name].update(tokens=ids.size, documents=1, utf8_bytes=item.utf8_bytes)
+        self.end, self.documents = self.end + item.ids.size, self.documents + 1
+        self.sets[item.set_name].update(tokens=item.ids.size, documents=1, utf8_bytes=item.utf8_bytes)
         record = np.array((self.end, input_number, item.position.number, set_number), RECORD)
-        self._write(ids.tobytes(), record.tobytes())
+        self._write(item.ids.tobytes(), record.tobytes())
 
     def finish(self) -> Split:
         """Sync the files to the disk, or remove them if they are empty, and return what they hold."""

@@ -1,7 +1,6 @@
 """Verifying a dataset: everything its manifest says is recomputed from the files."""
 
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,8 +12,19 @@ from pydantic import PositiveInt
 from common.console import Track, print_error, say
 from common.files import open_file
 from common.settings import UserError
-from data.documents import valid_index
-from data.shards import MANIFEST, TOKENIZER, Counts, Manifest, Shard, check_file, check_sum, damaged, parse_manifest
+from data.documents import read_index
+from data.shards import (
+    MANIFEST,
+    TOKENIZER,
+    Counts,
+    Manifest,
+    Shard,
+    check_file,
+    check_sum,
+    damaged,
+    parse_manifest,
+    total_of,
+)
 from data.tokenizer import load_tokenizer
 
 _IDS_AT_ONCE = 2**18  # so many fit into a core's cache
@@ -26,24 +36,18 @@ def verify_or_exit(dataset_dir: Path, threads: PositiveInt | None = None) -> Non
     Raises:
         SystemExit: it has problems; the status is 1.
     """
-    started = time.monotonic()
     for problem in (problems := verify(dataset_dir, threads)):
         print_error(problem)
     if problems:
         raise SystemExit(1)
-    manifest, seconds = parse_manifest(dataset_dir), time.monotonic() - started
-    documents, tokens = (
-        sum(getattr(split.total, unit) for split in manifest.splits.values()) for unit in ("documents", "tokens")
-    )
-    megabytes = n_bytes(manifest) / 1e6
-    say(
-        f"{dataset_dir} is whole: {documents:,} documents, {tokens:,} tokens, {len(manifest.set_names)} sets, "
-        f"{len(manifest.inputs):,} inputs; {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s"
-    )
+    manifest = parse_manifest(dataset_dir)
+    total = total_of(split.total for split in manifest.splits.values())
+    amounts = f"{total.documents:,} documents, {total.tokens:,} tokens, {len(manifest.set_names)} sets"
+    say(f"{dataset_dir} is whole: {amounts}, {len(manifest.inputs):,} inputs")
 
 
 def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
-    """Return a line for the first problem of each file of a dataset; none if the dataset is whole.
+    """Return a line for the first problem of each shard of a dataset; none if the dataset is whole.
 
     It checks the sums of all files, the documents, tokens and bytes of text of every set and split, that every id is in
     the tokenizer's vocabulary, and that the indexes say where documents end and where they are from. `threads` read
@@ -59,14 +63,14 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
     check = partial(_check_shard, dataset_dir, manifest, lengths)
     pool = ThreadPoolExecutor(threads or os.cpu_count())
     try:
-        with Track("verifying, bytes", n_bytes(manifest)) as track:
+        with Track("verifying, shards", sum(len(split.shards) for split in manifest.splits.values())) as track:
             for name, split in manifest.splits.items():
                 found: list[str] = []
                 counts = np.zeros((len(manifest.set_names), len(Counts.model_fields)), np.int64)
-                for shard, (wrong, of_shard) in zip(split.shards, pool.map(check, split.shards), strict=True):
+                for wrong, of_shard in pool.map(check, split.shards):
                     found += wrong
                     counts += of_shard
-                    track.advance(sum(size for _, size, _ in manifest.files_of(shard)))
+                    track.advance(1)
                 if not found and is_known:
                     wrong_sets = _wrong(name, split.sets, manifest.set_names, counts)
                     found = [str(damaged(dataset_dir / MANIFEST, wrong)) for wrong in wrong_sets]
@@ -76,29 +80,20 @@ def verify(dataset_dir: Path, threads: int | None = None) -> list[str]:
     return problems
 
 
-def n_bytes(manifest: Manifest) -> int:
-    """Return the bytes of a dataset's shards and indexes."""
-    shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    return sum(size for shard in shards for _, size, _ in manifest.files_of(shard))
-
-
 def _check_shard(
     dataset_dir: Path, manifest: Manifest, lengths: np.ndarray, shard: Shard
 ) -> tuple[list[str], np.ndarray | int]:
-    """Return the problems of a shard, and its counts; `lengths` are the bytes of text of each id."""
-    problems = []
-    for file, size, sha256 in manifest.files_of(shard):
-        try:
+    """Return the first problem of a shard, if any, and its counts; `lengths` are the bytes of text of each id."""
+    file = shard.file
+    try:
+        for file, size, sha256 in manifest.files_of(shard):
             check_file(dataset_dir / file, size, manifest.tokenizer.n_vocab)
             check_sum(dataset_dir / file, sha256)
-        except UserError as error:
-            problems.append(str(error))
-        except OSError as error:
-            problems.append(str(damaged(dataset_dir / file, f"it cannot be read ({error.strerror})")))
-    try:
-        return (problems, 0) if problems else ([], _read_shard(dataset_dir, manifest, shard, lengths))
+        return [], _read_shard(dataset_dir, manifest, shard, lengths)
     except UserError as error:
         return [str(error)], 0
+    except OSError as error:
+        return [str(damaged(dataset_dir / file, f"it cannot be read ({error.strerror})"))], 0
 
 
 def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np.ndarray) -> np.ndarray:
@@ -108,7 +103,7 @@ def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np
         UserError: a document is not as its record says.
     """
     path, eot_id, n_vocab = dataset_dir / shard.file, manifest.tokenizer.eot_id, manifest.tokenizer.n_vocab
-    records = valid_index(dataset_dir, manifest, shard)
+    records = read_index(dataset_dir, manifest, shard)
     ends, set_numbers = records["end"].astype(np.int64), np.array(manifest.sets_of(shard))
     sets = np.zeros((len(manifest.set_names), len(Counts.model_fields)), np.int64)
     first = begin = 0

@@ -29,8 +29,6 @@ def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
     alphabet = sorted(byte_characters().values())
     if n_vocab <= len(alphabet):
         raise UserError(f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are {len(alphabet) + 1}")
-    if out.is_dir():
-        raise UserError(f"out={out} is a folder: give the file to write, such as {out / 'tokenizer.json'}")
     make_directory(out.parent, "out")  # learning takes long: an error must come before it
     if out.exists():
         raise UserError(f"out={out} exists: choose another file, or delete it")

@@ -41,17 +41,6 @@ def test_permute_shuffles():
     assert (first == second).sum() < 20
 
 
-@pytest.mark.parametrize("n", [10**9 + 7, 976_562_499, 10**12, 2**40 + 1, 2**62])
-def test_permute_of_large_ranges_stays_inside_and_never_collides(n):
-    places = np.unique(np.random.default_rng(0).integers(0, n, 200_000))
-    values = permute(places, n, "5/3")
-    assert values.min() >= 0
-    assert values.max() < n
-    assert np.unique(values).size == places.size
-    histogram = np.bincount(values // (n // 10 + 1), minlength=10)
-    assert histogram.min() > 0.9 * places.size / 10
-
-
 def test_a_batch_is_windows_of_the_stream(make_stream):
     tokens = np.random.default_rng(0).integers(0, 999, 120)
     stream = make_stream(tokens[:50], tokens[50:90], tokens[90:], shard_tokens=30)
@@ -116,7 +105,7 @@ def inverse(values, n, key):
     return places.astype(np.int64)
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 64, 65, 1000, 976_562_499, 2**40 + 1, 2**62])
+@pytest.mark.parametrize("n", [1, 2, 5, 64, 65, 1000, 976_562_499, 10**9 + 7, 2**40 + 1, 2**62])
 def test_every_member_of_a_permutation_has_one_place(n):
     """An inverse shows at any size what the test above shows at small ones: the permutation is a bijection."""
     places = np.unique(np.random.default_rng(0).integers(0, n, 5000))

@@ -96,8 +96,7 @@ def test_parts_are_exact_where_the_period_allows_and_rounded_where_not():
 
 
 @pytest.mark.parametrize(
-    "weights",
-    [{}, {"a": 2}, {"a": 0.5, "c": 3}, {"d": 10, "b": 0}, {"a": 0, "b": 0}, {"a": 1 / 3, "b": 1e-3}],
+    "weights", [{}, {"a": 2}, {"a": 0.5, "c": 3}, {"d": 10, "b": 0}, {"a": 0, "b": 0}, {"a": 1 / 3, "b": 1e-3}]
 )
 def test_weights_multiply_natural_shares(owners, weights):
     mixture = Mixture(owners, list("abcd"), weights, seed=0)

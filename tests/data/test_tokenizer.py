@@ -12,14 +12,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 
 import data.tokenizer
 from common.settings import UserError
-from data.tokenizer import (
-    BytesConfig,
-    GPT2Config,
-    build_tokenizer,
-    load_tokenizer,
-    pieces,
-    save_tokenizer,
-)
+from data.tokenizer import BytesConfig, GPT2Config, build_tokenizer, load_tokenizer, pieces, save_tokenizer
 
 BYTES = build_tokenizer(BytesConfig(name="bytes"))
 SINGLE = [base64.b64encode(bytes([i])).decode() for i in range(256)]
@@ -57,20 +50,8 @@ def test_gpt2_is_gpt2(gpt2_ranks):
     tokenizer = build_tokenizer(GPT2Config(name="gpt2", path=gpt2_ranks))
     assert (tokenizer.n_vocab, tokenizer.eot_id) == (50257, 50256)
     assert tokenizer.sha256 == hashlib.sha256(gpt2_ranks.read_bytes()).hexdigest()
-    assert tokenizer.encode("Hello, world! I'll  try\n\n  1234") == [
-        15496,
-        11,
-        995,
-        0,
-        314,
-        1183,
-        220,
-        1949,
-        628,
-        220,
-        1105,
-        2682,
-    ]
+    expected = [15496, 11, 995, 0, 314, 1183, 220, 1949, 628, 220, 1105, 2682]
+    assert tokenizer.encode("Hello, world! I'll  try\n\n  1234") == expected
 
 
 def test_rank_file(small):
@@ -199,24 +180,8 @@ def pairs_of(tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "nasty.tiktoken"
     if path.exists():
         return from_ranks(path)
-    tokens = [
-        b"  ",
-        b"    ",
-        b"\n\n",
-        b" a",
-        b"ab",
-        b"'s",
-        b"s1",
-        b"a1",
-        b"!!",
-        b"!a",
-        b"a!",
-        b"11",
-        b"\r\n",
-        b"\n ",
-        b" \n",
-        b"!\x1c",
-    ]
+    pairs = ["  ", "    ", "\n\n", " a", "ab", "'s", "s1", "a1", "!!", "!a", "a!", "11", "\r\n", "\n ", " \n", "!\x1c"]
+    tokens = [pair.encode() for pair in pairs]
     path.write_text(rank_lines([*SINGLE, *(base64.b64encode(token).decode() for token in tokens)]))
     return from_ranks(path)
 

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,7 +29,9 @@ CORPORA = ROOT.parent / "shared" / "corpora"
 BAD_LINES = {
     b'{"text": "cut': "malformed JSON",
     b"{'text': 1}": "malformed JSON",
+    b'{"text": ' + b"1" * 10_000 + b"}": "malformed JSON",
     b'{"other": "x"}': "missing text",
+    b'["text"]': "missing text",
     b'{"text": null}': "missing text",
     b'{"text": 7}': "text is not a string",
     b'{"text": ""}': "empty document",
@@ -52,8 +53,8 @@ def encode(tokenizer_file, monkeypatch):
     """All batches of a source, as bytes, a few documents each."""
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 50)
 
-    def run(source, workers=1, on_error="skip", **options):
-        return list(encode_all(source, source.documents(**options), tokenizer_file, workers, on_error))
+    def run(source, workers=1, **options):
+        return list(encode_all(source, source.documents(**options), tokenizer_file, workers))
 
     return run
 
@@ -67,30 +68,18 @@ def write_jsonl(path, texts):
     return path
 
 
-class Document(NamedTuple):
-    """A document with its ids."""
-
-    encoded: Encoded
-    ids: list[int]
-
-    @property
-    def text(self):
-        assert self.ids[-1] == 256
-        return bytes(self.ids[:-1]).decode()
-
-
 def items_of(batches):
-    items = []
-    for batch in batches:
-        start = 0
-        for item in batch.items:
-            if isinstance(item, Encoded):
-                items.append(Document(item, batch.ids[start : start + item.tokens].tolist()))
-                start += item.tokens
-            else:
-                items.append(item)
-        assert start == batch.ids.size
-    return items
+    """All items, with ids as lists, which can be compared."""
+    return [
+        item._replace(ids=item.ids.tolist()) if isinstance(item, Encoded) else item
+        for batch in batches
+        for item in batch
+    ]
+
+
+def text_of(item):
+    assert item.ids[-1] == 256
+    return bytes(item.ids[:-1]).decode()
 
 
 def test_items_are_in_order_and_know_where_they_are_from(tmp_path, encode):
@@ -98,16 +87,13 @@ def test_items_are_in_order_and_know_where_they_are_from(tmp_path, encode):
     batches = encode(jsonl(*paths))
     assert len(batches) > 5
     items = items_of(batches)
-    assert [item.text for item in items] == [f"{path.name} {i}" for path in paths for i in range(30)]
-    assert [item.encoded.position for item in items] == [(str(path), i + 1) for path in paths for i in range(30)]
+    assert [text_of(item) for item in items] == [f"{path.name} {i}" for path in paths for i in range(30)]
+    assert [item.position for item in items] == [(str(path), i + 1) for path in paths for i in range(30)]
     for item in items:
-        utf8 = item.text.encode()
-        assert item.encoded.utf8_bytes == len(utf8)
-        assert (
-            item.encoded.place == int.from_bytes(hashlib.blake2b(utf8, digest_size=16).digest()[:8], "little") / 2**64
-        )
-    for batch in batches:
-        assert batch.ids.dtype == np.uint16
+        utf8 = text_of(item).encode()
+        assert item.utf8_bytes == len(utf8)
+        assert item.place == int.from_bytes(hashlib.blake2b(utf8, digest_size=16).digest()[:8], "little") / 2**64
+    assert {item.ids.dtype for batch in batches for item in batch} == {np.dtype("<u2")}
 
 
 @pytest.fixture
@@ -134,7 +120,7 @@ def test_whatever_can_be_wrong_is_counted_and_all_else_is_kept(mixed_files, enco
     skipped = Counter(item.reason for item in items if isinstance(item, Skipped))
     wrong_files = ["empty file", "unreadable file", *["truncated archive", "corrupted archive"] * 2]
     assert skipped == Counter([*BAD_LINES.values(), *wrong_files])
-    texts = [item.text for item in items if isinstance(item, Document)]
+    texts = [text_of(item) for item in items if isinstance(item, Encoded)]
     assert texts[: len(BAD_LINES)] == [*GOOD_TEXTS, *GOOD_TEXTS][: len(BAD_LINES)]
     assert texts[-1] == "last"
     assert "kept" in texts
@@ -146,8 +132,8 @@ def test_a_run_goes_on_after_any_position(mixed_files, encode):
     whole = items_of(batches)
     assert len(batches) > 100
     for done in [*range(10), *range(10, len(batches), 97), *range(len(batches) - 10, len(batches))]:
-        rest = items_of(encode(source, after=batches[done].items[-1].position))
-        assert rest == whole[sum(len(batch.items) for batch in batches[: done + 1]) :]
+        rest = items_of(encode(source, after=batches[done][-1].position))
+        assert rest == whole[sum(map(len, batches[: done + 1])) :]
 
 
 def test_files_before_the_position_are_not_opened(tmp_path, encode, monkeypatch):
@@ -156,7 +142,7 @@ def test_files_before_the_position_are_not_opened(tmp_path, encode, monkeypatch)
     monkeypatch.setattr(JsonlSource, "read", lambda self, path, seen: opened.append(path) or read(self, path, seen))
     seen = []
     items = items_of(encode(jsonl(*paths), seen=seen.append, after=Position(str(paths[1]), 4)))
-    assert [item.text for item in items] == [f"1 {j}" for j in range(4, 10)] + [f"2 {j}" for j in range(10)]
+    assert [text_of(item) for item in items] == [f"1 {j}" for j in range(4, 10)] + [f"2 {j}" for j in range(10)]
     assert opened == paths[1:]
     assert sum(seen) == sum(path.stat().st_size for path in paths), "the first counts as read"
 
@@ -165,27 +151,18 @@ def test_passages_of_text_files_have_numbers(tmp_path, encode):
     path = tmp_path / "book.txt"
     path.write_text("".join(f"Paragraph {i}. {'word ' * 50}\n\n" for i in range(500)))
     items = items_of(encode(TextSource(name="text", path=str(path))))
-    assert [item.encoded.position.number for item in items] == list(range(1, len(items) + 1))
-    assert "".join(item.text for item in items) == path.read_text()
+    assert [item.position.number for item in items] == list(range(1, len(items) + 1))
+    assert "".join(map(text_of, items)) == path.read_text()
     assert items_of(encode(TextSource(name="text", path=str(path)), after=Position(str(path), 3))) == items[3:]
-
-
-@pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=[str(line) for line in BAD_LINES])
-def test_on_error_stop_names_reason_and_place(tmp_path, encode, line, reason):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
-    with pytest.raises(UserError) as error:
-        encode(jsonl(path), on_error="stop")
-    assert str(error.value) == f"{path}:2: {reason}: correct it, or skip such items with on_error=skip"
 
 
 def test_workers_give_what_one_process_gives(tmp_path, mixed_files, encode, monkeypatch):
     monkeypatch.setattr(data.prepare.encode, "LONG", 2000)  # long documents do not go to workers
     write_jsonl(mixed_files[7], ["x" * 5000, "short", "y" * 5000, "z" * 5000])
     alone, together = (encode(jsonl(*mixed_files), workers=workers) for workers in (1, 2))
-    assert [len(batch.items) for batch in alone] == [len(batch.items) for batch in together]
+    assert [*map(len, alone)] == [*map(len, together)]
     assert items_of(alone) == items_of(together)
-    assert [len(batch.items) for batch in alone[-4:]] == [1, 1, 1, 1]
+    assert [*map(len, alone[-4:])] == [1, 1, 1, 1]
 
 
 class Deadly(FileSource):

@@ -56,25 +56,15 @@ def test_it_goes_on_after_a_position(folder, number):
     [
         (
             {"path": "no/such/folder/here"},
-            r"data\.path=no/such/folder/here cannot be opened \(.*check data\.path, data",
+            r"data\.path=no/such/folder/here cannot be opened \(.*check the network, data",
         ),
-        ({"subset": "films"}, r"cannot be opened \(.*'films' not found.*'books'.*: check data\.path, data\.subset"),
+        ({"subset": "films"}, r"cannot be opened \(.*'films' not found.*'books'.*: check .*data\.path, data\.subset"),
         ({"split": "test"}, r"cannot be opened \(Bad split: test\..*'validation'.*: check .*data\.split"),
-        ({"text_field": "text"}, r"^data\.text_field=text: data\.path=.*hub has no such column, only body, id$"),
     ],
 )
 def test_what_does_not_exist_is_named(folder, settings, message):
     with pytest.raises(UserError, match=message):
         texts(source(folder, **settings))
-
-
-def test_a_script_is_refused(monkeypatch, folder):
-    def refuse(*_, **__):
-        raise RuntimeError("Dataset scripts are no longer supported, but found films.py")
-
-    monkeypatch.setattr("datasets.load_dataset", refuse)
-    with pytest.raises(UserError, match=r"cannot be opened \(Dataset scripts are no longer supported"):
-        texts(source(folder))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +105,11 @@ def test_it_is_prepared_as_typed(command, folder, tmp_path):
     }
     result = command("scripts/prepare_data", *options, "data=hf", f"data.path={folder}", "data.split=test")
     assert (result.status, result.err.count("\n")) == (1, 1)
+
+
+def test_a_column_that_is_not_there_is_named(config, folder):
+    with pytest.raises(UserError, match=r"data\.text_field=text is missing in 12 of the first 12 documents"):
+        prepare(config(data={"name": "hf", "path": str(folder)}))
 
 
 def test_datasets_from_before_there_were_subsets_are_known(config, folder, tmp_path):

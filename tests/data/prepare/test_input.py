@@ -27,25 +27,6 @@ def config(tmp_path, **changes):
     return decode(PrepareConfig, raw | changes)
 
 
-def test_a_file_that_came_between_two_tasks_is_not_lost_silently(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.prepare.spans._GROUP_BYTES", 1)
-    for name in "bcd":
-        write(tmp_path / f"{name}.jsonl", 50)
-    prepare(config(tmp_path, num_tasks=2, task_index=0))
-    write(tmp_path / "a.jsonl", 50)
-    with pytest.raises(UserError, match=r"out\.partial was begun with input\..*a\.jsonl=None"):
-        prepare(config(tmp_path, num_tasks=2, task_index=1))
-
-
-def test_a_dataset_whose_input_has_changed_is_not_taken_for_it(tmp_path):
-    write(tmp_path / "a.jsonl", 50)
-    prepare(config(tmp_path))
-    prepare(config(tmp_path))
-    write(tmp_path / "b.jsonl", 50)
-    with pytest.raises(UserError, match=r"was made with input\..*b\.jsonl"):
-        prepare(config(tmp_path))
-
-
 def test_a_dataset_of_many_other_files_is_named_in_a_line(tmp_path):
     write(tmp_path / "a.jsonl", 50)
     prepare(config(tmp_path))

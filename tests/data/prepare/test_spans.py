@@ -103,12 +103,14 @@ def test_val_tokens_may_end_in_any_span_of_the_first_group(make, tmp_path, val_t
 
 def test_val_tokens_beyond_the_first_group_are_refused(make, tmp_path, monkeypatch):
     settings = {"val_tokens": 5000, "val_fraction": None}
-    with pytest.raises(
-        UserError, match=r"val_tokens=5000 is more than the first files have, .*: give a smaller val_tok"
-    ):
-        make("out", **settings)
+    refused = r"val_tokens=5000 is more than the first files have, .*: give a smaller val_tok"
+    make("out", **settings, num_tasks=2, task_index=1)
+    before = {*(tmp_path / "out.partial").glob("span-*/*.bin")}
+    with pytest.raises(UserError, match=refused):
+        make("out", **settings, num_tasks=3, task_index=0)
+    assert before < {*(tmp_path / "out.partial").glob("span-*/*.bin")}, "what other tasks have written stays"
     monkeypatch.setattr(data.prepare.spans, "_GROUP_BYTES", 10**6)
-    assert make("out", **settings).splits["val"].total.tokens >= 5000
+    assert make("whole", **settings).splits["val"].total.tokens >= 5000
 
 
 def test_what_killed_processes_were_writing_is_removed(make, tmp_path):
@@ -208,6 +210,14 @@ def test_no_task_has_anything(make, tmp_path):
     ):
         make("out", num_tasks=2, task_index=0)
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_one_document_behind_a_group_without_any_is_not_cut(make, tmp_path):
+    for path in sorted(tmp_path.glob("*.jsonl")):
+        path.write_text("{\n")
+    path.write_text(json.dumps({"text": "word " * 10_000}) + "\n")
+    with pytest.raises(UserError, match=r"none of 1 documents went to '\w+' with val_fraction=0\.2: give a"):
+        make("out", shard_tokens=10**6)
 
 
 def test_groups_are_closed_by_the_file_that_fills_them(make, monkeypatch):
