@@ -28,7 +28,7 @@ help:  ## this list
 	@$(VENV)/python -m compileall -q -j 0 .venv/lib > /dev/null || true
 	@touch $@
 
-setup: .venv/installed-dev  ## create .venv and install everything into it, what tests need included
+setup: .venv/installed-dev  ## create .venv and install everything into it, with what tests need
 
 train: .venv/installed  ## prepare the embedded corpus, train a small log-space GPT, sample from it, evaluate it in brief
 	$(VENV)/python scripts/prepare_data.py data=stdlib tokenizer=bytes out_dir=datasets/stdlib
@@ -58,7 +58,7 @@ test-gpu: setup  ## run on a GPU all tests that can run there: minutes
 	@$(VENV)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: torch sees no GPU here: run make test-gpu on a machine with one")'
 	$(VENV)/python -m pytest -m gpu -W default
 
-gpu-hour: setup  ## check, time, profile and test on a GPU within an hour; goes on where it was cut off
+gpu-hour: setup  ## check, time, profile and test on a GPU within an hour; continues after an interruption
 	$(VENV)/python scripts/gpu_hour.py
 
 mutations: setup  ## break the code in ten ways and check that a test of `make test` notices each

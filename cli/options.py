@@ -70,7 +70,7 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
     if group in groups and "." in key and not value.startswith("{"):
         raise UserError(f"{option} sets a value, not a group: write {group}={value}")
     if config_name == "train" and key in ("checkpoint", "resume") and (Path(value).exists() or "/" in value):
-        raise UserError(f"{option}: a run goes on where its files are: write run_dir={value}")
+        raise UserError(f"{option}: a run continues where its files are: write run_dir={value}")
     if in_sweep and re.fullmatch(r"-?\d+,0\d+", value):
         raise UserError(f"{option} is two numbers: write {key}={value.replace(',', '.')} for a decimal number")
     if takes_one_name(key) and value.startswith("["):
@@ -126,7 +126,7 @@ def explained(path: Path) -> dict[str, str]:
 
 
 def with_keys(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the lines of a YAML file, each with the dotted key that it begins, or None."""
+    """Yield the lines of a YAML file, each with the dotted key that it starts, or None."""
     above: list[str] = []
     for line in text.split("\n"):
         if found := re.match(r"((?:  )*)(\w+):", line):

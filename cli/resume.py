@@ -1,4 +1,4 @@
-"""`train.py run_dir=X` goes on with the run in X: settings that are not given are the run's own."""
+"""`train.py run_dir=X` continues the run in X: settings that are not given are the run's own."""
 
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool 
     gets only names of files in configs/ from config.json; all other values are data. `complete`: as for to_dict.
     """
     given = keys_and_values(options)
-    goes_on = "run_dir" in given and not given.keys() & {"experiment", "~"}
-    own = _settings_of(Path(str(given["run_dir"]))) if goes_on else {}
-    if goes_on and complete and not own and "dataset_dir" not in given:
-        why = "a damaged config.json" if Path(str(given["run_dir"]), "config.json").exists() else "no run to go on with"
+    continues = "run_dir" in given and not given.keys() & {"experiment", "~"}
+    own = _settings_of(Path(str(given["run_dir"]))) if continues else {}
+    if continues and complete and not own and "dataset_dir" not in given:
+        why = "a damaged config.json" if Path(str(given["run_dir"]), "config.json").exists() else "no run to continue"
         raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=... or dataset_dir=...")
     if not own:
         return to_dict(compose("train", options, config_dir), complete)

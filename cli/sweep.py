@@ -71,7 +71,7 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
                 name = f"job {' '.join(varied)}: " if varied else ""
                 raise UserError(f"{name}{error}; no job was started") from None
         if not swept and not for_hydra:
-            say("-m runs a job for each of several values, as in seed=1,2: here no key has several, so this is one job")
+            say("-m with one value for every key runs one job: write seed=1,2 for several")
 
         def job(_: DictConfig) -> float | None:  # launchers pickle it for other processes and machines
             return _run_job(run, configuration, debug)
@@ -126,7 +126,7 @@ def _run_job(run: Command, configuration: Callable[[Sequence[str]], dict[str, An
     except (UserError, OSError) as error:
         if debug:
             raise
-        print_error(error)  # at once; the other jobs go on, and the sweep fails at its end
+        print_error(error)  # at once; the other jobs continue, and the sweep fails at its end
         raise AlreadyReportedError from None
 
 

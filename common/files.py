@@ -88,7 +88,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace `path` by `content` atomically: after a crash, the old or the new file is there, never a part."""
+    """Replace `path` by `content` atomically: after a crash, the old or the new file exists, never a part."""
     data = content.encode() if isinstance(content, str) else content
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ class Removed(NamedTuple):
 KEYS: dict[str, Removed] = {
     "model.attention.norm": Removed(False, "leave it out, or use model.attention.qk_norm=true"),
     "batch_doublings": Removed([], "the batch has one size now: leave batch_doublings out"),
-    "data.carry_state": Removed(False, "sequences begin without a state now: leave data.carry_state out"),
+    "data.carry_state": Removed(False, "sequences start without a state now: leave data.carry_state out"),
     "dedup": Removed("none", "drop equal documents before preparing; equal texts always fall into one split"),
 }
 """By the end of their dotted key."""

@@ -80,7 +80,7 @@ class Engine:
         self._step = DecodingStep(gpt, max_streams)
 
     def submit(self, generations: Iterable[Generation]) -> None:
-        """Add texts; they begin with the next turns."""
+        """Add texts; they start in the next turns."""
         self.waiting.extend(generations)
 
     @property

@@ -60,10 +60,8 @@ class HarnessModel(TemplateLM):
     def _fitting(self, context: list[int], continuation: list[int]) -> Text:
         """Context and continuation, without the context's beginning if both are too long for the model."""
         if len(continuation) > self.max_length:
-            raise UserError(
-                f"a task asks for {len(continuation)} tokens at once, but the model may read {self.max_length}: "
-                "raise max_length, or leave the task out"
-            )
+            needed = f"a task needs {len(continuation)} tokens, max_length is {self.max_length}"
+            raise UserError(f"{needed}: raise max_length, or leave the task out")
         ids = (context + continuation)[-self.max_length - 1 :]
         return ids, len(ids) - len(continuation)
 

@@ -293,7 +293,7 @@ def converse(conversation: Conversation, max_new_tokens: int) -> None:
         seconds += time.perf_counter() - started
         show(end)
         if conversation.left == 0:
-            say("the model's learned positions are used up: start a new conversation")
+            say("the conversation has reached the model's last position: start a new one")
             break
     say_rate(conversation.n_tokens, seconds)
 

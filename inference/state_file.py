@@ -55,7 +55,7 @@ def save_state(path: Path, request: Request, loaded: Loaded) -> None:
 
 
 def load_state(path: Path, loaded: Loaded) -> Request:
-    """Read what `save_state` wrote, for the same model: a request that goes on with that text.
+    """Read what `save_state` wrote, for the same model: a request that continues that text.
 
     Raises:
         UserError: the file is no state, is damaged, or is that of another model, tokenizer or dtype.
@@ -123,4 +123,4 @@ def _check_values(path: Path, stored: Mapping[str, Tensor], n_read: int, loaded:
         elif x.dtype != torch.int64:
             continue
         if ((x < low) | (x > high)).any():
-            raise UserError(f"state_in={path} is damaged: its counts of tokens, or its tokens, are not possible")
+            raise UserError(f"state_in={path} is damaged: its token counts or ids are out of range")

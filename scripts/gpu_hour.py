@@ -12,5 +12,5 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # nothing is installe
 from cli import command  # noqa: E402
 
 if __name__ == "__main__":
-    message = "interrupted; run the same command again to go on"
+    message = "interrupted; the same command continues"
     command("gpu_hour", "tools.bench.gpu_hour:run", when_interrupted=message)

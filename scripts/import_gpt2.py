@@ -1,4 +1,4 @@
-"""Begin with GPT-2's weights: python scripts/import_gpt2.py folder=gpt2 run_dir=runs/gpt2."""
+"""Start from GPT-2's weights: python scripts/import_gpt2.py folder=gpt2 run_dir=runs/gpt2."""
 
 from cli import command
 

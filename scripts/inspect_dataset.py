@@ -1,4 +1,4 @@
-"""Look into a dataset: python scripts/inspect_dataset.py dataset_dir=datasets/pile random=3."""
+"""Inspect a dataset: python scripts/inspect_dataset.py dataset_dir=datasets/pile random=3."""
 
 from cli import command
 

@@ -3,5 +3,5 @@
 if __name__ == "__main__":  # worker processes import this file too, and need no Hydra
     from cli import command
 
-    message = "interrupted; the same command goes on from what is written"
+    message = "interrupted; the same command continues from what is written"
     command("prepare", "data.prepare.dataset:prepare", "data.prepare.dataset:PrepareConfig", when_interrupted=message)

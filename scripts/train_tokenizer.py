@@ -1,4 +1,4 @@
-"""Learn a vocabulary: python scripts/prepare_data.py data=stdlib tokenizer=bytes out_dir=datasets/stdlib."""
+"""Learn a vocabulary: python scripts/train_tokenizer.py dataset_dir=datasets/stdlib n_vocab=4096.."""
 
 from cli import command
 

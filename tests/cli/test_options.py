@@ -1,4 +1,4 @@
-"""Options as users type them: what is understood, answered and offered; and a run that goes on by its folder."""
+"""Options as users type them: what is understood, answered and offered; and a run that continues by its folder."""
 
 import json
 import re
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "model.attention_pattern=[softmax", "write 'model.attention_pattern=[softmax]'"),
         ("train", "run_dir='x", "lacks a ' at its end: write 'run_dir='x''"),
         ("train", "data.mixture=[(a]", "cannot read the option data.mixture=[(a]"),
-        ("train", "run_dir=runs/none", "run_dir=runs/none holds no run to go on with: give experiment=... or dataset"),
+        ("train", "run_dir=runs/none", "run_dir=runs/none holds no run to continue: give experiment=... or dataset"),
         ("sample", "temp=1", "did you mean 'temperature'?"),
         ("scripts/prepare_data", "dataset_dir=x", "did you mean 'out_dir'?"),
         ("sample", "run_dir=runs/x", "did you mean 'checkpoint'?"),
@@ -71,7 +71,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("train", "batch_size=8", "unknown config key 'batch_size': the size of a batch is batch_tokens, in tokens"),
         ("train", "tracker.wandb.mode=offline", "it is a key of tracker=wandb, which must be given, too"),
         ("train", "tracker=[wandb,tensorbord]", "tracker=tensorbord does not exist: did you mean 'tensorboard'?"),
-        ("train", "resume=runs/base", "resume=runs/base: a run goes on where its files are: write run_dir=runs/base"),
+        ("train", "resume=runs/base", "resume=runs/base: a run continues where its files are: write run_dir=runs/base"),
         ("train", "checkpoint=runs/base", "write run_dir=runs/base"),
         ("train", "~data", "~data takes nothing away here: set keys instead"),
         ("train", "~seeds", "~seeds takes nothing away here"),
@@ -111,7 +111,7 @@ def test_names_of_the_same_section_come_first(given, answer):
 def test_a_sweep_without_several_values_is_said(command, dataset_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.loop.fit", lambda config: None)
     result = command("train", "-m", f"dataset_dir={dataset_dir}", f"run_dir={tmp_path / 'run'}")
-    assert "here no key has several, so this is one job" in result.out
+    assert "-m with one value for every key runs one job: write seed=1,2 for several" in result.out
 
 
 SWEPT = ["runs/s/optim.max_lr=0.003,seed=1", "runs/experiment=quickstart,optim.max_lr=0.003,seed=1", "a(b), c", "a=b'c"]

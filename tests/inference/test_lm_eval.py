@@ -110,7 +110,7 @@ def test_a_long_context_loses_its_beginning(harness_model):
     (found,) = model.loglikelihood([request("loglikelihood", "x" * 40 + "def", " self")])
     ids = model._tokenizer.encode("x" * 40 + "def self")[-25:]
     assert found == pytest.approx(direct(model.gpt, ids, 20), rel=1e-10)
-    with pytest.raises(UserError, match="a task asks for 30 tokens at once, but the model may read 24"):
+    with pytest.raises(UserError, match="a task needs 30 tokens, max_length is 24: raise max_length"):
         model.loglikelihood([request("loglikelihood", "x", "y" * 30)])
 
 

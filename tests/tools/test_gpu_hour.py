@@ -1,4 +1,4 @@
-"""scripts/gpu_hour.py: stages run in order within a time limit, go on where they were cut off, and fail alone."""
+"""scripts/gpu_hour.py: stages run in order within a time limit, continue after an interruption, and fail alone."""
 
 import json
 import os

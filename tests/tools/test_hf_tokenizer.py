@@ -99,7 +99,7 @@ def no_byte(raw):
         ),
         (set_("model", "vocab", "a", to=-1), "must be the last token"),
         (set_("model", "vocab", "a", to=98), "must be the last token"),
-        (no_byte, "'日' represents no byte"),
+        (no_byte, "'日' is not a byte-level character"),
         (lambda raw: raw["model"]["merges"].reverse(), "is not in the order of the ids"),
         (lambda raw: raw["model"]["merges"].append("q q"), r"the merge of \['q', 'q'\] is not in the order of the ids"),
         (set_("model", "type", to="Unigram"), r"model.type='Unigram': Input should be 'BPE'"),

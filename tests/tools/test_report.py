@@ -276,7 +276,7 @@ def test_a_page_follows_a_sweep_from_job_to_job_whatever_it_meets(tmp_path, monk
     assert next(looks) == 6 + 12
     assert 'http-equiv="refresh"' not in page.read_text()
     assert len(data_of(page.read_text())["runs"]) == 2
-    assert capsys.readouterr().err.count("looking again in 10 seconds") == 2
+    assert capsys.readouterr().err.count("trying again in 10 seconds") == 2
 
 
 def test_torch_is_not_imported(run_process):

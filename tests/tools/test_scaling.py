@@ -68,8 +68,8 @@ def test_runs_that_determine_no_law_are_refused():
     for runs, message in [
         ((N[:6], D[:6], losses()[:6]), "at least 7 runs, not 6"),
         ((N[:10], D[:10], losses()[:10]), "2 sizes and 5 numbers of tokens"),
-        ((sizes, 20 * sizes, TRUE.loss(sizes, 20 * sizes)), "tokens follow from size"),
-        ((N, D, 2 + 400 / D**0.3 + 0.01 * np.log(N)), "determine no law: their loss does not fall with size"),
+        ((sizes, 20 * sizes, TRUE.loss(sizes, 20 * sizes)), "tokens and size vary together"),
+        ((N, D, 2 + 400 / D**0.3 + 0.01 * np.log(N)), "no law fits these runs: their loss does not fall with size"),
     ]:
         with pytest.raises(UserError, match=message):
             fit(*runs, resamples=1)

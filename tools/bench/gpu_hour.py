@@ -1,4 +1,4 @@
-"""Stages that check, time and test a GPU within a time limit, each a process; they go on where they were cut off."""
+"""Stages that check, time and test a GPU within a time limit, each a process; they continue after an interruption."""
 
 import contextlib
 import os

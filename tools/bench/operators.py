@@ -93,7 +93,7 @@ def outputs(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> li
 def times_of(operators: dict[str, Operator], leaves: Sequence[Tensor], weights: Tensor, options: Any) -> dict[str, Row]:
     """Median milliseconds of each operator's forward pass, which keeps nothing, and of both passes, with ratios.
 
-    Each turn begins with an untimed pass: what the others leave in caches and in the allocator does not count.
+    Each turn starts with an untimed pass: what the others leave in caches and in the allocator does not count.
     """
     turns = {}
     for name, run in operators.items():

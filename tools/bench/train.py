@@ -83,7 +83,7 @@ def config_of(overrides: list[str], seq_len: int, batch: int) -> TrainConfig:
 
 
 class Training:
-    """Takes training steps of a run on `batch`, which begins as `sequences` sequences of random tokens."""
+    """Takes training steps of a run on one micro-batch: `sequences` sequences of random tokens."""
 
     def __init__(self, config: TrainConfig, sequences: int, nanogpt: Path | None = None) -> None:
         self.runtime, self.grad_clip = open_runtime(config.runtime), config.optim.grad_clip

@@ -116,7 +116,7 @@ def _ranks(vocab: dict[str, int], eot_id: int) -> list[bytes]:
     try:
         return [bytes(byte[character] for character in texts[id_]) for id_ in range(eot_id)]
     except KeyError as error:
-        raise UserError(f"{error} represents no byte: the tokens are not byte-level BPE") from None
+        raise UserError(f"{error} is not a byte-level character: the tokens are not byte-level BPE") from None
 
 
 def _check_merges(model: _Model) -> None:

@@ -1,4 +1,4 @@
-"""A run of a converted model, which others begin with."""
+"""Runs of converted models, from whose weights others start."""
 
 import secrets
 from pathlib import Path

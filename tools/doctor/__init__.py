@@ -1,1 +1,1 @@
-"""What this machine can do and what is wrong with it: scripts/doctor.py."""
+"""Checks hardware and installation: scripts/doctor.py."""

@@ -1,4 +1,4 @@
-"""What this machine is, and what is wrong with its GPU, its driver or its installation."""
+"""Versions and hardware of this machine, and problems of its GPU, driver or installation."""
 
 import os
 import platform

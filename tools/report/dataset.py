@@ -36,7 +36,7 @@ def inspect(options: InspectConfig) -> None:
     state = None if options.run_dir is None else open_checkpoint(options.run_dir, files=["state.json"]).state
     dataset_dir = state.dataset_dir if options.dataset_dir is None and state else options.dataset_dir
     if dataset_dir is None:
-        raise UserError("nothing to look into: give dataset_dir, or run_dir and step")
+        raise UserError("nothing to inspect: give dataset_dir, or run_dir and step")
     manifest = read_manifest(dataset_dir)
     if options.step is not None:
         if options.window or options.random or options.split != "train":

@@ -16,7 +16,7 @@ from tools.report.records import Record, common_folder, labels, lowest_loss, pri
 _REFRESH = 10.0
 """Seconds between two looks at running runs."""
 _LAST_LOOKS = 12
-"""Watching stops once all runs were ended in so many looks, because the next job of a sweep may be about to begin."""
+"""Watching stops once all runs were ended in so many looks, because the next job of a sweep may be about to start."""
 
 
 def write_report(folders: Items[Path], out: Path | None, watch: bool = False) -> Path:
@@ -40,7 +40,7 @@ def write_report(folders: Items[Path], out: Path | None, watch: bool = False) ->
         try:
             records = read_records(folders)
         except (UserError, OSError) as error:  # a run may be moved, or written at this moment
-            warn(f"{error}: looking again in {_REFRESH:g} seconds")
+            warn(f"{error}: trying again in {_REFRESH:g} seconds")
             continue
         looks = looks + 1 if _ended(records) else 0
     best, name = lowest_loss(records), labels(records)[0]

@@ -67,7 +67,7 @@ def fit(N: Array, D: Array, L: Array, resamples: int = 1000) -> tuple[Law, Law]:
     best = constants[objective.argmin()]
     for what, exponent in (("size", best[1]), ("tokens", best[3])):
         if exponent <= _SMALLEST:
-            raise UserError(f"these runs determine no law: their loss does not fall with {what}")
+            raise UserError(f"no law fits these runs: their loss does not fall with {what}")
     counts = np.random.default_rng(1).multinomial(len(y), np.full(len(y), 1 / len(y)), size=resamples)
     samples, _ = _minimize(np.tile(best, (resamples, 1)), n, d, y, counts.astype(float))
     centre = np.log(N).mean(), np.log(D).mean()
@@ -83,7 +83,7 @@ def _check(N: Array, D: Array, L: Array) -> None:
         )
     n, d = np.log(N), np.log(D)
     if abs(np.corrcoef(n, d)[0, 1]) > 0.99:
-        raise UserError("tokens follow from size in these runs, so that their effects cannot be told apart: vary both")
+        raise UserError("tokens and size vary together in these runs, so a law cannot separate them: vary both")
 
 
 def _start(y: Array, alpha: float, beta: float, share: float) -> list[float]:
@@ -102,7 +102,7 @@ def _minimize(constants: Array, n: Array, d: Array, y: Array, counts: Array) -> 
     """Minimize the Huber loss of many laws at once, by the method of Levenberg and Marquardt.
 
     Args:
-        constants: (laws, 5), where to begin.
+        constants: (laws, 5), where to start.
         counts: (laws, runs), how often each run counts.
 
     Returns:

@@ -62,7 +62,7 @@ async function generate() {
         told = performance.now();
       }
     }
-    const why = { stop: "the text ended", length: "as long as was asked for" }[reason] ?? reason;
+    const why = { stop: "the text ended", length: "stopped at the token limit" }[reason] ?? reason;
     const wait = ((first - started) / 1000).toFixed(2);
     const end = `${progress(n, first)}, ${why}; first after ${wait} s${reused}; seed ${body.seed}`;
     await drawing;

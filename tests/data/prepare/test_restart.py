@@ -353,7 +353,7 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(large, memory, workers)
     wait_for_a_span(process, out)
     os.killpg(process.pid, signal.SIGINT)  # as the terminal does
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "error: interrupted; the same command goes on from what is written\n")
+    assert (process.returncode, err) == (130, "error: interrupted; the same command continues from what is written\n")
     assert n_spans(out) > 0
     assert "going on with" in finish(start(large, out, workers))
 
