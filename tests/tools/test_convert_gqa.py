@@ -103,8 +103,8 @@ def test_every_layer_of_a_pattern_that_can_share_does():
         (NAMES[0], 4, rf"n_kv_head=4 does not divide the 6 key and value heads of {NAMES[0]}: use one of 1, 2, 3, 6"),
         (NAMES[0], 0, r"n_kv_head=0 does not divide"),
         (NAMES[0], 12, r"n_kv_head=12 does not divide"),
-        (NAMES[0], 6, r"the model already has n_kv_head=6"),
-        ("linear", 2, r"attention linear does not share heads"),
+        (NAMES[0], 6, r"n_kv_head=6 changes no layer"),
+        ("linear", 2, r"n_kv_head=2 changes no layer's key and value heads"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(attention, heads, message):
@@ -119,7 +119,7 @@ def test_only_layers_that_there_are_count():
     one = {"attention": {"name": "softmax", "n_kv_head": 1}, "attention_pattern": [{"name": "softmax", "n_kv_head": 6}]}
     assert with_n_kv_head(decode(GPTConfig, raw | one), 2).layers[0].n_kv_head == 2
     none = {"attention": {"name": "softmax"}, "attention_pattern": [{"name": "linear"}]}
-    with pytest.raises(UserError, match="attention linear does not share heads"):
+    with pytest.raises(UserError, match="n_kv_head=2 changes no layer"):
         with_n_kv_head(decode(GPTConfig, raw | none), 2)
 
 

@@ -51,7 +51,7 @@ def test_a_cpu_is_examined(small, command, tmp_path):
     assert all(row["TFLOP_per_s"] > 0 and row["GB_per_s"] > 0 for row in found["rates"])
     training = found["training"]
     assert training["hours"] == pytest.approx(training["tokens"] / training["tokens_per_second"] / 3600)
-    for word in ("not checked", "torch", "time of pile 125m", "GB per s"):
+    for word in ("not checked", "torch", "hours", "GB per s"):
         assert word in result.out.replace("_", " ")
 
 
@@ -167,8 +167,3 @@ def test_the_drivers_version(tmp_path):
     assert machine.driver(path) is None
     path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12.2\n")
     assert machine.driver(path) == "535.129.03"
-
-
-@pytest.mark.slow
-def test_sums_over_processes_are_timed():
-    assert rates.all_reduce_rate(2) > 0

@@ -82,7 +82,7 @@ def table(path, rows):
 
 def test_a_table_of_runs_becomes_predictions_and_a_picture(tmp_path, capsys):
     csv = table(tmp_path / "runs.csv", zip(N, D, losses(0.003), strict=True))
-    run([], csv, tmp_path / "out", 100, parameters=1e7, loss=6.0, tokens_per_second=1e4)
+    run([], csv, tmp_path / "out", 100, parameters=1e7, loss=6.0)
     near = capsys.readouterr().out
     assert "1e+07 parameters, 3.33 x the largest model:" in near
     assert "2 x the longest run" in near
@@ -91,7 +91,6 @@ def test_a_table_of_runs_becomes_predictions_and_a_picture(tmp_path, capsys):
     low, middle, high = predictions["tokens to a loss of 6"]
     assert low < middle < high
     assert middle == pytest.approx(TRUE.tokens(1e7, 6.0), rel=0.2)
-    assert predictions["hours to a loss of 6"] == pytest.approx([low / 3.6e7, middle / 3.6e7, high / 3.6e7])
     assert (tmp_path / "out/scaling.png").stat().st_size > 10_000
     run([], csv, tmp_path / "out", 100, parameters=1e9, loss=1.0)
     far = capsys.readouterr().out
@@ -150,13 +149,6 @@ def test_a_cell_that_is_no_positive_number_is_named(tmp_path, cell):
         run([], csv, tmp_path, 100)
 
 
-@pytest.mark.parametrize(
-    ("goal", "message"),
-    [
-        ({"loss": 2.0}, "loss=2 needs parameters"),
-        ({"parameters": 1e7, "tokens_per_second": 10.0}, "tokens_per_second=10 needs loss"),
-    ],
-)
-def test_a_goal_that_lacks_what_it_needs_is_refused(tmp_path, goal, message):
-    with pytest.raises(UserError, match=message):
-        run([], tmp_path / "runs.csv", tmp_path, 100, **goal)
+def test_a_loss_without_a_size_is_refused(tmp_path):
+    with pytest.raises(UserError, match="loss=2 needs parameters"):
+        run([], tmp_path / "runs.csv", tmp_path, 100, loss=2.0)

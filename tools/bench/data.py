@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,18 +55,14 @@ def encode_alone(config: PrepareConfig) -> tuple[float, int]:
             "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
         ).encode_ordinary
     n_bytes, seconds = 0, 0.0
-    for text in _texts(config):
-        started = time.perf_counter()
-        encode(text)
-        seconds += time.perf_counter() - started
-        n_bytes += len(text.encode())
-    return seconds, n_bytes
-
-
-def _texts(config: PrepareConfig) -> Iterator[str]:
     for raw in config.data.documents():
         with contextlib.suppress(Unreadable):
-            yield config.data.parse(raw).text
+            text = config.data.parse(raw).text
+            started = time.perf_counter()
+            encode(text)
+            seconds += time.perf_counter() - started
+            n_bytes += len(text.encode())
+    return seconds, n_bytes
 
 
 def run(script: str, *options: str) -> float:

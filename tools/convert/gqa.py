@@ -70,20 +70,14 @@ def pooled(rows: Tensor, n_rows: int, n_before: int, n_after: int, head_dim: int
 def with_n_kv_head(config: GPTConfig, n_kv_head: int) -> GPTConfig:
     """Return the configuration with n_kv_head key and value heads in every layer that has this setting."""
     raw = config.model_dump()
-    used = raw["attention_pattern"] or [raw["attention"]]
-    layers = [layer for layer in used if "n_kv_head" in layer]
-    if not layers:
-        names = ", ".join(dict.fromkeys(layer["name"] for layer in used))
-        raise UserError(f"attention {names} does not share heads of keys and values: there is nothing to convert")
-    before = [layer["n_kv_head"] or config.n_head for layer in layers]
-    if set(before) == {n_kv_head}:
-        raise UserError(f"the model already has n_kv_head={n_kv_head}: there is nothing to convert")
-    for layer, heads in zip(layers, before, strict=True):
-        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        if n_kv_head not in divisors:
-            raise UserError(
-                f"n_kv_head={n_kv_head} does not divide the {heads} key and value heads of {layer['name']}: "
-                f"use one of {', '.join(map(str, divisors))}"
-            )
+    layers = [layer for layer in raw["attention_pattern"] or [raw["attention"]] if "n_kv_head" in layer]
+    if {layer["n_kv_head"] or config.n_head for layer in layers} <= {n_kv_head}:
+        raise UserError(f"n_kv_head={n_kv_head} changes no layer's key and value heads: there is nothing to convert")
+    for layer in layers:
+        heads = layer["n_kv_head"] or config.n_head
+        if n_kv_head < 1 or heads % n_kv_head:
+            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            what = f"n_kv_head={n_kv_head} does not divide the {heads} key and value heads of {layer['name']}"
+            raise UserError(f"{what}: use one of {divisors}")
         layer["n_kv_head"] = n_kv_head
     return decode(GPTConfig, raw)

@@ -25,9 +25,9 @@ from model.ops.checks import outcomes
 from tools.bench.harness import Row, composed, print_table
 from tools.bench.train import measure_rate
 from tools.doctor.machine import findings, versions
-from tools.doctor.rates import all_reduce_rate, rates
+from tools.doctor.rates import rates
 from tools.plan.plan import PlanConfig, plan
-from tools.plan.report import duration, gigabytes
+from tools.plan.report import gigabytes
 from trainer.config import TrainConfig
 from trainer.runtime import Runtime, open_runtime
 
@@ -55,21 +55,16 @@ def examine(out: Path | None) -> None:
 
     about = part("versions", versions) or {}
     measured = part("rates", lambda: rates(runtime.device)) or []
-    n_gpu = torch.cuda.device_count()
-    reduced = part("all-reduce", lambda: all_reduce_rate(n_gpu)) if n_gpu > 1 else None
     if device == "cuda":
         part("the checks of kernels", lambda: use_operators(runtime))
-    training = part("a training step", lambda: step(runtime, max(1, n_gpu))) or {}
+    training = part("a training step", lambda: step(runtime, max(1, torch.cuda.device_count()))) or {}
     checks = {name: why or "passed" for name, why in outcomes.items()}
     problems = [*findings(free), *(f"{name} {why}" for name, why in outcomes.items() if why), *problems]
     found = {"machine": about | {"free_disk": free}, "checks": checks, "rates": measured}
-    found |= {"all_reduce_GB_per_s": reduced, "training": training, "findings": problems}
+    found |= {"training": training, "findings": problems}
     rows = about | {"free_memory": gigabytes(about.get("free_memory")), "free_disk": gigabytes(free)}
     rows |= checks or {"kernels": "not checked, because no kernel can be used here"}
-    rows |= {"all_reduce_GB_per_s": reduced} | training
-    if "hours" in rows:
-        rows["time_of_pile_125m"] = duration(3600 * rows.pop("hours"))
-    rows = {name: "none" if value is None else value for name, value in rows.items()}
+    rows |= training
     print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
     print_table("matrix products, and copies (bytes read and written)", measured)
     for line in problems or ["nothing is wrong"]:
@@ -119,9 +114,12 @@ def step(runtime: Runtime, n_device: int) -> Row:
         most = plan(config)["memory"]["largest_micro_batch"] or 1
     rate = measure_rate(config, -(-most // 2), config.batch_size // n_device)  # half, as GPUs may need more memory
     times = plan(config.model_copy(update={"tokens_per_second": rate}))["time"]
-    about = {"model": "flagship_125m", "dtype": str(runtime.dtype).removeprefix("torch."), "seq_len": config.seq_len}
-    return (
-        about
-        | {"tokens_per_second": rate, "hours": times["seconds"] / 3600}
-        | {key: times[key] for key in ("mfu", "tokens")}
-    )
+    return {
+        "model": "flagship_125m",
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "seq_len": config.seq_len,
+        "tokens_per_second": rate,
+        "mfu": times["mfu"],
+        "tokens": times["tokens"],
+        "hours": times["seconds"] / 3600,
+    }

@@ -1,21 +1,14 @@
-"""Rates of matrix products, of copies in memory, and of sums over all GPUs."""
-
-import os
-import subprocess
-import sys
-import time
+"""Rates of matrix products and of copies in memory."""
 
 import torch
 from torch.utils.benchmark import Timer
 
 from tools.bench.harness import Row
-from trainer.distributed import join_world
 from trainer.runtime import peak_flops
 
 SIZES = {"cpu": 512, "cuda": 8192}
 BYTES = {"cpu": 2**27, "cuda": 2**30}
 _SECONDS = 0.3
-_LONGEST_WAIT = 60.0  # seconds in which processes that sum make no progress, before they are ended
 
 
 def rates(device: torch.device) -> list[Row]:
@@ -37,30 +30,3 @@ def rates(device: torch.device) -> list[Row]:
 def _seconds(statement: str, **tensors: torch.Tensor) -> float:
     timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=_SECONDS).median)
-
-
-def all_reduce_rate(n_processes: int) -> float:
-    """GB/s that each of several processes, one for each GPU, sends while all sum a tensor: busbw of nccl-tests."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_processes}"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    work = [*launcher, "-m", "tools.doctor.rates"]
-    return float(subprocess.check_output(work, env=environment, text=True, timeout=2 * _LONGEST_WAIT))
-
-
-def _reduce(rounds: int = 5) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with join_world(device, hang_seconds=_LONGEST_WAIT) as world:
-        x = torch.ones(BYTES[device.type] // 16, device=world.device)  # a quarter of the bytes of a copy
-        world.sum(x)  # connects the processes
-        world.wait_for_all()
-        started = time.perf_counter()
-        for _ in range(rounds):
-            world.sum(x)
-        x.sum().item()  # waits for the GPU
-        seconds = (time.perf_counter() - started) / rounds
-        if world.is_main:
-            print(2 * (world.size - 1) / world.size * x.nbytes / seconds / 1e9)
-
-
-if __name__ == "__main__":
-    _reduce()

@@ -38,7 +38,6 @@ def run(
     ladder: str = "",
     parameters: Positive | None = None,
     loss: Positive | None = None,
-    tokens_per_second: Positive | None = None,
 ) -> None:
     """Train the ladder, if there is one, fit the law, print and draw it, and write scaling.json.
 
@@ -49,8 +48,6 @@ def run(
         raise UserError("no runs are given: give ladder='OPTIONS of train.py', folders=runs/sweep, or csv=table.csv")
     if loss is not None and parameters is None:
         raise UserError(f"loss={loss:g} needs parameters: give both")
-    if tokens_per_second is not None and loss is None:
-        raise UserError(f"tokens_per_second={tokens_per_second:g} needs loss: give both")
     if ladder:
         folders = [*folders, _train(ladder, out / "runs")]
     rows = [*_trained(folders), *([] if csv is None else _read_csv(csv))]
@@ -63,7 +60,7 @@ def run(
     predictions = {}
     if parameters is not None:
         say(f"{parameters:.4g} parameters, {parameters / N.max():.3g} x the largest model:")
-        for what, (tokens, values) in _predict(samples, parameters, loss, tokens_per_second).items():
+        for what, (tokens, values) in _predict(samples, parameters, loss).items():
             predictions[what] = [float(x) if np.isfinite(x) else None for x in values]
             say(f"  {what}: {_in_words(values, tokens / D.max(), parameters / N.max())}")
     make_directory(out, "out")
@@ -130,15 +127,13 @@ def _read_csv(path: Path) -> list[tuple[float, float, float]]:
     return rows
 
 
-def _predict(samples: Law, N: float, loss: float | None, rate: float | None) -> dict[str, tuple[float, Array]]:
+def _predict(samples: Law, N: float, loss: float | None) -> dict[str, tuple[float, Array]]:
     """Return, by what is predicted, the tokens of that run, and percentiles 5, 50 and 95 of what the laws say."""
     D = _TOKENS_PER_PARAMETER * N
     found = {f"loss after {D:.3g} tokens": (D, _percentiles(samples.loss(N, D)))}
     if loss is not None:
         tokens = _percentiles(samples.tokens(N, loss))
         found[f"tokens to a loss of {loss:g}"] = (tokens[1], tokens)
-        if rate is not None and np.isfinite(tokens[1]):
-            found[f"hours to a loss of {loss:g}"] = (tokens[1], tokens / rate / 3600)
     return found
 
 
