@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for a GPU that need not be present, and counts the resources that they use.
 
 python tests/model/kernel_resources.py '{"capability": 90, "operator": "log_attention", "dtype": "bfloat16", "d": 32,
-"gates": true, "carried": true}' prints a line of JSON for each kernel; several arguments are several cases. A process
-that has compiled for an absent GPU cannot run kernels.
+"gates": true, "carried": true, "of_values": "bfloat16"}' prints a line of JSON for each kernel; several arguments are
+several cases. A process that has compiled for an absent GPU cannot run kernels.
 """
 
 import json
@@ -46,13 +46,11 @@ def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
     return found
 
 
-def launch_log_attention(
-    dtype: torch.dtype, d: int, gates: bool, carried: bool, of_values: torch.dtype | None = None
-) -> None:
+def launch_log_attention(dtype: torch.dtype, d: int, gates: bool, carried: bool, of_values: torch.dtype) -> None:
     """A forward and backward pass over heads of d features; `carried`: from a state to the next."""
     tensors = torch.zeros(16, 1024, 24, 4 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
     q, k, log_v, of_features = (x.detach().requires_grad_() for x in tensors)
-    log_v = log_v.detach().to(of_values or dtype).requires_grad_()
+    log_v = log_v.detach().to(of_values).requires_grad_()
     log_f = of_features[..., :1] if gates else None
     state = LogAttentionState(*(x.requires_grad_() for x in empty_state(q, log_v))) if carried else None
     found = triton_log_attention(q, k, log_v, log_f, state=state, return_state=carried)
@@ -95,7 +93,7 @@ def main(cases: list[str]) -> None:
     for case in cases:
         given = json.loads(case)
         capability, launch = given.pop("capability"), LAUNCH[given.pop("operator")]
-        given["dtype"] = getattr(torch, given["dtype"])
+        given |= {key: getattr(torch, given[key]) for key in ("dtype", "of_values") if key in given}
         for kernel, binary in compiled(partial(launch, **given), capability).items():
             print(json.dumps({"kernel": kernel} | resources(binary)), flush=True)
 

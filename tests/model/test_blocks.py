@@ -1,7 +1,9 @@
-"""GPT-2's block with every combination of its optional parts, against its definition, in float64."""
+"""GPT-2's block with every combination of its optional parts, against its definition, in float64.
+
+Its convolutions in pieces, batches, documents and compiled code are in test_ngrams.py.
+"""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -12,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from common.settings import decode
 from model.gpt import GPT, GPTConfig
 from model.ops.causal_conv import causal_conv
-from model.state import cat_states, select_rows
 
 ACTIVATIONS = {
     "gelu": lambda x: x / 2 * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
@@ -90,33 +91,6 @@ def test_logits_and_gradients_are_the_definitions(activation, conv, norm, tied, 
     assert_all_close(*(with_gradients(y, list(gpt.parameters())) for y in (found, wanted)), tolerance=1e-11)
 
 
-@pytest.mark.parametrize("attention", ["log_space", "softmax"])
-def test_convolutions_go_on_from_a_state_and_in_batches(attention):
-    gpt, lengths = gpt_of({"conv": 4}, attention), (1, 2, 9)
-    texts = [ids(n + 12, B=1, seed=n) for n in lengths]
-    with torch.inference_mode():
-        whole = [gpt(text) for text in texts]
-        state = cat_states([gpt(text[:, :n], return_state=True)[1] for text, n in zip(texts, lengths, strict=True)])
-        outputs = []
-        for piece in torch.cat([text[:, -12:] for text in texts]).split([1, 2, 5, 1, 3], dim=1):
-            logits, state = gpt(piece, state, return_state=True)
-            outputs.append(logits)
-        close(torch.cat(outputs, 1), torch.cat([logits[:, -12:] for logits in whole]))
-        other, _ = gpt(ids(3, B=1), select_rows(state, [1]), return_state=True)
-        close(other, gpt(torch.cat([texts[1], ids(3, B=1)], 1))[:, -3:])
-
-
-def test_convolutions_do_not_cross_documents():
-    lengths = [3, 1, 2, 20]
-    row = ids(sum(lengths) + 1, B=1)
-    row[0, list(itertools.accumulate(lengths))] = EOT
-    gpt, alone = gpt_of({"conv": 4}, eot_id=EOT), gpt_of({"conv": 4})
-    documents = row.split([*lengths, 1], dim=1)
-    wanted = torch.cat([alone.features(document)[0] for document in documents], 1)
-    close(gpt.features(row)[0], wanted)
-    close(gpt.features(row, return_state=True)[0], wanted)
-
-
 def test_a_block_starts_as_the_identity_and_convolutions_see_the_order_of_tokens():
     settings = {"attention": {"name": "softmax"}, "position": {"name": "none"}}
     sizes = {"n_vocab": 11, "n_layer": 2, "n_head": 2, "n_embd": 12}
@@ -135,17 +109,6 @@ def test_what_the_convolutions_read_adds_up_to_a_state_of_constant_size():
     seen = 2 * 2 * 3 * (12 + 12)  # layers, rows, tokens before this one, features
     kept = 2 * 2 * 2 * (6 * 6 + 6)  # layers, rows, heads, log_s and log_z
     assert sizes == [seen + kept] * 3
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_block_is_the_same():
-    gpt, token_ids = gpt_of({"conv": 4}), ids(20)
-    leaves = list(gpt.parameters())
-    torch.compiler.reset()
-    compiled = torch.compile(gpt.features, backend="aot_eager")
-    found, wanted = (torch.autograd.grad(f(token_ids)[0].square().sum(), leaves) for f in (compiled, gpt.features))
-    for ours, theirs in zip(found, wanted, strict=True):
-        close(ours, theirs)
 
 
 def test_convolutions_have_autocasts_type():

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from tiled_attention import tiled_attention
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 from torch.nn.functional import cross_entropy, glu, linear, scaled_dot_product_attention
@@ -80,11 +79,6 @@ OPERATORS = {
         HEADS,
     ),
     "projection_attention": (projected, lambda *a: naive_projection_attention(*a, SIGMA, CAUSAL), HEADS),
-    "tiled_attention": (
-        lambda *a: tiled_attention(*a, tile=4),
-        lambda q, k, v: (q @ k.mT / 3**0.5).masked_fill(~CAUSAL, -torch.inf).softmax(-1) @ v,
-        HEADS,
-    ),
 }
 REFUSALS = {  # the other operators refuse nothing
     "summed_loss": r"summed_loss .* use token_losses\(\.\.\.\)\.sum\(\)",

@@ -1,9 +1,9 @@
-"""log_attention with gates: the definition over pairs of tokens, resets, states that merge, long texts, wrong input.
+"""Attention with gates: states that merge, long texts, wrong input.
 
-Random inputs of all kinds, with gates of all kinds, are in test_log_attention_fuzz.py.
+Gates beside the definition are in test_log_attention.py, of all kinds in test_log_attention_fuzz.py, and resets, too,
+in test_log_attention_range.py.
 """
 
-import itertools
 import math
 
 import pytest
@@ -12,11 +12,8 @@ import torch
 from model.attention.base import Decay
 from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
-from model.ops.gates import forgotten
 from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.log_attention import BACKENDS, fallback, log_attention, merge_states
-
-NAMES = [name if name != "triton" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
 
 
 def inputs(T, dtype=torch.float64, d_k=5, d_v=7, H=3):
@@ -24,68 +21,6 @@ def inputs(T, dtype=torch.float64, d_k=5, d_v=7, H=3):
     generator = torch.Generator().manual_seed(T)
     q, k, log_v, z = (torch.randn(2, H, T, d, generator=generator, dtype=dtype) for d in (d_k, d_k, d_v, 1))
     return [x.requires_grad_() for x in (q, k, log_v, torch.nn.functional.logsigmoid(z + 1))]
-
-
-def by_pairs(q, k, log_v, log_f):
-    """The definition: the pair (t, j) has the weight sum_d exp(q_t + k_j + the gates after j up to t)."""
-    weights = (q.unsqueeze(3) + k.unsqueeze(2) + forgotten(log_f)).logsumexp(-1)  # (B, H, T, T)
-    weights = weights.masked_fill(torch.ones_like(weights, dtype=torch.bool).triu(1), -torch.inf)
-    log_y = (weights.unsqueeze(-1) + log_v.unsqueeze(2)).logsumexp(3)
-    return log_y - weights.logsumexp(3, keepdim=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "T"),
-    [
-        *itertools.product(["naive", "chunked"], [1, 2, 63, 64, 65, 130]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("chunked", 1000), ("triton", 1), ("triton", 130)]),
-    ],
-)
-def test_equals_the_definition_over_pairs_with_all_gradients(backend, T):
-    leaves = inputs(T, H=3 if T < 63 else 1)
-    g = torch.randn(leaves[2].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found, wanted = log_attention(*leaves, backend=backend), by_pairs(*leaves)
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
-    for a, b in zip(*(torch.autograd.grad(y, leaves, g) for y in (found, wanted)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
-def test_gates_of_zero_forget_nothing():
-    q, k, log_v, log_f = inputs(100)
-    found = log_attention(q, k, log_v, torch.zeros_like(log_f))
-    torch.testing.assert_close(found, log_attention(q, k, log_v), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", NAMES)
-def test_a_reset_begins_a_new_text(backend):
-    tensors = [x.detach() for x in inputs(200, torch.float32)]
-    _, _, log_v, log_f = tensors
-    log_v[..., :3].masked_fill_(torch.rand(log_v[..., :3].shape) < 0.5, -torch.inf)  # columns may be empty after it
-    begins = [0, 17, 64, 100, 101, 163]
-    log_f[:, :, begins] = -torch.inf
-    before = fallback.forward_tiles
-    log_y, state = log_attention(*tensors, return_state=True, backend=backend)
-    assert fallback.forward_tiles == before
-    parts = [
-        log_attention(*(x[:, :, a:b].double() for x in tensors), backend="naive", return_state=True)
-        for a, b in zip(begins, [*begins[1:], 200], strict=True)
-    ]
-    torch.testing.assert_close(log_y.double(), torch.cat([y for y, _ in parts], 2), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close([x.double() for x in state], list(parts[-1][1]), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", NAMES)
-def test_nothing_flows_back_across_a_reset(backend):
-    leaves = inputs(40, H=1)
-    with torch.no_grad():
-        leaves[3][:, :, 25] = -torch.inf
-    log_y = log_attention(*leaves, backend=backend)
-    for x, g in zip(leaves, torch.autograd.grad(log_y[:, :, 25:].sum(), leaves), strict=True):
-        assert g[:, :, :25].abs().max() < 1e-14 * max(1, x.numel() ** 0.5)
-    assert torch.autograd.grad(log_attention(*leaves, backend=backend).sum(), leaves[3])[0][:, :, 25].eq(0).all()
 
 
 @pytest.mark.parametrize("gates", [True, False])

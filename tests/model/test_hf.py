@@ -62,9 +62,7 @@ def configs():
     yield "gpt2_wide", config_of(pad_vocab=64, block={"name": "mlp", "expansion": 3}, n_head=3)
     flagship = {"name": "log_space", "decay": "head", "product": True, "conv": 4, "gate": "silu"}
     parts = {"attention": flagship, "block": {"name": "mlp", "conv": 4}, "position": {"name": "none"}}
-    yield "flagship", config_of(**parts)
-    yield "ngrams", config_of(**parts, ngrams=[1, 3])
-    yield "gpt2_ngrams", config_of(ngrams=[2])
+    yield "flagship", config_of(**parts, ngrams=[1, 3])
     attention = {"name": "log_space", "decay": "head", "qk_norm": True, "gate": "sigmoid"}
     block = {"name": "mlp", "conv": 4, "activation": "swiglu"}
     rest = {"ngrams": [1, 2], "norm": "rms", "tied": False, "logit_cap": 5.0, "position": {"name": "none"}}
@@ -78,7 +76,7 @@ def configs():
 
 
 CONFIGS = dict(configs())
-DOCUMENTS = ("flagship", "ngrams", "softmax", "gpt2_documents")  # models whose documents don't see each other
+DOCUMENTS = ("flagship", "softmax", "gpt2_documents")  # models whose documents don't see each other
 
 
 def gpt_of(name):

@@ -121,3 +121,23 @@ def test_kernels_of_loss_and_recurrence_compile_for_gpus_that_are_not_here(kerne
     rows = kernel_resources(*cases)
     assert [row["kernel"] for row in rows] == 2 * ["cross_entropy_kernel", "recurrence_forward", "recurrence_backward"]
     assert all(row["stack"] == 0 for row in rows)  # nothing spills
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "d", "kinds"),
+    [
+        (90, "bfloat16", 32, [(False, True, "float32"), (True, True, "bfloat16"), (True, False, "bfloat16")]),
+        (90, "float32", 16, [(False, False, "float32"), (True, False, "float32")]),
+        (90, "float64", 16, [(True, False, "float64")]),
+        (100, "bfloat16", 32, [(False, False, "bfloat16"), (True, True, "bfloat16")]),
+    ],
+)
+@pytest.mark.slow
+def test_kernels_of_log_attention_compile_for_gpus_that_are_not_here(kernel_resources, capability, dtype, d, kinds):
+    """The interpreter lacks the compiler's types: a variable keeps its own, and its shape, in a loop."""
+    given = {"capability": capability, "operator": "log_attention", "dtype": dtype, "d": d}
+    cases = [given | {"gates": gates, "carried": state, "of_values": values} for gates, state, values in kinds]
+    rows = kernel_resources(*cases)
+    kernels = ["forward_sweep", "exact_forward", "backward_sweep", "exact_backward"]
+    assert [row["kernel"] for row in rows] == kernels * len(cases)
+    assert all(row["shared"] <= 99 * 1024 for row in rows)  # which every GPU from 8.0 on has

@@ -57,8 +57,8 @@ def texts(T, n_vocab, starts, B=3, seed=0):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(1,), (2, 3), (1, 4, 7), (64,)], ids=str)
-@pytest.mark.parametrize("T", [1, 2, 63, 300])
-@pytest.mark.parametrize(("n_vocab", "starts"), [(2, 0.0), (2, 0.05), (7, 0.0), (7, 0.3)])
+@pytest.mark.parametrize("T", [1, 2, 300])
+@pytest.mark.parametrize(("n_vocab", "starts"), [(2, 0.05), (7, 0.0), (7, 0.3)])
 def test_followers_are_those_of_the_definition(device, T, lengths, n_vocab, starts):
     ids, starts = texts(T, n_vocab, starts)
     found, _ = ngram_followers(ids, lengths, no_ngrams(3, lengths, MANY, device), starts)
@@ -74,7 +74,7 @@ def test_ids_may_have_24_bits():
 
 
 @pytest.mark.parametrize("pieces", [[1] * 90, [1, 40, 2, 30, 17], [89, 1]], ids=len)
-@pytest.mark.parametrize("n_slots", [1, 5, 64, MANY])
+@pytest.mark.parametrize("n_slots", [1, 5, 64])
 @pytest.mark.parametrize("starts", [0.0, 0.05])
 def test_pieces_have_the_followers_and_the_state_of_the_whole(pieces, n_slots, starts):
     ids, starts = texts(90, 3, starts)
@@ -98,7 +98,7 @@ def test_a_string_takes_the_place_of_the_one_in_its_slot(n_slots, starts):
     assert (found >= 0).sum() < (definition(ids, (1, 2, 4), starts) >= 0).sum()  # some are forgotten
 
 
-gpt_of = functools.partial(blocks_gpt_of, {}, ngrams=[1, 3])
+gpt_of = functools.partial(blocks_gpt_of, {"conv": 4}, ngrams=[1, 3])
 
 
 def ids_of(T, B=2, seed=1):
@@ -121,8 +121,10 @@ def test_logits_and_gradients_are_the_definitions():
     assert_all_close(*(with_gradients(y, list(gpt.parameters())) for y in (found, wanted)), tolerance=1e-11)
 
 
-def test_texts_of_several_lengths_go_on_together_and_apart():
-    gpt, lengths = gpt_of(), (1, 2, 9)
+@pytest.mark.parametrize("attention", ["log_space", "softmax"])
+@torch.inference_mode()
+def test_ngrams_and_convolutions_of_texts_of_several_lengths_go_on_together_and_apart(attention):
+    gpt, lengths = gpt_of(attention), (1, 2, 9)
     rows = [ids_of(n + 12, B=1, seed=n) for n in lengths]
     state = cat_states([gpt(row[:, :n], return_state=True)[1] for row, n in zip(rows, lengths, strict=True)])
     outputs = []
@@ -135,7 +137,7 @@ def test_texts_of_several_lengths_go_on_together_and_apart():
 
 
 @pytest.mark.parametrize("attention", ["log_space", "softmax"])
-def test_documents_do_not_see_strings_of_others(attention):
+def test_ngrams_and_convolutions_do_not_cross_documents(attention):
     row = ids_of(60, B=1)
     row[0, [7, 8, 30]] = EOT
     gpt, alone = (gpt_of(attention, eot_id) for eot_id in (EOT, None))
@@ -168,8 +170,8 @@ def test_what_does_not_fit_is_refused(change, message):
 
 
 def test_a_compiled_step_is_the_step():
-    """As one graph under autocast, with the gradients of all parameters."""
-    gpt, ids = gpt_of().float(), ids_of(40)
+    """As one graph under autocast, with the gradients of all parameters, convolutions and a recurrence."""
+    gpt, ids = gpt_of(position={"name": "log_recurrence"}).float(), ids_of(40)
 
     def outcome(summed_loss):
         with torch.autocast("cpu", torch.bfloat16):

@@ -151,17 +151,6 @@ def test_bfloat16_does_not_round_the_norms_of_keys():
     assert error.max() <= 3 * U * v.abs().max()
 
 
-@pytest.mark.parametrize("values", ["own", "keys"])
-def test_autocast(values):
-    attention, x = build(torch.float32, values=values, learned=True), tokens(60, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, _ = attention(x)
-    assert y.dtype == torch.bfloat16
-    y.sum().backward()
-    assert all(p.grad.isfinite().all() for p in attention.parameters())
-    assert (y - attention(x)[0]).abs().max() < 0.05  # values of size 1, rounded to 2^-8 of themselves
-
-
 @pytest.mark.parametrize("sigma", [0, -1, float("nan"), float("inf")])
 def test_a_sigma_that_is_no_distance_is_refused(sigma):
     with pytest.raises(ValidationError, match="sigma"):

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.settings import decode
 from model.attention.cache import KVCache, SparseCache
-from model.gpt import GPT, GPTConfig
 from model.ops.sparse_attention.patterns import fixed, longformer, pattern_mask, strided, window
 from model.position import Rotation, rotate
-from model.state import cat_states, select_rows, state_bytes, stretched
+from model.state import cat_states, select_rows
 
 H, D, E = 2, 3, 4
 PATTERNS = {
@@ -215,43 +213,3 @@ def test_a_rotation_turns_rows_at_positions_of_their_own():
     together = rotate(x, Rotation(angle.cos(), angle.sin()))
     for row in range(2):
         assert torch.equal(together[row], rotate(x[row : row + 1], Rotation(angle[row].cos(), angle[row].sin()))[0])
-
-
-ATTENTION = [
-    {"name": "fixed", "size": 4, "width": 2},
-    {"name": "linear"},
-    {"name": "log_space"},
-    {"name": "log_space_signed"},
-    {"name": "longformer", "window": 4, "n_global": 3},
-    {"name": "projection"},
-    {"name": "projection", "values": "keys"},
-    {"name": "sliding_window", "window": 4, "dilation": 1},
-    {"name": "softmax"},
-    {"name": "softmax", "n_kv_head": 1},
-    {"name": "strided", "stride": 4},
-]
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("position", ["learned", "rotary", "log_recurrence"])
-@pytest.mark.parametrize("attention", ATTENTION, ids=lambda raw: "-".join(map(str, raw.values())))
-def test_a_stretched_state_has_the_shapes_of_a_real_one(attention, position):
-    if position == "rotary" and attention["name"].startswith("log_space"):
-        position = "none"
-    raw = {"n_vocab": 16, "n_layer": 2, "n_head": 2, "n_embd": 16, "attention": attention, "block": {"name": "mlp"}}
-    torch.manual_seed(0)
-    gpt = GPT(decode(GPTConfig, raw | {"position": {"name": position}}))
-    token_ids = torch.randint(16, (1, 23))
-    short, real = (gpt(token_ids[:, :n], return_state=True)[1] for n in (8, 23))
-    made = stretched(gpt, short, 23)
-    assert shapes(made) == shapes(real)
-    assert state_bytes(made) == state_bytes(real)
-    after = [gpt(token_ids[:, :1], state, return_state=True)[1] for state in (made, real)]
-    assert shapes(after[0]) == shapes(after[1])
-
-
-def shapes(state):
-    """Shapes of its tensors and its counts of tokens, in a tree."""
-    if isinstance(state, torch.Tensor):
-        return tuple(state.shape)
-    return [type(state), *map(shapes, state)] if isinstance(state, tuple) else state if isinstance(state, int) else None

@@ -1,64 +1,86 @@
-"""Attention in tiles equals attention at once: the identity that FlashAttention rests on."""
+"""The identity that FlashAttention rests on: exact softmax attention from tiles of keys, read one after the other.
 
+FlashAttention (Dao et al. 2022, section 3.1): for a vector x of scores, let
+
+    m(x) = max_i x_i    f(x) = [exp(x_i - m(x))]_i    l(x) = sum_i f(x)_i    softmax(x) = f(x) / l(x)
+
+and for the concatenation of two vectors m, f and l follow from those of the parts:
+
+    m([a, b]) = max(m(a), m(b))    l([a, b]) = exp(m(a) - m) l(a) + exp(m(b) - m) l(b)    f likewise
+
+So no query needs all its scores at once. Training uses torch's kernels, which are compared with this.
+"""
+
+import functools
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
 from gradients import assert_all_close, with_gradients
-from tiled_attention import Tile, tile_of, tiled_attention
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def inputs(T, S=None, D=8, D_v=6, scale=1.0):
+class Tile(NamedTuple):
+    """The part of T queries' attention that comes from some of their keys."""
+
+    m: Tensor
+    """(..., T, 1): the largest score; -inf before the first key."""
+    f: Tensor
+    """(..., T, D): f(x) times the values, a sum over the keys."""
+    l: Tensor  # noqa: E741 (the papers' name)
+    """(..., T, 1): the sum of f(x)."""
+
+    def merge(self, other: "Tile") -> "Tile":
+        m = torch.maximum(self.m, other.m)
+        a, b = (_weights(x.m, m) for x in (self, other))
+        return Tile(m, a * self.f + b * other.f, a * self.l + b * other.l)
+
+
+def _weights(x, m):
+    """exp(x - m), with the weight 0 where there is no score yet."""
+    return (x - m.masked_fill(m == -torch.inf, 0)).exp()
+
+
+def tile_of(q, k, v, mask):
+    """The tile of queries (..., T, D) and keys (..., S, D); `mask` (T, S) is True where a query may attend."""
+    x = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
+    m = x.amax(-1, keepdim=True).detach()  # the result does not depend on m, so it needs no gradient
+    f = _weights(x, m)
+    return Tile(m, f @ v, f.sum(-1, keepdim=True))
+
+
+def tiles_of(q, k, v, mask, size):
+    return [tile_of(q, *parts) for parts in zip(k.split(size, 2), v.split(size, 2), mask.split(size, 1), strict=True)]
+
+
+def inputs(T, S, scale=1.0):
     generator = torch.Generator().manual_seed(T)
-    shapes = [(2, 3, T, D), (2, 3, S or T, D), (2, 3, S or T, D_v)]
+    shapes = [(2, 3, n, 8) for n in (T, S, S)]
     return [(scale * torch.randn(shape, generator=generator, dtype=torch.float64)).requires_grad_() for shape in shapes]
 
 
-def dense(q, k, v, causal):
-    x = q @ k.mT / q.shape[-1] ** 0.5
-    if causal:
-        x = x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    return x.softmax(-1) @ v
-
-
-@pytest.mark.parametrize("tile", [1, 16, 64, 1000])
-@pytest.mark.parametrize(("T", "S", "causal"), [(1, 1, True), (100, 100, True), (65, 65, True), (7, 200, False)])
-def test_tiles_equal_the_whole_with_all_gradients(T, S, causal, tile):
-    if tile == 1 and T == 100:
-        T = S = 20
-    leaves = inputs(T, S)
-    got = with_gradients(tiled_attention(*leaves, causal=causal, tile=tile), leaves)
-    assert_all_close(got, with_gradients(dense(*leaves, causal), leaves))
-
-
-def test_tiles_equal_the_fused_kernel():
-    q, k, v = inputs(130, D_v=8)
-    assert_all_close([tiled_attention(q, k, v)], [scaled_dot_product_attention(q, k, v, is_causal=True)])
-
-
-def test_scores_far_beyond_the_exponentials_range():
+@pytest.mark.parametrize(
+    ("T", "S", "size", "scale"), [(1, 1, 64, 1), (20, 20, 1, 1), (65, 65, 16, 40), (7, 200, 64, 1)]
+)
+def test_tiles_equal_the_fused_kernel_with_all_gradients_far_beyond_the_range_of_exponentials(T, S, size, scale):
     """exp(2000) is infinite in float64: the running maximum keeps every exponent at or below 0."""
-    leaves = inputs(70, scale=40.0)
-    assert (leaves[0] @ leaves[1].mT).max() / 8**0.5 > 2000
-    got = with_gradients(tiled_attention(*leaves, tile=16), leaves)
+    leaves, causal = inputs(T, S, scale), T == S
+    mask = torch.ones(T, S, dtype=torch.bool).tril() if causal else torch.ones(T, S, dtype=torch.bool)
+    _, f, sums = functools.reduce(Tile.merge, tiles_of(*leaves, mask, size))
+    wanted = scaled_dot_product_attention(*leaves, is_causal=causal)
+    assert scale == 1 or (leaves[0] @ leaves[1].mT).max() / 8**0.5 > 2000
     # Rounding of a score of 2000 is 2000 times larger.
-    assert_all_close(got, with_gradients(dense(*leaves, True), leaves), tolerance=1e-9)
+    assert_all_close(*(with_gradients(y, leaves) for y in (f / sums, wanted)), tolerance=1e-12 * scale**2)
 
 
 def test_merging_is_associative_and_commutative_and_has_a_neutral_element():
-    q, k, v = inputs(5, 12)
-    a, b, c = (tile_of(q, k[..., i : i + 4, :], v[..., i : i + 4, :]) for i in (0, 4, 8))
-    whole = dense(q, k, v, False)
-    for x, y, z in itertools.permutations((a, b, c)):
-        assert_all_close([x.merge(y).merge(z).y, x.merge(y.merge(z)).y], [whole, whole])
-    nothing = Tile(torch.full_like(a.m, -torch.inf), torch.zeros_like(a.f), torch.zeros_like(a.l))
-    assert all(torch.equal(x, y) for x, y in zip(nothing.merge(a), a, strict=True))
+    leaves, everything = inputs(5, 12), torch.ones(5, 12, dtype=torch.bool)
+    wanted = scaled_dot_product_attention(*leaves)
+    for x, y, z in itertools.permutations(tiles_of(*leaves, everything, 4)):
+        for _, f, sums in (x.merge(y).merge(z), x.merge(y.merge(z))):
+            assert_all_close([f / sums], [wanted])
+    seen, nothing = tile_of(*leaves, everything), tile_of(*leaves, ~everything)  # all keys are masked
+    assert all(torch.equal(x, y) for x, y in zip(nothing.merge(seen), seen, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(nothing.merge(nothing), nothing, strict=True))
-
-
-def test_a_tile_whose_keys_are_all_masked_changes_nothing():
-    q, k, v = inputs(5, 12)
-    masked = tile_of(q, k, v, torch.zeros(5, 12, dtype=torch.bool))
-    seen = tile_of(q, k, v)
-    assert all(torch.equal(x, y) for x, y in zip(masked.merge(seen), seen, strict=True))
