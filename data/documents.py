@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.files import open_file
-from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, check_sum, damaged
+from data.shards import HEADER, RECORD, Manifest, Shard, SplitName, check_file, damaged
 
 
 class Origin(NamedTuple):
@@ -75,7 +75,9 @@ def read_index(dataset_dir: Path, manifest: Manifest, shard: Shard) -> np.ndarra
     Raises:
         UserError: it is damaged.
     """
-    check_sum(path := dataset_dir / shard.index_file, shard.index_sha256)
+    file, size, sha256 = manifest.files_of(shard)[-1]
+    path = dataset_dir / file
+    check_file(path, size, sha256)
     records = open_index(dataset_dir, shard)
     if wrong := wrong_record(records, 0, manifest, shard):
         raise damaged(path, wrong)

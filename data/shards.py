@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from common.files import file_size, open_file, read_json, sha256_file
+from common.files import file_size, read_json, sha256_file
 from common.settings import Settings, UserError, decode
 
 FORMAT_VERSION = 3
@@ -205,10 +205,8 @@ def token_dtype(n_vocab: int) -> np.dtype:
     return np.dtype("<u2" if n_vocab <= 2**16 else "<u4")
 
 
-def read_manifest(dataset_dir: Path, headers: bool = True) -> Manifest:
+def read_manifest(dataset_dir: Path) -> Manifest:
     """Read a dataset's manifest and check that every shard and index exists and has the right size.
-
-    Of the indexes, the headers are checked too, unless `headers` is False: of many processes, one opens all files.
 
     Raises:
         UserError: there is no dataset, a file is damaged, or the format version is another.
@@ -217,7 +215,7 @@ def read_manifest(dataset_dir: Path, headers: bool = True) -> Manifest:
     for split in manifest.splits.values():
         for shard in split.shards:
             for file, size, _ in manifest.files_of(shard):
-                check_file(dataset_dir / file, size, manifest.tokenizer.n_vocab if headers else None)
+                check_file(dataset_dir / file, size)
     return manifest
 
 
@@ -242,22 +240,13 @@ def parse_manifest(dataset_dir: Path) -> Manifest:
         raise UserError(f"{path} is damaged: {error}") from None
 
 
-def check_file(path: Path, expected: int, n_vocab: int | None) -> None:
-    """Check the size of a shard's file in bytes, and with `n_vocab` the header of an index; raises UserError."""
-    if (size := file_size(path)) != expected:
-        found = "is missing" if size is None else f"has {size} bytes"
-        raise UserError(f"{path} {found}, the manifest says {expected} bytes: prepare the dataset again")
-    if n_vocab is not None and path.suffix == ".idx":
-        with open_file(path) as file:
-            found, header = file.read(HEADER.size).hex(), index_header(n_vocab).hex()
-        if found != header:
-            raise damaged(path, f"its header is {found}, must be {header}")
-
-
-def check_sum(path: Path, expected: str) -> None:
-    """Check the sha256 of a file; raises UserError."""
-    if (found := sha256_file(path)) != expected:
-        raise damaged(path, f"its sha256 is {found}, the manifest says {expected}")
+def check_file(path: Path, size: int, sha256: str | None = None) -> None:
+    """Check the size of a file in bytes, and its sha256 if given; raises UserError."""
+    if (found := file_size(path)) != size:
+        what = "is missing" if found is None else f"has {found} bytes"
+        raise UserError(f"{path} {what}, the manifest says {size} bytes: prepare the dataset again")
+    if sha256 is not None and (now := sha256_file(path)) != sha256:
+        raise damaged(path, f"its sha256 is {now}, the manifest says {sha256}")
 
 
 def damaged(path: Path, why: str) -> UserError:

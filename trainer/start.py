@@ -67,7 +67,7 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     Raises:
         UserError: data, configuration, checkpoint or processes do not fit each other.
     """
-    manifest, tokenizer, batches, windows = open_data(config, headers=world.is_main)
+    manifest, tokenizer, batches, windows = open_data(config)
     _check_processes(config, runtime, world)
     if config.data.mixture is not None:
         batches.mix(config.dataset_dir, manifest, config.data.mixture)
@@ -93,14 +93,14 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     return run
 
 
-def open_data(config: TrainConfig, headers: bool = True) -> tuple[Manifest, Tokenizer, TrainBatches, EvalBatches]:
-    """Open the dataset of a run, without a mixture; `headers` as in read_manifest.
+def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, EvalBatches]:
+    """Open the dataset of a run, without a mixture.
 
     Raises:
         UserError: there is none, it is too small, or the model has fewer ids than its tokenizer.
     """
     folder = config.dataset_dir
-    manifest, tokenizer = read_manifest(folder, headers), load_tokenizer(folder / TOKENIZER)
+    manifest, tokenizer = read_manifest(folder), load_tokenizer(folder / TOKENIZER)
     if tokenizer.sha256 != manifest.tokenizer.sha256:
         raise UserError(f"{folder / TOKENIZER} is not the manifest's tokenizer: prepare the data again")
     if tokenizer.n_vocab > config.model.n_vocab:

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from common.console import Track, count, say
 from common.settings import Settings, UserError
-from data.prepare.encode import Encoded, Item, Skipped, encode_all
+from data.prepare.encode import Item, Skipped, encode_all
 from data.prepare.finish import Unusable, finish
 from data.prepare.items import NO_TEXT, Position
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
@@ -132,9 +131,9 @@ def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
 
 
 class _Reading(Track):
-    """Shows how many bytes of the input have been read, and the rate in bytes of text."""
+    """Shows how many bytes of the input have been read, and how many documents they hold."""
 
-    items = documents = utf8_bytes = 0
+    items = 0
 
     def seen(self, n_bytes: int) -> None:
         """Count bytes of the input."""
@@ -142,13 +141,8 @@ class _Reading(Track):
 
     def show(self, items: list[Item]) -> None:
         """Count items."""
-        encoded = [item.utf8_bytes for item in items if isinstance(item, Encoded)]
         self.items += len(items)
-        self.documents += len(encoded)
-        self.utf8_bytes += sum(encoded)
-        rate = self.utf8_bytes / 1e6 / (time.monotonic() - self.started)
-        note = f"{self.documents:,} documents, {self.utf8_bytes / 1e6:,.0f} MB of text, {rate:.1f} MB/s"
-        self.advance(0, note)
+        self.advance(0, f"{self.items:,} documents")
 
 
 def _read(
@@ -160,13 +154,17 @@ def _read(
         UserError: most of the first items that this process reads have no text, or one cannot be read and `on_error`
             is "stop".
     """
-    source, is_first, lacking = config.data.in_pieces(plan.piece), after is None and not track.items, list[str]()
-    raws, workers = source.documents(track.seen, after, inputs), config.workers or os.cpu_count() or 1
-    for items in itertools.chain(encode_all(source, raws, folder / TOKENIZER, workers), [[]]):
+    is_first = after is None and not track.items
+    lacking: list[str] = []
+    workers = config.workers or os.cpu_count() or 1
+    raws = config.data.documents(track.seen, after, inputs)
+    encoded = encode_all(config.data, raws, folder / TOKENIZER, workers, plan.piece)
+    for items in itertools.chain(encoded, [[]]):
         track.show(items)
         skipped = [item for item in items if isinstance(item, Skipped)]
         if skipped and config.on_error == "stop":
-            what = f"{skipped[0].where}: {skipped[0].reason}"
+            first = skipped[0]
+            what = f"{first.where}: {first.reason}"
             raise UserError(f"{what}: correct it, or skip such items with on_error=skip")
         if is_first:
             lacking += [item.where for item in skipped if item.reason == NO_TEXT]

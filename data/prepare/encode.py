@@ -3,6 +3,7 @@
 import hashlib
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections import deque
@@ -59,17 +60,22 @@ def document_place(utf8: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(utf8, digest_size=16).digest()[:8], "little") / 2**64
 
 
-def encode_all(source: Source, raws: Iterator[Raw], tokenizer_file: Path, workers: int) -> Iterator[list[Item]]:
+def encode_all(
+    source: Source, raws: Iterator[Raw], tokenizer_file: Path, workers: int, piece: int | None = None
+) -> Iterator[list[Item]]:
     """Tokenize items of a source in order, some at a time, with a bounded number of documents in memory.
 
-    `workers` processes parse and tokenize. The first items, and long ones, are encoded in this process.
+    Args:
+        workers: processes that parse and tokenize. The first items, and long ones, are encoded in this process.
+        piece: about how many characters long documents are cut into; None: not cut.
 
     Raises:
         UserError: a worker process was killed.
     """
     spawn = multiprocessing.get_context("spawn")  # never copies the threads and locks of this process
     # Workers get the tokenizer's file: the start of a process waits until it has read all that it is given.
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (source, tokenizer_file))  # starts workers as needed
+    given = source, tokenizer_file, piece
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, given)  # starts workers as needed
     tokenizer = load_tokenizer(tokenizer_file)
     pending: deque[Future[list[Item]]] = deque()
     try:
@@ -78,7 +84,7 @@ def encode_all(source: Source, raws: Iterator[Raw], tokenizer_file: Path, worker
             while pending and (here or len(pending) >= 2 * workers):
                 yield pending.popleft().result()
             if here:
-                yield _encode(source, tokenizer, some)
+                yield _encode(source, tokenizer, piece, some)
             else:
                 pending.append(_submit(pool, some))
         while pending:
@@ -113,7 +119,7 @@ def _submit(pool: ProcessPoolExecutor, raws: list[Raw]) -> Future[list[Item]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _encode(source: Source, tokenizer: Tokenizer, raws: list[Raw]) -> list[Item]:
+def _encode(source: Source, tokenizer: Tokenizer, piece: int | None, raws: list[Raw]) -> list[Item]:
     """Parse and tokenize items."""
     dtype = token_dtype(tokenizer.n_vocab)
     end = np.array([tokenizer.eot_id], dtype)
@@ -121,26 +127,35 @@ def _encode(source: Source, tokenizer: Tokenizer, raws: list[Raw]) -> list[Item]
     for raw in raws:
         try:
             text, set_name = source.parse(raw)
-            texts = [tokenizer.normalized(piece) for piece in source.cut(text)]
-            in_utf8 = [piece.encode() for piece in texts]
+            texts = [tokenizer.normalized(each) for each in _cut(text, piece)]
+            in_utf8 = [each.encode() for each in texts]
         except Unreadable as error:
             items.append(Skipped(raw.position, str(error)))
             continue
         except UnicodeEncodeError:  # JSON's "\ud800" is half a character, which UTF-8 cannot hold
             items.append(Skipped(raw.position, "lone surrogate"))
             continue
-        for piece, utf8 in zip(texts, in_utf8, strict=True):
-            ids = [*(ids.astype(dtype) for ids in tokenizer.encode_arrays(piece)), end]
-            items.append(Encoded(raw.position, set_name, np.concatenate(ids), len(utf8), document_place(utf8)))
+        for each, utf8 in zip(texts, in_utf8, strict=True):
+            ids = [*(ids.astype(dtype) for ids in tokenizer.encode_arrays(each)), end]
+            place = document_place(utf8)
+            items.append(Encoded(raw.position, set_name, np.concatenate(ids), len(utf8), place))
     return items
 
 
-_of_worker: tuple[Source, Tokenizer]  # of a worker process
+def _cut(text: str, piece: int | None) -> list[str]:
+    """Cut a document's text into pieces: after the end of a line, else after a space, else anywhere."""
+    if piece is None:
+        return [text]
+    some = f".{{{piece},{2 * piece}}}?"
+    return re.findall(rf"(?s){some}\n|{some}\s|.{{1,{2 * piece}}}", text)
 
 
-def _start_worker(source: Source, tokenizer_file: Path) -> None:
+_of_worker: tuple[Source, Tokenizer, int | None]  # of a worker process
+
+
+def _start_worker(source: Source, tokenizer_file: Path, piece: int | None) -> None:
     global _of_worker
-    _of_worker = source, load_tokenizer(tokenizer_file)
+    _of_worker = source, load_tokenizer(tokenizer_file), piece
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

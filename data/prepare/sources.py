@@ -12,7 +12,7 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import orjson
 
@@ -29,20 +29,6 @@ class Source(Settings):
     usual_val_fraction: ClassVar[float] = 0.05
     name: str
     """Also the set of a document that does not name its own."""
-    _piece: int | None = None  # about how many characters documents are cut into
-
-    def in_pieces(self, size: int | None) -> Self:
-        """Return this source with its documents cut into pieces of about `size` characters; None: not cut."""
-        source = self.model_copy()
-        source._piece = size
-        return source
-
-    def cut(self, text: str) -> list[str]:
-        """Cut a document's text into pieces: after the end of a line, else after a space, else anywhere."""
-        if self._piece is None:
-            return [text]
-        some = f".{{{self._piece},{2 * self._piece}}}?"
-        return re.findall(rf"(?s){some}\n|{some}\s|.{{1,{2 * self._piece}}}", text)
 
     def inputs(self) -> dict[str, int | None]:
         """Return the names of all inputs in reading order, with their sizes in bytes; None if a size is not known."""

@@ -88,16 +88,6 @@ def test_the_thread_ends_while_it_makes_an_item():
     assert threads() == []
 
 
-def test_an_error_that_nobody_waits_for_is_no_obstacle():
-    def items():
-        yield 1
-        yield 2
-        raise UserError("late")
-
-    with Prefetch(items()):
-        time.sleep(0.01)
-
-
 def test_waiting_is_counted():
     with Prefetch(slow(range(5), seconds=0.02)) as ahead:
         list(ahead)

@@ -75,16 +75,3 @@ def test_fingerprint_is_of_tokenizer_tokens_and_sets(make_stream, tmp_path):
         fingerprint([1, 2, 999], change=lambda raw: raw["splits"]["train"]["shards"][0].update(index_sha256="1" * 64)),
     ]
     assert len({same, *others}) == 5
-
-
-def test_one_process_of_many_reads_headers_and_all_look_at_sizes(make_stream, tmp_path):
-    make_stream([1, 2, 999])
-    path = tmp_path / "train-00000.idx"
-    content = path.read_bytes()
-    path.write_bytes(b"X" + content[1:])
-    read_manifest(tmp_path, headers=False)
-    with pytest.raises(UserError, match=r"train-00000\.idx is damaged: its header is"):
-        read_manifest(tmp_path)
-    path.write_bytes(content[:-1])
-    with pytest.raises(UserError, match=r"train-00000\.idx has 53 bytes"):
-        read_manifest(tmp_path, headers=False)

@@ -54,10 +54,7 @@ def test_it_goes_on_after_a_position(folder, number):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"path": "no/such/folder/here"},
-            r"data\.path=no/such/folder/here cannot be opened \(.*check the network, data",
-        ),
+        ({"path": "no/such/here"}, r"data\.path=no/such/here cannot be opened \(.*check the network, data"),
         ({"subset": "films"}, r"cannot be opened \(.*'films' not found.*'books'.*: check .*data\.path, data\.subset"),
         ({"split": "test"}, r"cannot be opened \(Bad split: test\..*'validation'.*: check .*data\.split"),
     ],

@@ -108,12 +108,6 @@ def test_zeros_elsewhere_are_damage(tmp_path, suffix, content):
     assert [item.reason for item in jsonl(path) if isinstance(item, Refused)] == ["corrupted archive"]
 
 
-def test_lines_may_end_in_crlf_and_be_blank_and_the_file_may_begin_with_a_mark(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
-    assert jsonl(path) == [Document("a", "jsonl"), Document("b", "jsonl")]
-
-
 def test_set_names_and_text_field(tmp_path):
     path = tmp_path / "a.jsonl"
     metas = [{"pile_set_name": "Pile-CC"}, {"pile_set_name": 7}, {"pile_set_name": "\x1b[2J"}, {}, None, "meta"]
@@ -142,14 +136,6 @@ def test_an_archive_with_a_long_window_is_not_called_corrupted(tmp_path):
     (refused,) = jsonl(tmp_path / "a.jsonl.zst")
     assert refused.reason == LONG_WINDOW
     assert "--long=31" in REMEDIES[LONG_WINDOW]
-
-
-def test_files_that_hold_nothing(tmp_path):
-    empty, dangling = tmp_path / "empty.jsonl", tmp_path / "dangling.jsonl"
-    empty.touch()
-    dangling.symlink_to(tmp_path / "nowhere")
-    assert jsonl(empty) == [("empty file", str(empty), 1)]
-    assert jsonl(tmp_path / "dang*.jsonl") == [("unreadable file", str(dangling), 1)]
 
 
 def test_text_files(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 from forged import edit
 
 import data.prepare.verify
-from common.settings import UserError
 from data.prepare.dataset import prepare
 from data.prepare.verify import verify
 from data.shards import HEADER, RECORD, read_manifest
@@ -99,24 +98,8 @@ def test_a_flipped_bit_is_found(dataset, suffix):
             content[place] ^= bit
 
         change_bytes(path, flip)
-        damaged = (f"{path} is damaged: its sha256 is", f"{path} is damaged: its header is")
-        assert any(line.startswith(damaged) for line in verify(dataset)), (path, place, bit)
+        assert problem(dataset).startswith(f"{path} is damaged: its sha256 is"), (path, place, bit)
         change_bytes(path, flip)
-
-
-def test_a_flipped_byte_in_the_header_is_found_before_training_too(dataset):
-    path = dataset / "train-00001.idx"
-    for place in range(HEADER.size):
-
-        def flip(content, place=place):
-            content[place] ^= 255
-
-        change_bytes(path, flip)
-        with pytest.raises(UserError, match=r"train-00001\.idx is damaged: its header is"):
-            read_manifest(dataset)
-        change_bytes(path, flip)
-    change_bytes(path, flip)
-    assert problem(dataset).startswith(f"{path} is damaged: its header is")
 
 
 @pytest.mark.parametrize("file", ["train-00001.bin", "val-00000.bin", "train-00001.idx", "val-00000.idx"])
@@ -138,24 +121,21 @@ def test_missing_and_truncated_files_are_named(dataset, file, change):
 
 
 def test_a_disk_that_fails_while_it_is_read(dataset, monkeypatch):
-    def failing(path, expected):
+    def failing(path, *_):
         if path.name == "train-00001.idx":
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(data.prepare.verify, "check_sum", failing)
+    monkeypatch.setattr(data.prepare.verify, "check_file", failing)
     assert problem(dataset).startswith(
         f"{dataset / 'train-00001.idx'} is damaged: it cannot be read (Input/output error)"
     )
 
 
 def test_every_damaged_file_is_named(dataset):
-    for file in ("train-00000.bin", "train-00002.idx", "val-00000.bin", "tokenizer.json"):
+    files = ["train-00000.bin", "train-00002.idx", "val-00000.bin"]
+    for file in files:
         (dataset / file).unlink()
-    tokenizer, *shards = verify(dataset)
-    assert "tokenizer.json" in tokenizer
-    assert [line.split()[0] for line in shards] == [
-        str(dataset / file) for file in ("train-00000.bin", "train-00002.idx", "val-00000.bin")
-    ]
+    assert [line.split()[0] for line in verify(dataset)] == [str(dataset / file) for file in files]
 
 
 @pytest.mark.parametrize("unit", ["tokens", "documents", "utf8_bytes"])
