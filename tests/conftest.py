@@ -184,25 +184,10 @@ def run_of(tiny, kept_runs):
 @pytest.fixture
 def tiny_args(dataset_dir, tmp_path):
     """The same tiny run as arguments of train.py."""
-    return [
-        "model=heinsen_1m",
-        "model.n_layer=1",
-        "model.n_head=2",
-        "model.n_embd=16",
-        f"run_dir={tmp_path / 'run'}",
-        f"dataset_dir={dataset_dir}",
-        "seq_len=16",
-        "batch_tokens=64",
-        "max_steps=6",
-        "optim.max_lr=1e-2",
-        "schedule.warmup_steps=2",
-        "runtime.device=cpu",
-        "runtime.dtype=float32",
-        "runtime.micro_batch=2",
-        "checkpoint.every=2",
-        "eval.every=3",
-        "eval.batches=4",
-    ]
+    usual = "model=heinsen_1m model.n_layer=1 model.n_head=2 model.n_embd=16 seq_len=16 batch_tokens=64 max_steps=6 "
+    usual += "optim.max_lr=1e-2 schedule.warmup_steps=2 runtime.device=cpu runtime.dtype=float32 "
+    usual += "runtime.micro_batch=2 checkpoint.every=2 eval.every=3 eval.batches=4"
+    return [f"run_dir={tmp_path / 'run'}", f"dataset_dir={dataset_dir}", *usual.split()]
 
 
 @pytest.fixture
@@ -266,19 +251,10 @@ def run_process():
     running = []
 
     def run(*command_lines):
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-        started = [
-            subprocess.Popen(
-                [sys.executable, *map(str, line)],
-                cwd=ROOT,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            for line in command_lines
-        ]
+        options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        options |= {"env": os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}, "start_new_session": True}
+        lines = [[sys.executable, *map(str, line)] for line in command_lines]
+        started = [subprocess.Popen(line, **options) for line in lines]
         running.extend(started)
         results = []
         for process in started:

@@ -1,4 +1,4 @@
-"""Commands that programs print for a user to type, out of what they print."""
+"""What programs print: commands for a user to type, and errors."""
 
 import re
 import shlex
@@ -31,3 +31,13 @@ def _read(match):
     if arguments and arguments[-1].endswith("."):
         arguments[-1] = arguments[-1].removesuffix(".")
     return Command(script, arguments)
+
+
+def assert_one_line(result, *fragments):
+    """Check what a mistake gives: a nonzero status, and one short line that starts with error and has all fragments."""
+    assert result.status not in (0, None)
+    assert result.err.startswith("error: ")
+    assert result.err.count("\n") == 1
+    assert len(result.err) < 600
+    for fragment in fragments:
+        assert fragment in result.err

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from forged import edit, sign
+from printed import assert_one_line
 from safetensors.torch import load_file, save_file
 
 from cli.compose import compose, to_dict
@@ -220,10 +221,8 @@ def test_the_tensors_that_are_expected_are_read(tmp_path):
     ("header", "message"),
     [
         ({"a": GOOD["a"], "c": GOOD["b"]}, "'b' is missing"),
-        ({"c": {"dtype": "U8", "shape": [32], "data_offsets": [0, 32]}}, "'a' is missing"),
         (GOOD | {"c\n": {"dtype": "U8", "shape": [0], "data_offsets": [32, 32]}}, r"'c\\n' is unknown"),
         (changed("a", shape=[3, 2]), r"a has the shape \[3, 2\], must have \[2, 3\]"),
-        (changed("a", shape=[2, 3, 1]), r"a has the shape \[2, 3, 1\]"),
         (changed("b", shape=[1]), r"b has the shape \[1\], must have \[\]"),
         (changed("b", dtype="F64"), "b has the type float64, must have int64"),
         (changed("a", dtype="I32"), "a has the type int32, must have float32 or float64"),
@@ -372,12 +371,8 @@ def test_an_experiment_of_a_stranger_runs_nothing(command, tmp_path):
         f"  job_logging: {logging}\n  hydra_logging: {logging}\n"
     )
     arguments = ["experiment=strange", "dataset_dir=/no/such", f"run_dir={tmp_path / 'run'}"]
-    result = command("train", "--config-dir", str(tmp_path), *arguments)
+    assert_one_line(command("train", "--config-dir", str(tmp_path), *arguments), "/no/such")
     assert not (tmp_path / "marker").exists()
-    assert result.status == 1
-    assert result.err.startswith("error: ")
-    assert result.err.count("\n") == 1
-    assert "/no/such" in result.err
 
 
 @pytest.mark.parametrize(
@@ -415,10 +410,8 @@ def first_shard(manifest):
     ("change", "message"),
     [
         (lambda m: first_shard(m).update(file="../../x"), "shard 0 of train is '../../x', must be 'train-00000.bin'"),
-        (lambda m: first_shard(m).update(file="train-00000.bin\0"), "must be 'train-00000.bin'"),
         (lambda m: first_shard(m).update(tokens=2**60), "less than or equal to"),
         (lambda m: first_shard(m).update(tokens=-1), "greater than or equal to"),
-        (lambda m: first_shard(m).update(tokens=9.5), "valid integer"),
         (lambda m: first_shard(m).update(sha256="0"), "sha256"),
         (lambda m: first_shard(m).pop("index_sha256"), "index_sha256"),
         (lambda m: m["splits"]["train"].update(shards=[]), "tokens of train: .* in its shards"),
@@ -436,7 +429,6 @@ def first_shard(manifest):
         (lambda m: m["tokenizer"].update(n_vocab=2**40), "n_vocab"),
         (lambda m: m["tokenizer"].update(name="x" * 10**6, n_vocab=0), "is damaged"),
         (lambda m: m.update(inputs=[7]), "is damaged"),
-        (lambda m: m.pop("inputs"), "is damaged"),
     ],
 )
 def test_a_dataset_with_a_strange_manifest(dataset, tiny, change, message):
@@ -449,14 +441,10 @@ def test_a_dataset_with_a_strange_manifest(dataset, tiny, change, message):
         raise UserError(*verify(dataset))
 
 
-@pytest.mark.parametrize(
-    ("name", "replace"),
-    zip(
-        ["manifest.json", "train-00000.bin", "train-00000.idx", "val-00000.bin", "tokenizer.json"],
-        NO_FILES[:5],
-        strict=True,
-    ),
-)
+SPOILT = ["manifest.json", "train-00000.bin", "train-00000.idx", "val-00000.bin", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(("name", "replace"), zip(SPOILT, NO_FILES[:5], strict=True))
 def test_what_is_no_file_in_a_dataset(dataset, tiny, name, replace):
     replace(dataset / name)
     with refused(name):
@@ -601,7 +589,6 @@ def test_what_is_no_file_in_a_checkpoint(checkpoint, uses, name, replace):
         "checkpoints/step-00000004.tmp",
     ],
 )
-@pytest.mark.usefixtures("pictures")
 @pytest.mark.slow
 def test_what_is_no_file_elsewhere_in_a_run(config, checkpoint, name, replace):
     """Training continues beside it, or names the obstacle; the target of a link is never written to."""
@@ -628,11 +615,9 @@ def test_weights_that_are_no_numbers(checkpoint, uses, value):
         lambda m: m["sha256"].update({"../../x": "0" * 64}),
         lambda m: m["sha256"].update({"../" + name: m["sha256"].pop(name) for name in list(m["sha256"])}),
         lambda m: m["sha256"].pop("state.json"),
-        lambda m: m.update(sha256=list(m["sha256"])),
         lambda m: m["sha256"].update({"state.json": 0}),
         lambda m: m.update(format_version=99),
         lambda m: m.update(format_version="\x1b[2J\n" * 10**5),
-        lambda m: m.pop("format_version"),
     ],
 )
 def test_a_checkpoint_with_a_strange_manifest(checkpoint, uses, change):
@@ -657,14 +642,12 @@ def test_json_of_a_checkpoint_that_is_too_large(checkpoint, name):
         lambda s: s["model"].update(_target_="os.system"),
         lambda s: s["model"].update(n_layer=64),
         lambda s: s["model"].update(n_embd=2**17),
-        lambda s: s["model"].update(head_dim=2**63),
         lambda s: s["model"]["attention"].update(name="${oc.env:HOME}"),
         lambda s: s["model"].update(position={"name": "learned", "max_len": 10**18}),
         lambda s: s.update(model=None),
         lambda s: s.update(run_id="../../x"),
         lambda s: s.update(step=-1),
         lambda s: s.update(seq_len=0),
-        lambda s: s.update(batch_tokens=-1),
         lambda s: s.update(seed="x" * 10**6),
     ],
 )
@@ -741,15 +724,6 @@ def test_a_model_of_other_tokens_than_its_tokenizer(checkpoint, uses, n_vocab):
     assert set(refusals(uses)) >= ({"train", "sample", "eval"} if n_vocab < 257 else {"train"})
 
 
-def test_a_tokenizer_of_another_model(checkpoint, uses, rank_file):
-    """It has more ids than the model."""
-    from data.tokenizer import save_tokenizer
-
-    save_tokenizer(build_tokenizer(GPT2Config(name="gpt2", path=rank_file)), checkpoint / "tokenizer.json")
-    sign(checkpoint)
-    assert {"sample", "eval"} <= set(refusals(uses))
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -786,6 +760,5 @@ def test_a_command_says_one_line(checkpoint, command, tiny_args, script):
     sign(checkpoint)
     arguments = tiny_args if script == "train" else [f"checkpoint={checkpoint}", "runtime.device=cpu"]
     result = command(script, *arguments)
-    assert result.status == 1
-    assert result.err.startswith("error: ")
+    assert_one_line(result)
     assert result.err.rstrip("\n").isprintable()

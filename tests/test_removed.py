@@ -48,14 +48,7 @@ def test_the_command_line_says_that_a_key_was_removed(command, monkeypatch):
     assert result.err == "error: unknown config key 'model.biases': it was removed: leave it out\n"
 
 
-@pytest.mark.parametrize(
-    ("option", "line"),
-    [
-        ("model=log_gpt2_10m", "model=log_gpt2_10m was removed: write model=flagship_10m"),
-        ("model=log_gpt_125m", "model=log_gpt_125m was removed: write model=heinsen_125m"),
-        ("model=gpt_1m", "model=gpt_1m was removed: write model=softmax_1m"),
-    ],
-)
-def test_the_command_line_says_what_to_write_in_place_of_what_was_removed(command, option, line):
-    result = command("train", option)
+def test_the_command_line_says_what_to_write_in_place_of_what_was_removed(command):
+    result = command("train", "model=log_gpt2_10m")
+    line = "model=log_gpt2_10m was removed: write model=flagship_10m"
     assert (result.status, result.err) == (1, f"error: {line}\n")

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from printed import assert_one_line
 from rich.console import Console
 
 from common.console import Track
@@ -17,28 +18,14 @@ def snapshot(folder):
     return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
 
 
-def assert_one_line(result, *fragments):
-    """Check the output of a mistake: one line that starts with error and has all `fragments`, and a nonzero status."""
-    assert result.status not in (0, None)
-    assert result.err.startswith("error: ")
-    assert result.err.count("\n") == 1
-    assert len(result.err) < 600
-    for fragment in fragments:
-        assert fragment in result.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
         ("optim.max_lrr=3", ["unknown config key 'optim.max_lrr': did you mean 'optim.max_lr'?"]),
         ("--max_steps=3", ["--max_steps=3: options are KEY=VALUE here: write max_steps=3"]),
-        ("--seed", ["--seed: options are KEY=VALUE here: write seed=..."]),
-        ("modle=heinsen_125m", ["unknown config key 'modle': did you mean 'model'?"]),
         ("model=heinsen_125", ["model=heinsen_125 does not exist: did you mean 'heinsen_125m'?"]),
-        ("schedule=cosin", ["schedule=cosin does not exist: did you mean 'cosine'?"]),
         ("experiment=zzz", ["experiment=zzz does not exist: allowed: fineweb_124m, pile_125m, pile_"]),
         ("model/attention=softmx", ["model/attention=softmx does not exist: did you mean 'softmax'?"]),
-        ("model.attention=softmax", ["write model/attention=softmax"]),
         ("tracker=wandb tracker.mode=offline", ["'tracker.mode': did you mean 'tracker.wandb.mode'?"]),
         ("+optim.lr=1", ["unknown config key 'optim.lr'"]),
         ("~optim.eps optim.eps=1", ["optim.eps"]),
@@ -47,34 +34,20 @@ def assert_one_line(result, *fragments):
         ("max_steps=0", ["max_steps=0", "greater than or equal to 1"]),
         ("optim.max_lr=", ["optim.max_lr=''", "number"]),
         ("optim.max_lr=inf", ["optim.max_lr=inf", "less than or equal to 1000000"]),
-        ("optim.max_lr=nan", ["optim.max_lr=nan"]),
         ("runtime.device=gpu", ["runtime.device='gpu'", "'auto', 'cpu' or 'cuda'"]),
         ("runtime.device=mps", ["runtime.device='mps'", "float64", "use cpu"]),
         ("resume=maybe", ["resume='maybe'", "'auto' or 'never'"]),
         ("run_dir=${nothing}", ["'nothing'"]),
         ("run_dir=${oc.env:HOME}", ["run_dir: ${oc.env:...} is not available", "write the value, in a shell as"]),
-        ("a(", ["a(: options are KEY=VALUE here"]),
         ("dataset_dir=/no/such", ["dataset_dir=/no/such", "prepare_data.py"]),
         ("runtime.device=cuda", ["runtime.device=cuda", "no GPU"]),
-        (
-            "model.n_head=3",
-            ["n_embd=16 is not divisible by n_head=3: set head_dim, or an n_head that divides n_embd"],
-        ),
+        ("model.n_head=3", ["n_embd=16 is not divisible by n_head=3: set head_dim, or an n_head that divides n_embd"]),
         ("batch_tokens=100", ["batch_tokens=100 is not divisible", "use 96"]),
         ("batch_tokens=8", ["batch_tokens=8 is not divisible", "use 16"]),
         ("model/position=learned model.position.max_len=8", ["seq_len=16 is longer than the 8 learned positions"]),
-        (
-            "model/attention=longformer model.attention.n_global=17",
-            ["n_global=17 is more than the seq_len=16 positions"],
-        ),
-        (
-            "model/attention=softmax model/position=rotary model.n_head=16",
-            ["turn pairs of features: use an even number, not 1"],
-        ),
-        (
-            "model/position=rotary",
-            ["rotary positions do not help log_space", "use position log_recurrence, learned or"],
-        ),
+        ("model/attention=longformer model.attention.n_global=17", ["n_global=17 is more than the seq_len=16"]),
+        ("model/attention=softmax model/position=rotary model.n_head=16", ["turn pairs of features: use an even"]),
+        ("model/position=rotary", ["rotary positions do not help log_space", "use position log_recurrence, learned"]),
         ("model.n_vocab=200", ["tokenizer bytes of 257 ids", "set model.n_vocab=257"]),
         ("optim.max_lr=1e30", ["step 2: loss is", "lower optim.max_lr=1e+30"]),
     ],
@@ -92,7 +65,6 @@ def test_an_option_is_right_as_it_is_said_to_be_written(command, tiny_args, mist
 
 def test_a_mistake_in_another_command_is_one_clear_line_too(command):
     assert_one_line(command("sample"), "config key 'checkpoint' is missing: give it a value, as in checkpoint=...")
-    assert_one_line(command("eval", "checkpiont=x"), "unknown config key 'checkpiont': did you mean 'checkpoint'?")
     assert_one_line(command("eval", "checkpoint=/no/such"), "checkpoint=/no/such does not exist")
     assert_one_line(command("sample", "checkpoint=x", "prompt=a", "prompt_file=b"), "give one")
     assert_one_line(command("sample", "checkpoint=x", "top_p=2"), "top_p=2", "less than or equal to 1")
@@ -108,18 +80,12 @@ def test_a_mistake_in_another_command_is_one_clear_line_too(command):
         ("prepare_data data=stdlib tokenizer=hf", ["'tokenizer.path' is missing: give it a value"]),
         (
             "prepare_data data=stdlib tokenizer=hf tokenizer.path=none.json",
-            ["tokenizer.path=none.json cannot be used", "No such"],
+            ["none.json cannot be used", "No such"],
         ),
-        (
-            "prepare_data data=stdlib tokenizer=hf tokenizer.path=lines.jsonl",
-            ["tokenizer.path=lines.jsonl cannot be used"],
-        ),
+        ("prepare_data data=stdlib tokenizer=hf tokenizer.path=lines.jsonl", ["path=lines.jsonl cannot be used"]),
         ("train_tokenizer n_vocab=4096", ["config key 'dataset_dir' is missing"]),
         ("train_tokenizer n_vocab=256 dataset_dir=dataset", ["n_vocab=256 is too small", "are 257"]),
-        (
-            "train_tokenizer n_vocab=90000 dataset_dir=dataset",
-            ["is more than the text of dataset gives", "at most n_vo"],
-        ),
+        ("train_tokenizer n_vocab=90000 dataset_dir=dataset", ["is more than the text of dataset gives: at most n_vo"]),
         ("inspect_dataset", ["give dataset_dir, or run_dir and step"]),
         ("inspect_dataset run=x step=1", ["unknown config key 'run': did you mean 'run_dir'?"]),
         ("inspect_dataset run_dir=nowhere step=1", ["nowhere does not exist"]),
@@ -182,11 +148,6 @@ def test_a_damaged_checkpoint_is_named_and_left_as_it_is(command, tiny_args, tmp
     assert snapshot(tmp_path / "run") == before
 
 
-def test_debug_shows_the_traceback(command, tiny_args):
-    with pytest.raises(ValueError, match="max_steps=0"):
-        command("train", *tiny_args, "max_steps=0", "--debug")
-
-
 def test_under_torchrun_one_process_of_a_machine_reports(command, tiny_args, monkeypatch):
     """A machine's first process prints an error; the others wait for torchrun to end them, else print it too."""
     waited = []
@@ -199,12 +160,6 @@ def test_under_torchrun_one_process_of_a_machine_reports(command, tiny_args, mon
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert command("train", *tiny_args, "max_steps=0").err.startswith("error: config max_steps=0")
     assert waited == [2]
-
-
-def test_groups_of_another_command_are_explained(command, tiny_args):
-    result = command("train", *tiny_args, "data=text")
-    assert result.status == 1
-    assert "'data' is for scripts/prepare_data.py: give train.py its result, dataset_dir=..." in result.err
 
 
 def test_progress_bars_nest_on_a_terminal(monkeypatch):
@@ -281,7 +236,6 @@ def test_a_sweep_over_datasets_keeps_their_runs_apart(command, tiny_args, tmp_pa
     ("file", "damage", "fragment"),
     [
         ("train-00000.bin", lambda path: path.write_bytes(path.read_bytes()[:-2]), "the manifest says"),
-        ("train-00000.bin", lambda path: path.unlink(), "is missing"),
         ("val-00000.idx", lambda path: path.write_bytes(b"X" + path.read_bytes()[1:]), "is damaged: its"),
         ("train-00000.idx", lambda path: path.unlink(), "is missing"),
         ("manifest.json", lambda path: path.write_text(path.read_text().replace('"tokens"', '"token"', 1)), "damaged"),

@@ -126,10 +126,8 @@ def test_rolling_log_likelihoods_in_windows(harness_model, changes, max_length):
     model = harness_model(changes, max_length)
     ids = model._tokenizer.encode("x" * 70)
     found = model.loglikelihood_rolling([request("loglikelihood_rolling", "x" * 70)])
-    parts = [
-        [model._tokenizer.eot_id, *ids[:24]],
-        ids[23:48],
-    ]  # the harness's windows: each token once, the last window full
+    # the harness's windows: each token once, the last window full
+    parts = [model._tokenizer.eot_id, *ids[:24]], ids[23:48]
     expected = sum(direct(model.gpt, part, 1)[0] for part in parts) + direct(model.gpt, ids[45:70], 3)[0]
     assert found == pytest.approx([expected], rel=1e-10)
 
@@ -267,13 +265,11 @@ def test_mistakes_cost_one_line(command, trained, tasks, monkeypatch):
         assert message in last
         return before
 
-    assert not refused(
-        "'local_multiple_choise' does not exist: did you mean 'local_mul", own, "tasks=local_multiple_choise"
-    )
+    misspelt = "tasks=local_multiple_choise"
+    assert not refused("'local_multiple_choise' does not exist: did you mean 'local_mul", own, misspelt)
     assert not refused("tasks is empty: give names of tasks, such as tasks=lambada_openai,hellaswag", own)
     assert not refused("max_length=25 is more than the model's 24 learned positions: lower it", choice, "max_length=25")
     assert not refused("include_path=/no/such is not a folder", choice, "include_path=/no/such")
-    assert not refused("limit=0: Input should be greater than or equal to 1", choice, "limit=0")
     # before this line are the harness's own
     refused("num_fewshot=50: the harness failed (Sample larger than", own, choice, "num_fewshot=50")
 

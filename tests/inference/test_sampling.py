@@ -299,8 +299,6 @@ def test_stop_strings_as_people_give_them(given, stop):
         ({"prompt": "a", "prompts_file": "b"}, "prompt and prompts_file are both given"),
         ({"interactive": True, "num_samples": 2}, "num_samples=2 cannot be used with interactive=true"),
         ({"interactive": True, "prompt": "-"}, "prompt=- cannot be used with interactive=true"),
-        ({"min_p": 2}, "less than or equal to 1"),
-        ({"temperature": float("inf")}, "finite"),
     ],
 )
 def test_what_does_not_go_is_refused(changes, message):

@@ -57,9 +57,8 @@ def test_a_cpu_is_examined(small, command, tmp_path):
 
 def test_operators_of_all_kinds_are_used_to_have_them_checked(monkeypatch, device):
     used, counted = [], doctor.GPT.summed_loss
-    monkeypatch.setattr(
-        doctor.GPT, "summed_loss", lambda gpt, *given: (used.append(gpt.config), counted(gpt, *given))[1]
-    )
+    kept = lambda gpt, *given: (used.append(gpt.config), counted(gpt, *given))[1]  # noqa: E731
+    monkeypatch.setattr(doctor.GPT, "summed_loss", kept)
     doctor.use_operators(Runtime(device, torch.float32))
     assert [config.attention.name for config in used] == ["log_space", "log_space", "sliding_window"]
     assert [config.position.name for config in used] == ["none", "log_recurrence", "learned"]

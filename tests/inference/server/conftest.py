@@ -52,16 +52,9 @@ def run_dir(make_gpt, tokenizer, tmp_path_factory):
 
     gpt, path = make_gpt(endless=True), tmp_path_factory.mktemp("runs") / "tiny"
     path.mkdir()
-    state = TrainState(
-        step=1,
-        run_id="tiny",
-        model=gpt.config,
-        seed=1,
-        seq_len=16,
-        batch_tokens=16,
-        dataset_dir=Path("none"),
-        dataset_fingerprint="none",
-    )
+    sizes = {"step": 1, "seed": 1, "seq_len": 16, "batch_tokens": 16}
+    data = {"dataset_dir": Path("none"), "dataset_fingerprint": "none"}
+    state = TrainState(run_id="tiny", model=gpt.config, **sizes, **data)
     tensors = {"model": {name: value.detach() for name, value in gpt.state_dict().items()}}
     save_checkpoint(path, tensors | {"optimizer": {}, "random": {}}, state, tokenizer)
     return path
@@ -103,8 +96,8 @@ class Server:
 @pytest.fixture(scope="session")
 def serve(run_dir):
     """Starts servers of that run, and ends them."""
-    pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
-    pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
+    for package in ("fastapi", "uvicorn"):
+        pytest.importorskip(package, reason="the server's packages are not installed: pip install -e '.[serve]'")
     started = []
 
     def start(*options):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from printed import assert_one_line
 
 from cli.help import help_of
 from common.settings import UserError
@@ -71,13 +72,8 @@ def streamed(client, **body):
 def expected(gpt, prompt, n, seed=None, **sampling):
     """The continuation by `generate`."""
     ids = torch.tensor([[256, *prompt.encode()]])
-    tokens = generate(
-        gpt,
-        ids,
-        n_vocab=257,
-        sampling=SamplingConfig(**sampling),
-        generators=[torch.Generator().manual_seed(seed or 0)],
-    )
+    generators = [torch.Generator().manual_seed(seed or 0)]
+    tokens = generate(gpt, ids, n_vocab=257, sampling=SamplingConfig(**sampling), generators=generators)
     drawn = [int(token.item()) for token in islice(tokens, n)]
     return bytes(takewhile(lambda token: token < 256, drawn)).decode(errors="replace")
 
@@ -162,17 +158,9 @@ def test_token_ids_are_a_prompt_as_good_as_text(client):
 
 
 def test_what_is_null_or_as_usual_has_its_default(client):
-    usual = {
-        "best_of": 1,
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "logit_bias": {},
-        "user": "me",
-        "suffix": None,
-    }
-    answer = complete(
-        client, model="tiny", temperature=None, stop=None, max_tokens=None, n=None, logprobs=None, **usual
-    )
+    usual = {"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me"}
+    usual |= dict.fromkeys(["temperature", "stop", "max_tokens", "n", "logprobs", "suffix"])
+    answer = complete(client, model="tiny", **usual)
     assert answer["usage"]["completion_tokens"] == 16
 
 
@@ -196,9 +184,8 @@ def test_probabilities_have_openais_form(client):
     logprobs = complete(client, prompt="é", max_tokens=3, logprobs=2, echo=True, seed=1)["choices"][0]["logprobs"]
     assert logprobs["tokens"][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 5
-    for token, logprob, top in zip(
-        *(logprobs[key] for key in ("tokens", "token_logprobs", "top_logprobs")), strict=True
-    ):
+    listed = zip(*(logprobs[key] for key in ("tokens", "token_logprobs", "top_logprobs")), strict=True)
+    for token, logprob, top in listed:
         assert top[token] == logprob <= 0
         assert len(top) in (2, 3)
 
@@ -214,19 +201,15 @@ def test_stop_strings(client):
 
 BAD = [
     ({"prompt": 5}, "prompt=5: give a text"),
-    ({"prompt": []}, "give a text, a list of token ids"),
     ({"prompt": ["a", [97]]}, "give a text, a list of token ids"),
     ({"prompt": [97, 257]}, "token id 257: this model's are 0 to 256"),
     ({"prompt": "x" * 2001}, "prompt has 2001 tokens: this server takes at most 2000"),
     ({"max_tokens": 100_001}, "max_tokens=100001 is too much: this server gives at most 100000"),
     ({"max_tokens": "9"}, "max_tokens='9': Input should be a valid integer"),
     ({"n": 21}, "are 21 texts: this server takes at most 20 at once"),
-    ({"n": 10**15}, "this server takes at most 20 at once"),
     ({"temperature": -1}, "temperature=-1"),
-    ({"top_p": 0}, "top_p=0"),
     ({"repetition_penalty": 1e39}, "repetition_penalty=1e+39: Input should be less than or equal to 1000"),
     ({"stop": ["a", ""]}, "1 to 256 characters"),
-    ({"stop": "x" * 257}, "1 to 256 characters"),
     ({"logprobs": 21}, "logprobs=21"),
     ({"max_token": 3}, "unknown key 'max_token': did you mean 'max_tokens'?"),
     ({"presence_penalty": 0.5}, "presence_penalty is not supported: use repetition_penalty"),
@@ -236,7 +219,6 @@ BAD = [
     (b'{"temperature": NaN}', "not JSON"),
     (b'{"prompt": "\\ud800"}', "surrogate"),
     (b"[" * 65 + b"]" * 65, "levels deep"),
-    (b"\xff", "not JSON"),
 ]
 
 
@@ -371,20 +353,13 @@ def test_it_stops_in_the_middle_of_streams_and_tells_everyone(serve):
 def test_what_cannot_be_served_is_one_line(command, served, run_dir):
     port = served.url.rpartition(":")[2]
     for options, reason in [
-        (
-            [f"checkpoint={run_dir}", f"port={port}", "runtime.device=cpu"],
-            "cannot be used (Address already in use)",
-        ),
+        ([f"checkpoint={run_dir}", f"port={port}", "runtime.device=cpu"], "cannot be used (Address already in use)"),
         ([f"checkpoint={run_dir}", "host=192.0.2.1"], "cannot be used (Cannot assign requested address)"),
         ([f"checkpoint={run_dir / 'none'}", "runtime.device=cpu"], "does not exist"),
         ([f"checkpoint={run_dir}", "max_stream=2"], "did you mean 'max_streams'"),
         (["port=1"], "config key 'checkpoint' is missing"),
     ]:
-        result = command("scripts/serve", *options)
-        assert result.status == 1
-        assert result.err.startswith("error: ")
-        assert result.err.count("\n") == 1
-        assert reason in result.err
+        assert_one_line(command("scripts/serve", *options), reason)
 
 
 def test_missing_packages_are_named(command, monkeypatch):

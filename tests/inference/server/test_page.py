@@ -84,13 +84,8 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    driver = subprocess.Popen(
-        [DRIVER, "--port=0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    driver = subprocess.Popen([DRIVER, "--port=0"], start_new_session=True, **streams)
     port = next(found[1] for line in driver.stdout if (found := re.search(r"started successfully on port (\d+)", line)))
     try:
         browser = Browser(f"http://127.0.0.1:{port}", tmp_path_factory.mktemp("profile"))
@@ -230,10 +225,8 @@ def test_probabilities_of_the_prompt(page):
     page.click("#echo")
     generate(page, "é!", max_tokens=1, seed=1)
     ended(page)
-    assert page.run("return [...document.querySelectorAll('#text .token')].slice(0, 2).map(e => e.textContent)") == [
-        "é",
-        "!",
-    ]
+    shown = "return [...document.querySelectorAll('#text .token')].slice(0, 2).map(e => e.textContent)"
+    assert page.run(shown) == ["é", "!"]
     page.point_at("#text .token")
     assert page.run("return document.querySelectorAll('#tip table').length") == 2  # a character of two tokens
 
