@@ -246,14 +246,15 @@ def signed(path, name, content):
     return json_bytes(manifest)
 
 
+SIGNED = ("state.json", "tokenizer.json", "model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("name", "change", "right_sum"),
     [
-        *((name, damaged, False) for name in ("manifest.json", "state.json", "tokenizer.json", "model.safetensors")),
-        *(
-            (name, damaged, True)
-            for name in ("state.json", "tokenizer.json", "model.safetensors", "optimizer.safetensors")
-        ),
+        ("manifest.json", damaged, False),
+        *((name, damaged, right) for name in SIGNED for right in (False, True)),
+        ("optimizer.safetensors", damaged, True),
         ("manifest.json", values, False),
         ("state.json", values, True),
     ],

@@ -85,7 +85,7 @@ def test_a_mistake_in_another_command_is_one_clear_line_too(command):
         ("prepare_data data=stdlib tokenizer=hf tokenizer.path=lines.jsonl", ["path=lines.jsonl cannot be used"]),
         ("train_tokenizer n_vocab=4096", ["config key 'dataset_dir' is missing"]),
         ("train_tokenizer n_vocab=256 dataset_dir=dataset", ["n_vocab=256 is too small", "are 257"]),
-        ("train_tokenizer n_vocab=90000 dataset_dir=dataset", ["is more than the text of dataset gives: at most n_vo"]),
+        ("train_tokenizer n_vocab=90000 dataset_dir=dataset", ["more than the text of dataset gives", "at most n_vo"]),
         ("inspect_dataset", ["give dataset_dir, or run_dir and step"]),
         ("inspect_dataset run=x step=1", ["unknown config key 'run': did you mean 'run_dir'?"]),
         ("inspect_dataset run_dir=nowhere step=1", ["nowhere does not exist"]),

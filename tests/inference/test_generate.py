@@ -218,9 +218,8 @@ def test_a_token_depends_on_its_own_row_alone():
 def test_greedy_decoding_is_greedy_on_the_whole_text(attention, block, position):
     gpt = make_gpt(attention, block, position)
     ids = torch.randint(50, (2, 5), generator=torch.Generator().manual_seed(1))
-    decoded = torch.stack(
-        list(itertools.islice(generate(gpt, ids, n_vocab=50, sampling=SamplingConfig(temperature=0)), 12)), dim=1
-    )
+    tokens = itertools.islice(generate(gpt, ids, n_vocab=50, sampling=SamplingConfig(temperature=0)), 12)
+    decoded = torch.stack(list(tokens), dim=1)
     for _ in range(12):
         with torch.no_grad():
             ids = torch.cat([ids, gpt(ids)[:, -1:, :50].argmax(-1)], dim=1)

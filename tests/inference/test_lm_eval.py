@@ -2,7 +2,6 @@
 
 import functools
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -279,9 +278,3 @@ def test_mistakes_cost_one_line(command, trained, tasks, monkeypatch):
     monkeypatch.setattr("lm_eval.simple_evaluate", unreachable)
     message = "need data that cannot be fetched (Couldn't reach 'x' on the Hub): check the network"
     assert not refused(message, own, choice)
-
-
-def test_without_the_harness_the_command_says_what_to_install(command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)  # an import of it fails
-    done = command("scripts/lm_eval", "checkpoint=runs/none", "tasks=x")
-    assert (done.status, done.err) == (1, "error: lm_eval is not installed: pip install -e '.[lm-eval]'\n")

@@ -29,10 +29,8 @@ def make_gpt():
     def make(attention="log_space", position="log_recurrence", endless=False, **changes):
         torch.manual_seed(0)
         raw = {"n_vocab": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "block": {"name": "mlp"}}
-        parts = {
-            "attention": {"name": attention} if isinstance(attention, str) else attention,
-            "position": {"name": position},
-        }
+        attention = {"name": attention} if isinstance(attention, str) else attention
+        parts = {"attention": attention, "position": {"name": position}}
         gpt = GPT(decode(GPTConfig, raw | parts | changes)).double().eval()
         with torch.no_grad():
             gpt.embed.weight.mul_(20)  # so that some tokens are much likelier than others

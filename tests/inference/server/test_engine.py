@@ -130,9 +130,8 @@ def test_a_prompt_of_many_pieces_is_read_as_one(make_engine):
 def test_all_streams_are_read_in_one_forward_pass(make_engine, monkeypatch):
     engine, shapes = make_engine(max_streams=16), []
     forward = engine.gpt.forward
-    monkeypatch.setattr(
-        engine.gpt, "forward", lambda ids, *a, **k: (shapes.append(tuple(ids.shape)), forward(ids, *a, **k))[1]
-    )
+    kept = lambda ids, *a, **k: (shapes.append(tuple(ids.shape)), forward(ids, *a, **k))[1]  # noqa: E731
+    monkeypatch.setattr(engine.gpt, "forward", kept)
     readers = [submit(engine, b"x" * (i + 1), max_tokens=30, seed=i) for i in range(16)]
     turn_until_ended(engine, readers)
     assert (16, 1) in shapes

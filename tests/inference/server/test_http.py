@@ -80,9 +80,7 @@ def expected(gpt, prompt, n, seed=None, **sampling):
 
 def test_a_completion_is_what_the_model_generates(client, make_gpt):
     answer = complete(client, prompt="one, two", max_tokens=12, seed=7, temperature=0.9, top_k=50)
-    assert answer["object"] == "text_completion"
-    assert answer["model"] == "tiny"
-    assert answer["id"].startswith("cmpl-")
+    assert (answer["object"], answer["model"], answer["id"][:5]) == ("text_completion", "tiny", "cmpl-")
     choice = answer["choices"][0]
     assert choice["text"] == expected(make_gpt(endless=True), "one, two", 12, seed=7, temperature=0.9, top_k=50)
     assert (choice["index"], choice["logprobs"], choice["finish_reason"]) == (0, None, "length")
@@ -210,10 +208,8 @@ BAD = [
     ({"temperature": -1}, "temperature=-1"),
     ({"repetition_penalty": 1e39}, "repetition_penalty=1e+39: Input should be less than or equal to 1000"),
     ({"stop": ["a", ""]}, "1 to 256 characters"),
-    ({"logprobs": 21}, "logprobs=21"),
     ({"max_token": 3}, "unknown key 'max_token': did you mean 'max_tokens'?"),
     ({"presence_penalty": 0.5}, "presence_penalty is not supported: use repetition_penalty"),
-    ({"best_of": 2}, "best_of is not supported"),
     ([], "not a JSON object"),
     (b"{", "not JSON"),
     (b'{"temperature": NaN}', "not JSON"),
@@ -356,8 +352,6 @@ def test_what_cannot_be_served_is_one_line(command, served, run_dir):
         ([f"checkpoint={run_dir}", f"port={port}", "runtime.device=cpu"], "cannot be used (Address already in use)"),
         ([f"checkpoint={run_dir}", "host=192.0.2.1"], "cannot be used (Cannot assign requested address)"),
         ([f"checkpoint={run_dir / 'none'}", "runtime.device=cpu"], "does not exist"),
-        ([f"checkpoint={run_dir}", "max_stream=2"], "did you mean 'max_streams'"),
-        (["port=1"], "config key 'checkpoint' is missing"),
     ]:
         assert_one_line(command("scripts/serve", *options), reason)
 
