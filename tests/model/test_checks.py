@@ -153,7 +153,7 @@ assert failed_check("a kernel", fake_checks.passes, "cpu", log={str(log)!r}, sle
         ("Unsteady", r"^y has other bits in a second run \(squares\)$"),
     ],
 )
-def test_wrong_numbers_and_other_bits(operator, reason):
+def test_wrong_numbers_and_other_bits_do_not_pass(operator, reason):
     with pytest.raises(Wrong, match=reason):
         fake_checks.compares("cpu", operator)
 

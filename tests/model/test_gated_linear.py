@@ -13,7 +13,7 @@ def inputs(dtype=torch.float64):
 
 
 @pytest.mark.gpu
-def test_equals_the_definition_with_gradients():
+def test_gated_linear_equals_the_definition_with_gradients():
     x, weight = inputs()
     wanted = linear(glu(x), weight)
     torch.testing.assert_close(gated_linear(x, weight), wanted)
@@ -23,7 +23,7 @@ def test_equals_the_definition_with_gradients():
     assert torch.autograd.gradcheck(gated_linear, (x, weight))
 
 
-def test_keeps_only_its_inputs():
+def test_gated_linear_keeps_only_its_inputs():
     kept = []
     x, weight = inputs()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

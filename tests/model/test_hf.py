@@ -189,7 +189,7 @@ def test_gpt2s_are_plain_and_all_others_bring_their_code(work):
 
 @needs_transformers
 @pytest.mark.slow
-def test_the_tokenizer_of_an_export(work):
+def test_the_tokenizer_of_an_export_gives_our_ids(work):
     said = json.loads((work / "said.json").read_text())
     text = said["text"].removesuffix("<|endoftext|>")
     ids = [*BYTES.encode(text), BYTES.eot_id]
@@ -227,7 +227,7 @@ def test_transformers_weights_give_transformers_logits_here(work, gpt2, dtype):
 
 @needs_transformers
 @pytest.mark.slow
-def test_files_of_old_versions(gpt2, tmp_path):
+def test_files_of_old_versions_give_the_same_weights(gpt2, tmp_path):
     """Names without their prefix, causal masks among the weights, and a separate output layer."""
     weights = {key.removeprefix("transformer."): value for key, value in load_file(gpt2 / "model.safetensors").items()}
     for layer in range(2):
@@ -264,11 +264,11 @@ def test_files_of_old_versions(gpt2, tmp_path):
         ({"ngrams": [1]}, False),
     ],
 )
-def test_what_is_a_gpt2(changes, is_one):
+def test_a_gpt2_is_known_by_its_settings(changes, is_one):
     assert is_gpt2(config_of(**changes)) == is_one
 
 
-def test_what_an_exports_code_imports():
+def test_an_exports_code_imports_nothing_that_is_missing_beside_transformers():
     """Files import each other, or packages that come with transformers; triton only if it is installed."""
     files = modeling_files()
     needed = {"torch", "transformers", "pydantic", "pydantic_core", "yaml"}  # transformers needs yaml, too

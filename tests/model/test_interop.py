@@ -20,7 +20,7 @@ def golden():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-def test_logits_loss_and_every_gradient(golden, dtype, tolerance):
+def test_logits_loss_and_every_gradient_are_the_published(golden, dtype, tolerance):
     gpt = load_published(GOLDEN).to(dtype)
     torch.testing.assert_close(gpt(golden["token_ids"]).double(), golden["logits"], rtol=0, atol=tolerance)
     loss = gpt.loss(golden["token_ids"], golden["targets"])
@@ -32,11 +32,11 @@ def test_logits_loss_and_every_gradient(golden, dtype, tolerance):
         torch.testing.assert_close(gradient, golden[f"grads/{name}"], rtol=0, atol=tolerance)
 
 
-def test_comes_in_the_dtype_of_the_file():
+def test_a_published_model_comes_in_the_dtype_of_the_file():
     assert {p.dtype for p in load_published(GOLDEN).parameters()} == {torch.float64}
 
 
-def test_the_published_size():
+def test_the_published_model_has_the_published_size():
     with torch.device("meta"):
         gpt = GPT(published_config(vocab_sz=50304, d_emb=768, n_layers=24, n_heads=24, d_key=32, d_val=32))
     assert gpt.n_params() == 124_879_872

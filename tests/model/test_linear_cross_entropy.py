@@ -60,7 +60,7 @@ def at_once(monkeypatch, device):
     ],
 )
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_equals_the_definition_with_gradients(at_once, loss_of, N, V, logits, cap):
+def test_the_loss_equals_the_definition_with_gradients(at_once, loss_of, N, V, logits, cap):
     at_once(logits)
     x, weight, targets = inputs(N, V=V)
     targets[-1] = V - 1
@@ -145,7 +145,7 @@ def test_what_cannot_be_computed_is_nan(spoil):
 
 
 @of_kernel
-def test_logits_of_any_size():
+def test_logits_may_have_any_size():
     """An infinite weight of another token gives infinity or NaN, a token that is sure a loss of 0."""
     x, weight = torch.eye(3).mul(1e4), torch.eye(3)
     right, wrong = torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0])
@@ -169,7 +169,7 @@ def test_losses_of_short_types_are_summed_in_float32(at_once, loss_of, dtype):
     assert torch.autograd.grad(loss, x)[0].dtype == dtype
 
 
-def test_under_autocast_it_is_computed_in_its_type(at_once):
+def test_under_autocast_the_loss_is_computed_in_its_type(at_once):
     at_once(11)
     x, weight, targets = inputs(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -182,7 +182,7 @@ def test_under_autocast_it_is_computed_in_its_type(at_once):
     assert torch.equal(g_weight.bfloat16(), short_g_weight.bfloat16())
 
 
-def test_holds_no_more_than_some_logits(at_once):
+def test_the_loss_holds_no_more_than_some_logits(at_once):
     x, weight, targets = inputs(N=400, V=1100)
     at_once(1100 * 20)  # as if the vocabulary were large
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -202,7 +202,7 @@ def test_every_element_of_a_result_is_written():
 
 @of_kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)], ids=str)
-def test_passes_its_check(device, dtype):
+def test_the_kernel_passes_its_check(device, dtype):
     check(device.type, str(dtype).removeprefix("torch."))
 
 
@@ -226,7 +226,7 @@ def test_a_fault_does_not_pass_the_check(monkeypatch, device, losses, gradient, 
 
 @of_kernel
 @pytest.mark.slow
-def test_compiles_without_a_graph_break():
+def test_the_kernel_compiles_without_a_graph_break():
     x, weight, targets = inputs()
     compiled = torch.compile(by_kernel, fullgraph=True, backend="aot_eager")
     with suspended():
@@ -240,6 +240,6 @@ def test_compiles_without_a_graph_break():
     ("cap", "backend"),
     [(None, "chunked"), (3.0, "chunked"), pytest.param(3.0, "triton", marks=[*KERNEL, pytest.mark.slow])],
 )
-def test_keeps_the_promises_that_torch_asks_of_an_operator(cap, backend):
+def test_the_loss_keeps_the_promises_that_torch_asks_of_an_operator(cap, backend):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth goes back twice
     torch.library.opcheck(linear_cross_entropy._summed_loss, (*inputs(), True, cap, backend), test_utils=checks)

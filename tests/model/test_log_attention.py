@@ -60,7 +60,7 @@ def results_and_gradients(attend, leaves, **options):
         pytest.param("triton", "causal", 200, marks=pytest.mark.slow),
     ],
 )
-def test_gives_the_published_numbers(backend, form, scale, device):
+def test_log_attention_gives_the_published_numbers(backend, form, scale, device):
     heads = slice(1 if (backend, scale) == ("triton", 200) else None)  # where Triton's interpreter takes ten seconds
     file = {name: tensor[:, heads].to(device) for name, tensor in golden().items()}
     leaves = [file[f"scale{scale}/{name}"].clone().requires_grad_() for name in ("q", "k", "log_v")]
@@ -81,7 +81,7 @@ def test_gives_the_published_numbers(backend, form, scale, device):
         *(pytest.param("triton", T, T, form, marks=pytest.mark.slow) for T, form in [(1, "gates"), (130, "causal")]),
     ],
 )
-def test_equals_the_definition_with_state_and_all_gradients(backend, T, S, form):
+def test_log_attention_equals_the_definition_with_state_and_all_gradients(backend, T, S, form):
     leaves = inputs(T, S, gates=form == "gates", **({} if max(T, S) <= 130 else {"B": 1, "H": 1}))
     got = results_and_gradients(log_attention, leaves, causal=form != "full", backend=backend)
     wanted = results_and_gradients(naive_log_attention, leaves, causal=form != "full")

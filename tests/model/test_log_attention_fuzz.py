@@ -269,14 +269,14 @@ def maxima_of_gpus(monkeypatch):
 
 @pytest.mark.parametrize("gates", [False, True], ids=["", "gates"])
 @pytest.mark.parametrize(("backend", "seeds"), [("naive", range(5)), ("chunked", range(10)), ("triton", range(1))])
-def test_any_input(backend, seeds, gates):
+def test_any_input_gives_the_definitions_numbers(backend, seeds, gates):
     for seed in seeds:
         check(seed, backend, *SMALL[backend], gates=gates)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(("backend", "n"), [("chunked", 5), pytest.param("triton", 1, marks=pytest.mark.slow)])
-def test_every_structure_type_and_layout(backend, n, structure):
+def test_every_structure_type_and_layout_gives_the_definitions_numbers(backend, n, structure):
     """Each structure in n calls, and all types and layouts in any five structures or calls that follow each other."""
     start = list(STRUCTURES).index(structure)
     for i in range(start, start + n):
@@ -294,6 +294,6 @@ def test_every_structure_type_and_layout(backend, n, structure):
         ("triton", range(1000, 1003)),
     ],
 )
-def test_many_inputs(backend, seeds, gates):
+def test_many_inputs_give_the_definitions_numbers(backend, seeds, gates):
     for seed in seeds:
         check(seed, backend, *LARGE[backend], gates=gates)

@@ -81,7 +81,7 @@ def test_a_feature_that_is_masked_throughout_is_no_reason_to_fall_back(which, ma
 
 
 @pytest.mark.parametrize(("backend", "causal"), FORMS)
-def test_keys_and_states_beyond_what_bfloat16_is_made_for(backend, causal):
+def test_keys_and_states_may_be_beyond_what_bfloat16_is_made_for(backend, causal):
     """If a key's and a row's frame are both out of range, the sum is doubtful, but not NaN."""
     k = torch.full((1, 1, 2, 1), 700, dtype=torch.bfloat16)
     q, log_v = torch.full_like(k, 100), torch.zeros_like(k)
@@ -103,7 +103,7 @@ def test_keys_and_states_beyond_what_bfloat16_is_made_for(backend, causal):
     ],
     ids=["value beyond all frames", "keys beyond", "a value of a masked key", "NaN after nothing", "all masked"],
 )
-def test_extremes_beside_nothing(backend, q, k, log_v, wanted):
+def test_extremes_beside_nothing_are_exact(backend, q, k, log_v, wanted):
     inputs = [torch.tensor(x, dtype=torch.float64).view(1, 1, -1, 1) for x in (q, k, log_v)]
     log_y = log_attention(*inputs, backend=backend).flatten()
     wanted = torch.tensor(wanted, dtype=torch.float64)
@@ -176,7 +176,7 @@ def test_the_fallback_is_for_the_chunks_that_need_it(backend, T, most):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", FAST_SLOW)
-def test_a_hostile_input_needs_it_everywhere_and_gives_the_same_bits_twice(backend):
+def test_a_hostile_input_needs_the_fallback_everywhere_and_gives_the_same_bits_twice(backend):
     inputs = normal(T=65, sd=200, H=1)
     results = []
     for _ in range(2):

@@ -63,7 +63,7 @@ def results(recurrence, leaves):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("T", "D"), [(1, 3), (2, 1), (32, 3), (33, 35), (64, 3), (200, 3)])
-def test_equals_the_definition_with_state_and_all_gradients(recurrence, T, D):
+def test_the_recurrence_equals_the_definition_with_state_and_all_gradients(recurrence, T, D):
     leaves = inputs(T, D)
     assert_all_close(results(recurrence, leaves), results(naive_log_recurrence, leaves))
 
@@ -88,14 +88,14 @@ def test_a_token_that_keeps_nothing_forgets_all_before(recurrence, T):
     torch.testing.assert_close(found[0][:, half:], fresh, rtol=0, atol=1e-13)
 
 
-def test_starts_from_zero(recurrence):
+def test_the_recurrence_starts_from_zero(recurrence):
     """s_0 = 0: the first token keeps p_1 exp(0)."""
     log_p, h, _ = inputs(1)
     torch.testing.assert_close(recurrence(log_p, h), torch.logaddexp(log_p, h))
 
 
 @of_kernel
-def test_extreme_numbers(quick_scan):
+def test_extreme_numbers_give_the_definitions_results(quick_scan):
     """Of terms up to e^3000 only one counts. Numbers of 3000 are rounded by 2.3e-13, and gradients by some of these."""
     leaves = inputs(40)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_pieces_with_the_state_carried_equal_one_call(recurrence, size):
 
 
 @of_kernel
-def test_take_views_of_any_strides(quick_scan):
+def test_kernels_take_views_of_any_strides(quick_scan):
     log_p, h, _ = (x.detach() for x in inputs(33, 4))
     wanted = by_kernel(log_p, h)
     p, x = torch.stack([log_p, h], 2).flatten(2).chunk(2, dim=-1)  # as the model has them
@@ -151,7 +151,7 @@ def test_little_forgotten_in_many_tokens_keeps_float32s_digits(quick_scan, recur
 
 @of_kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)], ids=str)
-def test_pass_their_check(quick_scan, device, dtype):
+def test_kernels_pass_their_check(quick_scan, device, dtype):
     check(device.type, str(dtype).removeprefix("torch."))
 
 
@@ -164,18 +164,18 @@ def test_a_fault_does_not_pass_the_check(quick_scan, device, monkeypatch):
 
 @of_kernel
 @pytest.mark.slow
-def test_keep_the_promises_that_torch_asks_of_an_operator(quick_scan):
+def test_kernels_keep_the_promises_that_torch_asks_of_an_operator(quick_scan):
     torch.library.opcheck(_recur, (*inputs(1, 1), "triton"))
 
 
-def test_refuses_shapes_that_do_not_fit():
+def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"must both be \(B, T, D\)"):
         log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match=r"must be \(B, D\)"):
         log_recurrence(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), state=torch.zeros(1, 4))
 
 
-def test_refuses_to_keep_more_than_all():
+def test_keeping_more_than_all_is_refused():
     log_p, h, state = inputs(5)
     with pytest.raises(ValueError, match=r"log_p has a maximum of 0.5: it must be at most 0"):
         log_recurrence(log_p.where(log_p < log_p.max(), 0.5), h, state=state)

@@ -59,7 +59,7 @@ def test_the_naive_form_is_the_definition(T):
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.3, 20.0])
-def test_narrow_and_wide(sigma):
+def test_a_narrow_and_a_wide_sigma_give_the_definitions_numbers(sigma):
     attention, x = build(sigma=sigma), tokens(31)
     leaves = [x, *attention.parameters()]
     # Exponents are 1 / sigma^2 times as large as at sigma = 1, and so are what rounding moves them by and gradients.
@@ -129,7 +129,7 @@ U = 2.0**-8  # bfloat16 rounds by this much of a number at most
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.7])
-def test_bfloat16_within_its_error(sigma):
+def test_bfloat16_stays_within_its_error(sigma):
     """For given q, k, v: rounding q / sigma^2 changes an exponent by at most E = U sum |q k| / sigma^2, and a weight
     by a factor of at most exp(2 E); weights, their product with the values, and the result are rounded again.
     """

@@ -111,7 +111,7 @@ def test_of_ngrams_two_numbers_of_a_token_are_kept():
 
 
 @pytest.mark.parametrize("block", ["glu", "mlp"])
-def test_what_is_computed_twice(block):
+def test_only_a_blocks_products_but_its_last_are_computed_twice(block):
     """With "block" every product with a weight, but not an mlp's last, whose result nothing needs; else none."""
     choice, counts = {"attention": "log_space", "block": block, "position": "learned"}, {}
     for how in ("none", *HOW):
@@ -138,7 +138,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("by_block", [False, True], ids=["whole", "blocks"])
-def test_compiled_in_one_graph(how, by_block):
+def test_a_recomputed_model_compiles_in_one_graph(how, by_block):
     """As ddp and as fsdp compile it. Convolutions write in place, of which torch warns with "selective"."""
     results = []
     for kind in ("none", how):

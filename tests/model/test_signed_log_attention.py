@@ -35,7 +35,7 @@ def attend(q, k, v, **options):
         *((name, 7, 70, False) for name in ("naive", "chunked")),
     ],
 )
-def test_equals_the_definition_and_its_gradients(backend, T, S, causal):
+def test_signed_log_attention_equals_the_definition_and_its_gradients(backend, T, S, causal):
     q, k, v = (x.requires_grad_() for x in inputs(T, S))
     (y,) = attend(q, k, v, causal=causal, backend=backend)
     wanted = definition(q, k, v, causal)

@@ -77,7 +77,7 @@ def form(request, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_equals_the_definition_and_its_gradients(name, form):
+def test_sparse_attention_equals_the_definition_and_its_gradients(name, form):
     patterns = PATTERNS[name][0]
     for T, G in [(1, 2), (2, 2), (31, 4), (31, 2), (31, 1), (64, 2), (100, 2)]:
         *qkv, g = inputs(T, G=G)
@@ -111,7 +111,7 @@ def test_bfloat16_and_autocast_round_like_their_number_format(name, form):
     "patterns",
     [[window(290)], [window(70, 3)], [fixed(100, 9)], [fixed(2000, 800, "A2")], [longformer(300, 20)], [strided(40)]],
 )
-def test_more_tokens_than_a_tile_has(patterns, form):
+def test_a_text_may_have_more_tokens_than_a_tile(patterns, form):
     """Queries of columns are split at 1,024, and blocks of a wide window have more than 64."""
     *qkv, g = inputs(1300, B=1, H=2, G=2, D=4)
     wanted, found = naive_sparse_attention(*qkv, patterns), sparse_attention(*qkv, patterns)

@@ -108,7 +108,7 @@ def test_fakes_have_the_strides_and_types_of_results(backend, T):
 
 
 @pytest.mark.slow
-def test_compiled_for_one_length_it_takes_others():
+def test_a_model_compiled_for_one_length_takes_others():
     gpt = build()
     compiled = torch.compile(gpt.loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for T in range(70, 500, 36):  # more of them than torch would compile apart
@@ -144,7 +144,7 @@ def test_sums_stay_float32_under_autocast(device):
     assert all(x.isfinite().all() for x in loss_and_gradients(gpt, loss))
 
 
-def test_is_a_pure_function_of_its_parameters():
+def test_a_model_is_a_pure_function_of_its_parameters():
     gpt, other = build(), build(n_layer=2)
     doubled = {name: 2 * p for name, p in gpt.named_parameters()}
     other.load_state_dict(doubled)
