@@ -125,7 +125,7 @@ def test_a_ladder_is_trained_once_and_fitted(tmp_path, tiny_args, command, monke
     monkeypatch.setattr("tools.scaling.report.subprocess", SimpleNamespace(run=trained))
     varied = "run_dir", "model.n_embd", "max_steps", "checkpoint.every", "eval.every"
     own = [option for option in tiny_args if option.split("=")[0] not in varied]
-    ladder = f"{' '.join(own)} model.n_embd=8,16,32 max_steps=24,48,96"
+    ladder = f"{' '.join(own)} model.n_embd=8,16,32 max_steps=12,24,48"
     tmp_path /= "a, b"
     run([], None, tmp_path, 100, ladder)
     assert "9 runs; the law is off by" in capsys.readouterr().out
@@ -138,7 +138,7 @@ def test_a_ladder_is_trained_once_and_fitted(tmp_path, tiny_args, command, monke
 
 def test_a_ladder_that_cannot_be_trained_is_refused(tmp_path, capfd):
     with pytest.raises(UserError, match="training failed, see above"):
-        run([], None, tmp_path / "a", 100, "model.n_layer=0,1,2 max_steps=24,48,96")
+        run([], None, tmp_path / "a", 100, "model.n_layer=0,1,2 max_steps=12,24,48")
     assert "n_layer" in capfd.readouterr().err
     with pytest.raises(UserError, match="No closing quotation: give options"):
         run([], None, tmp_path, 100, "seed='1,2")
