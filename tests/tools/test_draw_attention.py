@@ -1,15 +1,21 @@
 """The pictures of attention show what the mechanisms do: their weights are those of the definitions."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 from printed import assert_one_line
 
 from common.settings import decode
 from model.attention import ATTENTION
 from model.gpt import GPT, GPTConfig
 from model.position import Positions
-from tools.report.attention_masks import PANELS, of_mechanisms, picture, weights_and_masks, weights_of
+from tools.report.attention_masks import of_mechanisms, picture, weights_and_masks, weights_of
 
+FILE = Path(__file__).parents[2] / "configs/draw_attention.yaml"
+PANELS = yaml.safe_load(FILE.read_text(encoding="utf-8"))["panels"]
+MECHANISMS = {title: {key: value for key, value in own.items() if key != "head"} for title, own in PANELS.items()}
 T = 13
 
 
@@ -26,7 +32,7 @@ def gpt_of(attention, position="none"):
     + [(title, "rotary") for title in PANELS if not title.startswith("log_space")],
 )
 def test_weights_times_values_are_the_result(title, position):
-    gpt = gpt_of(PANELS[title][0], position)
+    gpt = gpt_of(MECHANISMS[title], position)
     layer, x = gpt.blocks[0].attention, torch.randn(1, T, 32, dtype=torch.float64)
     _, rotation, _ = gpt.position(x)
     *_, v = layer.project(layer.features(x)[0], rotation)  # (1, H, T, D)
@@ -42,7 +48,7 @@ def test_weights_times_values_are_the_result(title, position):
 
 @pytest.mark.parametrize("title", PANELS)
 def test_weights_stay_within_the_mask_and_add_up_to_one(title):
-    ((weights, mask),) = weights_and_masks(gpt_of(PANELS[title][0]), torch.arange(T).unsqueeze(0))
+    ((weights, mask),) = weights_and_masks(gpt_of(MECHANISMS[title]), torch.arange(T).unsqueeze(0))
     assert weights.shape == (4, T, T)
     mask = mask.expand(4, T, T)
     assert (weights[~mask] == 0).all()
@@ -51,9 +57,9 @@ def test_weights_stay_within_the_mask_and_add_up_to_one(title):
 
 
 def test_every_mechanism_has_a_panel():
-    drawn = {attention["name"] for attention, _ in PANELS.values()}
+    drawn = {own["name"] for own in PANELS.values()}
     assert drawn == {cls.model_fields["name"].annotation.__args__[0] for cls in ATTENTION}
-    words, panels = of_mechanisms("a b a")
+    words, panels = of_mechanisms("a b a", PANELS)
     assert words == ["a", "b", "a"]
     assert panels.keys() == PANELS.keys()
 

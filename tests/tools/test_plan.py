@@ -10,7 +10,7 @@ from common.settings import decode
 from model.gpt import GPT
 from tools.bench.train import Training, measure_rate
 from tools.plan.plan import PlanConfig, find_target, memory_of, plan
-from tools.plan.report import duration, engineering, gigabytes
+from tools.plan.report import as_text, duration, gigabytes
 from trainer.checkpoint import newest
 from trainer.devices import DEVICES, device_by_name, device_of_gpu
 from trainer.metrics import read_metrics
@@ -53,7 +53,7 @@ def test_json_and_nothing_else(command):
     assert found["time"]["tokens_per_second"] > 0
 
 
-@pytest.mark.parametrize(("name", "hint"), [("h1000", "'h100'"), ("A100", "a100-80gb or a100-40gb?")])
+@pytest.mark.parametrize(("name", "hint"), [("h1000", "'h100'"), ("A100", "'a100-40gb' or 'a100-80gb'?")])
 def test_an_unknown_device_is_unknown_and_never_guessed(command, name, hint):
     result = command("scripts/plan", "experiment=pile_125m", f"device={name}", "mfu=0.4")
     assert f"device={name} is not in the table of devices" in result.out
@@ -71,7 +71,7 @@ def test_an_unknown_device_is_unknown_and_never_guessed(command, name, hint):
     [
         ("n_device=1000", ["480 sequences, fewer than n_device=1000", "lower n_device"]),
         ("mfu=0.3 measure=true", ["mfu and measure", "give only one"]),
-        ("runtime.device=cuda", ["runtime.device=cuda, but this machine has no GPU", "such as device=a100-40gb"]),
+        ("runtime.device=cuda", ["runtime.device=cuda, but there is no GPU here: name one, such as device=a100-40gb"]),
         ("device=h100 measure=true", ["measure=true measures this machine", "which has no h100"]),
     ],
 )
@@ -194,6 +194,7 @@ def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
 
 
 def test_figures_as_people_read_them():
-    assert [engineering(x) for x in (12_345, 769.7e6, 294.9e9, 2.27e20)] == ["12,345", "769.7 M", "294.9 B", "2.27e+20"]
+    figures = 12_345, 294_900_000_000, 1_500_000_000_000, 227 * 10**18
+    assert [as_text("tokens", x) for x in figures] == ["12,345", "294.9 B", "1.5 T", "2.27e+20"]
     assert [gigabytes(x) for x in (None, 3_440_000, 40e9)] == ["unknown", "3.44 MB", "40.00 GB"]
     assert [duration(x) for x in (3, 300, 10_000, 1e6)] == ["3.0 seconds", "5.0 minutes", "2.8 hours", "11.6 days"]

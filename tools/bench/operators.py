@@ -46,7 +46,10 @@ def measure(options: Any) -> dict[str, list[Row]]:
     T = options.lengths[0]
     (p, h, state), weights = random_inputs((1, T, n_head * d), device)
     leaves = [x.detach().requires_grad_() for x in (logsigmoid(p), h, state[:, 0])]
-    recurrences = {"published recurrence": published_recurrence, "log recurrence": recurrence}
+    recurrences: dict[str, Operator] = {
+        "published recurrence": published_recurrence,
+        "log recurrence": lambda log_p, h, state: log_recurrence(log_p, h, state=state),
+    }
     rows += [{"operator": name, "T": T} | row for name, row in times_of(recurrences, leaves, weights, options).items()]
     return {"operators": rows, **profiles}
 
@@ -65,11 +68,6 @@ def attention(device: str, n_head: int) -> dict[str, Operator]:
         by_head = (n_head * patterns)[:n_head] if len(patterns) > 1 else patterns
         found[name] = partial(sparse_attention, patterns=by_head)
     return found
-
-
-def recurrence(log_p: Tensor, h: Tensor, state: Tensor) -> Any:
-    """The log recurrence from a state."""
-    return log_recurrence(log_p, h, state=state)
 
 
 def published_recurrence(log_p: Tensor, h: Tensor, state: Tensor) -> Tensor:

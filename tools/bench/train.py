@@ -36,18 +36,18 @@ def measure(options: Any) -> dict[str, list[Row]]:
     if folder is not None and not (folder / "model.py").is_file():
         raise UserError(f"nanogpt={folder} has no model.py: name the folder of a clone of nanoGPT")
     overrides = [*options.set, f"runtime.device={options.device}"]
-    configs = {
-        name: config_of([f"model={name}", *overrides], options.seq_len, options.batch) for name in options.models
+    runs: dict[str, tuple[TrainConfig, Path | None]] = {
+        name: (config_of([f"model={name}", *overrides], options.seq_len, options.batch), None)
+        for name in options.models
     }
-    runs: dict[str, tuple[TrainConfig, Path | None]] = {name: (config, None) for name, config in configs.items()}
     if folder is not None:
-        runs = {NANOGPT: (configs[options.models[0]], folder)} | runs
+        runs = {NANOGPT: (runs[options.models[0]][0], folder)} | runs
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
 
         def measured(name: str) -> tuple[list[float], float, list[Row]]:
-            found: Any = pool.apply(seconds_and_peak, (*runs[name], options.steps, options.profile))
+            found = pool.apply(seconds_and_peak, (*runs[name], options.steps, options.profile))
             say(f"{name}: {statistics.median(found[0]):.4g} s a step")
-            return found[0], found[1], found[2]
+            return found
 
         results = in_turn({name: partial(measured, name) for name in runs}, options.rounds)
     rows: list[Row] = []

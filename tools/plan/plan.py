@@ -109,11 +109,9 @@ def find_target(config: PlanConfig) -> Target:
     """
     device, wanted = config.device, config.runtime.device
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    if device == "auto" and wanted == "cuda" and gpu is None:
-        raise UserError(
-            "runtime.device=cuda, but this machine has no GPU: name the GPU to plan for, such as device=a100-40gb"
-        )
     if device == "auto" and (wanted == "cpu" or gpu is None):
+        if wanted == "cuda":
+            raise UserError("runtime.device=cuda, but there is no GPU here: name one, such as device=a100-40gb")
         device = "cpu"
     here = device_of_gpu(gpu) if gpu else None
     known = here if device == "auto" else device_by_name(device)
@@ -170,7 +168,6 @@ def disk_of(config: PlanConfig, checkpoint: int) -> dict[str, Any]:
     saved = -(-config.last_step // keep.every)
     tokens = config.tokens(config.last_step)
     dataset: dict[str, Any] = {"tokens": None, "bytes": None, "passes": None}
-    item = token_dtype(config.model.n_vocab).itemsize
     if config.dataset_dir is not None:
         train = read_manifest(config.dataset_dir).splits["train"].total
         size = sum(file.stat().st_size for file in config.dataset_dir.iterdir() if file.is_file())
@@ -180,5 +177,5 @@ def disk_of(config: PlanConfig, checkpoint: int) -> dict[str, Any]:
         "checkpoints": checkpoint * min(kept, saved),
         "checkpoints_kept": min(kept, saved),
         "dataset": dataset,
-        "bytes_of_all_tokens": tokens * item,
+        "bytes_of_all_tokens": tokens * token_dtype(config.model.n_vocab).itemsize,
     }

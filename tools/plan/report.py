@@ -60,15 +60,17 @@ def as_text(key: str, value: float | None) -> str:
         return f"{100 * value:.3g} %"
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-    return engineering(value) if value >= 1e9 else f"{value:,}"
+    for unit, size in (("T", 1e12), ("B", 1e9)):
+        if size <= value < 1e15:
+            return f"{value / size:,.1f} {unit}"
+    return f"{value:,}" if value < 1e9 else f"{value:.2e}"
 
 
 def hints(config: PlanConfig, found: dict[str, Any]) -> Iterator[str]:
     """Yield lines that say what to change in the command, to learn more or because something does not fit."""
     names, name = [device.name for device in DEVICES], found["device"]["name"]
     if found["device"]["source"] == _UNKNOWN:
-        alike = [known for known in names if known.startswith(name.lower())]
-        meant = f"did you mean {' or '.join(alike)}?" if alike else nearest(name, names)
+        meant = nearest(name.lower(), names)
         yield f"device={name} is not in the table of devices: {meant} Known: {', '.join(names)}, cpu"
     chosen, largest = found["step"]["micro_batch"], found["memory"]["largest_micro_batch"]
     if largest == 0:
@@ -85,14 +87,6 @@ def gigabytes(n_bytes: float | None) -> str:
     if n_bytes is None:
         return _UNKNOWN
     return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:,.2f} MB"
-
-
-def engineering(number: float) -> str:
-    """Such as 1,234 or 294.9 B; from 1e15 on, in scientific notation."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if size <= number < 1e15:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number:,.0f}" if number < 1e6 else f"{number:.2e}"
 
 
 def duration(seconds: float) -> str:

@@ -19,23 +19,6 @@ from model.gpt import GPT, GPTConfig
 from model.position import Positions, Rotation
 from trainer.checkpoint import load_model
 
-PANELS: dict[str, tuple[Any, int]] = {
-    "softmax": ({"name": "softmax"}, 0),
-    "sliding_window: the last 4": ({"name": "sliding_window", "window": 4}, 0),
-    "sliding_window: 4, dilated by 1": ({"name": "sliding_window", "window": 4, "dilation": 1}, 0),
-    "longformer: the last 4, 2 global": ({"name": "longformer", "window": 4, "n_global": 2}, 0),
-    "strided by 4: even heads": ({"name": "strided", "stride": 4}, 0),
-    "strided by 4: odd heads": ({"name": "strided", "stride": 4}, 1),
-    "fixed, 1 of blocks of 4: even heads": ({"name": "fixed", "size": 4, "width": 1}, 0),
-    "fixed, 1 of blocks of 4: odd heads": ({"name": "fixed", "size": 4, "width": 1}, 1),
-    "projection: by distance": ({"name": "projection"}, 0),
-    "linear: phi(q) phi(k)^T": ({"name": "linear"}, 0),
-    "log_space: exp(q) exp(k)^T": ({"name": "log_space"}, 0),
-    "log_space_signed: the same": ({"name": "log_space_signed"}, 0),
-    "softmax_forgets: less of older ones": ({"name": "softmax", "decay": "head"}, 0),
-    "log_space_forgets: the same": ({"name": "log_space", "product": True, "decay": "head"}, 0),
-}
-"""The configuration of a mechanism and the head to show, by the panel's title."""
 LONGEST = 64
 """Tokens that fit on a panel."""
 
@@ -43,20 +26,21 @@ Panels = dict[str, tuple[Tensor, Tensor]]
 """Weights and mask, (T, T), by title."""
 
 
-def draw(checkpoint: Path | None, head: int, text: str, out: Path) -> None:
-    """Write the picture of every mechanism, or of a checkpoint's layers."""
-    labels, panels = of_checkpoint(checkpoint, text, head) if checkpoint else of_mechanisms(text)
-    write_atomic(out, picture(labels, panels))
-    say(f"{len(panels)} panels are in {out}")
+def draw(checkpoint: Path | None, head: int, text: str, out: Path, panels: dict[str, dict[str, Any]]) -> None:
+    """Write the picture of a checkpoint's layers, or of mechanisms: `panels` has their settings by title."""
+    labels, found = of_checkpoint(checkpoint, text, head) if checkpoint else of_mechanisms(text, panels)
+    write_atomic(out, picture(labels, found))
+    say(f"{len(found)} panels are in {out}")
 
 
-def of_mechanisms(text: str) -> tuple[list[str], Panels]:
+def of_mechanisms(text: str, settings: dict[str, dict[str, Any]]) -> tuple[list[str], Panels]:
     """Return the words, and a panel for every mechanism; a repeated word is the same token."""
     words = text.split()
     ids = torch.tensor([[words.index(word) for word in words]])  # (1, T)
     panels = {}
-    for title, (attention, head) in PANELS.items():
+    for title, own in settings.items():
         torch.manual_seed(1)
+        attention, head = {key: own[key] for key in own if key != "head"}, own.get("head", 1) - 1
         sizes = {"n_vocab": len(words), "n_layer": 1, "n_head": 2, "n_embd": 64}
         parts = {"attention": attention, "block": {"name": "glu"}, "position": {"name": "none"}}
         (weights, mask), *_ = weights_and_masks(GPT(decode(GPTConfig, sizes | parts)), ids)

@@ -1,12 +1,12 @@
 """What scripts/inspect_dataset.py shows: the sets of a dataset, its text, and what a training step read."""
 
-import random
 from pathlib import Path
+from random import randrange
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from common.console import say, show_table
-from common.settings import Settings, UserError
+from common.settings import UserError
 from common.words import Items
 from data.loader import TrainBatches, step_windows
 from data.prepare.inspect import documents_table, sets_table, window_text
@@ -15,52 +15,46 @@ from trainer.checkpoint import open_checkpoint
 from trainer.state import TrainState
 
 
-class InspectConfig(Settings, defaults="inspect_dataset"):
-    """Options of scripts/inspect_dataset.py."""
-
-    dataset_dir: Path | None
-    split: SplitName
-    window: Items[int]
-    random: NonNegativeInt
-    tokens: PositiveInt
-    step: PositiveInt | None
-    run_dir: Path | None
-
-
-def inspect(options: InspectConfig) -> None:
-    """Show what the options ask for.
+def inspect(
+    dataset_dir: Path | None,
+    split: SplitName,
+    window: Items[int],
+    random: NonNegativeInt,
+    tokens: PositiveInt,
+    step: PositiveInt | None,
+    run_dir: Path | None,
+) -> None:
+    """Show what the options of scripts/inspect_dataset.py ask for.
 
     Raises:
         UserError: there is no such dataset, run or token, or the run was trained on another dataset.
     """
-    state = None if options.run_dir is None else open_checkpoint(options.run_dir, files=["state.json"]).state
-    dataset_dir = state.dataset_dir if options.dataset_dir is None and state else options.dataset_dir
+    state = None if run_dir is None else open_checkpoint(run_dir, files=["state.json"]).state
+    dataset_dir = state.dataset_dir if dataset_dir is None and state else dataset_dir
     if dataset_dir is None:
         raise UserError("nothing to inspect: give dataset_dir, or run_dir and step")
     manifest = read_manifest(dataset_dir)
-    if options.step is not None:
-        if options.window or options.random or options.split != "train":
+    if step is not None:
+        if window or random or split != "train":
             raise UserError("step shows what training read: leave out split, window and random, or step")
-        if state is None or options.run_dir is None:
+        if state is None or run_dir is None:
             raise UserError("step needs a run: give run_dir")
-        batches = _batches(options.run_dir, dataset_dir, manifest, state)
-        if options.step > state.step:
-            say(f"the run's last checkpoint is of step {state.step}: this is what step {options.step} would read")
-        return _show(dataset_dir, manifest, "train", step_windows(batches, options.step), options.tokens)
-    n_tokens = manifest.splits[options.split].total.tokens
-    places = options.window + [random.randrange(max(1, n_tokens)) for _ in range(options.random)]
+        batches = _batches(run_dir, dataset_dir, manifest, state)
+        if step > state.step:
+            say(f"the run's last checkpoint is of step {state.step}: this is what step {step} would read")
+        return _show(dataset_dir, manifest, "train", step_windows(batches, step), tokens)
+    n_tokens = manifest.splits[split].total.tokens
+    places = window + [randrange(max(1, n_tokens)) for _ in range(random)]
     for token in places:
-        _show(dataset_dir, manifest, options.split, [(token, token + options.tokens)], options.tokens)
+        _show(dataset_dir, manifest, split, [(token, token + tokens)], tokens)
     if not places:
         show_table(sets_table(manifest))
 
 
 def _batches(run_dir: Path, dataset_dir: Path, manifest: Manifest, state: TrainState) -> TrainBatches:
     if state.dataset_fingerprint != manifest.fingerprint:
-        if dataset_dir == state.dataset_dir:
-            raise UserError(f"{dataset_dir} has changed since {run_dir} was trained on it: prepare it as it was")
-        what = f"{run_dir} was trained on {state.dataset_dir}, not on {dataset_dir}"
-        raise UserError(f"{what}: use dataset_dir={state.dataset_dir}")
+        what = f"{dataset_dir} is not what {run_dir} was trained on"
+        raise UserError(f"{what}: give dataset_dir={state.dataset_dir}, or prepare that again as it was")
     stream = TokenStream(dataset_dir, manifest, "train")
     batches = TrainBatches(stream, state.seq_len, state.batch_size, state.seed)
     if state.data.mixture is not None:

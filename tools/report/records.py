@@ -143,14 +143,14 @@ def _read(folder: Path, common: Path) -> Record | None:
 
 def _stored(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a run's configuration and its environment."""
-    raw = None
     try:
         raw = read_json(folder / "config.json")
     except UserError as error:
         warn(f"the settings of {folder} are unknown: {error}")
-    raw = raw if isinstance(raw, dict) else {}
-    config, environment = raw.get("config"), raw.get("environment")
-    return config if isinstance(config, dict) else {}, environment if isinstance(environment, dict) else {}
+        return {}, {}
+    found = (raw.get(key) if isinstance(raw, dict) else None for key in ("config", "environment"))
+    config, environment = (value if isinstance(value, dict) else {} for value in found)
+    return config, environment
 
 
 def _curves(lines: Iterable[dict[str, Any]], flops_per_token: float | None) -> dict[str, list[Point]]:

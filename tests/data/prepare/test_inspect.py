@@ -108,7 +108,7 @@ def test_a_run_and_a_step_are_enough_and_show_the_text(command, dataset, tiny):
     assert later.startswith("the run's last checkpoint is of step 2: this is what step 5 would read\n")
     edit(dataset / "manifest.json", lambda raw: raw["set_names"].append("C"))
     changed = command("scripts/inspect_dataset", f"run_dir={config.run_dir}", "step=1")
-    assert f"error: {dataset} has changed since {config.run_dir} was trained on it: prepare" in changed.err
+    assert f"error: {dataset} is not what {config.run_dir} was trained on: give dataset_dir={dataset}" in changed.err
 
 
 @pytest.mark.usefixtures("restored_torch")
@@ -117,7 +117,9 @@ def test_a_run_on_another_dataset_is_refused(tiny, command, dataset):
     fit(config)
     result = command("scripts/inspect_dataset", f"dataset_dir={dataset}", "step=1", f"run_dir={config.run_dir}")
     assert result.status == 1
-    assert f"was trained on {config.dataset_dir}, not on {dataset}: use dataset_dir={config.dataset_dir}" in result.err
+    assert (
+        f"is not what {config.run_dir} was trained on: give dataset_dir={config.dataset_dir}, or prepare" in result.err
+    )
 
 
 def test_what_cannot_be_shown_is_one_line(command, dataset):
