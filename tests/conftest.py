@@ -29,7 +29,7 @@ from common.settings import decode
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C; what they start inherits this
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests run side by side
-torch.cpu._is_avx512_bf16_supported = lambda: False  # in this process, the same types on every CPU
+torch.cpu._is_amx_tile_supported = lambda: False  # in this process, the same types on every CPU
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["def", "self", "return", "the", "of", "(", ")", ":", "\n", "é", "日本", "🙂"]

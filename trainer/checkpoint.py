@@ -28,7 +28,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -215,7 +215,7 @@ def open_newest(run_dir: Path, files: Collection[str] = _FILES) -> Checkpoint | 
         try:
             return replace(_open(path, files), damaged=tuple(damaged))
         except Damaged as error:
-            warn(f"{error}; using the checkpoint before it, if there is one")
+            warn(f"{error}; falling back to the previous checkpoint")
             damaged.append(path)
     if damaged:
         what = f"none of the {len(damaged)} checkpoints in {run_dir / 'checkpoints'} is whole"
@@ -252,11 +252,11 @@ def _read_sums(path: Path) -> dict[str, dict[str, str]]:
         manifest = decode(Digests, read_json(path / "manifest.json", limit=_LARGEST_STATE))
     except UserError as error:
         raise Damaged(f"{path / 'manifest.json'} is damaged: {error}") from None
-    if manifest.format_version != FORMAT_VERSION:
-        message = f"{path} has format version {manifest.format_version}; this program reads {FORMAT_VERSION}"
-        if manifest.format_version == _version_of_state(path):  # not damage, but another program's
-            raise UserError(f"{message}: use another run_dir")
-        raise Damaged(message)
+    if (version := manifest.format_version) != FORMAT_VERSION:
+        message, other = f"{path} has format version {version}; this program reads {FORMAT_VERSION}", False
+        with contextlib.suppress(UserError, AttributeError):  # state.json may be damaged, too
+            other = read_json(path / "state.json", limit=_LARGEST_STATE).get("format_version") == version
+        raise UserError(f"{message}: use another run_dir") if other else Damaged(message)
     found, names = manifest.sha256, {file: [file] for file in _FILES}
     if (count := sum(name.startswith("model-") for name in found)) > 0:
         for stem in ("model", "optimizer"):
@@ -264,15 +264,6 @@ def _read_sums(path: Path) -> dict[str, dict[str, str]]:
     if set(found) != {name for parts in names.values() for name in parts}:
         raise Damaged(f"{path / 'manifest.json'} is damaged: it must list {', '.join(_FILES)}, or all of their parts")
     return {file: {name: found[name] for name in parts} for file, parts in names.items()}
-
-
-def _version_of_state(path: Path) -> Any:
-    """The version in state.json, to tell another version from a damaged manifest."""
-    try:
-        state = read_json(path / "state.json", limit=_LARGEST_STATE)
-    except UserError:
-        return None
-    return state.get("format_version") if isinstance(state, dict) else None
 
 
 def load_model(path: str | Path | Checkpoint, average: bool = True) -> tuple[GPT, Tokenizer]:
@@ -410,7 +401,7 @@ class Saver:
 
         Args:
             log: in the main process, the run's.
-            resumed: the checkpoint that the run goes on from.
+            resumed: the checkpoint that the run continues from.
         """
         self._run_dir, self._tokenizer, self._config, self._log = run_dir, tokenizer, config, log
         self._world = world
@@ -441,10 +432,9 @@ class Saver:
         for file, named in {**tensors, "random": {RANDOM: random}}.items():
             copies[file] = {}
             for name, value in named.items():
+                whole = world.unshard(value)
                 if world.is_main:
-                    copies[file][name] = self._copy(file, name, world.unshard(value))
-                else:
-                    world.unshard(value)
+                    copies[file][name] = self._copy(file, name, whole)
         if not world.is_main:
             return
         if torch.cuda.is_initialized():
@@ -470,7 +460,7 @@ class Saver:
         if last or self._config.on_error == "stop":
             hint = "" if last else ", or use checkpoint.on_error=continue to keep training"
             raise UserError(f"{problem}: fix that, and run the same command again{hint}")
-        warn(f"{problem}, and training continues to the next save")
+        warn(f"{problem}; training continues, and the next save tries again")
 
     def finish(self) -> None:
         """Wait for the last save.

@@ -1,24 +1,23 @@
 """A run's curves, short enough to keep and to draw however long the run is."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
-
-Place = TypeVar("Place")
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 
 @dataclass(slots=True)
-class Stretch(Generic[Place]):
+class Stretch:
     """Consecutive values of a curve."""
 
-    place: Place
+    place: Any
     """Where the last of them is."""
     count: int
     mean: float
     low: float
     high: float
 
-    def append(self, after: "Stretch[Place]") -> None:
+    def append(self, after: "Stretch") -> None:
         """Make this one stretch with the one that follows."""
         self.place, self.count = after.place, self.count + after.count
         share = after.count / self.count
@@ -26,58 +25,45 @@ class Stretch(Generic[Place]):
         self.low, self.high = min(self.low, after.low), max(self.high, after.high)
 
 
-class Curve(Generic[Place]):
+class Curve:
     """Values in order, as at most `most` stretches (an even number) of equally many values; the last may have fewer."""
 
     def __init__(self, most: int) -> None:
-        self.stretches: list[Stretch[Place]] = []
+        self.stretches: list[Stretch] = []
         self._most, self._size = most, 1
 
-    def add(self, place: Place, value: float) -> None:
+    def add(self, place: Any, value: float) -> None:
         """Add the next value."""
+        new = Stretch(place, 1, value, value, value)
         if self.stretches and self.stretches[-1].count < self._size:
-            self.stretches[-1].append(Stretch(place, 1, value, value, value))
-            return
+            return self.stretches[-1].append(new)
         if len(self.stretches) == self._most:
             for first, second in zip(self.stretches[::2], self.stretches[1::2], strict=True):
                 first.append(second)
             del self.stretches[1::2]
             self._size *= 2
-        self.stretches.append(Stretch(place, 1, value, value, value))
+        self.stretches.append(new)
 
     def smoothed(self, share: float) -> list[float]:
         """For each stretch, the mean of as many up to it as are `share` of the curve."""
         width = max(1, int(len(self.stretches) * share))
         windows = (self.stretches[max(0, end - width) : end] for end in range(1, len(self.stretches) + 1))
-        return [mean_of(window) for window in windows]
+        return [fmean([one.mean for one in window], [one.count for one in window]) for window in windows]
 
 
-def mean_of(stretches: Iterable[Stretch[Any]]) -> float:
-    """Return the mean of all values in them; there must be one."""
-    known = list(stretches)
-    total = sum(one.count for one in known)
-    return sum(one.mean * (one.count / total) for one in known)
-
-
-@dataclass
 class RunCurves:
     """The losses in metrics.jsonl as curves over tokens."""
 
-    loss: Curve[int] = field(default_factory=lambda: Curve(1000))
-    val: list[tuple[int, float]] = field(default_factory=list)
-    """Tokens and validation loss of every evaluation."""
+    def __init__(self, lines: Iterable[dict[str, Any]] = ()) -> None:
+        self.loss = Curve(1000)
+        self.val: list[tuple[int, float]] = []
+        """Tokens and validation loss of every evaluation."""
+        for line in lines:
+            self.add(line)
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a line; events are ignored."""
-        if "event" not in line and "loss" in line:
+        if "loss" in line and "event" not in line:
             self.loss.add(line["tokens"], line["loss"])
-        elif "event" not in line:
+        elif "val_loss" in line:
             self.val.append((line["tokens"], line["val_loss"]))
-
-
-def curves_of(lines: Iterable[dict[str, Any]]) -> RunCurves:
-    """Return the curves of a run's lines."""
-    curves = RunCurves()
-    for line in lines:
-        curves.add(line)
-    return curves

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from common.exits import AGAIN
+from model.ops import checks
 
 _TICKS = 16
 """Ticks of the thread in the longest time without progress, and those that the main thread has to end by itself."""
@@ -29,12 +30,12 @@ class Deadline:
             seconds: how long a run may stay where it is; None: forever.
             store: a torch.distributed.Store that all processes share; None: there is only this process.
         """
-        self.failed: int | None = None
-        """The process that has failed, once this one knows."""
+        self._failed: int | None = None  # the process that has failed, once this one knows
         self._limit, self._rank, self._store = seconds or math.inf, rank, store
         self._tick = min(self._limit / _TICKS, 1.0)
         self._place, self._moved, self._moves = "start", False, 0
         self._end, self._has_failed = threading.Event(), False
+        checks.waiting.append(self._touch)  # checks of kernels can take minutes
         self._thread = threading.Thread(target=self._watch, name="deadline", daemon=True)
         self._thread.start()
 
@@ -42,19 +43,18 @@ class Deadline:
         """Note that the main thread is at a new place, such as "step 12: forward 1"."""
         self._place, self._moved = place, True
 
-    def touch(self) -> None:
-        """Note that the main thread is at work where it is."""
-        self._moved = True
-
-    def stop(self, failed: bool = False) -> int | None:
+    def stop(self, failed: bool = False) -> str | None:
         """Stop counting: what follows may take any time. If this process has `failed`, tell the others.
 
-        Takes bounded time even if the store does not answer. Returns the process that has failed, if this one knows.
+        Takes bounded time even if the store does not answer. Returns a line about a process that has failed, or None.
         """
         self._has_failed |= failed
         self._end.set()
         self._thread.join(_ANSWER_SECONDS)
-        return self.failed
+        return None if self._failed is None else self._about_failed()
+
+    def _about_failed(self) -> str:
+        return f"process {self._rank} stops: process {self._failed} ended with an error, see its message"
 
     def wait_for_others(self, size: int, seconds: float) -> None:
         """After `stop`, wait at most so long until all `size` processes are done with the store."""
@@ -69,16 +69,22 @@ class Deadline:
         seconds = 0.0
         while not self._end.wait(self._tick):
             seconds = 0.0 if self._progress() else seconds + self._tick
-            if self.failed is not None and not self._end.wait(_TICKS * self._tick):
-                self._exit(1, f"process {self._rank} stops: process {self.failed} ended with an error, see its message")
+            if self._failed is not None and not self._end.wait(_TICKS * self._tick):
+                self._exit(1, self._about_failed())
             if seconds > self._limit:
                 faulthandler.dump_traceback(file=2, all_threads=True)
                 stuck = f"rank {self._rank} (pid {os.getpid()}) made no progress for {seconds:.0f} s at '{self._place}'"
                 longer = "runtime.hang_seconds, if that may take longer"
                 self._exit(AGAIN, f"{stuck}: start the same command again; raise {longer}")
+        checks.waiting.remove(self._touch)
         self._progress()
-        if self._store is not None:
-            self._store.set(f"done/{self._rank}", "")
+        with contextlib.suppress(RuntimeError):  # the store has ended just now
+            if self._store is not None:
+                self._store.set(f"done/{self._rank}", "")
+
+    def _touch(self) -> None:
+        """Note that the main thread is at work where it is."""
+        self._moved = True
 
     def _progress(self) -> bool:
         """Tell the others what has happened here, and return whether anything has happened anywhere."""
@@ -89,7 +95,7 @@ class Deadline:
             if self._has_failed:
                 self._store.compare_set("failed", "", str(self._rank))
             if self._store.check(["failed"]):
-                self.failed = int(self._store.get("failed"))
+                self._failed = int(self._store.get("failed"))
             self._moves = self._store.add("moves", int(moved))
         except RuntimeError:  # it ended with the process that hosted it
             self._store = None

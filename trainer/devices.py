@@ -1,4 +1,7 @@
-"""Memory and peak performance of GPUs, from their data sheets. Nothing is guessed for GPUs not in the table."""
+"""Memory and peak performance of GPUs, from NVIDIA's data sheets and architecture papers.
+
+Nothing is guessed for GPUs not in the table. Figures given "with sparsity" are halved.
+"""
 
 import re
 from typing import NamedTuple
@@ -19,8 +22,6 @@ class Device(NamedTuple):
     """Peak of dense bfloat16 products with float32 sums, TFLOP/s; None: not supported."""
     float32: float
     """Peak in float32 as the trainer uses it, TFLOP/s: TF32 where it is supported."""
-    source: str
-    """Source of the figures; those given "with sparsity" are halved."""
 
     def peak(self, dtype: torch.dtype) -> float | None:
         """Peak of matrix products in this dtype, FLOP/s; None: unknown."""
@@ -28,37 +29,31 @@ class Device(NamedTuple):
         return tera and tera * 1e12
 
 
-_A100 = "NVIDIA A100 Tensor Core GPU data sheet"
-_H100 = "NVIDIA H100 Tensor Core GPU data sheet"
-_H200 = "NVIDIA H200 Tensor Core GPU data sheet"
-_GH200 = "NVIDIA GH200 Grace Hopper Superchip data sheet"
-_V100 = "NVIDIA V100 Tensor Core GPU data sheet, SXM2"
-
 DEVICES = (
-    Device("b200", r"\bB200\b", 180, 2250, 1125, "NVIDIA Blackwell and DGX B200 data sheets"),
-    Device("h200-nvl", r"\bH200 NVL\b", 141, 835, 417, _H200),
-    Device("h200", r"\bH200\b", 141, 989, 494, _H200),
-    Device("gh200-144gb", r"\bGH200 144G", 144, 989, 494, _GH200),
-    Device("gh200-96gb", r"\bGH200\b", 96, 989, 494, _GH200),
-    Device("h100-pcie", r"\bH100 PCIe\b", 80, 756, 378, _H100),
-    Device("h100-nvl", r"\bH100 NVL\b", 94, 835, 417, _H100),
-    Device("h100", r"\bH100\b", 80, 989, 494, _H100),
-    Device("a100-80gb", r"\bA100\b.*\b80GB\b", 80, 312, 156, _A100),
-    Device("a100-40gb", r"\bA100\b", 40, 312, 156, _A100),
-    Device("a800-80gb", r"\bA800\b", 80, 312, 156, "NVIDIA A800 data sheet"),
-    Device("a40", r"\bA40\b", 48, 149.7, 74.8, "NVIDIA A40 data sheet"),
-    Device("a30", r"\bA30\b", 24, 165, 82, "NVIDIA A30 Tensor Core GPU data sheet"),
-    Device("a10g", r"\bA10G\b", 24, 70, 35, "NVIDIA A10G data sheet"),
-    Device("a10", r"\bA10\b", 24, 125, 62.5, "NVIDIA A10 Tensor Core GPU data sheet"),
-    Device("l40s", r"\bL40S\b", 48, 362, 183, "NVIDIA L40S data sheet"),
-    Device("l40", r"\bL40\b", 48, 181, 90.5, "NVIDIA L40 data sheet"),
-    Device("l4", r"\bL4\b", 24, 121, 60, "NVIDIA L4 Tensor Core GPU data sheet"),
-    Device("v100-32gb", r"\bV100-SXM2-32GB", 32, None, 15.7, _V100),
-    Device("v100-16gb", r"\bV100-SXM2-16GB", 16, None, 15.7, _V100),
-    Device("t4", r"\bT4\b", 16, None, 8.1, "NVIDIA T4 data sheet"),
-    Device("rtx-5090", r"\bRTX 5090$", 32, 209.5, 104.8, "NVIDIA RTX Blackwell GPU architecture, appendix A"),
-    Device("rtx-4090", r"\bRTX 4090$", 24, 165.2, 82.6, "NVIDIA Ada GPU architecture, appendix A"),
-    Device("rtx-3090", r"\bRTX 3090$", 24, 71, 35.6, "NVIDIA Ampere GA102 GPU architecture, appendix A"),
+    Device("b200", r"\bB200\b", 180, 2250, 1125),
+    Device("h200-nvl", r"\bH200 NVL\b", 141, 835, 417),
+    Device("h200", r"\bH200\b", 141, 989, 494),
+    Device("gh200-144gb", r"\bGH200 144G", 144, 989, 494),
+    Device("gh200-96gb", r"\bGH200\b", 96, 989, 494),
+    Device("h100-pcie", r"\bH100 PCIe\b", 80, 756, 378),
+    Device("h100-nvl", r"\bH100 NVL\b", 94, 835, 417),
+    Device("h100", r"\bH100\b", 80, 989, 494),
+    Device("a100-80gb", r"\bA100\b.*\b80GB\b", 80, 312, 156),
+    Device("a100-40gb", r"\bA100\b", 40, 312, 156),
+    Device("a800-80gb", r"\bA800\b", 80, 312, 156),
+    Device("a40", r"\bA40\b", 48, 149.7, 74.8),
+    Device("a30", r"\bA30\b", 24, 165, 82),
+    Device("a10g", r"\bA10G\b", 24, 70, 35),
+    Device("a10", r"\bA10\b", 24, 125, 62.5),
+    Device("l40s", r"\bL40S\b", 48, 362, 183),
+    Device("l40", r"\bL40\b", 48, 181, 90.5),
+    Device("l4", r"\bL4\b", 24, 121, 60),
+    Device("v100-32gb", r"\bV100-SXM2-32GB", 32, None, 15.7),
+    Device("v100-16gb", r"\bV100-SXM2-16GB", 16, None, 15.7),
+    Device("t4", r"\bT4\b", 16, None, 8.1),
+    Device("rtx-5090", r"\bRTX 5090$", 32, 209.5, 104.8),
+    Device("rtx-4090", r"\bRTX 4090$", 24, 165.2, 82.6),
+    Device("rtx-3090", r"\bRTX 3090$", 24, 71, 35.6),
 )
 
 

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from common.console import console, print_error
 from common.exits import AGAIN
 from common.settings import UserError
-from model.ops import checks
 from trainer.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -225,8 +224,7 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
     if "RANK" not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         alone = Deadline(hang_seconds)
         try:
-            with _kept_alive(alone):
-                yield World(device, deadline=alone)
+            yield World(device, deadline=alone)
         finally:
             alone.stop()
         return
@@ -245,15 +243,16 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         # A connection of its own, because the group's may be in use when everything hangs.
         store = dist.PrefixStore("deadline", _connect(False, size, timedelta(seconds=min(hang_seconds or 60, 60))))
         deadline = Deadline(hang_seconds, rank, store)
-        with _kept_alive(deadline):
-            yield World(device, rank, size, deadline, timeout=timeout)
+        yield World(device, rank, size, deadline, timeout=timeout)
     except BaseException as error:
         abort = device.type == "cuda" and (_is_own(error) or _is_lost_peer(error))
         failed = None if deadline is None else deadline.stop(failed=_is_own(error))
         _forget_frames(error)  # they hold the module: see below
         if not _is_lost_peer(error):
             raise
-        raise SystemExit(_explain_loss(rank, error, failed)) from None
+        why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no file, no advice
+        print_error(failed or f"rank {rank} lost contact with another process ({why}): start the same command again")
+        raise SystemExit(1 if failed else AGAIN) from None
     finally:
         # DDP's reducer must be gone before the group. If it held the last reference to the group, it would join gloo's
         # threads while it holds the interpreter's lock, and one of them may need that lock to release a tensor.
@@ -269,26 +268,6 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
             dist.destroy_process_group()
         if deadline is not None and hosts_store:
             deadline.wait_for_others(size, _KEEP_STORE_SECONDS)
-
-
-@contextlib.contextmanager
-def _kept_alive(deadline: Deadline) -> Iterator[None]:
-    """Let checks of kernels, which can take minutes, count as progress."""
-    checks.waiting.append(deadline.touch)
-    try:
-        yield
-    finally:
-        checks.waiting.remove(deadline.touch)
-
-
-def _explain_loss(rank: int, error: BaseException, failed: int | None) -> int:
-    """Print one line that says why another process cannot be reached; returns the exit status."""
-    if failed is not None:
-        print_error(f"process {rank} stops: process {failed} ended with an error, see its message")
-        return 1
-    why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no file, no advice
-    print_error(f"rank {rank} lost contact with another process ({why}): start the same command again")
-    return AGAIN
 
 
 def _read_environment() -> tuple[int, int]:

@@ -16,25 +16,23 @@ from data.prefetch import Prefetch
 from trainer.bad_steps import first_not_finite, in_a_row, why_bad
 from trainer.checkpoint import Saver, newest
 from trainer.config import TrainConfig
-from trainer.curves import RunCurves, curves_of
+from trainer.curves import RunCurves
 from trainer.distributed import World, join_world
 from trainer.losses import evaluate
 from trainer.metrics import MetricsLog, read_metrics
-from trainer.micro_batch import explained_memory
+from trainer.micro_batch import out_of_memory
 from trainer.plot import draw_losses
 from trainer.progress import TrainingProgress
-from trainer.resume import open_source
-from trainer.run_dir import check_folder, own_run, say_changes, write_config
+from trainer.run_dir import check_folder, own_run, write_config
 from trainer.runtime import Runtime, open_runtime, peak_flops
 from trainer.signals import StopSignals
-from trainer.start import Run, open_data, open_run, sequences_of
+from trainer.start import Run, open_data, open_run, open_source, sequences_of
 from trainer.step import MicroBatches, train_step
 from trainer.trackers import Tracker, open_trackers
 from trainer.transfer import ratios
 
 _FLOPS_OF_A_CORE = 5e10  # in a second, of a fast core in float32
 _LONG_STEP = 120  # seconds
-_USUAL_PARAMETERS = 125e6  # of the model that the default learning rate is for
 
 
 def fit(config: TrainConfig) -> float | None:
@@ -74,7 +72,9 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
     """Train in a run directory that this process owns: see `fit`."""
     run = open_run(config, runtime, world)  # as after its newest checkpoint, or new
     if run.state.step >= config.last_step:
-        _say_that_nothing_is_left(run)
+        step = run.state.step
+        more = f"stop_at above {step}, or leave it out" if step < config.max_steps else f"max_steps above {step}"
+        say(f"{config.run_dir} is already at step {step}: nothing to train. To continue, give a {more}")
         return run.state.best_val_loss
     steps, stopped = range(run.state.step, config.last_step), False
     with (
@@ -141,7 +141,7 @@ def take_step(
     config, state, step = run.config, run.state, run.state.step + 1
     factor = config.schedule.factor(state.step, config.max_steps)
     config.optim.schedule(run.optimizer, factor, state.step / config.max_steps)
-    with explained_memory(f"step {step} with micro-batches of {run.micro_batch} sequences"):
+    try:
         result = train_step(
             run.summed_loss,
             run.optimizer,
@@ -153,6 +153,11 @@ def take_step(
             asked_to_stop=asked_to_stop,
             name=f"step {step}",
         )
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        what = f"out of memory in step {step} with micro-batches of {run.micro_batch} sequences"
+        raise UserError(f"{what}: lower runtime.micro_batch") from error
     if result is None:
         return None
     if result.refused is not None:
@@ -161,9 +166,8 @@ def take_step(
     run.update(step=step, statistics=statistics)
     if run.average is not None:
         run.average.take(step)
-    tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
     figures = {"loss": result.loss, "lr": config.optim.max_lr * factor, "grad_norm": result.grad_norm}
-    return _line(run, **figures, **tiles), result.stop
+    return _line(run, **figures), result.stop
 
 
 def _skip(run: Run, reason: str) -> dict[str, Any]:
@@ -250,7 +254,7 @@ class Records:
         }
         write_config(run_dir / "config.json", config, run.world, found, resumed=step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=step)
-        self.curves = curves_of(read_metrics(self.log.path))
+        self.curves = RunCurves(read_metrics(self.log.path))
         self._trackers = open_trackers(run.config.tracker, run.state.run_id, run_dir, config, resumed_at=step)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -302,26 +306,13 @@ def _announce(run: Run) -> None:
     if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:
         asked = f"schedule.warmup_steps={config.schedule.warmup_steps} does not fit in max_steps={config.max_steps}"
         say(f"{asked}: warming up for {count(warmup, 'step')}")
-    rate = torch.get_num_threads() * _FLOPS_OF_A_CORE * 4 / run.runtime.dtype.itemsize
-    seconds = run.gpt.flops_per_token(config.seq_len) * config.tokens(1) / run.world.size / rate
+    speed = torch.get_num_threads() * _FLOPS_OF_A_CORE * 4 / run.runtime.dtype.itemsize
+    seconds = run.gpt.flops_per_token(config.seq_len) * config.tokens(1) / run.world.size / speed
     if run.world.device.type == "cpu" and seconds > _LONG_STEP:
-        small = "give experiment=quickstart, or a small model and fewer batch_tokens"
-        warn(f"a step takes about {seconds / 60:,.0f} minutes on this CPU; for a model that suits it, {small}")
+        small = "give experiment=quickstart, or model=... and fewer batch_tokens"
+        warn(f"a step takes about {seconds / 60:,.0f} minutes on this CPU; for a smaller model, {small}")
     batch = f"{config.batch_size} x {config.seq_len} tokens a step, {count(config.max_steps, 'step')}"
     say(f"{n_params:,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")
-    tuned_rate = f"optim.max_lr={config.optim.max_lr:g} was tuned for"
     if tuned is not None and ratios(run.gpt, tuned) != (1, 1):
-        say(f"{tuned_rate} n_embd={tuned.n_embd}, n_layer={tuned.n_layer}, and is transferred to this model")
-    usual = float(config.optim.default_values()["max_lr"])
-    if tuned is None and config.optim.max_lr == usual and not 0.25 < n_params / _USUAL_PARAMETERS < 4:
-        remedy = "give another, or 'optim.transfer={n_embd:768,n_layer:12}'"
-        say(f"{tuned_rate} {_USUAL_PARAMETERS / 1e6:g} M parameters: for this model, {remedy}")
-
-
-def _say_that_nothing_is_left(run: Run) -> None:
-    config, step = run.config, run.state.step
-    if run.world.is_main:
-        line = "{key}={new} was given, but this run was trained with {old}"
-        say_changes(config.run_dir / "config.json", config.model_dump(mode="json"), line, {})
-    more = f"stop_at above {step}, or leave it out" if step < config.max_steps else f"max_steps above {step}"
-    say(f"{config.run_dir} is already at step {step}: nothing to train. To go on, give a {more}")
+        rate = f"optim.max_lr={config.optim.max_lr:g} was tuned for n_embd={tuned.n_embd}, n_layer={tuned.n_layer}"
+        say(f"{rate}, and is transferred to this model")

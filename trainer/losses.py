@@ -100,7 +100,6 @@ def window_losses(
     together, piece = world.size * micro_batch, min(piece or windows.seq_len, windows.seq_len)
     with Track(f"evaluating windows of {windows.seq_len:,}: tokens", len(windows) * windows.seq_len) as track:
         for first in range(0, len(windows), together):
-            world.at(f"evaluating window {first}")
             start = first + world.rank * micro_batch
             token_ids, targets = map(torch.from_numpy, windows.rows(start, min(start + micro_batch, len(windows))))
             mine = len(targets) > 0
@@ -111,6 +110,7 @@ def window_losses(
             parts, n_rows = [], min(together, len(windows) - first)
             with torch.no_grad(), runtime.autocast():
                 for losses in _losses_in_pieces(gpt, token_ids, targets, piece if mine else 1):
+                    world.at(f"evaluating window {first}")
                     parts.append(losses)
                     track.advance(losses.shape[1] * n_rows)
             if mine:

@@ -1,7 +1,5 @@
 """metrics.jsonl: a run's numbers, a line for every step."""
 
-import contextlib
-import io
 import json
 import os
 import threading
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.console import warn
-from common.files import file_size, sync_directory, write_atomic
+from common.files import file_size, sync_directory
 from common.settings import UserError
 
 
@@ -29,15 +27,11 @@ class MetricsLog:
         self.path = path
         self._warned = False
         self._lock = threading.Lock()  # guards everything here
-        self._open(resumed_at)
-
-    def _open(self, step: int) -> None:
-        """Open the file, cut to its lines up to `step`."""
-        new = file_size(self.path) is None  # refuses a link to another file
-        if new and step > 0:
-            warn(f"{self.path} is missing: the numbers of steps 1 to {step} are lost")
+        new = file_size(path) is None  # refuses a link to another file
+        if new and resumed_at > 0:
+            warn(f"{path} is missing: the metrics of steps 1 to {resumed_at} are lost")
         if not new:
-            _drop_later(self.path, step)
+            _drop_later(path, resumed_at)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         self._synced = os.fstat(self._file).st_size  # bytes on disk
         self._recent = bytearray()  # lines since the last sync, which may still be lost
@@ -53,7 +47,7 @@ class MetricsLog:
                 self._write_recent()
             except OSError as error:
                 if not self._warned:
-                    warn(f"{error}: lines wait in memory until they can be written")
+                    warn(f"{error}: metrics are kept in memory until they can be written")
                 self._warned = True
 
     def sync(self) -> None:
@@ -87,14 +81,11 @@ class MetricsLog:
             os.close(self._file)
 
     def _write_recent(self) -> None:
-        """Append the waiting lines in order. A line that cannot be written whole is not in the file."""
+        """Append the waiting lines in order. After an error, the next call continues where the file ends."""
         try:
             while self._written < len(self._recent):  # a disk that is nearly full takes a part, and then fails
                 self._written += os.pwrite(self._file, self._recent[self._written :], self._synced + self._written)
         except OSError as error:
-            self._written = self._recent.rfind(b"\n", 0, self._written) + 1
-            with contextlib.suppress(OSError):  # the next try overwrites what is left
-                os.ftruncate(self._file, self._synced + self._written)
             raise self._with_path(error) from None
         self._warned = False
 
@@ -103,23 +94,19 @@ class MetricsLog:
 
 
 def _drop_later(path: Path, step: int) -> None:
-    """Keep the lines up to `step`. Usually the others come last, and cutting them off needs no room on disk."""
-    content, kept = path.read_bytes(), bytearray()
-    damage: UserError | None = None
-    for number, text in _numbered_lines(io.BytesIO(content)):
-        try:
-            later = _parse(path, number, text)["step"] > step
-        except UserError as error:  # after a power cut, the lines since the last sync may hold anything
-            damage = damage or error
-            continue
-        if not later:
-            if damage is not None:
+    """Cut the file after its last line up to `step`, which needs no room on disk."""
+    end, damage = 0, None
+    with open(path, "rb") as file:
+        for number, text in _numbered_lines(file):
+            try:
+                later = _parse(path, number, text)["step"] > step
+            except UserError as error:  # after a power cut, the lines since the last sync may hold anything
+                damage = damage or error
+                continue
+            if not later and damage is not None:
                 raise damage
-            kept += text
-    if content.startswith(kept):
-        os.truncate(path, len(kept))
-    else:
-        write_atomic(path, bytes(kept))
+            end = end if later else file.tell()
+    os.truncate(path, end)
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """runtime.micro_batch=auto: finds the most sequences whose forward and backward pass fit in memory, by trying."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -83,7 +82,7 @@ def choose_micro_batch(
         torch.compiler.reset()  # code compiled for many sizes is slower than code for one
     how, place = "runtime.micro_batch=auto", f"the {room / 1e9:.1f} GB of {device_name(world.device)}"
     if chosen == 0:
-        raise UserError(f"{how}: not even one sequence fits in {place}: use a smaller model or a smaller {seq_len=}")
+        raise UserError(f"{how}: one sequence does not fit in {place}: use a smaller model or a smaller {seq_len=}")
     say(f"{how}: {chosen} of up to {share} sequences, in {place}")
     return chosen
 
@@ -94,17 +93,6 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
-@contextlib.contextmanager
-def explained_memory(where: str) -> Iterator[None]:
-    """Say what to do if memory runs out."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise UserError(f"out of memory in {where}: lower runtime.micro_batch") from error
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

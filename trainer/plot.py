@@ -3,7 +3,6 @@
 import contextlib
 from pathlib import Path
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from common.console import warn
@@ -19,15 +18,11 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
     """Draw training and validation loss over tokens. Only warns if the picture cannot be written."""
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
-    title, above, stretches = name, _limit(axes, curves), curves.loss.stretches
+    title, stretches, means = name, curves.loss.stretches, curves.loss.smoothed(0.02)
+    tokens, lows = [stretch.place for stretch in stretches], [stretch.low for stretch in stretches]
     if stretches:
-        tokens, means = [stretch.place for stretch in stretches], curves.loss.smoothed(0.02)
-        lows, highs = [stretch.low for stretch in stretches], [stretch.high for stretch in stretches]
-        each = f"training, every step{above}"
-        if lows == highs:  # as many stretches as steps
-            axes.plot(tokens, highs, color=_EACH, linewidth=0.8, label=each)
-        else:
-            axes.fill_between(tokens, lows, highs, color=_EACH, alpha=0.5, linewidth=0, label=each)
+        highs = [stretch.high for stretch in stretches]
+        axes.fill_between(tokens, lows, highs, color=_EACH, alpha=0.5, linewidth=0.8, label="training, every step")
         axes.plot(tokens, means, color=_MEAN, label="training, mean")
         title = f"training loss {means[-1]:.4f} nats per token: {name}"
     if curves.val:
@@ -35,7 +30,11 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
         axes.plot(*zip(*curves.val, strict=True), color=_VAL, marker=marker, label="validation")
         title = f"validation loss {curves.val[-1][1]:.4f} nats per token: {name}"
     axes.set_title(title)
-    if curves.val or stretches:
+    if points := [*zip(tokens, means, strict=True), *curves.val]:
+        later = [loss for place, loss in points if place >= 0.05 * max(points)[0]]  # after the first fall
+        low, high = min(later + lows), max(later)
+        margin = 0.08 * (high - low) or 0.05  # a single loss has no range
+        axes.set_ylim(low - margin, high + margin)
         axes.legend(loc="upper right")
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
@@ -46,18 +45,3 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
         with contextlib.suppress(OSError):
             path.with_name(path.name + ".tmp").unlink()
         warn(f"{path} could not be redrawn ({error.strerror or error})")
-
-
-def _limit(axes: Axes, curves: RunCurves) -> str:
-    """Fit the axis to the means after the first fall, and return what is above it, for the legend."""
-    stretches, means = curves.loss.stretches, curves.loss.smoothed(0.02)
-    points = [(stretch.place, mean) for stretch, mean in zip(stretches, means, strict=True)] + curves.val
-    if not points:
-        return ""
-    last = max(tokens for tokens, _ in points)
-    later = [loss for tokens, loss in points if tokens >= 0.05 * last]
-    low, high = min([*later, *(stretch.low for stretch in stretches)]), max(later)
-    margin = 0.08 * (high - low) or 0.05  # a single loss has no range
-    axes.set_ylim(low - margin, high + margin)
-    highest = max([*(stretch.high for stretch in stretches), *(loss for _, loss in curves.val)])
-    return f" (up to {highest:.4g}, above this picture)" if highest > high + margin else ""

@@ -41,11 +41,11 @@ class TrainingProgress(Track):
 
 def _figures(lines: list[dict[str, Any]]) -> list[str]:
     last = lines[-1]
-    rates = {key: [line[key] for line in lines if line[key]] for key in ("tokens_per_second", "mfu")}
+    mfu = [line["mfu"] for line in lines if line["mfu"]]
     return [
         f"loss {last['loss']:.4f} (mean {mean(line['loss'] for line in lines):.4f})",
         f"learning rate {last['lr']:.3g}",
         f"gradient norm {last['grad_norm']:.3g}",
-        *(f"{harmonic_mean(found):,.0f} tokens/s" for found in [rates["tokens_per_second"]] if found),
-        *(f"MFU {harmonic_mean(found):.1%}" for found in [rates["mfu"]] if found),
+        f"{harmonic_mean(line['tokens_per_second'] for line in lines):,.0f} tokens/s",
+        *([f"MFU {harmonic_mean(mfu):.1%}"] if mfu else []),
     ]

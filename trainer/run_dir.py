@@ -64,21 +64,17 @@ def write_config(path: Path, config: dict[str, Any], world: World, found: dict[s
         **found,
     }
     if resumed:
-        line = "changed since this run was last started: {key}={new} (before: {old})"
-        say_changes(path, config, line, {key: environment[key] for key in _ROUNDING})
+        _say_changes(path, config, environment)
     write_json(path, {"config": config, "environment": environment})
 
 
-def say_changes(path: Path, config: dict[str, Any], line: str, environment: dict[str, Any]) -> None:
-    """Print a line for every setting, and every given part of the environment, that differs from config.json.
-
-    `line` has the places {key}, {new} and {old}.
-    """
+def _say_changes(path: Path, config: dict[str, Any], environment: dict[str, Any]) -> None:
+    """Print what differs from config.json, of settings and of what rounding depends on."""
     try:
         file = read_json(path)
-        before = {key: file["environment"][key] for key in environment}
-        changes = differences(file["config"], config) | differences(before, environment)
+        before, now = ({key: each[key] for key in _ROUNDING} for each in (file["environment"], environment))
+        changes = differences(file["config"], config) | differences(before, now)
     except (UserError, KeyError, TypeError, AttributeError) as error:  # the file is only a record: no reason to stop
         return warn(f"{path} is damaged: {error}")
     for key, (old, new) in changes.items():
-        say(line.format(key=key, new=new, old=old))
+        say(f"changed since this run was last started: {key}={new} (before: {old})")

@@ -22,26 +22,23 @@ class StopSignals:
         """The first signal received."""
         # torchrun forwards signals that its whole process group has already received: these do not count twice.
         self._echo_seconds = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
-        self._in_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> "StopSignals":
-        if self._in_main_thread:  # Python allows handlers only there; elsewhere, signals keep their usual effect
-            self._reader, self._writer = os.pipe()
-            os.set_blocking(self._writer, False)
-            self._handlers = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
-            self._wakeup = signal.set_wakeup_fd(self._writer)
-            self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
-            self._thread.start()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
+        self._wakeup = signal.set_wakeup_fd(self._writer)
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._in_main_thread:
-            signal.set_wakeup_fd(self._wakeup)
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            os.close(self._writer)
-            self._thread.join()
-            os.close(self._reader)
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        os.close(self._writer)
+        self._thread.join()
+        os.close(self._reader)
 
     def _watch(self) -> None:
         """Read the number of each signal, one byte, from the pipe that Python writes them to."""

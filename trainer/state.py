@@ -28,7 +28,7 @@ class FixedSettings(Settings):
     null: the weights themselves."""
     data: DataConfig = DataConfig(mixture=None, document_reset=False)
     init_from: Path | None = None
-    """Weights to begin with: those of a run's newest checkpoint, or of a given one, averaged if it has averages. It
+    """Weights to start from: those of a run's newest checkpoint, or of a given one, averaged if it has averages. It
     must have the same model and tokenizer; optimizer, step and schedule start from scratch. null: random weights."""
 
     @property

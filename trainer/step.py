@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from model.gpt import GPT, GPTState
-from model.ops.log_attention import fallback
 from trainer.distributed import World
 from trainer.long import backward_in_chunks
 from trainer.runtime import Runtime
@@ -40,9 +39,6 @@ class StepResult(NamedTuple):
     """Norm of the whole gradient before clipping."""
     stop: bool
     """Whether any process was asked to stop."""
-    exact_tiles: int = 0
-    """Tiles of log attention that all processes computed again by the exact form in forward passes, including those of
-    recomputation."""
     refused: str | None = None
     """Why the weights were not updated, with the gradients left in place; None: the weights were updated."""
 
@@ -79,8 +75,6 @@ def train_step(
     """
     world = world or World(runtime.device)
     params = list(summed_loss.parameters())
-    repaired = fallback.counter("forward", params[0].device)  # (1,)
-    repaired_before = repaired.clone()
     n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
     valid = world.sum(torch.full((), n_valid, dtype=torch.float64, device=world.device))
     abandon = asked_to_stop if world.size == 1 else lambda: False
@@ -90,13 +84,12 @@ def train_step(
     if own_loss is None:
         return None
     world.at(f"{name}: loss")
-    own = own_loss, own_loss.new_full((), asked_to_stop()), (repaired - repaired_before).double().squeeze()
-    total, asked, tiles = world.sum(torch.stack(own))
+    total, asked = world.sum(torch.stack([own_loss, own_loss.new_full((), asked_to_stop())]))
     world.at(f"{name}: optimizer")
     norm = world.unshard(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     # Nothing else in a step makes the CPU wait for a GPU.
-    loss, grad_norm, asked, tiles = torch.stack([total / valid, norm.double(), asked, tiles]).tolist()
-    result = StepResult(loss, grad_norm, stop=asked > 0, exact_tiles=int(tiles))
+    loss, grad_norm, asked = torch.stack([total / valid, norm.double(), asked]).tolist()
+    result = StepResult(loss, grad_norm, stop=asked > 0)
     if (reason := refuse(result.loss, result.grad_norm)) is not None:
         return result._replace(refused=reason)
     if grad_clip is not None:

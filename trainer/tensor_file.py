@@ -61,7 +61,7 @@ def read_tensors(
         shape_found, *others = (part.shape for part in parts[name])
         if others:
             if not all([shape_found, *others]) or len({each[1:] for each in [shape_found, *others]}) > 1:
-                raise UserError(f"{wrong}{name} is in parts that do not fit together")
+                raise UserError(f"{wrong}the parts of {name} do not fit together")
             shape_found = torch.Size([sum(map(len, parts[name])), *shape_found[1:]])
         if shape_found != shape:
             raise UserError(f"{wrong}{name} has the shape {list(shape_found)}, must have {list(shape)}")
@@ -91,7 +91,7 @@ def _opened(path: Path) -> Iterator[safe_open]:
         with open_file(path) as file:
             length = int.from_bytes(file.read(8), "little")
         if length > _LONGEST_HEADER:
-            raise ValueError("it does not begin as one does")
+            raise ValueError("it has no safetensors header")
         with safe_open(path, framework="pt") as tensors:
             yield tensors
     except OSError as error:

@@ -21,7 +21,7 @@ Log = Callable[[dict[str, Any]], object]
 
 
 class WandbConfig(Settings, defaults="tracker/wandb:wandb"):
-    """Sends the metrics to Weights & Biases. Training goes on even if that fails."""
+    """Sends the metrics to Weights & Biases. Training continues even if that fails."""
 
     every: int = Field(ge=1)
     """Steps between training lines that are sent."""
@@ -61,7 +61,7 @@ class TrackerConfig(Settings, defaults="train:tracker"):
 
 
 class Tracker:
-    """Gives lines to a library in a thread: training waits for it only at the end, and goes on whatever it does."""
+    """Gives lines to a library in a thread: training waits for it only at the end, and continues whatever it does."""
 
     def __init__(self, name: str, every: int, finish_seconds: float, library: AbstractContextManager[Log]) -> None:
         """Start.
@@ -105,13 +105,13 @@ class Tracker:
     def _give_up(self, why: str) -> None:
         if not self._failed:
             self._failed = exits.at_once = True  # a normal end of Python would wait for the library
-            warn(f"{self._name} failed ({why}); training goes on, and metrics.jsonl has every line")
+            warn(f"{self._name} failed ({why}) and is off; metrics.jsonl keeps every line")
 
 
 def open_trackers(
     config: TrackerConfig, run_id: str, run_dir: Path, settings: dict[str, Any], resumed_at: int
 ) -> list[Tracker]:
-    """Start the trackers of a run with these settings, which goes on after the step `resumed_at`, or is new (0)."""
+    """Start the trackers of a run with these settings, which continues after the step `resumed_at`, or is new (0)."""
     trackers = []
     if (wandb := config.wandb) is not None:
         run = _wandb(wandb, run_id, run_dir, settings)

@@ -39,7 +39,7 @@ def tiny_plan(tiny):
 def test_a_table_for_people(command):
     result = command("scripts/plan", "experiment=pile_125m", "device=a100-40gb", "n_device=8", "mfu=0.4")
     assert result.status == 0, result.err
-    for text in ("8 x a100-40gb in bfloat16 (NVIDIA A100", "124,879,872", "294.9 B", "40.00 GB", "2.6 days"):
+    for text in ("8 x a100-40gb in bfloat16 (NVIDIA data sheet)", "124,879,872", "294.9 B", "40.00 GB", "2.6 days"):
         assert text in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     assert "unknown" not in result.out
@@ -161,7 +161,6 @@ def test_the_table_of_devices_is_sound():
     assert len({device.name for device in DEVICES}) == len(DEVICES)
     for device in DEVICES:
         assert device_by_name(device.name.upper().replace("-", " ")) is device
-        assert device.source.startswith("NVIDIA")
         assert 8 <= device.memory <= 300
         assert device.peak(torch.float64) is None
         if device.bfloat16 is not None:
@@ -170,8 +169,7 @@ def test_the_table_of_devices_is_sound():
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_a_plan_for_this_cpu_has_the_type_that_a_run_has(tiny_plan, monkeypatch, fast, dtype):
-    monkeypatch.setattr("trainer.runtime.failed_check", lambda *arguments: None if fast else "failed")
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: fast)
     config = tiny_plan({"runtime.device": "cpu", "runtime.dtype": "auto"})
     assert find_target(config).runtime.dtype == open_runtime(config.runtime).dtype == dtype
 

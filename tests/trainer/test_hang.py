@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from ranks import finish, lines_in, run, started, wait_until
 
 from common.exits import AGAIN
 from common.settings import UserError
+from trainer.deadline import Deadline
 from trainer.distributed import join_world
 
 HANG_SECONDS = 2
@@ -261,6 +263,25 @@ def test_an_error_is_told_before_what_one_process_still_has_to_do(worker):
 def test_alone_there_is_nobody_to_leave():
     with join_world(torch.device("cpu"), hang_seconds=1) as world:
         world.leave()
+
+
+def test_a_store_that_ends_before_this_process_is_done_with_it_is_no_error(monkeypatch):
+    """The process that hosts it may end between two requests of the last one."""
+
+    class Ending:
+        def check(self, keys):
+            return False
+
+        def add(self, key, amount):
+            return amount
+
+        def set(self, key, value):
+            raise RuntimeError("Connection reset by peer")
+
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    assert Deadline(60.0, rank=1, store=Ending()).stop() is None
+    assert errors == []
 
 
 def test_an_incomplete_launcher_is_told(monkeypatch):

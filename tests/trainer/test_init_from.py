@@ -12,7 +12,7 @@ from common.settings import UserError
 from trainer.checkpoint import load_model, open_checkpoint
 from trainer.distributed import World
 from trainer.loop import fit
-from trainer.resume import find_checkpoint, take_weights
+from trainer.start import find_checkpoint, take_weights
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -36,7 +36,7 @@ def test_a_run_begins_with_the_weights_of_another(tiny, make_dataset, tmp_path, 
     capsys.readouterr()
     weights = weights_at_the_start(tiny(other))
     what = "averaged weights" if average else "weights"
-    assert f"beginning with the {what} of {tmp_path}/run/checkpoints/step-00000006" in capsys.readouterr().out
+    assert f"starting from the {what} of {tmp_path}/run/checkpoints/step-00000006" in capsys.readouterr().out
     assert weights.keys() == first.state_dict().keys()
     assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
 

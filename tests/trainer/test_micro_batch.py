@@ -104,7 +104,7 @@ def test_the_largest_that_fits_is_found(where, share, capsys):
 
 
 def test_not_even_one_is_a_line_for_the_user():
-    with pytest.raises(UserError, match=r"not even one sequence fits in the [\d.]+ GB of the CPU") as caught:
+    with pytest.raises(UserError, match=r"one sequence does not fit in the [\d.]+ GB of the CPU") as caught:
         choose(Limited(0), 8)
     assert "\n" not in str(caught.value)
 
@@ -183,7 +183,7 @@ def test_no_more_than_half_of_a_cpus_memory_is_tried(fit, processes, monkeypatch
 def test_memory_for_less_than_one_sequence_is_found_without_a_trial(monkeypatch):
     monkeypatch.setattr(micro_batch, "available_memory", lambda: 1000)
     module = Limited(1000)
-    with pytest.raises(UserError, match="not even one sequence"):
+    with pytest.raises(UserError, match="one sequence does not fit"):
         choose(module, 20, lambda size: 501 * size)
     assert module.sizes == []
 

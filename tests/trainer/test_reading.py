@@ -14,7 +14,7 @@ from data.loader import TrainBatches
 from model.gpt import GPT
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.loop import fit
-from trainer.resume import new_state
+from trainer.start import new_state
 from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

@@ -125,7 +125,7 @@ def find_target(config: PlanConfig) -> Target:
     if device == "cpu":
         return Target("cpu", runtime, available_memory(), None, "this machine's memory; no data sheet has a CPU's peak")
     if known is not None:
-        return Target(known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype), known.source)
+        return Target(known.name, runtime, known.memory * 1e9, known.peak(runtime.dtype), "NVIDIA data sheet")
     if gpu is not None and device == "auto":
         return Target(gpu, runtime, float(torch.cuda.mem_get_info()[1]), None, "unknown")
     return Target(device, runtime, None, None, "unknown")

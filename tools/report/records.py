@@ -158,7 +158,7 @@ def _curves(lines: Iterable[dict[str, Any]], flops_per_token: float | None) -> d
 
     Seconds count training alone, from the rate in each line: without evaluations, saves and breaks.
     """
-    train = {key: Curve[Point](_MOST_POINTS) for key in TRAINING}
+    train = {key: Curve(_MOST_POINTS) for key in TRAINING}
     val: dict[str, list[Point]] = {key: [] for key in EVALUATION}
     seconds, timed_tokens = 0.0, 0.0
     for line in lines:
