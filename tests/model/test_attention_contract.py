@@ -227,7 +227,7 @@ def test_zeros_are_numbers_like_others(case):
     close_with_gradients(module(x)[0], module.naive(x), leaves, 1e-11 * amplified)
 
 
-@pytest.mark.parametrize("case", {row["own"]: case_of(row) for row in covering({})}.values(), ids=id_of)
+@pytest.mark.parametrize("case", {row["name"]: case_of(row) for row in covering({})}.values(), ids=id_of)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # where the graph has a break
 @pytest.mark.slow
 def test_a_compiled_module_is_the_same(case):
