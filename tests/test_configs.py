@@ -59,14 +59,14 @@ def test_a_class_whose_defaults_are_in_a_file_has_none_of_its_own():
 
 
 @pytest.mark.parametrize("root", ROOTS)
-def test_a_commands_own_configuration(root):
+def test_a_commands_own_configuration_lists_every_field(root):
     raw = compose(root)
     config = decode(ROOTS[root][0], raw)
     assert_every_field_is_listed(config, raw, root)
 
 
 @pytest.mark.parametrize("member", MEMBERS)
-def test_every_member_of_every_group(member):
+def test_every_member_of_every_group_composes_and_lists_every_field(member):
     group, _, name = member.rpartition("/")
     root = "prepare" if group in ("data", "tokenizer") else "train"
     path = CONFIGS / f"{member}.yaml"
@@ -95,7 +95,7 @@ def test_there_are_members_of_all_the_groups_that_users_are_told_of():
         ({"a": 5}, {"a": {"b": 1}}, {"a": (5, None), "a.b": (None, 1)}),
     ],
 )
-def test_settings_that_differ(before, now, found):
+def test_settings_that_differ_are_found(before, now, found):
     assert differences(before, now) == found
 
 
@@ -159,7 +159,7 @@ def test_the_hybrid_is_the_flagship_with_softmax_attention_in_the_third_of_four_
     assert hybrid.model_dump(exclude=different) == flagship.model_dump(exclude=different)
 
 
-def test_the_published_recipe():
+def test_the_published_recipe_is_the_papers():
     config = decode(TrainConfig, compose("train", "experiment=pile_125m"))
     assert (config.batch_tokens, config.seq_len, config.batch_size) == (491_520, 1024, 480)
     assert config.max_steps * config.batch_tokens == pytest.approx(300e9, rel=0.02)
@@ -171,7 +171,7 @@ def test_the_published_recipe():
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("pile_125m_2h", 8e9), ("fineweb_124m", 3.25e9)])
-def test_the_recipes_of_fewer_tokens(name, tokens):
+def test_the_recipes_of_fewer_tokens_train_the_flagship_by_muon(name, tokens):
     config = decode(TrainConfig, compose("train", f"experiment={name}"))
     assert 0.98 * tokens < config.max_steps * config.batch_tokens <= 1.001 * tokens
     assert (config.model, config.optim.name) == (model_of("flagship_125m"), "muon")

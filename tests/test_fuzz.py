@@ -207,7 +207,7 @@ def use_dataset(folder):
 )
 @fuzz(60)
 @given(data=st.data())
-def test_any_change_of_a_dataset(dataset, data, name, change):
+def test_any_change_of_a_dataset_is_harmless_or_a_user_error(dataset, data, name, change):
     path = dataset / name
     with replaced(path, data.draw(change(path.read_bytes()))), nothing_but_user_errors():
         use_dataset(dataset)
@@ -215,7 +215,7 @@ def test_any_change_of_a_dataset(dataset, data, name, change):
 
 @fuzz(60)
 @given(data=st.data())
-def test_any_bytes_of_a_rank_file(rank_file, tmp_path_factory, data):
+def test_any_bytes_of_a_rank_file_are_ranks_or_a_user_error(rank_file, tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzzed.tiktoken"
     path.write_bytes(data.draw(damaged(rank_file.read_bytes())))
     with nothing_but_user_errors():
@@ -261,7 +261,7 @@ SIGNED = ("state.json", "tokenizer.json", "model.safetensors")
 )
 @fuzz(30)
 @given(data=st.data())
-def test_any_change_of_a_checkpoint(checkpoint, data, name, change, right_sum):
+def test_any_change_of_a_checkpoint_is_harmless_or_a_user_error(checkpoint, data, name, change, right_sum):
     content, manifest = data.draw(change((checkpoint / name).read_bytes())), checkpoint / "manifest.json"
     with (
         replaced(manifest, signed(checkpoint, name, content) if right_sum else manifest.read_bytes()),
@@ -280,7 +280,7 @@ HEADER["__metadata__"] = {"format": "pt"}
 
 @fuzz(60)
 @given(data=st.data())
-def test_any_bytes_of_a_tensor_file(tmp_path_factory, data):
+def test_any_bytes_of_a_tensor_file_are_the_tensors_or_a_user_error(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
     header = data.draw(st.one_of(mutated(HEADER).map(json_bytes), damaged(json_bytes(HEADER))))
     body = bytes(data.draw(st.sampled_from([32, 32, 32, 0, 8, 56])))

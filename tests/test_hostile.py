@@ -86,7 +86,7 @@ def test_json_of_more_than_64_levels_is_refused(tmp_path, content):
         read_json(tmp_path / "x.json")
 
 
-def test_json_as_it_should_be(tmp_path):
+def test_json_as_it_should_be_is_read(tmp_path):
     path = tmp_path / "x.json"
     for value in ([1, -2.5, 1e308, None, True, "é🙂\n\\ud800"], {"a": {"b": [[]]}}, json.loads("[" * 64 + "]" * 64)):
         for ascii in (True, False):
@@ -171,7 +171,7 @@ def test_a_folder_may_be_reached_by_a_link_and_a_rank_file_may_be_one(checkpoint
     assert read_rank_file(tmp_path / "linked-ranks") == read_rank_file(rank_file)
 
 
-def test_a_path_with_a_zero_byte(tmp_path):
+def test_a_path_with_a_zero_byte_is_refused(tmp_path):
     with refused("is not a valid path"):
         read_json(Path(f"{tmp_path}/\0"))
 
@@ -235,13 +235,13 @@ def test_the_tensors_that_are_expected_are_read(tmp_path):
         (b"[" * 60_000, "not a whole"),
     ],
 )
-def test_tensors_that_are_not_those_expected(tmp_path, header, message):
+def test_tensors_that_are_not_those_expected_are_refused(tmp_path, header, message):
     with refused(rf"x\.safetensors .*{message}"):
         read_tensors([tensor_file(tmp_path / "x.safetensors", header)], EXPECTED)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 60, -33, -32, -1])
-def test_a_tensor_file_that_was_cut_off_or_has_something_behind_it(tmp_path, cut):
+def test_a_tensor_file_that_was_cut_off_or_has_something_behind_it_is_refused(tmp_path, cut):
     path = tensor_file(tmp_path / "x.safetensors", GOOD)
     content = path.read_bytes()
     for damaged in (content[:cut], content + b"x"):
@@ -424,7 +424,7 @@ def first_shard(manifest):
         (lambda m: m.update(inputs=[7]), "is damaged"),
     ],
 )
-def test_a_dataset_with_a_strange_manifest(dataset, tiny, change, message):
+def test_a_dataset_with_a_strange_manifest_is_refused(dataset, tiny, change, message):
     edit(dataset / "manifest.json", change)
     with refused(message):
         read_manifest(dataset)
@@ -438,7 +438,7 @@ SPOILT = ["manifest.json", "train-00000.bin", "train-00000.idx", "val-00000.bin"
 
 
 @pytest.mark.parametrize(("name", "replace"), zip(SPOILT, NO_FILES[:5], strict=True))
-def test_what_is_no_file_in_a_dataset(dataset, tiny, name, replace):
+def test_what_is_no_file_in_a_dataset_is_refused(dataset, tiny, name, replace):
     replace(dataset / name)
     with refused(name):
         fit(tiny({"dataset_dir": str(dataset)}))
@@ -465,7 +465,7 @@ def test_an_index_that_becomes_a_link_is_not_followed(dataset):
         lambda t: t.update(pat_str="(a*)*b"),
     ],
 )
-def test_a_strange_tokenizer(dataset, change):
+def test_a_strange_tokenizer_is_refused(dataset, change):
     edit(dataset / "tokenizer.json", change)
     with refused(r"tokenizer\.json is (not a tokenizer|damaged)"):
         load_tokenizer(dataset / "tokenizer.json")
@@ -478,7 +478,7 @@ def test_a_strange_tokenizer(dataset, change):
         *(b"Q 65", b"Q\xff== 65", b"\0", b" "),
     ],
 )
-def test_a_strange_rank_file(rank_file, tmp_path, line):
+def test_a_strange_rank_file_is_refused(rank_file, tmp_path, line):
     path = tmp_path / "x.tiktoken"
     path.write_bytes(rank_file.read_bytes() + line + b"\n")
     with refused(r"x\.tiktoken"):
@@ -568,7 +568,7 @@ def test_the_pickle_would_have_run(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "replace"), zip([*FILES, "manifest.json"], NO_FILES, strict=True))
-def test_what_is_no_file_in_a_checkpoint(checkpoint, uses, name, replace):
+def test_what_is_no_file_in_a_checkpoint_is_refused(checkpoint, uses, name, replace):
     replace(checkpoint / name)
     assert refusals(uses) == (["train"] if name in TENSORS[1:] else list(uses))
 
@@ -583,7 +583,7 @@ def test_what_is_no_file_in_a_checkpoint(checkpoint, uses, name, replace):
     ],
 )
 @pytest.mark.slow
-def test_what_is_no_file_elsewhere_in_a_run(config, checkpoint, name, replace):
+def test_what_is_no_file_elsewhere_in_a_run_is_never_followed(config, checkpoint, name, replace):
     """Training continues beside it, or names the obstacle; the target of a link is never written to."""
     path = config.run_dir / name
     path.touch()
@@ -596,7 +596,7 @@ def test_what_is_no_file_elsewhere_in_a_run(config, checkpoint, name, replace):
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e38])
-def test_weights_that_are_no_numbers(checkpoint, uses, value):
+def test_weights_that_are_no_numbers_break_nothing(checkpoint, uses, value):
     change_tensors(checkpoint / "model.safetensors", lambda tensors: [w.fill_(value) for w in tensors.values()])
     sign(checkpoint)
     refusals(uses)
@@ -611,13 +611,13 @@ def test_weights_that_are_no_numbers(checkpoint, uses, value):
         lambda m: m.update(format_version="\x1b[2J\n" * 10**5),
     ],
 )
-def test_a_checkpoint_with_a_strange_manifest(checkpoint, uses, change):
+def test_a_checkpoint_with_a_strange_manifest_is_refused(checkpoint, uses, change):
     edit(checkpoint / "manifest.json", change)
     assert refusals(uses) == list(uses)
 
 
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
-def test_json_of_a_checkpoint_that_is_too_large(checkpoint, name):
+def test_json_of_a_checkpoint_that_is_too_large_is_refused(checkpoint, name):
     (checkpoint / name).write_text('{"x": "' + "x" * 2**22 + '"}')
     if name != "manifest.json":
         sign(checkpoint)
@@ -641,7 +641,7 @@ def test_json_of_a_checkpoint_that_is_too_large(checkpoint, name):
         lambda s: s.update(seed="x" * 10**6),
     ],
 )
-def test_a_checkpoint_with_a_strange_state(checkpoint, uses, change):
+def test_a_checkpoint_with_a_strange_state_is_refused(checkpoint, uses, change):
     edit(checkpoint / "state.json", change)
     sign(checkpoint)
     assert refusals(uses) == list(uses)
@@ -684,7 +684,7 @@ def change_tensors(path, change):
         (lambda t, name: t.update({name: torch.zeros(t[name].shape, dtype=torch.int16)}), "has the type"),
     ],
 )
-def test_a_checkpoint_with_strange_tensors(checkpoint, uses, file, change, message):
+def test_a_checkpoint_with_strange_tensors_is_refused(checkpoint, uses, file, change, message):
     change_tensors(checkpoint / file, lambda tensors: change(tensors, sorted(tensors)[0]))
     sign(checkpoint)
     assert refusals(uses) == (list(uses) if file == "model.safetensors" else ["train"])
@@ -692,7 +692,7 @@ def test_a_checkpoint_with_strange_tensors(checkpoint, uses, file, change, messa
         (uses["train"])()
 
 
-def test_a_generators_state_that_is_none(checkpoint, uses):
+def test_a_generators_state_that_is_none_breaks_nothing(checkpoint, uses):
     """Bytes of the right number and type, which torch may still not take."""
     change_tensors(checkpoint / "random.safetensors", lambda t: [value.fill_(255) for value in t.values()])
     sign(checkpoint)
@@ -700,7 +700,7 @@ def test_a_generators_state_that_is_none(checkpoint, uses):
 
 
 @pytest.mark.parametrize("n_vocab", [10, 256, 300])
-def test_a_model_of_other_tokens_than_its_tokenizer(checkpoint, uses, n_vocab):
+def test_a_model_of_other_tokens_than_its_tokenizer_is_refused(checkpoint, uses, n_vocab):
     """The tokenizer has ids that the model lacks; the reverse is harmless."""
     edit(checkpoint / "state.json", lambda s: s["model"].update(n_vocab=n_vocab))
 
@@ -720,7 +720,7 @@ def test_a_model_of_other_tokens_than_its_tokenizer(checkpoint, uses, n_vocab):
         b"step-" + b"1" * 10**6,
     ],
 )
-def test_a_pointer_that_leads_elsewhere(checkpoint, content):
+def test_a_pointer_that_leads_elsewhere_is_refused(checkpoint, content):
     (checkpoint.parent / "latest").write_bytes(content)
     with refused("does not name a checkpoint"):
         open_checkpoint(checkpoint.parent / "latest")

@@ -128,7 +128,7 @@ def test_what_reads_data_does_not_prepare_it():
     ],
     ids=lambda value: value[0] if value else "nobody",
 )
-def test_only_one_file_imports(modules, allowed):
+def test_a_package_is_imported_where_it_may_be_and_nowhere_else(modules, allowed):
     assert [str(file) for file in FILES if imports(file, *modules) and str(file) not in allowed] == []
 
 

@@ -116,7 +116,7 @@ def docstring(script):
 
 
 @pytest.mark.parametrize("script", WORK)
-def test_the_commands_of_a_help_and_of_a_docstring(command, goes_to_work, tmp_path, script):
+def test_the_commands_of_a_help_and_of_a_docstring_reach_their_work(command, goes_to_work, tmp_path, script):
     pytest.importorskip(NEEDS.get(script, "torch"))
     text = f"{docstring(script)}\n{command(script, '--help').out}"
     typed = []
@@ -142,7 +142,7 @@ def write_run(folder):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_what_make_train_says_is_next(goes_to_work, tmp_path):
+def test_what_make_train_says_is_next_reaches_its_work(goes_to_work, tmp_path):
     recipe = ["make", "-n", "--no-print-directory", "-o", ".venv/installed", "train"]
     lines = subprocess.run(recipe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     end = lines.index(r"printf '\nNext:\n'")
@@ -156,7 +156,7 @@ def test_what_make_train_says_is_next(goes_to_work, tmp_path):
 @pytest.mark.filterwarnings("ignore")  # optuna's
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda path: path.stem)
 @pytest.mark.slow
-def test_the_commands_of_a_page(goes_to_work, tmp_path, page):
+def test_the_commands_of_a_page_reach_their_work(goes_to_work, tmp_path, page):
     for plugin in ("triton", "uvicorn", "optuna"):
         pytest.importorskip(plugin)
     for name in ("demo", "mine"):

@@ -70,7 +70,7 @@ def in_windows(gpt, tokens, length):
 
 
 @pytest.mark.parametrize("attention", [{"name": "log_space", "decay": "head", "conv": 4}, {"name": "softmax"}])
-def test_documents_that_do_not_see_each_other(trained, sets_dir, attention):
+def test_documents_that_do_not_see_each_other_are_as_each_alone(trained, sets_dir, attention):
     """With the state carried through a text of many documents, and in windows: as each document alone."""
     run_dir = trained({"data.document_reset": True, "model.attention": attention})
     result = evaluated(run_dir, contexts=[40], context_windows=None, seq_len=40)
@@ -99,7 +99,7 @@ def assert_positions(bins, found):
     assert sum(part["tokens"] for part in bins) == len(found)
 
 
-def test_sets_and_positions(trained, sets_dir, capsys):
+def test_sets_and_positions_have_the_losses_of_their_tokens(trained, sets_dir, capsys):
     run_dir = trained()
     result = evaluated(run_dir, micro_batch=5)
     gpt, tokenizer = load_model(run_dir)

@@ -94,7 +94,7 @@ def request(kind, *arguments):
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
 
-def test_log_likelihoods_of_continuations(harness_model):
+def test_log_likelihoods_of_continuations_are_the_models(harness_model):
     model = harness_model()
     pairs = [("def self", " return"), ("", "the"), ("a ", "b"), ("日本", "🙂")]  # a's space goes to what follows
     found = model.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
@@ -121,7 +121,7 @@ def test_rolling_log_likelihoods_carry_the_state_through_a_text_of_any_length(ha
 
 
 @pytest.mark.parametrize(("changes", "max_length"), [(LEARNED, None), ({}, 24)], ids=["learned", "given"])
-def test_rolling_log_likelihoods_in_windows(harness_model, changes, max_length):
+def test_rolling_log_likelihoods_count_each_token_in_one_window(harness_model, changes, max_length):
     model = harness_model(changes, max_length)
     ids = model._tokenizer.encode("x" * 70)
     found = model.loglikelihood_rolling([request("loglikelihood_rolling", "x" * 70)])

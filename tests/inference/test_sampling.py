@@ -132,7 +132,7 @@ def continued(gpt, monkeypatch):
         ("ab日".encode()[:-1], {"max_new_tokens": 4}, "ab\ufffd", 4, "length"),
     ],
 )
-def test_why_a_continuation_ends(continued, ids, limits, text, n_tokens, reason):
+def test_a_continuation_says_why_it_ends(continued, ids, limits, text, n_tokens, reason):
     one = continued(ids, **limits)
     assert (one.text, one.n_tokens, one.finish_reason) == (text, n_tokens, reason)
 
@@ -222,7 +222,7 @@ def text_of(command, run_dir, *args):
     return stored
 
 
-def test_prompt_from_argument_file_and_standard_input(command, run_dir, tmp_path, monkeypatch):
+def test_a_prompt_comes_from_an_argument_a_file_or_standard_input(command, run_dir, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_text(ODD_PROMPT, encoding="utf-8")
     given = text_of(command, run_dir, f"prompt={ODD_PROMPT}")
     assert given.startswith(ODD_PROMPT)
@@ -287,7 +287,7 @@ def test_json_is_all_there_is_on_standard_output(command, run_dir, tmp_path):
 @pytest.mark.parametrize(
     ("given", "stop"), [("END", ("END",)), ('["\\n", "[b]"]', ("\n", "[b]")), (["a", "b"], ("a", "b")), ("[]", ())]
 )
-def test_stop_strings_as_people_give_them(given, stop):
+def test_stop_strings_are_read_as_people_give_them(given, stop):
     assert make_config(stop=given).stop == stop
 
 
@@ -340,7 +340,7 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
     assert "written to " in err
 
 
-def test_a_conversation_through_a_pipe(command, run_dir, monkeypatch):
+def test_a_conversation_can_come_through_a_pipe(command, run_dir, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\\\ntwo\n\n"))
     options = ["interactive=true", "prompt=zero ", "max_new_tokens=5", "temperature=0"]
     result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", *options)
@@ -360,7 +360,7 @@ def test_control_characters_do_not_command_a_terminal(monkeypatch, capsys):
     assert capsys.readouterr().out == "a\\x1b[2J\\x9b\\x0d\\x07\t日🙂\n"
 
 
-def test_a_character_that_the_output_cannot_show(monkeypatch):
+def test_a_character_that_the_output_cannot_show_is_escaped(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", out)
     show("é日")
@@ -398,7 +398,7 @@ class Terminal:
         os.close(self.handle)
 
 
-def test_a_conversation_at_a_terminal(run_dir):
+def test_a_conversation_at_a_terminal_can_be_interrupted(run_dir):
     """Ctrl-C ends an answer, Ctrl-D the conversation."""
     options = ["interactive=true", "temperature=0", f"max_new_tokens={10**9}", "runtime.device=cpu"]
     terminal = Terminal("sample.py", f"checkpoint={run_dir}", *options)
@@ -435,6 +435,6 @@ def test_a_checkpoint_alone_gets_its_sample_beside_it(command, run_dir, tmp_path
     assert (alone / "samples.txt").read_text().startswith("x")
 
 
-def test_no_tokens_have_a_reason(capsys):
+def test_a_text_without_tokens_says_why(capsys):
     say_rate(0, 0.1)
     assert capsys.readouterr().out == "(0 tokens: the text ended at once; try another seed or a longer prompt)\n"

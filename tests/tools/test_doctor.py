@@ -110,7 +110,7 @@ def findings(places, free=1e12):
     return list(machine.findings(free, **places))
 
 
-def test_findings_of_a_gpu_that_is_not_used(places, monkeypatch):
+def test_a_gpu_that_is_not_used_is_a_finding(places, monkeypatch):
     assert findings(places) == []
     card = places["bus"] / "0000:01:00.0"
     card.mkdir()
@@ -125,7 +125,7 @@ def test_findings_of_a_gpu_that_is_not_used(places, monkeypatch):
     assert findings(places) == ["CUDA_VISIBLE_DEVICES hides the GPU: unset it to train there"]
 
 
-def test_findings_of_the_machine(places, monkeypatch, tmp_path):
+def test_what_is_wrong_with_the_machine_is_a_finding(places, monkeypatch, tmp_path):
     (line,) = findings(places, free=1e9)
     assert line == "only 1.0 GB are free here: give train.py a run_dir on a larger disk"
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
@@ -136,7 +136,7 @@ def test_findings_of_the_machine(places, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("emulated", "built", "said"), [(True, "sm_75", "emulates bfloat16"), (False, "sm_90", "has no kernels")]
 )
-def test_findings_of_a_gpu(places, monkeypatch, emulated, built, said):
+def test_a_gpu_that_lacks_something_is_a_finding(places, monkeypatch, emulated, built, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="T4", major=7, minor=5))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [built])
@@ -146,7 +146,7 @@ def test_findings_of_a_gpu(places, monkeypatch, emulated, built, said):
     assert said in line
 
 
-def test_the_drivers_version(tmp_path):
+def test_the_drivers_version_is_read(tmp_path):
     path = tmp_path / "version"
     assert machine.driver(path) is None
     path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12.2\n")

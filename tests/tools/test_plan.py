@@ -36,7 +36,7 @@ def tiny_plan(tiny):
     return build
 
 
-def test_a_table_for_people(command):
+def test_a_table_for_people_fits_a_terminal(command):
     result = command("scripts/plan", "experiment=pile_125m", "device=a100-40gb", "n_device=8", "mfu=0.4")
     assert result.status == 0, result.err
     for text in ("8 x a100-40gb in bfloat16 (NVIDIA data sheet)", "124,879,872", "294.9 B", "40.00 GB", "2.6 days"):
@@ -45,7 +45,7 @@ def test_a_table_for_people(command):
     assert "unknown" not in result.out
 
 
-def test_json_and_nothing_else(command):
+def test_json_is_all_that_is_printed(command):
     args = ["experiment=quickstart", "runtime.device=cpu", "seq_len=16", "batch_tokens=64", "measure=true"]
     result = command("scripts/plan", *args, "output=json")
     found = json.loads(result.out)
@@ -191,7 +191,7 @@ def test_a_gpu_here_is_planned_for_by_itself(tiny_plan, monkeypatch):
     assert (target.name, target.memory, target.peak, target.source) == ("NVIDIA Tomorrow", 7e9, None, "unknown")
 
 
-def test_figures_as_people_read_them():
+def test_figures_are_printed_as_people_read_them():
     figures = 12_345, 294_900_000_000, 1_500_000_000_000, 227 * 10**18
     assert [as_text("tokens", x) for x in figures] == ["12,345", "294.9 B", "1.5 T", "2.27e+20"]
     assert [gigabytes(x) for x in (None, 3_440_000, 40e9)] == ["unknown", "3.44 MB", "40.00 GB"]

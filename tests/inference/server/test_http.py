@@ -188,7 +188,7 @@ def test_probabilities_have_openais_form(client):
         assert len(top) in (2, 3)
 
 
-def test_stop_strings(client):
+def test_a_stop_string_ends_a_completion(client):
     text = complete(client, prompt="x", max_tokens=60, seed=2)["choices"][0]["text"]
     stop = text[10:12]
     for given in (stop, ["not there", stop]):
@@ -297,7 +297,7 @@ def wait_for_load(client, writing, waiting, seconds=60):
         load = client.get("/health").json()
 
 
-def test_places_queue_and_who_leaves(client, served):
+def test_texts_beyond_the_places_wait_and_who_leaves_makes_room(client, served):
     """16 texts are written, 4 wait, the next is refused; every client that disconnects makes room for another text."""
     streams = [open_stream(client, prompt="s") for _ in range(15)]
     connections = [ask_and_listen_not(served.url) for _ in range(4)]

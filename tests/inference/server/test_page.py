@@ -205,7 +205,7 @@ def test_the_progress_of_a_long_prompt_is_shown(page):
     page.wait(lambda: page.run("return !document.querySelector('#generate').disabled"))
 
 
-def test_stopping_and_going_on(page, served):
+def test_a_text_that_was_stopped_goes_on(page, served):
     generate(page, "a", max_tokens=5_000, temperature=0, top_k="", seed=1)
     page.wait(lambda: len(page.text("#text")) > 20)
     page.click("#stop")
@@ -221,7 +221,7 @@ def test_stopping_and_going_on(page, served):
     assert len(page.text("#text")) > len(before)
 
 
-def test_probabilities_of_the_prompt(page):
+def test_the_prompts_probabilities_are_shown(page):
     page.click("#echo")
     generate(page, "é!", max_tokens=1, seed=1)
     ended(page)
