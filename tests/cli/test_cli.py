@@ -236,7 +236,7 @@ def test_a_sweep_over_datasets_keeps_their_runs_apart(command, tiny_args, tmp_pa
     ("file", "damage", "fragment"),
     [
         ("train-00000.bin", lambda path: path.write_bytes(path.read_bytes()[:-2]), "the manifest says"),
-        ("val-00000.idx", lambda path: path.write_bytes(b"X" + path.read_bytes()[1:]), "is damaged: its"),
+        ("val-00000.idx", lambda path: path.write_bytes(path.read_bytes()[:-2]), "the manifest says"),
         ("train-00000.idx", lambda path: path.unlink(), "is missing"),
         ("manifest.json", lambda path: path.write_text(path.read_text().replace('"tokens"', '"token"', 1)), "damaged"),
         ("tokenizer.json", lambda path: path.write_text("{"), "tokenizer.json"),
