@@ -313,7 +313,7 @@ class GPT(nn.Module):
         """Create the model.
 
         Args:
-            eot_id: the token that begins a document. Its tokens do not see earlier documents. None: all tokens see
+            eot_id: the token that starts a document. Its tokens do not see earlier documents. None: all tokens see
                 each other.
 
         Raises:
@@ -347,11 +347,11 @@ class GPT(nn.Module):
             self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self, part: Callable[[Tensor, Tensor], Tensor] = lambda whole, parameter: whole) -> None:
+    def init_weights(self, shard_like: Callable[[Tensor, Tensor], Tensor] = lambda whole, parameter: whole) -> None:
         """Draw the weights with torch's generator of the CPU, in the order of `state_dict()`.
 
         Args:
-            part: (a whole weight, its parameter) -> what this process holds of it, if parameters are sharded.
+            shard_like: (a whole weight, its parameter) -> what this process holds of it, if parameters are sharded.
         """
         for module in self.modules():
             held = {name: p for name, p in module._parameters.items() if p is not None}
@@ -361,7 +361,7 @@ class GPT(nn.Module):
                 cast(Any, module).reset_parameters()
                 module._parameters.update(held)
                 for name, p in held.items():
-                    p.copy_(part(whole[name], p))
+                    p.copy_(shard_like(whole[name], p))
         for block in self.blocks:
             block.attention.copy_weights()
 

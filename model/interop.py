@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 
-# Our names of parameters -> names in the published code; {} is the layer's number.
+# Our names of modules -> names in the published code; {} is the layer's number.
 _PUBLISHED_NAMES = {
     "embed.weight": "embed.weight",
     "position.dense": "embed_pos.dense",

@@ -110,7 +110,7 @@ class LearnedPosition(nn.Module):
 class RotaryPosition(nn.Module):
     """Does not change x and returns the rotation of its positions.
 
-    State: the position of each row's next token, int64 (B,), which begins again with each document.
+    State: the position of each row's next token, int64 (B,), which starts again with each document.
     """
 
     def __init__(self, head_dim: int, base: float) -> None:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from model.attention.cache import KVCache, SparseCache
+from model.attention.sparse import SparseAttention
 from model.ops.sparse_attention.patterns import needed_keys
 
 
@@ -92,7 +93,7 @@ def state_bytes(state: Any) -> int:
 
 def stretched(gpt: nn.Module, state: Any, n: int) -> Any:
     """A GPT's state as after n tokens read at once. Keys and values share memory until a token is appended."""
-    sparse = iter(group.patterns for module in gpt.modules() for group in getattr(module, "groups", []))
+    sparse = (module.patterns for module in gpt.modules() if isinstance(module, SparseAttention))
 
     def stretch(x: Any) -> Any:
         if isinstance(x, KVCache):

@@ -100,7 +100,7 @@ class Attention(nn.Module):
     """Mixes tokens. Owns the projections to queries, keys and values; the block projects the result back.
 
     A mechanism implements `split`, `attend` and `naive_attend`. Mechanisms that rotate more than queries and keys
-    override `mix` and `naive_mix`, or `join`. The optional parts are the same for all mechanisms.
+    override `mix` or `join`. The optional parts are the same for all mechanisms.
     """
 
     split: Callable[[Tensor], Sequence[Tensor]]
@@ -179,10 +179,6 @@ class Attention(nn.Module):
             return self.empty(B, device)
         return no_inputs(self.conv, B, self.qkv.out_features), self.empty(B, device)
 
-    def naive(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Compute `forward` from the equation in the source, for a text from its beginning."""
-        return self._gated(x, self.naive_mix(x, self.features(x)[0], rotation))
-
     def features(
         self, x: Tensor, seen: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -196,10 +192,6 @@ class Attention(nn.Module):
         forgetting = self.forgetting(x, positions.document_starts)
         y, state = self.attend(*self.project(features, positions.rotation), forgetting, state, return_state)
         return self.join(y, positions.rotation), state
-
-    def naive_mix(self, x: Tensor, features: Tensor, rotation: Rotation | None) -> Tensor:
-        """Compute `mix` from the equation in the source."""
-        return self.join(self.naive_attend(*self.project(features, rotation), self.forgetting(x).log_f), rotation)
 
     def forgetting(self, x: Tensor, starts: Tensor | None = None) -> Forgetting:
         """What tokens x (B, T, n_embd) forget; mechanisms that reset forget everything where a document starts."""
@@ -255,11 +247,6 @@ class MultiHeadAttention(Attention):
         """(B, T, n_qkv) -> q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim)."""
         parts = features.unflatten(2, (-1, self.head_dim)).split(self._heads, dim=2)
         return [part.transpose(1, 2) for part in parts]
-
-    @property
-    def grouped(self) -> bool:
-        """Whether query heads share key and value heads."""
-        return self.n_kv_head < self.n_head
 
     def repeated(self, x: Tensor) -> Tensor:
         """(B, n_kv_head, T, D) -> (B, n_head, T, D): the key or value head of each query head."""

@@ -38,8 +38,8 @@ class LongformerConfig(GroupedSettings, defaults="model/attention/longformer"):
 class LongformerState(NamedTuple):
     """What later tokens can attend to; its size is constant."""
 
-    local: tuple[SparseCache, ...]
-    """One cache: keys and values of the window and of the global tokens, as all tokens attend to them."""
+    local: SparseCache
+    """Keys and values of the window and of the global tokens, as all tokens attend to them."""
     k_global: Tensor
     """(B, n_kv_head, n_global, head_dim): global tokens' keys for attention among each other, zeros until they come."""
     v_global: Tensor
@@ -71,7 +71,7 @@ class LongformerAttention(SparseAttention):
         earlier: Any = state or (None, None, None)
         local, k_g, v_g = earlier
         y, after = self.attend(*self.project(features, rotation), Forgetting(), local, return_state)
-        before = local[0].lengths if local else (0,)
+        before = local.lengths if local else (0,)
         n = min(T, self.n_global - min(before))  # so many of these tokens are global in some row
         if n > 0:
             first = Rotation(rotation.cos[..., :n, :], rotation.sin[..., :n, :]) if rotation else None
@@ -79,7 +79,8 @@ class LongformerAttention(SparseAttention):
             k_g, v_g = self._keep(k_g, new_k, before), self._keep(v_g, new_v, before)
             i = last_positions(tuple(start + n for start in before), n, x.device)  # (B or 1, n)
             mask = torch.arange(self.n_global, device=x.device) <= i.unsqueeze(2)  # (B or 1, n, n_global)
-            y_g = scaled_dot_product_attention(q_g, k_g, v_g, attn_mask=mask.unsqueeze(1), enable_gqa=self.grouped)
+            gqa = self.n_kv_head < self.n_head
+            y_g = scaled_dot_product_attention(q_g, k_g, v_g, attn_mask=mask.unsqueeze(1), enable_gqa=gqa)
             is_global = (i < self.n_global)[:, None, :, None]
             y = torch.cat([y_g.where(is_global, y[:, :, :n]), y[:, :, n:]], dim=2)
         return self.join(y, rotation), LongformerState(after, k_g, v_g) if after and return_state else None
@@ -92,11 +93,6 @@ class LongformerAttention(SparseAttention):
         for row, start in enumerate(before):
             kept[row, :, start : start + new.shape[2]] = new[row, :, : max(self.n_global - start, 0)]
         return kept
-
-    def naive_mix(self, x: Tensor, features: Tensor, rotation: Rotation | None) -> Tensor:
-        y, y_g = (self.naive_attend(*self.project(qkv, rotation), None) for qkv in (features, self.qkv_global(x)))
-        i = torch.arange(x.shape[1], device=x.device).unsqueeze(1)
-        return self.join(y_g.where(i < self.n_global, y), rotation)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Only global tokens use their projections, but the model counts them for every token: subtract the rest."""

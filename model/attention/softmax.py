@@ -26,7 +26,6 @@ _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_PARTS = 2  # numbers whose sum has more digits than the scores
 _ALIGNED = 8  # fused kernels need a multiple of this many features, and as many for values as for keys
 
 
@@ -82,18 +81,16 @@ class SoftmaxAttention(MultiHeadAttention):
         """Add a_t - a_j to the scores, a being the sum of log_f over the text so far, by features of q and k.
 
         So torch's fused kernels can be used. Each a is a sum of two numbers, and a feature of 1 reads each. Rounding
-        grows with the text: scores err by about 1e-7 a, and a is all that was forgotten since the text began.
+        grows with the text: scores err by about 1e-7 a, and a is all that was forgotten since the text started.
         State: the cache, and a after the last token.
         """
         k, v = self.repeated(k), self.repeated(v)  # a is that of a query head
         cache, before = state or (None, 0.0)
         a = running_sum(log_f.double(), 2) + before  # (B, H, T, 1)
-        rest, parts = a * self.head_dim**0.5, []
-        for _ in range(_PARTS):
-            parts.append(rest.to(q.dtype))
-            rest = rest - parts[-1]
-        own, ones = torch.cat(parts, -1), torch.ones_like(q[..., :_PARTS])
-        unused = -(q.shape[-1] + 2 * _PARTS) % _ALIGNED
+        scaled = a * self.head_dim**0.5
+        high = scaled.to(q.dtype)
+        own = torch.cat([high, (scaled - high).to(q.dtype)], -1)  # more digits than the scores
+        ones, unused = torch.ones_like(own), -(q.shape[-1] + 4) % _ALIGNED
         q, k = pad(torch.cat([q, own, ones], -1), (0, unused)), pad(torch.cat([k, ones, -own], -1), (0, unused))
         v = pad(v, (0, q.shape[-1] - v.shape[-1]))
         y, after = attend_to_all(cache, q, k, v, return_state, starts, scale=self.head_dim**-0.5)

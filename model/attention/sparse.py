@@ -1,7 +1,7 @@
 """Sparse softmax attention: sliding windows (Beltagy et al. 2020), strided and fixed patterns (Child et al. 2019)."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -97,22 +97,12 @@ class FixedConfig(_TwoSetsConfig, defaults="model/attention/fixed"):
         return fixed(self.size, self.width, which)
 
 
-class HeadGroup(NamedTuple):
-    """Key and value heads whose query heads have the same patterns, and which therefore share a cache."""
-
-    patterns: list[Pattern]
-    """One for each of the query heads."""
-    heads: list[int]
-    """Query heads."""
-    kv_heads: list[int]
-
-
 class SparseAttention(MultiHeadAttention):
     """Causal attention in which each head attends to the keys of a pattern.
 
-    The state is a cache for each group of heads, with the keys that later tokens can still attend to: for A1 a window
-    or a block; for fixed attention's A2 c of every l earlier tokens; for strided attention's A2 all tokens, since each
-    of the next l tokens attends to others.
+    The state is a cache of the keys that later tokens can still attend to in some head: for A1 a window or a block; for
+    fixed attention's A2 c of every l earlier tokens; for strided attention's A2 all tokens, since each of the next l
+    tokens attends to others.
     """
 
     def __init__(
@@ -122,17 +112,10 @@ class SparseAttention(MultiHeadAttention):
         super().__init__(n_embd, n_head, head_dim, n_kv_head)
         self.patterns = [patterns[h % len(patterns)] for h in range(n_head)]
         self.by_distance = all(map(is_by_distance, patterns))
-        shared = n_head // self.n_kv_head  # query heads of a key and value head
-        kinds = [frozenset(self.patterns[g * shared : (g + 1) * shared]) for g in range(self.n_kv_head)]
-        self.groups = []
-        for kind in dict.fromkeys(kinds):
-            heads = [h for h in range(n_head) if kinds[h // shared] == kind]
-            kv_heads = [g for g in range(self.n_kv_head) if kinds[g] == kind]
-            self.groups.append(HeadGroup([self.patterns[h] for h in heads], heads, kv_heads))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
-    ) -> tuple[Tensor, tuple[SparseCache, ...] | None]:
+    ) -> tuple[Tensor, SparseCache | None]:
         starts = forgetting.document_starts
         if starts is not None and return_state and state is None:
             state = self.empty(len(q), q.device)
@@ -141,40 +124,31 @@ class SparseAttention(MultiHeadAttention):
         if starts is not None:
             return document_attention(q, k, v, self.patterns, starts), None
         y = sparse_attention(q, k, v, self.patterns)
-        if not return_state:
-            return y, None
-        caches = (SparseCache.of(_heads(k, g.kv_heads), _heads(v, g.kv_heads), g.patterns) for g in self.groups)
-        return y, tuple(caches)
+        return y, SparseCache.of(k, v, self.patterns) if return_state else None
 
-    def empty(self, B: int, device: torch.device) -> tuple[SparseCache, ...]:
-        dtype, D = self.qkv.weight.dtype, self.head_dim
-        return tuple(SparseCache.empty(B, len(g.kv_heads), D, g.patterns, dtype, device) for g in self.groups)
+    def empty(self, B: int, device: torch.device) -> SparseCache:
+        dtype = self.qkv.weight.dtype
+        return SparseCache.empty(B, self.n_kv_head, self.head_dim, self.patterns, dtype, device)
 
     @disable  # it counts tokens, which would be compiled again for each count
     def _continue(
-        self, q: Tensor, k: Tensor, v: Tensor, state: tuple[SparseCache, ...], starts: Tensor | None
-    ) -> tuple[Tensor, tuple[SparseCache, ...]]:
+        self, q: Tensor, k: Tensor, v: Tensor, state: SparseCache, starts: Tensor | None
+    ) -> tuple[Tensor, SparseCache]:
         """Attend from T more tokens to these and the cached ones."""
-        document = None if starts is None else starts.cumsum(1)  # (B, T), 0: that of the cached tokens
-        parts, caches = [], []
-        for (patterns, heads, kv_heads), cache in zip(self.groups, state, strict=True):
-            after, k_all, v_all, j = cache.append(_heads(k, kv_heads), _heads(v, kv_heads), patterns)
-            i = last_positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
-            mask = pattern_mask(patterns, i, j) & (j >= 0)[:, None, None]  # (B, 1 or H, T, S)
-            if document is not None:
-                of_keys = pad(document, (j.shape[1] - document.shape[1], 0))  # (B, S)
-                mask = mask & (document.unsqueeze(2) == of_keys.unsqueeze(1)).unsqueeze(1)
-                gone = of_keys[:, j.shape[1] - after.place.shape[2] :] != document[:, -1:]  # (B, S)
-                after = after._replace(place=after.place.masked_fill(gone.unsqueeze(1), 0))
-            if q.shape[2] == 1:
-                seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
-                if 0 < 2 * len(seen) < k_all.shape[2]:  # copying these keys costs less than reading all
-                    k_all, v_all, mask = (x.index_select(dim, seen) for x, dim in ((k_all, 2), (v_all, 2), (mask, 3)))
-            q_group = _heads(q, heads)
-            parts.append(scaled_dot_product_attention(q_group, k_all, v_all, attn_mask=mask, enable_gqa=self.grouped))
-            caches.append(after)
-        order = sorted(range(self.n_head), key=[h for group in self.groups for h in group.heads].__getitem__)
-        return _heads(torch.cat(parts, dim=1), order), tuple(caches)
+        after, k, v, j = state.append(k, v, self.patterns)
+        i = last_positions(after.lengths, q.shape[2], q.device)  # (B or 1, T)
+        mask = pattern_mask(self.patterns, i, j) & (j >= 0)[:, None, None]  # (B, 1 or H, T, S)
+        if starts is not None:
+            document = starts.cumsum(1)  # (B, T), 0: that of the cached tokens
+            of_keys = pad(document, (j.shape[1] - document.shape[1], 0))  # (B, S)
+            mask = mask & (document.unsqueeze(2) == of_keys.unsqueeze(1)).unsqueeze(1)
+            gone = of_keys[:, j.shape[1] - after.place.shape[2] :] != document[:, -1:]  # (B, S)
+            after = after._replace(place=after.place.masked_fill(gone.unsqueeze(1), 0))
+        if q.shape[2] == 1:
+            seen = mask.flatten(0, 2).any(0).nonzero().squeeze(1)
+            if 0 < 2 * len(seen) < k.shape[2]:  # copying these keys costs less than reading all
+                k, v, mask = (x.index_select(dim, seen) for x, dim in ((k, 2), (v, 2), (mask, 3)))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=k.shape[1] < q.shape[1]), after
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
         return masked_attention(q, k, v, self.mask(q.shape[2]))
@@ -190,8 +164,3 @@ class SparseAttention(MultiHeadAttention):
         i = j if seq_len <= _SAMPLES else (torch.arange(_SAMPLES, device="cpu") * 0.6180339887 % 1 * seq_len).long()
         mask = pattern_mask(self.patterns, i, j)  # (1 or n_head, queries, seq_len)
         return round(4 * self.n_head * self.head_dim * float(mask.sum() / (len(mask) * len(i))))
-
-
-def _heads(x: Tensor, heads: list[int]) -> Tensor:
-    """Select heads of (B, H, T, D)."""
-    return x if heads == [*range(x.shape[1])] else x[:, heads]

@@ -1,7 +1,7 @@
 """The choice of an operator's form: which implementation runs. GPUs run kernels that pass their check (checks.py)."""
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,8 +11,6 @@ from torch import Tensor
 from common.console import say_once
 from model.ops.compiling import assume_constant_result
 
-FindCheck = Callable[[tuple[str, ...], tuple[int, ...]], tuple[Callable[..., None], dict[str, Hashable]]]
-"""Imports a check and returns it with its arguments, given types and last dimensions of an operator's inputs."""
 WhyNot = Callable[..., str | None]
 """Returns why a device cannot run the kernels, or None if it can.
 
@@ -39,7 +37,7 @@ def choose_form(
     operator: str,
     backend: str,
     forms: Sequence[str],
-    find_check: FindCheck,
+    find_check: Callable[..., Any],
     *inputs: Tensor,
     why_not: WhyNot = why_not_triton,
 ) -> str:
@@ -48,7 +46,8 @@ def choose_form(
     Args:
         operator: name for messages.
         forms: all that exist. The last one has kernels for GPUs, and the one before it takes anything.
-        find_check: called for "auto" on GPUs.
+        find_check: for "auto" on GPUs: given types and last dimensions of the inputs, it imports a check and returns it
+            with its arguments.
         inputs: of the operator.
         why_not: for the kernels.
 
@@ -63,7 +62,7 @@ def choose_form(
     if backend not in forms:
         raise ValueError(f"backend={backend!r} does not exist: choose one of auto, {', '.join(forms)}")
     if backend == fast and (reason := why_not(device.type, device.index, *facts[0])):
-        raise ValueError(f"backend={backend!r} {reason}; backend={plain!r} takes anything")
+        raise ValueError(f"backend={backend!r} {reason}; use backend={plain!r}, which runs everywhere")
     return backend
 
 
@@ -72,7 +71,7 @@ def _fastest_on_gpu(
     operator: str,
     plain: str,
     fast: str,
-    find_check: FindCheck,
+    find_check: Callable[..., Any],
     why_not: WhyNot,
     index: int | None,
     *facts: tuple[torch.dtype, int],

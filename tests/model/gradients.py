@@ -4,6 +4,9 @@ import pytest
 import simulated_gpu
 import torch
 
+from model.attention.longformer import LongformerAttention
+from model.ops.log_attention.exact import _counters
+
 KERNEL = [
     pytest.mark.gpu,
     pytest.mark.skipif(simulated_gpu.ASKED_FOR, reason="Triton's interpreter does not take its tensors"),
@@ -14,6 +17,23 @@ def of_kernel(test):
     for mark in KERNEL:
         test = mark(test)
     return test
+
+
+def tiles():
+    """The tiles of forward and of backward passes that were computed again so far."""
+    return [sum(int(n) for (name, _), n in _counters.items() if name == which) for which in ("forward", "backward")]
+
+
+def naive(module, x, rotation=None):
+    """The result of an attention module for a text from its beginning, from the equation in the source."""
+
+    def attend(features):
+        return module.naive_attend(*module.project(features, rotation), module.forgetting(x).log_f)
+
+    y = attend(module.features(x)[0])
+    if isinstance(module, LongformerAttention):  # global tokens have projections of their own
+        y = torch.cat([attend(module.qkv_global(x))[:, :, : module.n_global], y[:, :, module.n_global :]], dim=2)
+    return module._gated(x, module.join(y, rotation))
 
 
 def with_gradients(y, leaves):

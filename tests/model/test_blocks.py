@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from gradients import assert_all_close, with_gradients
+from gradients import assert_all_close, naive, with_gradients
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -66,7 +66,7 @@ def defined(gpt: GPT, token_ids: Tensor, x: Tensor | None = None) -> Tensor:
     config, x = gpt.config, gpt.embed.weight[token_ids] if x is None else x
     norm, activation = NORMS[config.norm], ACTIVATIONS[config.block.activation]
     for block in gpt.blocks:
-        a = block.attention.naive(convolved(norm(x, block.norm_attention), block.conv_attention))
+        a = naive(block.attention, convolved(norm(x, block.norm_attention), block.conv_attention))
         x = x + a @ block.proj.weight.T + block.proj.bias
         h = convolved(norm(x, block.norm_mlp), block.conv_mlp) @ block.up.weight.T + block.up.bias
         x = x + activation(h) @ block.down.weight.T + block.down.bias

@@ -5,16 +5,17 @@ Random inputs of all ranges are in test_log_attention_fuzz.py.
 
 import math
 
+import gradients
 import pytest
 import torch
 
-from model.ops.log_attention import BACKENDS, LogAttentionState, fallback, log_attention, naive_log_attention
+from model.ops.log_attention import BACKENDS, LogAttentionState, log_attention, naive_log_attention
 
 FAST = [name for name in BACKENDS if name != "naive"]
 FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
 FORMS = [("chunked", True), ("chunked", False), ("triton", True)]
 FORMS_SLOW = [("chunked", True), ("chunked", False), pytest.param("triton", True, marks=pytest.mark.slow)]
-"""Backend and whether attention is causal, as it must be for triton."""
+"""Backend and whether attention is causal."""
 
 
 def normal(T, sd=1, H=2):
@@ -133,9 +134,9 @@ def test_a_state_that_is_passed_on_is_rounded_once(backend):
 
 
 def tiles(run):
-    before = fallback.forward_tiles, fallback.backward_tiles
+    before = gradients.tiles()
     run()
-    return fallback.forward_tiles - before[0], fallback.backward_tiles - before[1]
+    return tuple(after - n for after, n in zip(gradients.tiles(), before, strict=True))
 
 
 @pytest.mark.parametrize(("backend", "causal"), FORMS_SLOW)

@@ -79,6 +79,7 @@ def _summed_loss(
         weight = pad(weight, (0, 0, 0, -n_vocab % 64))
     loss, g_x, g_weight = _empty_results(x, weight, wanted)
     loss.zero_()
+    g_weight.zero_()
     size = _tokens(weight)
     with torch.autocast(x.device.type, enabled=False):
         for n in range(0, max(1, len(x)), size):
@@ -87,7 +88,10 @@ def _summed_loss(
             loss += _FORMS[backend](logits, targets[part], n_vocab, wanted, cap).sum()
             if wanted:
                 g_x[part] = logits @ weight
-                _add_product(g_weight, logits.T, x[part], first=n == 0)
+                if g_weight.dtype == x.dtype:
+                    g_weight.addmm_(logits.T, x[part])
+                else:
+                    g_weight += logits.T @ x[part]
             del logits  # before the next ones are allocated
     return loss, g_x, g_weight[:n_vocab]
 
@@ -158,13 +162,3 @@ def _backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _summed_loss.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total += a @ b, or total = a @ b for the `first`; a and b may have a lower precision than total."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b, beta=0 if first else 1)
-    elif first:
-        total.copy_(a @ b)
-    else:
-        total += a @ b

@@ -19,37 +19,18 @@ from model.ops.running_sum import running_sum
 _LARGEST = 2**24  # elements of a temporary
 
 
-class _Fallback:
-    """Counts the tiles (chunks of at most 64 tokens in one head) that this process computed again, with more range.
+_counters: dict[tuple[str, torch.device], Tensor] = {}
 
-    Kernels count on their device without synchronisation; reading a total here synchronises.
+
+def recomputed_tiles(which: str, device: torch.device) -> Tensor:
+    """The tiles of "forward" or "backward" passes that this process computed again on a device, with more range: (1,).
+
+    Kernels count on their device without synchronisation; reading the number synchronises.
     """
-
-    def __init__(self) -> None:
-        self._counters: dict[tuple[str, torch.device], Tensor] = {}
-
-    def counter(self, which: str, device: torch.device) -> Tensor:
-        """Return the counter (1,) of "forward" or "backward" tiles on a device."""
-        if (which, device) not in self._counters:
-            with torch.inference_mode(False):  # the counter may be created in inference mode and used in training
-                self._counters[which, device] = torch.zeros(1, dtype=torch.int64, device=device)
-        return self._counters[which, device]
-
-    def _total(self, which: str) -> int:
-        return sum(int(tiles) for (name, _), tiles in self._counters.items() if name == which)
-
-    @property
-    def forward_tiles(self) -> int:
-        """Tiles of forward passes."""
-        return self._total("forward")
-
-    @property
-    def backward_tiles(self) -> int:
-        """Tiles of backward passes."""
-        return self._total("backward")
-
-
-fallback = _Fallback()
+    if (which, device) not in _counters:
+        with torch.inference_mode(False):  # the counter may be created in inference mode and used in training
+            _counters[which, device] = torch.zeros(1, dtype=torch.int64, device=device)
+    return _counters[which, device]
 
 
 class Certificate:
@@ -62,22 +43,17 @@ class Certificate:
         self._term = torch.where((inputs.log_s != -torch.inf).any(2, keepdim=True), -1, -2)  # (B, H, 1, E)
         self._reset = torch.full_like(self._term[..., :1], -1)  # (B, H, 1, 1)
 
-    def too_small(self, sums: Tensor, start: int | None) -> Tensor:
+    def too_small(self, sums: Tensor, start: int) -> Tensor:
         """Return which chunks (n, B, H) have a doubtful sum, given sums (n, B, H, C, E) over tokens up to each query.
 
-        `start` is the position of the first query, or None if every query attends to all tokens.
+        `start` is the position of the first query.
         """
         small = _doubtful(sums)
         if small is None:
             return sums.new_zeros(sums.shape[:3], dtype=torch.bool)
         n, _, _, C, _ = sums.shape
-        S = self._inputs.k.shape[2]
-        if start is None:
-            self._see(S)
-            small &= self._term >= self._reset
-        else:
-            stop = min(start + n * C, S)
-            small &= split(self._see(stop)[:, :, start - stop :], C, 0)  # the last chunk may be padded
+        stop = min(start + n * C, self._inputs.k.shape[2])
+        small &= split(self._see(stop)[:, :, start - stop :], C, 0)  # the last chunk may be padded
         return small.flatten(3).any(-1)
 
     def lost_heads(self, M: Tensor) -> Tensor:
@@ -122,37 +98,22 @@ def _doubtful(sums: Tensor) -> Tensor | None:
     return ~((sums >= certain) & (sums < torch.inf))
 
 
-def count(which: str, doubtful: Tensor, T: int, causal: bool) -> None:
-    """Count the tiles of a "forward" or "backward" pass over T queries: chunks (N, B, H), or all T as one."""
-    if doubtful.any():
-        fallback.counter(which, doubtful.device).add_(doubtful.sum() * (1 if causal else -(-T // CHUNK)))
-
-
-def forward(inputs: Inputs, causal: bool, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, doubtful: Tensor, log_y: Tensor) -> tuple[Tensor, Tensor]:
     """Return log_y (G, T, E - 1) with doubtful chunks (G, N) recomputed exactly, and the last state (G, d_k, E).
 
     G counts through the batch and the heads of the inputs.
     """
-    if not causal:
-        reading = _keys_then_queries(inputs)[1]
-        chunks = doubtful.expand(-1, -(-log_y.shape[1] // CHUNK))
-        return forward(reading, True, chunks, log_y)
     (q, k, log_v, log_f), states = _tiles_and_states(inputs)
     tiles = _tiles(log_y, k.shape[2], 0.0).clone()
     for g, n in _groups(doubtful, states):
-        log_S, _ = _causal_log_sums(q[g, n], k[g, n], log_v[g, n], log_f[g, n], states[g, n])
+        log_S, _ = _log_sums(q[g, n], k[g, n], log_v[g, n], log_f[g, n], states[g, n])
         tiles[g, n] = log_S[..., :-1] - log_S[..., -1:]  # the last column is the normalizer
     return _sequence(tiles, log_y.shape[1]), states[:, -1]
 
 
-def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
+def backward(inputs: Inputs, g_log_S: Tensor, g_log_s: Tensor) -> Inputs:
     """Return gradients for whole heads, from those of the log-sums (G, T, E) and of the last state (G, d_k, E)."""
     T = inputs.k.shape[2]
-    if not causal:
-        writing, reading = _keys_then_queries(inputs)
-        read = backward(reading, True, g_log_S, g_log_s)
-        g_none = g_log_S.new_zeros(len(g_log_S), T, g_log_S.shape[2])
-        return backward(writing, True, g_none, read.log_s)._replace(q=read.q)
     tiles, states = _tiles_and_states(inputs)
     k = tiles[1]
     g_log_S, parts, g = _tiles(g_log_S, k.shape[2], 0.0), [torch.empty_like(x) for x in tiles], g_log_s
@@ -161,20 +122,11 @@ def backward(inputs: Inputs, causal: bool, g_log_S: Tensor, g_log_s: Tensor) -> 
         g_before = torch.empty_like(g)
         for (h,) in _groups(torch.ones(len(g), dtype=torch.bool, device=g.device), states):
             q_n, k_n, v_n, f_n = (x[h, n] for x in tiles)
-            *gradients, g_before[h] = _causal_gradients(q_n, k_n, v_n, f_n, states[h, n], g_log_S[h, n], g[h])
+            *gradients, g_before[h] = _gradients(q_n, k_n, v_n, f_n, states[h, n], g_log_S[h, n], g[h])
             for whole, part in zip(parts, gradients, strict=True):
                 whole[h, n] = part
         g = g_before
     return Inputs._make((*(_sequence(x, T) for x in parts), g))
-
-
-def _keys_then_queries(inputs: Inputs) -> tuple[Inputs, Inputs]:
-    """Attention that is not causal, as two that are: keys without queries, then queries of the state after them."""
-    writing = inputs._replace(q=torch.zeros_like(inputs.k))
-    after = _tiles_and_states(writing)[1][:, -1].view_as(inputs.log_s)
-    (B, H, T, _), d_v = inputs.q.shape, inputs.log_v.shape[3]
-    no_keys, no_values = torch.full_like(inputs.q, -torch.inf), inputs.q.new_zeros(B, H, T, d_v)
-    return writing, Inputs(inputs.q, no_keys, no_values, None, after)
 
 
 def _tiles_and_states(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
@@ -231,7 +183,7 @@ def _states(k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> Tensor:
     return torch.stack(before, 1)
 
 
-def _causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> tuple[Tensor, Tensor]:
+def _log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor) -> tuple[Tensor, Tensor]:
     """log_S (P, C, E) of P tiles, and the state after each of their tokens (C, P, d_k, E).
 
     q (P, C, d_k), k (P, C, d_k), log_v (P, C, E), log_f (P, C, 1), and the state before each tile, log_s (P, d_k, E).
@@ -244,11 +196,11 @@ def _causal_log_sums(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: 
     return torch.stack(log_S, 1), torch.stack(after)
 
 
-def _causal_gradients(
+def _gradients(
     q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor, log_s: Tensor, g_log_S: Tensor, g_after: Tensor
 ) -> Inputs:
-    """Backward of `_causal_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E)."""
-    log_S, after = _causal_log_sums(q, k, log_v, log_f, log_s)
+    """Backward of `_log_sums`, from the gradients of log_S (P, C, E) and of the last state (P, d_k, E)."""
+    log_S, after = _log_sums(q, k, log_v, log_f, log_s)
     g, g_q, g_k, g_v, g_f = g_after, [], [], [], []
     for t in reversed(range(q.shape[1])):
         s = after[t]  # (P, d_k, E)

@@ -69,8 +69,8 @@ class Frames(NamedTuple):
     """(N, B, H, 1, E)."""
     factor: Tensor
     """(N, B, H, d_k, E), N - 1 with all chunks: from M after a chunk to M in the frame of the next one."""
-    C: int | None
-    """Tokens of a chunk; None if there is a single chunk."""
+    C: int
+    """Tokens of a chunk."""
     chunks: slice
     """The indices of these chunks."""
     lost: Tensor | None = None
@@ -82,19 +82,19 @@ class Frames(NamedTuple):
 
     def split(self, x: Tensor, fill: float) -> Tensor:
         """Split tokens (B, H, t, D) into these chunks, in the accumulation type: (n, B, H, C, D)."""
-        return split(x.to(self.value.dtype), self.C or x.shape[2], fill)
+        return split(x.to(self.value.dtype), self.C, fill)
 
 
-def frames_of(inputs: Inputs, causal: bool) -> Frames:
-    """Return the frames of all chunks (one chunk if not causal), including the state's tokens as far as known."""
-    C = min(CHUNK, inputs.k.shape[2]) if causal else None
+def frames_of(inputs: Inputs) -> Frames:
+    """Return the frames of all chunks, including the state's tokens as far as known."""
+    C = min(CHUNK, inputs.k.shape[2])
     log_s, log_z = inputs.log_s, inputs.log_s[..., -1]  # (B, H, d_k, E), (B, H, d_k)
     mean = (log_s - finite(log_s[..., -1:])).amax(2)  # (B, H, E): of log_v, over the state's tokens
-    log_v = maxima(inputs.log_v, C or inputs.log_v.shape[2]).to(log_s.dtype)
+    log_v = maxima(inputs.log_v, C).to(log_s.dtype)
     values = frame_above(torch.cat([mean[None], pad(log_v, (0, 1))]) / LN2).cummax(0).values  # (1 + N, B, H, E)
     lost = None
     if inputs.log_f is None:
-        k = maxima(inputs.k, C or inputs.k.shape[2]).to(log_s.dtype)
+        k = maxima(inputs.k, C).to(log_s.dtype)
         keys = frame_above(torch.cat([log_z[None], k]) / LN2).cummax(0).values  # (1 + N, B, H, d_k)
         decay = torch.exp2(keys[:-1] - finite(keys[1:]))  # (N, B, H, d_k), at most 1
     else:

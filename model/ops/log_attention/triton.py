@@ -3,7 +3,6 @@
 The kernels are in triton_kernels.py, those of `exact.py` in triton_exact.py; docs/kernels.md explains their design.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from model.ops.derivatives import refuse_second_order, refuse_transforms
 from model.ops.log_attention.chunked import NAMES
 from model.ops.log_attention.chunks import CHUNK
-from model.ops.log_attention.exact import fallback
+from model.ops.log_attention.exact import recomputed_tiles
 from model.ops.log_attention.exponentials import CERTAIN
 from model.ops.log_attention.state import LogAttentionState, accumulation_dtype
 from model.ops.log_attention.triton_arguments import Constants, Inputs, Outputs, Saved, Sums, Tokens
@@ -78,7 +77,7 @@ def _attend(
     log_y, log_s_after, log_z_after, *saved, doubtful = results = _empty_results(inputs, want_state, save)
     outputs = Outputs(_tokens(log_y), Sums(log_s_after, log_z_after) if want_state else None)
     fast, exact = (_saved(*saved), _exact(*saved)) if save else (None, None)
-    counter = fallback.counter("forward", q.device)
+    counter = recomputed_tiles("forward", q.device)
     with torch.cuda.device_of(q):  # kernels are launched on the current device
         forward_sweep[_grid(q, P)](_arguments(inputs), outputs, fast, doubtful, P=P, **_launch(P))
         exact_forward[_grid(q, P)](_arguments(inputs), outputs, exact, doubtful, counter, P=P, num_warps=8)
@@ -110,7 +109,7 @@ def _empty_results(
         log_v.new_empty(B, T, H, d_v).transpose(1, 2),
         q.new_empty((B, H, d_k, d_v) if want_state else 0, dtype=acc),
         q.new_empty((B, H, d_k) if want_state else 0, dtype=acc),
-        q.new_empty(G, slots, d_k, d_v, dtype=_dtype_of_M(inputs)),
+        q.new_empty(G, slots, d_k, d_v, dtype=_operand(inputs)),
         q.new_empty(G, slots, d_k, dtype=acc),
         q.new_empty(G, slots, d_k, dtype=acc),
         q.new_empty(G, slots, d_v, dtype=acc),
@@ -125,7 +124,7 @@ def _attend_backward(g: Sequence[Tensor], inputs: Sequence[Tensor | None], saved
     They are computed from those of log_y and, if there are more, of the state, and from what the forward pass saved.
     """
     tensors, (g_y, *g_state), (*state, doubtful) = _Tensors._make(inputs), g, saved
-    P, to, counter = _constants(tensors), _empty_gradients(tensors), fallback.counter("backward", g_y.device)
+    P, to, counter = _constants(tensors), _empty_gradients(tensors), recomputed_tiles("backward", g_y.device)
     g_of = Outputs(_tokens(g_y), Sums(*(x.contiguous() for x in g_state)) if g_state else None)
     grid, x = _grid(tensors.q, P), _arguments(tensors)
     g_x = Inputs(to.q, to.k, to.log_v, to.log_f, None if to.log_s is None else Sums(to.log_s, to.log_z), *x[5:])
@@ -224,22 +223,18 @@ def _exact(M: Tensor, z: Tensor, key: Tensor, value: Tensor) -> Saved:
 
 
 def _operand(inputs: _Tensors) -> torch.dtype:
-    """The common type of queries and keys. Values may be wider; their exponentials are rounded to it."""
-    return torch.promote_types(inputs.q.dtype, inputs.k.dtype)
-
-
-def _dtype_of_M(inputs: _Tensors) -> torch.dtype:
-    """The operand type of products."""
-    return torch.bfloat16 if _operand(inputs) == torch.bfloat16 else accumulation_dtype(inputs.q)
+    """The type of products' operands and of M. Values may be wider; their exponentials are rounded to it."""
+    common = torch.promote_types(inputs.q.dtype, inputs.k.dtype)
+    return common if common == torch.bfloat16 else accumulation_dtype(inputs.q)
 
 
 def _constants(inputs: _Tensors) -> Constants:
-    q, _, log_v, log_f, *_ = inputs
+    q, k, log_v, log_f, *_ = inputs
     d_k, d_v, acc, operand = q.shape[3], log_v.shape[3], accumulation_dtype(q), _operand(inputs)
     narrow, wide = operand == torch.bfloat16, acc == torch.float64
     # The columns of a program: fewer for wide types, because of the multiprocessor's shared memory.
     columns = 16 if wide else 64 if narrow or d_k <= 64 else 32
-    span, z_span = (torch.float64.itemsize // dtype.itemsize for dtype in (_dtype_of_M(inputs), acc))
+    span, z_span = (torch.float64.itemsize // dtype.itemsize for dtype in (operand, acc))
     shrinks = FEW if log_f is None else MANY
     return Constants(
         D_K=d_k,
@@ -250,13 +245,12 @@ def _constants(inputs: _Tensors) -> Constants:
         C=CHUNK,
         OPERAND=tl.float64 if wide else tl.bfloat16 if narrow else tl.float32,
         ACC=tl.float64 if wide else tl.float32,
-        PRECISION="ieee" if wide else "tf32" if operand == torch.float16 else "tf32x3",
+        PRECISION="ieee" if wide else "tf32" if q.dtype == k.dtype == torch.float16 else "tf32x3",
         STAGES=2 if narrow and d_k <= 64 else 1,
         CERTAIN=CERTAIN[acc] * 2.0 ** (shrinks - FEW),  # what a frame rounded to 0 is this much larger in the next
         SHRINKS=shrinks,
         SPAN=span,
         Z_SPAN=z_span,
-        PART=math.isqrt(CHUNK * span),
     )
 
 

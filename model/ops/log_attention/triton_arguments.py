@@ -52,8 +52,6 @@ class Constants(NamedTuple):
     """Slots of M that a float64 state takes."""
     Z_SPAN: int
     """The same of z."""
-    PART: int
-    """Tokens that the exact backward pass steps through from one state."""
 
 
 class Tokens(NamedTuple):

@@ -5,7 +5,7 @@ computes a head g and a block of value columns e. All numbers are float64.
 
 The backward pass needs the state after every token. It starts from the state that the forward pass stored before a span
 of tokens (in the memory of M, where SPAN slots hold a float64 state), steps forward to a part of the span, and from
-there to each of its PART tokens. PART = sqrt(span) takes the fewest steps.
+there to each of its PART tokens. The square root of a span would take the fewest steps.
 """
 
 import triton
@@ -24,6 +24,8 @@ from model.ops.log_attention.triton_arguments import (
     store_state,
 )
 from model.ops.log_attention.triton_math import NOTHING, finite
+
+PART = tl.constexpr(16)
 
 
 @triton.jit
@@ -47,7 +49,9 @@ def exact_forward(x, outputs, saved, doubtful, counter, P: tl.constexpr):
         for t in range(n * P.C, tl.minimum(n * P.C + P.C, x.T)):
             state = _after_tokens(state, x, t, t + 1, program, P)
             if is_doubtful:
-                _store(log_y, t, program.e, P.D_V, _log_y(_load(x.q, t, program.d, P.D_K), state))
+                q_t = _load(x.q, t, program.d, P.D_K)
+                y = _logsumexp(q_t[:, None] + state.s) - _logsumexp(q_t + state.z)
+                _store(log_y, t, program.e, P.D_V, y)
     if program.block == 0:
         tl.atomic_add(counter, repaired)
     if outputs.state is not None:
@@ -69,13 +73,13 @@ def exact_backward(g_of, x, saved, doubtful, counter, to, P: tl.constexpr):
     g = _state(state_of(g_of.state, program.g, program.g, P), program, 0.0, P)
     g = Sums(g.s, tl.where(program.block == 0, g.z, 0.0))
 
-    for i in range(tl.cdiv(x.T, P.PART)):
-        start = (tl.cdiv(x.T, P.PART) - 1 - i) * P.PART
+    for i in range(tl.cdiv(x.T, PART)):
+        start = (tl.cdiv(x.T, PART) - 1 - i) * PART
         span = start // (P.SPAN * P.C)
         at_start = load_state(spans, span, program, NOTHING, P)
         at_start = _after_tokens(at_start, x, span * P.SPAN * P.C, start, program, P)
-        for j in range(tl.minimum(P.PART, x.T - start)):
-            t = tl.minimum(start + P.PART, x.T) - 1 - j
+        for j in range(tl.minimum(PART, x.T - start)):
+            t = tl.minimum(start + PART, x.T) - 1 - j
             before = _after_tokens(at_start, x, start, t, program, P)
             after = _after_tokens(before, x, t, t + 1, program, P)
             g = _store_read(g, g_y, x, t, after, to, program, P)
@@ -152,11 +156,6 @@ def _logsumexp(x):
     """Over the features of keys, the first dimension."""
     largest = tl.max(x, 0)
     return largest + tl.log(tl.sum(tl.exp(x - finite(largest)), 0))
-
-
-@triton.jit
-def _log_y(q, state):
-    return _logsumexp(q[:, None] + state.s) - _logsumexp(q + state.z)
 
 
 @triton.jit

@@ -92,7 +92,8 @@ def forward_sweep(x, outputs, saved, doubtful, P: tl.constexpr):
             _save(saved, n, State(M, z, key, value), program, P)
         e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
         _, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, between(gates), P)  # (C, BV), (C,)
-        _store_log_y(log_y, sums, z_sums, value, n, x, program, P)
+        y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
+        store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
         if x.log_f is not None:
             lost |= tl.max((key == LOST).to(tl.int32))  # this chunk and what follows are doubtful
         unsure = lost
@@ -166,7 +167,7 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
         e_q = exp_of_queries(q_n, key, P)
         within = between(gates)
         A, sums, z_sums = _causal_sums(e_q, e_k, e_v, M, z, gates, within, P)
-        g_sums, g_z_sums = _gradient_of_sums(g_n, sums, z_sums, P)
+        g_sums, g_z_sums = _over(g_n, sums).to(P.OPERAND), _over(-tl.sum(g_n, 1), z_sums)  # log_y = log(sums / z_sums)
         g_A = product(g_sums, tl.trans(e_v), P) + g_z_sums[:, None]
         g_A = weigh(g_A, within).to(P.OPERAND)  # (C, C)
         g_read, g_z_read = times(g_sums, gates.start), times(g_z_sums, gates.start)  # from the state
@@ -248,12 +249,6 @@ def _saved(saved, n, program, P: tl.constexpr):
 
 
 @triton.jit
-def _store_log_y(log_y, sums, z_sums, value, n, x, program, P: tl.constexpr):
-    y = log_of_scaled(sums * (1.0 / z_sums)[:, None], finite(value)[None, :])
-    store_chunk(y, log_y, n, x.T, program.e, P.D_V, P)
-
-
-@triton.jit
 def _some_doubtful(sums, z_sums, n, x, program, P: tl.constexpr):
     """Whether any sum of the tile is doubtful, including empty sums."""
     small = is_doubtful(sums, P.CERTAIN)
@@ -304,12 +299,6 @@ def _lacks_something(sums, z_sums, terms, z_terms, n, x, program, P: tl.constexp
     small = is_doubtful(sums, P.CERTAIN) & terms
     small |= (is_doubtful(z_sums, P.CERTAIN) & z_terms)[:, None]
     return _largest((small & real).to(tl.int32))
-
-
-@triton.jit
-def _gradient_of_sums(g_y, sums, z_sums, P: tl.constexpr):
-    """Return gradients of sums and z_sums from that of log_y = log(sums / z_sums); 0 for empty sums."""
-    return _over(g_y, sums).to(P.OPERAND), _over(-tl.sum(g_y, 1), z_sums)
 
 
 @triton.jit

@@ -14,19 +14,15 @@ from model.ops.documents import document_mask, document_positions
 
 
 class _Part:
-    """A regular set of keys for every query."""
+    """A regular set of keys for every query.
 
-    def sees(self, i: Tensor, j: Tensor) -> Tensor:
-        """Whether query i may attend to key j, in the broadcast shape of the two: the definition of the part."""
-        raise NotImplementedError
+    sees(i, j), its definition: whether query i may attend to key j, in the broadcast shape of the two.
+    needed(j, n): whether query n or a later one may attend to an earlier key j.
+    """
 
     def reach(self) -> int | None:
         """Largest distance from a query back to a key that it may attend to; None: unlimited."""
         return None
-
-    def needed(self, j: Tensor, n: Tensor) -> Tensor:
-        """Whether query n or a later one may attend to an earlier key j."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
