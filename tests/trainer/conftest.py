@@ -4,6 +4,7 @@ import functools
 import math
 
 import pytest
+import ranks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import trainer.loop
@@ -31,6 +32,19 @@ def quick(tiny, memory):
         return tiny(settings | (changes or {}))
 
     return build
+
+
+@pytest.fixture
+def train_in_processes(tiny_args, tmp_path):
+    """Trains with train.py in some processes, in float64; returns the run directory."""
+
+    def run(name, processes, *options):
+        args = [*tiny_args, "runtime.dtype=float64", "runtime.hang_seconds=60", f"run_dir={tmp_path / name}"]
+        for result in ranks.run(processes, "train.py", *args, *options):
+            assert result.status == 0, result.err
+        return tmp_path / name
+
+    return run
 
 
 @pytest.fixture

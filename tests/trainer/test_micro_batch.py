@@ -103,10 +103,15 @@ def test_the_largest_that_fits_is_found(where, share, capsys):
         assert module.weight.grad is None
 
 
-def test_not_even_one_is_a_line_for_the_user():
+def test_not_even_one_is_a_line_for_the_user(monkeypatch):
     with pytest.raises(UserError, match=r"one sequence does not fit in the [\d.]+ GB of the CPU") as caught:
         choose(Limited(0), 8)
     assert "\n" not in str(caught.value)
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: 1000)
+    module = Limited(1000)
+    with pytest.raises(UserError, match="one sequence does not fit"):
+        choose(module, 20, lambda size: 501 * size)
+    assert module.sizes == [], "no trial is needed where the prediction is enough"
 
 
 @pytest.mark.parametrize(
@@ -180,39 +185,6 @@ def test_no_more_than_half_of_a_cpus_memory_is_tried(fit, processes, monkeypatch
     assert max(module.sizes) == fit
 
 
-def test_memory_for_less_than_one_sequence_is_found_without_a_trial(monkeypatch):
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: 1000)
-    module = Limited(1000)
-    with pytest.raises(UserError, match="one sequence does not fit"):
-        choose(module, 20, lambda size: 501 * size)
-    assert module.sizes == []
-
-
-@pytest.mark.slow
-def test_half_of_the_memory_is_margin_enough(run_process):
-    """A pass must take less than twice the predicted memory, otherwise the kernel kills the process."""
-    script = f"""{CHILD}
-sys.path += ["tests", "tests/trainer"]
-from tests.trainer.test_micro_batch import ALONE, CPU, tiny_gpt
-from trainer.memory import step_memory
-from trainer.micro_batch import choose_micro_batch
-from trainer.runtime import keep_freed_memory
-keep_freed_memory()
-module = tiny_gpt(sys.argv[1], n_embd=128)
-import torch._dynamo  # the first update imports it, which takes more memory than this pass
-def resident(which):  # not getrusage: its maximum begins with that of the process that started this one
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(which)) * 1024
-before = resident("VmRSS")
-assert choose_micro_batch(module, 12, 512, lambda size: 0, CPU, ALONE) == 12
-took = resident("VmHWM") - before
-memory = step_memory(module.gpt, 12, 512, CPU)
-print(took / (memory.peak - memory.weights - memory.optimizer))
-"""
-    for child in run_process(*(["-c", script, attention] for attention in ("log_space", "softmax"))):
-        assert child.status == 0, child.err
-        assert float(child.out.split()[-1]) < 2
-
-
 def group(folder, limit, used, cache):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
@@ -260,38 +232,33 @@ optimizer = torch.optim.AdamW(module.parameters(), fused=True)
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_for_real(run_process):
-    script = f"""{LIMIT}
+def test_a_limit_of_the_process_counts_as_its_memory_which_may_run_out_for_real(run_process):
+    tried = f"""{LIMIT}
 leave(600)
 chosen = choose_micro_batch(module, 1000, 16, lambda size: 0, runtime, world)
 train(chosen // 2)
 print(chosen)
 """
-    (child,) = run_process(["-c", script])
-    assert child.status == 0, child.err
-    # 600 MiB less the gradient, and another that is added to it, of 64 MiB each.
-    assert 1 < int(child.out.split()[-1]) <= (600 - 2 * 64) // 16
-
-
-@pytest.mark.slow
-def test_a_limit_of_the_process_counts_as_its_memory(run_process):
-    script = f"""{LIMIT}
+    predicted = f"""{LIMIT}
 leave(1200)
 chosen = choose_micro_batch(module, 1000, 16, lambda size: (64 + 16 * size) * 2**20, runtime, world)
 train(chosen)
-train(chosen)
 print(chosen)
 """
-    (child,) = run_process(["-c", script])
-    assert child.status == 0, child.err
-    assert " in the 1.3 GB of the CPU" in child.out  # 1,200 MiB
-    assert 20 <= int(child.out.split()[-1]) <= (600 - 64) // 16  # of half of it
+    children = run_process(["-c", tried], ["-c", predicted])
+    assert [child.status for child in children] == [0, 0], children
+    chosen = [int(child.out.split()[-1]) for child in children]
+    # 600 MiB less the gradient, and another that is added to it, of 64 MiB each; or half of 1,200 MiB.
+    assert 1 < chosen[0] <= (600 - 2 * 64) // 16
+    assert 20 <= chosen[1] <= (600 - 64) // 16
+    assert " in the 1.3 GB of the CPU" in children[1].out
 
 
 @pytest.mark.slow
-def test_two_processes_agree_on_what_the_poorer_one_can_do():
+def test_two_processes_agree_on_what_the_poorer_one_can_do_and_sharded_weights_want_a_number():
     script = f"""{CHILD}
-from tests.trainer.test_micro_batch import Limited
+from common.settings import UserError
+from tests.trainer.test_micro_batch import Limited, tiny_gpt
 with join_world(runtime.device) as world:
     for where in ("forward", "backward"):
         module = world.wrap(Limited((5, 3)[world.rank], where))
@@ -299,6 +266,10 @@ with join_world(runtime.device) as world:
         module.module.limit = 1000
         module(*torch.zeros(2, 1 + world.rank, 16, dtype=torch.int64)).backward()  # gradients are shared as ever
         print("chosen", chosen, "gradient", module.module.weight.grad[0].item())
+    try:
+        choose_micro_batch(world.wrap(tiny_gpt(), fsdp=True), 16, 16, lambda size: 0, runtime, world)
+    except UserError as error:
+        print("refused:", error)
 """
     for rank, result in enumerate(ranks.run(2, "-c", script)):
         assert result.status == 0, result.err
@@ -306,24 +277,7 @@ with join_world(runtime.device) as world:
         assert [int(line[1]) for line in lines] == [3, 3]
         for line in lines:
             assert float(line[3]) == pytest.approx(1.5 * 100 * math.e, rel=1e-6)  # the mean of one and two sequences
-        assert result.out.count("runtime.micro_batch=auto") == (2 if rank == 0 else 0)
-
-
-@pytest.mark.slow
-def test_sharded_weights_want_a_number():
-    script = f"""{CHILD}
-from common.settings import UserError
-from tests.trainer.test_micro_batch import tiny_gpt
-with join_world(runtime.device) as world:
-    module = world.wrap(tiny_gpt(), fsdp=True)
-    try:
-        choose_micro_batch(module, 16, 16, lambda size: 0, runtime, world)
-    except UserError as error:
-        print("refused:", error)
-"""
-    results = ranks.run(2, "-c", script)
-    for result in results:
-        assert result.status == 0, result.err
+        assert result.out.count("micro_batch=auto: 3") == (2 if rank == 0 else 0)
         assert "refused: runtime.micro_batch=auto" in result.out
         assert "give a number" in result.out
 
@@ -346,31 +300,25 @@ def room_for(monkeypatch):
     return room_for
 
 
-@pytest.mark.parametrize("chosen", [3, 4])  # one that divides the batch's 4 sequences, and one that does not
-def test_a_run_has_the_losses_of_any_other_micro_batch(chosen, command, room_for, tiny_args, tmp_path):
-    room_for(chosen)
-    args = [*tiny_args, "max_steps=20", "eval.every=5"]
+def test_a_run_has_the_losses_of_any_other_micro_batch_and_keeps_what_was_chosen(
+    command, room_for, tiny_args, tmp_path
+):
+    args = [*tiny_args, "eval.every=5"]
     one = command("train", *args, "runtime.micro_batch=1", f"run_dir={tmp_path / 'one'}")
-    auto = command("train", *args, "runtime.micro_batch=auto")
-    assert one.status == auto.status == 0, auto.err
-    assert "micro_batch=auto" not in one.out
-    assert auto.out.count(f"runtime.micro_batch=auto: {chosen} of up to 4 sequences, in the 0.0 GB of ") == 1
-    assert open_checkpoint(newest(tmp_path / "run")).state.micro_batch == chosen
-    assert_same_losses(tmp_path / "one", tmp_path / "run")
-
-
-def test_a_resumed_run_keeps_what_was_chosen(command, room_for, tiny_args, tmp_path):
-    args = [*tiny_args, "runtime.micro_batch=auto"]
-    room_for(3)
-    assert command("train", *args, f"run_dir={tmp_path / 'whole'}").status == 0
+    args += ["runtime.micro_batch=auto"]
+    room_for(3)  # which does not divide the batch's 4 sequences
+    whole = command("train", *args, f"run_dir={tmp_path / 'whole'}")
     assert command("train", *args, "stop_at=2").status == 0
     room_for(1)
     rest = command("train", *args)
-    assert rest.status == 0, rest.err
+    assert one.status == whole.status == rest.status == 0, whole.err + rest.err
+    assert "micro_batch=auto" not in one.out
+    assert whole.out.count("runtime.micro_batch=auto: 3 of up to 4 sequences, in the 0.0 GB of ") == 1
     assert "1 of up to" not in rest.out
     assert "resuming" in rest.out
+    assert_same_losses(tmp_path / "one", tmp_path / "whole")
     a, b = (newest(tmp_path / name) for name in ("whole", "run"))
-    assert open_checkpoint(b).state.micro_batch == 3
+    assert open_checkpoint(a).state.micro_batch == open_checkpoint(b).state.micro_batch == 3
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "run")

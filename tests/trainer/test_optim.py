@@ -32,19 +32,6 @@ def test_weights_decay_and_biases_and_norms_do_not(tiny):
     assert len(decayed["params"]) + len(kept["params"]) == len(names)
 
 
-def test_a_decay_step_without_gradient_scales_by_one_minus_lr_times_decay(tiny):
-    gpt = GPT(tiny().model)
-    before = {name: p.clone() for name, p in gpt.named_parameters()}
-    optimizer = OPTIM.build(gpt)
-    for p in gpt.parameters():
-        p.grad = torch.zeros_like(p)
-    OPTIM.schedule(optimizer, factor=50.0, progress=0.0)
-    optimizer.step()
-    for name, p in gpt.named_parameters():
-        factor = 1 - 0.5 * 0.3 if p.dim() >= 2 else 1.0
-        torch.testing.assert_close(p, before[name] * factor, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize(("config", "regrouped"), [(OPTIM, False), (OPTIM, True), (MUON, False), (TRANSFERRED, False)])
 def test_training_goes_on_to_the_bit_from_state_that_was_saved_by_name(tiny, config, regrouped):
     first, second = GPT(tiny().model), GPT(tiny().model)

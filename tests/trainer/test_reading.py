@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from alone import open_run
+from test_resume import assert_same_run
 
 from common.settings import UserError, decode
 from data.loader import TrainBatches
@@ -35,11 +36,6 @@ def sets_dir(make_dataset):
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-
-
-def assert_same_run(a, b):
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (newest(a) / name).read_bytes() == (newest(b) / name).read_bytes(), name
 
 
 def test_a_run_reads_its_mixture(tiny, sets_dir):
@@ -128,14 +124,10 @@ def test_a_run_keeps_documents_apart_or_not(command, tiny_args, tmp_path):
     ("changes", "message"),
     [
         (
-            {"model.attention": {"name": "longformer"}},
-            "attention: longformer's global tokens are .*: use another attention",
+            {"model.attention_pattern": ["longformer"]},
+            "attention_pattern.0: longformer's global tokens are .*: use another attention",
         ),
-        ({"model.attention_pattern": ["longformer"]}, "attention_pattern.0: longformer's global tokens"),
-        (
-            {"model.attention": {"name": "softmax", "kernel": "math"}},
-            "attention: kernel=math cannot .* a mask: use auto",
-        ),
+        ({"model.attention": {"name": "softmax", "kernel": "math"}}, "kernel=math cannot .* a mask: use auto"),
     ],
 )
 def test_attention_that_cannot_keep_documents_apart_is_refused(tiny, changes, message):
@@ -167,22 +159,7 @@ def test_a_damaged_shard_stops_the_run_with_its_name(tiny, sets_dir, monkeypatch
     assert threads() == []
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
-def test_the_thread_ends_with_the_run(tiny, monkeypatch, error):
-    def interrupted(*_):
-        assert len(threads()) == 1
-        raise error("stopped")
-
-    monkeypatch.setattr("trainer.loop.evaluate", interrupted)
-    with pytest.raises(error):
-        fit(tiny({"eval.every": 1}))
-    assert threads() == []
-    monkeypatch.undo()
-    fit(tiny())
-    assert threads() == []
-
-
-def test_nothing_is_read_that_no_step_asks_for(tiny, monkeypatch):
+def test_the_thread_ends_with_the_run_and_reads_nothing_that_no_step_asks_for(tiny, monkeypatch):
     read = []
 
     class Recorded(TrainBatches):
@@ -193,3 +170,13 @@ def test_nothing_is_read_that_no_step_asks_for(tiny, monkeypatch):
     monkeypatch.setattr("trainer.start.TrainBatches", Recorded)
     fit(tiny({"stop_at": 3}))
     assert read == [(0, 0, 4), (1, 0, 4), (2, 0, 4)]
+    assert threads() == []
+
+    def interrupted(*_):
+        assert len(threads()) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.loop.evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tiny({"eval.every": 1}))
+    assert threads() == []

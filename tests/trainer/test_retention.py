@@ -1,17 +1,14 @@
 """Which checkpoints are kept, and what becomes of them when the disk is full."""
 
 import contextlib
-import errno
 import os
 import random
-import resource
 import shutil
-import subprocess
 import threading
 from types import SimpleNamespace
 
 import pytest
-from faults import assert_same, is_whole, result, steps_of
+from faults import LimitedFiles, SmallDisk, assert_same, is_whole, result, steps_of
 
 from common.settings import UserError
 from trainer.checkpoint import CheckpointConfig, checkpoint_path, open_checkpoint, retain
@@ -103,43 +100,6 @@ def results_with_room(config):
     return found
 
 
-class LimitedFiles:
-    """Limits the size of files, like a disk that is full for large files only."""
-
-    error = os.strerror(errno.EFBIG)
-
-    def __init__(self, limit):
-        self._limit, self._before = limit, resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill(self, room=0):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self._limit, self._before[1]))
-
-    def close(self):
-        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
-
-
-class SmallDisk:
-    """A disk that another program can fill."""
-
-    error = os.strerror(errno.ENOSPC)
-
-    def __init__(self, folder):
-        self._other = folder / "other"
-        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-        if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("this user may not mount a small disk")
-
-    def fill(self, room=0):
-        with open(self._other, "wb", buffering=0) as file:
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(100))
-            file.truncate(file.tell() - room)
-
-    def close(self):
-        self._other.unlink(missing_ok=True)
-
-
 @pytest.fixture(params=["small", 20_000, 50_000], ids=["small", "no_model", "no_optimizer"])
 def disk(request, memory):
     """The disk of the run: a small one, or one where the model's, or the optimizer's file is too large."""
@@ -147,8 +107,9 @@ def disk(request, memory):
         yield LimitedFiles(request.param)
         return
     (memory / "run").mkdir()
-    yield SmallDisk(memory / "run")
-    subprocess.run(["umount", str(memory / "run")], check=True)
+    disk = SmallDisk(memory / "run")
+    yield disk
+    disk.end()
 
 
 def assert_whole(run_dir, steps):

@@ -33,19 +33,12 @@ def torch_one_cycle(warmup, total, start, end, anneal, max_lr=1.0):
 
 
 @pytest.mark.parametrize("anneal", ["cos", "linear"])
-@pytest.mark.parametrize(("warmup", "total"), [(2, 7), (30, 100), (99, 100), (100, 100)])
+@pytest.mark.parametrize(("warmup", "total"), [(2, 7), (99, 100), (100, 100)])
 @pytest.mark.parametrize(("start", "end"), [(0.1, 0.1), (0.04, 0.001), (1.0, 0.5)])
 def test_one_cycle_is_torchs(anneal, warmup, total, start, end):
     ours = OneCycle(name="one_cycle", warmup_steps=warmup, start=start, end=end, anneal=anneal)
     factors = [ours.factor(step, total) for step in range(total)]
     assert factors == pytest.approx(torch_one_cycle(warmup, total, start, end, anneal), rel=1e-12)
-
-
-def test_published_setting_goes_up_to_6e_4_and_down_to_6e_5():
-    ours = OneCycle(name="one_cycle", warmup_steps=2000, start=0.1, end=0.1)
-    rates = [6e-4 * ours.factor(step, 600_000) for step in (0, 1999, 599_999)]
-    assert rates == pytest.approx([6e-5, 6e-4, 6e-5], rel=1e-12)
-    assert max(range(600_000), key=lambda step: ours.factor(step, 600_000)) == 1999
 
 
 @pytest.mark.parametrize("cls", get_args(get_args(ScheduleConfig)[0]), ids=lambda cls: cls.__name__)
@@ -80,19 +73,6 @@ def test_wsd_falls_as_one_minus_sqrt():
     assert [ends.factor(step, 101) for step in (80, 85, 100)] == pytest.approx([1, 0.55, 0.1])
 
 
-def test_wsd_with_a_decay_of_1_is_linear_to_zero_after_the_warm_up():
-    wsd = WSD(name="wsd", warmup_steps=10, decay=1.0, end=0.0)
-    factors = [wsd.factor(step, 111) for step in range(111)]
-    assert factors[:11] == pytest.approx([*(i / 10 for i in range(1, 11)), 1.0])
-    assert factors[10:] == pytest.approx([1 - i / 100 for i in range(101)], abs=1e-12)
-
-
 def test_constant_is_flat_after_its_warm_up():
-    assert [Constant(name="constant", warmup_steps=4).factor(step, 6) for step in range(6)] == [
-        0.25,
-        0.5,
-        0.75,
-        1,
-        1,
-        1,
-    ]
+    constant = Constant(name="constant", warmup_steps=4)
+    assert [constant.factor(step, 6) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]

@@ -130,13 +130,11 @@ def test_an_error_that_a_person_must_mend_is_not_requeued(job, tmp_path):
     [
         ({"STATUS": "75"}, 0, True),
         ({"STATUS": "137"}, 0, True),  # a process that the kernel killed
-        ({"STATUS": "134"}, 0, True),  # a process that NCCL aborted
         ({"STATUS": "75", "SLURM_RESTART_COUNT": "2"}, 0, True),
         ({"STATUS": "75", "SLURM_RESTART_COUNT": "3"}, 75, False),  # again and again, and no new checkpoint
         ({"STATUS": "75", "JOB_STATE": "CANCELLED"}, 75, False),
         ({"STATUS": "1"}, 1, False),
         ({"STATUS": "143"}, 143, False),
-        ({"STATUS": "0"}, 0, False),
     ],
 )
 @pytest.mark.slow

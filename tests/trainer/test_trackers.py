@@ -4,6 +4,7 @@ import contextlib
 import errno
 import importlib
 import os
+import socket
 import sys
 import threading
 import types
@@ -246,16 +247,43 @@ def test_the_real_tensorboard(tiny):
             assert stored[key, line["step"]] == pytest.approx(line[key], rel=1e-6)  # it stores float32
 
 
-@pytest.mark.slow
-def test_the_real_wandb_offline(run_process, tiny_args, tmp_path):
+KEY = {"WANDB_API_KEY": "a" * 40}
+
+
+@pytest.fixture
+def real_wandb(tiny_args, tmp_path):
+    """Trains with the real wandb, if it is installed; returns the process's result and metrics.jsonl."""
     pytest.importorskip("wandb", reason="wandb is not installed")
-    (result,) = run_process(
-        ["train.py", *tiny_args, "tracker=wandb", "tracker.wandb.mode=offline", "tracker.wandb.every=1"]
-    )
-    assert result.status == 0, result.err
+
+    def train(mode, **environment):
+        options = ["tracker=wandb", f"tracker.wandb.mode={mode}", "tracker.wandb.every=1"]
+        options += ["tracker.wandb.finish_seconds=1"] if "WANDB_API_KEY" in environment else []
+        (result,) = ranks.run(1, "train.py", *tiny_args, *options, HOME=str(tmp_path), **environment)
+        assert result.status == 0, result.err
+        assert steps(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 3, 4, 5, 6, 6]
+        return result, read_metrics(tmp_path / "run" / "metrics.jsonl")
+
+    return train
+
+
+@pytest.mark.slow
+def test_the_real_wandb_offline(real_wandb, tmp_path):
+    result, lines = real_wandb("offline")
     assert "wandb failed" not in result.err
     (stored,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     content = stored.read_bytes()
-    for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+    for line in lines:
         assert repr(line.get("loss", line.get("val_loss"))).encode() in content, line
-    assert steps(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 3, 4, 5, 6, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("listens", "key"), [(False, {}), (False, KEY), (True, KEY)])
+def test_the_real_wandb_without_an_account_or_with_a_server_that_refuses_or_is_silent(real_wandb, listens, key):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # and nobody else gets this port
+        if listens:
+            server.listen(100)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        result, _ = real_wandb("online", WANDB_BASE_URL=address, **key)
+    problem = "it did not finish within 1 seconds)" if key else "UsageError: "
+    assert result.err.count("warning:") == result.err.count(f"wandb failed ({problem}") == 1

@@ -155,19 +155,6 @@ def test_muons_updates_have_the_spectral_norm_of_the_tuned_models():
             torch.testing.assert_close(after, x * (1 - 5e-3 * 0.3) - 5e-3 * update)
 
 
-@pytest.mark.parametrize("optim", OPTIMS)
-def test_the_share_of_a_weight_that_decays_in_a_step_is_the_same_at_every_size(optim):
-    gpt, settings = gpt_of(64, 4, attention=LINEAR), optim_of(optim, BASE, weight_decay=0.3)
-    before = {name: p.detach().clone() for name, p in gpt.named_parameters()}
-    optimizer = settings.build(gpt)
-    for p in gpt.parameters():
-        p.grad = torch.zeros_like(p)
-    settings.schedule(optimizer, factor=50.0, progress=0.0)
-    optimizer.step()
-    for name, p in gpt.named_parameters():
-        torch.testing.assert_close(p, before[name] * (1 - 0.5 * 0.3 if p.dim() == 2 else 1), rtol=1e-6, atol=0)
-
-
 # Coordinate checks. Sizes of activations are sums of powers of width or depth, with exponents in steps of 1/2. The rule
 # makes the largest 0, so that a slope is below 1/4. What random initial weights carry to the stream over depth, and to
 # the logits over width, has an exponent of -1/2 and begins as the larger part: slopes are above -3/4 there, and above
