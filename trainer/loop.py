@@ -167,7 +167,8 @@ def take_step(
     if run.average is not None:
         run.average.take(step)
     figures = {"loss": result.loss, "lr": config.optim.max_lr * factor, "grad_norm": result.grad_norm}
-    return _line(run, **figures), result.stop
+    tiles = {"exact_tiles": result.exact_tiles} if result.exact_tiles else {}
+    return _line(run, **figures, **tiles), result.stop
 
 
 def _skip(run: Run, reason: str) -> dict[str, Any]:

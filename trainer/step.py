@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from model.gpt import GPT, GPTState
+from model.ops.log_attention.exact import recomputed_tiles
 from trainer.distributed import World
 from trainer.long import backward_in_chunks
 from trainer.runtime import Runtime
@@ -39,6 +40,8 @@ class StepResult(NamedTuple):
     """Norm of the whole gradient before clipping."""
     stop: bool
     """Whether any process was asked to stop."""
+    exact_tiles: int = 0
+    """Log-attention tiles recomputed exactly, summed over processes. Recomputed forward passes count too."""
     refused: str | None = None
     """Why the weights were not updated, with the gradients left in place; None: the weights were updated."""
 
@@ -75,6 +78,7 @@ def train_step(
     """
     world = world or World(runtime.device)
     params = list(summed_loss.parameters())
+    tiles_before = (tiles_now := recomputed_tiles("forward", params[0].device)).clone()  # (1,)
     n_valid = sum(float((targets >= 0).sum()) for _, targets in micro_batches)
     valid = world.sum(torch.full((), n_valid, dtype=torch.float64, device=world.device))
     abandon = asked_to_stop if world.size == 1 else lambda: False
@@ -84,12 +88,13 @@ def train_step(
     if own_loss is None:
         return None
     world.at(f"{name}: loss")
-    total, asked = world.sum(torch.stack([own_loss, own_loss.new_full((), asked_to_stop())]))
+    own = own_loss, own_loss.new_full((), asked_to_stop()), (tiles_now - tiles_before).double().squeeze()
+    total, asked, tiles = world.sum(torch.stack(own))
     world.at(f"{name}: optimizer")
     norm = world.unshard(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     # Nothing else in a step makes the CPU wait for a GPU.
-    loss, grad_norm, asked = torch.stack([total / valid, norm.double(), asked]).tolist()
-    result = StepResult(loss, grad_norm, stop=asked > 0)
+    loss, grad_norm, asked, tiles = torch.stack([total / valid, norm.double(), asked, tiles]).tolist()
+    result = StepResult(loss, grad_norm, stop=asked > 0, exact_tiles=int(tiles))
     if (reason := refuse(result.loss, result.grad_norm)) is not None:
         return result._replace(refused=reason)
     if grad_clip is not None:
