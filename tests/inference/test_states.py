@@ -265,8 +265,8 @@ CHANGES = {
         (lambda t, h: t["state.ngrams.table"].bitwise_or_(257), "token counts or ids"),
     ],
     "fixed": [
-        (lambda t, h: t[f"{CACHE}0.place"].add_(10**6), "token counts or ids"),
-        (lambda t, h: t[f"{CACHE}0.place"].mul_(-1), "token counts or ids"),
+        (lambda t, h: t[f"{CACHE}place"].add_(10**6), "token counts or ids"),
+        (lambda t, h: t[f"{CACHE}place"].mul_(-1), "token counts or ids"),
     ],
 }
 
