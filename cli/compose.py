@@ -26,7 +26,7 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     """Compose configs/<config_name>.yaml with these options. `config_dir`: a folder with further members of groups.
 
     Raises:
-        UserError: an option or a file does not exist, or a file is no configuration.
+        UserError: an option or a file does not exist, or a file is not a configuration.
     """
     if config_dir and not Path(config_dir).is_dir():
         wanted = "give one that has files for groups, as configs/ does"

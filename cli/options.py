@@ -15,7 +15,7 @@ _OF_DATA = ("data", "tokenizer")
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 _ABSENT = {
     "batch_size": "the size of a batch is batch_tokens, in tokens: sequences x seq_len",
-    "dropout": "there is no dropout here; optim.weight_decay regularises",
+    "dropout": "dropout is not supported; optim.weight_decay regularises",
     "epochs": "a run's length is max_steps, in steps of batch_tokens tokens",
 }
 _SYNONYMS = {

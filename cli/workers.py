@@ -1,4 +1,4 @@
-"""Jobs of a sweep that run beside others: they share GPUs, and save their step before they end."""
+"""Sweep jobs that run in parallel: they share GPUs, and save before they end."""
 
 import contextlib
 import functools
@@ -98,7 +98,7 @@ def visible_gpus() -> list[str]:
 
 @contextlib.contextmanager
 def saving_before_requeue() -> Iterator[None]:
-    """Save the step before submitit requeues a job whose time is up, which it does at SIGUSR2."""
+    """Save before submitit requeues a job at its time limit; submitit does so at SIGUSR2."""
     requeue, asked = signal.getsignal(signal.SIGUSR2), False
 
     def save_first(number: int, frame: FrameType | None) -> None:

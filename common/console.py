@@ -92,7 +92,7 @@ class Track:
             self._bar.stop()
 
     def advance(self, units: int, note: str = "") -> None:
-        """Add `units` to those done. `note` is shown beside them: the loss, the rate."""
+        """Advance by `units`. `note` is shown next to the progress: the loss, the rate."""
         self.done += units
         self.note = note or self.note
         if self.live:

@@ -15,7 +15,7 @@ at_once = False
 
 
 def leave(status: int | str | None) -> NoReturn:
-    """End this process, as sys.exit does."""
+    """End this process like sys.exit."""
     if at_once:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""Ctrl-C while a command is being imported ends it with one line and status 130, as nothing has begun.
+"""Ctrl-C during the imports of a command ends it with one line and status 130.
 
-What a command imports before all else must import this first. In other programs it does nothing.
+A command must import this module before all others. In other programs it does nothing.
 """
 
 import os

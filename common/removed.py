@@ -1,11 +1,11 @@
-"""What configurations no longer have: stored ones may still say it, and users may still type it."""
+"""Removed keys and names: stored configurations may have them, and users may still type them."""
 
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """A key that is gone."""
+    """A removed key."""
 
     off: Any
     """The value with which it did nothing, which is ignored. Any other value is refused."""

@@ -45,7 +45,7 @@ class Settings(BaseModel):
     _files: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, defaults: str = "") -> None:
-        """`defaults`: the file of the default values, in addition to those of the base class."""
+        """`defaults`: the file of this class's default values; the base class keeps its own file."""
         cls._files = (*cls._files, defaults) if defaults else cls._files
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""From a dataset directory to batches: what training reads. Nothing here knows of models, devices or processes.
+"""From a dataset directory to batches. This package does not depend on models, devices or processes.
 
 1. `tokenizer`  Text becomes token ids: `bytes`, `gpt2`, or any byte-level BPE (`tokenizer_json`). A tokenizer saves
                 itself as one JSON file, so a dataset or a checkpoint carries its own and works offline.

@@ -32,7 +32,7 @@ Weights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
 
 class DataConfig(Settings, defaults="train:data"):
-    """What is read of the dataset, and how."""
+    """How training reads the dataset."""
 
     mixture: Weights | None
     """Weights of the dataset's sets, such as {Pile-CC: 2, Github: 0.5}. A set's share of the sequences is its weight

@@ -174,7 +174,7 @@ class Manifest(Strict):
 
     @property
     def fingerprint(self) -> str:
-        """A hex digest of tokenizer, tokens and sets: a run can go on only with a dataset of the same fingerprint."""
+        """A hex digest of tokenizer, tokens and sets: a run continues only on a dataset with the same fingerprint."""
         shards = [(name, shard) for name in sorted(self.splits) for shard in self.splits[name].shards]
         sums = [
             f"{name} {shard.sha256} {shard.index_sha256}" + (f" {shard.sets}" if shard.sets is not None else "")

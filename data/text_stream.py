@@ -1,4 +1,4 @@
-"""Turning a stream of token ids into text: whole characters only, and nothing of a stop string."""
+"""Turns a stream of token ids into text: only whole characters, up to a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from data.tokenizer import Tokenizer
 class TextStream:
     """The text of a continuation that grows token by token.
 
-    A character of several tokens is returned when it is whole; bytes that are not UTF-8 become U+FFFD. Text that could
-    begin a stop string is held back until this is decided. The text does not depend on where tokens begin and end: it
-    ends before the first stop string that is complete (the longest, if several end there).
+    A character of several tokens is returned when it is whole; bytes that are not UTF-8 become U+FFFD. Text that may be
+    the start of a stop string is held back until this is certain. Token boundaries do not matter: the text ends before
+    the first complete stop string (the longest, if several end at the same place).
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:

@@ -70,7 +70,7 @@ TokenizerConfig = Annotated[BytesConfig | GPT2Config | HFConfig, Field(discrimin
 
 
 class Tokenizer(ABC):
-    """What every tokenizer does. Each id spells the same bytes everywhere, so that texts are the bytes of their ids."""
+    """The interface of tokenizers. An id always spells the same bytes, so a text is the bytes of its ids."""
 
     name: str
     tokens: Sequence[bytes]
@@ -85,7 +85,7 @@ class Tokenizer(ABC):
 
     @property
     def id(self) -> TokenizerId:
-        """What a dataset says of it."""
+        """The identity of the tokenizer, as datasets store it."""
         return TokenizerId(name=self.name, n_vocab=self.n_vocab, sha256=self.sha256, eot_id=self.eot_id)
 
     @property
@@ -159,9 +159,9 @@ class RankTokenizer(Tokenizer):
     def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
         """Yield the token ids of a text as consecutive arrays, in little memory.
 
-        The ids are those of tiktoken's encode_ordinary: the characters <|endoftext|> are ordinary text. Only a run of
-        more than a million characters in which no token is sure to end (non-ASCII letters without a space, or spaces)
-        is cut somewhere, and ids near the cut may differ; they still decode to the text.
+        The ids are those of tiktoken's encode_ordinary: the characters <|endoftext|> are ordinary text. A run of
+        more than a million characters without a sure token boundary (non-ASCII letters without a space, or spaces) is
+        cut anywhere. Ids near that cut may differ, but still decode to the text.
         """
         if self.name == "bytes":  # the same ids, ten times as fast
             yield np.frombuffer(text.encode(), np.uint8)

@@ -63,7 +63,7 @@ class HFTokenizer(Tokenizer):
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Hex digest of the content, whatever its spaces and the order of its keys."""
+        """Hex digest of the content; whitespace and the order of keys do not change it."""
         return hashlib.sha256(json.dumps(self._raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -72,7 +72,7 @@ class HFTokenizer(Tokenizer):
         return self._raw
 
     def normalized(self, text: str) -> str:
-        """Return the text as its normalizer leaves it; most have none, others make it NFC."""
+        """Return the normalized text. Most tokenizers have no normalizer; some use NFC."""
         normalizer = self._backend.normalizer
         return text if normalizer is None else normalizer.normalize_str(text)
 
@@ -87,7 +87,7 @@ def read_hf_tokenizer(path: Path) -> HFTokenizer:
     """Read a tokenizer.json. If it has no end of text, one is added after its last id.
 
     Raises:
-        UserError: it is missing, damaged, or no byte-level BPE.
+        UserError: it is missing, damaged, or not a byte-level BPE.
     """
     try:
         if path.is_dir():
@@ -108,7 +108,7 @@ def _backend(raw: Any) -> Backend:
     try:
         return Backend.from_str(json.dumps(raw))
     except Exception as error:  # the library has no class of its own
-        raise UserError(f"it is no tokenizer.json of Hugging Face's tokenizers ({error})") from None
+        raise UserError(f"it is not a tokenizer.json of Hugging Face's tokenizers ({error})") from None
 
 
 def _end(raw: dict[str, Any]) -> str | None:
@@ -118,7 +118,7 @@ def _end(raw: dict[str, Any]) -> str | None:
 
 
 def _tokens(backend: Backend) -> list[bytes]:
-    """Return the bytes of each id; none for an id that no token has."""
+    """Return the bytes of each id; empty for an id without a token."""
     vocab, added = backend.get_vocab(with_added_tokens=True), backend.get_added_tokens_decoder()
     n_ids = max(vocab.values(), default=-1) + 1
     if n_ids > 2 * len(vocab):

@@ -35,7 +35,7 @@ _COPIES = 3  # a cache that grows is copied into a buffer of twice its size: see
 
 @contextlib.contextmanager
 def _failing(generations: Sequence[Generation]) -> Iterator[None]:
-    """If an exception is raised, end these texts with the error, and continue."""
+    """On an exception, end these texts with the error and continue."""
     try:
         yield
     except Exception as error:
@@ -44,9 +44,9 @@ def _failing(generations: Sequence[Generation]) -> Iterator[None]:
 
 
 def _is_kept(n_read: int, n: int) -> bool:
-    """Whether a prompt of n tokens is kept as it is after n_read: 0, 1, 2, 4, 8, ... chunks before its last whole one.
+    """Whether the cache keeps a prompt of n tokens after n_read: 0, 1, 2, 4, 8, ... chunks before its last whole chunk.
 
-    A prompt that differs in the last tokens alone then has at most about twice as many to read.
+    A prompt that differs only in its last m tokens then rereads at most about 2 m tokens.
     """
     left = n // CHUNK - n_read // CHUNK
     return n_read % CHUNK == 0 and left & (left - 1) == 0
@@ -69,7 +69,7 @@ class Engine:
         Args:
             n_vocab, eot_id: as for `read`.
             interleave: read prompts chunk by chunk between other texts' tokens.
-            cache: keeps prompts that were read. Texts have the same bits with and without it.
+            cache: keeps the states of prompts. It does not change the output, to the bit.
         """
         self.gpt, self.n_vocab, self.eot_id = gpt, n_vocab, eot_id
         self.max_streams, self.interleave, self.cache = max_streams, interleave, cache
@@ -103,7 +103,7 @@ class Engine:
         return tree_map_only(Tensor, Tensor.cpu, prefix.state)
 
     def check(self, request: Request) -> None:
-        """Raise UserError if the model's learned positions, or the memory left now, are too few for a request."""
+        """Raise UserError if a request exceeds the learned positions or the free memory."""
         max_len, n_tokens = self.gpt.config.max_len, request.n_read
         if max_len is not None and n_tokens > max_len:
             raise UserError(
@@ -198,7 +198,7 @@ def _free_memory(device: torch.device) -> int:
 
 
 def stream(engine: Engine, generation: Generation) -> Iterator[str]:
-    """Run the engine until this text ends, and yield what each turn adds; the engine's other texts grow too.
+    """Run the engine until this text ends, and yield the update of each turn. Other texts advance too.
 
     Raises:
         UserError: the model's logits are not finite.
@@ -228,7 +228,7 @@ def generate(
     Args:
         prompt_ids: (B, T) with T at least 1; or texts (T,) of different lengths.
         n_vocab: ids from here on, the padding of the embedding, are never drawn.
-        eot_id: the token that ends texts, which no penalty lowers; -1: the last, n_vocab - 1.
+        eot_id: the token that ends texts; penalties do not apply to it; -1: the last id, n_vocab - 1.
         sampling: how to draw; None: from the model's own distribution.
         generators: sources of randomness, on the CPU, one for each text.
 

@@ -65,7 +65,7 @@ class Evaluation:
 def run_evaluation(config: EvaluateConfig) -> None:
     """Evaluate a checkpoint, print the results, and write them into the run directory.
 
-    They are kept in evals/, under the checkpoint and the settings; eval.json and eval.png are the last.
+    evals/ keeps one file per checkpoint and settings; eval.json and eval.png hold the latest result.
     """
     plan = open_evaluation(config)
     checkpoint = plan.loaded.checkpoint

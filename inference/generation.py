@@ -51,7 +51,7 @@ class Generation:
     """The continuation of a request. The engine calls its methods, and then reads `finished`."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None = None, tell: Tell = lambda update: None) -> None:
-        """`tokenizer`: None: only token ids are wanted, without end."""
+        """`tokenizer`: None: generate only token ids, without end."""
         self.request, self.tokenizer = request, tokenizer
         # A class that has more settings would keep apart texts that are drawn in the same way.
         self.sampling = SamplingConfig(**request.sampling.model_dump(include=set(SamplingConfig.model_fields)))
@@ -90,11 +90,11 @@ class Generation:
 
     @property
     def may_skip(self) -> bool:
-        """Whether the logits after the prompt's tokens are not needed, so that a cache may have its beginning."""
+        """Whether the logits of the prompt are not needed, so that a cached prefix can replace reading it."""
         return not self.request.echo or self.request.n_top is None
 
     def accept_prompt(self, prefix: Prefix, logits: Tensor) -> None:
-        """Receive the text as it is after the next T tokens of the prompt, and the logits (T, n_vocab) after each."""
+        """Take the prefix after the next T tokens of the prompt, and the logits (T, n_vocab) after each of them."""
         start, ids = self.n_read, self.request.ids
         self.prefix, self.n_read = prefix, self.n_read + len(logits)
         if len(ids) >= _LONG and time.monotonic() > self._told + _SECONDS_BETWEEN_REPORTS:

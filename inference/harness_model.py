@@ -32,12 +32,12 @@ Score = tuple[float, bool]
 
 
 class HarnessModel(TemplateLM):
-    """Contexts are read as they are; an empty one is <|endoftext|>, which every text follows in training."""
+    """Contexts are read unchanged. An empty context becomes <|endoftext|>, which precedes every text in training."""
 
     def __init__(
         self, gpt: GPT, tokenizer: Tokenizer, max_length: int | None, micro_batch: int, runtime: Runtime
     ) -> None:
-        """`max_length`: most tokens that the model may read; None: any number, with the state carried along."""
+        """`max_length`: maximum number of tokens that the model reads; None: no limit, the state is carried."""
         super().__init__()
         self.gpt, self._tokenizer, self.runtime = gpt, tokenizer, runtime
         self.max_length, self.micro_batch = max_length or 2**62, micro_batch
@@ -58,7 +58,7 @@ class HarnessModel(TemplateLM):
         return score(self.gpt, texts, self.micro_batch, self.runtime)
 
     def _fitting(self, context: list[int], continuation: list[int]) -> Text:
-        """Context and continuation, without the context's beginning if both are too long for the model."""
+        """Context and continuation; cuts the start of the context if both together are too long."""
         if len(continuation) > self.max_length:
             needed = f"a task needs {len(continuation)} tokens, max_length is {self.max_length}"
             raise UserError(f"{needed}: raise max_length, or leave the task out")

@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
         return self.gpt.to(device, self.runtime.param_dtype if autocast else self.runtime.dtype).eval()
 
     def about(self, config: ModelConfig) -> dict[str, Any]:
-        """What a stored result says about the model."""
+        """The description of the model in a stored result."""
         return {
             "run": self.checkpoint.run_dir.name,
             "checkpoint": self.checkpoint.path.name,
@@ -58,7 +58,7 @@ class Loaded(NamedTuple):
     def write_result(self, result: dict[str, Any], config: ModelConfig, kind: str) -> None:
         """Write a result into the run directory, as KIND.json and into evals/.
 
-        There it is named by the checkpoint and by every setting that changes it and is not the default.
+        The name in evals/ has the checkpoint and every setting that affects the result and differs from its default.
         """
         usual = config.default_values()
         given = config.model_dump(mode="json", exclude={"checkpoint", "runtime", "micro_batch"})

@@ -22,7 +22,7 @@ _LONG = 64 * CHUNK  # tokens: the progress of reading fewer is not shown
 
 
 class Prefix(NamedTuple):
-    """What a model keeps of B texts, one per row, to continue them. A value, like a state.
+    """The state after B texts, one per row, with all that is needed to continue them. A value, like a state.
 
     `cat_states` and `select_rows` (model/state.py) join batches of texts of any lengths, and take rows out of one.
     """
@@ -77,13 +77,13 @@ def read(
     eot_id: int = -1,
     step: Callable[..., Any] | None = None,
 ) -> tuple[Prefix, Tensor]:
-    """Read (B, T) more tokens of B texts: what is kept of them then, and the logits after each token, (B, T, n_vocab).
+    """Read (B, T) more tokens of B texts. Return the new prefix, and the logits after each token, (B, T, n_vocab).
 
     Args:
         n_vocab: ids from here on, the padding of the embedding, are never drawn.
-        before: the texts that these tokens continue; None: they begin here.
+        before: the prefix that these tokens continue; None: the texts start here.
         eot_id: the token that ends texts; -1: the last, n_vocab - 1.
-        step: called in place of the model; what it returns as the state may change with its next call.
+        step: called instead of the model; its next call may overwrite the returned state.
     """
     token_ids = token_ids.to(gpt.embed.weight.device)
     logits, state = (step or gpt)(token_ids, before and before.state, return_state=True)

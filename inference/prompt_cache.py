@@ -1,4 +1,4 @@
-"""Prefixes of recent prompts, so that a prompt that begins like one of them is not read from its beginning."""
+"""A cache of recent prompts: a new prompt is read only from the end of its longest cached prefix."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from model.state import select_rows, state_bytes
 
 
 class PromptCache:
-    """What a model keeps of texts, by their tokens. The least recently used are dropped first."""
+    """Maps the tokens of texts to the states after them. Drops the least recently used first."""
 
     def __init__(self, max_states: int, max_bytes: int) -> None:
-        """`max_bytes`: of all that is kept; its tensors are on the model's device."""
+        """`max_bytes`: limit on the total size of the cached tensors, which stay on the model's device."""
         self.max_states, self.max_bytes = max_states, max_bytes
         self.n_bytes = 0
         self._kept: OrderedDict[bytes, tuple[int, Prefix]] = OrderedDict()
@@ -23,7 +23,7 @@ class PromptCache:
         return len(self._kept)
 
     def longest(self, ids: Sequence[int]) -> tuple[int, Prefix | None]:
-        """Return how many tokens at the beginning of `ids` were read before, and their prefix."""
+        """Return the longest cached prefix of `ids`: its number of tokens, and its state."""
         tokens = np.array(ids, np.int32).tobytes()
         known = max(filter(tokens.startswith, self._kept), key=len, default=b"")
         if not known:
@@ -32,7 +32,7 @@ class PromptCache:
         return self._kept[known]
 
     def add(self, ids: Sequence[int], prefix: Prefix) -> None:
-        """Keep a text after the tokens `ids`, and drop others for it. One that is too large alone is not kept."""
+        """Cache the state after the tokens `ids`, dropping others if needed; skip a state larger than the cache."""
         tokens = np.array(ids, np.int32).tobytes()
         size = len(tokens) + state_bytes(prefix)
         if size > self.max_bytes or not self.max_states:

@@ -202,14 +202,14 @@ def _read_prompts(config: SampleConfig) -> list[str]:
 
 
 class Conversation:
-    """What a person and a model write in turns. The model reads exactly what was shown.
+    """A conversation of a person and a model. The model reads exactly the text that was shown.
 
-    An answer may end within a token: before a stop string, or at an incomplete character. So the model reads what was
-    shown of it again, with the next text, from the state before the answer.
+    An answer may end within a token: before a stop string, or at an incomplete character. So the model rereads the
+    shown part of the answer, followed by the next text, from the state before the answer.
     """
 
     def __init__(self, gpt: GPT, tokenizer: Tokenizer, request: Request) -> None:
-        """`request`: what the text begins with, and how to continue it."""
+        """`request`: the first text, and how to continue it."""
         self.text = ""
         """Everything that was added and answered."""
         self.n_tokens = 0
@@ -262,7 +262,7 @@ class Conversation:
 
     @property
     def left(self) -> int | None:
-        """Learned positions left for more tokens; None: the model has no such limit."""
+        """How many more tokens the learned positions allow; None: no limit."""
         max_len = self._gpt.config.max_len
         return None if max_len is None else max(0, max_len - self.request.n_prompt)
 

@@ -1,8 +1,8 @@
-"""A text as a model has read it, in a file: it is read once and continued many times.
+"""State files: the state of a model after a text, which is read once and continued many times.
 
-The file is safetensors. Its tensors are those of a `Prefix`, by their names (model/state.py), and `rest`, the tokens
-after it that are not read yet. Its metadata are the format, what `_owner` returns, the number of tokens read, and the
-sha256 of all that.
+The format is safetensors. The tensors are the fields of a `Prefix`, by their names (model/state.py), and `rest`: the
+following tokens, which have not been read yet. The metadata hold the format version, the result of `_owner`, the number
+of tokens read, and the sha256 of all this.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ def check_place(path: Path) -> None:
 
 
 def save_state(path: Path, request: Request, loaded: Loaded) -> None:
-    """Write the text of a request as far as it is read, and the tokens that are not.
+    """Write the state after the tokens of a request that have been read, and the tokens that have not.
 
     Raises:
         UserError: the file cannot be written.
@@ -58,7 +58,7 @@ def load_state(path: Path, loaded: Loaded) -> Request:
     """Read what `save_state` wrote, for the same model: a request that continues that text.
 
     Raises:
-        UserError: the file is no state, is damaged, or is that of another model, tokenizer or dtype.
+        UserError: the file is not a state, is damaged, or belongs to another model, tokenizer or dtype.
     """
     metadata, shapes = read_header(path)
     if metadata.get("format") != _FORMAT:
@@ -68,7 +68,7 @@ def load_state(path: Path, loaded: Loaded) -> Request:
             other = f"another {key} ({found[:12]}, not {expected[:12]}): use the same, or read the text again"
             raise UserError(f"state_in={path} was written with {other}")
     if not (re.fullmatch(r"\d{1,14}", tokens := metadata.get("tokens", ""))):
-        raise UserError(f"state_in={path} is damaged: tokens={tokens[:80]!r} in its header is no count")
+        raise UserError(f"state_in={path} is damaged: tokens={tokens[:80]!r} in its header is not a count")
     n_read, eot = int(tokens), torch.tensor([[loaded.tokenizer.eot_id]])
     like = read(loaded.gpt, eot, loaded.tokenizer.n_vocab)[0] if n_read else None
     stored = read_tensors([path], _expected(like, shapes))
@@ -82,13 +82,13 @@ def load_state(path: Path, loaded: Loaded) -> Request:
 
 
 def _owner(loaded: Loaded) -> dict[str, str]:
-    """What a state belongs to: the identity of the model, the tokenizer's sha256, and the dtype of forward passes."""
+    """Identify the owner of a state: the model, the tokenizer's sha256, and the dtype of forward passes."""
     dtype = str(loaded.runtime.dtype).removeprefix("torch.")
     return {"model": loaded.identity, "tokenizer": loaded.tokenizer.sha256, "dtype": dtype}
 
 
 def sum_of(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
-    """The sha256 of a state's tensors and of its header, in which it is then written."""
+    """The sha256 of a state's tensors and header; the result is then stored in the header."""
     total = hashlib.sha256(json.dumps({**header, "sha256": ""}, sort_keys=True).encode())
     for name, value in sorted(tensors.items()):
         total.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
@@ -108,7 +108,7 @@ def _expected(like: Prefix | None, shapes: Mapping[str, list[int]]) -> Expected:
 
 
 def _check_values(path: Path, stored: Mapping[str, Tensor], n_read: int, loaded: Loaded) -> None:
-    """Raise UserError unless ids are the tokenizer's, and counts and places are those of a text of n_read tokens."""
+    """Raise UserError unless all ids are valid, and counts and places fit a text of n_read tokens."""
     for name, x in stored.items():
         owner, _, part = name.rpartition(".")
         low, high = n_read if loaded.gpt.eot_id is None else 1, n_read  # of documents, the last may be counted

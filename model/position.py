@@ -1,13 +1,13 @@
-"""How a model represents the order of its tokens, which log-space and softmax attention do not see by themselves.
+"""Position encodings. Log-space and softmax attention do not depend on the order of tokens by themselves.
 
 A position is a module with
 
     forward(x (B, T, n_embd), state=None, starts=None) -> (x, rotation or None, state)
 
-Attention rotates its queries and keys by `rotation`. The state is what the module needs to know about earlier tokens: a
-value with an entry for each row of a batch, since rows may be at different positions. `starts` are
-Positions.document_starts. If the state has one size, `initial_state(B, device)` is that of B texts before their first
-tokens, the same as None.
+Attention rotates its queries and keys by `rotation`. The state holds what the module needs of earlier tokens, with an
+entry for each row of a batch, since rows may be at different positions. `starts` is Positions.document_starts. If the
+size of the state is constant, `initial_state(B, device)` returns the state of B texts before their first tokens, which
+None also stands for.
 """
 
 from typing import Annotated, Literal, NamedTuple, get_args

@@ -16,7 +16,7 @@ LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER
 
 
 def count(source: str) -> Counter[str]:
-    """Count a Python file's lines and tokens: of what is neither blank, comment nor docstring."""
+    """Count a Python file's lines and tokens, without blank lines, comments and docstrings."""
     docstrings = {
         line
         for node in ast.walk(ast.parse(source))
@@ -47,7 +47,7 @@ def counted() -> dict[str, Counter[str]]:
 
 
 def report() -> None:
-    """Print what each package has beside what it may have."""
+    """Print the counts of each package next to its budget."""
     budget = yaml.safe_load(BUDGET.read_text(encoding="utf-8"))
     print(f"{'':10}{'files':>7}{'lines':>9}{'at most':>9}{'tokens':>9}{'at most':>9}{'a line':>8}")
     for name, have in counted().items():

@@ -400,8 +400,8 @@ class Saver:
         """Prepare to save.
 
         Args:
-            log: in the main process, the run's.
-            resumed: the checkpoint that the run continues from.
+            log: the run's log; only the main process uses it.
+            resumed: the checkpoint from which the run continues.
         """
         self._run_dir, self._tokenizer, self._config, self._log = run_dir, tokenizer, config, log
         self._world = world

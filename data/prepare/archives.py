@@ -68,7 +68,7 @@ def _decompressed(
 ) -> Iterator[bytes]:
     """Decompress an archive, which may hold several frames (.zst) or members (.gz) in a row.
 
-    `padded`: zeros after a member are ignored, with which tapes and block devices fill up .gz files.
+    `padded`: ignore zeros after a member; tapes and block devices pad .gz files with zeros.
     """
     frame, begun = None, False
     for chunk in raw:

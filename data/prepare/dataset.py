@@ -65,9 +65,9 @@ class PrepareConfig(Settings, defaults="prepare"):
 
 
 def prepare(config: PrepareConfig) -> Manifest | None:
-    """Make the dataset `config.out_dir`, or go on with it; None if other tasks have not written their share yet.
+    """Make the dataset `config.out_dir`, or continue it; None if other tasks have not written their share yet.
 
-    If documents are too few for two splits, they are cut into pieces, which fall into both.
+    If there are too few documents for two splits, cut them into pieces, so that each split gets some.
 
     Raises:
         UserError: the folder holds something else, or the dataset cannot be made.
@@ -101,7 +101,7 @@ def prepare(config: PrepareConfig) -> Manifest | None:
 
 
 def _existing(config: PrepareConfig, prepared: dict[str, Any], folder: Path) -> Manifest:
-    """Return the manifest of the dataset that is there, which must be that of `config`."""
+    """Return the manifest of the existing dataset; raise UserError if its settings differ from `config`."""
     manifest, file = read_manifest(config.out_dir), getattr(config.tokenizer, "path", None)
     is_there = file is not None and file.exists()  # else the dataset has a copy
     tokenizer = build_tokenizer(config.tokenizer).id if is_there else manifest.tokenizer
@@ -114,12 +114,12 @@ def _existing(config: PrepareConfig, prepared: dict[str, Any], folder: Path) -> 
 
 
 def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
-    """Write the spans of this task that are not there yet, and finish the dataset if no others are missing."""
+    """Write the missing spans of this task. Finish the dataset if all spans of all tasks exist."""
     groups, sizes = plan.groups(), plan.prepared["input"]
     first, stop = (task * len(groups) // config.num_tasks for task in (config.task_index, config.task_index + 1))
     found = {group: read_spans(folder, group) for group in range(first, stop)}
     if n_spans := sum(map(len, found.values())):
-        say(f"going on with {folder}, which has {count(n_spans, 'span')} of this task")
+        say(f"continuing {folder}, which has {count(n_spans, 'span')} of this task")
     rest = [sizes[name] for group, spans in found.items() if not is_whole(spans) for name in groups[group]]
     with _Reading("reading, bytes", None if None in rest else sum(rest)) as track:
         for group, spans in found.items():

@@ -41,7 +41,7 @@ class Encoded(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """One item that is no document."""
+    """One item that is not a document."""
 
     position: Position
     reason: str
@@ -160,7 +160,7 @@ def _start_worker(source: Source, tokenizer_file: Path, piece: int | None) -> No
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent ends: a parent that is killed cannot do it."""
+    """End this worker when its parent ends. A killed parent cannot stop its workers itself."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""Finishing: the shards of all spans get their names, a manifest counts them, and a rename makes the dataset whole."""
+"""Finishes a dataset: names the shards of all spans, writes the manifest, and renames the folder."""
 
 import os
 from collections import Counter
@@ -22,13 +22,13 @@ class Unusable(UserError):
     """The corpus is empty, or leaves nothing to train or to validate on."""
 
     piece: int | None = None
-    """Cut into pieces of about so many characters, the documents fall into both splits. None: that is not possible."""
+    """Pieces of about this many characters put text into both splits. None: no size does."""
 
 
 def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
-    """Make the dataset `out_dir` of the spans in `folder`; None if spans are missing, which other tasks write.
+    """Make the dataset `out_dir` from the spans in `folder`; None if other tasks have not written all spans yet.
 
-    Whoever is stopped here leaves shards under either name, and the next one goes on.
+    A process that is stopped here leaves shards under old and new names; the next process continues.
 
     Raises:
         Unusable: nothing is left to train or to validate on.

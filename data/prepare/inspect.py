@@ -1,4 +1,4 @@
-"""Showing a dataset: a table of its sets, its text, and the documents behind a training step."""
+"""Shows a dataset: a table of its sets, its text, and the documents of a training step."""
 
 import unicodedata
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a source yields, and what its items become."""
+"""The items that a source yields, and the documents that they become."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ class Raw(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One text, which is not empty, and the named set it is counted under."""
+    """One non-empty text, and the set that counts it."""
 
     text: str
     set_name: str

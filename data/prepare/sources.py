@@ -39,7 +39,7 @@ class Source(Settings):
     ) -> Iterator[Raw]:
         """Yield the items of all or some inputs in a fixed order, or those after a position.
 
-        What cannot be read is an item too.
+        An unreadable part is an item too.
         """
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class FileSource(Source):
         raise NotImplementedError
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
-        """Yield the numbered parts of a file, such as its lines; None for one that is no item, such as a blank line.
+        """Yield the numbered parts of a file, such as its lines; None for a part without an item, such as a blank line.
 
         Raises:
             OSError, Unreadable: the file cannot be read any further.
@@ -266,7 +266,7 @@ class HubSource(Source, defaults="data/hf"):
         return _of_record(content, self.text_field, self.name)
 
     def _open(self, first: int) -> Any:
-        """Open the stream after its first rows. The library itself retries what a lost connection breaks off."""
+        """Open the stream after its first rows. The library itself retries lost connections."""
         from datasets import load_dataset
         from huggingface_hub.utils import logging
 
@@ -277,7 +277,7 @@ class HubSource(Source, defaults="data/hf"):
 
 _CHECK = "check the network, data.path, data.subset, data.split and data.revision"
 _ADVICE = (
-    "give the same command again, it goes on from what is written; or copy the files to this machine and give "
+    "repeat the command, it continues from what is written; or copy the files to this machine and give "
     "data.path=FOLDER, if they are JSON lines with data=jsonl"
 )
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
@@ -291,8 +291,8 @@ _LINE_END = re.compile(r"\n")
 def passages(chunks: Iterable[str]) -> Iterator[str]:
     """Cut a text that comes in chunks into passages of 16,384 characters or a bit more; joined, they are the text.
 
-    Cuts are made after blank lines, or after a line where 16,384 more characters hold no blank line, or in a line of a
-    million characters. An empty text is one empty passage.
+    It cuts after a blank line; if the next 16,384 characters have none, after a line; and within a line of a million
+    characters. An empty text is one empty passage.
     """
     rest, start = "", 0
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Spans: the shards of a dataset, each written once, under names that finishing replaces.
+"""Spans: the shards of a dataset, each written once; `finish` renames them.
 
     out_dir.partial/
         plan.json                       what the dataset is made of; every task has the same plan
@@ -8,12 +8,12 @@
         span-00012-00003/               train.bin train.idx val.bin val.idx span.json; an empty split has no files
         span-00012-00004.HOST-PID.tmp/  a span that is being written
 
-A group is consecutive whole input files. It is closed by the file with which it reaches 1 GiB on the disk.
-A span is consecutive documents of a group. It ends with the document with which its tokens, those of both splits
-together, reach shard_tokens, or with its group. span-00012-00003 is span 3 of group 12.
+A group is a sequence of whole input files. It ends with the file that brings it to 1 GiB on the disk.
+A span is a sequence of documents of a group. It ends with the document that brings its tokens (of both splits together)
+to shard_tokens, or with its group. span-00012-00003 is span 3 of group 12.
 
-The bytes of a span depend on the plan alone. A span has its name only when all of it is on the disk, so a run that is
-stopped loses at most the span that it was writing, and the next run goes on after the last one.
+The bytes of a span depend on the plan alone. A span gets its final name when all of it is on the disk, so a stopped run
+loses at most the span that it was writing, and the next run continues after the last complete span.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Plan(Settings):
-    """What a dataset is made of. Everything that is written depends on it alone."""
+    """The settings and inputs of a dataset. All bytes written depend on them alone."""
 
     prepared: dict[str, Any]
     """The settings that decide what the dataset holds, and its input files with their sizes."""
@@ -57,7 +57,7 @@ class Plan(Settings):
 
     @property
     def val_tokens(self) -> int:
-        """Documents of group 0 that begin before this token are for validation; 0: those chosen by their place."""
+        """Documents of group 0 that start before this token are for validation; 0: a hash of the text decides."""
         return self.prepared.get("val_tokens", 0)
 
     def groups(self) -> list[list[str]]:
@@ -93,7 +93,7 @@ class Span(Settings):
     splits: dict[SplitName, Split]
     """Each has at most one shard."""
     skipped: dict[str, tuple[int, str]]
-    """Items that are no documents, by reason: how many, and where the first is."""
+    """Skipped items by reason: their number, and the place of the first."""
 
     @property
     def tokens(self) -> int:
@@ -113,7 +113,7 @@ def partial_dir(out_dir: Path) -> Path:
 
 
 def _mine(path: Path) -> Path:
-    """Return a temporary name for what is to become `path`, which no other process has."""
+    """Return a temporary name for `path` that no other process uses."""
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
@@ -133,7 +133,7 @@ def writing(folder: Path, task_index: int) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            remedy = "free some space on its disk and give the same command again, it goes on from what is written"
+            remedy = "free some space on its disk, then repeat the command: it continues from what is written"
             raise UserError(f"{folder} cannot be written ({os.strerror(error.errno)}): {remedy}") from None
         finally:
             if not any(folder.glob("span-*")) and len([*folder.glob("task-*.lock")]) <= 1:
@@ -152,16 +152,16 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder of spans. The plan goes first: without it, whatever a kill leaves is not used."""
+    """Remove a folder of spans, the plan first: without a plan, leftovers of a kill are ignored."""
     (folder / PLAN).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> Plan:
-    """Begin to write spans into `folder`, or check that those in it are of the same plan; return the plan in use.
+    """Start writing spans into `folder`, or check that its spans have the same plan; return the plan in use.
 
     Raises:
-        UserError: they are not, or the plan is damaged.
+        UserError: the plan differs or is damaged.
     """
     make_directory(folder, "out_dir")
     here = [path for path in folder.iterdir() if path.is_dir()]
@@ -182,7 +182,7 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> Plan:
     except UserError as error:
         raise damaged(folder, error) from None
     if changes := begun.changes(plan):
-        raise UserError(f"{folder} was begun with {changes}: go on with the same, or delete it to start again")
+        raise UserError(f"{folder} was started with {changes}: use the same again, or delete it to start over")
     save_tokenizer(tokenizer, mine := _mine(folder / TOKENIZER))  # equal to the plan's: others may read it meanwhile
     os.replace(mine, folder / TOKENIZER)
     return begun
@@ -194,7 +194,7 @@ def span_dir(folder: Path, group: int, number: int) -> Path:
 
 
 def read_spans(folder: Path, group: int) -> list[Span]:
-    """Read what there is of the spans of a group, from the first.
+    """Read the existing spans of a group, from the first.
 
     Raises:
         UserError: one is damaged.
@@ -209,7 +209,7 @@ def read_spans(folder: Path, group: int) -> list[Span]:
 
 
 def is_whole(spans: list[Span]) -> bool:
-    """Whether these are all spans of their group."""
+    """Whether these spans are their whole group."""
     return bool(spans) and spans[-1].is_last
 
 

@@ -1,4 +1,4 @@
-"""Verifying a dataset: everything its manifest says is recomputed from the files."""
+"""Verifies a dataset: recomputes everything in its manifest from the files."""
 
 import os
 from collections.abc import Iterator
@@ -90,7 +90,7 @@ def _read_shard(dataset_dir: Path, manifest: Manifest, shard: Shard, lengths: np
     """Return the amount of each unit in each set, (sets, units), of a shard.
 
     Raises:
-        UserError: a document is not as its record says.
+        UserError: a document does not match its record.
     """
     path, eot_id, n_vocab = dataset_dir / shard.file, manifest.tokenizer.eot_id, manifest.tokenizer.n_vocab
     records = read_index(dataset_dir, manifest, shard)

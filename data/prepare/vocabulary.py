@@ -19,7 +19,7 @@ from data.tokenizer_json import HFTokenizer
 def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
     """Learn a byte-level BPE of `n_vocab` ids from a dataset's training documents, and write its tokenizer.json.
 
-    Words are those of GPT-2's pattern. <|endoftext|> is the last id.
+    GPT-2's pattern splits texts into words. <|endoftext|> is the last id.
 
     Raises:
         UserError: there is no such dataset, n_vocab is less than 257 or more than its text gives, or the folder of

@@ -97,7 +97,7 @@ class Guard:
 
 
 def _refusal(request: Request, hosts: frozenset[str]) -> ApiError | None:
-    """The error for requests that another site's page makes a browser send, also through a name that resolves to us."""
+    """The error for browser requests from another site's page, also through a host name that resolves to us."""
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     named = re.fullmatch(r"\[?([^][]*?)\]?(:\d*)?", host)  # the brackets of an IPv6 address
     if named is None or named[1].lower() not in hosts:

@@ -94,7 +94,7 @@ def _decoded(body: bytes) -> CompletionRequest:
 
 
 async def updates_of(generations: Sequence[Generation], served: Served, http: Request) -> Updates:
-    """Submit generations and yield what is new in them. In the end they leave the engine.
+    """Submit generations and yield their updates. At the end, remove them from the engine.
 
     Raises:
         ApiError: there is no place for them, or the model fails.

@@ -21,6 +21,6 @@ class ServeConfig(ModelConfig, defaults="serve"):
     max_tokens: int = Field(ge=1)
     """Longest continuation."""
     cache_states: int = Field(ge=0)
-    """Most states of recent prompts that are kept, so that prompts that begin alike are not read again; 0: none."""
+    """Maximum number of cached states of recent prompts, reused by prompts that start alike; 0: none."""
     cache_bytes: int = Field(ge=0)
     """Most bytes of these states, on the model's device."""

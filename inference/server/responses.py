@@ -40,7 +40,7 @@ class CompletionResponse:
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, index: int, update: Update) -> dict[str, Any]:
-        """What is new in a choice."""
+        """The new part of a choice."""
         return self._head | {"choices": [self._choice(index, update)]}
 
     def usage(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class CompletionResponse:
         return self._head | {"choices": [], "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        """Return the token counts. A prompt counts once, whatever n is, and without the end of text put before it."""
+        """Return the token counts. A prompt counts once for any n, without the <|endoftext|> put before it."""
         firsts = [(generation, generation.request) for generation in self.generations[:: self._n]]
         prompt = sum(len(request.ids) - request.prompt_start for _, request in firsts)
         cached = sum(max(generation.n_cached - request.prompt_start, 0) for generation, request in firsts)

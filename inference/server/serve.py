@@ -56,7 +56,7 @@ class _Server(uvicorn.Server):
         self._worker = worker
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop, at once if asked twice. Unlike uvicorn, do not raise the signal at the end: stopping is no failure."""
+        """Stop; a second signal stops at once. Unlike uvicorn, do not re-raise the signal: a stop is not a failure."""
         self.should_exit, self.force_exit = True, self.should_exit
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

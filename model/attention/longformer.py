@@ -16,7 +16,7 @@ from model.position import Positions, Rotation, last_positions
 
 
 class LongformerConfig(GroupedSettings, defaults="model/attention/longformer"):
-    """The last `window` keys, and the first `n_global` keys, which are global."""
+    """Attention to the last `window` keys and to the first `n_global` keys, the global tokens."""
 
     name: Literal["longformer"]
     constant_state: ClassVar[bool] = True

@@ -136,7 +136,7 @@ def digest_of_sources(*folders: Path) -> str:
 
 
 def separate_compiled_code() -> None:
-    """Let torch.compile ignore what other versions of the operators left on disk: it may call them as they were."""
+    """Separate torch.compile's disk cache by version of our sources: its entries may contain older operators."""
     from torch.compiler import config  # slow to import
 
     config.cache_key_tag = digest_of_sources()

@@ -210,7 +210,7 @@ NOT_A_BYTE = {character: i for i, character in enumerate([*byte_characters().val
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": None}, "it is no tokenizer.json of Hugging Face's tokenizers"),
+        ({"model": None}, "it is not a tokenizer.json of Hugging Face's tokenizers"),
         ({"pre_tokenizer": byte_level(add_prefix_space=True)}, "its ids do not spell every text"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "its ids do not spell every text"),
         ({"pre_tokenizer": None}, "its ids do not spell every text"),
@@ -248,11 +248,11 @@ def test_other_files_are_refused(tmp_path, content):
     ("change", "message"),
     [
         ({"added_tokens": []}, r"it has no <\|endoftext\|>"),
-        ({"added_tokens": None}, "it is no tokenizer.json"),
+        ({"added_tokens": None}, "it is not a tokenizer.json"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "its ids do not spell every text"),
         ({"model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}}, r"it cannot encode every text \(WordLevel"),
-        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}}}, "it is no tokenizer.json"),
-        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "it is no tokenizer.json"),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}}}, "it is not a tokenizer.json"),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "it is not a tokenizer.json"),
     ],
 )
 def test_a_saved_tokenizer_that_cannot_be_is_refused(build, tmp_path, change, message):

@@ -246,7 +246,7 @@ CHANGES = {
         (lambda t, h: t.update({f"{CACHE}log_z": t[f"{CACHE}log_z"].repeat(2, 1, 1)}), "log_z has the shape"),
         (lambda t, h: t.update(rest=t["rest"] + 200), "its token counts or ids are out of range"),
         (lambda t, h: t.update(rest=-1 - t["rest"]), "its token counts or ids are out of range"),
-        (lambda t, h: h.update(tokens="many"), "is damaged: tokens='many' in its header is no count"),
+        (lambda t, h: h.update(tokens="many"), "is damaged: tokens='many' in its header is not a count"),
         (lambda t, h: h.update(tokens="0"), "unknown"),
         (lambda t, h: h.update(format="log-gpt state 2"), "is not a state"),
         (lambda t, h: h.pop("dtype"), "another dtype .none, not float32"),

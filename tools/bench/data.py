@@ -1,4 +1,4 @@
-"""Preparing a dataset beside the tokenizer library's own rate."""
+"""Times data preparation, with the tokenizer library alone as reference."""
 
 import contextlib
 import os

@@ -52,7 +52,7 @@ def stages_on_gpu(out: Path) -> Stages:
 def run_stages(stages: Stages, minutes: float, out: Path) -> None:
     """Run the stages without an outcome in report.json, which is written anew after each.
 
-    A stage may take its share of the time that is left for it and those after it: who ends early leaves more to others.
+    The remaining time is shared among the remaining stages, so a stage that ends early leaves more time to later ones.
     """
     path = make_directory(out, "out").absolute() / "report.json"
     done, end = read_json(path) if path.exists() else {}, time.monotonic() + 60 * minutes
@@ -70,7 +70,7 @@ def run_stages(stages: Stages, minutes: float, out: Path) -> None:
 
 
 def outcome_of(arguments: list[str], seconds: float, output: Path) -> str:
-    """Run a Python to its end or for so many seconds, and end all that it has started."""
+    """Run a Python process to its end or for at most this many seconds, and end all processes that it started."""
     packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": packages, "PYTHONUNBUFFERED": "1", NESTED: "1"}  # its checks end with it
     command = [sys.executable, *arguments]

@@ -1,4 +1,4 @@
-"""What all measurements share: taking turns, a profile, the machine, configurations and one kind of table."""
+"""Helpers of all measurements: turns, profiles, the machine, configurations and tables."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Attention and recurrence, forward and backward, timed beside each other. Models use them by the same function."""
+"""Times attention and recurrence, forward and backward. Models call the same functions."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -89,9 +89,9 @@ def outputs(operator: Operator, leaves: Sequence[Tensor], weights: Tensor) -> li
 
 
 def times_of(operators: dict[str, Operator], leaves: Sequence[Tensor], weights: Tensor, options: Any) -> dict[str, Row]:
-    """Median milliseconds of each operator's forward pass, which keeps nothing, and of both passes, with ratios.
+    """Median milliseconds of each operator: forward without gradients, and forward plus backward, with ratios.
 
-    Each turn starts with an untimed pass: what the others leave in caches and in the allocator does not count.
+    Each turn starts with an untimed pass, so caches and allocations of other operators do not affect the timing.
     """
     turns = {}
     for name, run in operators.items():

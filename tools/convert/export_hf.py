@@ -1,7 +1,7 @@
 """From a checkpoint to a folder for Hugging Face's transformers.
 
-A model of GPT-2's architecture becomes a plain GPT2LMHeadModel. Any other brings its code along: copies of our modules,
-which transformers runs with trust_remote_code=True. Neither needs this program.
+A model of GPT-2's architecture becomes a plain GPT2LMHeadModel. Any other model includes its code: copies of our
+modules, which transformers runs with trust_remote_code=True. Neither needs log-gpt.
 """
 
 import os
@@ -55,7 +55,7 @@ def export(checkpoint: Path, out_dir: Path, average: bool = True) -> None:
 
 
 def _write_model(gpt: GPT, tokenizer: Tokenizer, folder: Path) -> bool:
-    """Write the weights, their configuration and, if transformers lacks it, the code; return whether it lacks none."""
+    """Write weights, configuration and, unless transformers has this model, code; return whether it has it."""
     config, tensors = _without_padding(gpt, tokenizer.n_vocab)
     plain = is_gpt2(config) and gpt.eot_id is None  # GPT-2's documents see each other
     if plain:

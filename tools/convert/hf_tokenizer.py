@@ -26,7 +26,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> dict[str, Any]
     came as a tokenizer.json stays as it is.
 
     Args:
-        max_len: most tokens that the model takes; None: no limit.
+        max_len: the model's maximum number of tokens; None: no limit.
     """
     tokenizer_json, settings = (json.loads((_HERE / name).read_text(encoding="utf-8")) for name in _FILES)
     if isinstance(tokenizer, RankTokenizer):
@@ -87,7 +87,7 @@ def read_tokenizer_json(path: Path) -> RankTokenizer:
     """Read a GPT-2's tokenizer.json, or one that `tokenizer_files` made.
 
     Raises:
-        UserError: it is missing, damaged, or of another kind, whose ids we cannot reproduce.
+        UserError: it is missing, damaged, or a kind of tokenizer whose ids we cannot reproduce.
     """
     raw = read_json(path, LARGEST_FILE)
     try:

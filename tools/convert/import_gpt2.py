@@ -1,6 +1,6 @@
-"""Turn a Hugging Face folder of a GPT2LMHeadModel into a run of one checkpoint, that of step 0.
+"""Turns a Hugging Face folder of a GPT2LMHeadModel into a run with one checkpoint, at step 0.
 
-The folder is not trusted: JSON and safetensors are read, and nothing is run or unpickled.
+The folder is not trusted: only JSON and safetensors are read; no code runs and no pickle is loaded.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs of converted models, from whose weights others start."""
+"""Makes runs of converted models; other runs can start from their weights."""
 
 import secrets
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Examines this machine: its versions, checks, rates and a training step. It prints them, and what to do."""
+"""Examines this machine: versions, checks, rates and a training step; prints them, and what to do."""
 
 import getpass
 import json

@@ -38,11 +38,11 @@ class PlanConfig(TrainConfig, defaults="plan"):
 
     @property
     def share(self) -> int:
-        """Most sequences per device and step."""
+        """Maximum number of sequences per device and step."""
         return -(-self.batch_size * self.runtime.context_parallel // self.n_device)
 
     def means(self, gpt: GPT) -> float:
-        """Numbers that training keeps for each parameter, besides weight and gradient."""
+        """Numbers that training stores for each parameter, besides weight and gradient."""
         return self.optim.means(gpt) + (self.average is not None)
 
     @model_validator(mode="after")

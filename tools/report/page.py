@@ -1,6 +1,6 @@
 """The page of a report: a template with the runs in it as JSON. It loads nothing, and opens without a network.
 
-Names and settings are not trusted: they are data in the page, and its script only writes them as text. The page's
+Names and settings are not trusted: they are data in the page, and its script writes them only as text. The page's
 content security policy blocks every other script and every request.
 """
 

@@ -156,7 +156,7 @@ def _stored(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _curves(lines: Iterable[dict[str, Any]], flops_per_token: float | None) -> dict[str, list[Point]]:
     """Return the points of training and of evaluations.
 
-    Seconds count training alone, from the rate in each line: without evaluations, saves and breaks.
+    Seconds count only training, by the rate in each line, without evaluations, saves and pauses.
     """
     train = {key: Curve(_MOST_POINTS) for key in TRAINING}
     val: dict[str, list[Point]] = {key: [] for key in EVALUATION}

@@ -16,7 +16,7 @@ from tools.report.records import Record, common_folder, labels, lowest_loss, pri
 _REFRESH = 10.0
 """Seconds between two looks at running runs."""
 _LAST_LOOKS = 12
-"""Watching stops once all runs were ended in so many looks, because the next job of a sweep may be about to start."""
+"""Watching stops when this many looks in a row find all runs ended: a sweep's next job may be about to start."""
 
 
 def write_report(folders: Items[Path], out: Path | None, watch: bool = False) -> Path:

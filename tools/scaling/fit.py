@@ -55,7 +55,7 @@ def fit(N: Array, D: Array, L: Array, resamples: int = 1000) -> tuple[Law, Law]:
         resamples: number of samples. Their laws show how much the fit depends on which runs there are.
 
     Returns:
-        The law, and those of the samples.
+        The law, and the laws of the samples.
 
     Raises:
         UserError: the runs do not determine a law.
@@ -87,7 +87,7 @@ def _check(N: Array, D: Array, L: Array) -> None:
 
 
 def _start(y: Array, alpha: float, beta: float, share: float) -> list[float]:
-    """Return constants to start from: of the lowest loss `share` is irreducible, size and tokens halve the rest."""
+    """Return initial constants: `share` of the lowest loss is irreducible; size and tokens cause half the rest each."""
     rest = y.mean() + np.log(max(1 - share, 0.05) / 2)
     return [rest, alpha, rest, beta, y.min() + np.log(share)]
 

@@ -82,7 +82,7 @@ def _step(
 def _chunks(
     f_q: Tensor, f_k: Tensor, v: Tensor, state: LinearAttentionState, log_f: Tensor | None
 ) -> tuple[Tensor, Tensor, LinearAttentionState]:
-    """Numerators (B, H, T, d_v), denominators (B, H, T, 1), and the state after."""
+    """Return numerators (B, H, T, d_v), denominators (B, H, T, 1), and the state after the T tokens."""
     T = f_q.shape[2]
     C = min(CHUNK, T)
     tensors = (f_q, f_k, v, f_q[..., :0] if log_f is None else log_f)

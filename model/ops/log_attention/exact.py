@@ -1,7 +1,7 @@
-"""Finds sums that `chunked.py` cannot be certain of, and computes tiles again in log space where float64 is not enough.
+"""Finds doubtful sums of `chunked.py`, and recomputes tiles in log space if float64 is not enough.
 
-A tile is a chunk of tokens in one head. Log space is exact for any range of numbers, but slow: it goes token by token,
-and every exponential is relative to the sum that it is part of, so no exponent is above 0. Such tiles are rare in
+A tile is a chunk of tokens in one head. Log space is exact for any range of numbers, but slow: it processes one token
+at a time. Every exponential is relative to the sum that contains it, so no exponent is above 0. Such tiles are rare in
 float64, so this code is simple rather than fast.
 """
 

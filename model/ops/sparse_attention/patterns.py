@@ -135,7 +135,7 @@ def fixed(size: int, width: int, which: str = "both") -> Pattern:
 
 
 def is_causal(pattern: Pattern, T: int) -> bool:
-    """Whether each of T queries attends to all keys up to its own."""
+    """Whether, for T tokens, the pattern is full causal attention."""
     for part in pattern:  # parts are disjoint: if one has all keys, the others are empty
         match part:
             case Block(size) if size >= T:

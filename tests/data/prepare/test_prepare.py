@@ -100,7 +100,7 @@ def test_what_stops_a_run_can_be_skipped_by_the_next(config, corpus, tmp_path, m
     for _ in range(2):
         with pytest.raises(UserError, match=r"corpus\.jsonl:151: malformed JSON: correct it, or .* on_error=skip"):
             prepare(config(on_error="stop", shard_tokens=1000))
-    assert "going on with" in capsys.readouterr().out
+    assert "continuing " in capsys.readouterr().out
     prepare(config(on_error="skip", shard_tokens=1000))
     assert contents(tmp_path / "out") == contents(tmp_path / "skipped")
 

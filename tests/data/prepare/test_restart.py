@@ -187,7 +187,7 @@ def test_whatever_stops_it_what_is_written_is_kept(config, expected, tmp_path, m
     stop_in_the_middle(settings, monkeypatch, error)
     assert n_spans(tmp_path / "out") == 3
     prepare(settings)
-    assert "going on with" in capsys.readouterr().out
+    assert "continuing " in capsys.readouterr().out
     assert contents(tmp_path / "out") == expected
 
 
@@ -234,15 +234,15 @@ def test_every_source_goes_on(config, sources, memory, monkeypatch, name):
 def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkeypatch):
     stop_in_the_middle(config(shard_tokens=1000), monkeypatch)
     before = bytes_below(tmp_path / "out.partial")
-    remedy = r"go on with the same, or delete it to start again"
-    with pytest.raises(UserError, match=rf"was begun with val_fraction=0\.1 \(now 0\.3\): {remedy}"):
+    remedy = r"use the same again, or delete it to start over"
+    with pytest.raises(UserError, match=rf"was started with val_fraction=0\.1 \(now 0\.3\): {remedy}"):
         prepare(config(val_fraction=0.3, shard_tokens=1000))
-    with pytest.raises(UserError, match=rf"was begun with shard_tokens=1000 \(now 2000\): {remedy}"):
+    with pytest.raises(UserError, match=rf"was started with shard_tokens=1000 \(now 2000\): {remedy}"):
         prepare(config(shard_tokens=2000))
     size = corpus.stat().st_size
     with open(corpus, "a") as file:
         file.write("{}\n")
-    message = rf"was begun with input\..*corpus\.jsonl={size} \(now {size + 3}\): {remedy}"
+    message = rf"was started with input\..*corpus\.jsonl={size} \(now {size + 3}\): {remedy}"
     with pytest.raises(UserError, match=message):
         prepare(config(shard_tokens=1000))
     os.truncate(corpus, size)
@@ -255,7 +255,7 @@ def test_inputs_that_came_or_went_and_another_tokenizer_are_refused(config, corp
     settings = config(data={"name": "jsonl", "path": str(tmp_path / "*.jsonl")}, shard_tokens=1000)
     stop_in_the_middle(settings, monkeypatch)
     other = {**settings.model_dump(), "tokenizer": {"name": "gpt2", "path": str(rank_file)}}
-    with pytest.raises(UserError, match=r"was begun with sha256 of the tokenizer's ranks='\w+' \(now '\w+'\)"):
+    with pytest.raises(UserError, match=r"was started with sha256 of the tokenizer's ranks='\w+' \(now '\w+'\)"):
         prepare(config(**other))
     shutil.copy(corpus, tmp_path / "more.jsonl")
     with pytest.raises(UserError, match=r"input\..*more\.jsonl=None \(now \d+\)"):
@@ -355,7 +355,7 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(large, memory, workers)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "error: interrupted; the same command continues from what is written\n")
     assert n_spans(out) > 0
-    assert "going on with" in finish(start(large, out, workers))
+    assert "continuing " in finish(start(large, out, workers))
 
 
 def test_two_processes_do_not_write_the_same_dataset(config, tmp_path):
@@ -379,13 +379,13 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, expected, 
     try:
         settings = config(out_dir=str(disk / "out"), shard_tokens=1000)
         for _ in range(2):
-            with pytest.raises(UserError, match=r"out\.partial cannot be written \(.*\): free .* same command"):
+            with pytest.raises(UserError, match=r"out\.partial cannot be written \(.*\): free .* repeat the command"):
                 prepare(settings)
             assert n_spans(disk / "out") > 0
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         capsys.readouterr()
         prepare(settings)
-        assert "going on with" in capsys.readouterr().out
+        assert "continuing " in capsys.readouterr().out
         assert contents(disk / "out") == expected
     finally:
         subprocess.run(["umount", str(disk)], check=True)

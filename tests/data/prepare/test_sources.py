@@ -248,7 +248,7 @@ def test_where_a_connection_breaks_the_row_is_named_and_the_next_run_goes_on(mon
             raws.append(raw)
 
     source, raws = HubSource(name="pile", path="a/pile"), []
-    with pytest.raises(UserError, match=rf"fails at row 58 \({error}\): give the same command again"):
+    with pytest.raises(UserError, match=rf"fails at row 58 \({error}\): repeat the command"):
         read(True, Position(source.path, after) if after else None)
     read(False, raws[-1].position)
     assert [raw.position for raw in raws] == [(source.path, number) for number in range(after + 1, 101)]
