@@ -435,6 +435,7 @@ class Saver:
                 whole = world.unshard(value)
                 if world.is_main:
                     copies[file][name] = self._copy(file, name, whole)
+                del whole  # before the next is gathered
         if not world.is_main:
             return
         if torch.cuda.is_initialized():

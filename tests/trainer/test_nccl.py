@@ -1,6 +1,7 @@
 """What differs with NCCL, on a simulated GPU: a gloo group of this process alone takes NCCL's place."""
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 
@@ -24,7 +25,12 @@ def calls(monkeypatch):
         made.append("destroyed")
         destroy()
 
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}.items():
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": ranks.free_port(),
+    }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda index: None)
