@@ -43,7 +43,8 @@ def test_operators_keep_the_promises_that_torch_asks_of_them(T):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, T, 5), (1, 2, T, 5), (1, 2, T, 7), (1, 2, 5, 8)]
     q, k, log_v, log_s = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
-    torch.library.opcheck(_attend, (q, k, log_v, None, log_s, True))
+    torch.library.opcheck(_attend, (q, k, log_v, None, log_s, True, True))
+    torch.library.opcheck(_attend, (q, k, log_v, None, log_s, False, True))
     log_p = (-torch.rand(2, T, 5, generator=generator)).requires_grad_()
     start = torch.randn(2, 5, generator=generator).requires_grad_()
     torch.library.opcheck(_recur, (log_p, k[0].detach().float().requires_grad_(), start, "chunked"))
@@ -94,10 +95,10 @@ def test_fakes_have_the_strides_and_types_of_results(backend, T):
     if backend == "chunked":
         x, narrow = torch.randn(2, T, 3, 15), torch.randn(2, 3, 5, 6)
         q, k, log_v = (part.transpose(1, 2) for part in x.split(5, dim=-1))
-        *_, M, doubtful = _attend(q, k, log_v, None, narrow, True)
+        *_, M, doubtful = _attend(q, k, log_v, None, narrow, True, True)
         calls += [
-            (_attend, (q, k, log_v, None, narrow, True)),
-            (_attend_backward, ([log_v, narrow], [q, k, log_v, None, narrow], M, doubtful)),
+            (_attend, (q, k, log_v, None, narrow, True, True)),
+            (_attend_backward, ([log_v, narrow], [q, k, log_v, None, narrow], M, doubtful, True)),
         ]
     for operator, arguments in calls:
         with FakeTensorMode() as mode:

@@ -26,7 +26,9 @@ __all__ = [
 ]
 
 
-def _triton_log_attention(*inputs: Any, **options: Any) -> Any:
+def _triton_log_attention(*inputs: Any, causal: bool, **options: Any) -> Any:
+    if not causal:
+        raise ValueError("backend='triton' is for causal attention: use backend='chunked' with causal=False")
     from model.ops.log_attention.triton import triton_log_attention  # importing triton is slow, and it may be missing
 
     return triton_log_attention(*inputs, **options)
@@ -67,7 +69,7 @@ def log_attention(
         state: the state after earlier tokens; None before the first.
         return_state: also return the state after these tokens. Its size is constant.
         backend: "auto", or one of BACKENDS. "auto" uses `log_attention_step` for a single causal token without
-            gradients, "triton" on GPUs where it passes its check, and "chunked" elsewhere.
+            gradients, "triton" for causal attention on GPUs where it passes its check, and "chunked" elsewhere.
 
     Returns:
         log_y (B, H, T, d_v) in the type of log_v, or (log_y, state). Sums are kept in float32, or float64 for float64.
@@ -85,17 +87,11 @@ def log_attention(
     if backend == "auto" and causal and q.shape[2] == 1 and not torch.is_grad_enabled():
         state = empty_state(q, log_v) if state is None else state
         return log_attention_step(q, k, log_v, log_f, state=state, return_state=return_state)
+    if backend == "auto" and not causal:
+        backend = "chunked"  # two products over all tokens need no kernel
     inputs = (q, k, log_v) if log_f is None else (q, k, log_v, log_f)
     backend = choose_form("log attention", backend, [*BACKENDS], _check, *inputs, why_not=_why_not_triton)
-    if causal:
-        return BACKENDS[backend](q, k, log_v, log_f, state=state, return_state=return_state)
-    if backend == "naive":
-        return naive_log_attention(q, k, log_v, causal=False, state=state, return_state=return_state)
-    # Keys are read into a state, which queries without keys of their own then see.
-    _, state = BACKENDS[backend](torch.zeros_like(k), k, log_v, None, state=state, return_state=True)
-    no_keys, no_values = torch.full_like(q, -torch.inf), log_v.new_zeros(*q.shape[:3], log_v.shape[3])
-    log_y = BACKENDS[backend](q, no_keys, no_values, None, state=state)
-    return (log_y, state) if return_state else log_y
+    return BACKENDS[backend](q, k, log_v, log_f, causal=causal, state=state, return_state=return_state)
 
 
 def signed_log_attention(

@@ -55,29 +55,30 @@ def chunked_log_attention(
     log_v: Tensor,
     log_f: Tensor | None = None,
     *,
+    causal: bool = True,
     state: LogAttentionState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LogAttentionState]:
-    """As causal `log_attention`. It saves its inputs and at most T / CHUNK states for the backward pass."""
+    """As `log_attention`. It saves its inputs and at most T / CHUNK states for the backward pass."""
     state = empty_state(q, log_v) if state is None else state
     refuse_transforms(*NAMES, q, k, log_v, log_f, *state)
     log_s = torch.cat([state.log_s, state.log_z.unsqueeze(-1)], dim=-1)  # (B, H, d_k, E), E = d_v + 1
-    log_y, log_s, *_ = _attend(q, k, log_v, log_f, log_s.to(accumulation_dtype(q)), return_state)
+    log_y, log_s, *_ = _attend(q, k, log_v, log_f, log_s.to(accumulation_dtype(q)), causal, return_state)
     log_y = log_y.to(log_v.dtype)
     return (log_y, LogAttentionState(log_s[..., :-1], log_s[..., -1])) if return_state else log_y
 
 
 @torch.library.custom_op("log_gpt::log_attention", mutates_args=())
 def _attend(
-    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor, want_state: bool
+    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor, causal: bool, want_state: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log_y (B, H, T, d_v) and the state after, from the arguments and the state log_s (B, H, d_k, E).
 
     Two more results are for the backward pass: M before each block and after the last (n + 1, B, H, d_k, E), and which
-    chunks are doubtful (N, B, H).
+    chunks are doubtful (N, B, H). Without causality, all tokens are one block, and all chunks are doubtful or none.
     """
     with torch.autocast(q.device.type, enabled=False):
-        results = _forward(Inputs(q, k, log_v, log_f, log_s), want_state)
+        results = _forward(Inputs(q, k, log_v, log_f, log_s), causal, want_state)
         exact.recomputed_tiles("forward", q.device).add_(results.doubtful.sum())
     return results
 
@@ -95,29 +96,31 @@ class _Results(NamedTuple):
         return _Results(self.log_y[batch], self.log_s[batch], self.M[:, batch], self.doubtful[:, batch])
 
 
-def _empty_results(inputs: Inputs) -> _Results:
+def _empty_results(inputs: Inputs, causal: bool) -> _Results:
     q, _, log_v, _, log_s = inputs
     (B, H, T, _), (d_k, E) = q.shape, log_s.shape[-2:]
     N = -(-T // CHUNK)
     return _Results(
-        torch.empty_like(log_v, dtype=log_s.dtype),
+        torch.empty_like(log_v, dtype=log_s.dtype) if causal else log_s.new_empty(B, H, T, E - 1),
         torch.empty_like(log_s),
-        log_s.new_empty(-(-N // block_chunks(q)) + 1, B, H, d_k, E),
+        log_s.new_empty(-(-N // block_chunks(q)) + 1 if causal else 2, B, H, d_k, E),
         log_s.new_empty(N, B, H, dtype=torch.bool),
     )
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor, want_state: bool) -> tuple[Tensor, ...]:
-    return _empty_results(Inputs(q, k, log_v, log_f, log_s))
+def _(
+    q: Tensor, k: Tensor, log_v: Tensor, log_f: Tensor | None, log_s: Tensor, causal: bool, want_state: bool
+) -> tuple[Tensor, ...]:
+    return _empty_results(Inputs(q, k, log_v, log_f, log_s), causal)
 
 
-def _forward(inputs: Inputs, want_state: bool) -> _Results:
-    results = _empty_results(inputs)
+def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
+    results = _empty_results(inputs, causal)
     for batch in batches(inputs.q):
         some, into = inputs.of(batch), results.of(batch)
-        frames, certificate = frames_of(some), exact.Certificate(some)
-        _forward_chunks(some, frames, certificate, into)
+        frames, certificate = frames_of(some, causal), exact.Certificate(some)
+        (_causal_forward if causal else _full_forward)(some, frames, certificate, into)
         into.log_s.copy_(log_of_scaled(into.M[-1], frames.key[-1].mT + frames.value[-1]))
         if frames.lost is not None:
             into.doubtful.logical_or_(frames.lost)
@@ -125,11 +128,11 @@ def _forward(inputs: Inputs, want_state: bool) -> _Results:
         if want_state:
             heads |= certificate.lost_heads(into.M[-1])
         if heads.any():
-            _forward_again(some, heads, into)
+            _forward_again(some, causal, heads, into)
     return results
 
 
-def _forward_chunks(inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results) -> None:
+def _causal_forward(inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results) -> None:
     results.M[0] = in_first_frame(inputs, frames)
     for i, (tokens, chunks) in enumerate(blocks(inputs.q)):
         here = frames.of(chunks)
@@ -140,12 +143,29 @@ def _forward_chunks(inputs: Inputs, frames: Frames, certificate: exact.Certifica
         results.M[i + 1] = M[-1]
         A = gates.weigh(e_q @ e_k.mT)  # (n, B, H, C, C)
         sums = _add_product(times(e_q, gates.start) @ M[:-1], A, e_v)  # (n, B, H, C, E)
-        log_y = log_of_scaled(sums[..., :-1] / sums[..., -1:], here.value[..., :-1])
-        write(results.log_y[:, :, tokens], log_y)
+        write(results.log_y[:, :, tokens], _log_y(sums, here))
         results.doubtful[chunks] = certificate.too_small(sums, tokens.start)
 
 
-def _forward_again(inputs: Inputs, heads: Tensor, results: _Results) -> None:
+def _full_forward(inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results) -> None:
+    """Every query attends to all keys: they are summed into M, which the queries read."""
+    M = results.M  # (2, B, H, d_k, E)
+    M[:] = in_first_frame(inputs, frames)
+    for tokens, _ in blocks(inputs.k):
+        e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
+        M[1:].add_(e_k.mT @ e_v)
+    results.doubtful.zero_()
+    for tokens, _ in blocks(inputs.q):
+        sums = queries(inputs, tokens, frames) @ M[1:]  # (1, B, H, t, E)
+        write(results.log_y[:, :, tokens], _log_y(sums, frames))
+        results.doubtful.logical_or_(certificate.too_small(sums, None))
+
+
+def _log_y(sums: Tensor, frames: Frames) -> Tensor:
+    return log_of_scaled(sums[..., :-1] / sums[..., -1:], frames.value[..., :-1])
+
+
+def _forward_again(inputs: Inputs, causal: bool, heads: Tensor, results: _Results) -> None:
     """Recompute the doubtful tiles and the last state of these heads (B, H).
 
     float64 suffices for nearly all sums that are doubtful in float32; the others are computed in log space.
@@ -153,13 +173,27 @@ def _forward_again(inputs: Inputs, heads: Tensor, results: _Results) -> None:
     some = _of_heads(inputs, heads)
     doubtful, log_y = results.doubtful[:, heads].mT, results.log_y[heads]  # (F, N), (F, T, d_v)
     if inputs.log_s.dtype == torch.float64:
-        log_y, log_s = exact.forward(some, doubtful, log_y)
+        if causal:
+            log_y, log_s = exact.forward(some, doubtful, log_y)
+        else:
+            (_, read), (_, seen) = _full_as_causal(some)
+            log_y, log_s = seen.log_y[:, 0], read.log_s[:, 0]
     else:
-        again = _forward(some, want_state=True)
+        again = _forward(some, causal, want_state=True)
         doubtful = doubtful.repeat_interleave(CHUNK, 1)[:, : inputs.q.shape[2]]
         log_y = torch.where(doubtful.unsqueeze(-1), again.log_y[:, 0].to(log_y.dtype), log_y)
         log_s = again.log_s[:, 0]
     results.log_y[heads], results.log_s[heads] = log_y, log_s.to(results.log_s.dtype)
+
+
+def _full_as_causal(inputs: Inputs) -> list[tuple[Inputs, _Results]]:
+    """Two causal passes with their results: keys are read into a state, which queries without keys then see."""
+    q, k, log_v, _, _ = inputs
+    reader = inputs._replace(q=torch.zeros_like(k))
+    read = _forward(reader, causal=True, want_state=True)
+    no_values = log_v.new_zeros(*q.shape[:3], log_v.shape[3])
+    seer = Inputs(q, torch.full_like(q, -torch.inf), no_values, None, read.log_s)
+    return [(reader, read), (seer, _forward(seer, causal=True, want_state=False))]
 
 
 def _of_heads(inputs: Inputs, heads: Tensor) -> Inputs:
@@ -168,11 +202,13 @@ def _of_heads(inputs: Inputs, heads: Tensor) -> Inputs:
 
 
 @torch.library.custom_op("log_gpt::log_attention_backward", mutates_args=())
-def _attend_backward(g: Sequence[Tensor], inputs: Sequence[Tensor | None], M: Tensor, doubtful: Tensor) -> list[Tensor]:
+def _attend_backward(
+    g: Sequence[Tensor], inputs: Sequence[Tensor | None], M: Tensor, doubtful: Tensor, causal: bool
+) -> list[Tensor]:
     """Return gradients of `Inputs` (empty without gates) from those of log_y and of the state after, both in `g`."""
     own = Inputs._make(inputs)
     with torch.autocast(own.q.device.type, enabled=False):
-        gradients = _backward(own, M, doubtful, *g)
+        gradients = _backward(own, causal, M, doubtful, *g)
         exact.recomputed_tiles("backward", own.q.device).add_(doubtful.sum())
     return _or_empty(gradients)
 
@@ -188,21 +224,22 @@ def _or_empty(gradients: Inputs) -> list[Tensor]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:-1], *output[2:])
+    *tensors, ctx.causal, _ = inputs
+    ctx.save_for_backward(*tensors, *output[2:])
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _backward_of_op(ctx: Any, g_y: Tensor, g_log_s: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_order(*NAMES)
     *inputs, M, doubtful = ctx.saved_tensors
-    gradients = _attend_backward([g_y, g_log_s], inputs, M, doubtful)
-    return *(None if x is None else g for x, g in zip(inputs, gradients, strict=True)), None
+    gradients = _attend_backward([g_y, g_log_s], inputs, M, doubtful, ctx.causal)
+    return *(None if x is None else g for x, g in zip(inputs, gradients, strict=True)), None, None
 
 
 _attend.register_autograd(_backward_of_op, setup_context=_save_for_backward)
 
 
-def _backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g_log_s: Tensor) -> Inputs:
+def _backward(inputs: Inputs, causal: bool, M: Tensor, doubtful: Tensor, g_y: Tensor, g_log_s: Tensor) -> Inputs:
     """Return the gradients, given M and what is doubtful from the forward pass."""
     gradients = inputs.each(torch.empty_like)
     for batch in batches(inputs.q):
@@ -210,15 +247,15 @@ def _backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g_log_s:
         saved = M[:, batch], doubtful[:, batch]
         g_M, lost = _of_last_M(some, saved[0][-1], g[1])  # (B, H, d_k, E), (B, H)
         heads = saved[1].any(0) | lost  # (B, H)
-        _backward_chunks(some, *saved, g[0], g_M, into)
+        (_causal_backward if causal else _full_backward)(some, *saved, g[0], g_M, into)
         if heads.any():
-            _backward_again(some, g, heads, into)
+            _backward_again(some, causal, g, heads, into)
     return gradients
 
 
-def _backward_chunks(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
+def _causal_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
     """Write the gradients, given those of log_y and of the last M, g (B, H, d_k, E)."""
-    frames = frames_of(inputs)
+    frames = frames_of(inputs, causal=True)
     for i, (tokens, chunks) in reversed(list(enumerate(blocks(inputs.q)))):
         here = frames.of(chunks)
         gates = gates_at(inputs, tokens, here)
@@ -250,6 +287,20 @@ def _backward_chunks(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g
     torch.mul(g, M[0], out=gradients.log_s)
 
 
+def _full_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g: Tensor, gradients: Inputs) -> None:
+    frames = frames_of(inputs, causal=False)
+    for tokens, _ in blocks(inputs.q):
+        e_q = queries(inputs, tokens, frames)  # (1, B, H, t, d_k)
+        g_sums = _of_sums(e_q @ M[1:], doubtful, g_y, tokens, frames)
+        write(gradients.q[:, :, tokens], (g_sums @ M[1:].mT).mul_(e_q))
+        g = g + (e_q.mT @ g_sums)[0]
+    for tokens, _ in blocks(inputs.k):
+        e_k, e_v = keys_and_values(inputs, tokens, frames)  # (1, B, H, s, .)
+        write(gradients.k[:, :, tokens], (e_v @ g.mT).mul_(e_k))
+        write(gradients.log_v[:, :, tokens], (e_k @ g).mul_(e_v)[..., :-1])
+    torch.mul(g, M[0], out=gradients.log_s)
+
+
 def _of_last_M(inputs: Inputs, M: Tensor, g_log_s: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the last M (B, H, d_k, E), and the heads (B, H) where it is doubtful."""
     unused = g_log_s == 0
@@ -266,14 +317,19 @@ def _of_sums(sums: Tensor, doubtful: Tensor, g_y: Tensor, tokens: slice, frames:
     return g_sums
 
 
-def _backward_again(inputs: Inputs, g: tuple[Tensor, ...], heads: Tensor, gradients: Inputs) -> None:
+def _backward_again(inputs: Inputs, causal: bool, g: tuple[Tensor, ...], heads: Tensor, gradients: Inputs) -> None:
     """Recompute the gradients of these heads (B, H), as `_forward_again` does for the results."""
     some, (g_y, g_log_s) = _of_heads(inputs, heads), (x[heads].unsqueeze(1).double() for x in g)
-    if inputs.log_s.dtype == torch.float64:
+    if inputs.log_s.dtype != torch.float64:
+        again = _backward(some, causal, *_forward(some, causal, want_state=True)[2:], g_y, g_log_s)
+    elif causal:
         g_log_S = torch.cat([g_y, -g_y.sum(-1, keepdim=True)], dim=-1)  # (F, 1, T, E)
         again = exact.backward(some, g_log_S[:, 0], g_log_s[:, 0])
     else:
-        again = _backward(some, *_forward(some, want_state=True)[2:], g_y, g_log_s)
+        (reader, read), (seer, seen) = _full_as_causal(some)
+        of_q, *_, g_read = _backward(seer, True, *seen[2:], g_y, torch.zeros_like(g_log_s))
+        unseen = torch.zeros_like(some.log_v)
+        again = _backward(reader, True, *read[2:], unseen, g_read + g_log_s)._replace(q=of_q)
     for whole, part in zip(gradients, again, strict=True):
         if whole is None or part is None:
             continue

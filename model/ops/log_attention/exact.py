@@ -43,17 +43,22 @@ class Certificate:
         self._term = torch.where((inputs.log_s != -torch.inf).any(2, keepdim=True), -1, -2)  # (B, H, 1, E)
         self._reset = torch.full_like(self._term[..., :1], -1)  # (B, H, 1, 1)
 
-    def too_small(self, sums: Tensor, start: int) -> Tensor:
+    def too_small(self, sums: Tensor, start: int | None) -> Tensor:
         """Return which chunks (n, B, H) have a doubtful sum, given sums (n, B, H, C, E) over tokens up to each query.
 
-        `start` is the position of the first query.
+        `start` is the position of the first query, or None if every query attends to all tokens.
         """
         small = _doubtful(sums)
         if small is None:
             return sums.new_zeros(sums.shape[:3], dtype=torch.bool)
         n, _, _, C, _ = sums.shape
-        stop = min(start + n * C, self._inputs.k.shape[2])
-        small &= split(self._see(stop)[:, :, start - stop :], C, 0)  # the last chunk may be padded
+        S = self._inputs.k.shape[2]
+        if start is None:
+            self._see(S)
+            small &= self._term >= self._reset
+        else:
+            stop = min(start + n * C, S)
+            small &= split(self._see(stop)[:, :, start - stop :], C, 0)  # the last chunk may be padded
         return small.flatten(3).any(-1)
 
     def lost_heads(self, M: Tensor) -> Tensor:

@@ -69,8 +69,8 @@ class Frames(NamedTuple):
     """(N, B, H, 1, E)."""
     factor: Tensor
     """(N, B, H, d_k, E), N - 1 with all chunks: from M after a chunk to M in the frame of the next one."""
-    C: int
-    """Tokens of a chunk."""
+    C: int | None
+    """Tokens of a chunk; None if all tokens are one."""
     chunks: slice
     """The indices of these chunks."""
     lost: Tensor | None = None
@@ -82,12 +82,12 @@ class Frames(NamedTuple):
 
     def split(self, x: Tensor, fill: float) -> Tensor:
         """Split tokens (B, H, t, D) into these chunks, in the accumulation type: (n, B, H, C, D)."""
-        return split(x.to(self.value.dtype), self.C, fill)
+        return split(x.to(self.value.dtype), self.C or x.shape[2], fill)
 
 
-def frames_of(inputs: Inputs) -> Frames:
-    """Return the frames of all chunks, including the state's tokens as far as known."""
-    C = min(CHUNK, inputs.k.shape[2])
+def frames_of(inputs: Inputs, causal: bool) -> Frames:
+    """Return the frames of all chunks (one chunk if not causal), including the state's tokens as far as known."""
+    C = min(CHUNK, inputs.k.shape[2]) if causal else inputs.k.shape[2]
     log_s, log_z = inputs.log_s, inputs.log_s[..., -1]  # (B, H, d_k, E), (B, H, d_k)
     mean = (log_s - finite(log_s[..., -1:])).amax(2)  # (B, H, E): of log_v, over the state's tokens
     log_v = maxima(inputs.log_v, C).to(log_s.dtype)
@@ -101,7 +101,8 @@ def frames_of(inputs: Inputs) -> Frames:
         keys, decay, lost = _frames_with_gates(inputs)
     rescale = torch.exp2(values[:-1] - finite(values[1:]))  # (N, B, H, E), at most 1
     factor = decay[1:].unsqueeze(-1) * rescale[1:].unsqueeze(-2)
-    return Frames(keys[1:].unsqueeze(3), finite(values[1:]).unsqueeze(3), factor, C, slice(None), lost)
+    own_C, chunks = (C, slice(None)) if causal else (None, slice(1))
+    return Frames(keys[1:].unsqueeze(3), finite(values[1:]).unsqueeze(3), factor, own_C, chunks, lost)
 
 
 def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
