@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, glu, silu
 
 from common.settings import Settings, values_of, variant_names
 from model.attention import ATTENTION, AttentionConfig
@@ -101,7 +101,8 @@ class GLUBlock(Block):
 
     def residual(self, x: Tensor, state: Any, positions: Positions, return_state: bool) -> tuple[Tensor, Any]:
         a, state = self.attention(self.norm(x), positions, state, return_state)
-        return x + gated_linear(self.gate(a), self.proj.weight), state
+        h, own = self.gate(a), isinstance(self.proj, Linear)  # else an adapter replaces it
+        return x + (gated_linear(h, self.proj.weight) if own else self.proj(glu(h))), state
 
 
 class MLPBlock(Block):
@@ -373,7 +374,7 @@ class GPT(nn.Module):
     def forward(
         self, token_ids: Tensor, state: GPTState | None = None, return_state: bool = False
     ) -> Tensor | tuple[Tensor, GPTState]:
-        """(B, T) ids -> (B, T, n_vocab_padded) logits, or (logits, state) with `return_state`.
+        """(B, T) ids -> (B, T, n_vocab) logits, or (logits, state) with `return_state`.
 
         `state` is what an earlier call returned for the tokens before these, None at the start of a text.
         """
@@ -382,8 +383,9 @@ class GPT(nn.Module):
         return (logits, state) if return_state else logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Output layer: (..., n_embd) -> (..., n_vocab_padded)."""
-        return capped(x @ self.output_weight.T, self.config.logit_cap)
+        """Output layer: (..., n_embd) -> (..., n_vocab), without the padding rows, which losses include."""
+        logits = x @ self.embed.weight.T if self.config.tied else self.output(x)
+        return capped(logits[..., : self.config.n_vocab], self.config.logit_cap)
 
     def features(
         self, token_ids: Tensor, state: GPTState | None = None, return_state: bool = False
@@ -472,6 +474,12 @@ class GPT(nn.Module):
     def n_params(self) -> int:
         """Number of parameters, without counting shared ones twice."""
         return sum(p.numel() for p in self.parameters())
+
+    def size(self, n_vocab: int) -> str:
+        """The number of parameters in words, also without the rows of ids from n_vocab on."""
+        padding = (self.config.n_vocab_padded - n_vocab) * self.config.n_embd * (1 if self.config.tied else 2)
+        without = f" ({self.n_params() - padding:,} without the rows that pad the vocabulary)" if padding else ""
+        return f"{self.n_params():,} parameters{without}"
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of one token's forward and backward pass.

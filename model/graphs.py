@@ -33,7 +33,7 @@ class DecodingStep:
         self._graphs: dict[int, _Graph] = {}
 
     def __call__(self, token_ids: Tensor, state: GPTState, return_state: bool = True) -> tuple[Tensor, GPTState]:
-        """(B, 1) ids -> logits (B, 1, n_vocab_padded) and the state. The next call may overwrite both."""
+        """(B, 1) ids -> logits (B, 1, n_vocab) and the state. The next call may overwrite both."""
         if self._usable is None:
             self._usable = use_graphs(self._gpt, state)
         if not self._usable or torch.is_autocast_enabled("cuda"):  # the weights that autocast has cast do not stay

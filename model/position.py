@@ -88,13 +88,14 @@ class LearnedPosition(nn.Module):
 
     def __init__(self, n_embd: int, max_len: int) -> None:
         super().__init__()
+        self.max_len = max_len
         self.embed = Embedding(max_len, n_embd, std=0.02)
 
     def forward(
         self, x: Tensor, state: tuple[int, ...] | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, None, tuple[int, ...]]:
         """Raises ValueError if a sequence, including earlier tokens, has more tokens than positions."""
-        T, limit = x.shape[1], self.embed.num_embeddings
+        T, limit = x.shape[1], self.max_len
         lengths = tuple(n + T for n in state or (0,) * len(x))
         if max(lengths) > limit:
             raise ValueError(
@@ -102,9 +103,10 @@ class LearnedPosition(nn.Module):
             )
         if starts is not None:
             return x + self.embed(document_positions(starts)), None, lengths
-        # A slice has a faster backward pass than an index.
-        rows = last_positions(lengths, T, x.device) if len(set(lengths)) > 1 else slice(lengths[0] - T, lengths[0])
-        return x + self.embed.weight[rows], None, lengths
+        if len(set(lengths)) == 1 and isinstance(self.embed, Embedding):  # not an adapter that replaces it
+            # A slice has a faster backward pass than an index.
+            return x + self.embed.weight[lengths[0] - T : lengths[0]], None, lengths
+        return x + self.embed(last_positions(lengths, T, x.device)), None, lengths
 
 
 class RotaryPosition(nn.Module):

@@ -303,7 +303,7 @@ def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
 
 def _announce(run: Run) -> None:
     """Print what will be trained, and warn about settings that probably do not suit it."""
-    config, n_params, tuned = run.config, run.gpt.n_params(), run.config.optim.transfer
+    config, tuned = run.config, run.config.optim.transfer
     if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:
         asked = f"schedule.warmup_steps={config.schedule.warmup_steps} does not fit in max_steps={config.max_steps}"
         say(f"{asked}: warming up for {count(warmup, 'step')}")
@@ -313,7 +313,7 @@ def _announce(run: Run) -> None:
         small = "give experiment=quickstart, or model=... and fewer batch_tokens"
         warn(f"a step takes about {seconds / 60:,.0f} minutes on this CPU; for a smaller model, {small}")
     batch = f"{config.batch_size} x {config.seq_len} tokens a step, {count(config.max_steps, 'step')}"
-    say(f"{n_params:,} parameters, {batch}, {config.tokens(config.max_steps):,} tokens")
+    say(f"{run.gpt.size(run.tokenizer.n_vocab)}, {batch}, {config.tokens(config.max_steps):,} tokens")
     if tuned is not None and ratios(run.gpt, tuned) != (1, 1):
         rate = f"optim.max_lr={config.optim.max_lr:g} was tuned for n_embd={tuned.n_embd}, n_layer={tuned.n_layer}"
         say(f"{rate}, and is transferred to this model")

@@ -76,7 +76,7 @@ class LogSpaceAttention(Attention):
     def split(self, features: Tensor) -> Sequence[Tensor]:
         """(B, T, n_qkv) -> q and k (B, n_head, T, d_key), log_v (B, n_head, T, d_val)."""
         heads = features.unflatten(2, (self.n_head, -1))
-        return [part.transpose(1, 2) for part in heads.split(self.qkv.parts, dim=-1)]
+        return [part.transpose(1, 2) for part in heads.split([self.d_key, self.d_key, self.d_val], dim=-1)]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool

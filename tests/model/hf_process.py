@@ -11,6 +11,7 @@ from pathlib import Path
 sys.modules |= dict.fromkeys(("common", "data", "model", "trainer"))  # who imports these now gets an ImportError
 
 import torch  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
@@ -54,6 +55,38 @@ def results_of(model, token_ids, prompts):
     }
 
 
+def finetuned(folder, token_ids):
+    """Logits and gradients of adapters in place of all linear layers, and of a model with three more ids."""
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    model.resize_token_embeddings(260)
+    model.save_pretrained(folder.parent / "resized")
+    resized = AutoModelForCausalLM.from_pretrained(folder.parent / "resized", trust_remote_code=True)
+    results = {"resized": model(token_ids).logits, "resized_again": resized(token_ids).logits}
+
+    # An adapter of the embeddings changes the input alone, not the output layer.
+    kinds = torch.nn.Linear | torch.nn.Embedding
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds) and name != "gpt.embed"]
+    for how, targets in (("all-linear", "all-linear"), ("names", names)):
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        adapted = get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM")).train()
+        trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+        for parameter in trained.values():
+            torch.nn.init.normal_(parameter, std=0.1)
+        calls = []
+        model.gpt.blocks[0].attention.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        for checkpointing in (False, True):
+            if checkpointing:
+                adapted.gradient_checkpointing_enable()
+            adapted(token_ids, labels=token_ids).loss.backward()
+            for name, parameter in trained.items():
+                results[f"{how}, {checkpointing=}, {name}"], parameter.grad = parameter.grad, None
+            results[f"{how}, {checkpointing=}, calls"] = torch.tensor(len(calls))
+            calls.clear()
+        results[how] = adapted.eval()(token_ids).logits
+        results[f"{how}, merged"] = adapted.merge_and_unload()(token_ids).logits
+    return {name: value.detach() for name, value in results.items()}
+
+
 def write_gpt2(path, token_ids):
     """A GPT2LMHeadModel built by transformers, with tensors far from 0, and its logits."""
     torch.manual_seed(0)
@@ -72,8 +105,13 @@ def main(work):
     classes = {}
     for folder in sorted((work / "exports").glob("*/model")):  # of one name, and so their code is imported once
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-        results = {name: value.contiguous() for name, value in results_of(model, token_ids, prompts).items()}
-        save_file(results, work / "results" / f"{folder.parent.name}.safetensors")
+        results = results_of(model, token_ids, prompts)
+        if type(model).__name__ == "LogGPTForCausalLM":
+            results |= finetuned(folder, token_ids)
+        save_file(
+            {name: value.contiguous() for name, value in results.items()},
+            work / "results" / f"{folder.parent.name}.safetensors",
+        )
         classes[folder.parent.name] = type(model).__name__
     model.save_pretrained(work / "again")
     again = AutoModelForCausalLM.from_pretrained(work / "again", trust_remote_code=True)

@@ -64,10 +64,14 @@ def test_loss_is_the_mean_over_targets_that_are_not_negative():
     assert (gpt.token_losses(ids(20), targets)[0, 5:] == 0).all()
 
 
-def test_vocabulary_is_padded_and_embeddings_are_tied():
-    gpt = build(tiny(n_vocab=11, pad_vocab=8))
-    assert gpt(ids(3)).shape == (2, 3, 16)
-    assert [name for name, p in gpt.named_parameters() if 16 in p.shape] == ["embed.weight"]
+@pytest.mark.parametrize(("tied", "padded"), [(True, ["embed.weight"]), (False, ["embed.weight", "output.weight"])])
+def test_a_padded_vocabulary_shows_in_the_number_of_parameters_and_not_in_logits(tied, padded):
+    gpt = build(tiny(n_vocab=11, pad_vocab=8, tied=tied))
+    assert gpt(ids(3)).shape == (2, 3, 11)
+    assert [name for name, p in gpt.named_parameters() if 16 in p.shape] == padded
+    n_params, padding = gpt.n_params(), len(padded) * 5 * gpt.config.n_embd
+    says = f"{n_params:,} parameters ({n_params - padding:,} without the rows that pad the vocabulary)"
+    assert (gpt.size(11), gpt.size(16)) == (says, f"{n_params:,} parameters")
 
 
 DRAWN = {

@@ -76,6 +76,7 @@ def configs():
 
 
 CONFIGS = dict(configs())
+PLAIN = {"gpt2", "gpt2_wide"}  # transformers has these models
 DOCUMENTS = ("flagship", "softmax", "gpt2_documents")  # models whose documents don't see each other
 
 
@@ -174,17 +175,40 @@ def test_texts_of_a_batch_are_continued_as_each_alone_wherever_they_are_padded(w
 
 
 @needs_transformers
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in PLAIN])
+@pytest.mark.slow
+def test_an_export_is_finetuned_as_any_model_of_transformers(work, name):
+    got = load_file(work / "results" / f"{name}.safetensors")
+    torch.testing.assert_close(got["resized"][..., :257], got["logits"], **CLOSE)
+    assert got["resized"].shape[-1] == 260
+    assert torch.equal(got["resized_again"], got["resized"])
+    for how in ("all-linear", "names"):
+        # An adapter that the model passes by shows only once it is merged, and has no gradient.
+        torch.testing.assert_close(got[how], got[f"{how}, merged"], **CLOSE)
+        assert (got[how] - got["logits"]).abs().max() > 0.01
+        once, twice = (f"{how}, checkpointing={on}, " for on in (False, True))
+        gradients = {key.removeprefix(once): value for key, value in got.items() if key.startswith(once)}
+        assert (gradients.pop("calls"), got[f"{twice}calls"]) == (1, 2)
+        assert all(gradient.any() for gradient in gradients.values())
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(got[twice + key], gradient, **CLOSE)
+
+
+@needs_transformers
 @pytest.mark.slow
 def test_gpt2s_are_plain_and_all_others_bring_their_code(work):
     classes = json.loads((work / "said.json").read_text())["classes"]
     plain = {name for name, class_ in classes.items() if class_ == "GPT2LMHeadModel"}
-    assert plain == {"gpt2", "gpt2_wide"}
+    assert plain == PLAIN
     assert set(classes.values()) == {"GPT2LMHeadModel", "LogGPTForCausalLM"}
     for name in classes:
         code = {path.suffix for path in (work / "exports" / name / "model").iterdir()} & {".py"}
         assert bool(code) == (name not in plain)
         card = (work / "exports" / name / "model" / "README.md").read_text()
         assert ("trust_remote_code" in card) == (name not in plain)
+        weights = load_file(work / "exports" / name / "model" / "model.safetensors").values()
+        assert f"{sum(map(torch.Tensor.numel, weights)):,} " in card.splitlines()[7]
+        assert gpt_of(name).size(257) in card
 
 
 @needs_transformers

@@ -103,13 +103,12 @@ def _own_config(config: GPTConfig, document_start: int | None) -> dict[str, Any]
 def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool, average: bool) -> str:
     """Return README.md: what the model is, as far as its run knows."""
     config = gpt.config
-    padding = (config.n_vocab_padded - tokenizer.n_vocab) * config.n_embd * (1 if config.tied else 2)  # not exported
     return (
         (_HERE / "model_card.md")
         .read_text(encoding="utf-8")
         .format(
             attention=" and ".join(dict.fromkeys(layer.name for layer in config.layers)),
-            n_params=gpt.n_params() - padding,
+            size=gpt.size(tokenizer.n_vocab),
             config=config,
             length="any length" if config.max_len is None else f"up to {config.max_len:,} tokens",
             tokenizer=tokenizer,

@@ -39,10 +39,12 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
     """Any GPT of ours as a causal language model."""
 
     config_class = LogGPTConfig
+    supports_gradient_checkpointing = True
     _is_stateful = True
 
     def __init__(self, config: LogGPTConfig) -> None:
         super().__init__(config)
+        self.gradient_checkpointing = False  # `gradient_checkpointing_enable` sets it
         self.gpt = GPT(decode(GPTConfig, config.architecture), config.document_start)
         self.post_init()
 
@@ -50,8 +52,28 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         """Do nothing: GPT initialises its own weights."""
 
     def get_input_embeddings(self) -> torch.nn.Embedding:
-        """Return the token embeddings, which are also the output layer."""
+        """Return the token embeddings, which may also be the output layer."""
         return self.gpt.embed
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Replace the token embeddings."""
+        self.gpt.embed = value
+
+    def get_output_embeddings(self) -> torch.nn.Module | None:
+        """Return the output layer, unless it is the embeddings."""
+        return None if self.gpt.config.tied else self.gpt.output
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        """Replace the output layer."""
+        self.gpt.output = new_embeddings
+
+    def resize_token_embeddings(self, *sizes: Any, **options: Any) -> torch.nn.Embedding:
+        """As in other models; the architecture in config.json follows."""
+        embed = super().resize_token_embeddings(*sizes, **options)
+        n_vocab = len(embed.weight)
+        self.gpt.config = self.gpt.config.model_copy(update={"n_vocab": n_vocab})
+        self.config.architecture = self.config.architecture | {"n_vocab": n_vocab}
+        return embed
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -77,6 +99,7 @@ class LogGPTForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
+        self.gpt.recompute = "block" if self.gradient_checkpointing and not use_cache else "none"
         cache = past_key_values if past_key_values is not None else GPTCache()
         T = input_ids.shape[1]
         present = None if attention_mask is None else attention_mask[:, -T:].bool()
