@@ -1,10 +1,12 @@
 """Reading the lines of files that may be compressed or damaged, in bounded memory."""
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from common.files import open_file
 from common.settings import UserError
 from data.prepare.items import LONG_WINDOW, Seen, Unreadable
 
@@ -39,7 +41,11 @@ def read_lines(path: Path, seen: Seen) -> Iterator[bytes | bytearray | None]:
 
 def read_bytes(path: Path, seen: Seen, n_bytes: int) -> Iterator[bytes]:
     """Yield the content of a file in pieces of `n_bytes`."""
-    with open(path, "rb") as file:
+    try:  # a data file may be a link
+        file = open_file(Path(os.path.realpath(path)))
+    except UserError:
+        raise Unreadable("not a regular file") from None
+    with file:
         while chunk := file.read(n_bytes):
             seen(len(chunk))
             yield chunk

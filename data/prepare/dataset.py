@@ -54,6 +54,9 @@ class PrepareConfig(Settings, defaults="prepare"):
             raise ValueError(f"task_index={self.task_index} is out of range: give one from 0 to {self.num_tasks - 1}")
         if self.val_tokens and self.val_fraction:
             raise ValueError(f"val_tokens={self.val_tokens} replaces val_fraction={self.val_fraction}: give only one")
+        folder = Path(self.data.path) if isinstance(self.data, HubSource) else None
+        if folder and folder.is_dir() and self.out_dir.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"out_dir={self.out_dir} is in data.path={folder}, which is read: choose one outside")
         return self
 
     def recorded(self) -> dict[str, Any]:

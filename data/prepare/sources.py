@@ -5,7 +5,6 @@ To add a source: a class here with its `name`, its place in `SourceConfig` (data
 """
 
 import codecs
-import glob
 import json
 import os
 import re
@@ -16,8 +15,10 @@ from typing import Any, ClassVar, Literal
 
 import orjson
 
+from common.console import say
 from common.settings import Settings, UserError
 from data.prepare.archives import read_bytes, read_lines
+from data.prepare.files import matches, some_of
 from data.prepare.items import NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
 
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -66,8 +67,8 @@ class Source(Settings):
 class FileSource(Source):
     """A source that reads files, one after the other."""
 
-    def paths(self) -> dict[str, Path]:
-        """Return all files by the names that positions give them, in order."""
+    def path_of(self, name: str) -> Path:
+        """Return the file with a name in `inputs`."""
         raise NotImplementedError
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
@@ -78,26 +79,23 @@ class FileSource(Source):
         """
         raise NotImplementedError
 
-    def inputs(self) -> dict[str, int | None]:
-        """Return the files and their sizes."""
-        return {name: _size(path) for name, path in self.paths().items()}
-
     def documents(
         self, seen: Seen = lambda _: None, after: Position | None = None, inputs: Sequence[str] | None = None
     ) -> Iterator[Raw]:
         """Read files in order. Files before the position's are not opened, its own is read from the beginning."""
-        found = self.paths()
-        names = list(found) if inputs is None else list(inputs)
-        paths = [(name, found.get(name, Path(name))) for name in names]  # one that is gone is unreadable
+        names = list(self.inputs() if inputs is None else inputs)
         start = names.index(after.input) if after else 0
-        seen(sum(_size(path) for _, path in paths[:start]))
-        for name, path in paths[start:]:
-            for raw in self._items(name, path, seen):
+        seen(sum(_size(self.path_of(name)) for name in names[:start]))
+        for name in names[start:]:
+            for raw in self._items(name, self.path_of(name), seen):
                 if not after or name != after.input or raw.position.number > after.number:
                     yield raw
 
     def _items(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
         """Yield the items of one file; of a damaged one, those before the damage."""
+        if os.path.isdir(path):  # the inputs have only folders that cannot be read
+            yield Raw(Position(name, 1), Unreadable("unreadable folder"), 0)
+            return
         number, error = 0, None
         try:
             for number, content in enumerate(self.read(path, seen), start=1):
@@ -116,7 +114,7 @@ class FileSource(Source):
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    return os.path.getsize(path) if os.path.isfile(path) else 0
 
 
 class StdlibSource(FileSource):
@@ -124,12 +122,16 @@ class StdlibSource(FileSource):
 
     name: Literal["stdlib"]
 
-    def paths(self) -> dict[str, Path]:
+    def inputs(self) -> dict[str, int | None]:
         """Return the files by their path in the library, without tests and packages, which not every machine has."""
-        root = Path(sysconfig.get_path("stdlib"))
+        root = self.path_of(".")
         excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
         names = [path.relative_to(root) for path in root.rglob("*.py")]
-        return {str(name): root / name for name in sorted(names) if not excluded.intersection(name.parts)}
+        return {str(name): _size(root / name) for name in sorted(names) if not excluded.intersection(name.parts)}
+
+    def path_of(self, name: str) -> Path:
+        """Return the file."""
+        return Path(sysconfig.get_path("stdlib")) / name
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the file as one document."""
@@ -147,30 +149,38 @@ class NamedFiles(FileSource):
     text_field: str
     """The key that holds the text of a JSON line. The set is `meta.pile_set_name` where there is one, else `name`."""
 
-    def paths(self) -> dict[str, Path]:
-        """Return the files that `path` names, each once: patterns in the given order, the files of a pattern sorted."""
+    def inputs(self) -> dict[str, int | None]:
+        """Return the files that `path` names, each once: patterns in the given order, the files of a pattern sorted.
+
+        A folder that cannot be read is one of them. What is left out is printed.
+        """
         found: dict[str, str] = {}  # by their real paths
         for pattern in [self.path] if isinstance(self.path, str) else self.path:
-            files = [pattern] if os.path.isfile(pattern) else self._matches(pattern)
+            left_out: dict[str, str] = {}
+            files = matches(pattern, left_out)
+            if os.path.isdir(pattern):
+                files = [file for file in files if file.lower().endswith(self.suffixes) or os.path.isdir(file)]
+            without = some_of([f"{path} ({kind})" for path, kind in left_out.items()])
             if not files:
                 what = f"data.path={pattern} matches no file that data={self.name} reads"
+                what += f"; left out: {without}" if without else ""
                 raise UserError(f"{what}: give a file, a folder, or a glob such as 'folder/**/*.txt'")
+            if without:
+                say(f"left out of data.path={pattern}: {without}")
             for file in files:
                 found.setdefault(os.path.realpath(file), file)
         # Names are written as JSON, which holds no bytes that are not UTF-8.
-        named = {os.fsencode(file).decode(errors="backslashreplace"): Path(file) for file in found.values()}
+        named: dict[str, int | None] = {
+            os.fsencode(file).decode(errors="backslashreplace"): _size(Path(file)) for file in found.values()
+        }
         if len(named) < len(found):
             raise UserError("data.path: two names are equal when bytes that are not UTF-8 are escaped: rename one")
         return named
 
-    def _matches(self, pattern: str) -> list[str]:
-        """Return the files that a glob matches, or those in a folder, in order."""
-        if os.path.isdir(pattern):
-            found = glob.glob(os.path.join(glob.escape(pattern), "**"), recursive=True)
-            found = [file for file in found if file.lower().endswith(self.suffixes)]
-        else:
-            found = glob.glob(pattern, recursive=True)
-        return sorted(file for file in found if not os.path.isdir(file))
+    def path_of(self, name: str) -> Path:
+        """Return the file, whose name may have bytes that are not UTF-8."""
+        escaped = re.sub(rb"\\x([0-9a-f]{2})", lambda byte: bytes.fromhex(byte[1].decode()), name.encode())
+        return Path(name if os.path.lexists(name) else os.fsdecode(escaped))
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""

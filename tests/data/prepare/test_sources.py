@@ -176,7 +176,7 @@ def test_two_files_with_one_escaped_name_are_refused(tmp_path):
     (tmp_path / os.fsdecode(b"a\xff.txt")).touch()
     (tmp_path / "a\\xff.txt").touch()
     with pytest.raises(UserError, match="two names are equal when bytes that are not UTF-8 are escaped"):
-        TextSource(name="text", path=str(tmp_path)).paths()
+        TextSource(name="text", path=str(tmp_path)).inputs()
 
 
 def test_a_folder_is_the_files_in_it_and_kinds_mix(tmp_path):

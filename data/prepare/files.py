@@ -1,0 +1,108 @@
+"""Finds the files that a path, a folder or a glob names, and leaves out what no source of text should read."""
+
+import glob
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from common.settings import UserError
+
+_FOLDERS = {  # by files in them
+    ("manifest.json", "train-00000.bin"): "a dataset",
+    ("config.json", "metrics.jsonl"): "a run",
+    ("run.lock",): "a run",
+    ("manifest.json", "state.json"): "a checkpoint",
+    ("config.json", "model.safetensors"): "a model",
+    ("dataset_info.json", "state.json"): "saved by datasets: use data=hf",
+    ("dataset_dict.json",): "saved by datasets: use data=hf",
+}
+_FILES = {  # by the ends of their names
+    "tokenizer.json": "a tokenizer",
+    ".tiktoken": "a tokenizer",
+    ".parquet": "Parquet: use data=hf",
+    ".arrow": "Arrow: use data=hf",
+}
+
+
+def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
+    """Return the files that a path, a folder or a glob names, sorted, and the folders there that cannot be read.
+
+    A folder is all its files. As in glob, wildcards do not match hidden names. `left_out` gets what is not read: the
+    path of a dataset, a run, a model, a file that only data=hf reads, or the command's own output, and what it is.
+
+    Raises:
+        UserError: the path is a pipe, a socket or a device.
+    """
+    if os.path.isdir(pattern):
+        found = _below(pattern, ["**"], left_out, set())
+    elif os.path.exists(pattern) and not os.path.isfile(pattern):
+        remedy = "write the output of a command to a file and give that"
+        raise UserError(f"data.path={pattern} is a pipe, a socket or a device, not a file: {remedy}")
+    elif os.path.exists(pattern):
+        found = iter([pattern])
+    else:
+        parts = [part for part in pattern.split("/") if part]
+        found = _below("/" if pattern.startswith("/") else "", parts, left_out, set())
+    own = {os.path.realpath(f"/dev/fd/{number}"): "the output of this command" for number in (1, 2)}
+    files = []
+    for file in sorted(found):
+        kinds = (kind for end, kind in _FILES.items() if file.lower().endswith(end))
+        if kind := next(kinds, own.get(os.path.realpath(file))):
+            left_out[file] = kind
+        else:
+            files.append(file)
+    return files
+
+
+def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tuple[str, int]]) -> Iterator[str]:
+    """Yield what matches the parts of a glob in a folder. `seen`: real folders that were entered, as links may loop."""
+    part, *rest = parts
+    if not glob.has_magic(part):
+        found = [part] if _exists(os.path.join(folder, part)) else []
+    elif (key := (os.path.realpath(folder), len(parts))) in seen:
+        return
+    else:
+        seen.add(key)
+        try:
+            with os.scandir(folder or ".") as entries:
+                found = sorted(entry.name for entry in entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError:
+            yield folder
+            return
+        kinds = [kind for names, kind in _FOLDERS.items() if set(names).issubset(found)]
+        if folder.endswith(".partial"):
+            kinds = ["a dataset in the making"]
+        if kinds:
+            left_out[folder or "."] = kinds[0]
+            return
+        found = [name for name in found if fnmatchcase(name, part) and name.startswith(".") <= part.startswith(".")]
+    if part == "**" and rest:
+        yield from _below(folder, rest, left_out, seen)
+    for name in found:
+        path = os.path.join(folder, name)
+        if not os.path.isdir(path):
+            if not rest:
+                yield path
+        elif part == "**":
+            yield from _below(path, parts, left_out, seen)
+        elif rest:
+            yield from _below(path, rest, left_out, seen)
+
+
+def _exists(path: str) -> bool:
+    """Whether a path exists, or cannot be looked at: reading it will tell why."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a zero byte
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def some_of(items: list[str], most: int = 4) -> str:
+    """Return the first of some items for a message, and how many others there are."""
+    others = len(items) - most
+    return ", ".join([*items[:most], *([f"and {others} more"] if others > 0 else [])])
