@@ -19,7 +19,7 @@ from cli.options import refuse_misplaced
 from cli.resume import compose_training
 from cli.sweep import Command, run_sweep
 from common import exits
-from common.console import print_error
+from common.console import guard_output, print_error
 from common.interrupts import allow_cleanup
 from common.settings import Settings, UserError, decode
 from common.words import refuse_flag
@@ -52,6 +52,7 @@ def command(
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line of ours, not twenty of torch's
     logging.getLogger().setLevel(logging.ERROR)
+    guard_output(lossy=config_name == "train")  # whose work is not its output
     debug = "--debug" in sys.argv
     texts = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith(tuple(f"{key}=" for key in text_keys)))
 
@@ -82,10 +83,7 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
     """Run, report a mistake or a missing package in one line on standard error, and return the exit status."""
     try:
         run()
-        sys.stdout.flush()  # here, where a closed pipe is not an error
-        return 0
-    except BrokenPipeError:  # the reader has seen enough, and gets no more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.flush()  # here, where its failure is reported
         return 0
     except KeyboardInterrupt:
         message, status = when_interrupted, 130

@@ -121,8 +121,6 @@ def _run_job(run: Command, configuration: Callable[[Sequence[str]], dict[str, An
         if best is None and now.runtime.choices["hydra/sweeper"] == "optuna":
             raise UserError("no validation loss for optuna to compare: lower eval.every, or raise stop_at")
         return best
-    except BrokenPipeError:
-        raise
     except (UserError, OSError) as error:
         if debug:
             raise

@@ -13,8 +13,8 @@ from itertools import count
 from pathlib import Path
 from types import FrameType
 
-from common.console import print_error, say
-from common.exits import AGAIN
+from common.console import guard_output, say
+from common.exits import AGAIN, leave_at_once
 from common.lock import owned
 from common.settings import UserError
 
@@ -25,6 +25,7 @@ _held = contextlib.ExitStack()  # this process's GPU, until it ends
 @contextlib.contextmanager
 def among_others(launcher: str) -> Iterator[None]:
     """Run a sweep's job as its launcher needs it; "basic" runs one job after the other and needs nothing."""
+    guard_output(lossy=True)
     is_worker = multiprocessing.current_process().name != "MainProcess"
     if launcher == "joblib" and is_worker:  # with n_jobs=1, the sweep itself runs the jobs
         parent = end_with_parent()
@@ -60,8 +61,7 @@ def let_workers_save() -> None:
     """Let Ctrl-C end this process only: joblib would kill its workers while they save."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        print_error("interrupted; the jobs save their steps, and the same command continues them")
-        os._exit(128 + number)
+        leave_at_once(128 + number, "interrupted; the jobs save their steps, and the same command continues them")
 
     signal.signal(signal.SIGINT, leave)
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # harmless

@@ -1,6 +1,11 @@
 """Output for people: a rich console and progress bars on a terminal, plain lines everywhere else."""
 
+import errno
 import functools
+import io
+import os
+import select
+import signal
 import sys
 import time
 from typing import Any, Self
@@ -18,6 +23,48 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 _SECONDS_BETWEEN_LINES = 5.0
 
 
+class _Output(io.FileIO):
+    """Standard output or standard error, each write of which may fail."""
+
+    def __init__(self, number: int, lossy: bool) -> None:
+        super().__init__(number, "w", closefd=False)
+        self._lossy = lossy
+
+    def write(self, data: Any) -> int:
+        try:
+            while (written := super().write(data)) is None:  # a pipe or a terminal that does not block
+                select.select([], [self], [])
+            return written
+        except OSError as error:
+            if self._lossy:
+                return len(data)
+            self._lossy = True  # what is left may not fail again when Python ends
+            if error.errno == errno.EPIPE:
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            print_error(f"standard output: {error.strerror}")
+            raise SystemExit(1) from None
+
+
+def guard_output(lossy: bool) -> None:
+    """Decide what this process does when its output fails: a lost terminal, a pipe nobody reads, a full disk.
+
+    Standard error loses what cannot be written. Standard output does, too, if it is `lossy`. Otherwise it ends the
+    process: quietly with SIGPIPE's status for a pipe, as Unix tools do, and with an error line for all else.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: the next file that is opened would get this number, and what is printed
+            os.open(os.devnull, os.O_RDWR)
+        stream = getattr(sys, name)
+        if number == 0 or stream is not getattr(sys, f"__{name}__"):  # another program's
+            continue
+        buffer = io.BufferedWriter(_Output(number, lossy or name == "stderr"))
+        encoding, in_lines = getattr(stream, "encoding", None), getattr(stream, "line_buffering", True)
+        setattr(sys, name, io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=in_lines))
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (until the end)
+
+
 def say(message: str) -> None:
     """Print one line. Square brackets are text, not markup."""
     console.print(message, markup=False)
@@ -27,14 +74,12 @@ def show(text: str) -> None:
     """Write a model's or a user's text to standard output at once, without wrapping or markup.
 
     On a terminal, control characters are escaped (\\x1b), because text must not control a terminal. A pipe or a file
-    gets the text unchanged. Characters that the output's encoding lacks are escaped too.
+    gets the text unchanged.
     """
-    file = sys.stdout
-    if file.isatty():
+    if sys.stdout.isatty():
         text = "".join(f"\\x{ord(c):02x}" if category(c) == "Cc" and c not in "\n\t" else c for c in text)
-    encoding = getattr(file, "encoding", None) or "utf-8"
-    file.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    file.flush()
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def count(number: int, what: str) -> str:

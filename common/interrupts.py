@@ -3,18 +3,18 @@
 A command must import this module before all others. In other programs it does nothing.
 """
 
-import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
+from common.exits import leave_at_once
+
 _ROOT = Path(__file__).resolve().parents[1]
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    os.write(2, b"error: interrupted\n")
-    os._exit(128 + number)
+    leave_at_once(128 + number, "interrupted")
 
 
 def allow_cleanup() -> None:

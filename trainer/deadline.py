@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from common.exits import AGAIN
+from common.exits import AGAIN, leave_at_once
 from model.ops import checks
 
 _TICKS = 16
@@ -70,12 +70,12 @@ class Deadline:
         while not self._end.wait(self._tick):
             seconds = 0.0 if self._progress() else seconds + self._tick
             if self._failed is not None and not self._end.wait(_TICKS * self._tick):
-                self._exit(1, self._about_failed())
+                leave_at_once(1, self._about_failed())
             if seconds > self._limit:
                 faulthandler.dump_traceback(file=2, all_threads=True)
                 stuck = f"rank {self._rank} (pid {os.getpid()}) made no progress for {seconds:.0f} s at '{self._place}'"
                 longer = "runtime.hang_seconds, if that may take longer"
-                self._exit(AGAIN, f"{stuck}: start the same command again; raise {longer}")
+                leave_at_once(AGAIN, f"{stuck}: start the same command again; raise {longer}")
         checks.waiting.remove(self._touch)
         self._progress()
         with contextlib.suppress(RuntimeError):  # the store has ended just now
@@ -100,7 +100,3 @@ class Deadline:
         except RuntimeError:  # it ended with the process that hosted it
             self._store = None
         return moved or self._moves != before
-
-    def _exit(self, status: int, line: str) -> None:
-        os.write(2, f"error: {line}\n".encode())  # without Python's locks, which the main thread may hold
-        os._exit(status)

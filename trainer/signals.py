@@ -6,9 +6,10 @@ import threading
 import time
 
 from common.console import warn
+from common.exits import leave_at_once
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that schedulers and people send. SIGUSR1 can tell a time limit from a cancellation."""
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals of schedulers, people and lost terminals. SIGUSR1 can tell a time limit from a cancellation."""
 
 
 class StopSignals:
@@ -20,13 +21,17 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The first signal received."""
-        # torchrun forwards signals that its whole process group has already received: these do not count twice.
-        self._echo_seconds = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        # One event may send several signals: torchrun forwards what its whole process group has already received, and
+        # the system and the shell both tell that a terminal is gone.
+        self._echo_seconds = 1.0 if by_torchrun else 0.3
+        hup_is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not by_torchrun  # nohup
+        self._stopping = [number for number in STOPPING if number != signal.SIGHUP or not hup_is_ignored]
 
     def __enter__(self) -> "StopSignals":
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in self._stopping}
         self._wakeup = signal.set_wakeup_fd(self._writer)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
@@ -44,10 +49,11 @@ class StopSignals:
         """Read the number of each signal, one byte, from the pipe that Python writes them to."""
         first = 0.0
         while byte := os.read(self._reader, 1):
-            if byte[0] not in STOPPING:
+            if byte[0] not in self._stopping:
                 continue
             if self.received is None:
                 self.received, first = signal.Signals(byte[0]), time.monotonic()
                 warn(f"{self.received.name}: saving and stopping; a second signal stops at once")
             elif time.monotonic() - first >= self._echo_seconds:
-                os._exit(128 + byte[0])
+                again = f"{signal.Signals(byte[0]).name}, the second signal"
+                leave_at_once(128 + byte[0], f"{again}: stopped at once; the same command resumes from the last save")

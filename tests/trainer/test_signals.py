@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import pty
 import signal
 import time
 
@@ -131,18 +132,53 @@ def test_a_second_signal_ends_even_a_run_that_hangs(args, tmp_path, number):
         os.kill(process.pid, number)
         (ended,) = ranks.finish(process, seconds=30)
     assert ended.status == 128 + number
+    last = f"error: {number.name}, the second signal: stopped at once; the same command resumes from the last save"
+    assert ended.err.splitlines()[-1] == last
 
 
-def test_what_torchrun_passes_on_is_not_a_second_signal(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+AT_TERMINAL = """
+import os, runpy, sys
+for number in range(3):
+    os.dup2(os.open(sys.argv.pop(), os.O_RDWR), number)
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_a_run_whose_terminal_is_lost_saves(args, tmp_path):
+    """Printing fails from then on, and the system sends SIGHUP."""
+    ours, theirs = pty.openpty()
+    log = tmp_path / "run" / "metrics.jsonl"
+    with ranks.started(1, "-c", AT_TERMINAL, *args, *[os.ttyname(theirs)] * 3) as (process,):
+        ranks.wait_until(lambda: ranks.lines_in(log) > 5, "5 steps")
+        os.close(theirs)
+        os.close(ours)
+        (stopped,) = ranks.finish(process)
+    assert stopped.status == AGAIN
+    assert metrics(tmp_path / "run")[-1]["step"] == open_checkpoint(tmp_path / "run").state.step > 5
+
+
+@pytest.mark.parametrize(("launcher", "stops"), [({}, False), ({"TORCHELASTIC_RUN_ID": "x"}, True)])
+def test_a_run_under_nohup_outlives_its_terminal_unless_torchrun_does_not(monkeypatch, launcher, stops):
+    for key, value in launcher.items():
+        monkeypatch.setenv(key, value)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals() as signals:
-        for _ in range(3):  # the terminal's Ctrl-C to the whole group, then torchrun's own
-            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.5)
+    signal.signal(signal.SIGHUP, before)
+    assert (signals.received is signal.SIGHUP) == stops
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_signals_of_one_event_are_one_signal(number):
+    with StopSignals() as signals:
+        for _ in range(3):  # such as a terminal's to the whole group, then the shell's or torchrun's
+            os.kill(os.getpid(), number)
         deadline = time.monotonic() + 30
         while signals.received is None and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.1)
-    assert signals.received is signal.SIGINT
+    assert signals.received is number
 
 
 def test_handlers_are_put_back():
