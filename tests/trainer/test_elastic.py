@@ -1,5 +1,6 @@
 """A run has the same results if its number of processes changes or some processes are lost."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from ranks import ROOT, environment, lines_in, wait_until
 from test_torchrun import TORCHRUN, assert_same_steps
+
+from trainer.checkpoint import newest
 
 
 @pytest.mark.parametrize(("processes", "sequences", "micro_batch"), [(3, 4, 8), (2, 7, 3)])
@@ -30,36 +33,46 @@ def process_of(torchrun, rank):
     raise AssertionError(f"no process has rank {rank}")
 
 
+@contextlib.contextmanager
+def torchrun(*arguments):
+    """A torchrun of two processes of train.py, which restarts them up to three times."""
+    launcher = [sys.executable, *TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    options = {"cwd": ROOT, "env": environment(), "text": True, "start_new_session": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*launcher, "train.py", *arguments], **options, **pipes)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_that_lost_a_process(train_in_processes, tiny_args, tmp_path):
     """It recovers automatically from the loss of either and writes bit for bit what an undisturbed run writes."""
     options = ["max_steps=100", "checkpoint.every=10", "eval.every=50", "runtime.dtype=float64"]
     undisturbed = train_in_processes("undisturbed", 2, *options)
     log = tmp_path / "run" / "metrics.jsonl"
-    torchrun = [sys.executable, *TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
-    process = subprocess.Popen(
-        [*torchrun, "train.py", *tiny_args, *options],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-    def lose(rank, step):
-        wait_until(lambda: lines_in(log) > step or process.poll() is not None, f"step {step}")
-        os.kill(process_of(process, rank), signal.SIGKILL)
-
-    try:
-        lose(rank=0, step=25)
-        lose(rank=1, step=65)
+    with torchrun(*tiny_args, *options) as process:
+        for rank, step in [(0, 25), (1, 65)]:
+            wait_until(lambda: lines_in(log) > step or process.poll() is not None, f"step {step}")  # noqa: B023
+            os.kill(process_of(process, rank), signal.SIGKILL)
         out, err = process.communicate(timeout=240)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
     assert process.returncode == 0, err
     assert out.count(f"resuming {tmp_path / 'run'} after step") == 2
     assert "step 100 of 100 saved" in out
     assert_same_steps(undisturbed, tmp_path / "run", tolerance=0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.slow
+def test_a_signal_to_torchrun_stops_and_saves(tiny_args, tmp_path, number):
+    log = tmp_path / "run" / "metrics.jsonl"
+    with torchrun(*tiny_args, "max_steps=100000", "checkpoint.every=100000", "eval.every=100000") as process:
+        wait_until(lambda: lines_in(log) > 5 or process.poll() is not None, "5 steps")
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=240)
+    step = int(newest(tmp_path / "run").name[5:])
+    assert step > 5
+    assert f"stopped by {number.name}: step {step} of 100000 is saved" in out
