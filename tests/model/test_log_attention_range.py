@@ -169,6 +169,41 @@ def test_gates_and_resets_never_need_the_fallback(backend, steepest):
     assert (alone[..., 0] == -torch.inf).all()
 
 
+RESETS = [(33, 0), (130, 0), (200, 70)]
+"""Tokens, and the reset among them: first with a state, then with earlier tokens in the chunk."""
+
+
+@pytest.mark.parametrize("key", [-torch.inf, -1e5, -40])
+@pytest.mark.parametrize("which", ["keys", "a feature", "values"])
+@pytest.mark.parametrize(("backend", "T", "reset"), [("chunked", *case) for case in RESETS])
+def test_masked_and_tiny_keys_after_a_reset_are_no_reason_to_fall_back(backend, T, reset, key, which):
+    """What a reset separates has sums of its own, however much smaller they are."""
+    inputs, log_f = normal(T), torch.zeros(1, 2, T, 1)
+    log_f[:, :, reset] = log_f[:, :1, min(reset + 9, T - 1)] = -torch.inf  # a second one, in one head
+    place = inputs[2 if which == "values" else 1][:, :, reset:]
+    (place[..., 3] if which == "a feature" else place).fill_(key)
+    z = torch.randn(1, 2, 16)
+    state = LogAttentionState(z.unsqueeze(-1) + torch.randn(1, 2, 16, 24), z)
+    leaves = [x.requires_grad_() for x in (*inputs, log_f, *state)]
+
+    def attend(backend, *leaves):
+        *inputs, log_s, log_z = leaves
+        log_y, after = log_attention(*inputs, state=LogAttentionState(log_s, log_z), return_state=True, backend=backend)
+        return [log_y, *after]
+
+    results, gradients = [], []
+
+    def run():
+        results.extend(attend(backend, *leaves))
+        weights = [torch.randn(x.shape).masked_fill(~x.isfinite(), 0) for x in results]
+        gradients.extend(torch.autograd.grad(results, leaves, weights))
+
+    assert tiles(run) == (0, 0)
+    assert all(x.isfinite().all() for x in gradients)
+    for a, b in zip(results, attend("naive", *(x.detach().double() for x in leaves)), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-6, atol=2e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("backend", "T", "most"), [("chunked", 640, 4), pytest.param("triton", 130, 3, marks=pytest.mark.slow)]
 )

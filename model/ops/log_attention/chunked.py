@@ -121,7 +121,7 @@ def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
         some, into = inputs.of(batch), results.of(batch)
         frames, certificate = frames_of(some, causal), exact.Certificate(some)
         (_causal_forward if causal else _full_forward)(some, frames, certificate, into)
-        into.log_s.copy_(log_of_scaled(into.M[-1], frames.key[-1].mT + frames.value[-1]))
+        into.log_s.copy_(log_of_scaled(into.M[-1], frames.last))
         if frames.lost is not None:
             into.doubtful.logical_or_(frames.lost)
         heads = into.doubtful.any(0)  # (B, H)
@@ -135,7 +135,7 @@ def _forward(inputs: Inputs, causal: bool, want_state: bool) -> _Results:
 def _causal_forward(inputs: Inputs, frames: Frames, certificate: exact.Certificate, results: _Results) -> None:
     results.M[0] = in_first_frame(inputs, frames)
     for i, (tokens, chunks) in enumerate(blocks(inputs.q)):
-        here = frames.of(chunks)
+        here = frames.at(inputs, tokens, chunks)
         gates = gates_at(inputs, tokens, here)
         e_q = queries(inputs, tokens, here)  # (n, B, H, C, d_k)
         e_k, e_v = keys_and_values(inputs, tokens, here)  # (n, B, H, C, .)
@@ -257,7 +257,7 @@ def _causal_backward(inputs: Inputs, M: Tensor, doubtful: Tensor, g_y: Tensor, g
     """Write the gradients, given those of log_y and of the last M, g (B, H, d_k, E)."""
     frames = frames_of(inputs, causal=True)
     for i, (tokens, chunks) in reversed(list(enumerate(blocks(inputs.q)))):
-        here = frames.of(chunks)
+        here = frames.at(inputs, tokens, chunks)
         gates = gates_at(inputs, tokens, here)
         e_q = queries(inputs, tokens, here)  # (n, B, H, C, d_k)
         e_k, e_v = keys_and_values(inputs, tokens, here)  # (n, B, H, C, .)

@@ -6,7 +6,7 @@ results of earlier tokens, as long as nothing underflows.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.ops.gates import HEAD_REACH, NO_GATES, Gates, gates_of, resets_of, without
-from model.ops.log_attention.chunks import CHUNK, blocks, maxima, split
+from model.ops.log_attention.chunks import CHUNK, maxima, split
 from model.ops.running_sum import running_sum
 
 LN2 = math.log(2)
@@ -34,6 +34,7 @@ _SMALL = 45
 # A sum of terms at most 1 that is at least this large has lost to underflow nothing that matters: at most the smallest
 # normal number (1.2e-38) for each term, which is 1e-10 of the sum for 10,000 terms.
 CERTAIN = {torch.float32: 1e-24, torch.float64: 1e-280}
+_NEAR = 16  # binary digits by which frames before and after a reset may differ so that one will do for both
 _LARGEST_STEP = {torch.float32: 20, torch.float64: 33}  # binary digits by which the frame of a chunk may shrink
 
 
@@ -61,24 +62,39 @@ class Inputs(NamedTuple):
 
 
 class Frames(NamedTuple):
-    """Exponents of the powers of two that scale the exponentials of N chunks: whole numbers, 0 where unknown."""
+    """Exponents of the powers of two that scale the exponentials of N chunks: whole numbers, 0 where unknown.
+
+    Sums before a reset and after it have no terms in common, so their frames may be as far apart as their terms are.
+    """
 
     key: Tensor
-    """(N, B, H, 1, d_k); -inf if all keys so far are -inf."""
+    """(N, B, H, 1, d_k); -inf if all keys so far are -inf. (N, B, H, C, d_k) where frames change within a chunk."""
     value: Tensor
-    """(N, B, H, 1, E)."""
+    """(N, B, H, 1, E), or (N, B, H, C, E)."""
     factor: Tensor
     """(N, B, H, d_k, E), N - 1 with all chunks: from M after a chunk to M in the frame of the next one."""
+    last: Tensor
+    """(B, H, d_k, E): of M after the last chunk."""
     C: int | None
     """Tokens of a chunk; None if all tokens are one."""
     chunks: slice
     """The indices of these chunks."""
+    apart: tuple[bool, bool] = False, False
+    """Whether frames of keys, and of values, change at the resets within a chunk."""
     lost: Tensor | None = None
     """(B, H): with gates, whether a head forgets so much in a chunk that numbers overflow or underflow."""
 
-    def of(self, chunks: slice) -> "Frames":
-        """Select chunks."""
-        return Frames(self.key[chunks], self.value[chunks], self.factor[chunks], self.C, chunks)
+    def at(self, inputs: Inputs, tokens: slice, chunks: slice) -> "Frames":
+        """Select the frames of some tokens, which are those of `chunks`."""
+        key, value = self.key[chunks], self.value[chunks]
+        if any(self.apart) and inputs.log_f is not None:
+            reset = resets_of(self.split(inputs.log_f[:, :, tokens], 0.0))
+            k, log_v = (self.split(x[:, :, tokens], -torch.inf) for x in (inputs.k, inputs.log_v))
+            if reset is not None and self.apart[0]:
+                key = _at_tokens(key, k, reset)
+            if reset is not None and self.apart[1]:
+                value = finite(_at_tokens(value, pad(log_v, (0, 1)), reset))
+        return self._replace(key=key, value=value, factor=self.factor[chunks], chunks=chunks)
 
     def split(self, x: Tensor, fill: float) -> Tensor:
         """Split tokens (B, H, t, D) into these chunks, in the accumulation type: (n, B, H, C, D)."""
@@ -89,48 +105,77 @@ def frames_of(inputs: Inputs, causal: bool) -> Frames:
     """Return the frames of all chunks (one chunk if not causal), including the state's tokens as far as known."""
     C = min(CHUNK, inputs.k.shape[2]) if causal else inputs.k.shape[2]
     log_s, log_z = inputs.log_s, inputs.log_s[..., -1]  # (B, H, d_k, E), (B, H, d_k)
-    mean = (log_s - finite(log_s[..., -1:])).amax(2)  # (B, H, E): of log_v, over the state's tokens
-    log_v = maxima(inputs.log_v, C).to(log_s.dtype)
-    values = frame_above(torch.cat([mean[None], pad(log_v, (0, 1))]) / LN2).cummax(0).values  # (1 + N, B, H, E)
-    lost = None
-    if inputs.log_f is None:
-        k = maxima(inputs.k, C).to(log_s.dtype)
-        keys = frame_above(torch.cat([log_z[None], k]) / LN2).cummax(0).values  # (1 + N, B, H, d_k)
-        decay = torch.exp2(keys[:-1] - finite(keys[1:]))  # (N, B, H, d_k), at most 1
-    else:
-        keys, decay, lost = _frames_with_gates(inputs)
-    rescale = torch.exp2(values[:-1] - finite(values[1:]))  # (N, B, H, E), at most 1
-    factor = decay[1:].unsqueeze(-1) * rescale[1:].unsqueeze(-2)
-    own_C, chunks = (C, slice(None)) if causal else (None, slice(1))
-    return Frames(keys[1:].unsqueeze(3), finite(values[1:]).unsqueeze(3), factor, own_C, chunks, lost)
-
-
-def _frames_with_gates(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the keys' frames (1 + N, B, H, d_k), the factors from one to the next, and `Frames.lost`."""
-    log_z = inputs.log_s[..., -1]
-    top, kept, passed_on = (torch.cat(x) for x in zip(*_forgotten(inputs), strict=True))  # (N, B, H, d_k or 1)
-    # What is measured in the frame of a chunk: the keys before it, as far as they are left, and its own.
-    sums = running_sum(passed_on.double().clamp(min=-1e9), 0)
-    passed = pad(sums, (0, 0) * 3 + (1, 0))
-    left = passed + (torch.cat([log_z[None], top]) - passed).cummax(0).values  # (1 + N, B, H, d_k)
-    key = frame_above(torch.maximum(left[:-1], top).to(log_z.dtype) / LN2)
-    keys = torch.cat([key[:1], key])
-    steps = keys[:-1] - finite(keys[1:])
-    # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below CERTAIN.
-    lost = (steps > _LARGEST_STEP[steps.dtype]) | (kept < -HEAD_REACH[kept.dtype])
-    return keys, torch.exp2(steps), lost.any(-1).any(0)
-
-
-def _forgotten(inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, for the chunks of a block, the largest key, and the sum of log_f without and with resets."""
-    assert inputs.log_f is not None
-    C, dtype = min(CHUNK, inputs.k.shape[2]), inputs.log_s.dtype
-    for tokens, _ in blocks(inputs.k):
-        f = split(inputs.log_f[:, :, tokens].to(dtype), C, 0.0)  # (n, B, H, C, 1)
-        k = split(inputs.k[:, :, tokens].to(dtype), C, -torch.inf)
+    mean = (log_s[..., :-1] - finite(log_s[..., -1:])).amax(2)  # (B, H, E - 1): of log_v, over the state's tokens
+    kept = reset = lost = None
+    if inputs.log_f is not None:
+        f = split(inputs.log_f.to(log_s.dtype), C, 0.0)  # (N, B, H, C, 1)
         reset = resets_of(f)
-        kept = without(f, reset).sum(3)
-        yield k.amax(3), kept, kept if reset is None else kept.masked_fill(reset.any(3), -torch.inf)
+        kept = without(f, reset).sum(3)  # (N, B, H, 1)
+    key, key_end, key_apart = _starts_and_ends(log_z, inputs.k, C, kept, reset)
+    value, value_end, value_apart = _starts_and_ends(mean, inputs.log_v, C, None, reset)
+    value, value_end = (pad(x, (0, 1)) for x in (value, value_end))  # the normalizer's column is 0
+    steps = key_end[:-1] - finite(key[1:])
+    factor = torch.exp2(steps).unsqueeze(-1) * torch.exp2(value_end[:-1] - finite(value[1:])).unsqueeze(-2)
+    if kept is not None:
+        # What a chunk's keys lost to underflow grows with the frame's steps: it must stay far below CERTAIN.
+        lost = (steps > _LARGEST_STEP[steps.dtype]).any(-1).any(0) | (kept < -HEAD_REACH[kept.dtype]).any(-1).any(0)
+    last = key_end[-1].unsqueeze(-1) + finite(value_end[-1]).unsqueeze(-2)
+    own_C, chunks, apart = C if causal else None, slice(None if causal else 1), (key_apart, value_apart)
+    return Frames(key.unsqueeze(3), finite(value).unsqueeze(3), factor, last, own_C, chunks, apart, lost)
+
+
+def _starts_and_ends(
+    before: Tensor, x: Tensor, C: int, kept: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor, bool]:
+    """Return the frames of tokens x (B, H, T, D) at each chunk's start and end (N, B, H, D), and whether they differ.
+
+    Args:
+        before: (B, H, D), the largest logarithm in the state.
+        kept: (N, B, H, 1), what gates keep of earlier tokens in a chunk, apart from resets; None: all.
+        reset: (N, B, H, C, 1), which tokens are resets.
+    """
+    top = maxima(x, C).to(before.dtype)  # (N, B, H, D)
+    if reset is None:
+        first = last = top
+    else:  # what is before the first reset, and after the last one
+        with_reset = reset.any(3).squeeze(-1)  # (N, B, H)
+        tops = _tops(split(x, C, -torch.inf)[with_reset].to(before.dtype), segment := reset.cumsum(3)[with_reset])
+        first, last = top.clone(), top.clone()
+        first[with_reset] = tops[:, 0]
+        last[with_reset] = tops.gather(1, segment[:, -1:].expand(-1, -1, x.shape[3])).squeeze(1)
+        kept = torch.zeros_like(top[..., :1]) if kept is None else kept
+        kept = kept.masked_fill(reset.any(3), -torch.inf)
+    left = torch.cat([before[None], last])  # (1 + N, B, H, D)
+    if kept is None:
+        left = left.cummax(0).values
+    else:
+        passed = pad(running_sum(kept.double().clamp(min=-1e9), 0), (0, 0) * 3 + (1, 0))
+        left = passed + (left - passed).cummax(0).values
+    start = frame_above(torch.maximum(left[:-1], first).to(before.dtype) / LN2)
+    if reset is None:
+        return start, start, False
+    distance = start[with_reset].unsqueeze(1) - frame_above(tops / LN2)  # infinite, or NaN, where there are no terms
+    apart = bool((distance.isfinite() & (distance.abs() > _NEAR)).any())
+    end = frame_above(last / LN2)
+    if not apart:
+        start = torch.maximum(start, frame_above(top / LN2))
+        end = torch.where(end > -torch.inf, start, end)
+    return start, torch.where(reset.any(3), end, start), apart
+
+
+def _tops(x: Tensor, segment: Tensor) -> Tensor:
+    """Return the largest of x (..., C, D) in each segment (..., S, D), where `segment` (..., C, 1) counts from 0."""
+    S = 1 + int(segment.amax()) if len(x) else 1
+    tops = x.new_full((*x.shape[:-2], S, x.shape[-1]), -torch.inf)
+    return tops.scatter_reduce_(-2, segment.expand_as(x), x, "amax")
+
+
+def _at_tokens(start: Tensor, x: Tensor, reset: Tensor) -> Tensor:
+    """Return the frames of tokens x (n, B, H, C, D): `start` (n, B, H, 1, D) before a reset, else their segment's."""
+    segment = reset.cumsum(3)
+    frames = frame_above(_tops(x, segment) / LN2)
+    frames[..., :1, :] = start
+    return frames.gather(3, segment.expand_as(x))
 
 
 def gates_at(inputs: Inputs, tokens: slice, frames: Frames) -> Gates:
