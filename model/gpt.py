@@ -482,10 +482,11 @@ class GPT(nn.Module):
         return f"{self.n_params():,} parameters{without}"
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Floating-point operations of one token's forward and backward pass.
+        """Floating-point operations of one token's forward and backward pass, as MFU counts them.
 
         2 + 4 for every weight in a matrix product, and three times the operations of the attention's forward pass.
-        An embedding lookup counts as none.
+        An embedding lookup counts as none, and so does what a backward pass computes again (Chowdhery et al. 2022,
+        arXiv 2204.02311, appendix B): log attention's executes 1.5 times the operations that are counted for it.
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         weights += self.embed.weight.numel() if self.config.tied else 0

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ from gradients import assert_all_close, tiles
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
+from model.attention.log_space import LogSpaceConfig
 from model.ops.log_attention import (
     BACKENDS,
     LogAttentionState,
     log_attention,
     naive_log_attention,
 )
+from model.ops.log_attention.chunks import CHUNK
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "published_log_attention.safetensors"
 FAST_SLOW = ["chunked", pytest.param("triton", marks=pytest.mark.slow)]  # triton's interpreter takes seconds
@@ -174,12 +177,27 @@ def test_nothing_of_size_T_dk_dv_is_built_forward_or_backward(backend, causal):
     assert naive >= 256 * d * d * bytes_of_a_number or not causal  # the measure sees what it is meant to see
 
 
-def test_attention_that_is_not_causal_takes_two_products_forward_and_five_backward():
-    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as profiled:
-        forward_and_backward("chunked", H=3, T=200, d=16, causal=False)()
-    products = [event for event in profiled.events() if event.name in ("aten::bmm", "aten::baddbmm")]
-    assert len(products) == 7
-    assert sum(event.flops for event in products) == 7 * 2 * 3 * 200 * 16 * 17  # values, and the normalizer's column
+def flops_of(run):
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        run()
+    products = (event.input_shapes for event in profiled.events() if event.name in ("aten::bmm", "aten::baddbmm_"))
+    shapes = ([shape for shape in given if shape][-2:] for given in products)  # the last two are multiplied
+    return sum(2 * math.prod(a) * b[-1] for a, b in shapes)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_products_are_those_that_are_counted_and_those_that_a_backward_pass_repeats(causal):
+    """Without causality, the state is written and read: 2 products forward, 4 backward and 1 repeated."""
+    H, T, d = 3, 192, 16
+    once = 2 * H * T * d * (d + 1)  # a product of a state with a column for the normalizer
+    forward = 2 * once
+    if causal:  # also scores within chunks, and their product with the values
+        layer = LogSpaceConfig(name="log_space", d_key=d, d_val=d).build(H * d, H, 1)
+        forward = T * layer.flops_per_token(T) + H * T * 2 * (CHUNK + 2 * d)  # and the normalizer
+    leaves = [torch.randn(1, H, T, d) for _ in range(3)]
+    assert flops_of(lambda: log_attention(*leaves, causal=causal, backend="chunked")) == forward
+    repeated = forward if causal else once
+    assert flops_of(forward_and_backward("chunked", H, T, d, causal)) == 3 * forward + repeated
 
 
 @pytest.mark.parametrize("backend", FAST_SLOW)
