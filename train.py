@@ -5,4 +5,5 @@ from cli import command
 if __name__ == "__main__":
     message = "interrupted; the same command continues from the last checkpoint"
     check = "trainer.loop:check"
-    command("train", "trainer.loop:fit", "trainer.config:TrainConfig", when_interrupted=message, check=check)
+    run, settings, text_keys = "trainer.loop:fit", "trainer.config:TrainConfig", ("eval.prompt",)
+    command("train", run, settings, text_keys, when_interrupted=message, check=check)

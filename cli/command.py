@@ -58,7 +58,7 @@ def command(
 
     def work(config: dict[str, Any], only_check: bool = False) -> float | None:
         function: Command = resolve_name(run)
-        decoded = decode(resolve_name(settings) if settings else _arguments(function), config | texts)
+        decoded = decode(resolve_name(settings) if settings else _arguments(function), _with_texts(config, texts))
         if only_check:
             return resolve_name(check)(decoded) if check else None
         allow_cleanup()
@@ -70,6 +70,14 @@ def command(
         exits.leave(stopped.code)
     if status or exits.at_once:
         exits.leave(status)
+
+
+def _with_texts(config: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+    """Return the configuration with texts by dotted keys."""
+    for key, text in texts.items():
+        section, _, last = key.rpartition(".")
+        config = config | ({section: config[section] | {last: text}} if section else {last: text})
+    return config
 
 
 def _arguments(function: Command) -> type[Settings]:
@@ -119,7 +127,7 @@ def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> 
     if flags.multirun:
         return run_sweep(config_name, overrides, flags.config_dir, run, debug)
     if flags.cfg:
-        composed = _composed(config_name, overrides, flags.config_dir, complete=False) | texts
+        composed = _with_texts(_composed(config_name, overrides, flags.config_dir, complete=False), texts)
         shown = yaml.safe_dump(composed, sort_keys=False, allow_unicode=True)
         return print(with_comments(shown, composed, config_name), end="")
     run(_composed(config_name, overrides, flags.config_dir))

@@ -66,20 +66,21 @@ def guard_output(lossy: bool) -> None:
 
 
 def say(message: str) -> None:
-    """Print one line. Square brackets are text, not markup."""
-    console.print(message, markup=False)
+    """Print a line, or several. Square brackets are text, not markup."""
+    console.print(_shown(message), markup=False)
 
 
 def show(text: str) -> None:
-    """Write a model's or a user's text to standard output at once, without wrapping or markup.
-
-    On a terminal, control characters are escaped (\\x1b), because text must not control a terminal. A pipe or a file
-    gets the text unchanged.
-    """
-    if sys.stdout.isatty():
-        text = "".join(f"\\x{ord(c):02x}" if category(c) == "Cc" and c not in "\n\t" else c for c in text)
-    sys.stdout.write(text)
+    """Write a model's or a user's text to standard output at once, without wrapping or markup."""
+    sys.stdout.write(_shown(text))
     sys.stdout.flush()
+
+
+def _shown(text: str) -> str:
+    """On a terminal, control characters escaped (\\x1b): text must not control it. Elsewhere the text unchanged."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(f"\\x{ord(c):02x}" if category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def count(number: int, what: str) -> str:

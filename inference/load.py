@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.console import say
+from common.console import say, say_once
 from common.files import name_of
 from common.settings import Settings, UserError
 from data.shards import Manifest, read_manifest
@@ -43,7 +43,7 @@ class Loaded(NamedTuple):
             autocast: whether forward passes run in `runtime.autocast()`, which needs float32 weights for bfloat16
                 products; otherwise the weights get the runtime's dtype.
         """
-        self.runtime.announce()
+        say_once(f"running on {self.runtime}")
         return self.gpt.to(device, self.runtime.param_dtype if autocast else self.runtime.dtype).eval()
 
     def about(self, config: ModelConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
     max_new_tokens: int = Field(ge=0)
     """Longest continuation, or answer; a text may end before. 0, with state_out: only read the prompt."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...]
-    """Strings that end a continuation and are not included in it; on the command line one, or a JSON list of them."""
+    """Strings that end a continuation and are not included in it; on the command line a JSON list of them, or one, in
+    which \\n and \\t are a new line and a tab."""
     num_samples: int = Field(ge=1)
     """Continuations of each prompt; number i has seed + i."""
     seed: int = Field(ge=0, lt=2**62)
@@ -60,7 +62,8 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
         if not isinstance(raw, str):
             return raw
         try:
-            return parse_json(raw.encode()) if raw.startswith("[") else (raw,)
+            text = raw.replace("\\n", "\n").replace("\\t", "\t")  # as they are typed within a shell's quotes
+            return parse_json(raw.encode()) if raw.startswith("[") else (text,)
         except ValueError as error:
             raise ValueError(f'{error}: give a text, or a JSON list of texts such as \'["\\n\\n", "END"]\'') from None
 
@@ -83,13 +86,13 @@ class SampleConfig(SamplingConfig, ModelConfig, defaults="sample"):
 
 
 def run_sampling(config: SampleConfig) -> None:
-    """Print the samples as they come, and write them to samples.txt in the run directory.
+    """Print the samples as they come, and write them to sample.txt in the run directory.
 
     Only samples go to standard output; all messages go to standard error.
     """
     console.stderr = True
     try:
-        prompts = _read_prompts(config)
+        prompts = read_prompts(config)
         if config.state_out:
             check_place(config.state_out)
         loaded = load(config)
@@ -112,7 +115,7 @@ def _converse(loaded: Loaded, prompt: str, request: Request, config: SampleConfi
     try:
         converse(conversation, config.max_new_tokens)
     finally:
-        loaded.checkpoint.write_result("samples.txt", conversation.text + "\n")
+        loaded.checkpoint.write_result("sample.txt", conversation.text + "\n")
     if config.state_out:
         save_state(config.state_out, conversation.request, loaded)
 
@@ -140,7 +143,7 @@ def _continue(loaded: Loaded, prompts: list[str], request: Request, config: Samp
         raise
     finally:  # interrupted texts are kept too
         if begun := [prompt + sample.text for prompt, sample in samples if sample.drawn]:
-            loaded.checkpoint.write_result("samples.txt", "\n\n---\n\n".join(begun) + "\n")
+            loaded.checkpoint.write_result("sample.txt", "\n\n---\n\n".join(begun) + "\n")
         say_rate(sum(sample.n_tokens for _, sample in samples), time.perf_counter() - started)
 
 
@@ -185,7 +188,12 @@ def _heading(i: int, n_prompts: int, n_samples: int, seed: int) -> str:
     return f"--- {', '.join(which)}, seed {seed}\n" if which else ""
 
 
-def _read_prompts(config: SampleConfig) -> list[str]:
+def read_prompts(config: SampleConfig) -> list[str]:
+    """The prompts, without the end of the last line of a file or of standard input.
+
+    Raises:
+        UserError: they cannot be read, or there are none.
+    """
     path = config.prompt_file or config.prompts_file
     try:
         text = path.read_bytes().decode() if path else sys.stdin.read() if config.prompt == "-" else config.prompt
@@ -195,7 +203,7 @@ def _read_prompts(config: SampleConfig) -> list[str]:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
         raise UserError(f"{source} cannot be read: {reason}") from None
     if not config.prompts_file:
-        return [text]
+        return [re.sub(r"\r?\n\Z", "", text) if path or config.prompt == "-" else text]  # how a file or `echo` ends
     if not (prompts := [line for line in text.replace("\r\n", "\n").split("\n") if line]):
         raise UserError(f"prompts_file={path} has no prompts: write one per line")
     return prompts

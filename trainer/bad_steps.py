@@ -1,18 +1,23 @@
-"""Detects steps that must not change the weights."""
+"""Detects steps that must not change the weights, and runs of steps that a person should know of."""
 
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Annotated
+from statistics import fmean
+from typing import Annotated, Any
 
 from pydantic import Field
 from torch import Tensor
 
+from common.console import warn
 from common.settings import Settings
 from trainer.distributed import World
 
 _MEMORY = 100
 """Approximate number of recent losses that the mean and the variance cover."""
+
+_MANY = 20
+"""Steps in a row that make a warning."""
 
 
 class LossStatistics(Settings):
@@ -50,3 +55,43 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]], world: World) -> list[
     """Names of the first three parameters whose gradient is not finite. Every process must call this."""
     whole = ((name, world.unshard(p.grad)) for name, p in named if p.grad is not None)
     return [name for name, gradient in whole if not gradient.isfinite().all()][:3]
+
+
+class Symptoms:
+    """Warns, once each, of a loss far above that of uniform guessing and of steps that need the exact log attention.
+
+    Both last for many steps in a row, and the loss does not fall. Far above: by 1 nat.
+    """
+
+    def __init__(self, n_vocab: int, max_lr: float) -> None:
+        self._uniform, self._max_lr = math.log(n_vocab), max_lr
+        self._losses: list[float] = []  # of the last steps, while they are high
+        self._rates: list[float] = []  # of the steps without exact tiles
+        self._exact: list[dict[str, Any]] = []  # the last steps, while they have exact tiles
+        self._said: set[str] = set()
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Look at a line of metrics.jsonl."""
+        if "loss" not in line:
+            return
+        loss, many = line["loss"], f"in the last {_MANY} steps"
+        self._losses = [*self._losses[-_MANY:], loss] if loss > self._uniform + 1 else []
+        if len(self._losses) > _MANY and loss >= self._losses[0]:
+            far = f"the loss, {loss:,.2f} at step {line['step']:,}, is far above {self._uniform:.2f} {many}"
+            self._say("loss", f"{far}, which is that of guessing: it diverges; lower optim.max_lr={self._max_lr:g}")
+        if "exact_tiles" not in line:
+            self._exact, self._rates = [], [*self._rates[-_MANY:], line["tokens_per_second"]]
+            return
+        self._exact = [*self._exact[-_MANY:], line]
+        if len(self._exact) > _MANY:
+            now = fmean(each["tokens_per_second"] for each in self._exact)
+            before = f", {fmean(self._rates):,.0f} without" if self._rates else ""
+            tiles = (
+                f"log attention computed {line['exact_tiles']:,} tiles of step {line['step']:,} and some {many} again"
+            )
+            self._say("tiles", f"{tiles}, exactly and slowly ({now:,.0f} tokens/s{before}): its keys are far apart")
+
+    def _say(self, what: str, message: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warn(message)

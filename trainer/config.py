@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.settings import Settings
 from trainer.checkpoint import CheckpointConfig
@@ -21,6 +21,14 @@ class EvalConfig(Settings, defaults="train:eval"):
     """Steps between evaluations; the end of the schedule is always evaluated."""
     batches: int | None = Field(ge=1)
     """Batches of batch_tokens to evaluate, spread evenly over the validation split; null: all of it."""
+    prompt: str | None
+    """Text that every evaluation continues by up to 100 tokens. The sample is printed, and written to samples.txt and
+    to the trackers; null: none."""
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _null(cls, raw: object) -> object:
+        return None if raw == "null" else raw  # the command line's words for it are taken as they are
 
 
 class TrainConfig(FixedSettings, defaults="train"):

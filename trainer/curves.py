@@ -58,6 +58,8 @@ class RunCurves:
         self.loss = Curve(1000)
         self.val: list[tuple[int, float]] = []
         """Tokens and validation loss of every evaluation."""
+        self.samples: list[tuple[int, str]] = []
+        """Step and text of every sample."""
         for line in lines:
             self.add(line)
 
@@ -67,3 +69,5 @@ class RunCurves:
             self.loss.add(line["tokens"], line["loss"])
         elif "val_loss" in line:
             self.val.append((line["tokens"], line["val_loss"]))
+            if "sample" in line:
+                self.samples.append((line["step"], line["sample"]))

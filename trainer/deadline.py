@@ -1,4 +1,4 @@
-"""Ends this process when its run makes no progress, or when another process of the run has failed."""
+"""Says where a slow run is. Ends this process when its run makes no progress, or when another process has failed."""
 
 import contextlib
 import faulthandler
@@ -8,11 +8,14 @@ import threading
 import time
 from typing import Any
 
+from common.console import clock, say
 from common.exits import AGAIN, leave_at_once
 from model.ops import checks
 
 _TICKS = 16
 """Ticks of the thread in the longest time without progress, and those that the main thread has to end by itself."""
+_PATIENCE = 15.0
+"""Seconds in one step, or one save, after which a line says so. Each line doubles them: a run is slow only once."""
 _ANSWER_SECONDS = 2.0
 """How long the store has to answer the main thread."""
 
@@ -35,6 +38,7 @@ class Deadline:
         self._tick = min(self._limit / _TICKS, 1.0)
         self._place, self._moved, self._moves = "start", False, 0
         self._end, self._has_failed = threading.Event(), False
+        self._step, self._in_step, self._patience = "start", 0.0, _PATIENCE
         checks.waiting.append(self._touch)  # checks of kernels can take minutes
         self._thread = threading.Thread(target=self._watch, name="deadline", daemon=True)
         self._thread.start()
@@ -68,6 +72,7 @@ class Deadline:
     def _watch(self) -> None:
         seconds = 0.0
         while not self._end.wait(self._tick):
+            self._say_if_slow()
             seconds = 0.0 if self._progress() else seconds + self._tick
             if self._failed is not None and not self._end.wait(_TICKS * self._tick):
                 leave_at_once(1, self._about_failed())
@@ -82,9 +87,18 @@ class Deadline:
             if self._store is not None:
                 self._store.set(f"done/{self._rank}", "")
 
+    def _say_if_slow(self) -> None:
+        """Say where the run is, if one step has taken longer than any that was reported before."""
+        step = self._place.partition(":")[0]
+        self._step, self._in_step = step, self._in_step + self._tick if step == self._step else 0.0
+        if self._in_step > self._patience:
+            self._patience *= 2
+            line = f"still at {self._place} ({clock(self._in_step)} so far)"
+            threading.Thread(target=say, args=(line,), daemon=True).start()  # this thread must not wait for the output
+
     def _touch(self) -> None:
-        """Note that the main thread is at work where it is."""
-        self._moved = True
+        """Note that the main thread is at work where it is, and that what it waits for was announced."""
+        self._moved, self._in_step = True, 0.0
 
     def _progress(self) -> bool:
         """Tell the others what has happened here, and return whether anything has happened anywhere."""

@@ -4,16 +4,19 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from textwrap import indent
 from typing import Any
 
 import torch
 
-from common.console import count, say, warn
+from common.console import say, warn
 from common.exits import AGAIN
-from common.files import make_directory
+from common.files import make_directory, write_atomic
 from common.settings import UserError
+from common.words import overrides
 from data.prefetch import Prefetch
-from trainer.bad_steps import first_not_finite, in_a_row, why_bad
+from trainer.announce import announce
+from trainer.bad_steps import Symptoms, first_not_finite, in_a_row, why_bad
 from trainer.checkpoint import Saver, newest
 from trainer.config import TrainConfig
 from trainer.curves import RunCurves
@@ -25,14 +28,11 @@ from trainer.plot import draw_losses
 from trainer.progress import TrainingProgress
 from trainer.run_dir import check_folder, own_run, write_config
 from trainer.runtime import Runtime, open_runtime, peak_flops
+from trainer.samples import continuation, prompt_ids
 from trainer.signals import StopSignals
 from trainer.start import Run, open_data, open_run, open_source, sequences_of
 from trainer.step import MicroBatches, train_step
 from trainer.trackers import Tracker, open_trackers
-from trainer.transfer import ratios
-
-_FLOPS_OF_A_CORE = 5e10  # in a second, of a fast core in float32
-_LONG_STEP = 120  # seconds
 
 
 def fit(config: TrainConfig) -> float | None:
@@ -55,7 +55,6 @@ def fit(config: TrainConfig) -> float | None:
         join_world(runtime.device, config.runtime.hang_seconds) as world,
         own_run(config.run_dir) if world.is_main else contextlib.nullcontext(),
     ):
-        runtime.announce()
         # No variable here may hold the run: its model must be freed before the world ends (see join_world).
         return train(config, runtime, world, signals)
 
@@ -80,8 +79,9 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
     with (
         _open_files(run) as (records, saver),
         Prefetch(local_micro_batches(run, step) for step in steps) as batches,
-        TrainingProgress(config.last_step, run.state.step, records.curves) as progress,
+        TrainingProgress(config.last_step, run.state.step) as progress,
     ):
+        symptoms = Symptoms(config.model.n_vocab, config.optim.max_lr)
         while run.state.step < config.last_step and not stopped:
             saver.check()
             started = time.perf_counter()
@@ -98,6 +98,7 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
                 line |= _speed(run, time.perf_counter() - started)
             records.write(line)
             progress.take(line)
+            symptoms.take(line)
             improved = _due(run, config.eval.every) and _evaluate(run, records)
             if improved or _due(run, config.checkpoint.every) or stopped or run.state.step == config.last_step:
                 _save(run, saver)
@@ -108,8 +109,11 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
         why = "another process was asked to stop" if own is None else f"stopped by {own.name}"
         say(f"{why}: {done} is saved, and the same command resumes from it")
         raise SystemExit(AGAIN)
-    say(f"{done} saved in {config.run_dir}; loss curve: {config.run_dir / 'loss.png'}")
-    return run.state.best_val_loss
+    best, at = run.state.best_val_loss, run.state.best_step
+    lowest = "" if best is None else f"; lowest validation loss {best:.4f}, at step {at}"
+    say(f"{done} saved in {config.run_dir}, with loss.png{lowest}")
+    say(f"to sample from it: python sample.py {overrides({'checkpoint': str(config.run_dir)})}")
+    return best
 
 
 def local_micro_batches(run: Run, step: int) -> MicroBatches:
@@ -213,18 +217,30 @@ def _evaluate(run: Run, records: "Records") -> bool:
     how = byte_lengths.to(run.world.device), run.micro_batch, run.runtime, run.world, piece
     with contextlib.nullcontext() if run.average is None else run.average.in_place():
         loss = evaluate(run.gpt, run.windows, *how)
+        text = _sample(run) if math.isfinite(loss.nats) else None
     if not math.isfinite(loss.nats):
         raise UserError(f"step {run.state.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
     bits = {"val_bits_per_byte": loss.bits_per_byte} if loss.bytes else {}
-    records.write(_line(run, val_loss=loss.per_token, **bits))
+    sample = {} if text is None else {"sample": text}
+    records.write(_line(run, val_loss=loss.per_token, **bits, **sample))
     of = "" if run.average is None else " (averaged weights)"
     figures = f"{loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte"
     say(f"step {run.state.step}: validation loss{of} {figures}")
+    if text is not None:
+        say(f"step {run.state.step} writes:\n{indent(text, '  | ', lambda line: True)}")
     records.draw()
     improved = run.state.best_val_loss is None or loss.per_token < run.state.best_val_loss
     if improved:
         run.update(best_val_loss=loss.per_token, best_step=run.state.step)
     return improved
+
+
+def _sample(run: Run) -> str | None:
+    """What the model writes after eval.prompt, which is included; None: that is off."""
+    if (prompt := run.config.eval.prompt) is None:
+        return None
+    ids = prompt_ids(prompt, run.tokenizer, run.config.model.max_len)
+    return prompt + continuation(run.gpt, ids, run.tokenizer, run.runtime, run.world, run.config.seed)
 
 
 def _save(run: Run, saver: Saver) -> None:
@@ -236,7 +252,7 @@ def _save(run: Run, saver: Saver) -> None:
 
 
 class Records:
-    """What the main process records of a run: config.json, metrics.jsonl, loss.png, and lines for trackers."""
+    """What the main process records: config.json, metrics.jsonl, loss.png, samples.txt, and lines for trackers."""
 
     def __init__(self, run: Run) -> None:
         """Write config.json, and open the others. In other processes, do nothing."""
@@ -267,9 +283,12 @@ class Records:
             tracker.log(line)
 
     def draw(self) -> None:
-        """Redraw loss.png."""
+        """Redraw loss.png, and write samples.txt."""
         if self.log is not None:
             draw_losses(self.curves, self._run_dir / "loss.png", str(self._run_dir))
+            if samples := self.curves.samples:
+                texts = "\n\n".join(f"--- step {step}\n{text}" for step, text in samples)
+                write_atomic(self._run_dir / "samples.txt", texts + "\n")
 
     def close(self) -> None:
         """Finish the trackers and close metrics.jsonl; OSError: its last lines are lost."""
@@ -286,7 +305,7 @@ def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
     world.wait_for_all()  # until every process has read what the main process is about to change
     records = Records(run)
     if world.is_main:
-        _announce(run)
+        announce(run)
     saver = Saver(config.run_dir, run.tokenizer, config.checkpoint, world, records.log, run.checkpoint)
     try:
         yield records, saver
@@ -299,21 +318,3 @@ def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
             records.close()
         raise
     records.close()
-
-
-def _announce(run: Run) -> None:
-    """Print what will be trained, and warn about settings that probably do not suit it."""
-    config, tuned = run.config, run.config.optim.transfer
-    if (warmup := config.schedule.warmup(config.max_steps)) < config.schedule.warmup_steps:
-        asked = f"schedule.warmup_steps={config.schedule.warmup_steps} does not fit in max_steps={config.max_steps}"
-        say(f"{asked}: warming up for {count(warmup, 'step')}")
-    speed = torch.get_num_threads() * _FLOPS_OF_A_CORE * 4 / run.runtime.dtype.itemsize
-    seconds = run.gpt.flops_per_token(config.seq_len) * config.tokens(1) / run.world.size / speed
-    if run.world.device.type == "cpu" and seconds > _LONG_STEP:
-        small = "give experiment=quickstart, or model=... and fewer batch_tokens"
-        warn(f"a step takes about {seconds / 60:,.0f} minutes on this CPU; for a smaller model, {small}")
-    batch = f"{config.batch_size} x {config.seq_len} tokens a step, {count(config.max_steps, 'step')}"
-    say(f"{run.gpt.size(run.tokenizer.n_vocab)}, {batch}, {config.tokens(config.max_steps):,} tokens")
-    if tuned is not None and ratios(run.gpt, tuned) != (1, 1):
-        rate = f"optim.max_lr={config.optim.max_lr:g} was tuned for n_embd={tuned.n_embd}, n_layer={tuned.n_layer}"
-        say(f"{rate}, and is transferred to this model")

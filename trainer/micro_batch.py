@@ -10,7 +10,7 @@ from common.console import say
 from common.memory import available_memory
 from common.settings import UserError
 from trainer.distributed import World
-from trainer.runtime import Runtime, device_name
+from trainer.runtime import Runtime, device_name, is_compiled
 from trainer.step import accumulate_gradients
 
 SPARE = 0.05  # share of a GPU left free for libraries and for fragmentation in a long run
@@ -78,7 +78,7 @@ def choose_micro_batch(
                 torch.cuda.empty_cache()  # blocks of this size must not fragment the memory of the next trial
 
     chosen = largest(lambda size: _least(fits(size), world) == 1, _least(most, world))
-    if any(module._compiled_call_impl is not None for module in loss_module.modules()):
+    if is_compiled(loss_module):
         torch.compiler.reset()  # code compiled for many sizes is slower than code for one
     how, place = "runtime.micro_batch=auto", f"the {room / 1e9:.1f} GB of {device_name(world.device)}"
     if chosen == 0:

@@ -4,7 +4,6 @@ from statistics import harmonic_mean, mean
 from typing import Any
 
 from common.console import Track
-from trainer.curves import RunCurves
 
 
 class TrainingProgress(Track):
@@ -12,14 +11,9 @@ class TrainingProgress(Track):
 
     lines_beside_bar = True
 
-    def __init__(self, last: int, step: int, curves: RunCurves) -> None:
-        """Begin after `step`.
-
-        Args:
-            last: the step after which this run stops.
-            curves: the run's, which know the last validation loss.
-        """
-        self._last, self._curves = last, curves
+    def __init__(self, last: int, step: int) -> None:
+        """Begin after `step`; `last` is the step after which this run stops."""
+        self._last = last
         super().__init__("training: step", last, step)
         self._lines: list[dict[str, Any]] = []  # of training, since the last that was printed
 
@@ -32,18 +26,15 @@ class TrainingProgress(Track):
     def line(self) -> str:
         """Return what is printed: the step, then figures of the steps since the last line, and the time left."""
         lines, self._lines = self._lines, []
-        figures = _figures(lines) if lines else []
-        if self._curves.val:
-            figures[1:1] = [f"validation {self._curves.val[-1][1]:.4f}"]
-        last = f"{self._last:,}"
+        figures, last = _figures(lines) if lines else [], f"{self._last:,}"
         return ", ".join([f"step {self.done:{len(last)},} of {last}", *figures, *self.left()])
 
 
 def _figures(lines: list[dict[str, Any]]) -> list[str]:
-    last = lines[-1]
+    last, over = lines[-1], f" (mean {mean(line['loss'] for line in lines):.4f})" if len(lines) > 1 else ""
     mfu = [line["mfu"] for line in lines if line["mfu"]]
     return [
-        f"loss {last['loss']:.4f} (mean {mean(line['loss'] for line in lines):.4f})",
+        f"loss {last['loss']:.4f}{over}",
         f"learning rate {last['lr']:.3g}",
         f"gradient norm {last['grad_norm']:.3g}",
         f"{harmonic_mean(line['tokens_per_second'] for line in lines):,.0f} tokens/s",

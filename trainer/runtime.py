@@ -83,11 +83,10 @@ class Runtime:
     sequence_chunk: int | None = None
     """That of RuntimeConfig."""
 
-    def announce(self) -> None:
-        """Print the choice."""
+    def __str__(self) -> str:
         exact = torch.are_deterministic_algorithms_enabled()
-        how = "" if exact else ", without the same bits in every run (runtime.deterministic=true is slower)"
-        say_once(f"running on {device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}")
+        how = "" if exact else ", with other last bits in every run"
+        return f"{device_name(self.device)} in {str(self.dtype).removeprefix('torch.')}{how}"
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -164,12 +163,19 @@ def why_gpu_is_unseen(dev: Path = Path("/dev")) -> str | None:
 
 def maybe_compile(modules: Iterable[nn.Module], config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> None:
     """Compile the modules of a model in place, if the configuration or the device requires it."""
+    if config.compile is False or (config.compile == "auto" and runtime.device.type == "cpu"):
+        return  # on a CPU, compiling takes longer than it saves
     if why_not := _why_not_compiled(config, runtime, gpt):
         say_once(f"not compiled: {why_not}")
         return
     separate_compiled_code()
     for module in modules:
         module.compile()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a part of it is."""
+    return any(part._compiled_call_impl is not None for part in module.modules())
 
 
 def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str | None:
@@ -179,10 +185,6 @@ def _why_not_compiled(config: RuntimeConfig, runtime: Runtime, gpt: GPT) -> str 
     """
     if config.context_parallel > 1:
         return "processes share sequences"
-    if config.compile is False:
-        return "runtime.compile=false"
-    if config.compile == "auto" and runtime.device.type == "cpu":
-        return "compiling takes longer than it saves on a CPU"
     if config.compile is True:
         return None
     device = f"cuda:{torch.cuda.current_device()}"

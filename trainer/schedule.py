@@ -30,6 +30,10 @@ class _Schedule(Settings):
         """Factor of the maximum at a step after the warm-up."""
         return 1.0
 
+    def falls_after(self, max_steps: int) -> int:
+        """Steps before the factor begins to fall."""
+        return self.warmup(max_steps)
+
 
 class OneCycle(_Schedule, defaults="schedule/one_cycle"):
     """Rise to the maximum in warmup_steps, then fall to the end (Smith & Topin 2018). The published model's schedule.
@@ -79,15 +83,20 @@ class WSD(_Schedule, defaults="schedule/wsd"):
     """Shape of the decay: a line, or 1 - sqrt (Hägele et al. 2024), which falls faster at first."""
 
     def after_warmup(self, step: int, max_steps: int) -> float:
-        decay_from = max(self.warmup(max_steps), max_steps - 1 - round(self.decay * max_steps))
-        progress = _progress(step, decay_from, max_steps - 1)
+        progress = _progress(step, self.falls_after(max_steps), max_steps - 1)
         return _linear(1.0, self.end, progress if self.anneal == "linear" else math.sqrt(progress))
+
+    def falls_after(self, max_steps: int) -> int:
+        return max(self.warmup(max_steps), max_steps - 1 - round(self.decay * max_steps))
 
 
 class Constant(_Schedule, defaults="schedule/constant"):
     """Linear warm-up, then constant."""
 
     name: Literal["constant"]
+
+    def falls_after(self, max_steps: int) -> int:
+        return max_steps
 
 
 ScheduleConfig = Annotated[OneCycle | Cosine | WSD | Constant, Field(discriminator="name")]

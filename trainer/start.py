@@ -25,6 +25,7 @@ from trainer.micro_batch import choose_micro_batch
 from trainer.optim import named_state
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import Runtime, device_name, maybe_compile
+from trainer.samples import prompt_ids
 from trainer.state import FixedSettings, TrainState
 from trainer.step import SummedLoss
 from trainer.transfer import scale_weights
@@ -74,7 +75,6 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
     _check_processes(config, runtime, world)
     if config.data.mixture is not None:
         batches.mix(config.dataset_dir, manifest, config.data.mixture)
-        say(f"sequences are drawn from {batches.mixture}")
     checkpoint = find_checkpoint(config.run_dir, world)
     if checkpoint is not None and config.resume == "never":
         raise UserError(f"run_dir={config.run_dir} holds a run, and resume=never: choose another, or resume=auto")
@@ -100,7 +100,7 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
     """Open the dataset of a run, without a mixture.
 
     Raises:
-        UserError: there is none, it is too small, or the model has fewer ids than its tokenizer.
+        UserError: there is none, it is too small, its tokenizer has more ids than the model, or eval.prompt is long.
     """
     folder = config.dataset_dir
     manifest, tokenizer = read_manifest(folder), load_tokenizer(folder / TOKENIZER)
@@ -110,6 +110,8 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
         what = f"dataset_dir={folder} was made with tokenizer {tokenizer.name} of {tokenizer.n_vocab} ids"
         remedy = f"set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
         raise UserError(f"{what}, and model.n_vocab={config.model.n_vocab}: {remedy}")
+    if config.eval.prompt is not None:
+        prompt_ids(config.eval.prompt, tokenizer, config.model.max_len)
     train, val = (TokenStream(folder, manifest, split) for split in ("train", "val"))
     if val.n_tokens < 2:
         raise UserError(f"dataset_dir={folder} has no text in its split val: prepare it with val_tokens")

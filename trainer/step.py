@@ -130,15 +130,16 @@ def accumulate_gradients(
         token_ids, targets = (ids.to(world.device, non_blocking=True) for ids in micro_batch)
         last = sync and i == len(micro_batches)
         if runtime.sequence_chunk is not None and token_ids.shape[1] > runtime.sequence_chunk:
-            how: dict[str, Any] = {"scale": scale, "sync": last, "name": f"{name}: micro-batch {i}"}
+            which = f"{name}: micro-batch {i} of {len(micro_batches)}"
+            how: dict[str, Any] = {"scale": scale, "sync": last, "name": which}
             for loss in backward_in_chunks(summed_loss, token_ids, targets, runtime, world, **how):
                 total += loss
             continue
         with world.sync_gradients(summed_loss, now=last):
-            world.at(f"{name}: forward {i}")
+            world.at(f"{name}: forward {i} of {len(micro_batches)}")
             with runtime.autocast():
                 loss = summed_loss(token_ids, targets)
-            world.at(f"{name}: backward {i}")
+            world.at(f"{name}: backward {i} of {len(micro_batches)}")
             (loss * scale).backward()
         total += loss.detach()
     return total

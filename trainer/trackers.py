@@ -2,10 +2,12 @@
 
 import importlib
 import queue
+import shlex
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Literal
 
 from pydantic import Field
@@ -136,7 +138,10 @@ def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: dict[str, 
         config=settings,
         settings={"console": "off", "silent": True},  # it neither wraps stdout nor asks for a missing API key
     )
-    if url := run.url:
+    if config.mode == "offline":
+        folder = Path(run.dir).parent
+        say(f"wandb: offline, in {folder}; later, type {shlex.join(['wandb', 'sync', str(folder)])}")
+    elif url := run.url:
         say(f"wandb: {url}")
     # A resumed run repeats some steps: with an axis of their own, steps need not increase.
     run.define_metric("step")
@@ -155,6 +160,8 @@ def _tensorboard(folder: Path, resumed_at: int) -> Iterator[Log]:
         for key, value in line.items():
             if isinstance(value, int | float) and key != "step":
                 writer.add_scalar(key, value, line["step"])
+        if "sample" in line:
+            writer.add_text("sample", indent(line["sample"], "    "), line["step"])  # Markdown of a text as it is
 
     yield log
     writer.close()

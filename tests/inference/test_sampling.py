@@ -1,4 +1,4 @@
-"""sample.py: prompts from everywhere, text that is never broken, conversations, samples.txt."""
+"""sample.py: prompts from everywhere, text that is never broken, conversations, sample.txt."""
 
 import io
 import itertools
@@ -22,7 +22,7 @@ from data.tokenizer import BytesConfig, RankTokenizer, build_tokenizer
 from inference.engine import Engine, stream
 from inference.generation import Generation
 from inference.prefill import Request
-from inference.sample import Conversation, SampleConfig, converse, run_sampling, say_rate
+from inference.sample import Conversation, SampleConfig, converse, read_prompts, run_sampling, say_rate
 from inference.sampling import SamplingConfig
 from model.gpt import GPT
 from trainer.checkpoint import newest
@@ -216,7 +216,7 @@ def text_of(command, run_dir, *args):
     options = ["runtime.device=cpu", "max_new_tokens=12", "temperature=5"]
     result = command("sample", f"checkpoint={run_dir}", *options, *args)
     assert result.status == 0, result.err
-    stored = (run_dir / "samples.txt").read_text()
+    stored = (run_dir / "sample.txt").read_text()
     for text in stored.removesuffix("\n").split("\n\n---\n\n"):
         assert text in result.out
     return stored
@@ -230,9 +230,15 @@ def test_a_prompt_comes_from_an_argument_a_file_or_standard_input(command, run_d
     assert text_of(command, run_dir, f"prompt_file={tmp_path / 'prompt.txt'}") == given
     monkeypatch.setattr("sys.stdin", io.StringIO(ODD_PROMPT))
     assert text_of(command, run_dir, "prompt=-") == given
-    (tmp_path / "prompt.txt").write_bytes(b"of Windows\r\n")
-    run_sampling(make_config(checkpoint=run_dir, prompt_file=tmp_path / "prompt.txt"))
-    assert (run_dir / "samples.txt").read_bytes().startswith(b"of Windows\r\n")
+
+
+@pytest.mark.parametrize(("prompt", "read"), [("a\n", "a"), ("a\r\n\r\n", "a\r\n"), ("\n a \n\n", "\n a \n"), ("", "")])
+def test_a_file_and_standard_input_end_with_a_line_that_is_not_of_the_prompt(tmp_path, monkeypatch, prompt, read):
+    (tmp_path / "prompt.txt").write_bytes(prompt.encode())
+    monkeypatch.setattr("sys.stdin", io.StringIO(prompt, newline=""))
+    for source in ({"prompt_file": tmp_path / "prompt.txt"}, {"prompt": "-"}):
+        assert read_prompts(make_config(**source)) == [read]
+    assert read_prompts(make_config(prompt="a\n")) == ["a\n"]
 
 
 def test_nothing_is_said_amid_a_text(tiny, monkeypatch):
@@ -266,7 +272,7 @@ def test_prompts_of_a_file_are_continued_as_each_alone(command, run_dir, tmp_pat
 def test_text_is_all_there_is_on_standard_output(command, run_dir, monkeypatch):
     draw_these(monkeypatch, b"xyz")
     result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=def", "max_new_tokens=3")
-    assert result.out == (run_dir / "samples.txt").read_text() == "defxyz\n"
+    assert result.out == (run_dir / "sample.txt").read_text() == "defxyz\n"
     assert "written to " in result.err
     assert re.search(r"^\(3 tokens, \d+ a second\)$", result.err, re.MULTILINE)
 
@@ -280,12 +286,19 @@ def test_json_is_all_there_is_on_standard_output(command, run_dir, tmp_path):
     assert all(r["finish_reason"] in ("length", "stop", "end_of_text") and "\n" not in r["text"] for r in records)
     assert [r["prompt_tokens"] for r in records] == [3, 3, 11, 11]
     stored = "\n\n---\n\n".join(r["prompt"] + r["text"] for r in records) + "\n"
-    assert (run_dir / "samples.txt").read_text(encoding="utf-8") == stored
+    assert (run_dir / "sample.txt").read_text(encoding="utf-8") == stored
     assert f"({sum(r['tokens'] for r in records)} tokens, " in result.err
 
 
 @pytest.mark.parametrize(
-    ("given", "stop"), [("END", ("END",)), ('["\\n", "[b]"]', ("\n", "[b]")), (["a", "b"], ("a", "b")), ("[]", ())]
+    ("given", "stop"),
+    [
+        ("END", ("END",)),
+        ("\\n\\tif", ("\n\tif",)),
+        ('["\\n", "[b]"]', ("\n", "[b]")),
+        (["a", "b"], ("a", "b")),
+        ("[]", ()),
+    ],
 )
 def test_stop_strings_are_read_as_people_give_them(given, stop):
     assert make_config(stop=given).stop == stop
@@ -334,7 +347,7 @@ def test_what_is_interrupted_is_kept(run_dir, monkeypatch, capsys):
     monkeypatch.setattr("inference.engine.draw", draw)
     with pytest.raises(KeyboardInterrupt):
         run_sampling(make_config(checkpoint=run_dir, prompt="x"))
-    assert (run_dir / "samples.txt").read_text() == "xabc\n"
+    assert (run_dir / "sample.txt").read_text() == "xabc\n"
     out, err = capsys.readouterr()
     assert out == "xabc\n"
     assert "written to " in err
@@ -345,7 +358,7 @@ def test_a_conversation_can_come_through_a_pipe(command, run_dir, monkeypatch):
     options = ["interactive=true", "prompt=zero ", "max_new_tokens=5", "temperature=0"]
     result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", *options)
     assert result.status == 0, result.err
-    text = (run_dir / "samples.txt").read_text().removesuffix("\n")
+    text = (run_dir / "sample.txt").read_text().removesuffix("\n")
     assert text.startswith("zero one\ntwo")
     assert "(10 tokens, " in result.err
     assert text == text_of(command, run_dir, "prompt=zero one\ntwo", "temperature=0", "max_new_tokens=10")[:-1]
@@ -404,10 +417,10 @@ def test_a_conversation_at_a_terminal_can_be_interrupted(run_dir):
         terminal.until("(?s)\r\n.*> ")
         terminal.type("\x04")
         terminal.until(r"\(\d+ tokens, \d+ a second\)")
-        terminal.until("samples.txt\r\n")
+        terminal.until("sample.txt\r\n")
     finally:
         terminal.close()
-    assert (run_dir / "samples.txt").read_text().startswith("def ")
+    assert (run_dir / "sample.txt").read_text().startswith("def ")
 
 
 def test_a_run_that_cannot_be_written_to_is_sampled_all_the_same(command, run_dir, monkeypatch):
@@ -417,7 +430,7 @@ def test_a_run_that_cannot_be_written_to_is_sampled_all_the_same(command, run_di
     monkeypatch.setattr("trainer.checkpoint.write_atomic", refuse)
     result = command("sample", f"checkpoint={run_dir}", "runtime.device=cpu", "prompt=x", "max_new_tokens=3")
     assert result.status == 0
-    assert "samples.txt was not written: Read-only file system" in result.err
+    assert "sample.txt was not written: Read-only file system" in result.err
 
 
 def test_a_checkpoint_alone_gets_its_sample_beside_it(command, run_dir, tmp_path):
@@ -425,7 +438,7 @@ def test_a_checkpoint_alone_gets_its_sample_beside_it(command, run_dir, tmp_path
     (alone / "optimizer.safetensors").unlink()  # not needed to sample
     result = command("sample", f"checkpoint={alone}", "runtime.device=cpu", "prompt=x", "max_new_tokens=3")
     assert result.status == 0, result.err
-    assert (alone / "samples.txt").read_text().startswith("x")
+    assert (alone / "sample.txt").read_text().startswith("x")
 
 
 def test_a_text_without_tokens_says_why(capsys):

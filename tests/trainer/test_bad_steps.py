@@ -10,7 +10,7 @@ from test_resume import assert_same_run, metrics
 
 from common.settings import UserError
 from model.gpt import GPT
-from trainer.bad_steps import LossStatistics, why_bad
+from trainer.bad_steps import LossStatistics, Symptoms, why_bad
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.loop import fit
 
@@ -173,3 +173,37 @@ def test_what_is_bad_on_one_process_is_bad_on_all(tiny_args, tmp_path, policy):
         one, two = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("alone", "run"))
         for name in one:
             assert (one[name] - two[name]).abs().max() <= 1e-9, name
+
+
+def lines_of(losses, exact=0, rate=100.0):
+    more = {"exact_tiles": exact} if exact else {}
+    return [{"loss": loss, "tokens_per_second": rate} | more for loss in losses]
+
+
+@pytest.mark.parametrize(
+    ("lines", "warnings"),
+    [
+        (lines_of([6.0] * 50), []),  # uniform guessing is 5.55
+        (lines_of([30.0 - i / 2 for i in range(50)]), []),  # a bad start that gets better
+        (lines_of([2000.0, 3.0] * 30), []),
+        (lines_of([2000.0] * 20), []),
+        (lines_of([3.0] + [2000.0] * 50), ["2,000.00 at step 22, is far above 5.55"]),
+        (lines_of([3.0], rate=500) + lines_of([3.0] * 50, 7), ["computed 7 tiles of step 22", "(100 tokens/s, 500 w"]),
+        (lines_of([3.0] * 50, 7), ["(100 tokens/s):"]),
+        ((lines_of([3.0] * 15, 7) + lines_of([3.0])) * 3, []),
+        (lines_of([9.0] * 50, 7), ["is far above", "computed 7 tiles"]),
+    ],
+)
+def test_what_lasts_for_more_than_20_steps_is_said_once(capsys, lines, warnings):
+    symptoms = Symptoms(257, max_lr=0.5)
+    for step, line in enumerate(lines, start=1):
+        symptoms.take({"step": step} | line)
+        symptoms.take({"step": step, "event": "skipped"})
+    err = capsys.readouterr().err
+    assert err.count("warning:") == len({"tiles" in warning or "tokens" in warning for warning in warnings})
+    assert all(warning in err for warning in warnings)
+
+
+def test_a_run_that_diverges_says_so(tiny, capsys):
+    fit(tiny({"optim.max_lr": 10, "max_steps": 40, "eval.every": 40, "checkpoint.every": 40}))
+    assert capsys.readouterr().err.count("it diverges; lower optim.max_lr=10\n") == 1

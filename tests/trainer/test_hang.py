@@ -80,6 +80,23 @@ def test_every_process_of_a_run_that_hangs_names_its_own_place(worker):
         assert stuck_at(result) == "step 25: loss" or "lost contact with another process (" in line
 
 
+def test_what_takes_long_says_where_it_is_and_how_long_so_far(monkeypatch, capsys):
+    """Once a step lasts longer than the patience; then, a step must last twice as long."""
+    monkeypatch.setattr("trainer.deadline._PATIENCE", 0.5)
+    deadline = Deadline(16.0)
+    for step in range(1, 3):
+        for i in range(1, 31):
+            deadline.at(f"step {step}: forward {i} of 30")
+            time.sleep(0.1)
+    deadline.stop()
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.sub(r"\d+ of", "N of", line) for line in lines[:2]] == [
+        "still at step 1: forward N of 30 (0:01 so far)",
+        "still at step 1: forward N of 30 (0:02 so far)",
+    ]
+    assert len(lines) <= 3
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 @pytest.mark.slow
 def test_a_stopped_process_ends_the_others_even_if_it_hosts_the_store(worker, tmp_path, stopped):
@@ -141,7 +158,7 @@ def test_training_says_where_it_hangs_and_goes_on_when_it_is_started_again(tiny_
     args = [*tiny_args, "max_steps=10", f"runtime.hang_seconds={HANG_SECONDS}"]
     results = run(2, "-c", FAILING_TRAIN.format(failing=1, fault="import time; time.sleep(10**6)"), *args)
     assert [result.status for result in results] == [AGAIN] * 2, results[0].err
-    assert stuck_at(results[1]) == "step 5: forward 1"
+    assert stuck_at(results[1]) == "step 5: forward 1 of 2"
     assert "in failing" in results[1].err
     results = run(2, "train.py", *args)
     assert [result.status for result in results] == [0] * 2, results[0].err

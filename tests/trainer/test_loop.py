@@ -100,7 +100,7 @@ def test_the_folder_of_a_dataset_or_of_runs_is_refused(tiny, tmp_path):
 def test_steps_that_take_minutes_on_a_cpu_are_announced(tiny, monkeypatch, capsys):
     fit(tiny({"max_steps": 1}))
     assert "on this CPU" not in capsys.readouterr().err
-    monkeypatch.setattr("trainer.loop._FLOPS_OF_A_CORE", 1.0)
+    monkeypatch.setattr("trainer.announce._FLOPS_OF_A_CORE", 1.0)
     fit(tiny({"max_steps": 2}))
     assert "minutes on this CPU; for a smaller model, give experiment=" in capsys.readouterr().err
 

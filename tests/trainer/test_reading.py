@@ -79,7 +79,7 @@ def test_the_mixture_on_the_command_line(command, tiny_args, sets_dir, tmp_path)
     for spelling in ('{"few": 5, "none": 0}', "{few: 5, none: 0}"):
         result = command("train", *tiny_args, f"dataset_dir={sets_dir}", f"data.mixture={spelling}", "stop_at=2")
         assert result.status == 0, result.err
-        assert "sequences are drawn from " in result.out
+        assert ", drawn from " in result.out
         assert "none" not in result.out.split("drawn from ")[1].split("\n")[0]
         assert open_checkpoint(tmp_path / "run").state.data.mixture == MIXTURE
     result = command("train", *tiny_args, f"dataset_dir={sets_dir}", 'data.mixture={"Pile-CC": 2, "x (y)": 1}')

@@ -54,6 +54,7 @@ class FakeWandb(types.ModuleType):
 
     def init(self, **settings):
         self._act("init", settings)
+        self.dir = f"{settings['dir']}/wandb/{settings['mode']}-run-1/files"
         return self
 
     def define_metric(self, name, step_metric=None):
@@ -82,10 +83,12 @@ def wandb(monkeypatch):
     return install
 
 
-def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb):
+def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb, capsys):
     fake = wandb()
-    fit(tiny(WANDB | {"stop_at": 4}))
+    fit(tiny(WANDB | {"stop_at": 4, "eval.prompt": "x"}))
     fit(tiny({"tracker": {"wandb": {"every": 1, "mode": "offline", "run_name": "n"}}}))
+    folder = tiny().run_dir / "wandb" / "offline-run-1"
+    assert f"wandb: offline, in {folder}; later, type wandb sync {folder}\n" in capsys.readouterr().out
     assert fake.given("log") == read_metrics(tiny().run_dir / "metrics.jsonl")
     assert len(fake.given("finish")) == 2
     first, second = fake.given("init")
@@ -93,7 +96,7 @@ def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb):
     assert (first["resume"], first["dir"]) == ("allow", str(tiny().run_dir))
     assert (first["project"], first["name"], first["mode"]) == ("log-gpt", "run", "online")
     assert (second["name"], second["mode"]) == ("n", "offline")
-    assert first["config"] == tiny(WANDB | {"stop_at": 4}).model_dump(mode="json")
+    assert first["config"] == tiny(WANDB | {"stop_at": 4, "eval.prompt": "x"}).model_dump(mode="json")
     assert not exits.at_once
 
 
@@ -178,6 +181,9 @@ class FakeWriter:
             raise self.error
         self.scalars.append((step, key, value))
 
+    def add_text(self, key, text, step):
+        self.scalars.append((step, key, text.replace("    ", "")))
+
     def close(self):
         self.closed = True
 
@@ -196,7 +202,7 @@ def writers(monkeypatch):
 def test_trackers_at_once_each_get_some_lines_and_metrics_jsonl_has_every_step(tiny, wandb, writers, capsys):
     fake = wandb()
     both = {"tracker": {"wandb": {"every": 3}, "tensorboard": {"every": 2}}}
-    fit(tiny(both | {"stop_at": 4}))
+    fit(tiny(both | {"stop_at": 4, "eval.prompt": "x"}))
     lines = read_metrics(tiny().run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 4]
     assert fake.given("log") == lines[2:4]

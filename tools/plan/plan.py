@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import Field, model_validator
 
+from common.console import say
 from common.memory import available_memory
 from common.settings import UserError
 from data.shards import read_manifest, token_dtype
@@ -143,6 +144,7 @@ def time_of(config: PlanConfig, target: Target, flops: int, micro_batch: int) ->
     tokens = config.tokens(config.last_step)
     rate = config.tokens_per_second
     if config.measure:
+        say(f"measuring a few steps on {target.runtime}")
         runtime = config.runtime.model_copy(update={"device": target.runtime.device.type})
         rate = measure_rate(config.model_copy(update={"runtime": runtime}), micro_batch, config.share)
     elif config.mfu is not None and target.peak is not None:

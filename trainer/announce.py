@@ -1,0 +1,104 @@
+"""What a run prints before its first step."""
+
+from collections import Counter
+
+import torch
+
+from common.console import count, say, warn
+from model.attention import AttentionConfig
+from trainer.runtime import is_compiled
+from trainer.start import Run
+from trainer.transfer import ratios
+
+_FLOPS_OF_A_CORE = 2.5e10  # in a second, of a CPU that trains a small model
+_LONG_STEP = 60  # seconds
+
+
+def announce(run: Run) -> None:
+    """Print what will be trained, and warn if the first step will take minutes."""
+    for line in start_lines(run):
+        say(line)
+    speed = torch.get_num_threads() * _FLOPS_OF_A_CORE
+    seconds = run.gpt.flops_per_token(run.config.seq_len) * run.config.tokens(1) / run.world.size / speed
+    if run.world.device.type == "cpu" and seconds > _LONG_STEP:
+        small = "give experiment=quickstart, or model=... and fewer batch_tokens"
+        warn(f"a step takes about {count(round(seconds / 60), 'minute')} on this CPU; for a smaller model, {small}")
+
+
+def start_lines(run: Run) -> list[str]:
+    """What is trained on what, for how long, where, and what is kept, in words that need no settings' names."""
+    lines = {
+        "model": _model(run),
+        "data": _data(run),
+        "batch": _batch(run),
+        "schedule": _schedule(run),
+        "device": _device(run),
+        "run": _kept(run),
+    }
+    return [f"{name:9} {text}" for name, text in lines.items()]
+
+
+def _model(run: Run) -> str:
+    model = run.config.model
+    layers = Counter(map(_attention, model.layers)).items()
+    attention = ", ".join(f"{name} in {count(n, 'layer')}" if len(layers) > 1 else name for name, n in layers)
+    sizes = f"{count(model.n_layer, 'layer')}, {count(model.n_head, 'head')}, {count(model.n_embd, 'feature')}"
+    return f"{run.gpt.size(run.tokenizer.n_vocab)}: {sizes}; {attention}"
+
+
+def _attention(layer: AttentionConfig) -> str:
+    forgets = " that forgets" if getattr(layer, "decay", "none") != "none" else ""
+    return f"{layer.name.replace('_', '-')} attention{forgets}"
+
+
+def _data(run: Run) -> str:
+    config, tokenizer, there = run.config, run.tokenizer, run.batches.stream.n_tokens
+    read = config.tokens(config.last_step)
+    mixed = "" if run.batches.mixture is None else f", drawn from {run.batches.mixture}"
+    epochs = f"{read / there:.3g}" if read < 100 * there else f"{read / there:,.0f}"
+    corpus = f"{there:,} tokens in {config.dataset_dir} (tokenizer {tokenizer.name}, {tokenizer.n_vocab:,} ids)"
+    return f"{corpus}; training reads {read:,}, {epochs} epochs{mixed}"
+
+
+def _batch(run: Run) -> str:
+    config, groups = run.config, run.group.count
+    at_once = min(run.micro_batch, -(-config.batch_size // groups))
+    each = " in each process" if groups > 1 else ""
+    sequences = f"{count(config.batch_size, 'sequence')} of {config.seq_len:,}"
+    return f"{config.tokens(1):,} tokens a step: {sequences}, {at_once:,} at a time{each}"
+
+
+def _schedule(run: Run) -> str:
+    config, schedule, last = run.config, run.config.schedule, run.config.max_steps
+    highest, warmup, fall = config.optim.max_lr, schedule.warmup(last), schedule.falls_after(last)
+    steps = count(last, "step") + (f" (this time to step {config.last_step:,})" if config.last_step < last else "")
+    short = f" ({schedule.warmup_steps:,} would not fit)" if warmup < schedule.warmup_steps else ""
+    course = [f"the learning rate rises to {highest:.3g} in {count(warmup, 'step')}{short}"] if warmup else []
+    if fall > warmup:
+        course.append(f"{'' if course else 'the learning rate '}stays at {highest:.3g} until step {fall:,}")
+    if fall < last:
+        course.append(
+            f"{'' if course else 'the learning rate '}falls to {highest * schedule.factor(last - 1, last):.3g}"
+        )
+    tuned, scaled = config.optim.transfer, ""
+    if tuned is not None and ratios(run.gpt, tuned) != (1, 1):
+        sizes = f"{count(tuned.n_layer, 'layer')} and {count(tuned.n_embd, 'feature')}"
+        scaled = f"; it was tuned for {sizes}, and each weight's own is scaled from that"
+    return f"{steps} of {type(config.optim).__name__.removesuffix('Config')}; {', then '.join(course)}{scaled}"
+
+
+def _device(run: Run) -> str:
+    n, together = run.world.size, run.group.size
+    each = f"{n:,} processes, each on " if n > 1 else ""
+    shared = ", with a part of the weights" if run.config.runtime.strategy == "fsdp" else ""
+    shared += f"; {together} share a sequence" if together > 1 else ""
+    return f"{each}{run.runtime}{', compiled' if is_compiled(run.summed_loss) else ''}{shared}"
+
+
+def _kept(run: Run) -> str:
+    config, windows = run.config, run.windows
+    there = windows.stream.n_tokens - 1
+    read = min(len(windows) * windows.seq_len, there)
+    part = "all" if read == there else f"{read:,} of"
+    evaluated = f"evaluated every {config.eval.every:,} on {part} {there:,} validation tokens"
+    return f"{config.run_dir}: saved every {count(config.checkpoint.every, 'step')}, {evaluated}"

@@ -1,0 +1,58 @@
+"""A short text at every evaluation: how training changes what a model writes.
+
+inference/engine.py generates faster, in one process. Here every process takes part, because with fsdp each holds a part
+of the weights.
+"""
+
+import contextlib
+
+import torch
+
+from common.settings import UserError
+from data.tokenizer import Tokenizer
+from model.gpt import GPT
+from trainer.distributed import World
+from trainer.runtime import Runtime, is_compiled
+
+_TOKENS = 100
+_TEMPERATURE = 0.8
+
+
+def prompt_ids(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> list[int]:
+    """The tokens that a sample continues: in training, every text follows <|endoftext|>.
+
+    Raises:
+        UserError: they do not fit into the model's learned positions.
+    """
+    ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
+    if max_len is not None and len(ids) > max_len:
+        raise UserError(f"eval.prompt has {len(ids)} tokens, more than the model's {max_len} positions: shorten it")
+    return ids
+
+
+@torch.no_grad()
+def continuation(gpt: GPT, prompt: list[int], tokenizer: Tokenizer, runtime: Runtime, world: World, seed: int) -> str:
+    """Continue a prompt by at most 100 tokens. The text is that of rank 0; every process must call this.
+
+    Random numbers come from a generator of its own, so training does not change.
+    """
+    generator, drawn, max_len = torch.Generator().manual_seed(seed), list[int](), gpt.config.max_len
+    ids, state = torch.tensor([prompt], device=world.device), None
+    gpt.eval()
+    # Compiling for texts of every length would take minutes.
+    with torch.compiler.set_stance("force_eager") if is_compiled(gpt) else contextlib.nullcontext():
+        while len(drawn) < min(_TOKENS, (max_len or _TOKENS) - len(prompt) + 1):
+            world.at(f"sample: token {len(drawn) + 1}")
+            with runtime.autocast():
+                logits, state = gpt(ids, state, return_state=True)
+            weights = (logits[0, -1, : tokenizer.n_vocab].double().cpu() / _TEMPERATURE).softmax(-1)
+            is_finite = bool(weights.isfinite().all())
+            token = (
+                torch.multinomial(weights, 1, generator=generator) if is_finite else torch.tensor([tokenizer.eot_id])
+            )
+            ids = world.gather(token.to(world.device))[0].view(1, 1)
+            if ids.item() == tokenizer.eot_id:
+                break
+            drawn.append(int(ids))
+    gpt.train()
+    return tokenizer.decode_bytes(drawn).decode(errors="replace")
