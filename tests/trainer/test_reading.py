@@ -76,8 +76,9 @@ def test_another_mixture_is_refused(tiny, sets_dir, before, now, message):
 
 
 def test_the_mixture_on_the_command_line(command, tiny_args, sets_dir, tmp_path):
-    for spelling in ('{"few": 5, "none": 0}', "{few: 5, none: 0}"):
-        result = command("train", *tiny_args, f"dataset_dir={sets_dir}", f"data.mixture={spelling}", "stop_at=2")
+    for stop_at, spelling in ((2, '{"few": 5, "none": 0}'), (3, "{few: 5, none: 0}")):
+        mixed = [f"dataset_dir={sets_dir}", f"data.mixture={spelling}", f"stop_at={stop_at}"]
+        result = command("train", *tiny_args, *mixed)
         assert result.status == 0, result.err
         assert ", drawn from " in result.out
         assert "none" not in result.out.split("drawn from ")[1].split("\n")[0]
