@@ -1,32 +1,41 @@
-"""Reading the lines of files that may be compressed or damaged, in bounded memory."""
+"""Reading files that may be compressed, damaged, or in another encoding, in bounded memory."""
 
+import codecs
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.files import open_file
 from common.settings import UserError
-from data.prepare.items import LONG_WINDOW, Seen, Unreadable
+from data.prepare.items import BINARY, LONG_WINDOW, Seen, Unreadable
 
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 LONGEST_LINE = 2**28
-_READ_BYTES = 4_096  # compressed; small, because a hostile archive can unpack to 30,000 times its size
+_READ_BYTES = 2**20
+_PACKED_BYTES = 4_096  # small, because a hostile archive can unpack to 30,000 times its size, .bz2 to a million times
 _PIECE_BYTES = 2**21  # decompressed; small enough to split even if it is nothing but newlines
-_OTHERS = {".xz", ".bz2", ".zip", ".7z", ".rar", ".tar", ".parquet", ".arrow"}
+_HEAD_BYTES = 512  # a tar archive has its first file's name and many zeros there
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF32_LE: "utf-32-le",  # begins as the mark of UTF-16 does
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+_CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1a\x1b"})  # without those that texts and logs may have
 
 
 def read_lines(path: Path, seen: Seen) -> Iterator[bytes | bytearray | None]:
-    r"""Yield the lines of a plain, .gz or .zst file, without b"\n". Nothing else ends a line, not U+2028 or "\r".
+    r"""Yield the lines of a file that `read_utf8` reads, without b"\n". Nothing else ends a line, not U+2028 or "\r".
 
-    A line of more than LONGEST_LINE bytes is skipped: None.
-
-    Raises:
-        OSError: the file cannot be read.
-        Unreadable: the archive is damaged; after the last complete line.
+    A line of more than LONGEST_LINE bytes is skipped: None. Errors are those of `read_utf8`.
     """
     begun: bytearray | None = bytearray()  # the line that the next chunk continues; None if it is too long
-    for chunk in _chunks(path, seen):
+    for chunk in read_utf8(path, seen):
         first, *others = chunk.split(b"\n")
         if begun is not None:
             begun += first
@@ -39,8 +48,59 @@ def read_lines(path: Path, seen: Seen) -> Iterator[bytes | bytearray | None]:
         yield begun
 
 
-def read_bytes(path: Path, seen: Seen, n_bytes: int) -> Iterator[bytes]:
-    """Yield the content of a file in pieces of `n_bytes`."""
+def read_utf8(path: Path, seen: Seen) -> Iterator[bytes]:
+    """Yield the content of a file in pieces of bounded size, decompressed as its suffix says (COMPRESSED).
+
+    A byte order mark is left out. UTF-16 and UTF-32 that begin with one become UTF-8.
+
+    Raises:
+        OSError: the file cannot be read.
+        Unreadable: it is no regular file, its begin is not that of a text, or the archive is damaged; after its
+            last whole piece.
+    """
+    chunks = _content(path, seen)
+    head = next(chunks, b"")
+    mark = next((mark for mark in _MARKS if head.startswith(mark)), b"")
+    encoding = _MARKS.get(mark, "utf-8")
+    pieces: Iterator[bytes] = itertools.chain([head[len(mark) :]], chunks)
+    if encoding != "utf-8":
+        pieces = (text.encode() for text in codecs.iterdecode(pieces, encoding))
+    try:
+        first = next(pieces, b"")
+        if n_controls(first[:_HEAD_BYTES]) > 0.01 * len(first[:_HEAD_BYTES]):
+            raise Unreadable(BINARY)
+        yield first
+        yield from pieces
+    except UnicodeDecodeError:
+        raise Unreadable(f"invalid {encoding}") from None
+
+
+def n_controls(content: bytes) -> int:
+    """Return how many control characters that no text has are in it: random bytes have 10 %."""
+    return len(content) - len(content.translate(None, _CONTROLS))
+
+
+def _content(path: Path, seen: Seen) -> Iterator[bytes]:
+    raw, suffix = partial(_bytes, path, seen), path.suffix.lower()
+    if suffix == ".zst":
+        from zstandard import ZstdDecompressor, ZstdError
+
+        return _decompressed(raw(_PACKED_BYTES), lambda: ZstdDecompressor().decompressobj(), ZstdError)
+    if suffix == ".gz":
+        return _decompressed(raw(_PACKED_BYTES), lambda: zlib.decompressobj(wbits=31), zlib.error, padded=True)
+    if suffix == ".bz2":
+        import bz2  # not in every Python
+
+        return _decompressed(raw(_PACKED_BYTES // 64), bz2.BZ2Decompressor, OSError)
+    if suffix == ".xz":
+        import lzma  # not in every Python
+
+        return _decompressed(raw(_PACKED_BYTES), lzma.LZMADecompressor, lzma.LZMAError)
+    return raw(_READ_BYTES)
+
+
+def _bytes(path: Path, seen: Seen, n_bytes: int) -> Iterator[bytes]:
+    """Yield what stands in a file in pieces of `n_bytes`."""
     try:  # a data file may be a link
         file = open_file(Path(os.path.realpath(path)))
     except UserError:
@@ -51,28 +111,10 @@ def read_bytes(path: Path, seen: Seen, n_bytes: int) -> Iterator[bytes]:
             yield chunk
 
 
-def _chunks(path: Path, seen: Seen) -> Iterator[bytes]:
-    """Yield the content of a file in pieces of bounded size, decompressed as its suffix says.
-
-    Raises:
-        UserError: files with this suffix are not supported.
-    """
-    raw, suffix = read_bytes(path, seen, _READ_BYTES), path.suffix.lower()
-    if suffix in _OTHERS:
-        raise UserError(f"{path} is not .jsonl, .jsonl.gz or .jsonl.zst: decompress or convert it")
-    if suffix == ".zst":
-        from zstandard import ZstdDecompressor, ZstdError
-
-        return _decompressed(raw, lambda: ZstdDecompressor().decompressobj(), ZstdError)
-    if suffix == ".gz":
-        return _decompressed(raw, lambda: zlib.decompressobj(wbits=31), zlib.error, padded=True)
-    return raw
-
-
 def _decompressed(
     raw: Iterator[bytes], new_frame: Callable[[], Any], broken: type[Exception], padded: bool = False
 ) -> Iterator[bytes]:
-    """Decompress an archive, which may hold several frames (.zst) or members (.gz) in a row.
+    """Decompress an archive, which may hold several frames (.zst), members (.gz) or streams (.bz2, .xz) in a row.
 
     `padded`: ignore zeros after a member; tapes and block devices pad .gz files with zeros.
     """

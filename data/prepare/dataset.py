@@ -13,7 +13,7 @@ from common.console import Track, count, say
 from common.settings import Settings, UserError
 from data.prepare.encode import Item, Skipped, encode_all
 from data.prepare.finish import Unusable, finish
-from data.prepare.items import NO_TEXT, Position
+from data.prepare.items import NO_TEXT, REMEDIES, Position
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
 from data.prepare.spans import Plan, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
 from data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest
@@ -168,7 +168,8 @@ def _read(
         if skipped and config.on_error == "stop":
             first = skipped[0]
             what = f"{first.where}: {first.reason}"
-            raise UserError(f"{what}: correct it, or skip such items with on_error=skip")
+            remedy = REMEDIES.get(first.reason, "correct it")
+            raise UserError(f"{what}: {remedy}; or skip such items with on_error=skip")
         if is_first:
             lacking += [item.where for item in skipped if item.reason == NO_TEXT]
             is_first = bool(items) and track.items < _CHECKED_ITEMS

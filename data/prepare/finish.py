@@ -139,7 +139,8 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str], is_one: bool) 
 def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None:
     show_table(sets_table(manifest))
     for reason, count in manifest.skipped.items():
-        say(f"skipped {count:,} x {reason} (first: {first[reason]})")
+        remedy = f": {REMEDIES[reason]}" if reason in REMEDIES else ""
+        say(f"skipped {count:,} x {reason} (first: {first[reason]}){remedy}")
     written = sum(split.total.documents for split in manifest.splits.values())
     skipped = sum(manifest.skipped.values())
     say(f"{written + skipped:,} documents in the input: {written:,} written, {skipped:,} skipped")

@@ -24,11 +24,14 @@ class Unreadable(Exception):
 
 NO_TEXT = "missing text"
 """The reason for a document without its text_field."""
-NOT_JSON, NOT_UTF8 = "malformed JSON", "invalid UTF-8"
+NOT_JSON, NOT_UTF8, BINARY = "malformed JSON", "invalid UTF-8", "binary data"
+ARRAY = "JSON array"
 LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
     NOT_JSON: "write one JSON object a line, or give plain text as .txt files with data=text",
-    NOT_UTF8: "convert text to UTF-8, as with iconv -f latin1 -t utf-8, and leave out binary files",
+    NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was written in, such as cp1252",
+    BINARY: "give text files: unpack archives such as .zip and .tar, convert UTF-16 with iconv -f utf-16 -t utf-8",
+    ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE",
     LONG_WINDOW: "decompress the archive with zstd -d --long=31",
 }
 

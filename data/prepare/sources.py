@@ -5,6 +5,7 @@ To add a source: a class here with its `name`, its place in `SourceConfig` (data
 """
 
 import codecs
+import itertools
 import json
 import os
 import re
@@ -17,11 +18,11 @@ import orjson
 
 from common.console import say
 from common.settings import Settings, UserError
-from data.prepare.archives import read_bytes, read_lines
+from data.prepare.archives import COMPRESSED, n_controls, read_lines, read_utf8
 from data.prepare.files import matches, some_of
-from data.prepare.items import NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
+from data.prepare.items import ARRAY, BINARY, NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
 
-_JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_JSON_LINES = tuple(map("".join, itertools.product([".jsonl", ".ndjson"], ["", *COMPRESSED])))
 
 
 class Source(Settings):
@@ -57,6 +58,8 @@ class Source(Settings):
             raise Unreadable("text is not a string")
         if not text:
             raise Unreadable("empty document")
+        if 3 * text.count("\0") > len(text):  # UTF-16 that was read as something else
+            raise Unreadable(BINARY)
         return Document(text, set_name)
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
@@ -184,7 +187,9 @@ class NamedFiles(FileSource):
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the lines of a file of JSON lines; a blank line is not a document."""
-        for line in read_lines(path, seen):
+        for number, line in enumerate(read_lines(path, seen)):
+            if number == 0 and line and line[:100].lstrip().startswith(b"["):
+                raise Unreadable(ARRAY)
             yield Unreadable("line too long") if line is None else line if line.strip() else None
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
@@ -193,18 +198,27 @@ class NamedFiles(FileSource):
 
 
 class TextSource(NamedFiles, defaults="data/text"):
-    """Text files in UTF-8. Files whose names say JSON lines are read as such."""
+    """Text files. Files of JSON lines are read as such."""
 
     name: Literal["text"]
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, so that the split by hash has a choice."""
-        if path.name.lower().endswith(_JSON_LINES):
-            yield from super().read(path, seen)
-            return
-        for _ in _text(path, lambda _: None):  # a file with an error is refused as a whole
-            pass
-        yield from passages(_text(path, seen))
+        is_lines, head = path.name.lower().endswith(_JSON_LINES), ""
+        if not is_lines:
+            for text in _text(path, lambda _: None):  # a file with an error is refused as a whole
+                head = head or text
+            is_lines = self._has_lines(head, is_json=".json" in path.name.lower())
+        yield from super().read(path, seen) if is_lines else passages(_text(path, seen))
+
+    def _has_lines(self, head: str, is_json: bool) -> bool:
+        """Whether a text that begins so is JSON lines. `is_json`: its file is named so. Raises Unreadable."""
+        line, end, rest = head.partition("\n")
+        if re.match(r'\s*\[\s*\{\s*"', head) or (is_json and re.match(r"\s*\[", head)):
+            raise Unreadable(ARRAY)
+        is_object = re.match(r'\s*\{\s*"', line) and (not end or line.rstrip().endswith("}"))
+        has_text = re.search(rf'"{re.escape(self.text_field)}"\s*:', line)
+        return bool(is_object and (has_text or (is_json and rest.lstrip().startswith("{"))))
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
         """Return a passage, or parse a line."""
@@ -212,7 +226,7 @@ class TextSource(NamedFiles, defaults="data/text"):
 
 
 class JsonlSource(NamedFiles, defaults="data/jsonl"):
-    """JSON lines, one object a document: .jsonl, .jsonl.gz or .jsonl.zst, such as the Pile's files."""
+    """JSON lines, one object a document, such as the Pile's files."""
 
     usual_val_fraction: ClassVar[float] = 0.005
     suffixes: ClassVar[tuple[str, ...]] = _JSON_LINES
@@ -291,7 +305,6 @@ _ADVICE = (
     "data.path=FOLDER, if they are JSON lines with data=jsonl"
 )
 _HTTP_CLIENTS = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2"}
-_READ_BYTES = 2**20
 _PASSAGE = 16_384
 _LONGEST_PASSAGE = 2**20
 _BLANK_LINES = re.compile(r"(?:\r?\n){2,}")
@@ -351,10 +364,11 @@ def _text(path: Path, seen: Seen) -> Iterator[str]:
     """Yield the text of a file in chunks of bounded size. Raises Unreadable with the line that is not UTF-8."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     try:
-        for content in read_bytes(path, seen, _READ_BYTES):
+        for content in read_utf8(path, seen):
             text = decoder.decode(content)
             yield text
             line += text.count("\n")
         yield decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        raise Unreadable(NOT_UTF8, line + error.object.count(b"\n", 0, error.start)) from None
+        reason = BINARY if n_controls(error.object) else NOT_UTF8
+        raise Unreadable(reason, line + error.object.count(b"\n", 0, error.start)) from None

@@ -57,13 +57,6 @@ def test_an_archive_of_nothing_but_ends_of_lines_takes_little_memory(tmp_path):
     assert peak < 250_000_000  # what one read gives, and not three lists of all its lines
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.xz", "a.zip", "a.parquet"])
-def test_other_kinds_of_files_are_refused(tmp_path, name):
-    (tmp_path / name).write_bytes(b"\xfd7zXZ")
-    with pytest.raises(UserError, match="decompress or convert"):
-        list(read_lines(tmp_path / name, lambda _: None))
-
-
 @pytest.mark.parametrize("end", ["", ', "m": NaN}'])
 def test_a_line_that_is_nested_too_deep_is_malformed(end):
     deep = "[" * 100_000

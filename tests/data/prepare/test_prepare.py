@@ -98,7 +98,9 @@ def test_what_stops_a_run_can_be_skipped_by_the_next(config, corpus, tmp_path, m
     prepare(config(out_dir=str(tmp_path / "skipped"), shard_tokens=1000))
     monkeypatch.setattr(data.prepare.encode, "_BATCH_CHARACTERS", 1000)
     for _ in range(2):
-        with pytest.raises(UserError, match=r"corpus\.jsonl:151: malformed JSON: correct it, or .* on_error=skip"):
+        with pytest.raises(
+            UserError, match=r"corpus\.jsonl:151: malformed JSON: write one JSON .*; or .* on_error=skip"
+        ):
             prepare(config(on_error="stop", shard_tokens=1000))
     assert "continuing " in capsys.readouterr().out
     prepare(config(on_error="skip", shard_tokens=1000))

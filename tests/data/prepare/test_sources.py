@@ -1,7 +1,15 @@
+import bz2
+import codecs
 import gzip
+import io
 import json
+import lzma
 import os
+import random
 import sysconfig
+import tarfile
+import zipfile
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +17,7 @@ import pytest
 import zstandard
 
 from common.settings import UserError, decode, variant_names
-from data.prepare.items import LONG_WINDOW, REMEDIES, Document, Position, Unreadable
+from data.prepare.items import ARRAY, LONG_WINDOW, REMEDIES, Document, Position, Unreadable
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource, passages
 
 STRANGE = ["line\u2028separator", "next\u0085line", "crlf\r\n and cr\r", "\ufeffmark", "<|endoftext|>", "nul\0", "🐍 ü"]
@@ -52,8 +60,17 @@ def parsed(source, after=None):
     return items
 
 
+COMPRESS = {
+    ".jsonl": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
+
+
 def compress(content, suffix):
-    return {".jsonl": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](content)
+    return COMPRESS[suffix](content)
 
 
 @pytest.mark.parametrize("source_class", [StdlibSource, TextSource, JsonlSource, HubSource])
@@ -78,7 +95,7 @@ def test_stdlib_has_no_tests_and_no_installed_packages():
     assert Path(pytest.__file__).read_bytes().decode() not in texts
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", COMPRESS)
 def test_jsonl_keeps_texts_exactly(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in STRANGE]
@@ -86,7 +103,7 @@ def test_jsonl_keeps_texts_exactly(tmp_path, suffix):
     assert jsonl(path) == [Document(text, "jsonl") for text in STRANGE]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [*COMPRESS][1:])
 def test_archives_of_several_frames(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     content = b"".join(b'{"text": "%d"}\n' % i for i in range(50_000))
@@ -116,7 +133,7 @@ def test_set_names_and_text_field(tmp_path):
     assert sets == ["Pile-CC", "jsonl", "jsonl", "jsonl", "jsonl", "jsonl"]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [*COMPRESS][1:])
 @pytest.mark.parametrize("damage", ["truncated archive", "corrupted archive"])
 def test_damaged_archives_keep_what_stands_before(tmp_path, suffix, damage):
     path = tmp_path / f"a{suffix}"
@@ -146,16 +163,100 @@ def test_text_files(tmp_path):
         (tmp_path / name).write_bytes(content)
     source = TextSource(name="text", path=[str(tmp_path / "b.txt"), str(tmp_path / "**" / "*.txt")])
     items = parsed(source)
-    assert [item.text for item in items if isinstance(item, Document)] == ["\ufeffb\r\n", "a", "ü\u2028"]
+    assert [item.text for item in items if isinstance(item, Document)] == ["b\r\n", "a", "ü\u2028"]
     assert [item for item in items if isinstance(item, Refused)] == [
         ("empty document", str(tmp_path / "empty.txt"), 1),
         ("invalid UTF-8", str(tmp_path / "latin.txt"), 1),
     ]
 
 
+NOTE = "Some words of a note, ümlaut.\n" * 40
+LINES = "".join(json.dumps({"id": i, "text": f"document {i}"}) + "\n" for i in range(3))
+ARRAY_OF_THEM = f"[{', '.join(LINES.splitlines())}]"
+
+
+def an_archive(kind):
+    """A tar or zip archive of one text."""
+    file, content = io.BytesIO(), NOTE.encode() * 1000
+    if kind == "tar":
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            info = tarfile.TarInfo("note.txt")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    else:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("note.txt", content)
+    return file.getvalue()
+
+
+FORMATS = {  # name: content, and what data=text and data=jsonl make of it: texts, or the reason why there are none
+    "bom.txt": (codecs.BOM_UTF8 + NOTE.encode(), [NOTE], "malformed JSON"),
+    "marked-16.txt": (NOTE.encode("utf-16"), [NOTE], "malformed JSON"),
+    "marked-32.txt": (codecs.BOM_UTF32_BE + NOTE.encode("utf-32-be"), [NOTE], "malformed JSON"),
+    "unmarked.txt": (NOTE.encode("utf-16-le"), "binary data", "binary data"),
+    "cyrillic.txt": ("Некоторые слова заметки. ".encode("utf-16-be") * 40, "binary data", "binary data"),
+    "cut-16.txt": (NOTE.encode("utf-16")[:-1], "invalid utf-16-le", "invalid utf-16-le"),
+    "latin.txt": (NOTE.encode("latin1"), "invalid UTF-8", "invalid UTF-8"),
+    "random.bin": (random.Random(0).randbytes(2000), "binary data", "binary data"),
+    "a.pdf": (b"%PDF-1.4\n" + b"1 0 obj <<>>\n" * 99 + zlib.compress(NOTE.encode()), "binary data", "malformed JSON"),
+    "note.txt.gz": (gzip.compress(NOTE.encode()), [NOTE], "malformed JSON"),
+    "note.bz2": (bz2.compress(NOTE.encode()), [NOTE], "malformed JSON"),
+    "note.txt.XZ": (lzma.compress(NOTE.encode()), [NOTE], "malformed JSON"),
+    "note.txt.zst": (zstandard.compress(NOTE.encode()), [NOTE], "malformed JSON"),
+    "note.txt.z": (zlib.compress(random.Random(0).randbytes(999)), "binary data", "binary data"),
+    "a.tar": (an_archive("tar"), "binary data", "binary data"),
+    "a.tar.gz": (gzip.compress(an_archive("tar")), "binary data", "binary data"),
+    "a.zip": (an_archive("zip"), "binary data", "binary data"),
+    "array.json": (ARRAY_OF_THEM.encode(), "JSON array", "JSON array"),
+    "array.txt": (json.dumps(json.loads(ARRAY_OF_THEM), indent=1).encode(), "JSON array", "JSON array"),
+    "numbers.json.gz": (gzip.compress(b"[1, 2]"), "JSON array", "JSON array"),
+    "lines.json": (LINES.encode(), LINES, LINES),
+    "lines.json.gz": (gzip.compress(LINES.encode()), LINES, LINES),
+    "lines.txt": (codecs.BOM_UTF8 + LINES.encode(), LINES, LINES),
+    "lines.jsonl": (LINES.encode("utf-16"), LINES, LINES),
+    "lines.ndjson.xz": (lzma.compress(LINES.encode()), LINES, LINES),
+    "others.json": (b'{"body": 1}\n' * 2, "missing text", "missing text"),
+    "prose.txt": (
+        b'["text"] is a list, {"text": 1} is not.\n',
+        ['["text"] is a list, {"text": 1} is not.\n'],
+        "JSON array",
+    ),
+    "settings.json": (b'{"text": 1,\n "other": 2}', ['{"text": 1,\n "other": 2}'], "malformed JSON"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("source", [TextSource, JsonlSource])
+def test_formats_and_encodings_are_read_or_told_apart(tmp_path, name, source):
+    content, *results = FORMATS[name]
+    expected = results[source is JsonlSource]
+    (tmp_path / name).write_bytes(content)
+    items = parsed(decode(source, {"name": variant_names(source)[0], "path": str(tmp_path / name)}))
+    if expected is LINES:
+        expected = [f"document {i}" for i in range(3)]
+    if isinstance(expected, list):
+        assert [item.text for item in items] == expected
+    else:
+        assert {item.reason for item in items} >= {expected}
+        assert all(isinstance(item, Refused) for item in items)
+
+
+def test_advice_fits_what_is_wrong():
+    assert "latin1" not in " ".join(REMEDIES.values())
+    assert "one object a line" in REMEDIES[ARRAY]
+
+
+def test_a_document_of_zeros_is_counted(tmp_path):
+    """UTF-16 that was read as something else, and written as JSON."""
+    texts = ["a\0b\0c\0", "abc\0"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    refused, kept = jsonl(tmp_path / "a.jsonl")
+    assert (refused.reason, kept.text) == ("binary data", "abc\0")
+
+
 @pytest.mark.parametrize("n_bytes", [2, 2**20])
 def test_the_line_that_is_not_utf8_is_named(tmp_path, monkeypatch, n_bytes):
-    monkeypatch.setattr("data.prepare.sources._READ_BYTES", n_bytes)
+    monkeypatch.setattr("data.prepare.archives._READ_BYTES", n_bytes)
     for content, line in {b"\xfc": 1, b"a\n\xc3\xa9\nb\xfc\n\n": 3, b"\n\n\xc3": 3}.items():
         (tmp_path / "a.txt").write_bytes(content)
         found = parsed(TextSource(name="text", path=str(tmp_path)))
