@@ -23,11 +23,16 @@ def count(source: str) -> Counter[str]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
-    tokens = [
-        token
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if tokenize.tok_name[token.type] not in LAYOUT and token.start[0] not in docstrings
-    ]
+    tokens, opened = [], []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        # Python 3.12 and later give an f-string in parts. It counts as one token, as before.
+        if kind == "FSTRING_START":
+            opened.append(token.start)
+        if kind == "FSTRING_END":
+            token = token._replace(start=opened.pop())
+        if not opened and kind not in LAYOUT and token.start[0] not in docstrings:
+            tokens.append(token)
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
     return Counter(files=1, lines=len(lines), tokens=len(tokens))
 
