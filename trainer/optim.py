@@ -15,7 +15,8 @@ from model.layers import FusedLinear
 from trainer.distributed import World
 from trainer.transfer import TransferConfig, ratios, scales
 
-_TOGETHER = 2**20  # numbers in matrices that are multiplied together: small products take less time than their start
+_TOGETHER = 2**20  # numbers in matrices that CPUs multiply together: small products take less time than their start
+_AT_ONCE = 2**27  # numbers in updates that exist, and are sent, at once: with temporary ones about 3 GiB
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -110,8 +111,8 @@ class Muon(torch.optim.Optimizer):
     """Updates along the nearest orthogonal matrix of the gradient's running mean.
 
     torch.optim.Muon can update neither the parts of a fused weight nor weights that fsdp shards. For whole weights, the
-    update is torch's with adjust_lr_fn="match_rms_adamw". Sharded gradients are gathered, and every process computes
-    all updates.
+    update is torch's with adjust_lr_fn="match_rms_adamw". Each process computes a share of the updates, and sends it to
+    the others. State lies where its weight does, so a checkpoint does not depend on the number of processes.
     """
 
     def __init__(
@@ -121,9 +122,12 @@ class Muon(torch.optim.Optimizer):
         self._layers, scale = {layer.weight: layer for layer in block_matrices(gpt)}, scales(gpt, config.transfer)
         self._factors = {p: scale[p].muon for p in self._layers}
         self._adamw, self._world, self._dtype = adamw, world, dtype
-        self._batches = list(_alike(self._layers))
         defaults = {"lr": config.max_lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
         super().__init__(list(self._layers), defaults)
+        self._rounds, n = dict[int, list[list[Tensor]]](), 0
+        for weights in self._alike():
+            n += len(weights) * weights[0].numel()
+            self._rounds.setdefault(n // _AT_ONCE, []).append(weights)
         for p in self._layers:
             self.state[p] = {"mean": torch.zeros_like(p)}
         self.param_groups += adamw.param_groups
@@ -133,39 +137,58 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters."""
         self._adamw.step()
-        for weights in self._batches:
-            if given := {p: p.grad for p in weights if p.grad is not None}:
-                self._update(given, self._layers[weights[0]])
+        for batches in self._rounds.values():
+            if given := [own for weights in batches if (own := [p for p in weights if p.grad is not None])]:
+                self._update(given)
 
-    def _update(self, grads: dict[Tensor, Tensor], layer: nn.Linear) -> None:
-        """Update the weights of layers that are like this one."""
-        group, directions = self.param_groups[0], []
-        for p, grad in grads.items():
-            mean = self.state[p]["mean"].lerp_(grad, 1 - group["momentum"])
-            directions.append(self._world.unshard(grad.lerp(mean, group["momentum"])))  # Nesterov's momentum
-        whole = torch.stack(directions)  # (n, rows, columns)
-        if isinstance(layer, FusedLinear):
-            updates = layer.join([self._updates_of(part) for part in layer.split(whole)])
-        else:
-            updates = self._updates_of(whole)
-        for p, update in zip(grads, updates, strict=True):
-            of_p = self._world.shard_like(update, p)
-            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(of_p, alpha=group["lr"] * self._factors[p])
+    def _update(self, batches: list[list[Tensor]]) -> None:
+        """Update weights. The process with the least to do computes a batch's updates, and all of them receive them."""
+        group, world = self.param_groups[0], self._world
+        own, loads, places = list[Tensor](), [0] * world.size, list[tuple[int, int]]()
+        for batch in batches:
+            rank = loads.index(min(loads))
+            places.append((rank, loads[rank]))
+            loads[rank] += len(batch) * batch[0].numel()
+            means, grads = [self.state[p]["mean"] for p in batch], [p.grad for p in batch if p.grad is not None]
+            torch._foreach_lerp_(means, grads, 1 - group["momentum"])
+            ahead = torch.stack(grads)  # (n, rows, columns)
+            torch._foreach_lerp_(ahead.unbind(), means, group["momentum"])  # Nesterov's momentum
+            ahead = world.unshard(ahead)
+            if rank == world.rank:
+                own.append(self._updates_of(batch[0], ahead).flatten())
+        own.append(torch.empty(max(loads) - loads[world.rank], dtype=batches[0][0].dtype, device=world.device))
+        everyones, weights, updates = world.gather(torch.cat(own)), list[Tensor](), list[Tensor]()
+        for batch, (rank, first) in zip(batches, places, strict=True):
+            n = len(batch) * batch[0].numel()
+            found = everyones[rank].narrow(0, first, n).view(len(batch), *batch[0].shape)
+            updates += [world.shard_like(update, p) for update, p in zip(found, batch, strict=True)]
+            weights += batch
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_sub_(weights, updates, alpha=group["lr"])
 
-    def _updates_of(self, x: Tensor) -> Tensor:
-        """Return matrices' updates, with the root mean square of AdamW's updates, about 0.2 (Liu et al. 2025)."""
-        return 0.2 * max(x.shape[1:]) ** 0.5 * orthogonal(x, self._dtype)
+    def _updates_of(self, p: Tensor, x: Tensor) -> Tensor:
+        """Return updates, before the learning rate, of weight p and those like it from gradients x (n, rows, columns).
 
+        Their root mean square is that of AdamW's updates, about 0.2 (Liu et al. 2025).
+        """
+        layer = self._layers[p]
+        parts = layer.split(x) if isinstance(layer, FusedLinear) else [x]
+        updates = [
+            0.2 * max(part.shape[1:]) ** 0.5 * self._factors[p] * orthogonal(part, self._dtype) for part in parts
+        ]
+        return layer.join(updates) if isinstance(layer, FusedLinear) else updates[0]
 
-def _alike(layers: dict[Tensor, nn.Linear]) -> Iterator[list[Tensor]]:
-    """Yield weights of one shape whose rows are divided in the same way, small ones together."""
-    kinds = dict[Any, list[Tensor]]()
-    for p, layer in layers.items():
-        division = (layer.parts, layer.n_group) if isinstance(layer, FusedLinear) else None
-        kinds.setdefault((p.shape, division), []).append(p)
-    for weights in kinds.values():
-        n = max(1, _TOGETHER // weights[0].numel())
-        yield from (weights[i : i + n] for i in range(0, len(weights), n))
+    def _alike(self) -> Iterator[list[Tensor]]:
+        """Yield weights of one shape and learning rate whose rows are divided in the same way."""
+        kinds, on_cpu = dict[Any, list[Tensor]](), self._world.device.type == "cpu"
+        for p, layer in self._layers.items():
+            division = (layer.parts, layer.n_group) if isinstance(layer, FusedLinear) else None
+            kinds.setdefault((p.shape, division, self._factors[p]), []).append(p)
+        for weights in kinds.values():
+            numel, share = weights[0].numel(), -(-len(weights) // self._world.size)
+            n = _TOGETHER // numel if on_cpu else min(_AT_ONCE // numel, share)
+            n = max(1, n)
+            yield from (weights[i : i + n] for i in range(0, len(weights), n))
 
 
 def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,22 @@
 """Parameter groups, an optimizer's state by name, and Muon against its definition and torch's own."""
 
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from alone import open_run
 from safetensors.torch import load, save
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cli.compose import compose
+from common.settings import decode
 from model.gpt import GPT
 from model.layers import FusedLinear
 from trainer import optim
+from trainer.config import TrainConfig
+from trainer.distributed import World
 from trainer.optim import AdamWConfig, MuonConfig, block_matrices, named_state, orthogonal
 
 OPTIM = AdamWConfig(name="adamw", max_lr=1e-2, weight_decay=0.3)
@@ -151,6 +160,75 @@ def test_muon_is_torchs_own_for_each_of_the_matrices(tiny, monkeypatch, together
         ours.zero_grad()
     for mine, theirs in zip(matrices([m.weight.detach() for m in layers]), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("at_once", [1, 2**27])
+def test_processes_share_muons_products_and_no_bit_changes(tiny, monkeypatch, at_once):
+    """Three processes are threads here; `at_once` is what they send at once."""
+    sent, meeting, products, definition = [None] * 3, threading.Barrier(3), Counter(), optim.orthogonal
+
+    class Sharing(World):
+        def gather(self, value):
+            sent[self.rank] = value
+            meeting.wait(60)
+            values = list(sent)
+            meeting.wait(60)
+            return values
+
+    def counted(x, dtype):
+        products[threading.current_thread().name] += x.numel()
+        return definition(x, dtype)
+
+    def trained(gpt, world):
+        optimizer, generator = TRANSFERRED.build(gpt, world), torch.Generator().manual_seed(1)
+        for _ in range(3):
+            for p in gpt.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        return [*gpt.parameters(), *named_state(gpt, optimizer).values()]
+
+    monkeypatch.setattr(optim, "_TOGETHER", 1)
+    monkeypatch.setattr(optim, "_AT_ONCE", at_once)
+    monkeypatch.setattr(optim, "orthogonal", counted)
+    gpts = [GPT(tiny(FLAGSHIP).model) for _ in range(4)]
+    for gpt in gpts:
+        gpt.load_state_dict(gpts[0].state_dict())
+    alone = trained(gpts.pop(), World(torch.device("cpu")))
+    (all_products,) = products.values()
+    products.clear()
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(trained, gpts, [Sharing(torch.device("cpu"), rank, 3) for rank in range(3)]))
+    for theirs in found:
+        assert all(torch.equal(a, b) for a, b in zip(alone, theirs, strict=True))
+    if at_once > 1:
+        assert max(products.values()) < 0.5 * all_products == 0.5 * sum(products.values())
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that launch kernels on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view and func.namespace == "aten" and func is not torch.ops.aten._unsafe_view.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_muon_updates_the_flagship_in_few_launches(monkeypatch, size):
+    """On the device "meta", which stands for a GPU: 2,376 if each matrix is updated by itself."""
+    config = decode(TrainConfig, compose("train", ["model=flagship_125m", "optim=muon", "dataset_dir=none"]))
+    monkeypatch.setattr(World, "gather", lambda self, value: [value] * self.size)
+    with torch.device("meta"):
+        gpt = GPT(config.model)
+    optimizer = config.optim.build(gpt, World(gpt.embed.weight.device, 0, size), torch.bfloat16)
+    for layer in block_matrices(gpt):
+        layer.weight.grad = torch.empty_like(layer.weight)
+    with Launches() as launches:
+        optimizer.step()
+    assert 100 < launches.count < 250
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
