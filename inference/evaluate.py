@@ -72,7 +72,9 @@ def run_evaluation(config: EvaluateConfig) -> None:
     if plan.dataset_dir == checkpoint.state.dataset_dir:
         config = config.model_copy(update={"dataset_dir": None})
     with join_world(plan.loaded.runtime.device) as world:
-        world.check_same(plan.loaded.identity, f"checkpoint={config.checkpoint}")
+        settings = config.model_dump(mode="json", exclude={"checkpoint", "dataset_dir", "runtime"})
+        data = {"weights": plan.loaded.identity, "dataset_fingerprint": plan.manifest.fingerprint}
+        world.check_equal("settings", settings | data)
         result = measure(plan, world)
         show_evaluation(result, str(checkpoint.path))
         if world.is_main:

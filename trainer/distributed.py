@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import re
 import traceback
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from common.commit import code_digest
 from common.console import console, print_error
 from common.exits import AGAIN
-from common.settings import UserError
+from common.settings import UserError, differences
 from trainer.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class World:
     deadline: Deadline | None = field(default=None, repr=False, compare=False)
     timeout: timedelta | None = field(default=None, repr=False, compare=False)
     """How long an operation may wait for the others."""
+    store: Any = field(default=None, repr=False, compare=False)
+    """A torch.distributed.Store that all processes share."""
 
     @property
     def is_main(self) -> bool:
@@ -76,11 +80,21 @@ class World:
         own = torch.tensor(list(text.encode()[:500].ljust(500, b"\0")), dtype=torch.uint8, device=self.device)
         return [bytes(other.tolist()).rstrip(b"\0").decode(errors="replace") for other in self.gather(own)]
 
-    def check_same(self, identity: str, given: str) -> None:
-        """Raise UserError if the checkpoint that `given` names has another identity in another process."""
-        if len(set(self.gather_text(identity))) > 1:
-            remedy = "give a step-... folder that all of them see"
-            raise UserError(f"{given} is not the same checkpoint in all processes: {remedy}")
+    def check_equal(self, name: str, values: Mapping[str, Any]) -> None:
+        """Raise UserError in all processes if these values, which JSON can hold, are not the same in all of them.
+
+        Args:
+            name: of the comparison, which every process makes once.
+        """
+        if self.size == 1:
+            return
+        self.store.set(f"{name}/{self.rank}", json.dumps(values))
+        first, *others = (json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.size))
+        for rank, found in enumerate(others, start=1):
+            if differ := differences(first, found):
+                listed = ", ".join(f"{key}={here} (process 0: {there})" for key, (there, here) in differ.items())
+                remedy = "start the same command with the same code and data in every process"
+                raise UserError(f"process {rank} differs from process 0 in {listed}: {remedy}")
 
     def wait_for_all(self) -> None:
         """Return once every process has called this."""
@@ -217,7 +231,8 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
             forever.
 
     Raises:
-        UserError: the launcher's variables are not complete, or there is no GPU for this process.
+        UserError: the launcher's variables are not complete, there is no GPU for this process, or processes differ in
+            code, torch or kind of device.
         SystemExit: another process is gone; one line says why. With status AGAIN, only the steps since the last
             checkpoint are lost; with status 1, the other process has printed an error that a person must fix.
     """
@@ -239,11 +254,14 @@ def join_world(device: torch.device, hang_seconds: float | None = None) -> Itera
         timeout = _FOREVER if hang_seconds is None else timedelta(seconds=2 * hang_seconds + min(10 * hang_seconds, 60))
         how: dict[str, Any] = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
         group_store = _connect(hosts_store, size, timeout)
-        dist.init_process_group(store=group_store, rank=rank, world_size=size, timeout=timeout, **how)
         # A connection of its own, because the group's may be in use when everything hangs.
         store = dist.PrefixStore("deadline", _connect(False, size, timedelta(seconds=min(hang_seconds or 60, 60))))
         deadline = Deadline(hang_seconds, rank, store)
-        yield World(device, rank, size, deadline, timeout=timeout)
+        world = World(device, rank, size, deadline, timeout, group_store)
+        # First, as processes that differ may be unable to form a group.
+        world.check_equal("versions", {"code": code_digest(), "torch": torch.__version__, "device": device.type})
+        dist.init_process_group(store=group_store, rank=rank, world_size=size, timeout=timeout, **how)
+        yield world
     except BaseException as error:
         abort = device.type == "cuda" and (_is_own(error) or _is_lost_peer(error))
         failed = None if deadline is None else deadline.stop(failed=_is_own(error))

@@ -31,6 +31,8 @@ from trainer.step import SummedLoss
 from trainer.transfer import scale_weights
 
 _FIXED = set(FixedSettings.model_fields)
+_MAY_DIFFER: Any = {"run_dir": True, "dataset_dir": True, "tracker": True, "runtime": {"device"}}
+"""Settings of each process: where it finds what is the same, and what only the main process uses."""
 
 
 @dataclass
@@ -72,7 +74,7 @@ def open_run(config: TrainConfig, runtime: Runtime, world: World) -> Run:
         UserError: data, configuration, checkpoint or processes do not fit each other.
     """
     manifest, tokenizer, batches, windows = open_data(config)
-    _check_processes(config, runtime, world)
+    _check_processes(config, runtime, world, manifest)
     if config.data.mixture is not None:
         batches.mix(config.dataset_dir, manifest, config.data.mixture)
     checkpoint = find_checkpoint(config.run_dir, world)
@@ -120,8 +122,12 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
     return manifest, tokenizer, batches, windows
 
 
-def _check_processes(config: TrainConfig, runtime: Runtime, world: World) -> None:
-    """Raise UserError if the processes cannot share a batch, or chose different types."""
+def _check_processes(config: TrainConfig, runtime: Runtime, world: World, manifest: Manifest) -> None:
+    """Raise UserError if the processes differ in what must be equal, or cannot share a batch."""
+    settings = config.model_dump(mode="json", exclude=_MAY_DIFFER)
+    settings["runtime"]["dtype"] = str(runtime.dtype).removeprefix("torch.")  # what auto has chosen
+    data = {"dataset_fingerprint": manifest.fingerprint, "tokenizer": manifest.tokenizer.sha256}
+    world.check_equal("settings", settings | data | {"init_from": config.init_from is not None})
     share = config.runtime.context_parallel
     if world.size % share:
         what = f"runtime.context_parallel={share} does not divide {world.size} processes"
@@ -133,8 +139,6 @@ def _check_processes(config: TrainConfig, runtime: Runtime, world: World) -> Non
     if config.runtime.strategy == "fsdp" and config.batch_size % world.size:
         needed = f"divisible among {world.size} processes, as runtime.strategy=fsdp needs"
         raise UserError(f"{given}, not {needed}: change one of them, or use runtime.strategy=ddp")
-    if len(types := sorted(set(world.gather_text(str(runtime.dtype))))) > 1:
-        raise UserError(f"runtime.dtype=auto is {' and '.join(types)} on these machines: name one type")
 
 
 def sequences_of(rank: int, size: int, batch_size: int) -> tuple[int, int]:
@@ -289,7 +293,7 @@ def take_weights(gpt: GPT, path: Path, tokenizer: Tokenizer, world: World) -> No
     """
     world.at(f"reading init_from={path}")
     source, weights = open_source(path, gpt.config, tokenizer), gpt.state_dict()
-    world.check_same(source.identity(), f"init_from={path}")
+    world.check_equal("init_from", {"the weights of init_from": source.identity()})
     stored = read_weights(source, gpt, rows=world.rows(weights))
     with torch.no_grad():
         for name, value in weights.items():

@@ -1,11 +1,13 @@
 """init_from: a run begins with the weights of a checkpoint, on any dataset of the same tokenizer."""
 
+import json
 import shutil
 
 import pytest
 import torch
 from alone import open_run
 from test_fsdp import assert_same_checkpoint
+from torch.distributed import HashStore
 
 from common.settings import UserError
 from trainer.checkpoint import load_model, open_checkpoint
@@ -74,10 +76,11 @@ def test_processes_that_do_not_see_the_same_checkpoint_are_refused(tiny, tmp_pat
     """As where each machine has a disk of its own."""
     fit(tiny({"stop_at": 2}))
     gpt, tokenizer = load_model(tmp_path / "run")
-    world = World(torch.device("cpu"), rank=1, size=2)
-    monkeypatch.setattr(World, "gather_text", lambda self, text: ["step-00000003", text])
-    with pytest.raises(UserError, match=r"is not the same checkpoint in all processes: give a step-"):
+    world = World(torch.device("cpu"), rank=1, size=2, store=HashStore())
+    world.store.set("init_from/0", json.dumps({"the weights of init_from": "others"}))
+    with pytest.raises(UserError, match=r"^process 1 differs from process 0 in the weights of init_from="):
         take_weights(gpt, tmp_path / "run", tokenizer, world)
+    monkeypatch.setattr(World, "gather_text", lambda self, text: ["step-00000003", text])
     message = "process 1 cannot see .*step-00000003 as the main process does .*: put run_dir where all machines see it"
     with pytest.raises(UserError, match=message) as error:
         find_checkpoint(tmp_path / "run", world)

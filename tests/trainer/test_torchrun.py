@@ -1,6 +1,7 @@
 """Several processes are one: the same run from 1 or 2 processes, on one machine or as two agents."""
 
 import json
+import shutil
 
 import pytest
 import ranks
@@ -70,6 +71,63 @@ def assert_same_values(a, b):
             assert_same_values(a[key], b[key])
     else:
         assert a == (pytest.approx(b, rel=1e-12) if isinstance(b, float) else b)
+
+
+OTHERWISE = """
+import os, runpy, sys
+import torch
+import trainer.distributed
+script, *sys.argv[1:], other = sys.argv[1:]
+if os.environ["RANK"] == "1" and other.startswith("+"):
+    sys.argv += other[1:].split()
+elif os.environ["RANK"] == "1":
+    exec(other)
+runpy.run_path(script, run_name="__main__")
+"""
+CODE = "trainer.distributed.code_digest = lambda: 'mine'"
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            "+optim.max_lr=0.5 seed=2",
+            "optim.max_lr=0.5 (process 0: 0.01), seed=2 (process 0: 1): start the same command",
+        ),
+        pytest.param("+eval.every=2 max_steps=30", "eval.every=2 (process 0: 5), max_steps=30", marks=pytest.mark.slow),
+        pytest.param("+model.n_embd=32", "model.n_embd=32 (process 0: 16)", marks=pytest.mark.slow),
+        pytest.param("+runtime.dtype=float64", "runtime.dtype=float64 (process 0", marks=pytest.mark.slow),
+        pytest.param("+init_from=OTHER", "init_from=True (process 0: False)", marks=pytest.mark.slow),
+        pytest.param("+dataset_dir=OTHER", "dataset_fingerprint=", marks=pytest.mark.slow),
+        pytest.param("torch.__version__ = '2.9'", "torch=2.9 (process 0: ", marks=pytest.mark.slow),
+        pytest.param(CODE, "code=mine (process 0: ", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_that_were_started_differently_are_refused_by_each(args, make_dataset, tmp_path, other, said):
+    if "OTHER" in other:
+        other = other.replace("OTHER", str(make_dataset(seed=1)))
+    for result in ranks.run(2, "-c", OTHERWISE, "train.py", *args, other):
+        assert result.status == 1
+        (line,) = result.err.splitlines()
+        assert "process 1 differs from process 0 in " in line
+        assert said in line
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_paths_devices_and_trackers_of_processes_may_differ(args, dataset_dir, tmp_path):
+    copied = shutil.copytree(dataset_dir, tmp_path / "copied")
+    other = f"+dataset_dir={copied} runtime.device=auto tracker=tensorboard"
+    results = ranks.run(2, "-c", OTHERWISE, "train.py", *args, other)
+    assert [(result.status, result.err) for result in results] == [(0, "")] * 2
+    evaluate = ["eval.py", f"checkpoint={tmp_path / 'run'}", "contexts=[]", "batches=1", "runtime.device=cpu"]
+    last, first = (str(path) for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"), reverse=True))
+    results = ranks.run(2, "-c", OTHERWISE, *evaluate, f"+checkpoint={last} dataset_dir={copied}")
+    assert [(result.status, result.err) for result in results] == [(0, "")] * 2
+    for other, said in [(f"checkpoint={first}", "weights="), ("batches=2", "batches=2 (process 0: 1)")]:
+        for result in ranks.run(2, "-c", OTHERWISE, *evaluate, f"+{other}"):
+            assert result.status == 1
+            assert said in result.err
 
 
 LAST_HOLDER = """
