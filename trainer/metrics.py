@@ -5,11 +5,12 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from common.console import warn
-from common.files import file_size, sync_directory
-from common.settings import UserError
+import orjson
+
+from common.console import count, warn
+from common.files import file_size, sync_directory, write_atomic
 
 
 class MetricsLog:
@@ -58,7 +59,7 @@ class MetricsLog:
         """
         with self._lock:
             self._write_recent()
-            count = len(self._recent)
+            size = len(self._recent)
         try:
             os.fsync(self._file)
         except OSError as error:  # the system may have dropped what it could not write
@@ -66,8 +67,8 @@ class MetricsLog:
                 self._written = 0
             raise self._with_path(error) from None
         with self._lock:
-            self._synced, self._written = self._synced + count, self._written - count
-            del self._recent[:count]
+            self._synced, self._written = self._synced + size, self._written - size
+            del self._recent[:size]
 
     def close(self) -> None:
         """Close the file.
@@ -94,44 +95,51 @@ class MetricsLog:
 
 
 def _drop_later(path: Path, step: int) -> None:
-    """Cut the file after its last line up to `step`, which needs no room on disk."""
-    end, damage = 0, None
+    """Cut the file after its last line up to `step`, which needs no room on disk, and leave out damaged lines."""
+    end, last, damaged, before_end = 0, 0, 0, 0
     with open(path, "rb") as file:
-        for number, text in _numbered_lines(file):
-            try:
-                later = _parse(path, number, text)["step"] > step
-            except UserError as error:  # after a power cut, the lines since the last sync may hold anything
-                damage = damage or error
-                continue
-            if not later and damage is not None:
-                raise damage
-            end = end if later else file.tell()
+        for text in file:
+            if (line := _parse(text)) is None:
+                damaged += not text.isspace()
+            elif line["step"] <= step:
+                end, last, before_end = file.tell(), line["step"], damaged
     os.truncate(path, end)
+    if last == step:
+        damaged = before_end  # later ones are of steps that come again
+    if damaged:
+        with open(path, "rb") as file:
+            write_atomic(path, b"".join(text for text in file if _parse(text)))
+        _warn_of(path, damaged)
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a metrics.jsonl, one at a time. An incomplete last line, left by a crash, is ignored.
+    """Yield the lines of a metrics.jsonl, one at a time.
 
-    Raises:
-        UserError: a line is damaged.
+    Lines that cannot be read are left out, with a warning; an incomplete last line, left by a crash, without.
     """
+    damaged = 0
     with open(path, "rb") as file:
-        for number, text in _numbered_lines(file):
-            yield _parse(path, number, text)
+        for text in file:
+            if (line := _parse(text)) is not None:
+                yield line
+            elif text.endswith(b"\n"):
+                damaged += not text.isspace()
+    if damaged:
+        _warn_of(path, damaged)
 
 
-def _numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the whole lines that are not empty."""
-    lines = enumerate(file, start=1)
-    return ((number, text) for number, text in lines if text.endswith(b"\n") and text.strip())
+def _warn_of(path: Path, damaged: int) -> None:
+    warn(f"{path}: left out {count(damaged, 'line')} that cannot be read")
 
 
-def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
+def _parse(text: bytes) -> dict[str, Any] | None:
+    """Return a line with what all readers need of it; None: it is not whole."""
+    if not text.endswith(b"\n"):
+        return None
     try:
-        line: dict[str, Any] = json.loads(text.decode(errors="replace"))
-        if type(line["step"]) is not int:
-            raise TypeError("its step is not an integer")
-    except (ValueError, RecursionError, TypeError, KeyError) as error:
-        remedy = "fix or delete that line, or use another run_dir"
-        raise UserError(f"{path} is damaged in line {number} ({error}): {remedy}") from None
-    return line
+        line: dict[str, Any] = orjson.loads(text)
+        losses = [line[key] + 0.0 for key in ("loss", "val_loss") if key in line]
+        whole = type(line["step"]) is int and (not losses or type(line["tokens"]) is int)
+    except (ValueError, TypeError, KeyError):
+        return None
+    return line if whole else None

@@ -198,7 +198,7 @@ def test_what_is_no_file_costs_a_warning(tmp_path, capsys, name, replace):
     path.unlink()
     replace(path)
     records = read_records([tmp_path])
-    left_out = name == "metrics.jsonl"
+    left_out = name == "metrics.jsonl" and not path.is_file()
     assert len(records) == 2 - left_out
     is_no_run = left_out and replace is os.mkdir
     assert capsys.readouterr().err.count("warning: ") == 1 - is_no_run
@@ -248,7 +248,8 @@ def test_a_page_follows_a_sweep_from_job_to_job_whatever_it_meets(tmp_path, monk
     assert next(looks) == 6 + 12
     assert 'http-equiv="refresh"' not in page.read_text()
     assert len(data_of(page.read_text())["runs"]) == 2
-    assert capsys.readouterr().err.count("trying again in 10 seconds") == 2
+    err = capsys.readouterr().err
+    assert err.count("trying again in 10 seconds") == err.count("left out 1 line that cannot be read") == 1
 
 
 def test_torch_is_not_imported(run_process):

@@ -9,7 +9,6 @@ import time
 import pytest
 from faults import LimitedFiles, SmallDisk
 
-from common.settings import UserError
 from trainer import metrics
 from trainer.metrics import MetricsLog
 
@@ -60,8 +59,8 @@ def test_a_log_that_is_missing_when_a_run_goes_on_is_said(path, opened, capsys):
     [
         ("", ""),
         (
-            '{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 3}\n{"st',
-            '{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 3}\n',
+            '{"step": 1}\n{"step": 2}\n{"step": 2, "tokens": 4, "val_loss": 3}\n{"st',
+            '{"step": 1}\n{"step": 2}\n{"step": 2, "tokens": 4, "val_loss": 3}\n',
         ),
         ('{"st', ""),
         ('{"step": 1}\n{"step":2,  "a": 0.10}\n{"step": 3}\n', '{"step": 1}\n{"step":2,  "a": 0.10}\n'),
@@ -84,16 +83,35 @@ def test_a_log_refuses_what_is_not_json(path, opened):
     assert steps(path) == [1]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [b"\x00\xff", b"{", b"[]", b"3", b'"step"', b"{}", b'{"step": "2"}', b'{"step": true}', b"[" * 100_000],
-    ids=lambda damage: repr(damage[:20]),
-)
-def test_a_damaged_line_in_the_middle_is_named(path, damage):
-    path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 2}\n')
-    for read in (read_metrics, lambda path: MetricsLog(path, resumed_at=5)):
-        with pytest.raises(UserError, match=r"metrics\.jsonl is damaged in line 2 .*: fix or delete that line"):
-            read(path)
+DAMAGE = [
+    b"\0" * 5000,
+    b"\xff",
+    b"{",
+    b"[]",
+    b"3",
+    b'"step"',
+    b"{}",
+    b'{"step": "2"}',
+    b'{"step": true}',
+    b"[" * 100_000,
+]
+DAMAGE += [b'{"step": 1, "loss": 3}', b'{"step": 1, "tokens": 64, "loss": null}']
+DAMAGE += [b'{"step": 1, "tokens": 64, "val_loss": "3"}', b'{"step": 1, "tokens": 64, "val_loss": NaN}']
+
+
+def test_damaged_lines_are_left_out_counted_and_removed_when_the_run_goes_on(path, opened, capsys):
+    lines = [b'{"step": %d}\n' % step for step in (1, 2, 3)]
+    path.write_bytes(lines[0] + b"\n".join(DAMAGE) + b"\n" + lines[1] + lines[2] + b"\0{\n")
+    warning = f"warning: {path}: left out {{}} that cannot be read\n"
+    assert steps(path) == [1, 2, 3]
+    assert capsys.readouterr().err == warning.format(f"{len(DAMAGE) + 1} lines")
+    opened(resumed_at=2)
+    assert path.read_bytes() == lines[0] + lines[1]
+    assert capsys.readouterr().err == warning.format(f"{len(DAMAGE)} lines")
+    path.write_bytes(lines[0] + b"\0{\n")
+    opened(resumed_at=2)
+    assert path.read_bytes() == lines[0]
+    assert capsys.readouterr().err == warning.format("1 line"), "it was of a step that does not come again"
 
 
 @pytest.fixture(params=["limit", "tmpfs"])

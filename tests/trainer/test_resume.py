@@ -124,6 +124,17 @@ def test_other_changed_settings_are_said(tiny, capsys):
     ]
 
 
+def test_a_run_with_a_damaged_log_goes_on(tiny, tmp_path, capsys, pictures):
+    fit(tiny({"run_dir": tmp_path / "whole"}))
+    fit(tiny({"stop_at": 4}))
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_bytes(b'\0\0\n{"step": 1, "loss": 5}\n{"step": 1, "tokens": 64, "loss": "x"}\n' + log.read_bytes())
+    capsys.readouterr()
+    fit(tiny())
+    assert capsys.readouterr().err == f"warning: {log}: left out 3 lines that cannot be read\n"
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
 def test_another_tokenizer_than_the_manifests_is_refused(tiny, tmp_path):
     dataset = shutil.copytree(tiny().dataset_dir, tmp_path / "dataset")
     edit(dataset / "manifest.json", lambda manifest: manifest["tokenizer"].update(sha256="0" * 64))
