@@ -41,7 +41,7 @@ train: .venv/installed  ## prepare the embedded corpus, train a small log-space 
 		'source .venv/bin/activate' \
 		'python eval.py checkpoint=$(RUN)                                # the whole split, and contexts up to 64K: minutes' \
 		'python sample.py checkpoint=$(RUN) prompt="class Tree:" num_samples=3' \
-		'python train.py run_dir=$(RUN) max_steps=8000                    # on, with the schedule of a longer run' \
+		'python train.py experiment=quickstart run_dir=runs/longer max_steps=8000   # a longer run, with its own schedule' \
 		'python train.py experiment=quickstart run_dir=runs/softmax model=softmax_1m                     # softmax attention' \
 		'python train.py -m experiment=quickstart run_dir=runs/sweep optim.max_lr=3e-3,1e-2 seed=1,2'
 

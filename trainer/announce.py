@@ -1,5 +1,6 @@
 """What a run prints before its first step."""
 
+import math
 from collections import Counter
 
 import torch
@@ -14,15 +15,31 @@ _FLOPS_OF_A_CORE = 2.5e10  # in a second, of a CPU that trains a small model
 _LONG_STEP = 60  # seconds
 
 
-def announce(run: Run) -> None:
-    """Print what will be trained, and warn if the first step will take minutes."""
+def announce(run: Run, last: tuple[int, float] | None = None) -> None:
+    """Print what will be trained, and warn if the learning rate jumps or the first step will take minutes.
+
+    Args:
+        last: the last step of a run that goes on, and its learning rate.
+    """
     for line in start_lines(run):
         say(line)
+    if last is not None:
+        _compare_rates(run, *last)
     speed = torch.get_num_threads() * _FLOPS_OF_A_CORE
     seconds = run.gpt.flops_per_token(run.config.seq_len) * run.config.tokens(1) / run.world.size / speed
     if run.world.device.type == "cpu" and seconds > _LONG_STEP:
         small = "give experiment=quickstart, or model=... and fewer batch_tokens"
         warn(f"a step takes about {count(round(seconds / 60), 'minute')} on this CPU; for a smaller model, {small}")
+
+
+def _compare_rates(run: Run, step: int, before: float) -> None:
+    """Warn if the learning rate does not go on from what it was in `step`, as with another max_steps."""
+    config, schedule = run.config, run.config.schedule
+    again, now = (config.optim.max_lr * schedule.factor(n, config.max_steps) for n in (step - 1, run.state.step))
+    if not math.isclose(before, again, rel_tol=1e-6):
+        rates = f"the learning rate goes from {before:.3g} (step {step}) to {now:.3g} (step {run.state.step + 1})"
+        jumps = now > before and schedule.longer
+        warn(f"{rates}; to train longer without a jump: {schedule.longer}" if jumps else rates)
 
 
 def start_lines(run: Run) -> list[str]:

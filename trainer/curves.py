@@ -60,6 +60,8 @@ class RunCurves:
         """Tokens and validation loss of every evaluation."""
         self.samples: list[tuple[int, str]] = []
         """Step and text of every sample."""
+        self.rate: tuple[int, float] | None = None
+        """The last step of training, and its learning rate."""
         for line in lines:
             self.add(line)
 
@@ -67,6 +69,8 @@ class RunCurves:
         """Add a line; events are ignored."""
         if "loss" in line and "event" not in line:
             self.loss.add(line["tokens"], line["loss"])
+            if isinstance(line.get("lr"), float):
+                self.rate = line["step"], line["lr"]
         elif "val_loss" in line:
             self.val.append((line["tokens"], line["val_loss"]))
             if "sample" in line:

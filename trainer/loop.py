@@ -73,6 +73,8 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
     if run.state.step >= config.last_step:
         step = run.state.step
         more = f"stop_at above {step}, or leave it out" if step < config.max_steps else f"max_steps above {step}"
+        if step >= config.max_steps and config.schedule.longer:
+            more += f"; without a jump of the learning rate: {config.schedule.longer}"
         say(f"{config.run_dir} is already at step {step}: nothing to train. To continue, give a {more}")
         return run.state.best_val_loss
     steps, stopped = range(run.state.step, config.last_step), False
@@ -305,7 +307,7 @@ def _open_files(run: Run) -> Iterator[tuple[Records, Saver]]:
     world.wait_for_all()  # until every process has read what the main process is about to change
     records = Records(run)
     if world.is_main:
-        announce(run)
+        announce(run, records.curves.rate)
     saver = Saver(config.run_dir, run.tokenizer, config.checkpoint, world, records.log, run.checkpoint)
     try:
         yield records, saver

@@ -140,6 +140,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
         line: dict[str, Any] = orjson.loads(text)
         losses = [line[key] + 0.0 for key in ("loss", "val_loss") if key in line]
         whole = type(line["step"]) is int and (not losses or type(line["tokens"]) is int)
+        whole &= isinstance(line.get("sample", ""), str)
     except (ValueError, TypeError, KeyError):
         return None
     return line if whole else None

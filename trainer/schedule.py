@@ -4,7 +4,7 @@ Each returns a factor of `optim.max_lr`, so that a sweep over max_lr scales the 
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,8 @@ from common.settings import Settings
 class _Schedule(Settings):
     """Linear warm-up from 0, then constant."""
 
+    longer: ClassVar[str | None] = "start a run of that length in another run_dir"
+    """How to train longer than a finished run without a jump of the rate, in a few words; None: with max_steps."""
     warmup_steps: int = Field(ge=0)
     """Steps until the maximum."""
 
@@ -74,6 +76,7 @@ class Cosine(_Schedule, defaults="schedule/cosine"):
 class WSD(_Schedule, defaults="schedule/wsd"):
     """Linear warm-up, constant phase, decay (Hu et al. 2024). The constant phase can be extended at any time."""
 
+    longer = "continue a copy of the run from a checkpoint before the decay (docs/training.md)"
     name: Literal["wsd"]
     decay: float = Field(gt=0, le=1)
     """Length of the decay, as a fraction of max_steps; 1: from the end of the warm-up."""
@@ -93,6 +96,7 @@ class WSD(_Schedule, defaults="schedule/wsd"):
 class Constant(_Schedule, defaults="schedule/constant"):
     """Linear warm-up, then constant."""
 
+    longer = None
     name: Literal["constant"]
 
     def falls_after(self, max_steps: int) -> int:

@@ -97,6 +97,7 @@ DAMAGE = [
 ]
 DAMAGE += [b'{"step": 1, "loss": 3}', b'{"step": 1, "tokens": 64, "loss": null}']
 DAMAGE += [b'{"step": 1, "tokens": 64, "val_loss": "3"}', b'{"step": 1, "tokens": 64, "val_loss": NaN}']
+DAMAGE += [b'{"step": 1, "tokens": 64, "val_loss": 3, "sample": null}']
 
 
 def test_damaged_lines_are_left_out_counted_and_removed_when_the_run_goes_on(path, opened, capsys):

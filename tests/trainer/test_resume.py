@@ -14,6 +14,7 @@ from data.loader import TrainBatches
 from data.shards import read_manifest
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.loop import fit
+from trainer.schedule import WSD, OneCycle
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -66,8 +67,9 @@ def test_a_finished_run_says_so_and_changes_nothing(tiny, tmp_path, capsys):
     fit(tiny())
     before = snapshot(tmp_path / "run")
     for changes, said in [
-        ({}, "a max_steps above 6"),
-        ({"stop_at": 3}, "a max_steps above 6"),
+        ({}, f"a max_steps above 6; without a jump of the learning rate: {OneCycle.longer}\n"),
+        ({"schedule.name": "wsd"}, f"a max_steps above 6; without a jump of the learning rate: {WSD.longer}\n"),
+        ({"schedule.name": "constant", "stop_at": 3}, "a max_steps above 6\n"),
         ({"stop_at": 3, "max_steps": 8}, "a stop_at above 6, or leave it out"),
     ]:
         capsys.readouterr()
@@ -83,6 +85,38 @@ def test_a_finished_run_goes_on_when_it_is_made_longer_and_keeps_its_name(tiny, 
     state = open_checkpoint(tmp_path / "run").state
     assert (state.step, state.run_id) == (8, name)
     assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "before", "after", "advice"),
+    [
+        ({"name": "one_cycle"}, "0.001", "0.0055", OneCycle.longer),
+        ({"name": "wsd", "decay": 0.5}, "0", "0.01", WSD.longer),
+        ({"name": "constant"}, None, None, None),
+    ],
+)
+def test_a_jump_of_the_learning_rate_is_said_before_the_first_step(tiny, capsys, schedule, before, after, advice):
+    schedule = {"schedule": {"warmup_steps": 2, **schedule}}
+    fit(tiny(schedule | {"stop_at": 4}))
+    fit(tiny(schedule))
+    assert capsys.readouterr().err == "", "a run that goes on as planned has no jump"
+    fit(tiny(schedule | {"max_steps": 12}))
+    rates = f"warning: the learning rate goes from {before} (step 6) to {after} (step 7)"
+    assert capsys.readouterr().err == (f"{rates}; to train longer without a jump: {advice}\n" if advice else "")
+    fit(tiny(schedule | {"max_steps": 13, "optim.max_lr": 1e-4}))
+    assert "the learning rate goes from " in capsys.readouterr().err
+
+
+def test_wsd_continued_from_before_its_decay_is_the_longer_run(tiny, tmp_path, capsys):
+    wsd = {"schedule": {"name": "wsd", "warmup_steps": 2, "decay": 0.5}, "checkpoint": {"every": 2, "keep_every": 2}}
+    fit(tiny(wsd))
+    shutil.copytree(tmp_path / "run", tmp_path / "longer")
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "longer" / "checkpoints" / f"step-{step:08}")
+    fit(tiny(wsd | {"max_steps": 12, "run_dir": tmp_path / "longer"}))
+    fit(tiny(wsd | {"max_steps": 12, "run_dir": tmp_path / "whole"}))
+    assert capsys.readouterr().err == ""
+    assert_same_run(tmp_path / "whole", tmp_path / "longer")
 
 
 def test_the_dataset_may_move(tiny, tmp_path):
