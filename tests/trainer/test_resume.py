@@ -91,7 +91,7 @@ def test_a_finished_run_goes_on_when_it_is_made_longer_and_keeps_its_name(tiny, 
     ("schedule", "before", "after", "advice"),
     [
         ({"name": "one_cycle"}, "0.001", "0.0055", OneCycle.longer),
-        ({"name": "wsd", "decay": 0.5}, "0", "0.01", WSD.longer),
+        ({"name": "wsd", "decay": 0.5}, "0", "0.00833", WSD.longer),
         ({"name": "constant"}, None, None, None),
     ],
 )
