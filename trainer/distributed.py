@@ -86,7 +86,7 @@ class World:
         Args:
             name: of the comparison, which every process makes once.
         """
-        if self.size == 1:
+        if self.store is None:  # alone
             return
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
         first, *others = (json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.size))
