@@ -21,6 +21,7 @@ from cli.sweep import Command, run_sweep
 from common import exits
 from common.console import guard_output, print_error
 from common.interrupts import allow_cleanup
+from common.memory import out_of_memory
 from common.settings import Settings, UserError, decode
 from common.words import refuse_flag
 
@@ -105,6 +106,10 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
         message, status = " ".join(str(error).split()), 1
         if isinstance(error, OSError) and error.filename:
             message = f"{error.filename}: {error.strerror}"
+    except (RuntimeError, MemoryError) as error:
+        if debug or not out_of_memory(error):
+            raise
+        message, status = "out of memory: use smaller batches, shorter texts or a smaller model", 1
     rank = os.environ.get("LOCAL_RANK", "0")
     if rank != "0":  # the first process of a machine reports what all of them meet, and torchrun ends the others
         time.sleep(2)

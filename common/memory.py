@@ -1,4 +1,4 @@
-"""The memory that a process may still take."""
+"""The memory that a process may still take, and errors that say there is none left."""
 
 import contextlib
 import os
@@ -19,6 +19,14 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
             groups = [group for group in [here, *here.parents] if group.is_relative_to(cgroups)]
             rooms += [room for group in groups for room in _group_room(group)]
     return max(0, min(rooms, default=os.sysconf("SC_PHYS_PAGES") * page))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the device or the machine is out of memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's own, without torch
+        return True
+    signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def _group_room(group: Path) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from common.console import say, warn
 from common.exits import AGAIN
 from common.files import make_directory, write_atomic
+from common.memory import out_of_memory
 from common.settings import UserError
 from common.words import overrides
 from data.prefetch import Prefetch
@@ -23,7 +24,6 @@ from trainer.curves import RunCurves
 from trainer.distributed import World, join_world
 from trainer.losses import evaluate
 from trainer.metrics import MetricsLog, read_metrics
-from trainer.micro_batch import out_of_memory
 from trainer.plot import draw_losses
 from trainer.progress import TrainingProgress
 from trainer.run_dir import check_folder, own_run, write_config

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from common.console import say
-from common.memory import available_memory
+from common.memory import available_memory, out_of_memory
 from common.settings import UserError
 from trainer.distributed import World
 from trainer.runtime import Runtime, device_name, is_compiled
@@ -85,14 +85,6 @@ def choose_micro_batch(
         raise UserError(f"{how}: one sequence does not fit in {place}: use a smaller model or a smaller {seq_len=}")
     say(f"{how}: {chosen} of up to {share} sequences, in {place}")
     return chosen
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the device or the machine is out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

@@ -128,6 +128,15 @@ def test_a_command_answers_what_a_user_can_mend_in_one_line(script):
         script(fail, "--debug")
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")])
+def test_a_lack_of_memory_is_one_line(script, error):
+    def fail(options):
+        raise error
+
+    message = "error: out of memory: use smaller batches, shorter texts or a smaller model\n"
+    assert script(fail) == (1, "", message)
+
+
 def test_an_error_of_the_system_is_its_file_and_its_reason(script):
     assert script(lambda options: Path("no/such").read_text()) == (1, "", "error: no/such: No such file or directory\n")
 

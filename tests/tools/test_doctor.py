@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cli import compose, to_dict
 from common.settings import UserError, decode
 from tools.bench.harness import composed
 from tools.doctor import examine as doctor
 from tools.doctor import machine, rates
+from tools.plan.plan import PlanConfig, plan
+from tools.plan.report import gigabytes
 from trainer.config import TrainConfig
 from trainer.runtime import Runtime
 
@@ -50,8 +53,9 @@ def test_a_cpu_is_examined(small, command, tmp_path):
     assert all(row["TFLOP_per_s"] > 0 and row["GB_per_s"] > 0 for row in found["rates"])
     training = found["training"]
     assert training["hours"] == pytest.approx(training["tokens"] / training["tokens_per_second"] / 3600)
-    for word in ("not checked", "torch", "hours", "GB per s"):
-        assert word in result.out.replace("_", " ")
+    for word in ("not checked", "torch", "a whole run", "GB per s"):
+        assert word in result.out
+    assert not doctor.re.search(r"\n│ \w+_\w+ ", result.out), "a name of the JSON file"
 
 
 def test_operators_of_all_kinds_are_used_to_have_them_checked(monkeypatch, device):
@@ -75,12 +79,28 @@ def test_what_breaks_or_fails_its_check_is_a_finding_and_the_rest_goes_on(small,
 
     monkeypatch.setattr(doctor, "rates", broken)
     monkeypatch.setattr(doctor, "outcomes", {"the kernels": "failed a check: y is off", "torch.compile": None})
-    doctor.examine(None)
+    with pytest.raises(UserError, match="2 parts of this did not work"):
+        doctor.examine(None)
     out = capsys.readouterr().out
     assert "- the kernels failed a check: y is off" in out
     assert "torch.compile" in out.partition("passed")[0]
     assert "- rates fails (RuntimeError: CUDA error: an illegal memory access): report it" in out
-    assert "tokens per second" in out.replace("_", " ")
+    assert "tokens per second" in out
+
+
+@pytest.mark.parametrize("free", [2**20, 2**40])
+def test_a_lack_of_memory_is_no_bug_and_says_how_much_is_needed(small, monkeypatch, capsys, free):
+    def fails(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2096640 bytes.")
+
+    monkeypatch.setattr("tools.plan.plan.available_memory", lambda: free)  # too little, or what others take meanwhile
+    monkeypatch.setattr(doctor, "measure_rate", fails)
+    with pytest.raises(UserError, match="1 part of this did not work"):
+        doctor.examine(None)
+    out = capsys.readouterr().out
+    needed = plan(decode(PlanConfig, to_dict(compose("plan", SMALL))))["memory"]["peak"]
+    assert f"step of flagship_125m needs {gigabytes(needed)} of memory, and {gigabytes(free)} are free: use a" in out
+    assert "report it" not in out
 
 
 def test_a_gpu_takes_half_of_what_should_fit(small, monkeypatch):

@@ -61,6 +61,21 @@ def file(name, content):
     return lambda folder: (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
 
 
+def in_shards(folder, files=("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")):
+    """Distribute the weights among these files, as an index says."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    listed = {name: files[i % 2] for i, name in enumerate(tensors)}
+    for file in files:
+        save_file({name: tensors[name] for name in tensors if listed[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+
+
+def without_a_shard(folder):
+    in_shards(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
 def as_a_pipe(folder):
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
@@ -76,6 +91,13 @@ def test_a_run_that_was_exported_and_imported_is_the_same_model(original, folder
     assert all(torch.equal(value, wanted[name]) for name, value in after.state_dict().items())
     state = open_checkpoint(path).state
     assert (state.step, state.seq_len) == (0, 16)
+
+
+def test_weights_in_several_files_are_those_of_one(folder, tmp_path):
+    once = load_model(import_gpt2(folder, tmp_path / "one"))[0].state_dict()
+    in_shards(folder)
+    again = load_model(import_gpt2(folder, tmp_path / "several"))[0].state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in once.items())
 
 
 def test_training_goes_on_by_the_command_that_is_printed(folder, tmp_path, dataset_dir, command):
@@ -126,6 +148,15 @@ def test_it_can_be_evaluated_and_sampled_from(folder, tmp_path, dataset_dir, com
         (weights(lambda t: t.update({"transformer.h.0.attn.bias": torch.zeros(9)})), "attn.bias has the shape [9]"),
         (weights(lambda t: t.update({"transformer.ln_f.bias": torch.zeros(16).long()})), "ln_f.bias has the type"),
         (weights(lambda t: t.update({"lm_head.weight": torch.zeros(257, 16)})), "lm_head.weight differs from wte"),
+        (
+            weights(lambda t: t["transformer.h.0.ln_1.bias"].fill_(torch.nan)),
+            "h.0.ln_1.bias has values that are",
+        ),
+        (
+            lambda folder: in_shards(folder, ["model-1-of-2.safetensors", "../x.safetensors"]),
+            "must list files such",
+        ),
+        (without_a_shard, "has no model-00002-of-00002.safetensors: load model and tokenizer"),
         (file("model.safetensors", b"\xff" * 99), "not a whole safetensors file"),
         (as_a_pipe, "is a link, a folder, a pipe or a device"),
         (file("config.json", None), "has no config.json: load model and tokenizer with transformers"),

@@ -9,14 +9,14 @@ import torch
 from faults import metrics
 from torch import nn
 
-from common.memory import available_memory
+from common.memory import available_memory, out_of_memory
 from common.settings import UserError, decode
 from model.gpt import GPT, GPTConfig
 from trainer import micro_batch
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.distributed import World
 from trainer.memory import Memory
-from trainer.micro_batch import choose_micro_batch, out_of_memory
+from trainer.micro_batch import choose_micro_batch
 from trainer.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("restored_torch")

@@ -130,12 +130,12 @@ def measure_rate(config: TrainConfig, micro_batch: int, sequences: int) -> float
     training = Training(config, micro_batch)
     step, one_more = timed(training.step), timed(training.one_more)
     passes: list[float] = []
-    with Track("measuring", None) as track:
+    with Track("measuring: tokens", None) as track:
         step()  # compiles, and allocates the memory that later steps use again
         steps = [step() for _ in range(_FEWEST)]
         while len(passes) < _FEWEST or (sum(passes) < _SECONDS and len(passes) < _MOST):
             passes.append(one_more())
-            track.advance(micro_batch * config.seq_len, "tokens")
+            track.advance(micro_batch * config.seq_len)
     seconds = statistics.median(steps) + (sequences / micro_batch - 1) * statistics.median(passes)
     return sequences * config.seq_len / seconds
 

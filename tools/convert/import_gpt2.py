@@ -3,6 +3,7 @@
 The folder is not trusted: only JSON and safetensors are read; no code runs and no pickle is loaded.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tools.convert.new_run import begin_with
 from trainer.checkpoint import FLOATS
 from trainer.tensor_file import read_header, read_tensors
 
-_WEIGHTS = "model.safetensors"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MASK_TYPES = (torch.bool, torch.uint8, torch.float32)
 _SEQUENCES = 480  # of a step: the published batch
 _TO_CHOOSE = {"dataset_dir": "datasets/pile", "optim.max_lr": 6e-5, "max_steps": 1000, "schedule.warmup_steps": 100}
@@ -59,10 +60,11 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
     Raises:
         UserError: a file is missing or invalid.
     """
-    paths = {name: (folder / name).resolve() for name in ("config.json", "tokenizer.json", _WEIGHTS)}  # or links
+    files = _weight_files(folder)
+    paths = {name: (folder / name).resolve() for name in ("config.json", "tokenizer.json", *files)}  # or links
     for name, path in paths.items():
         if file_size(path) is None:
-            how = 'load model and tokenizer with transformers, and save_pretrained(FOLDER, max_shard_size="100GB") both'
+            how = "load model and tokenizer with transformers, and save_pretrained(FOLDER) both"
             raise UserError(f"{folder} has no {name}: {how}")
     try:
         config = read_gpt2_config(read_json(paths["config.json"], limit=2**20))
@@ -75,13 +77,26 @@ def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
         )
     with torch.device("meta"):
         gpt = GPT(config)
-    gpt.load_state_dict(_weights(paths[_WEIGHTS], gpt), assign=True)
+    gpt.load_state_dict(_weights([paths[name] for name in files], gpt), assign=True)
     return gpt.requires_grad_(), tokenizer
 
 
-def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
-    """Read our weights from GPT-2's file, in float32 unless they are float64."""
-    _, names = read_header(path)
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the files with the weights: one, or several that an index lists."""
+    index = (folder / _INDEX).resolve()
+    if file_size((folder / _WEIGHTS).resolve()) is not None or file_size(index) is None:
+        return [_WEIGHTS]
+    raw = read_json(index, limit=2**20)
+    listed = raw.get("weight_map") if isinstance(raw, dict) else None
+    files = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
+    if not files or not all(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in files):
+        raise UserError(f"{index} must list files such as model-00001-of-00002.safetensors, beside it")
+    return files
+
+
+def _weights(paths: list[Path], gpt: GPT) -> dict[str, Tensor]:
+    """Read our weights from GPT-2's files, in float32 unless they are float64."""
+    names = {name for path in paths for name in read_header(path)[1]}
     prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
     theirs = {ours: prefix + gpt2_name(ours) for ours in gpt.state_dict()}
     shapes = {name: turned(name, gpt.state_dict()[ours]).shape for ours, name in theirs.items()}
@@ -92,8 +107,12 @@ def _weights(path: Path, gpt: GPT) -> dict[str, Tensor]:
     masks = {"bias": torch.Size([1, 1, n, n]), "masked_bias": torch.Size([])}  # old files store causal masks, too
     of_layers = {f"{prefix}h.{i}.attn.{name}": (shape, _MASK_TYPES) for i in layers for name, shape in masks.items()}
     expected |= {name: kind for name, kind in of_layers.items() if name in names}
-    stored = read_tensors([path], expected)
+    stored = read_tensors(paths, expected)
+    if bad := next((name for name in theirs.values() if not stored[name].isfinite().all()), None):
+        raise UserError(f"{paths[0].parent}: {bad} has values that are not finite: such a model computes nothing")
     if not torch.equal(stored.get("lm_head.weight", stored[theirs["embed.weight"]]), stored[theirs["embed.weight"]]):
-        raise UserError(f"{path}: lm_head.weight differs from wte.weight, but our output layer is the embedding")
+        raise UserError(
+            f"{paths[0].parent}: lm_head.weight differs from wte.weight, but our output layer is the embedding"
+        )
     weights = {ours: turned(name, stored[name]).contiguous() for ours, name in theirs.items()}
     return {ours: x if x.dtype == torch.float64 else x.float() for ours, x in weights.items()}

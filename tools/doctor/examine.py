@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from cli import compose, to_dict
-from common.console import say
+from common.console import count, say
 from common.files import make_directory, write_json
-from common.settings import decode
+from common.memory import out_of_memory
+from common.settings import UserError, decode
 from model.compiled import shortened
 from model.gpt import GPT, GPTConfig
 from model.graphs import use_graphs
@@ -27,7 +28,7 @@ from tools.bench.train import measure_rate
 from tools.doctor.machine import findings, versions
 from tools.doctor.rates import rates
 from tools.plan.plan import PlanConfig, plan
-from tools.plan.report import gigabytes
+from tools.plan.report import duration, gigabytes
 from trainer.config import TrainConfig
 from trainer.runtime import Runtime, open_runtime
 
@@ -37,7 +38,11 @@ OTHERS = (["model=heinsen_125m"], ["model=gpt2_124m", "model/attention=sliding_w
 
 
 def examine(out: Path | None) -> None:
-    """Print tables of this machine and lines of what to do; write all of it to `out`, too."""
+    """Print tables of this machine and lines of what to do; write all of it to `out`, too.
+
+    Raises:
+        UserError: something does not work.
+    """
     if out is not None:
         make_directory(out.parent, "out")
     free, problems, device = shutil.disk_usage(".").free, list[str](), "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,9 +53,11 @@ def examine(out: Path | None) -> None:
         say(f"{name} ...")
         try:
             return work()
-        except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
+        except (RuntimeError, OSError, ValueError, MemoryError, subprocess.SubprocessError) as error:
             first = str(error).strip().partition("\n")[0]
-            problems.append(f"{name} fails ({type(error).__name__}: {first}): report it with out=doctor.json")
+            why = f"{name} fails ({type(error).__name__}: {first}): report it with out=doctor.json"
+            why = f"{name}: out of memory, use a machine with more" if out_of_memory(error) else why
+            problems.append(first if isinstance(error, UserError) else why)
             return None
 
     about = part("versions", versions) or {}
@@ -59,19 +66,26 @@ def examine(out: Path | None) -> None:
         part("the checks of kernels", lambda: use_operators(runtime))
     training = part("a training step", lambda: step(runtime, max(1, torch.cuda.device_count()))) or {}
     checks = {name: why or "passed" for name, why in outcomes.items()}
-    problems = [*findings(free), *(f"{name} {why}" for name, why in outcomes.items() if why), *problems]
+    problems += [f"{name} {why}" for name, why in outcomes.items() if why]
+    lines = [*findings(free), *problems]
     found = {"machine": about | {"free_disk": free}, "checks": checks, "rates": measured}
-    found |= {"training": training, "findings": problems}
-    rows = about | {"free_memory": gigabytes(about.get("free_memory")), "free_disk": gigabytes(free)}
+    found |= {"training": training, "findings": lines}
+    rows = {name.replace("_", " "): value for name, value in about.items() if value is not None}
+    rows |= {"free memory": gigabytes(about.get("free_memory")), "free disk": gigabytes(free)}
     rows |= checks or {"kernels": "not checked, because no kernel can be used here"}
-    rows |= training
+    if training:
+        rows["training"] = "{model} in {dtype}, {seq_len:,} tokens in a sequence".format_map(training)
+        rows["tokens per second"] = training["tokens_per_second"]
+        rows["a whole run"] = f"{duration(3600 * training['hours'])} for {training['tokens']:,} tokens"
     print_table("this machine", [{"what": name, "found": value} for name, value in rows.items()])
     print_table("matrix products, and copies (bytes read and written)", measured)
-    for line in problems or ["nothing is wrong"]:
+    for line in lines or ["nothing is wrong"]:
         say(f"- {line}")
     if out is not None:
         write_json(out, json.loads(without_names(json.dumps(found, ensure_ascii=False))))
         say(f"written to {out}")
+    if problems:
+        raise UserError(f"{count(len(problems), 'part')} of this did not work: the last lines say why")
 
 
 def without_names(text: str) -> str:
@@ -107,12 +121,25 @@ def _use_operators(words: list[str], runtime: Runtime) -> None:
 
 
 def step(runtime: Runtime, n_device: int) -> Row:
-    """Tokens per second of one device in a run of the flagship, and what follows from them."""
+    """Tokens per second of one device in a run of the flagship, and what follows from them.
+
+    Raises:
+        UserError: it does not fit into memory.
+    """
     config = decode(PlanConfig, to_dict(compose("plan", [*FLAGSHIP, f"n_device={n_device}"])))
-    most = 1  # on a CPU, where even a pass over one sequence takes seconds
-    if runtime.device.type == "cuda":
-        most = plan(config)["memory"]["largest_micro_batch"] or 1
-    rate = measure_rate(config, -(-most // 2), config.batch_size // n_device)  # half, as GPUs may need more memory
+    planned = plan(config)
+    memory, room = planned["memory"], gigabytes(planned["device"]["memory"])
+    most = memory["largest_micro_batch"] if runtime.device.type == "cuda" else 1  # on a CPU one takes seconds
+    try:
+        if memory["largest_micro_batch"] == 0:
+            raise MemoryError
+        # Half of the sequences that fit, as GPUs may need more memory.
+        rate = measure_rate(config, -(-(most or 1) // 2), config.batch_size // n_device)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        needed = f"a training step of flagship_125m needs {gigabytes(memory['peak'])} of memory, and {room} are free"
+        raise UserError(f"{needed}: use a machine with more, or a smaller model") from None
     times = plan(config.model_copy(update={"tokens_per_second": rate}))["time"]
     return {
         "model": "flagship_125m",
