@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.settings import UserError
-from inference.server.completions import Served, check_model, complete
+from inference.server.completions import Served, check_model, complete, refused
 from inference.server.protocol import CompletionRequest
 from inference.server.responses import ApiError
 
@@ -33,7 +33,7 @@ def create_app(served: Served) -> FastAPI:
     @app.exception_handler(ApiError)
     @app.exception_handler(UserError)
     async def _refused(_: Request, error: Exception) -> Response:
-        return response(error if isinstance(error, ApiError) else ApiError(400, str(error)))
+        return response(error if isinstance(error, ApiError) else refused(str(error)))
 
     @app.exception_handler(HTTPException)
     async def _no_route(request: Request, error: HTTPException) -> Response:

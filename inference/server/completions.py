@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +14,13 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from common.console import print_error
+from common.console import count, print_error
 from common.files import parse_json
 from common.settings import UserError, decode, nearest
 from data.tokenizer import Tokenizer
 from inference.generation import Generation, Update
 from inference.server.config import ServeConfig
-from inference.server.protocol import CompletionRequest, requests_of
+from inference.server.protocol import KEYS, CompletionRequest, requests_of
 from inference.server.responses import ApiError, CompletionResponse
 from inference.server.worker import Worker
 
@@ -48,7 +49,8 @@ async def complete(http: Request, served: Served) -> Response:
         check_model(request.model, served)
     n_texts, most = len(request.prompt) * request.n, served.worker.max_texts
     if n_texts > most:
-        raise ApiError(400, f"prompts times n are {n_texts} texts: this server takes at most {most} at once")
+        asked = f"n={request.n} for each of {count(len(request.prompt), 'prompt')}"
+        raise refused(f"{asked} are {n_texts} texts: this server takes at most {most} at once")
     generations = await run_in_threadpool(_generations, request, served)
     response = CompletionResponse(served.name, generations, served.tokenizer, request.n)
     updates = updates_of(generations, served, http)
@@ -63,7 +65,10 @@ async def complete(http: Request, served: Served) -> Response:
 
 def _generations(request: CompletionRequest, served: Served) -> list[Generation]:
     requests = requests_of(request, served.tokenizer, served.limits)
-    served.worker.engine.check(max(requests, key=lambda one: one.n_read))
+    try:
+        served.worker.engine.check(max(requests, key=lambda one: one.n_read))
+    except UserError as error:
+        raise ApiError(400, str(error), "context_length_exceeded", "prompt") from None
     return [Generation(one, served.tokenizer) for one in requests]
 
 
@@ -90,7 +95,14 @@ def _decoded(body: bytes) -> CompletionRequest:
         return decode(CompletionRequest, parse_json(body))
     except ValueError as error:
         what = "" if isinstance(error, UserError) else "the body is not JSON: "
-        raise ApiError(400, what + str(error).replace("config ", "", 1)) from None
+        raise refused(what + str(error).replace("config ", "", 1)) from None
+
+
+def refused(message: str) -> ApiError:
+    """The error for a wrong request, with the key that the message begins with."""
+    found = re.match(r"(?:unknown key ')?(\w+)", message)
+    known = found and (found[1] != found[0] or found[1] in KEYS)
+    return ApiError(400, message, param=found[1] if found and known else None)
 
 
 async def updates_of(generations: Sequence[Generation], served: Served, http: Request) -> Updates:
@@ -169,4 +181,6 @@ def _event(value: dict[str, Any]) -> str:
 def check_model(name: str, served: Served) -> None:
     """Raise ApiError if the request asks for another model."""
     if name != served.name:
-        raise ApiError(404, f"the model {name!r} does not exist: {nearest(name, [served.name])}", "model_not_found")
+        raise ApiError(
+            404, f"the model {name!r} does not exist: {nearest(name, [served.name])}", "model_not_found", "model"
+        )

@@ -88,6 +88,10 @@ class CompletionRequest(SamplingConfig):
         return stops
 
 
+KEYS = {*CompletionRequest.model_fields, *_NOT_OFFERED, "best_of"}
+"""Keys that a message about a wrong request can begin with."""
+
+
 def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token_id) is int for token_id in prompt)
 

@@ -13,16 +13,17 @@ from inference.generation import Generation, Token, Update
 class ApiError(Exception):
     """An error response."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        """`param`: the key of the request that is wrong."""
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.param = status, code, param
 
     @property
     def body(self) -> dict[str, Any]:
         """The object to send."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 class CompletionResponse:

@@ -1,6 +1,7 @@
 """scripts/serve.py in a separate process, with a real HTTP client."""
 
 import asyncio
+import functools
 import json
 import shlex
 import signal
@@ -16,16 +17,19 @@ import torch
 from printed import assert_one_line
 
 from cli.help import help_of
-from common.settings import UserError
 from inference.engine import Engine, generate
 from inference.generation import Generation
 from inference.prefill import Request
 from inference.sampling import SamplingConfig
 
 pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install -e '.[serve]'")
+import uvicorn
+from uvicorn.server import ServerState
+
 from inference.server.completions import _generations, stream
 from inference.server.protocol import CompletionRequest
-from inference.server.responses import CompletionResponse
+from inference.server.responses import ApiError, CompletionResponse
+from inference.server.serve import _Connection
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
 FOREVER = {"max_tokens": 100_000, "temperature": 0, "repetition_penalty": 1}
@@ -108,8 +112,9 @@ def test_a_prompt_for_which_there_is_no_memory_is_refused(monkeypatch, make_gpt,
     served = SimpleNamespace(tokenizer=tokenizer, limits=limits, worker=worker)
     assert len(_generations(CompletionRequest(prompt=["a" * 100]), served)) == 1
     message = r"a text of 4,016 tokens does not fit into memory: its keys and values are 2,056"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ApiError, match=message) as refused:
         _generations(CompletionRequest(prompt=["a", "a" * 4000]), served)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
 
 
 def test_the_progress_of_a_long_prompt_is_a_comment_of_the_stream(monkeypatch, make_gpt, tokenizer):
@@ -198,44 +203,46 @@ def test_a_stop_string_ends_a_completion(client):
 
 
 BAD = [
-    ({"prompt": 5}, "prompt=5: give a text"),
-    ({"prompt": ["a", [97]]}, "give a text, a list of token ids"),
-    ({"prompt": [97, 257]}, "token id 257: this model's are 0 to 256"),
-    ({"prompt": "x" * 2001}, "prompt has 2001 tokens: this server takes at most 2000"),
-    ({"max_tokens": 100_001}, "max_tokens=100001 is too much: this server gives at most 100000"),
-    ({"max_tokens": "9"}, "max_tokens='9': Input should be a valid integer"),
-    ({"n": 21}, "are 21 texts: this server takes at most 20 at once"),
-    ({"temperature": -1}, "temperature=-1"),
-    ({"repetition_penalty": 1e39}, "repetition_penalty=1e+39: Input should be less than or equal to 1000"),
-    ({"stop": ["a", ""]}, "1 to 256 characters"),
-    ({"max_token": 3}, "unknown key 'max_token': did you mean 'max_tokens'?"),
-    ({"presence_penalty": 0.5}, "presence_penalty is not supported: use repetition_penalty"),
-    ([], "not a JSON object"),
-    (b"{", "not JSON"),
-    (b'{"temperature": NaN}', "not JSON"),
-    (b'{"prompt": "\\ud800"}', "surrogate"),
-    (b"[" * 65 + b"]" * 65, "levels deep"),
+    ({"prompt": 5}, "prompt", "prompt=5: give a text"),
+    ({"prompt": ["a", [97]]}, "prompt", "give a text, a list of token ids"),
+    ({"prompt": [97, 257]}, "prompt", "token id 257: this model's are 0 to 256"),
+    ({"prompt": "x" * 2001}, "prompt", "prompt has 2001 tokens: this server takes at most 2000"),
+    ({"max_tokens": 100_001}, "max_tokens", "max_tokens=100001 is too much: this server gives at most 100000"),
+    ({"max_tokens": "9"}, "max_tokens", "max_tokens='9': Input should be a valid integer"),
+    ({"n": 21}, "n", "n=21 for each of 1 prompt are 21 texts: this server takes at most 20 at once"),
+    ({"temperature": -1}, "temperature", "temperature=-1"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty", "penalty=1e+39: Input should be less than or equal to 1000"),
+    ({"stop": ["a", ""]}, "stop", "1 to 256 characters"),
+    ({"stream_options": {"include_usage": 5}}, "stream_options", "stream_options.include_usage=5"),
+    ({"max_token": 3}, "max_token", "unknown key 'max_token': did you mean 'max_tokens'?"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is not supported: use repetition_penalty"),
+    ({"best_of": 2}, "best_of", "best_of is not supported"),
+    ([], None, "not a JSON object"),
+    (b"{", None, "not JSON"),
+    (b'{"temperature": NaN}', None, "not JSON"),
+    (b'{"prompt": "\\ud800"}', None, "surrogate"),
+    (b"[" * 65 + b"]" * 65, None, "levels deep"),
 ]
 
 
-@pytest.mark.parametrize(("body", "reason"), BAD)
-def test_a_bad_request_is_told_why(client, body, reason):
+@pytest.mark.parametrize(("body", "param", "reason"), BAD)
+def test_a_bad_request_is_told_why(client, body, param, reason):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     error = response.json()["error"]
     assert reason in error["message"]
-    assert error["type"] == "invalid_request_error"
-    assert set(error) == {"message", "type", "param", "code"}
+    assert error == {"message": error["message"], "type": "invalid_request_error", "param": param, "code": None}
 
 
 def test_other_errors_have_that_form_too(client):
-    def check(status, response, reason):
+    def check(status, response, reason, param=None):
         assert response.status_code == status
         assert reason in response.json()["error"]["message"]
+        assert response.json()["error"]["param"] == param
 
-    check(404, client.post("/v1/completions", json={"model": "tinny"}), "did you mean 'tiny'?")
-    check(404, client.get("/v1/models/other"), "the model 'other' does not exist")
+    check(404, client.post("/v1/completions", json={"model": "tinny"}), "did you mean 'tiny'?", "model")
+    check(404, client.get("/v1/models/other"), "the model 'other' does not exist", "model")
     check(404, client.post("/v1/chat/completions", json={}), "no chat format: use /v1/completions")
     check(404, client.get("/v1/nothing"), "Not Found: there are POST /v1/completions, and GET /, /v1/models")
     check(405, client.get("/v1/completions"), "Method Not Allowed: there are POST /v1/completions")
@@ -288,6 +295,39 @@ def ask_and_listen_not(url, **body):
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
     connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
     return connection
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", False),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n", False),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", True),
+    ],
+)
+def test_a_request_must_be_complete_in_time_and_its_answer_need_not(monkeypatch, sent, answered):
+    monkeypatch.setattr("inference.server.serve._SECONDS_FOR_A_REQUEST", 0.2)
+
+    async def app(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        await asyncio.sleep(0.6)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"late"})
+
+    async def talk():
+        config = uvicorn.Config(app, http=_Connection, log_config=None, lifespan="off")
+        config.load()
+        make = functools.partial(_Connection, config, ServerState(), {})
+        async with await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0) as server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(sent)
+            received = await asyncio.wait_for(reader.read(), 20)  # to the end of the connection
+            writer.close()
+        return received
+
+    assert (b"late" in asyncio.run(talk())) == answered
 
 
 def wait_for_load(client, writing, waiting, seconds=60):
