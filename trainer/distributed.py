@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # Found in the messages of gloo's RuntimeErrors when another process is gone or does not answer.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out")
+# The same in the messages of NCCL's errors; its other errors are this process's own.
+_LOST_BY_NCCL = (*_LOST, "ncclRemoteError", "remote process exited", "was aborted", "timeout", "Timeout")
 
 _LEAVE_SECONDS = 20.0
 """How long a failed process waits for the others, who may be inside NCCL, before it aborts NCCL's operations."""
@@ -329,8 +331,10 @@ def _connect(host_it: bool, size: int, timeout: timedelta) -> dist.Store:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Whether the error means that another process is gone or cannot be reached."""
-    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
-    return lost or isinstance(error, dist.DistError)
+    if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
+        return True
+    lost = _LOST_BY_NCCL if isinstance(error, dist.DistBackendError) else _LOST
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in lost)
 
 
 def _is_own(error: BaseException) -> bool:

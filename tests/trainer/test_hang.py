@@ -122,12 +122,13 @@ def test_a_lost_process_is_one_line_and_not_a_traceback(worker, tmp_path, killed
     assert "Traceback" not in other.err  # torch's own warnings, which commands silence, are there in a fork
 
 
+@pytest.mark.parametrize("kind", ["RuntimeError", "torch.distributed.DistBackendError"])
 @pytest.mark.slow
-def test_other_errors_pass_unchanged(worker):
-    results = run(2, *worker("if step == 25: raise RuntimeError('a bug')"))
+def test_other_errors_pass_unchanged(worker, kind):
+    results = run(2, *worker(f"if step == 25: raise {kind}('a bug')"))
     for result in results:
         assert result.status == 1
-        assert "RuntimeError: a bug" in result.err
+        assert f"{kind}: a bug" in result.err
         assert errors_of(result) == []
 
 

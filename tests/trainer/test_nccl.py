@@ -4,6 +4,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from faults import ERRORS_OF_NCCL_ABOUT_OTHERS, OWN_ERRORS_OF_NCCL
 
 from common.console import console
 from common.exits import AGAIN
@@ -65,11 +66,21 @@ def test_a_process_that_fails_does_not_wait_for_operations_that_the_others_may_n
     assert calls == [BEGUN, "aborted"]
 
 
-def test_nor_does_a_process_that_has_lost_another(calls, capsys):
+@pytest.mark.parametrize("message", ERRORS_OF_NCCL_ABOUT_OTHERS)
+def test_nor_does_a_process_that_has_lost_another(calls, capsys, message):
     with pytest.raises(SystemExit) as stopped:
-        join_and_raise(dist.DistBackendError("NCCL communicator was aborted"))
+        join_and_raise(dist.DistBackendError(message))
     assert stopped.value.code == AGAIN
     assert calls == [BEGUN, "aborted"]
+
+
+@pytest.mark.parametrize("message", OWN_ERRORS_OF_NCCL)
+def test_an_error_of_nccl_that_is_its_own_is_no_loss_of_another_process(calls, capsys, message):
+    """A scheduler must not start it again."""
+    with pytest.raises(dist.DistBackendError):
+        join_and_raise(dist.DistBackendError(message))
+    assert calls == [BEGUN, "aborted"]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_stop_that_all_processes_agreed_on_is_no_failure(calls):
