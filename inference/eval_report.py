@@ -63,19 +63,23 @@ def draw_evaluation(result: dict[str, Any], trained_on: int) -> bytes:
 
 
 def _draw_positions(axes: Axes, result: dict[str, Any], trained_on: int) -> None:
-    """The loss at each position, in windows and in contexts of each length, and the mean of each context."""
+    """The loss at each position, in windows and in contexts of each length, the mean of each context, and errors."""
     lines = {f"windows of {result['seq_len']:,} tokens": result["by_position"]}
     lines |= {f"contexts of {row['context']:,} tokens": row["by_position"] for row in result["contexts"]}
     first = _FIRST_POSITION if result["contexts"] else 0
     for label, bins in lines.items():
         known = [row for row in bins if row["loss"] is not None and row["stop"] > first]
         middles = [(row["start"] + row["stop"] + 1) / 2 for row in known]
-        axes.plot(middles, [row["loss"] for row in known], marker="o", markersize=3, label=label)
-    means = [(row["context"], row["loss"]) for row in result["contexts"] if row["loss"] is not None]
-    axes.plot(*zip(*means or [((), ())], strict=True), "s--", color="black", label="mean over a context")
+        (line,) = axes.plot(middles, [row["loss"] for row in known], marker="o", markersize=3, label=label)
+        low, high = ([row["loss"] + sign * (row["error"] or 0) for row in known] for sign in (-1, 1))
+        axes.fill_between(middles, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    means = [row for row in result["contexts"] if row["loss"] is not None]
+    x, y, error = ([row[key] or 0 for row in means] for key in ("context", "loss", "error"))
+    axes.errorbar(x, y, error, fmt="s--", color="black", label="mean over a context")
     axes.axvline(trained_on, color="C7", linestyle=":", label=f"trained on {trained_on:,}")
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens read so far", ylabel="loss (nats per token)")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set(xlabel="tokens read so far", ylabel="loss (nats per token), and its standard error")
     axes.legend()
 
 

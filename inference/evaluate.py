@@ -121,10 +121,10 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
     byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(world.device)
     bins = position_bins(windows.seq_len)
     chunk = min(config.seq_len or checkpoint.state.seq_len, _MOST_AT_ONCE) if gpt.constant_state else None
-    by_set, by_position = (LossSums(n, byte_lengths) for n in (len(plan.manifest.set_names), len(bins) - 1))
+    by_set, by_position = LossSums(len(plan.manifest.set_names), byte_lengths), _BinnedSums(bins, byte_lengths)
     for first, targets, losses in window_losses(gpt, windows, config.micro_batch, runtime, world, chunk):
         by_set.add(_sets(plan, windows, first, len(targets)), targets, losses)
-        by_position.add(bin_of_positions(bins), targets, losses)
+        by_position.add(by_position.bins, targets, losses)
     sets = by_set.losses(world)
     named = sorted(zip(plan.manifest.set_names, sets, strict=True), key=lambda item: -item[1].tokens)
     contexts = []
@@ -132,11 +132,11 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
         stretches = EvalBatches(windows.stream, max(plan.contexts), config.context_windows)
         rows = max(1, config.micro_batch * windows.seq_len // context)
         cut, edges = CutWindows(stretches, context), position_bins(context)
-        sums = LossSums(len(edges) - 1, byte_lengths)
+        sums = _BinnedSums(edges, byte_lengths)
         for _, targets, losses in window_losses(gpt, cut, rows, runtime, world, _CHUNK_OF_CONTEXT):
-            sums.add(bin_of_positions(edges), targets, losses)
-        found = sums.losses(world)
-        contexts.append({"context": context, **figures(total(found)), "by_position": _binned(edges, found)})
+            sums.add(sums.bins, targets, losses)
+        positions, mean, error = sums.by_position(world)
+        contexts.append({"context": context, **figures(mean), "error": error, "by_position": positions})
     return {
         **plan.loaded.about(config),
         "dataset_dir": str(plan.dataset_dir),
@@ -147,7 +147,7 @@ def measure(plan: Evaluation, world: World) -> dict[str, Any]:
         "stride": windows.stride,
         "context_windows": config.context_windows,
         "sets": {name: figures(loss) for name, loss in named if loss.tokens},
-        "by_position": _binned(bins, by_position.losses(world)),
+        "by_position": by_position.by_position(world)[0],
         "contexts": contexts,
     }
 
@@ -169,18 +169,49 @@ def position_bins(length: int) -> list[int]:
     return [0, *sorted(n for n in {*powers, *(3 * n // 2 for n in powers)} if n < length), length]
 
 
-def bin_of_positions(bins: list[int]) -> Tensor:
-    """The bin of each position, int64 (1, length)."""
-    return torch.bucketize(torch.arange(bins[-1]), torch.tensor(bins), right=True).unsqueeze(0) - 1
+class _BinnedSums(LossSums):
+    """Sums of losses by bins of positions, and how much windows differ."""
+
+    def __init__(self, edges: list[int], byte_lengths: Tensor) -> None:
+        super().__init__(len(edges) - 1, byte_lengths)
+        self._edges = edges
+        self.bins = torch.bucketize(torch.arange(edges[-1]), torch.tensor(edges), right=True).unsqueeze(0) - 1
+        """The bin of each position, int64 (1, length)."""
+        self._squares = torch.zeros(len(edges), 4, dtype=torch.float64, device=byte_lengths.device)  # and of all bins
+
+    def add(self, keys: Tensor, targets: Tensor, losses: Tensor) -> None:
+        """Add losses (B, T) of B windows, as LossSums does."""
+        super().add(keys, targets, losses)
+        pairs = torch.stack([losses.double(), (targets >= 0).double()], -1)
+        windows = pairs.new_zeros(len(targets), len(self._edges) - 1, 2).index_add_(1, keys[0].to(pairs.device), pairs)
+        nats, n = torch.cat([windows, windows.sum(1, keepdim=True)], 1).unbind(-1)  # (B, bins and all of them)
+        self._squares += torch.stack([nats * nats, nats * n, n * n, (n > 0).double()], -1).sum(0)
+
+    def by_position(self, world: World) -> tuple[list[dict[str, Any]], Loss, float | None]:
+        """Bins [start, stop) that have targets, with losses and standard errors; then loss and error of all of them."""
+        losses = self.losses(world)
+        mean = total(losses)
+        errors = list(map(_standard_error, [*losses, mean], world.sum(self._squares).tolist()))
+        rows = [
+            {"start": start, "stop": stop, "tokens": loss.tokens, "loss": _finite(loss.per_token), "error": error}
+            for (start, stop), loss, error in zip(pairwise(self._edges), losses, errors, strict=False)
+            if loss.tokens
+        ]
+        return rows, mean, errors[-1]
 
 
-def _binned(bins: list[int], losses: list[Loss]) -> list[dict[str, Any]]:
-    """Bins of positions [start, stop), counted from 0, with their losses, without bins that have no target."""
-    return [
-        {"start": start, "stop": stop, "tokens": loss.tokens, "loss": _finite(loss.per_token)}
-        for (start, stop), loss in zip(pairwise(bins), losses, strict=True)
-        if loss.tokens
-    ]
+def _standard_error(loss: Loss, squares: list[float]) -> float | None:
+    """The standard error of a loss per token, from sums over windows; None for a single window.
+
+    Args:
+        squares: sums of nats^2, nats n and n^2 of n tokens, and the number of windows.
+    """
+    of_nats, of_both, of_tokens, n_windows = squares
+    if n_windows < 2:
+        return None
+    mean = loss.per_token
+    variance = max(0.0, of_nats - 2 * mean * of_both + mean * mean * of_tokens) * n_windows / (n_windows - 1)
+    return _finite(math.sqrt(variance) / loss.tokens)
 
 
 def figures(loss: Loss) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 import random
 import struct
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,6 +100,15 @@ def assert_positions(bins, found):
     assert sum(part["tokens"] for part in bins) == len(found)
 
 
+def assert_errors(bins, windows):
+    """Of bins in which all windows have as many tokens, the error is that of the mean of the windows' means."""
+    for part in bins:
+        nats = [[n for at, n in window if part["start"] <= at < part["stop"]] for window in windows]
+        if len(set(map(len, nats))) == 1:
+            error = len(nats) > 1 and np.std(np.mean(nats, 1), ddof=1) / len(nats) ** 0.5
+            assert part["error"] == (pytest.approx(error, rel=1e-6) if error else None)
+
+
 def test_sets_and_positions_have_the_losses_of_their_tokens(trained, sets_dir, capsys):
     run_dir = trained()
     result = evaluated(run_dir, micro_batch=5)
@@ -164,6 +174,9 @@ def test_long_contexts_are_those_of_one_call(trained, sets_dir, monkeypatch, att
         assert row["tokens"] == len(found) == longest
         assert row["loss"] == pytest.approx(sum(nats for _, nats in found) / longest, rel=1e-10)
         assert_positions(row["by_position"], found)
+        windows = [found[first : first + row["context"]] for first in range(0, longest, row["context"])]
+        whole = {"start": 0, "stop": longest, "error": row["error"]}
+        assert_errors([*row["by_position"], whole], windows)
 
 
 def test_all_contexts_are_measured_on_the_same_text(trained, sets_dir):

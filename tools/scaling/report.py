@@ -169,5 +169,6 @@ def _draw(N: Array, D: Array, L: Array, law: Law) -> bytes:
     right.plot(C, [law.loss(*law.best(c)) for c in C], label="lowest loss by the law")
     right.plot(6 * N * D, L, ".", color="dimgray", label="runs")
     right.set(xscale="log", xlabel="training operations, 6 N D", title="The lowest loss for a number of operations")
+    right.xaxis.set_major_formatter("{x:.0e}")
     right.legend()
     return png(figure)
