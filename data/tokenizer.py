@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import tiktoken
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, model_validator
 
 from common.files import open_file, read_json, write_atomic
 from common.settings import Settings, UserError, decode
@@ -66,7 +66,23 @@ class HFConfig(Settings, defaults="tokenizer/hf"):
     """The tokenizer.json."""
 
 
-TokenizerConfig = Annotated[BytesConfig | GPT2Config | HFConfig, Field(discriminator="name")]
+class NoneConfig(Settings, defaults="tokenizer/none"):
+    """Ids without text."""
+
+    name: Literal["none"]
+    n_vocab: int = Field(ge=1, lt=2**24)
+    """Number of ids."""
+    eot_id: NonNegativeInt | None
+    """The id that ends documents; null: one more, n_vocab."""
+
+    @model_validator(mode="after")
+    def _check_end(self) -> "NoneConfig":
+        if self.eot_id is not None and self.eot_id >= self.n_vocab:
+            raise ValueError(f"eot_id={self.eot_id} is not below n_vocab={self.n_vocab}: null adds an id for it")
+        return self
+
+
+TokenizerConfig = Annotated[BytesConfig | GPT2Config | HFConfig | NoneConfig, Field(discriminator="name")]
 
 
 class Tokenizer(ABC):
@@ -170,6 +186,44 @@ class RankTokenizer(Tokenizer):
             yield self.encoding.encode_to_numpy(piece, disallowed_special=())
 
 
+class NoTokenizer(Tokenizer):
+    """Ids that stand for no text: as text they are numbers, and they have no bytes."""
+
+    name = "none"
+
+    def __init__(self, config: NoneConfig) -> None:
+        self.eot_id = config.n_vocab if config.eot_id is None else config.eot_id
+        self.tokens = [b" %d" % i for i in range(max(config.n_vocab, self.eot_id + 1))]
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of what is saved."""
+        return hashlib.sha256(json.dumps(self.saved).encode()).hexdigest()
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """Number of ids and the one that ends documents."""
+        return {"name": self.name, "n_vocab": self.n_vocab, "eot_id": self.eot_id}
+
+    @functools.cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """Zeros, int64 (n_vocab,)."""
+        return np.zeros(self.n_vocab, np.int64)
+
+    def encode_arrays(self, text: str) -> Iterator[np.ndarray]:
+        """Yield the ids that a text lists, such as "12 5 7".
+
+        Raises:
+            UserError: it does not.
+        """
+        words = text.replace(",", " ").split()
+        for word in words:
+            if not (word.isdecimal() and len(word) < 9 and int(word) < self.n_vocab):
+                what = f"{word[:40]!r} is not an id: the model has no tokenizer (tokenizer=none)"
+                raise UserError(f"{what}, so write ids from 0 to {self.n_vocab - 1}, such as '12 5 7'")
+        yield np.array([*map(int, words)], np.int64)
+
+
 def pieces(text: str, cuts: re.Pattern[str] = _EXACT_CUT) -> Iterator[str]:
     """Yield a text in pieces, cut where `cuts` matches, or at _LONGEST_PIECE.
 
@@ -193,7 +247,7 @@ def byte_characters() -> dict[int, str]:
     return {byte: chr(byte) for byte in own} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig) -> Tokenizer:
+def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig | NoneConfig) -> Tokenizer:
     """Build the tokenizer that `config` describes.
 
     Raises:
@@ -201,6 +255,8 @@ def build_tokenizer(config: BytesConfig | GPT2Config | HFConfig) -> Tokenizer:
     """
     if isinstance(config, BytesConfig):
         return RankTokenizer("bytes", _SINGLE_BYTES)
+    if isinstance(config, NoneConfig):
+        return NoTokenizer(config)
     if isinstance(config, HFConfig):
         from data.tokenizer_json import read_hf_tokenizer  # needs a library that not every installation has
 
@@ -250,6 +306,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
             from data.tokenizer_json import HFTokenizer  # needs a library that not every installation has
 
             return HFTokenizer(raw)
+        if isinstance(raw, dict) and raw.get("name") == "none":
+            return NoTokenizer(decode(NoneConfig, raw))
         saved = decode(_Saved, raw)
         tokenizer = RankTokenizer(saved.name, [base64.b64decode(token, validate=True) for token in saved.ranks])
     except ValueError as error:  # a UserError, or not base64

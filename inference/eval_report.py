@@ -19,8 +19,8 @@ def show_evaluation(result: dict[str, Any], checkpoint: str) -> None:
     """Print a line of totals, a table of the sets if there are several, and a table of the contexts."""
     say(
         f"{checkpoint} on {result['dataset_dir']} ({result['split']}, {result['tokens']:,} tokens): "
-        f"loss {_number(result['loss'])} nats per token, perplexity {_number(result['perplexity'], 3)}, "
-        f"{_number(result['bits_per_byte'])} bits per byte"
+        f"loss {_number(result['loss'])} nats per token, perplexity {_number(result['perplexity'], 3)}"
+        + (f", {_number(result['bits_per_byte'])} bits per byte" if result["bytes"] else "")
     )
     if len(result["sets"]) > 1:
         show_table(_table("set", list(result["sets"].items())))
@@ -34,7 +34,8 @@ def _table(first: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
     for column in ("tokens", "loss", "perplexity", "bits per byte"):
         table.add_column(column, justify="right")
     for name, row in rows:
-        numbers = _number(row["loss"]), _number(row["perplexity"], 3), _number(row["bits_per_byte"])
+        bits = _number(row["bits_per_byte"]) if row["bytes"] else "no text"
+        numbers = _number(row["loss"]), _number(row["perplexity"], 3), bits
         table.add_row(Text(name), f"{row['tokens']:,}", *numbers)  # in a Text, brackets are not markup
     return table
 

@@ -46,6 +46,9 @@ def run_harness(config: HarnessConfig) -> None:
     if config.include_path is not None and not config.include_path.is_dir():
         raise UserError(f"include_path={config.include_path} is not a folder: give the folder of your task files")
     loaded = load(config)
+    if loaded.tokenizer.name == "none":
+        what = f"checkpoint={config.checkpoint} was trained on ids without text (tokenizer=none)"
+        raise UserError(f"{what}, and the harness's tasks are texts: use eval.py")
     max_len, wanted = loaded.gpt.config.max_len, config.max_length
     if max_len is not None and wanted is not None and wanted > max_len:
         raise UserError(f"max_length={wanted} is more than the model's {max_len} learned positions: lower it")

@@ -226,7 +226,7 @@ def _evaluate(run: Run, records: "Records") -> bool:
     sample = {} if text is None else {"sample": text}
     records.write(_line(run, val_loss=loss.per_token, **bits, **sample))
     of = "" if run.average is None else " (averaged weights)"
-    figures = f"{loss.per_token:.4f} nats/token, {loss.bits_per_byte:.4f} bits/byte"
+    figures = f"{loss.per_token:.4f} nats/token" + (f", {loss.bits_per_byte:.4f} bits/byte" if bits else "")
     say(f"step {run.state.step}: validation loss{of} {figures}")
     if text is not None:
         say(f"step {run.state.step} writes:\n{indent(text, '  | ', lambda line: True)}")

@@ -16,10 +16,11 @@ from data.prepare.finish import Unusable, finish
 from data.prepare.items import NO_TEXT, REMEDIES, Position
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
 from data.prepare.spans import Plan, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
+from data.prepare.tokens import TokenSource
 from data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest
 from data.tokenizer import TokenizerConfig, build_tokenizer
 
-SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | HubSource, Field(discriminator="name")]
+SourceConfig = Annotated[StdlibSource | TextSource | JsonlSource | TokenSource | HubSource, Field(discriminator="name")]
 
 _CHECKED_ITEMS = 10_000  # after so many, a text_field that most documents lack is an error
 
@@ -62,9 +63,13 @@ class PrepareConfig(Settings, defaults="prepare"):
     def recorded(self) -> dict[str, Any]:
         """Return the settings that decide what the dataset holds, and its whole input, as JSON for its manifest."""
         kept = self.model_dump(mode="json", include={"data", "tokenizer", "shard_tokens"})
-        fraction = self.data.usual_val_fraction if self.val_fraction is None else self.val_fraction
-        split = {"val_tokens": self.val_tokens} if self.val_tokens else {"val_fraction": fraction}
-        return {**kept, **split, "input": self.data.inputs()}
+        inputs = self.data.inputs()
+        split: dict[str, Any] = {"val_fraction": self.val_fraction or self.data.usual_val_fraction}
+        if self.val_tokens:
+            split = {"val_tokens": self.val_tokens}
+        elif self.val_fraction is None and (val_inputs := self.data.val_inputs([*inputs])):
+            split = {"val_inputs": val_inputs}
+        return {**kept, **split, "input": inputs}
 
 
 def prepare(config: PrepareConfig) -> Manifest | None:
@@ -160,8 +165,9 @@ def _read(
     is_first = after is None and not track.items
     lacking: list[str] = []
     workers = config.workers or os.cpu_count() or 1
-    raws = config.data.documents(track.seen, after, inputs)
-    encoded = encode_all(config.data, raws, folder / TOKENIZER, workers, plan.piece)
+    source = config.data.ended_by(plan.tokenizer.eot_id)
+    raws = source.documents(track.seen, after, inputs)
+    encoded = encode_all(source, raws, folder / TOKENIZER, workers, plan.piece)
     for items in itertools.chain(encoded, [[]]):
         track.show(items)
         skipped = [item for item in items if isinstance(item, Skipped)]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.settings import UserError
-from data.prepare.items import Position, Raw, Unreadable
+from data.prepare.items import OUT_OF_RANGE, Position, Raw, Unreadable
 from data.prepare.sources import Source
 from data.shards import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -80,7 +80,8 @@ def encode_all(
     pending: deque[Future[list[Item]]] = deque()
     try:
         for number, some in enumerate(_of_equal_size(raws)):
-            here = workers == 1 or number < _BATCHES_WORTH_WORKERS or some[0].size > LONG
+            is_ids = isinstance(some[0].content, np.ndarray)  # they take longer to send than to check
+            here = is_ids or workers == 1 or number < _BATCHES_WORTH_WORKERS or some[0].size > LONG
             while pending and (here or len(pending) >= 2 * workers):
                 yield pending.popleft().result()
             if here:
@@ -121,25 +122,48 @@ def _submit(pool: ProcessPoolExecutor, raws: list[Raw]) -> Future[list[Item]]:
 
 def _encode(source: Source, tokenizer: Tokenizer, piece: int | None, raws: list[Raw]) -> list[Item]:
     """Parse and tokenize items."""
-    dtype = token_dtype(tokenizer.n_vocab)
-    end = np.array([tokenizer.eot_id], dtype)
     items: list[Item] = []
     for raw in raws:
         try:
             text, set_name = source.parse(raw)
-            texts = [tokenizer.normalized(each) for each in _cut(text, piece)]
-            in_utf8 = [each.encode() for each in texts]
+            if not isinstance(text, str):
+                found = [*_given(text, tokenizer, piece)]
+            elif tokenizer.name == "none":
+                where = f"{raw.position.input}:{raw.position.number}"
+                raise UserError(f"{where} is text, and tokenizer=none takes ids: give the tokenizer to use")
+            else:
+                found = [*_tokenized(text, tokenizer, piece)]
         except Unreadable as error:
             items.append(Skipped(raw.position, str(error)))
             continue
         except UnicodeEncodeError:  # JSON's "\ud800" is half a character, which UTF-8 cannot hold
             items.append(Skipped(raw.position, "lone surrogate"))
             continue
-        for each, utf8 in zip(texts, in_utf8, strict=True):
-            ids = [*(ids.astype(dtype) for ids in tokenizer.encode_arrays(each)), end]
-            place = document_place(utf8)
-            items.append(Encoded(raw.position, set_name, np.concatenate(ids), len(utf8), place))
+        items += [Encoded(raw.position, set_name, *each) for each in found]
     return items
+
+
+def _tokenized(text: str, tokenizer: Tokenizer, piece: int | None) -> Iterator[tuple[np.ndarray, int, float]]:
+    """Yield what Encoded has of a document, or of each of its pieces."""
+    dtype = token_dtype(tokenizer.n_vocab)
+    for each in map(tokenizer.normalized, _cut(text, piece)):
+        utf8 = each.encode()
+        ids = [*(ids.astype(dtype) for ids in tokenizer.encode_arrays(each)), np.array([tokenizer.eot_id], dtype)]
+        yield np.concatenate(ids), len(utf8), document_place(utf8)
+
+
+def _given(ids: np.ndarray, tokenizer: Tokenizer, piece: int | None) -> Iterator[tuple[np.ndarray, int, float]]:
+    """Yield what Encoded has of ids made elsewhere, which may be several documents. Raises Unreadable."""
+    if ids.max() >= tokenizer.n_vocab or (ids.dtype.kind == "i" and ids.min() < 0):
+        raise Unreadable(OUT_OF_RANGE)
+    ids, eot_id = ids.astype(token_dtype(tokenizer.n_vocab)), tokenizer.eot_id
+    begin = 0
+    for end in [*((ids[:-1] == eot_id).nonzero()[0] + 1).tolist(), ids.size]:
+        for start in range(begin, end, piece or ids.size):
+            each = ids[start : min(start + (piece or ids.size), end)]
+            each = each if each[-1] == eot_id else np.append(each, ids.dtype.type(eot_id))
+            yield each, int(tokenizer.byte_lengths.take(each).sum()), document_place(each.tobytes())
+        begin = end
 
 
 def _cut(text: str, piece: int | None) -> list[str]:

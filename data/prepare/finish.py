@@ -125,6 +125,9 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str], is_one: bool) 
     if empty and plan.val_tokens:
         what = f"all {documents} documents begin within val_tokens={plan.val_tokens}: none is left to train on"
         raise Unusable(f"{what}: give a smaller val_tokens")
+    if empty and "val_inputs" in plan.prepared:
+        what = f"all {documents} documents are from files {'without' if empty == 'val' else 'with'} val in their names"
+        raise Unusable(f"{what} ({manifest.skipped}): check the others, or give val_fraction to split all of them")
     if empty:
         fraction = plan.prepared["val_fraction"]
         change = "larger" if empty == "val" else "smaller"

@@ -20,9 +20,9 @@ def sets_table(manifest: Manifest) -> Table:
         largest_first = sorted(split.sets.items(), key=lambda item: -item[1].tokens)
         for set_name, counts in [*largest_first, ("all", split.total)]:
             share = 100 * counts.tokens / max(1, split.total.tokens)
-            rate = counts.tokens / max(1, counts.utf8_bytes)
+            rate = f"{counts.tokens / counts.utf8_bytes:.3f}" if counts.utf8_bytes else "no text"
             numbers = f"{counts.documents:,}", f"{counts.tokens:,}", f"{share:.2f}", f"{counts.utf8_bytes:,}"
-            _add_row(table, name, visible(set_name), *numbers, f"{rate:.3f}")
+            _add_row(table, name, visible(set_name), *numbers, rate)
         table.add_section()
     return table
 

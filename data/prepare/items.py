@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class Position(NamedTuple):
     """A place in a source. Items after it are in a later input or have a higher number."""
@@ -26,12 +28,15 @@ NO_TEXT = "missing text"
 """The reason for a document without its text_field."""
 NOT_JSON, NOT_UTF8, BINARY = "malformed JSON", "invalid UTF-8", "binary data"
 ARRAY = "JSON array"
+FOUR_BYTES, OUT_OF_RANGE = "seems to hold ids of 4 bytes", "id out of range"
 LONG_WINDOW = "zstd window above 128 MB"
 REMEDIES = {
     NOT_JSON: "write one JSON object a line, or give plain text as .txt files with data=text",
     NOT_UTF8: "convert it with iconv -f ENCODING -t utf-8, where ENCODING is the one it was written in, such as cp1252",
     BINARY: "give text files: unpack archives such as .zip and .tar, convert UTF-16 with iconv -f utf-16 -t utf-8",
     ARRAY: "write one object a line, or use data=hf data.path=json data.data_files=FILE",
+    FOUR_BYTES: "give data.dtype=uint32, or data.dtype=uint16 if they have 2 bytes",
+    OUT_OF_RANGE: "give the tokenizer that made the ids, or tokenizer=none with tokenizer.n_vocab",
     LONG_WINDOW: "decompress the archive with zstd -d --long=31",
 }
 
@@ -47,9 +52,9 @@ class Raw(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One non-empty text, and the set that counts it."""
+    """One non-empty text, or the ids of one that were made elsewhere, and the set that counts it."""
 
-    text: str
+    text: str | np.ndarray
     set_name: str
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import orjson
 
 from common.console import say
@@ -22,7 +23,7 @@ from data.prepare.archives import COMPRESSED, n_controls, read_lines, read_utf8
 from data.prepare.files import matches, some_of
 from data.prepare.items import ARRAY, BINARY, NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
 
-_JSON_LINES = tuple(map("".join, itertools.product([".jsonl", ".ndjson"], ["", *COMPRESSED])))
+JSON_LINES = tuple(map("".join, itertools.product([".jsonl", ".ndjson"], ["", *COMPRESSED])))
 
 
 class Source(Settings):
@@ -54,13 +55,23 @@ class Source(Settings):
         if isinstance(raw.content, Unreadable):
             raise raw.content
         text, set_name = self.text_and_set(raw.content)
-        if not isinstance(text, str):
+        if isinstance(text, list):
+            text = _ids(text)
+        if not isinstance(text, str | np.ndarray):
             raise Unreadable("text is not a string")
-        if not text:
+        if not len(text):
             raise Unreadable("empty document")
-        if 3 * text.count("\0") > len(text):  # UTF-16 that was read as something else
+        if isinstance(text, str) and 3 * text.count("\0") > len(text):  # UTF-16 that was read as something else
             raise Unreadable(BINARY)
         return Document(text, set_name)
+
+    def ended_by(self, eot_id: int) -> "Source":
+        """Return the source with documents that end with this id, where it cuts ids into documents."""
+        return self
+
+    def val_inputs(self, names: Sequence[str]) -> list[str]:
+        """Return the names of inputs that are for validation; []: none is, or all are."""
+        return []
 
     def text_and_set(self, content: Any) -> tuple[Any, str]:
         """Return the text of an item's content, and its set."""
@@ -114,6 +125,13 @@ class FileSource(Source):
             error = damage
         if error:
             yield Raw(Position(name, number + error.line), error, 0)
+
+
+def _ids(values: list[Any]) -> np.ndarray:
+    """Return a list of ids as an array (N,), int64. Raises Unreadable."""
+    if not all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
+        raise Unreadable("not a list of ids")
+    return np.array(values, np.int64)
 
 
 def _size(path: Path) -> int:
@@ -204,7 +222,7 @@ class TextSource(NamedFiles, defaults="data/text"):
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield the file as one document, or a long one as several, so that the split by hash has a choice."""
-        is_lines, head = path.name.lower().endswith(_JSON_LINES), ""
+        is_lines, head = path.name.lower().endswith(JSON_LINES), ""
         if not is_lines:
             for text in _text(path, lambda _: None):  # a file with an error is refused as a whole
                 head = head or text
@@ -229,7 +247,7 @@ class JsonlSource(NamedFiles, defaults="data/jsonl"):
     """JSON lines, one object a document, such as the Pile's files."""
 
     usual_val_fraction: ClassVar[float] = 0.005
-    suffixes: ClassVar[tuple[str, ...]] = _JSON_LINES
+    suffixes: ClassVar[tuple[str, ...]] = JSON_LINES
 
     name: Literal["jsonl"]
 
@@ -276,7 +294,7 @@ class HubSource(Source, defaults="data/hf"):
                 number += 1
                 text = row.get(self.text_field)
                 content = {self.text_field: text, "meta": row.get("meta")}
-                yield Raw(Position(self.path, number), content, len(text) if isinstance(text, str) else 0)
+                yield Raw(Position(self.path, number), content, len(text) if isinstance(text, str | list) else 0)
         except Exception as error:
             of_client = type(error).__module__.split(".")[0] in _HTTP_CLIENTS  # these are no OSError
             if not of_client and not isinstance(error, OSError | ValueError | RuntimeError | DatasetsError):

@@ -19,6 +19,7 @@ loses at most the span that it was writing, and the next run continues after the
 import contextlib
 import errno
 import hashlib
+import itertools
 import math
 import os
 import shutil
@@ -225,13 +226,14 @@ def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], items: 
         places = [item.place for item in everything if isinstance(item, Encoded)]
         below = min(max(below, math.nextafter(min(places), 1)), max(places))
         items = iter(everything)
+    by_place = (list(same) for _, same in itertools.groupby(items, lambda item: item.position))
     while not is_whole(spans):
         target = span_dir(folder, group, len(spans))
         shutil.rmtree(directory := _mine(target), ignore_errors=True)
         directory.mkdir()
         try:
             before = plan.val_tokens if group else sum(span.tokens for span in spans)  # group 0 has at least so many
-            span = _write_span(directory, plan, items, before, below)
+            span = _write_span(directory, plan, by_place, before, below)
             try:
                 os.rename(directory, target)
             except OSError:
@@ -243,14 +245,16 @@ def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], items: 
         spans = [*spans, span]
 
 
-def _write_span(directory: Path, plan: Plan, items: Iterator[Item], before: int, below: float) -> Span:
+def _write_span(directory: Path, plan: Plan, items: Iterator[list[Item]], before: int, below: float) -> Span:
     """Write the next documents into an empty folder, synced to the disk.
 
     Args:
+        items: those of each position, which stay together.
         before: tokens of the input before them.
         below: documents whose place is less are for validation, without val_tokens.
     """
     header, most = index_header(plan.tokenizer.n_vocab), math.inf if plan.piece else plan.prepared["shard_tokens"]
+    val_inputs = set(plan.prepared.get("val_inputs", ()))
     inputs = {name: number for number, name in enumerate(plan.prepared["input"])}
     set_names: dict[str, int] = {}
     skipped: dict[str, tuple[int, str]] = {}
@@ -261,16 +265,18 @@ def _write_span(directory: Path, plan: Plan, items: Iterator[Item], before: int,
         for split in get_args(SplitName):
             paths = [directory / f"{split}.bin", directory / f"{split}.idx"]
             shards[split] = _Shard([closing.enter_context(open(path, "xb")) for path in paths], header)
-        for item in items:
-            last = item.position
-            if isinstance(item, Skipped):
-                count, first = skipped.get(item.reason, (0, item.where))
-                skipped[item.reason] = count + 1, first
-                continue
-            is_val = before + tokens < plan.val_tokens if plan.val_tokens else item.place < below
-            set_number = number_of(item.set_name, set_names)
-            shards["val" if is_val else "train"].add(item, inputs[last.input], set_number)
-            tokens += item.ids.size
+        for same in items:
+            for item in same:
+                last = item.position
+                if isinstance(item, Skipped):
+                    count, first = skipped.get(item.reason, (0, item.where))
+                    skipped[item.reason] = count + 1, first
+                    continue
+                is_val = before + tokens < plan.val_tokens if plan.val_tokens else item.place < below
+                set_number = number_of(item.set_name, set_names)
+                is_val = is_val or last.input in val_inputs
+                shards["val" if is_val else "train"].add(item, inputs[last.input], set_number)
+                tokens += item.ids.size
             if tokens >= most:
                 break
         splits = {split: shard.finish() for split, shard in shards.items()}

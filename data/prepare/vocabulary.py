@@ -26,6 +26,8 @@ def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
             `out` cannot be made, or `out` exists.
     """
     manifest = read_manifest(dataset_dir)
+    if manifest.tokenizer.name == "none":
+        raise UserError(f"dataset_dir={dataset_dir} has ids without text (tokenizer=none): give a dataset of texts")
     alphabet = sorted(byte_characters().values())
     if n_vocab <= len(alphabet):
         raise UserError(f"n_vocab={n_vocab} is too small: the bytes and {END_OF_TEXT} alone are {len(alphabet) + 1}")

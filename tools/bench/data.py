@@ -58,6 +58,8 @@ def encode_alone(config: PrepareConfig) -> tuple[float, int]:
     for raw in config.data.documents():
         with contextlib.suppress(Unreadable):
             text = config.data.parse(raw).text
+            if not isinstance(text, str):
+                raise UserError(f"data={config.data.name} has ids, and this times tokenizers: give a source of texts")
             started = time.perf_counter()
             encode(text)
             seconds += time.perf_counter() - started

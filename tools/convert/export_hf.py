@@ -103,9 +103,11 @@ def _own_config(config: GPTConfig, document_start: int | None) -> dict[str, Any]
 def _card(gpt: GPT, tokenizer: Tokenizer, state: TrainState, plain: bool, average: bool) -> str:
     """Return README.md: what the model is, as far as its run knows."""
     config = gpt.config
+    example = (_HERE / f"model_card_{'ids' if tokenizer.name == 'none' else 'text'}.md").read_text(encoding="utf-8")
     return (
         (_HERE / "model_card.md")
         .read_text(encoding="utf-8")
+        .replace("{example}", example)
         .format(
             attention=" and ".join(dict.fromkeys(layer.name for layer in config.layers)),
             size=gpt.size(tokenizer.n_vocab),

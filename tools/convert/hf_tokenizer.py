@@ -23,11 +23,13 @@ def tokenizer_files(tokenizer: Tokenizer, max_len: int | None) -> dict[str, Any]
     """tokenizer.json and tokenizer_config.json, as plain data. The ids are ours, except in texts with the characters
     <|endoftext|>, which Hugging Face reads as that token. A word that is a token is never split (ignore_merges), as in
     tiktoken; padding is on the left, so that prompts of several lengths can be continued together. A vocabulary that
-    came as a tokenizer.json stays as it is.
+    came as a tokenizer.json stays as it is. Ids without text (tokenizer=none) have no files.
 
     Args:
         max_len: the model's maximum number of tokens; None: no limit.
     """
+    if tokenizer.name == "none":
+        return {}
     tokenizer_json, settings = (json.loads((_HERE / name).read_text(encoding="utf-8")) for name in _FILES)
     if isinstance(tokenizer, RankTokenizer):
         tokenizer_json["added_tokens"][0]["id"] = tokenizer.eot_id

@@ -1,0 +1,109 @@
+"""Token ids made elsewhere: shards of llm.c, modded-nanogpt and nanoGPT, arrays of NumPy, and JSON lines.
+
+llm.c's write_datafile (dev/data/data_common.py) writes a header of 256 int32 (magic, version, number of ids), then the
+ids; modded-nanogpt writes the same with the magic of GPT-2. nanoGPT's train.bin and val.bin have no header.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import PrivateAttr
+
+from data.prepare.items import FOUR_BYTES, Seen, Unreadable
+from data.prepare.sources import JSON_LINES, NamedFiles
+
+_HEADER = 256  # int32
+_FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by magic and version: ids of GPT-2, and of Llama 3
+_MAGICS = {*(magic for magic, _ in _FORMATS), 20240522}  # the last: llm.c's evaluation files
+_LONGEST = 2**22  # ids of a document; a stream without end is cut, so that little of it is in memory
+_VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # in the name of a file
+
+
+class TokenSource(NamedFiles, defaults="data/tokens"):
+    """Files of token ids: .bin, .npy, or JSON lines of lists. A document ends with its end-of-text id, or its list."""
+
+    usual_val_fraction: ClassVar[float] = 0.005
+    suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy", *JSON_LINES)
+
+    name: Literal["tokens"]
+    dtype: Literal["uint16", "uint32", "int32", "int64"] | None
+    """Type of the ids in .bin files without a header. null: uint16, and files that look like another are refused."""
+    _eot_id: int = PrivateAttr(-1)
+
+    def ended_by(self, eot_id: int) -> "TokenSource":
+        """Return the source with documents that end with this id."""
+        source = self.model_copy()
+        source._eot_id = eot_id
+        return source
+
+    def val_inputs(self, names: Sequence[str]) -> list[str]:
+        """Return the validation shards, if there are others: those with "val" in their file's name."""
+        found = [name for name in names if _VALIDATION.search(Path(name).name.lower())]
+        return found if len(found) < len(names) else []
+
+    def read(self, path: Path, seen: Seen) -> Iterator[Any]:
+        """Yield documents, or lines."""
+        if path.name.lower().endswith(JSON_LINES):
+            yield from super().read(path, seen)
+        elif path.suffix.lower() == ".npy":
+            array = _numpy_array(path)
+            for row in array if array.ndim == 2 else [array]:
+                yield from self._documents(row, seen)
+        else:
+            yield from self._documents(_shard(path, self.dtype), seen)
+
+    def text_and_set(self, content: Any) -> tuple[Any, str]:
+        """Return ids, or parse a line."""
+        return (content, self.name) if isinstance(content, np.ndarray) else super().text_and_set(content)
+
+    def _documents(self, ids: np.ndarray, seen: Seen) -> Iterator[np.ndarray]:
+        """Cut ids (N,) after each end of text. Joined, the documents are the ids."""
+        start = 0
+        while start < ids.size:
+            block = np.asarray(ids[start : start + _LONGEST])
+            ends = np.flatnonzero(block == self._eot_id) + 1
+            if start + block.size == ids.size or not ends.size:
+                ends = np.union1d(ends, [block.size])
+            for begin, end in zip([0, *ends.tolist()], ends.tolist(), strict=False):
+                yield block[begin:end]
+            start += int(ends[-1])
+            seen(int(ends[-1]) * ids.itemsize)
+
+
+def _numpy_array(path: Path) -> np.ndarray:
+    """Map a .npy file of integers into memory, (N,) or (documents, N). Raises Unreadable."""
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")
+    except ValueError:  # no array, one of Python's objects, or less than its header says
+        raise Unreadable("damaged .npy file, or not of numbers") from None
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise Unreadable("not an array of integers of one or two dimensions")
+    return array
+
+
+def _shard(path: Path, dtype: str | None) -> np.ndarray:
+    """Map the ids of a .bin file into memory, (N,). Raises Unreadable."""
+    size, start = path.stat().st_size, 0
+    if path.suffix.lower() != ".bin":
+        raise Unreadable("neither .bin, .npy nor JSON lines")
+    magic, version, n_ids = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+    if magic in _MAGICS:
+        if (magic, version) not in _FORMATS:
+            raise Unreadable("a header of another version, or not of tokens")
+        kind, start = np.dtype(_FORMATS[magic, version]), 4 * _HEADER
+        if size != start + n_ids * kind.itemsize:
+            raise Unreadable("header does not match the file's size")
+    else:
+        kind = np.dtype(dtype or "uint16").newbyteorder("<")
+        if size % kind.itemsize:
+            raise Unreadable(f"size is not a multiple of {kind.itemsize} bytes")
+    if size == start:
+        return np.empty(0, kind)  # nothing can be mapped
+    ids = np.memmap(path, kind, "r", start)
+    first = ids[: 2**16]
+    if not start and dtype is None and ids.size > 1 and first[1::2].max() <= 3 < first[::2].max():
+        raise Unreadable(FOUR_BYTES)
+    return ids
