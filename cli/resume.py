@@ -1,11 +1,11 @@
-"""`train.py run_dir=X` continues the run in X: settings that are not given are the run's own."""
+"""Settings that need not be given, as a run or a dataset has them: `train.py run_dir=X` continues the run in X."""
 
 from pathlib import Path
 from typing import Any
 
 from cli.compose import compose, keys_and_values, to_dict
 from common.files import read_json
-from common.settings import CONFIGS, UserError
+from common.settings import CONFIGS, UserError, values_of
 
 _OF_ONE_COMMAND = {"resume", "stop_at"}
 _VARIANTS = ("model/attention", "model/block", "model/position", "optim", "schedule")
@@ -25,7 +25,7 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool 
         why = "a damaged config.json" if Path(str(given["run_dir"]), "config.json").exists() else "no run to continue"
         raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=... or dataset_dir=...")
     if not own:
-        return to_dict(compose("train", options, config_dir), complete)
+        return with_known(to_dict(compose("train", options, config_dir), complete), options)
     variants = [
         f"{group}={name}"
         for group in _VARIANTS
@@ -34,14 +34,54 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool 
     trackers = [name for name in _TRACKERS if isinstance(own.get("tracker"), dict) and own["tracker"].get(name)]
     variants += [f"tracker=[{','.join(trackers)}]"] if trackers and "tracker" not in given else []
     composed = to_dict(compose("train", ["dataset_dir=null", *variants, *options], config_dir), complete)
-    return _over(composed, own, {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND)
+    return with_known(_over(composed, own, {key.replace("/", ".") for key in given} | _OF_ONE_COMMAND), options)
+
+
+def with_known(composed: dict[str, Any], options: list[str], continues: bool = True) -> dict[str, Any]:
+    """Return a composed run with the model of init_from, or the n_vocab of its dataset, unless options give them.
+
+    `continues`: the run in run_dir, if it holds one, is continued: its own settings come first.
+    """
+    given = [key.replace("/", ".") for key in keys_and_values(options)]
+    own = _settings_of(Path(str(composed["run_dir"]))) if continues else {}
+    own_model, model = own.get("model") if isinstance(own.get("model"), dict) else None, composed["model"]
+    usual = {values_of("model", path.stem).get("n_vocab") for path in (CONFIGS / "model").glob("*.yaml")}
+    takes_model = composed["init_from"] is not None and "model" not in given
+    if takes_model and (found := own_model or _model_of(Path(str(composed["init_from"])))):
+        model = _with_given(found, model, [key.split(".")[1:] for key in given if key.startswith("model.")])
+    elif "model.n_vocab" not in given and model.get("n_vocab") in usual:  # another one is from a file of the user's
+        known = own_model or _read(Path(str(composed["dataset_dir"]), "manifest.json"), "tokenizer") or model
+        model = model | {"n_vocab": known.get("n_vocab", model["n_vocab"])}
+    return composed | {"model": model}
+
+
+def _with_given(known: dict[str, Any], composed: dict[str, Any], given: list[list[str]]) -> dict[str, Any]:
+    """Return known settings with what was composed at the given keys: [["n_layer"], ["attention", "conv"]]."""
+    for first in {key[0] for key in given}:
+        inner = [key[1:] for key in given if key[0] == first]
+        whole = [] in inner or not isinstance(known.get(first), dict)
+        known = known | {first: composed[first] if whole else _with_given(known[first], composed[first], inner)}
+    return known
+
+
+def _model_of(path: Path) -> dict[str, Any]:
+    """Return the settings of the model of a run's newest checkpoint, or of a checkpoint; {} if there is none."""
+    if path.name in ("latest", "best") and path.is_file():
+        path = path.with_name(path.read_text(errors="replace").strip())
+    folders = [path, *sorted(path.glob("checkpoints/step-*"), reverse=True)]
+    return next(filter(None, (_read(folder / "state.json", "model") for folder in folders)), {})
+
+
+def _read(file: Path, section: str) -> dict[str, Any]:
+    """Return a section of a JSON file; {} if it cannot be read, of which the command itself speaks."""
+    try:
+        return dict(read_json(file)[section])
+    except (UserError, KeyError, TypeError, ValueError):
+        return {}
 
 
 def _settings_of(run_dir: Path) -> dict[str, Any]:
-    try:
-        return dict(read_json(run_dir / "config.json")["config"])
-    except (UserError, KeyError, TypeError, ValueError):  # no run, or a damaged record, which training warns of
-        return {}
+    return _read(run_dir / "config.json", "config")  # of no run, or damaged, training warns
 
 
 def _variant(own: Any, group: str) -> str | None:

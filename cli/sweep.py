@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cli.compose import compose, explain, read_options, to_dict
+from cli.resume import with_known
 from cli.workers import among_others, let_workers_save, visible_gpus
 from common.console import print_error, say
 from common.files import name_of
@@ -107,7 +108,7 @@ def _configuration(config_name: str, fixed: list[str], config_dir: str | None, v
     if "run_dir" in config:
         own = sorted(option for option in varied if not option.startswith("run_dir="))
         config["run_dir"] = str(Path(config["run_dir"]) / name_of(own))
-    return config
+    return with_known(config, [*fixed, *varied]) if config_name == "train" else config
 
 
 def _run_job(run: Command, configuration: Callable[[Sequence[str]], dict[str, Any]], debug: bool) -> float | None:

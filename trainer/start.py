@@ -280,7 +280,7 @@ def open_source(path: Path, config: GPTConfig, tokenizer: Tokenizer) -> Checkpoi
         raise UserError(f"{what}: prepare the dataset with the model's tokenizer")
     if changed := differences(source.state.model.model_dump(mode="json"), config.model_dump(mode="json")):
         listed = ", ".join(f"model.{key}={old} (here: {new})" for key, (old, new) in changed.items())
-        remedy = f"give the experiment or the model settings of {source.run_dir}"
+        remedy = "leave out the model and its settings: they are those of init_from"
         raise UserError(f"init_from={path} has another model: {listed}; {remedy}")
     return source
 

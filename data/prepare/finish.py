@@ -133,7 +133,7 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str], is_one: bool) 
         change = "larger" if empty == "val" else "smaller"
         remedy = f"give a {change} val_fraction, or add documents with other texts"
         error = Unusable(f"none of {documents} documents went to '{empty}' with val_fraction={fraction}: {remedy}")
-        wanted = int(sum(total.utf8_bytes for total in totals.values()) * min(fraction, 1 - fraction))
+        wanted = int(sum(total.utf8_bytes or total.tokens for total in totals.values()) * min(fraction, 1 - fraction))
         if wanted and is_one and not plan.piece:
             error.piece = min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE)
         raise error

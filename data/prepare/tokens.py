@@ -19,6 +19,7 @@ _HEADER = 256  # int32
 _FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by magic and version: ids of GPT-2, and of Llama 3
 _MAGICS = {*(magic for magic, _ in _FORMATS), 20240522}  # the last: llm.c's evaluation files
 _LONGEST = 2**22  # ids of a document; a stream without end is cut, so that little of it is in memory
+_FEW = 64  # in fewer ids, small ones may stand in every second place by chance
 _VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # in the name of a file
 
 
@@ -104,6 +105,6 @@ def _shard(path: Path, dtype: str | None) -> np.ndarray:
         return np.empty(0, kind)  # nothing can be mapped
     ids = np.memmap(path, kind, "r", start)
     first = ids[: 2**16]
-    if not start and dtype is None and ids.size > 1 and first[1::2].max() <= 3 < first[::2].max():
+    if not start and dtype is None and ids.size >= _FEW and first[1::2].max() <= 3 < first[::2].max():
         raise Unreadable(FOUR_BYTES)
     return ids

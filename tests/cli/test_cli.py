@@ -107,7 +107,7 @@ def test_a_mistake_with_data_is_one_clear_line(command, dataset_dir, tmp_path, m
 
 def test_a_dataset_of_more_tokens_than_the_model_has_is_refused(command, tiny_args, make_dataset, rank_file):
     other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
-    result = command("train", *tiny_args, f"dataset_dir={other}")
+    result = command("train", *tiny_args, f"dataset_dir={other}", "model.n_vocab=257")
     assert_one_line(result, "tokenizer gpt2 of 260 ids", "model.n_vocab=257: set model.n_vocab=260")
 
 

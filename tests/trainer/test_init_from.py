@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_refused(tiny, make_dataset, rank_file, tmp_path):
     for changes, message in [
         (
             {"model.n_head": 1, "model.n_layer": 3},
-            r"model.n_head=2 \(here: 1\), model.n_layer=1 \(here: 3\); give the experiment or",
+            r"model.n_head=2 \(here: 1\), model.n_layer=1 \(here: 3\); leave out the model",
         ),
         (
             {"dataset_dir": str(other), "model.n_vocab": 260},
@@ -70,6 +70,39 @@ def test_what_does_not_fit_is_refused(tiny, make_dataset, rank_file, tmp_path):
         with pytest.raises(UserError, match=message) as error:
             fit(tiny(begun | changes))
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["run", "run/checkpoints/step-00000002", "run/checkpoints/latest"])
+def test_the_model_need_not_be_given(tiny_args, command, tmp_path, name):
+    """It is that of init_from, except for what is given, whatever the experiment or the default is."""
+    assert command("train", *tiny_args, "stop_at=2").status == 0
+    small = [arg for arg in tiny_args if not arg.startswith(("model", "run_dir"))]
+    begun = ["train", *small, "experiment=quickstart", f"run_dir={tmp_path / 'begun'}", f"init_from={tmp_path / name}"]
+    assert "leave out the model" in command(*begun, "model=flagship_1m").err
+    assert "has another model: model.n_embd=16 (here: 8); leave" in command(*begun, "model.n_embd=8").err
+    assert command(*begun, "model.n_layer=1", "stop_at=2").status == 0
+    models = [load_model(tmp_path / run)[0].config for run in ("run", "begun")]
+    assert models[0] == models[1]
+    shutil.rmtree(tmp_path / "run")  # the run has its own model now
+    assert command(*begun).status == 0
+    assert open_checkpoint(tmp_path / "begun").state.step == 6
+
+
+def test_the_size_of_the_vocabulary_need_not_be_given(tiny_args, command, make_dataset, rank_file, tmp_path):
+    other = make_dataset(tokenizer={"name": "gpt2", "path": str(rank_file)})
+    args = ["train", *tiny_args, f"dataset_dir={other}", "stop_at=1"]
+    assert command(*args).status == 0
+    assert open_checkpoint(tmp_path / "run").state.model.n_vocab == 260
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nmodel:\n  n_vocab: 300\n")
+    for n, given in {257: ["model.n_vocab=257"], 300: ["--config-dir", str(tmp_path), "experiment=mine"]}.items():
+        assert f"n_vocab: {n}" in command(*args, "--cfg", "job", *given).out
+    assert "n_vocab: 260" in command("scripts/plan", f"dataset_dir={other}", "--cfg", "job").out
+    assert command("train", *args[1:], "model.n_vocab=270", f"run_dir={tmp_path / 'wide'}").status == 0
+    assert command("train", *args[1:], f"run_dir={tmp_path / 'wide'}", "max_steps=7").status == 0, "a run keeps its own"
+    swept = ["-m", "seed=1,2", f"run_dir={tmp_path / 'sweep'}"]
+    assert command(*args, *swept).status == 0
+    assert open_checkpoint(tmp_path / "sweep" / "seed=2").state.model.n_vocab == 260
 
 
 def test_processes_that_do_not_see_the_same_checkpoint_are_refused(tiny, tmp_path, monkeypatch):

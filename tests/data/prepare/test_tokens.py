@@ -1,0 +1,218 @@
+"""Ids made elsewhere: files as other projects write them, read back through the loader."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from common.settings import UserError, decode
+from data.loader import EvalBatches
+from data.prepare.dataset import PrepareConfig, prepare
+from data.prepare.items import FOUR_BYTES, OUT_OF_RANGE, REMEDIES
+from data.prepare.tokens import TokenSource
+from data.prepare.verify import verify
+from data.shards import TokenStream, read_manifest
+
+N, END = 300, 299
+NONE = {"name": "none", "n_vocab": N, "eot_id": END}
+
+
+def llm_c(path, ids, magic=20240520, version=1, dtype=np.uint16):
+    """As write_datafile in llm.c's dev/data/data_common.py, and in modded-nanogpt's data/fineweb.py."""
+    header = np.zeros(256, dtype=np.int32)
+    header[0], header[1], header[2] = magic, version, len(ids)
+    path.write_bytes(header.tobytes() + np.array(ids, dtype=dtype).tobytes())
+
+
+def llama_3(path, ids):
+    llm_c(path, ids, 20240801, 7, np.uint32)
+
+
+def nano_gpt(path, ids):
+    """As nanoGPT's data/openwebtext/prepare.py."""
+    array = np.memmap(path, dtype=np.uint16, mode="w+", shape=(len(ids),))
+    array[:] = ids
+    array.flush()
+
+
+def json_lines(path, ids):
+    ends = [i + 1 for i, each in enumerate(ids) if each == END]
+    lists = [part.tolist() for part in np.split(np.array(ids), ends) if part.size]
+    text = "".join(json.dumps({"tokens": part}) + "\n" for part in lists)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+
+def prepared(tmp_path, tokenizer=NONE, **changes):
+    raw = {"data": {"name": "tokens", "path": str(tmp_path / "in"), **changes.pop("data", {})}, "tokenizer": tokenizer}
+    prepare(decode(PrepareConfig, raw | {"out_dir": str(tmp_path / "out"), "workers": 1} | changes))
+    manifest = read_manifest(tmp_path / "out")
+    assert verify(tmp_path / "out") == []
+    streams = {name: TokenStream(tmp_path / "out", manifest, name) for name in ("train", "val")}
+    return manifest, {name: stream.read(0, stream.n_tokens).tolist() for name, stream in streams.items()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+def documents(seed, n=40, first=False):
+    """Ids of documents that end, or begin, with END."""
+    rng = np.random.default_rng(seed)
+    each = [rng.integers(0, END, rng.integers(1, 30)).tolist() for _ in range(n)]
+    return [token for ids in each for token in ([END, *ids] if first else [*ids, END])]
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (llm_c, "fineweb_{}_000000.bin"),
+        (llama_3, "tiny_shakespeare_{}.bin"),
+        (nano_gpt, "{}.bin"),
+        (lambda path, ids: np.save(path, np.array(ids, ">i8")), "{}.npy"),
+        (json_lines, "{}.jsonl"),
+        (json_lines, "{}-00.jsonl.gz"),
+    ],
+)
+@pytest.mark.parametrize("first", [False, True], ids=["ends", "begins"])
+def test_shards_of_every_format_come_back_as_they_are(tmp_path, folder, write, name, first, monkeypatch):
+    monkeypatch.setattr("data.prepare.tokens._LONGEST", 100)  # ids that are read at once: documents cross them
+    splits = {"train": documents(1, first=first), "val": documents(2, 3, first)}
+    for split, ids in splits.items():
+        write(folder / name.format(split), ids)
+    manifest, found = prepared(tmp_path, shard_tokens=200)
+    ended = {split: ids if ids[-1] == END else [*ids, END] for split, ids in splits.items()}
+    assert found == ended
+    assert {split: manifest.splits[split].total.documents for split in ended} == {
+        split: ids.count(END) for split, ids in ended.items()
+    }
+    stream = TokenStream(tmp_path / "out", manifest, "val")
+    windows, targets = EvalBatches(stream, 8).rows(0, len(EvalBatches(stream, 8)))
+    assert [*windows[:, 0].tolist(), *targets[0].tolist()] == [*ended["val"][:-1:8], *ended["val"][1:9]]
+
+
+def test_rows_are_documents_and_so_are_streams_without_an_end(tmp_path, folder, monkeypatch):
+    """Where no id ends documents, one more does."""
+    monkeypatch.setattr("data.prepare.tokens._LONGEST", 8)
+    np.save(folder / "rows.npy", np.arange(6, dtype=np.uint8).reshape(2, 3))
+    nano_gpt(folder / "val.bin", range(10))
+    _, found = prepared(tmp_path, {"name": "none", "n_vocab": 10})
+    assert found == {"train": [0, 1, 2, 10, 3, 4, 5, 10], "val": [*range(8), 10, 8, 9, 10]}
+
+
+def test_ids_are_bytes_of_text_if_a_tokenizer_is_named(tmp_path, folder):
+    nano_gpt(folder / "train.bin", [*b"some text", 256, *"é".encode(), 256])
+    nano_gpt(folder / "val.bin", [*b"more", 256])
+    manifest, found = prepared(tmp_path, {"name": "bytes"})
+    assert found["val"] == [*b"more", 256]
+    assert {name: split.total.utf8_bytes for name, split in manifest.splits.items()} == {"train": 11, "val": 4}
+
+
+@pytest.mark.parametrize("changes", [{"val_fraction": 0.5}, {"val_tokens": 300}, {}], ids=str)
+def test_documents_are_split_by_their_ids_if_no_file_or_a_setting_says_how(tmp_path, folder, changes):
+    ids = documents(1)
+    nano_gpt(folder / ("val.bin" if changes else "interval_valued.bin"), ids)
+    nano_gpt(folder / "valley.bin", ids[: ids.index(END) + 1])
+    _, found = prepared(tmp_path, **changes)
+    assert found["train"]
+    assert found["val"]
+    assert sorted(found["train"] + found["val"]) == sorted([*ids, *ids[: ids.index(END) + 1]])
+
+
+def of(*values):
+    return np.array(values, np.uint16).tobytes()
+
+
+def header(*values):
+    return np.array([*values, *[0] * (256 - len(values))], np.int32).tobytes()
+
+
+WHOLE = of(1, 2, END)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason", "number"),
+    [
+        ("a.bin", of(1, END, N, END, 3), OUT_OF_RANGE, 2),
+        ("a.jsonl", b'{"tokens": [1, 2]}\n{"tokens": [-1]}\n', OUT_OF_RANGE, 2),
+        ("a.jsonl", b'{"tokens": [1, 2.5]}\n', "not a list of ids", 1),
+        ("a.jsonl", b'{"tokens": [1, 100000000000000000000]}\n', "not a list of ids", 1),
+        ("a.jsonl", b'{"tokens": []}\n', "empty document", 1),
+        ("a.bin", WHOLE + b"\0", "size is not a multiple of 2 bytes", 1),
+        ("a.bin", b"", "empty file", 1),
+        ("a.bin", header(20240520, 1, 4) + WHOLE, "header does not match the file's size", 1),
+        ("a.bin", header(20240520, 1, 4)[:12], "header does not match the file's size", 1),
+        ("a.bin", header(20240522, 1, 3) + WHOLE, "a header of another version, or not of tokens", 1),
+        ("a.bin", np.arange(64, dtype=np.uint32).tobytes(), FOUR_BYTES, 1),
+        ("a.npy", b"\x93NUMPY\x01\x00", "damaged .npy file, or not of numbers", 1),
+    ],
+)
+def test_what_is_no_token_file_is_counted(tmp_path, folder, name, content, reason, number):
+    (folder / name).write_bytes(content)
+    for split in ("train", "val"):
+        nano_gpt(folder / f"{split}.bin", [1, 2, END])
+    manifest, found = prepared(tmp_path)
+    assert manifest.skipped == {reason: 1}
+    assert found["train"][-3:] == found["val"] == [1, 2, END]
+    with pytest.raises(UserError, match=rf"{name}:{number}: {reason}: correct it"):
+        prepared(tmp_path, out_dir=str(tmp_path / "other"), on_error="stop")
+
+
+def test_four_bytes_can_be_said(tmp_path, folder):
+    for split in ("train", "val"):
+        np.arange(N, dtype=np.uint32).tofile(folder / f"{split}.bin")
+    assert prepared(tmp_path, data={"dtype": "uint32"})[1] == {"train": [*range(N)], "val": [*range(N)]}
+    assert "data.dtype=uint32" in REMEDIES[FOUR_BYTES]
+
+
+@pytest.mark.parametrize("array", [np.ones(3), np.array(["a"]), np.ones((1, 1, 1), int), np.array(True)], ids=str)
+def test_other_arrays_are_refused(tmp_path, array):
+    np.save(tmp_path / "a.npy", array)
+    source = decode(TokenSource, {"name": "tokens", "path": str(tmp_path)})
+    (raw,) = source.documents()
+    assert str(raw.content) == "not an array of integers of one or two dimensions"
+
+
+def test_texts_without_a_tokenizer_are_an_error(tmp_path, folder):
+    (folder / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=r"a.txt:1 is text, and tokenizer=none takes ids"):
+        prepared(tmp_path, data={"name": "text"})
+    with pytest.raises(UserError, match=r"eot_id=300 is not below n_vocab=300"):
+        prepared(tmp_path, NONE | {"eot_id": N})
+
+
+def test_every_command_has_an_answer_for_ids_without_text(tmp_path, folder, command, tiny_args):
+    for split, ids in {"train": documents(1, 200), "val": documents(2, 60)}.items():
+        nano_gpt(folder / f"{split}.bin", ids)
+    dataset, run_dir = tmp_path / "out", tmp_path / "run"
+    options = ["data=tokens", f"data.path={folder}", "tokenizer=none", f"tokenizer.n_vocab={N}", f"out_dir={dataset}"]
+    assert command("scripts/prepare_data", *options, f"tokenizer.eot_id={END}").status == 0
+    table = command("scripts/inspect_dataset", f"dataset_dir={dataset}").out
+    assert table.count("no text") == 4
+    window = command("scripts/inspect_dataset", f"dataset_dir={dataset}", "window=0", "tokens=3").out
+    assert window.endswith(f"\n {documents(1)[0]} {documents(1)[1]} {documents(1)[2]}\n")
+    assert "is whole" in command("scripts/verify_dataset", f"dataset_dir={dataset}").out
+    args = [arg for arg in tiny_args if not arg.startswith("dataset_dir=")]
+    trained = command("train", *args, f"dataset_dir={dataset}")
+    assert trained.status == 0
+    assert "nats/token" in trained.out
+    assert "byte" not in trained.out
+    evaluated = command("eval", f"checkpoint={run_dir}")
+    assert "nats per token, perplexity" in evaluated.out
+    assert "bits per byte" not in evaluated.out.splitlines()[1]
+    assert json.loads((run_dir / "eval.json").read_text())["bits_per_byte"] is None
+    sample = ["sample", f"checkpoint={run_dir}", "max_new_tokens=4", "temperature=0"]
+    answer = command(*sample, "prompt=1 2, 3").out
+    assert all(0 <= int(word.strip(",")) < N for word in answer.split())
+    assert answer.startswith("1 2, 3 ")
+    assert "'300' is not an id" in command(*sample, "prompt=1 300").err
+    assert "the harness's tasks are texts" in command("scripts/lm_eval", f"checkpoint={run_dir}", "tasks=x").err
+    learn = ["scripts/train_tokenizer", f"dataset_dir={dataset}", "n_vocab=300", f"out={tmp_path / 't.json'}"]
+    assert "has ids without text" in command(*learn).err
+    assert command("scripts/export_hf", f"checkpoint={run_dir}", f"out_dir={tmp_path / 'hf'}").status == 0
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    assert f"torch.tensor([[{END}]])" in (tmp_path / "hf" / "README.md").read_text()
+    assert command("scripts/report", f"folders={run_dir}", f"out={tmp_path / 'report.html'}").status == 0
+    assert command("scripts/plan", f"dataset_dir={dataset}").status == 0
