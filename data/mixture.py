@@ -47,6 +47,11 @@ class DataConfig(Settings, defaults="train:data"):
         return eot_id if self.document_reset else None
 
 
+def epochs(passes: float) -> str:
+    """Return in words how often data is read: "0.25 epochs", "1,200 epochs"."""
+    return f"{passes:.3g} epochs" if passes < 1000 else f"{passes:,.0f} epochs"
+
+
 class Mixture:
     """Assigns a window to each sequence of a run."""
 
@@ -73,9 +78,11 @@ class Mixture:
         """Sequences of each set in a period."""
         self._order, self._rank = fair_order(self.parts.tolist())
 
-    def __str__(self) -> str:
-        shares = zip(self.names, (self.parts / self.parts.sum()).tolist(), strict=True)
-        return ", ".join(f"{name} {share:.4%}" for name, share in shares if share)
+    def shares(self, n: int) -> str:
+        """Each set's share of the first n sequences of a run, and its epochs."""
+        shares = zip(self.names, (self.parts / self.parts.sum()).tolist(), self._windows, strict=True)
+        sets = [(name, share, n * share / own.size) for name, share, own in shares if share]
+        return ", ".join(f"{name} {share:.3%} ({epochs(passes)})" for name, share, passes in sets)
 
     def windows(self, sequences: np.ndarray) -> np.ndarray:
         """Return the window of each sequence of the run, counted from its first: int64 (n,) -> int64 (n,)."""

@@ -6,6 +6,7 @@ from collections import Counter
 import torch
 
 from common.console import count, say, warn
+from data.mixture import epochs
 from model.attention import AttentionConfig
 from trainer.runtime import is_compiled
 from trainer.start import Run
@@ -70,11 +71,10 @@ def _attention(layer: AttentionConfig) -> str:
 
 def _data(run: Run) -> str:
     config, tokenizer, there = run.config, run.tokenizer, run.batches.stream.n_tokens
-    read = config.tokens(config.last_step)
-    mixed = "" if run.batches.mixture is None else f", drawn from {run.batches.mixture}"
-    epochs = f"{read / there:.3g}" if read < 100 * there else f"{read / there:,.0f}"
+    read, mixture = config.tokens(config.last_step), run.batches.mixture
+    mixed = "" if mixture is None else f", drawn from {mixture.shares(config.last_step * config.batch_size)}"
     corpus = f"{there:,} tokens in {config.dataset_dir} (tokenizer {tokenizer.name}, {tokenizer.n_vocab:,} ids)"
-    return f"{corpus}; training reads {read:,}, {epochs} epochs{mixed}"
+    return f"{corpus}; training reads {read:,} tokens, {epochs(read / there)}{mixed}"
 
 
 def _batch(run: Run) -> str:

@@ -74,11 +74,12 @@ class Symptoms:
         """Look at a line of metrics.jsonl."""
         if "loss" not in line:
             return
-        loss, many = line["loss"], f"in the last {_MANY} steps"
+        loss, step = line["loss"], f"step {line['step']:,}"
         self._losses = [*self._losses[-_MANY:], loss] if loss > self._uniform + 1 else []
         if len(self._losses) > _MANY and loss >= self._losses[0]:
-            far = f"the loss, {loss:,.2f} at step {line['step']:,}, is far above {self._uniform:.2f} {many}"
-            self._say("loss", f"{far}, which is that of guessing: it diverges; lower optim.max_lr={self._max_lr:g}")
+            far = f"the loss of the last {_MANY} steps, {loss:,.2f} in {step}, is far above that of guessing"
+            remedy = f"start again with optim.max_lr below {self._max_lr:g}"
+            self._say("loss", f"{far}, {self._uniform:.2f}: training diverges; {remedy}")
         if "exact_tiles" not in line:
             self._exact, self._rates = [], [*self._rates[-_MANY:], line["tokens_per_second"]]
             return
@@ -86,10 +87,8 @@ class Symptoms:
         if len(self._exact) > _MANY:
             now = fmean(each["tokens_per_second"] for each in self._exact)
             before = f", {fmean(self._rates):,.0f} without" if self._rates else ""
-            tiles = (
-                f"log attention computed {line['exact_tiles']:,} tiles of step {line['step']:,} and some {many} again"
-            )
-            self._say("tiles", f"{tiles}, exactly and slowly ({now:,.0f} tokens/s{before}): its keys are far apart")
+            tiles = f"log attention computed tiles again in the last {_MANY} steps, {line['exact_tiles']:,} in {step}"
+            self._say("tiles", f"{tiles}: scores are far apart, and such steps are slow ({now:,.0f} tokens/s{before})")
 
     def _say(self, what: str, message: str) -> None:
         if what not in self._said:

@@ -93,7 +93,7 @@ class Deadline:
         self._step, self._in_step = step, self._in_step + self._tick if step == self._step else 0.0
         if self._in_step > self._patience:
             self._patience *= 2
-            line = f"still at {self._place} ({clock(self._in_step)} so far)"
+            line = f"{self._place}, {clock(self._in_step)} so far"
             threading.Thread(target=say, args=(line,), daemon=True).start()  # this thread must not wait for the output
 
     def _touch(self) -> None:

@@ -105,7 +105,7 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
             if improved or _due(run, config.checkpoint.every) or stopped or run.state.step == config.last_step:
                 _save(run, saver)
         records.draw()
-    done = f"step {run.state.step} of {config.max_steps}"
+    done = f"step {run.state.step:,} of {config.max_steps:,}"
     if run.state.step < config.last_step:
         own = signals.received
         why = "another process was asked to stop" if own is None else f"stopped by {own.name}"

@@ -140,7 +140,7 @@ def _wandb(config: WandbConfig, run_id: str, run_dir: Path, settings: dict[str, 
     )
     if config.mode == "offline":
         folder = Path(run.dir).parent
-        say(f"wandb: offline, in {folder}; later, type {shlex.join(['wandb', 'sync', str(folder)])}")
+        say(f"wandb: offline; to upload the run later: {shlex.join(['wandb', 'sync', str(folder)])}")
     elif url := run.url:
         say(f"wandb: {url}")
     # A resumed run repeats some steps: with an axis of their own, steps need not increase.

@@ -19,7 +19,7 @@ def said(config):
 def test_six_lines_say_what_a_run_is(tiny, dataset_dir):
     config, splits = tiny({"eval.batches": None}), read_manifest(dataset_dir).splits
     train, val = (splits[name].total.tokens for name in ("train", "val"))
-    read = f"(tokenizer bytes, 257 ids); training reads 384, {384 / train:.3g} epochs"
+    read = f"(tokenizer bytes, 257 ids); training reads 384 tokens, {384 / train:.3g} epochs"
     assert start_lines(open_run(config)) == [
         "model     7,968 parameters: 1 layer, 2 heads, 16 features; log-space attention",
         f"data      {train:,} tokens in {dataset_dir} {read}",
@@ -33,7 +33,7 @@ def test_six_lines_say_what_a_run_is(tiny, dataset_dir):
 @pytest.mark.parametrize(
     ("changes", "line", "text"),
     [
-        ({"max_steps": 1_000_000}, "data", "training reads 64,000,000, 1,"),
+        ({"max_steps": 1_000_000}, "data", "training reads 64,000,000 tokens, 1,"),
         ({"runtime.micro_batch": 8}, "batch", "4 sequences of 16, 4 at a time"),
         ({"stop_at": 4}, "schedule", "6 steps (this time to step 4) of AdamW"),
         ({"optim.name": "muon"}, "schedule", "6 steps of Muon"),

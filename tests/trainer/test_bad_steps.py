@@ -187,11 +187,14 @@ def lines_of(losses, exact=0, rate=100.0):
         (lines_of([30.0 - i / 2 for i in range(50)]), []),  # a bad start that gets better
         (lines_of([2000.0, 3.0] * 30), []),
         (lines_of([2000.0] * 20), []),
-        (lines_of([3.0] + [2000.0] * 50), ["2,000.00 at step 22, is far above 5.55"]),
-        (lines_of([3.0], rate=500) + lines_of([3.0] * 50, 7), ["computed 7 tiles of step 22", "(100 tokens/s, 500 w"]),
-        (lines_of([3.0] * 50, 7), ["(100 tokens/s):"]),
+        (lines_of([3.0] + [2000.0] * 50), ["2,000.00 in step 22, is far above that of guessing, 5.55"]),
+        (
+            lines_of([3.0], rate=500) + lines_of([3.0] * 50, 7),
+            ["tiles again in the last 20 steps, 7 in step 22", "(100 tokens/s, 500 without)"],
+        ),
+        (lines_of([3.0] * 50, 7), ["tiles again", "(100 tokens/s)"]),
         ((lines_of([3.0] * 15, 7) + lines_of([3.0])) * 3, []),
-        (lines_of([9.0] * 50, 7), ["is far above", "computed 7 tiles"]),
+        (lines_of([9.0] * 50, 7), ["is far above", "tiles again"]),
     ],
 )
 def test_what_lasts_for_more_than_20_steps_is_said_once(capsys, lines, warnings):
@@ -206,4 +209,4 @@ def test_what_lasts_for_more_than_20_steps_is_said_once(capsys, lines, warnings)
 
 def test_a_run_that_diverges_says_so(tiny, capsys):
     fit(tiny({"optim.max_lr": 10, "max_steps": 40, "eval.every": 40, "checkpoint.every": 40}))
-    assert capsys.readouterr().err.count("it diverges; lower optim.max_lr=10\n") == 1
+    assert capsys.readouterr().err.count("training diverges; start again with optim.max_lr below 10\n") == 1

@@ -91,8 +91,8 @@ def test_what_takes_long_says_where_it_is_and_how_long_so_far(monkeypatch, capsy
     deadline.stop()
     lines = capsys.readouterr().out.splitlines()
     assert [re.sub(r"\d+ of", "N of", line) for line in lines[:2]] == [
-        "still at step 1: forward N of 30 (0:01 so far)",
-        "still at step 1: forward N of 30 (0:02 so far)",
+        "step 1: forward N of 30, 0:01 so far",
+        "step 1: forward N of 30, 0:02 so far",
     ]
     assert len(lines) <= 3
 

@@ -1,6 +1,7 @@
 """What a run reads: weighted sets, and a thread that reads ahead of the steps."""
 
 import random
+import re
 import threading
 from types import SimpleNamespace
 
@@ -50,6 +51,7 @@ def test_a_run_reads_its_mixture(tiny, sets_dir):
         assert abs((most == number).sum() - 200 * of_set[name]) < 1
     assert of_set["none"] == 0
     assert of_set["few"] > 0.2, "a twelfth of the text"
+    assert run.batches.mixture.shares(3 * int(parts.sum())).count("(15 epochs)") == 1, "few has five parts a window"
 
 
 def test_a_run_with_a_mixture_goes_on_as_if_nothing_had_happened(tiny, sets_dir, tmp_path):
@@ -80,8 +82,8 @@ def test_the_mixture_on_the_command_line(command, tiny_args, sets_dir, tmp_path)
         mixed = [f"dataset_dir={sets_dir}", f"data.mixture={spelling}", f"stop_at={stop_at}"]
         result = command("train", *tiny_args, *mixed)
         assert result.status == 0, result.err
-        assert ", drawn from " in result.out
-        assert "none" not in result.out.split("drawn from ")[1].split("\n")[0]
+        sets = re.search(r" epochs, drawn from few (\S+)% \(\S+ epochs\), many (\S+)% \(\S+ epochs\)\n", result.out)
+        assert float(sets[1]) + float(sets[2]) == pytest.approx(100, abs=1e-3)
         assert open_checkpoint(tmp_path / "run").state.data.mixture == MIXTURE
     result = command("train", *tiny_args, f"dataset_dir={sets_dir}", 'data.mixture={"Pile-CC": 2, "x (y)": 1}')
     assert result.status == 1

@@ -88,7 +88,7 @@ def test_wandb_gets_the_lines_of_metrics_jsonl_under_one_id(tiny, wandb, capsys)
     fit(tiny(WANDB | {"stop_at": 4, "eval.prompt": "x"}))
     fit(tiny({"tracker": {"wandb": {"every": 1, "mode": "offline", "run_name": "n"}}}))
     folder = tiny().run_dir / "wandb" / "offline-run-1"
-    assert f"wandb: offline, in {folder}; later, type wandb sync {folder}\n" in capsys.readouterr().out
+    assert f"wandb: offline; to upload the run later: wandb sync {folder}\n" in capsys.readouterr().out
     assert fake.given("log") == read_metrics(tiny().run_dir / "metrics.jsonl")
     assert len(fake.given("finish")) == 2
     first, second = fake.given("init")
@@ -245,8 +245,10 @@ def test_the_real_tensorboard(tiny):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    fit(tiny({"tracker": {"tensorboard": {"every": 1}}}))
+    fit(tiny({"tracker": {"tensorboard": {"every": 1}}, "eval.prompt": "def f(\n    x"}))
     events = EventAccumulator(str(tiny().run_dir / "tensorboard")).Reload()
+    (text, _) = events.Tensors("sample/text_summary")
+    assert text.tensor_proto.string_val[0].startswith(b"    def f(\n        x")
     stored = {(key, event.step): event.value for key in events.Tags()["scalars"] for event in events.Scalars(key)}
     for line in read_metrics(tiny().run_dir / "metrics.jsonl"):
         for key in line.keys() & {"loss", "val_loss", "lr"}:
