@@ -90,18 +90,15 @@ def _schedule(run: Run) -> str:
     highest, warmup, fall = config.optim.max_lr, schedule.warmup(last), schedule.falls_after(last)
     steps = count(last, "step") + (f" (this time to step {config.last_step:,})" if config.last_step < last else "")
     short = f" ({schedule.warmup_steps:,} would not fit)" if warmup < schedule.warmup_steps else ""
-    course = [f"the learning rate rises to {highest:.3g} in {count(warmup, 'step')}{short}"] if warmup else []
-    if fall > warmup:
-        course.append(f"{'' if course else 'the learning rate '}stays at {highest:.3g} until step {fall:,}")
-    if fall < last:
-        course.append(
-            f"{'' if course else 'the learning rate '}falls to {highest * schedule.factor(last - 1, last):.3g}"
-        )
+    rises = [f"rises to {highest:.3g} in {count(warmup, 'step')}{short}"] if warmup else []
+    stays = [f"stays at {highest:.3g} until step {fall:,}"] if fall > warmup else []
+    falls = [f"falls to {highest * schedule.factor(last - 1, last):.3g}"] if fall < last else []
     tuned, scaled = config.optim.transfer, ""
     if tuned is not None and ratios(run.gpt, tuned) != (1, 1):
         sizes = f"{count(tuned.n_layer, 'layer')} and {count(tuned.n_embd, 'feature')}"
         scaled = f"; it was tuned for {sizes}, and each weight's own is scaled from that"
-    return f"{steps} of {type(config.optim).__name__.removesuffix('Config')}; {', then '.join(course)}{scaled}"
+    optimizer, course = type(config.optim).__name__.removesuffix("Config"), ", then ".join([*rises, *stays, *falls])
+    return f"{steps} of {optimizer}; the learning rate {course}{scaled}"
 
 
 def _device(run: Run) -> str:
