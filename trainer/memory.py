@@ -5,7 +5,7 @@ machine's CPU. The partitioner of torch.compile keeps the same within a few perc
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,18 +111,12 @@ def step_memory(
 
 def _state_bytes(gpt: GPT, of_keys: int) -> int:
     """Bytes of a text's state, which is kept before each piece; a number of a cached key has `of_keys`."""
-    position: Any = gpt.position
-    blocks: Any = gpt.blocks
-    device = gpt.embed.weight.device
-    ngrams = gpt.ngrams.initial_state(1, device) if gpt.config.ngrams else None
-    total = state_bytes((position.initial_state(1, device), ngrams))
-    for layer, block in zip(gpt.config.layers, blocks, strict=True):
-        if isinstance(layer, LongformerConfig):  # its size is constant only after its first tokens
-            width = block.attention.n_kv_head * gpt.config.head_features
-            total += 2 * (layer.window + 2 * layer.n_global) * width * of_keys
-        else:
-            total += state_bytes(block.initial_state(1, device))
-    return total
+    grown = sum(  # after its first tokens
+        2 * (layer.window + 2 * layer.n_global) * block.attention.n_kv_head * gpt.config.head_features
+        for layer, block in zip(gpt.config.layers, gpt.blocks, strict=True)
+        if isinstance(layer, LongformerConfig)
+    )
+    return state_bytes(gpt.initial_state(1)) + grown * of_keys
 
 
 def _linear(module: nn.Module) -> list[nn.Linear]:
