@@ -115,9 +115,9 @@ def _run_job(run: Command, configuration: Callable[[Sequence[str]], dict[str, An
     now = HydraConfig.get()
     try:
         config = configuration(now.overrides.task)
-        if "run_dir" in config:
-            say(f"--- job {now.job.num}: {config['run_dir']}")
         with among_others(now.runtime.choices["hydra/launcher"]):
+            if "run_dir" in config:
+                say(f"--- job {now.job.num}: {config['run_dir']}")
             best = run(config)
         if best is None and now.runtime.choices["hydra/sweeper"] == "optuna":
             raise UserError("no validation loss for optuna to compare: lower eval.every, or raise stop_at")

@@ -131,6 +131,7 @@ def test_the_jobs_of_a_sweep_of_joblibs_are_saved(start, command, tiny_args, tmp
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     options = ["max_steps=100000", "checkpoint.every=100000", "eval.every=100000"]
     process = start(*options, *sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    process.stdout.close()  # nobody reads what the jobs print
     until(lambda: len(begun(tmp_path)) == 2)
     os.killpg(process.pid, how)
     process.communicate()  # until the workers have closed their ends, too
