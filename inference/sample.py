@@ -202,6 +202,7 @@ def read_prompts(config: SampleConfig) -> list[str]:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
         raise UserError(f"{source} cannot be read: {reason}") from None
+    text = text.removeprefix("\ufeff")  # the byte order mark
     if not config.prompts_file:
         return [re.sub(r"\r?\n\Z", "", text) if path or config.prompt == "-" else text]  # how a file or `echo` ends
     if not (prompts := [line for line in text.replace("\r\n", "\n").split("\n") if line]):

@@ -259,7 +259,8 @@ class HubSource(Source, defaults="data/hf"):
 
     name: Literal["hf", "fineweb", "fineweb_edu", "openwebtext", "pile"]
     path: str
-    """A dataset on the hub, a folder here with files of one, or a builder such as `json` together with data_files."""
+    """A dataset on the hub, or here: a folder with its files or by save_to_disk, a .parquet or .arrow file, a glob of
+    such, or a builder such as `json` together with data_files."""
     subset: str | None
     """One of the dataset's configurations; null: the only one, or the default one."""
     split: str | None
@@ -309,12 +310,21 @@ class HubSource(Source, defaults="data/hf"):
 
     def _open(self, first: int) -> Any:
         """Open the stream after its first rows. The library itself retries lost connections."""
-        from datasets import load_dataset
+        from datasets import DatasetDict, load_dataset, load_from_disk
         from huggingface_hub.utils import logging
 
         logging.set_verbosity_error()  # else it announces each of its retries for some 20 seconds
-        settings = {"name": self.subset, "split": self.split or "train", "revision": self.revision}
-        return load_dataset(self.path, data_files=self.data_files, **settings, streaming=True).skip(first)
+        split = self.split or "train"
+        if any(os.path.exists(os.path.join(self.path, file)) for file in ("dataset_dict.json", "state.json")):
+            saved = load_from_disk(self.path)
+            if isinstance(saved, DatasetDict) and split not in saved:
+                raise ValueError(f"Bad split: {split}. Available splits: {[*saved]}")
+            return (saved[split] if isinstance(saved, DatasetDict) else saved).skip(first)
+        builder, files = self.path, self.data_files
+        if suffix := re.search(r"\.(parquet|arrow)$", self.path, re.IGNORECASE):
+            builder, files = suffix[1].lower(), self.path
+        settings = {"name": self.subset, "split": split, "revision": self.revision}
+        return load_dataset(builder, data_files=files, **settings, streaming=True).skip(first)
 
 
 _CHECK = "check the network, data.path, data.subset, data.split and data.revision"

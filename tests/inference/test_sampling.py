@@ -232,7 +232,9 @@ def test_a_prompt_comes_from_an_argument_a_file_or_standard_input(command, run_d
     assert text_of(command, run_dir, "prompt=-") == given
 
 
-@pytest.mark.parametrize(("prompt", "read"), [("a\n", "a"), ("a\r\n\r\n", "a\r\n"), ("\n a \n\n", "\n a \n"), ("", "")])
+@pytest.mark.parametrize(
+    ("prompt", "read"), [("a\n", "a"), ("a\r\n\r\n", "a\r\n"), ("\n a \n\n", "\n a \n"), ("\ufeffa", "a"), ("", "")]
+)
 def test_a_file_and_standard_input_end_with_a_line_that_is_not_of_the_prompt(tmp_path, monkeypatch, prompt, read):
     (tmp_path / "prompt.txt").write_bytes(prompt.encode())
     monkeypatch.setattr("sys.stdin", io.StringIO(prompt, newline=""))

@@ -55,15 +55,18 @@ def test_own_output_is_not_read(command, folder):
     assert "out is already prepared" in again
 
 
-@pytest.mark.parametrize("pattern", [".", "**", "**/*", "*/*.json*", "*/*/*", "*.p*", "run", "run/*.json", "a.parquet"])
+@pytest.mark.parametrize(
+    "pattern", [".", "**", "**/*", "*/*.json*", "*/*/*", "*.p*", "run", "run/*.json", "a.parquet", "saved"]
+)
 def test_what_is_left_out_is_named(folder, pattern):
     left_out = {}
     assert [path for path in matches(pattern, left_out) if not path.endswith("notes.txt")] == []
     assert {os.path.normpath(path) for path in left_out} <= set(NOT_TEXT)
     if pattern in (".", "**", "**/*"):
         assert {os.path.normpath(path) for path in left_out} == set(NOT_TEXT)
-    if pattern in ("*.p*", "run", "a.parquet"):
-        with pytest.raises(UserError, match=r"data=text reads; left out: (a\.parquet \(.*use data=hf|run \(a run)\)"):
+    if pattern in ("*.p*", "run", "a.parquet", "saved"):
+        why = r"data=text reads; left out: (a\.parquet \(Parquet: use data=hf|saved \(.*use data=hf|run \(a run)\)"
+        with pytest.raises(UserError, match=why):
             TextSource(name="text", path=pattern).inputs()
 
 

@@ -1,6 +1,7 @@
 """Datasets as the library datasets opens them: from the hub, which tests cannot reach, or from a folder."""
 
 import json
+import shutil
 
 import pyarrow
 import pytest
@@ -43,6 +44,30 @@ def test_a_folder_is_read_in_order(folder):
     assert documents == [Document(f"text {i}", "hf") for i in range(12)]
     assert texts(source(folder, split="validation")) == ["text 12", "text 13", "text 14"]
     assert texts(source(folder, subset="books")) == [f"book {i}" for i in range(4)]
+
+
+SAVED = ["saved", "splits", "a.parquet", "a.ARROW", "*.parquet", "arrow"]
+
+
+@pytest.mark.parametrize("path", SAVED)
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_the_library_saves_is_read(tmp_path, path, first):
+    """A dataset, one with splits, files, and a folder of them; also after a position."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"body": ["a", "b", "c"]})
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=rows, test=rows.select([2, 1])).save_to_disk(tmp_path / "splits")
+    rows.to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "arrow").mkdir()
+    for copy in ("a.ARROW", "arrow/a.arrow"):
+        shutil.copy(tmp_path / "saved" / "data-00000-of-00001.arrow", tmp_path / copy)
+    after = Position(str(tmp_path / path), first)
+    assert texts(source(tmp_path / path), after) == ["a", "b", "c"][first:]
+    if path == "splits":
+        assert texts(source(tmp_path / path, split="test")) == ["c", "b"]
+        with pytest.raises(UserError, match=r"cannot be opened \(Bad split: none\. .*'test'"):
+            texts(source(tmp_path / path, split="none"))
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 7, 11, 12])
