@@ -64,6 +64,6 @@ def in_hydras_grammar(value: Any) -> str:
         return f"[{','.join(map(in_hydras_grammar, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
-    if re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*", value, re.ASCII) and value.lower() not in _NO_TEXTS:
+    if re.fullmatch(r"[\w./-]*[a-z_/]{2}[\w./-]*|[a-zA-Z][\w./-]*", value, re.ASCII) and value.lower() not in _NO_TEXTS:
         return value
     return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", r"\'") + "'"

@@ -115,7 +115,8 @@ def _existing(config: PrepareConfig, prepared: dict[str, Any], folder: Path) -> 
     tokenizer = build_tokenizer(config.tokenizer).id if is_there else manifest.tokenizer
     before = Plan(prepared=manifest.prepared, tokenizer=manifest.tokenizer)
     if changes := before.changes(Plan(prepared=prepared, tokenizer=tokenizer)):
-        raise UserError(f"out_dir={config.out_dir} was made with {changes}: choose another out_dir or delete it")
+        what = f"out_dir={config.out_dir} already holds another dataset (made {changes})"
+        raise UserError(f"{what}: choose another out_dir or delete it")
     say(f"{config.out_dir} is already prepared with these settings; delete it to prepare it again")
     remove(folder)  # left by a run that was stopped at its very end
     return manifest

@@ -15,6 +15,7 @@ from data.prepare.items import REMEDIES
 from data.prepare.spans import Plan, Span, damaged, is_whole, number_of, read_spans, remove, span_dir
 from data.shards import MANIFEST, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest, shard_file, total_of
 
+_LARGE = 100_000_000  # tokens that the default model needs
 _SHORTEST_PIECE, _LONGEST_PIECE = 256, 16_384  # characters
 
 
@@ -147,6 +148,10 @@ def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None
     written = sum(split.total.documents for split in manifest.splits.values())
     skipped = sum(manifest.skipped.values())
     say(f"{written + skipped:,} documents in the input: {written:,} written, {skipped:,} skipped")
-    small = "experiment=quickstart " if manifest.tokenizer.name == "bytes" else ""
-    options = overrides({"dataset_dir": str(out_dir), "run_dir": f"runs/{out_dir.name}"})
-    say(f"{out_dir} is ready; to train on it: python train.py {small}{options}")
+    small = {"experiment": "quickstart"} if manifest.splits["train"].total.tokens < _LARGE else {}
+    n_vocab = {} if not small or manifest.tokenizer.name == "bytes" else {"model.n_vocab": manifest.tokenizer.n_vocab}
+    dataset = {"dataset_dir": str(out_dir)}
+    run = small | n_vocab | dataset | {"run_dir": f"runs/{out_dir.name}"}
+    say("\nNext: see some of its text, and train on it")
+    say(f"  python scripts/inspect_dataset.py {overrides(dataset)} random=3")
+    say(f"  python train.py {overrides(run)}")

@@ -32,10 +32,12 @@ from typing import Any, get_args
 
 import numpy as np
 
+from common.console import count
 from common.files import make_directory, read_json, sync_directory, write_json
 from common.lock import owned
 from common.settings import Settings, UserError, decode, differences
 from data.prepare.encode import Encoded, Item, Skipped
+from data.prepare.files import some_of
 from data.prepare.items import Position
 from data.shards import MAX_SETS, RECORD, TOKENIZER, Counts, Shard, Split, SplitName, TokenizerId, index_header
 from data.tokenizer import Tokenizer, save_tokenizer
@@ -43,7 +45,6 @@ from data.tokenizer import Tokenizer, save_tokenizer
 PLAN, SPAN = "plan.json", "span.json"
 _RANKS = "sha256 of the tokenizer's ranks"
 _GROUP_BYTES = 2**30
-_MOST_CHANGES = 4  # in a message
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -74,12 +75,18 @@ class Plan(Settings):
         return groups
 
     def changes(self, now: "Plan") -> str:
-        """Describe the settings that differ, or the first of many, for a message; empty if none does."""
+        """Describe what differs, after "made" in a message; empty if nothing does."""
         before, after = ({**plan.prepared, _RANKS: plan.tokenizer.sha256} for plan in (self, now))
-        different = sorted(differences(before, after).items(), key=lambda item: item[0].startswith("input."))
-        listed = [f"{key}={there!r} (now {here!r})" for key, (there, here) in different[:_MOST_CHANGES]]
-        others = len(different) - len(listed)
-        return ", ".join([*listed, f"and {others} more"] if others else listed)
+        different = differences(before, after)
+        if {"data.name", "data.path"} & different.keys():
+            data = before["data"]
+            return f"from data={data['name']}" + (f" data.path={data['path']}" if "path" in data else "")
+        files = [key.removeprefix("input.") for key in different if key.startswith("input.")]
+        settings = [
+            f"{key}={there!r} (now {here!r})" for key, (there, here) in different.items() if "input." not in key
+        ]
+        which = f"before {count(len(files), 'input file')} changed, such as {files[0]}" if files else ""
+        return " and ".join(filter(None, [f"with {some_of(settings)}" if settings else "", which]))
 
 
 class Span(Settings):
@@ -183,7 +190,7 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> Plan:
     except UserError as error:
         raise damaged(folder, error) from None
     if changes := begun.changes(plan):
-        raise UserError(f"{folder} was started with {changes}: use the same again, or delete it to start over")
+        raise UserError(f"{folder} was started {changes}: use the same again, or delete it to start over")
     save_tokenizer(tokenizer, mine := _mine(folder / TOKENIZER))  # equal to the plan's: others may read it meanwhile
     os.replace(mine, folder / TOKENIZER)
     return begun
@@ -269,8 +276,8 @@ def _write_span(directory: Path, plan: Plan, items: Iterator[list[Item]], before
             for item in same:
                 last = item.position
                 if isinstance(item, Skipped):
-                    count, first = skipped.get(item.reason, (0, item.where))
-                    skipped[item.reason] = count + 1, first
+                    so_far, first = skipped.get(item.reason, (0, item.where))
+                    skipped[item.reason] = so_far + 1, first
                     continue
                 is_val = before + tokens < plan.val_tokens if plan.val_tokens else item.place < below
                 set_number = number_of(item.set_name, set_names)

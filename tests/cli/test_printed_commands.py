@@ -207,7 +207,7 @@ def test_extras_that_are_to_be_installed_exist():
         assert extra in project["optional-dependencies"] if extra else package in packages
 
 
-WORDS = ["runs/demo", "a b", "it's", "c:\\", r"c:\x\'", "1", "1e3", "NULL", "x=1", "[x]", "{a: 1}", "a,b", "~", "日本"]
+WORDS = ["d4", "a b", "it's", "c:\\", r"c:\x\'", "1", "1e3", "NULL", "x=1", "[x]", "{a: 1}", "a,b", "~", "日本"]
 
 
 @settings(deadline=None)

@@ -125,7 +125,7 @@ def test_a_dataset_of_another_tokenizer_is_refused(config, rank_file, tmp_path):
     first = prepare(settings)
     ranks.write_bytes(b"".join(rank_file.read_bytes().splitlines(keepends=True)[:-1]))
     with pytest.raises(
-        UserError, match=r"was made with sha256 of the tokenizer's ranks='\w+' \(now '\w+'\): choose another out_dir"
+        UserError, match=r"made with sha256 of the tokenizer's ranks='\w+' \(now '\w+'\)\): choose another out_dir"
     ):
         prepare(settings)
     ranks.unlink()  # the dataset has its own
@@ -137,7 +137,9 @@ def test_a_second_time_is_quick_and_other_settings_are_refused(config, tmp_path,
     monkeypatch.setattr("data.prepare.dataset.build_tokenizer", None)
     assert prepare(config(workers=3)) == first
     assert "is already prepared with these settings" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"was made with val_fraction=0\.1 \(now 0\.2\): choose another out_dir"):
+    with pytest.raises(
+        UserError, match=r"another dataset \(made with val_fraction=0\.1 \(now 0\.2\)\): choose another out_dir"
+    ):
         prepare(config(val_fraction=0.2))
     with pytest.raises(UserError, match=r"data\.text_field='text' \(now 'body'\)"):
         prepare(config(data={**config().data.model_dump(), "text_field": "body"}))
@@ -286,13 +288,17 @@ def test_a_text_field_that_half_of_the_lines_lack_is_no_mistake(config, corpus):
         prepare(config())
 
 
+SCRIPTS = "scripts/inspect_dataset", "train"
+
+
 def test_training_begins_by_the_command_that_is_printed(command, corpus, tmp_path, monkeypatch):
     options = ["data=jsonl", f"data.path='{corpus}'", "tokenizer=bytes", "val_fraction=0.1", "workers=1"]
     result = command("scripts/prepare_data", *options, f"out_dir={tmp_path / 'out'}")
     assert result.status == 0, result.err
-    words = shlex.split(re.search(r"is ready; to train on it: python train\.py (.*)", result.out)[1])
+    inspect, train = (re.search(rf"\n  python {script}\.py (.*)", result.out)[1] for script in SCRIPTS)
+    assert command(SCRIPTS[0], *shlex.split(inspect)).status == 0
     trained = []
     monkeypatch.setattr("trainer.loop.fit", lambda config: trained.append(config) or 0.0)
     monkeypatch.chdir(tmp_path)
-    assert command("train", *words).status == 0
+    assert command("train", *shlex.split(train)).status == 0
     assert trained[0].dataset_dir == tmp_path / "out"

@@ -242,7 +242,7 @@ def test_restarts_of_something_else_are_refused(config, corpus, tmp_path, monkey
     size = corpus.stat().st_size
     with open(corpus, "a") as file:
         file.write("{}\n")
-    message = rf"was started with input\..*corpus\.jsonl={size} \(now {size + 3}\): {remedy}"
+    message = rf"was started before 1 input file changed, such as .*corpus\.jsonl: {remedy}"
     with pytest.raises(UserError, match=message):
         prepare(config(shard_tokens=1000))
     os.truncate(corpus, size)
@@ -258,10 +258,10 @@ def test_inputs_that_came_or_went_and_another_tokenizer_are_refused(config, corp
     with pytest.raises(UserError, match=r"was started with sha256 of the tokenizer's ranks='\w+' \(now '\w+'\)"):
         prepare(config(**other))
     shutil.copy(corpus, tmp_path / "more.jsonl")
-    with pytest.raises(UserError, match=r"input\..*more\.jsonl=None \(now \d+\)"):
+    with pytest.raises(UserError, match=r"before 1 input file changed, such as .*more\.jsonl"):
         prepare(settings)
     corpus.rename(tmp_path / "another.jsonl")
-    with pytest.raises(UserError, match=r"corpus\.jsonl=\d+ \(now None\)"):
+    with pytest.raises(UserError, match=r"before 3 input files changed, such as .*another\.jsonl"):
         prepare(settings)
 
 
