@@ -61,7 +61,7 @@ def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
     if key in by_last and key not in groups:
         raise UserError(f"{option}: write {by_last[key]}={value}")
     if key == "data" and value not in groups.get(key, []) and (Path(value).exists() or set(value) & set("/.*")):
-        source = "jsonl" if ".jsonl" in value else "text"
+        source = "jsonl" if ".jsonl" in value else "tokens" if value.endswith((".bin", ".npy")) else "text"
         raise UserError(f"{option} names a file: write data={source} data.path={value}")
     if key == "tokenizer" and value not in groups.get(key, []) and value.endswith((".json", ".tiktoken")):
         kind = "hf" if value.endswith(".json") else "gpt2"

@@ -98,7 +98,8 @@ def prepare(config: PrepareConfig) -> Manifest | None:
             remove(folder)  # so that the same command works with another val_fraction or input
             if not error.piece:
                 raise
-            cut = f"documents are cut into pieces of about {error.piece:,} characters, which count as documents"
+            unit = "ids" if isinstance(config.data, TokenSource) else "characters"
+            cut = f"documents are cut into pieces of about {error.piece:,} {unit}, which count as documents"
             say(f"{str(error).partition(':')[0]}: {cut}")
             plan = begin(folder, plan.model_copy(update={"piece": error.piece}), tokenizer)
             manifest = _write(config, plan, folder)

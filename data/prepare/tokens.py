@@ -51,7 +51,7 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
             yield from super().read(path, seen)
         elif path.suffix.lower() == ".npy":
             array = _numpy_array(path)
-            for row in array if array.ndim == 2 else [array]:
+            for row in np.asarray(array) if array.ndim == 2 else [array]:
                 yield from self._documents(row, seen)
         else:
             yield from self._documents(_shard(path, self.dtype), seen)
@@ -64,7 +64,10 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
         """Cut ids (N,) after each end of text. Joined, the documents are the ids."""
         start = 0
         while start < ids.size:
-            block = np.asarray(ids[start : start + _LONGEST])
+            block = ids[start : start + _LONGEST]
+            if isinstance(ids, np.memmap):  # mapped anew: what was read before need not stay in memory
+                block = np.memmap(str(ids.filename), ids.dtype, "r", ids.offset + start * ids.itemsize, block.shape)
+            block = np.asarray(block)
             ends = np.flatnonzero(block == self._eot_id) + 1
             if start + block.size == ids.size or not ends.size:
                 ends = np.union1d(ends, [block.size])

@@ -50,4 +50,4 @@ def learn(dataset_dir: Path, n_vocab: int, out: Path) -> None:
 def _texts(dataset_dir: Path, manifest: Manifest) -> Iterator[str]:
     stream, tokenizer = TokenStream(dataset_dir, manifest, "train"), load_tokenizer(dataset_dir / TOKENIZER)
     for place in documents_in(dataset_dir, manifest, "train", 0, stream.n_tokens):
-        yield tokenizer.decode_bytes(stream.read(place.start, place.stop - 1).tolist()).decode()
+        yield tokenizer.decode_bytes(stream.read(place.start, place.stop - 1).tolist()).decode(errors="replace")

@@ -54,6 +54,7 @@ pytestmark = pytest.mark.usefixtures("restored_torch")
         ("scripts/prepare_data", "data.path=x", "a key of data=fineweb or data=fineweb_edu or data=hf or data=jsonl"),
         ("scripts/prepare_data", "data=notes/a.txt", "names a file: write data=text data.path=notes/a.txt"),
         ("scripts/prepare_data", "data=a/*.jsonl.zst", "names a file: write data=jsonl data.path=a/*.jsonl.zst"),
+        ("scripts/prepare_data", "data=a/*_train_*.bin", "names a file: write data=tokens data.path=a/*_train_*.bin"),
         ("scripts/prepare_data", "tokenizer=t.json", "names a file: write tokenizer=hf tokenizer.path=t.json"),
         ("train", "batch_size=8", "unknown config key 'batch_size': the size of a batch is batch_tokens, in tokens"),
         ("train", "tracker.wandb.mode=offline", "it is a key of tracker=wandb, which must be given, too"),
