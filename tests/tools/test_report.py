@@ -61,7 +61,11 @@ def test_the_lowest_loss_is_in_bits_per_byte_if_tokens_differ(tmp_path):
     make_run(tmp_path / "bytes", [val(1, 1.0)], {"dataset_dir": "bytes"})
     assert lowest_loss(read_records([tmp_path])) == "1.0000 nats per token"
     make_run(tmp_path / "words", [val(1, 3.2) | {"val_bits_per_byte": 1.1}], {"dataset_dir": "words"})
-    assert lowest_loss(read_records([tmp_path])) == "1.1000 bits per byte"
+    make_run(tmp_path / "new", [train(1, 5.0)], {"dataset_dir": "words"})
+    records = read_records([tmp_path])
+    assert lowest_loss(records) == "1.1000 bits per byte"
+    assert [record.figures["best"] for record in records] == [1.1, pytest.approx(1 / math.log(2)), None]
+    assert data_of(page_of(records, "x"))["in_bits"]
 
 
 def data_of(page):
@@ -76,7 +80,7 @@ def test_the_figures_are_those_of_the_lines(tmp_path):
     seconds = 1 + 2 + 4
     assert record.figures == {
         **{"step": 4, "tokens": 256, "flops": 2560, "seconds": seconds, "max_steps": 10, "n_params": 7},
-        **{"best": 2.5, "best_step": 3, "bits": 2.5 / math.log(2), "loss": 2.0, "rate": 32.0},
+        **{"nats": 2.5, "best": 2.5, "best_step": 3, "bits": 2.5 / math.log(2), "loss": 2.0, "rate": 32.0},
         **{"low": 2.5, "high": 2.5, "runs": 1},
     }
     losses = [tuple(p[key] for key in ("tokens", "flops", "seconds", "value")) for p in record.curves["loss"]]
@@ -315,6 +319,31 @@ def test_in_a_browser_names_stay_text(hostile, tmp_path):
     assert "<title>owned" not in dom
     assert sum(tag == "path" for tag, _ in elements) == 3  # parallel coordinates
     assert sum(tag == "polyline" for tag, _ in elements) == 3 * 3
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("evaluations", "words", "chart", "drawn"),
+    [
+        (3, False, "validation loss (nats per token)", 26),
+        (1, False, "training loss (nats per token)", 26),
+        (1, True, "validation loss (bits per byte)", 27),
+    ],
+)
+def test_in_a_browser_the_chart_shows_every_group_by_what_can_be_compared(tmp_path, evaluations, words, chart, drawn):
+    for lr, seed in itertools.product(range(26), (1, 2)):
+        lines = [train(i, 5.0 - i / 9) for i in range(1, 5)] + [val(i, 5.0 - i / 9) for i in range(1, 1 + evaluations)]
+        make_run(tmp_path / f"runs/{lr},{seed}", lines, {"max_steps": 9, "seed": seed, "optim": {"max_lr": lr}})
+    if words:
+        make_run(
+            tmp_path / "runs/words", [val(1, 3.2) | {"val_bits_per_byte": 1.1}], {"seed": 1, "dataset_dir": "words"}
+        )
+    dom = dom_of(write_report([tmp_path / "runs"], None), tmp_path)
+    main = re.search(r'<div class="chart" id="curves">(.*?)</svg>', dom, re.DOTALL)[1]
+    assert f">{chart}</text>" in main
+    points = [re.search(r'points="([^"]*)"', line)[1] for line in re.findall(r'<polyline class="run"[^>]*>', main)]
+    dots = main.count("<circle")
+    assert sum(" " in path for path in points) + dots == drawn
 
 
 CLICKS = """

@@ -102,7 +102,7 @@ def test_a_table_of_runs_becomes_predictions_and_a_picture(tmp_path, capsys):
 
 def write_run(folder, n, steps, tokens, loss, n_vocab=257):
     config = {"max_steps": 10, "model": {"n_vocab": n_vocab}}
-    make_run(folder, [val(steps, loss) | {"tokens": tokens}], config, {"n_params": n})
+    make_run(folder, [val(steps, loss) | {"tokens": round(tokens)}], config, {"n_params": n})
 
 
 def test_finished_runs_of_one_vocabulary_count(tmp_path, capsys):

@@ -10,7 +10,10 @@ const Y_AXES = {
 };
 const BELOW = { lr: "learning rate", grad_norm: "gradient norm" };
 const MOST_AXES = 12; // of the parallel coordinates
-const view = { x: "tokens", y: "val_loss", logX: false, logY: false, zoom: null, brushes: {}, off: new Set(), sort: null };
+const evaluations = (run) => Math.max(...[run, ...run.members].map((one) => one.curves.val_loss?.value.length ?? 0));
+const USUAL = data.in_bits ? "val_bits_per_byte" : runs.every((run) => evaluations(run) > 2) ? "val_loss" : "loss";
+const UNIT = data.in_bits ? "bits per byte" : "nats per token";
+const view = { x: "tokens", y: USUAL, logX: false, logY: false, zoom: null, brushes: {}, off: new Set(), sort: null };
 
 // ----- elements and numbers
 
@@ -153,7 +156,7 @@ function limits(lines, logY) {
   const [low, high, left, right] = [least(ys), most(ys), least(xs), most(xs)];
   const margin = 0.04 * (high - low) || 0.05 * Math.abs(low) || 1;
   return {
-    x: view.logX ? [left, right > left ? right : left * 2] : [Math.min(0, left), right || 1],
+    x: view.logX ? [left, right > left ? right * 1.02 : left * 2] : [Math.min(0, left), right * 1.01 || 1], // dots are whole
     y: logY ? [low * 0.97, high * 1.03] : [low - margin, high + margin],
   };
 }
@@ -203,7 +206,7 @@ function drawChart(id, name, title, height, logY) {
     const band = points.some((p) => p[3] < p[4]) && !thin && !run.members.length;
     if (band) draw(inside, "polygon", { class: "band", points: path(points, 3) + " " + path([...points].reverse(), 4), fill: run.colour });
     draw(inside, "polyline", { class: thin ? "run thin" : "run", points: path(points, 1), stroke: run.colour, "stroke-dasharray": run.dash, "data-run": index });
-    if (points.length <= 40 && shownCurves.length <= 12 && !thin)
+    if (!thin && (points.length === 1 || (points.length <= 40 && shownCurves.length <= 12)))
       for (const p of points) draw(inside, "circle", { class: "dot", cx: x(p[0]), cy: y(p[1]), r: 2.6, fill: run.colour, "data-run": index });
   }
   const area = draw(svg, "rect", { class: "catch", x: left, y: top, width: width - left - right, height: height - top - bottom });
@@ -313,7 +316,7 @@ const lossOf = (run) => (run.figures.best === null ? "not evaluated" : `lowest v
 
 function drawAxis(svg, axis, x, i, gap) {
   const room = Math.max(6, Math.floor((i === 0 ? 180 : gap * 0.92) / 7));
-  const [head, tail] = axis.name === "best" ? ["lowest", "validation loss"] : [axis.name.split(".").slice(0, -1).join("."), axis.name.split(".").pop()];
+  const [head, tail] = axis.name === "best" ? ["lowest loss", UNIT] : [axis.name.split(".").slice(0, -1).join("."), axis.name.split(".").pop()];
   const title = draw(svg, "g");
   draw(title, "title", {}, axis.name);
   draw(title, "text", { x, y: 22, "text-anchor": "middle" }, brief(head, room));
@@ -389,7 +392,7 @@ function axisValues(key) {
 
 const loss4 = (x) => x.toFixed(4);
 const COLUMNS = [
-  ["", "validation loss", "best", loss4], ["", "range of runs", "range", null], ["", "at step", "best_step", (x) => x.toLocaleString("en")],
+  ["", "validation loss", "nats", loss4], ["", "range of runs", "range", null], ["", "at step", "best_step", (x) => x.toLocaleString("en")],
   ["", "bits/byte", "bits", loss4], ["", "training loss", "loss", loss4],
   ["", "steps", "step", null], ["", "tokens", "tokens", amount], ["", "FLOPs", "flops", power],
   ["", "time", "seconds", clock], ["", "tokens/s", "rate", amount], ["", "parameters", "n_params", amount],
@@ -480,7 +483,7 @@ function drawHead() {
   const atEnd = (run) => run.figures.max_steps !== null && run.figures.step >= run.figures.max_steps;
   const ended = runs.reduce((total, run) => total + (atEnd(run) ? run.figures.runs : 0), 0);
   const cards = [
-    ["lowest validation loss", best ? best.figures.best.toFixed(4) : "–", best ? `${best.label} ${rangeOf(best.figures).replace(/ \(.*/, "")}` : "no run has been evaluated"],
+    [`lowest validation loss (${UNIT})`, best ? best.figures.best.toFixed(4) : "–", best ? `${best.label} ${rangeOf(best.figures).replace(/ \(.*/, "")}` : "no run has been evaluated"],
     ["runs at their end", `${ended} of ${all}`, ""], ["tokens", amount(sum("tokens")), ""],
     ["training time", clock(sum("seconds")), known("seconds")], ["training FLOPs", power(sum("flops")), known("flops")],
   ].filter(([name]) => !(name === "training FLOPs" && !sum("flops")) && !(name === "training time" && !sum("seconds")));
@@ -499,7 +502,7 @@ function recall() {
     console.warn(error); // a browser may forbid it
   }
   addEventListener("pagehide", () => {
-    const kept = { ...view, brushes: {}, off: [...view.off].map((index) => runs[index].name) };
+    const kept = { ...view, y: view.y === USUAL ? undefined : view.y, brushes: {}, off: [...view.off].map((index) => runs[index].name) };
     sessionStorage.setItem("view " + data.title, JSON.stringify(kept));
   });
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.report.pictures import shades, styles
-from tools.report.records import Point, Record, labels, printable, shown, varying_settings
+from tools.report.records import Point, Record, in_bits, labels, printable, shown, varying_settings
 
 _HERE = Path(__file__).parent
 CURVES = ("val_loss", "val_bits_per_byte", "loss", "lr", "grad_norm")
@@ -29,6 +29,7 @@ def page_of(records: Sequence[Record], title: str, refresh: float | None = None)
         "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
         "refresh": refresh,
         "keys": keys,
+        "in_bits": in_bits(records),
         "runs": [
             {
                 "name": record.name,

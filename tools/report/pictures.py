@@ -9,15 +9,17 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from common.figures import log_scale, png, short_count
-from tools.report.records import Point, Record, labels, lowest_loss
+from tools.report.records import Point, Record, in_bits, labels, lowest_loss
 
 _DASHES = ((), (6, 2), (1, 2), (6, 2, 1, 2))
 """Line styles, one for every round through the colours: lengths of lines and gaps, for picture and page."""
 _COLOURS = 7  # of the style's, without its grey
 _MOST_NAMED = _COLOURS * len(_DASHES)  # in a legend; more runs are coloured by their loss
+_LEGEND = 120  # letters that fit beside each other
 _HIGHEST = 1e100  # matplotlib's margins overflow above
+_IN_NATS = {"val_loss": "validation loss (nats per token)"}
+_IN_BITS = {"val_bits_per_byte": "validation loss (bits per byte)"}
 _PANELS = {
-    "val_loss": "validation loss (nats per token)",
     "loss": "training loss (nats per token)",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
@@ -47,16 +49,18 @@ def styles(records: Sequence[Record]) -> list[tuple[str, tuple[int, ...]]]:
 
 def draw_curves(records: Sequence[Record], title: str) -> bytes:
     """Draw validation loss, and what led to it, over tokens, as a PNG."""
-    legend = 0.3 + 0.21 * len(records) if len(records) <= _MOST_NAMED else 0.0
+    columns = max(1, min(4, _LEGEND // max(map(len, labels(records)))))
+    legend = 0.3 + 0.21 * -(-len(records) // columns) if len(records) <= _MOST_NAMED else 0.0
     figure = Figure(figsize=(11.0, 7.0 + legend))
     panels = figure.subplots(2, 2)
-    for axes, (curve, name) in zip(panels.flat, _PANELS.items(), strict=True):
+    first = _IN_BITS if in_bits(records) else _IN_NATS
+    for axes, (curve, name) in zip(panels.flat, (first | _PANELS).items(), strict=True):
         _draw(axes, records, curve)
         axes.set(xlabel="tokens", ylabel=name)
         axes.xaxis.set_major_formatter(short_count)
     if legend:
         handles, texts = panels[0, 0].get_legend_handles_labels()
-        figure.legend(handles[::-1], texts[::-1], loc="outside lower left")
+        figure.legend(handles[::-1], texts[::-1], loc="outside lower left", ncols=columns)
     best = lowest_loss(records)
     figure.suptitle(title if best is None else f"lowest validation loss {best}: {title}", wrap=True)
     return png(figure)
@@ -76,6 +80,6 @@ def _draw(axes: Axes, records: Sequence[Record], curve: str) -> None:
 
 
 def _plot(axes: Axes, points: Sequence[Point], **style: Any) -> None:
-    marker = "o" if len(points) <= 60 else ""
+    marker = "o" if len(points) <= 20 else ""
     tokens, values = ([min(point[key], _HIGHEST) for point in points] for key in ("tokens", "value"))
     axes.plot(tokens, values, marker=marker, markersize=3, **style)

@@ -19,6 +19,7 @@ from trainer.curves import Curve
 from trainer.metrics import read_metrics
 
 _MOST_POINTS = 300  # of a curve of training
+_ALIKE = 1.1  # tokens of one vocabulary are as long, up to this factor, in any part of a validation split
 _NOT_COMPARED = ("run_dir",)
 _COMPARED_LAST = ("checkpoint.", "dataset_dir", "eval.", "resume", "runtime.", "stop_at", "tracker.")
 
@@ -43,9 +44,9 @@ class Record:
     curves: dict[str, list[Point]]
     """Points by what they are of, as TRAINING and EVALUATION name it; of several runs, the mean where all have one."""
     figures: Point
-    """best, best_step, bits, loss, step, max_steps, tokens, flops, seconds, rate, n_params; of several runs, the mean.
+    """nats, bits, best_step, loss, step, max_steps, tokens, flops, seconds, rate, n_params; of several runs, the mean.
 
-    low and high are the range of best, and runs is how many there are.
+    best is nats, or bits if `in_bits`; low and high are its range, and runs is how many there are.
     """
     members: tuple["Record", ...] = ()
     """The runs, if there are several."""
@@ -65,11 +66,21 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     records = [record for folder in folders if (record := _read(folder, common)) is not None]
     if not records:
         raise UserError(f"no run in {', '.join(map(str, paths))}: a run has a metrics.jsonl")
+    if in_bits(records):
+        for record in records:
+            record.figures.update(dict.fromkeys(("best", "low", "high"), record.figures["bits"]))
     return sorted(grouped(records), key=_rank)
 
 
+def in_bits(records: Sequence[Record]) -> bool:
+    """Whether losses are compared in bits per byte, because the runs' tokens are not as long."""
+    known = [r.figures for r in records if r.figures["bits"] and r.figures["nats"]]
+    ratios = [figures["bits"] / figures["nats"] for figures in known]
+    return bool(ratios) and max(ratios) > _ALIKE * min(ratios)
+
+
 def _rank(record: Record) -> tuple[float, str]:
-    best = record.figures["bits"] or record.figures["best"]  # bits per byte, as vocabularies may differ
+    best = record.figures["best"]
     return math.inf if best is None else best, record.name
 
 
@@ -192,7 +203,8 @@ def _figures(curves: dict[str, list[Point]]) -> Point:
     rates = sorted(point["value"] for point in curves["tokens_per_second"])
     return {
         **{key: last.get(key) for key in ("step", "tokens", "flops", "seconds")},
-        **{"best": best.get("value"), "low": best.get("value"), "high": best.get("value"), "runs": 1},
+        **dict.fromkeys(("nats", "best", "low", "high"), best.get("value")),
+        "runs": 1,
         "best_step": best.get("step"),
         "bits": bits[-1] if bits else None,
         "loss": _mean_of_known([point["value"] for point in late]),
@@ -211,12 +223,9 @@ def _number(value: Any) -> float | None:
 
 
 def lowest_loss(records: Sequence[Record]) -> str | None:
-    """Return the best run's loss and unit: bits per byte if another has fewer nats, for smaller tokens."""
-    nats, bits = records[0].figures["best"], records[0].figures["bits"]
-    if nats is None:
-        return None
-    fewest = min(best for record in records if (best := record.figures["best"]) is not None)
-    return f"{nats:.4f} nats per token" if bits is None or nats <= fewest else f"{bits:.4f} bits per byte"
+    """Return the best run's loss with its unit."""
+    best = records[0].figures["best"]
+    return None if best is None else f"{best:.4f} {'bits per byte' if in_bits(records) else 'nats per token'}"
 
 
 def varying_settings(records: Sequence[Record]) -> list[str]:
