@@ -149,9 +149,8 @@ def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None
     skipped = sum(manifest.skipped.values())
     say(f"{written + skipped:,} documents in the input: {written:,} written, {skipped:,} skipped")
     small = {"experiment": "quickstart"} if manifest.splits["train"].total.tokens < _LARGE else {}
-    n_vocab = {} if not small or manifest.tokenizer.name == "bytes" else {"model.n_vocab": manifest.tokenizer.n_vocab}
     dataset = {"dataset_dir": str(out_dir)}
-    run = small | n_vocab | dataset | {"run_dir": f"runs/{out_dir.name}"}
+    run = small | dataset | {"run_dir": f"runs/{out_dir.name}"}
     say("\nNext: see some of its text, and train on it")
     say(f"  python scripts/inspect_dataset.py {overrides(dataset)} random=3")
     say(f"  python train.py {overrides(run)}")
