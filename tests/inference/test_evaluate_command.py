@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.figures import png
 from common.settings import UserError, decode
 from data.documents import documents_in
 from data.shards import TokenStream, read_manifest
@@ -291,6 +292,18 @@ def test_the_picture_has_a_panel_for_several_sets(trained, dataset_dir):
     assert len(list((run_dir / "evals").glob("step-00000003,contexts=none,dataset_dir=*.json"))) == 1
     one_set = png_size((run_dir / "eval.png").read_bytes())[1]
     assert sets > one_set
+
+
+def test_the_picture_shows_errors_and_plain_numbers(trained, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("inference.eval_report.png", lambda figure: drawn.append(figure) or png(figure))
+    result = evaluated(trained(), contexts=[20, 300])
+    draw_evaluation(result, SEQ_LEN)
+    axes = drawn[0].axes[0]
+    assert {"16", "64", "256"} <= {label.get_text() for label in axes.get_xticklabels()}
+    bands = [band.get_datalim(axes.transData) for band in axes.collections[1:3]]  # the first, of windows, is empty
+    rows = [[row for row in context["by_position"] if row["stop"] > 16] for context in result["contexts"]]
+    assert [band.y1 for band in bands] == pytest.approx([max(r["loss"] + r["error"] for r in each) for each in rows])
 
 
 def test_losses_that_are_not_finite_are_null_and_drawn_as_nothing(trained):
