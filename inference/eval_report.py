@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
@@ -71,8 +72,10 @@ def _draw_positions(axes: Axes, result: dict[str, Any], trained_on: int) -> None
     for label, bins in lines.items():
         known = [row for row in bins if row["loss"] is not None and row["stop"] > first]
         middles = [(row["start"] + row["stop"] + 1) / 2 for row in known]
-        (line,) = axes.plot(middles, [row["loss"] for row in known], marker="o", markersize=3, label=label)
-        low, high = ([row["loss"] + sign * (row["error"] or 0) for row in known] for sign in (-1, 1))
+        losses = [row["loss"] for row in known]
+        errors = [row["error"] or 0 for row in known]
+        (line,) = axes.plot(middles, losses, marker="o", markersize=3, label=label)
+        low, high = np.subtract(losses, errors), np.add(losses, errors)
         axes.fill_between(middles, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     means = [row for row in result["contexts"] if row["loss"] is not None]
     x, y, error = ([row[key] or 0 for row in means] for key in ("context", "loss", "error"))

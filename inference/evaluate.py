@@ -175,43 +175,43 @@ class _BinnedSums(LossSums):
     def __init__(self, edges: list[int], byte_lengths: Tensor) -> None:
         super().__init__(len(edges) - 1, byte_lengths)
         self._edges = edges
-        self.bins = torch.bucketize(torch.arange(edges[-1]), torch.tensor(edges), right=True).unsqueeze(0) - 1
+        positions = torch.arange(edges[-1])
+        self.bins = torch.bucketize(positions, torch.tensor(edges), right=True).unsqueeze(0) - 1
         """The bin of each position, int64 (1, length)."""
-        self._squares = torch.zeros(len(edges), 4, dtype=torch.float64, device=byte_lengths.device)  # and of all bins
+        self._means = self._sums.new_zeros(len(edges), 3)
+        """Of each bin, and of all of them: windows, and the sums of their mean losses and of the squares of these."""
 
     def add(self, keys: Tensor, targets: Tensor, losses: Tensor) -> None:
         """Add losses (B, T) of B windows, as LossSums does."""
         super().add(keys, targets, losses)
-        pairs = torch.stack([losses.double(), (targets >= 0).double()], -1)
-        windows = pairs.new_zeros(len(targets), len(self._edges) - 1, 2).index_add_(1, keys[0].to(pairs.device), pairs)
-        nats, n = torch.cat([windows, windows.sum(1, keepdim=True)], 1).unbind(-1)  # (B, bins and all of them)
-        self._squares += torch.stack([nats * nats, nats * n, n * n, (n > 0).double()], -1).sum(0)
+        n, nats = self._by_window(targets >= 0), self._by_window(losses)
+        mean = nats / n.clamp(min=1)
+        self._means += torch.stack([n > 0, mean, mean.square()], -1).sum(0)
+
+    def _by_window(self, values: Tensor) -> Tensor:
+        """(B, T) -> sums over each bin and over all of them, (B, bins + 1)."""
+        values = values.double()
+        bins = values.new_zeros(len(values), len(self._edges) - 1)
+        bins.index_add_(1, self.bins[0].to(values.device), values)
+        return torch.cat([bins, values.sum(1, keepdim=True)], dim=1)
 
     def by_position(self, world: World) -> tuple[list[dict[str, Any]], Loss, float | None]:
         """Bins [start, stop) that have targets, with losses and standard errors; then loss and error of all of them."""
-        losses = self.losses(world)
-        mean = total(losses)
-        errors = list(map(_standard_error, [*losses, mean], world.sum(self._squares).tolist()))
-        rows = [
-            {"start": start, "stop": stop, "tokens": loss.tokens, "loss": _finite(loss.per_token), "error": error}
-            for (start, stop), loss, error in zip(pairwise(self._edges), losses, errors, strict=False)
-            if loss.tokens
-        ]
-        return rows, mean, errors[-1]
+        losses, rows = self.losses(world), []
+        *errors, error = (_standard_error(*sums) for sums in world.sum(self._means).tolist())
+        for (start, stop), loss, own in zip(pairwise(self._edges), losses, errors, strict=True):
+            if loss.tokens:
+                place = {"start": start, "stop": stop, "tokens": loss.tokens}
+                rows.append({**place, "loss": _finite(loss.per_token), "error": own})
+        return rows, total(losses), error
 
 
-def _standard_error(loss: Loss, squares: list[float]) -> float | None:
-    """The standard error of a loss per token, from sums over windows; None for a single window.
-
-    Args:
-        squares: sums of nats^2, nats n and n^2 of n tokens, and the number of windows.
-    """
-    of_nats, of_both, of_tokens, n_windows = squares
-    if n_windows < 2:
+def _standard_error(n: float, mean: float, square: float) -> float | None:
+    """The standard error of the mean of n numbers, from their sum and that of their squares; None if there is one."""
+    if n < 2:
         return None
-    mean = loss.per_token
-    variance = max(0.0, of_nats - 2 * mean * of_both + mean * mean * of_tokens) * n_windows / (n_windows - 1)
-    return _finite(math.sqrt(variance) / loss.tokens)
+    variance = max(0.0, square - mean * mean / n) / (n - 1)
+    return _finite(math.sqrt(variance / n))
 
 
 def figures(loss: Loss) -> dict[str, Any]:
