@@ -75,4 +75,4 @@ def test_a_signal_to_torchrun_stops_and_saves(tiny_args, tmp_path, number):
         out, _ = process.communicate(timeout=240)
     step = int(newest(tmp_path / "run").name[5:])
     assert step > 5
-    assert f"stopped by {number.name}: step {step} of 100000 is saved" in out
+    assert f"stopped by {number.name}: step {step} of 100,000 is saved" in out
