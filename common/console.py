@@ -132,8 +132,8 @@ class Track:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.first < self.printed < self.done:
-            self._print_line()
+        if self.first < self.printed:
+            self.flush()
         if self.live:
             self._bar.stop()
 
@@ -145,6 +145,11 @@ class Track:
             self._bar.update(self._task, completed=self.done, **self._fields())
         now = time.monotonic()
         if now - self.last_line >= min(max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0):
+            self._print_line()
+
+    def flush(self) -> None:
+        """Print a line of what is not printed yet."""
+        if self.printed < self.done:
             self._print_line()
 
     def line(self) -> str:

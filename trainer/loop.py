@@ -101,7 +101,9 @@ def train(config: TrainConfig, runtime: Runtime, world: World, signals: StopSign
             records.write(line)
             progress.take(line)
             symptoms.take(line)
-            improved = _due(run, config.eval.every) and _evaluate(run, records)
+            if evaluates := _due(run, config.eval.every):
+                progress.flush()
+            improved = evaluates and _evaluate(run, records)
             if improved or _due(run, config.checkpoint.every) or stopped or run.state.step == config.last_step:
                 _save(run, saver)
         records.draw()

@@ -134,7 +134,7 @@ def test_disk_is_what_a_run_writes(command, tiny_args, tmp_path, tiny_plan, data
     assert len(checkpoints) <= found["checkpoints_kept"] <= 3
     data = found["dataset"]
     assert data["bytes"] == sum(path.stat().st_size for path in dataset_dir.iterdir())
-    assert data["passes"] == 6 * 64 / data["tokens"]
+    assert data["epochs"] == 6 * 64 / data["tokens"]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ def test_a_line_tells_of_all_steps_since_the_last(clock, capsys):
         progress.take({"step": 203, "event": "skipped"})
         clock[0] += 1
         progress.take(line(204, 3.0))
+        for _ in range(2):
+            progress.flush()
     assert capsys.readouterr().out.splitlines() == [
         "step   202 of 1,200, loss 4.0000 (mean 4.5000), learning rate 3.96e-05, gradient norm 1.23, 150 tokens/s, "
         "MFU 30.0%, 1:06:32 left",  # 8 seconds for 2 steps, and 998 steps to go

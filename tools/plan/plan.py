@@ -169,11 +169,11 @@ def disk_of(config: PlanConfig, checkpoint: int) -> dict[str, Any]:
     kept = keep.keep_last + 1 + (config.last_step // keep.keep_every if keep.keep_every else 0)  # 1: the best
     saved = -(-config.last_step // keep.every)
     tokens = config.tokens(config.last_step)
-    dataset: dict[str, Any] = {"tokens": None, "bytes": None, "passes": None}
+    dataset: dict[str, Any] = {"tokens": None, "bytes": None, "epochs": None}
     if config.dataset_dir is not None:
         train = read_manifest(config.dataset_dir).splits["train"].total
         size = sum(file.stat().st_size for file in config.dataset_dir.iterdir() if file.is_file())
-        dataset = {"tokens": train.tokens, "bytes": size, "passes": tokens / max(1, train.tokens)}
+        dataset = {"tokens": train.tokens, "bytes": size, "epochs": tokens / max(1, train.tokens)}
     return {
         "checkpoint": checkpoint,
         "checkpoints": checkpoint * min(kept, saved),
