@@ -4,7 +4,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from textwrap import indent
 from typing import Any
 
 import torch
@@ -231,7 +230,7 @@ def _evaluate(run: Run, records: "Records") -> bool:
     figures = f"{loss.per_token:.4f} nats/token" + (f", {loss.bits_per_byte:.4f} bits/byte" if bits else "")
     say(f"step {run.state.step}: validation loss{of} {figures}")
     if text is not None:
-        say(f"step {run.state.step} writes:\n{indent(text, '  | ', lambda line: True)}")
+        say(f"step {run.state.step} writes:\n  | " + text.replace("\n", "\n  | "))
     records.draw()
     improved = run.state.best_val_loss is None or loss.per_token < run.state.best_val_loss
     if improved:

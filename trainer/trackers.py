@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from textwrap import indent
 from typing import Any, Literal
 
 from pydantic import Field
@@ -161,7 +160,8 @@ def _tensorboard(folder: Path, resumed_at: int) -> Iterator[Log]:
             if isinstance(value, int | float) and key != "step":
                 writer.add_scalar(key, value, line["step"])
         if "sample" in line:
-            writer.add_text("sample", indent(line["sample"], "    "), line["step"])  # Markdown of a text as it is
+            in_markdown = "    " + line["sample"].replace("\n", "\n    ")  # as it is
+            writer.add_text("sample", in_markdown, line["step"])
 
     yield log
     writer.close()

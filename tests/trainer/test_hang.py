@@ -159,7 +159,7 @@ def test_training_says_where_it_hangs_and_goes_on_when_it_is_started_again(tiny_
     args = [*tiny_args, "max_steps=10", f"runtime.hang_seconds={HANG_SECONDS}"]
     results = run(2, "-c", FAILING_TRAIN.format(failing=1, fault="import time; time.sleep(10**6)"), *args)
     assert [result.status for result in results] == [AGAIN] * 2, results[0].err
-    assert stuck_at(results[1]) == "step 5: forward 1 of 2"
+    assert stuck_at(results[1]) == "step 5: forward 1 of 1"
     assert "in failing" in results[1].err
     results = run(2, "train.py", *args)
     assert [result.status for result in results] == [0] * 2, results[0].err
