@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from pkgutil import resolve_name
 from typing import Any, NoReturn, get_type_hints
 
@@ -14,16 +15,14 @@ import yaml
 from pydantic import create_model
 
 from cli.compose import compose, to_dict
-from cli.help import help_of, with_comments
+from cli.help import comments_of, help_of, with_comments
 from cli.options import refuse_misplaced
 from cli.resume import compose_training, with_known
 from cli.sweep import Command, run_sweep
 from common import exits
 from common.console import guard_output, print_error
 from common.interrupts import allow_cleanup
-from common.memory import out_of_memory
-from common.settings import Settings, UserError, decode
-from common.words import refuse_flag
+from common.settings import Settings, UserError, decode, line_for
 
 EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "lm_eval": "lm-eval", "transformers": "hf"} | {
     name: name for name in ("tensorboard", "tokenizers", "triton")
@@ -59,7 +58,11 @@ def command(
 
     def work(config: dict[str, Any], only_check: bool = False) -> float | None:
         function: Command = resolve_name(run)
-        decoded = decode(resolve_name(settings) if settings else _arguments(function), _with_texts(config, texts))
+        try:
+            decoded = decode(resolve_name(settings) if settings else _arguments(function), _with_texts(config, texts))
+        except UserError as error:
+            comment = comments_of(config, config_name).get(error.key)
+            raise UserError(f"{error} ({comment})" if comment else error) from None
         if only_check:
             return resolve_name(check)(decoded) if check else None
         allow_cleanup()
@@ -100,16 +103,10 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
         if debug or error.name not in EXTRAS:
             raise
         message, status = f"{error.name} is not installed: pip install -e '.[{EXTRAS[error.name]}]'", 1
-    except (UserError, OSError) as error:
-        if debug:
+    except Exception as error:
+        message, status = line_for(error) or "", 1
+        if debug or not message:
             raise
-        message, status = " ".join(str(error).split()), 1
-        if isinstance(error, OSError) and error.filename:
-            message = f"{error.filename}: {error.strerror}"
-    except (RuntimeError, MemoryError) as error:
-        if debug or not out_of_memory(error):
-            raise
-        message, status = "out of memory: use smaller batches, shorter texts or a smaller model", 1
     rank = os.environ.get("LOCAL_RANK", "0")
     if rank != "0":  # the first process of a machine reports what all of them meet, and torchrun ends the others
         time.sleep(2)
@@ -120,17 +117,22 @@ def reported(run: Callable[[], None], debug: bool, when_interrupted: str) -> int
 
 def _run(config_name: str, run: Command, texts: dict[str, str], debug: bool) -> None:
     for word in sys.argv[1:]:
+        if word.endswith("\r"):
+            raise UserError(f"{word} ends with a carriage return: store your script with Unix line ends")
         if re.match(r"-[a-z]\w", word) and word != "-cd":  # argparse reads -max_steps as -m
-            refuse_flag(word)
+            refuse_misplaced(word, config_name, False, "")
     flags, options = _parser().parse_known_args()
     keys = (option.partition("=")[0] for option in options)
     overrides = [f"{key}=null" if key in texts else option for key, option in zip(keys, options, strict=True)]
     if flags.help:
         return print(help_of(config_name))
-    for option in overrides:
-        refuse_misplaced(option, config_name, flags.multirun)
+    for i, option in enumerate(overrides):
+        words = takewhile(lambda word: "=" not in word, options[i:])
+        refuse_misplaced(option, config_name, flags.multirun, " ".join([*options[:i][-1:], *words]))
     if flags.multirun:
         return run_sweep(config_name, overrides, flags.config_dir, run, debug)
+    if flags.cfg == "run_dir":  # for scripts that look into the folder
+        return print(_composed(config_name, overrides, flags.config_dir, complete=False)["run_dir"])
     if flags.cfg:
         composed = _with_texts(_composed(config_name, overrides, flags.config_dir, complete=False), texts)
         shown = yaml.safe_dump(composed, sort_keys=False, allow_unicode=True)
@@ -156,6 +158,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--debug", action="store_true")
     instead.add_argument("-m", "--multirun", action="store_true")
-    instead.add_argument("-c", "--cfg", choices=["job"])
+    instead.add_argument("-c", "--cfg", choices=["job", "run_dir"])
     parser.add_argument("-cd", "--config-dir")
     return parser

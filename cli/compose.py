@@ -3,6 +3,7 @@
 Files are data: what they set for Hydra itself has no effect, and they cannot read the environment.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, errors
 
-from cli.options import as_text, bare_keys, groups_of, meant, takes_one_name
+from cli.options import as_text, bare_keys, groups_of, is_text, meant, takes_one_name
 from common.settings import CONFIGS, UserError, nearest
 from common.words import in_hydras_grammar
 
@@ -28,11 +29,13 @@ def compose(config_name: str, overrides: list[str], config_dir: str | None = Non
     Raises:
         UserError: an option or a file does not exist, or a file is not a configuration.
     """
-    if config_dir and not Path(config_dir).is_dir():
-        wanted = "give one that has files for groups, as configs/ does"
-        raise UserError(f"--config-dir {config_dir} is not a folder: {wanted}")
-    folder = [f"hydra.searchpath=[{in_hydras_grammar(f'file://{Path(config_dir).resolve()}')}]"] if config_dir else []
-    options = [*read_options(overrides), *folder]
+    options = read_options(overrides)
+    if config_dir:
+        folder = Path(os.path.expanduser(config_dir)).resolve()
+        if not folder.is_dir():
+            wanted = "give one that has files for groups, as configs/ does"
+            raise UserError(f"--config-dir {config_dir} is not a folder: {wanted}")
+        options.append(f"hydra.searchpath=[{in_hydras_grammar(f'file://{folder}')}]")
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -63,7 +66,7 @@ def read_options(options: list[str], in_sweep: bool = False) -> list[str]:
             if re.fullmatch(r"-?\d+,\d+", value):
                 as_list += f"; for a decimal number, write {key}={value.replace(',', '.')}"
             raise UserError(f"{option} has several values: add -m for a run with each{as_list}")
-        read.append(option)
+        read.append(as_text(option) if is_text(option) and isinstance(parsed.value(), int | float) else option)
     return read
 
 
@@ -80,12 +83,14 @@ def to_dict(composed: DictConfig, complete: bool = True) -> dict[str, Any]:
         UserError: a required value is missing, or a value refers to something that does not exist.
     """
     try:
-        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=complete)  # type: ignore[return-value]
+        plain: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=complete)  # type: ignore
     except errors.MissingMandatoryValue as error:
         key = error.full_key
         raise UserError(f"config key '{key}' is missing: give it a value, as in {key}=...") from None
     except errors.OmegaConfBaseException as error:
         raise UserError(explain(error)) from None
+    texts = {key: str(value) for key, value in plain.items() if is_text(key) and isinstance(value, str | int | float)}
+    return plain | {key: os.path.expanduser(text) for key, text in texts.items()}
 
 
 def explain(error: BaseException, config_name: str = "") -> str:

@@ -33,8 +33,8 @@ def _groups(config_name: str) -> Iterator[str]:
         yield fill(f"{group}: {', '.join(names)}{listed}", 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def with_comments(text: str, composed: dict[str, Any], config_name: str) -> str:
-    """Add the comments of configs/ to a composed configuration's YAML."""
+def comments_of(composed: dict[str, Any], config_name: str) -> dict[str, str]:
+    """Return the comments of configs/ on the dotted keys of a composed configuration."""
     comments = explained(CONFIGS / f"{config_name}.yaml")
     for group in sorted({path.parent.relative_to(CONFIGS) for path in CONFIGS.glob("*/**/*.yaml")}):
         section: Any = composed
@@ -45,7 +45,12 @@ def with_comments(text: str, composed: dict[str, Any], config_name: str) -> str:
             for key, comment in explained(path).items():
                 if comment:
                     comments.setdefault(".".join([*group.parts, key]), comment)
-    lines = []
+    return comments
+
+
+def with_comments(text: str, composed: dict[str, Any], config_name: str) -> str:
+    """Add the comments of configs/ to a composed configuration's YAML."""
+    lines, comments = [], comments_of(composed, config_name)
     for line, dotted in with_keys(text):
         meaning = comments.get(dotted or "")
         lines.append(f"{line:<35} # {meaning}" if meaning else line)

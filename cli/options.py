@@ -26,6 +26,16 @@ _SYNONYMS = {
     "precision": "runtime.dtype",
     "run_dir": "checkpoint",
 }
+_TEXTS = re.compile(
+    r"\w+_(dir|field|files?|from|in|name|out|path)|"
+    "checkpoint|csv|device|folder|hf|host|nanogpt|out|path|project|prompt|revision|split|stop|subset|text"
+)
+"""The last parts of keys whose values are texts, even if they look like numbers."""
+
+
+def is_text(option: str) -> bool:
+    """Whether the value of KEY=VALUE is a text."""
+    return bool(_TEXTS.fullmatch(option.partition("=")[0].rpartition(".")[2].lstrip("+")))
 
 
 def groups_of(config_name: str) -> dict[str, list[str]]:
@@ -42,19 +52,27 @@ def takes_one_name(key: str) -> bool:
     return key != "tracker" and bool(re.fullmatch(r"\w+(/\w+)*", key)) and (CONFIGS / key).is_dir()
 
 
-def refuse_misplaced(option: str, config_name: str, in_sweep: bool) -> None:
-    """Raise UserError, which shows the right spelling, for options that are written differently here."""
-    refuse_flag(option)
+def refuse_misplaced(option: str, config_name: str, in_sweep: bool, phrase: str) -> None:
+    """Raise UserError, which shows the right spelling, for options that are written differently here.
+
+    phrase: a word that is not KEY=VALUE, with those beside it, and KEY=VALUE on their left.
+    """
     key, equals, value = option.partition("=")
     groups = groups_of(config_name)
     member_of = {name: group for group, names in reversed(groups.items()) for name in names}
     by_last = {group.rpartition("/")[2]: group for group in groups}
+    if "experiment" in groups and key in ("--config-name", "-cn", "--config"):  # other programs with Hydra have these
+        raise UserError(f"{option}: write {member_of.get(value, 'experiment')}={value or '...'}")
+    refuse_flag(option)
     if re.match(r"[+~]*hydra[./]", key) and not in_sweep:
         raise UserError(f"{option} is for sweeps: add -m")
     if key in member_of and key not in by_last:
         raise UserError(f"{option}: write {member_of[key]}={key}")
     if not (equals and key) and not option.startswith("~"):
         remedy = _as_option(option, config_name)
+        text, _, words = phrase.partition("=")
+        if words and is_text(text):
+            remedy = f'quote the {text} if it has spaces: {text}="{words}"'
         raise UserError(f"{option}: options are KEY=VALUE here, without spaces around =: {remedy}")
     if key in _OF_DATA and config_name != "prepare":
         raise UserError(f"'{key}' is for scripts/prepare_data.py: give {config_name}.py its result, dataset_dir=...")

@@ -1,5 +1,6 @@
 """Settings that need not be given, as a run or a dataset has them: `train.py run_dir=X` continues the run in X."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ def compose_training(options: list[str], config_dir: str | None, complete: bool 
     """
     given = keys_and_values(options)
     continues = "run_dir" in given and not given.keys() & {"experiment", "~"}
-    own = _settings_of(Path(str(given["run_dir"]))) if continues else {}
+    run_dir = Path(os.path.expanduser(str(given.get("run_dir"))))
+    own = _settings_of(run_dir) if continues else {}
     if continues and complete and not own and "dataset_dir" not in given:
-        why = "a damaged config.json" if Path(str(given["run_dir"]), "config.json").exists() else "no run to continue"
+        why = "a damaged config.json" if (run_dir / "config.json").exists() else "no run to continue"
         raise UserError(f"run_dir={given['run_dir']} holds {why}: give experiment=... or dataset_dir=...")
     if not own:
         return with_known(to_dict(compose("train", options, config_dir), complete), options)
@@ -81,7 +83,10 @@ def _read(file: Path, section: str) -> dict[str, Any]:
 
 
 def _settings_of(run_dir: Path) -> dict[str, Any]:
-    return _read(run_dir / "config.json", "config")  # of no run, or damaged, training warns
+    own, known = (_read(run_dir / "config.json", section) for section in ("config", "environment"))
+    if own and "dataset_dir" in known and not Path(str(own.get("dataset_dir"))).exists():  # started in another folder
+        own["dataset_dir"] = known["dataset_dir"]
+    return own  # {} of no run, or of a damaged record, of which training warns
 
 
 def _variant(own: Any, group: str) -> str | None:

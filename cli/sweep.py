@@ -5,6 +5,7 @@ controls neither what Hydra calls nor what it writes.
 """
 
 import itertools
+import math
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,13 +27,17 @@ from omegaconf.errors import OmegaConfBaseException
 from cli.compose import compose, explain, read_options, to_dict
 from cli.resume import with_known
 from cli.workers import among_others, let_workers_save, visible_gpus
-from common.console import print_error, say
+from common.console import print_error, say, warn
 from common.files import name_of
-from common.settings import UserError
+from common.settings import UserError, line_for
 
 Command = Callable[..., float | None]
 """What a command does with a configuration; training returns the lowest validation loss. With only_check=True, it only
 raises the UserErrors that can be known before."""
+
+
+_ERROR = "error.txt"
+"""The file in a job's folder that says why it failed."""
 
 
 class AlreadyReportedError(Exception):
@@ -60,8 +66,8 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
     try:
         fixed, values, swept, for_hydra = _by_kind(options)
         first_job = compose(config_name, [*fixed, *(first for first, *_ in values)], config_dir)
-        folder = first_job.get("run_dir", f"multirun/{config_name}")
-        chosen = _settings_of_hydra(config_name, folder, list(swept), for_hydra)
+        folder = Path(os.path.expanduser(first_job.get("run_dir", f"multirun/{config_name}")))
+        chosen = _settings_of_hydra(config_name, str(folder), list(swept), for_hydra)
         for_plugins = _settings_of_plugins(chosen, bool(swept))
         configuration = partial(_configuration, config_name, fixed, config_dir)
         tries_all = chosen.runtime.choices["hydra/sweeper"] == "basic"
@@ -79,12 +85,32 @@ def run_sweep(config_name: str, options: list[str], config_dir: str | None, run:
 
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
         sys.argv[1:] = ["-m", *swept.values(), *for_hydra, *for_plugins]
+        for old in folder.glob(f"*/{_ERROR}"):
+            old.unlink()
         hydra.main(version_base="1.3", config_path=None, config_name="sweep")(job)()
+        if chosen.runtime.choices["hydra/sweeper"] == "optuna":
+            _summarize(folder)
     except AlreadyReportedError:
         again = "Fix the cause and run the same command again: finished jobs are skipped"
-        raise UserError(f"some jobs of the sweep failed (see above). {again}") from None
+        raise UserError(f"some jobs of the sweep failed (see above{_failed(folder)}). {again}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
+
+
+def _summarize(folder: Path) -> None:
+    """Print what a search has found, and which of its runs failed."""
+    found = yaml.safe_load((folder / "optimization_results.yaml").read_text(encoding="utf-8"))
+    if math.isinf(found["best_value"]):
+        raise UserError("every run of the search failed (see above): change what it varies, or what all runs share")
+    best = " ".join(f"{key}={value}" for key, value in found["best_params"].items())
+    say(f"lowest validation loss {found['best_value']:.4f} nats per token: {best}")
+    if failed := _failed(folder):
+        warn(f"some runs failed and count as the worst{failed}")
+
+
+def _failed(folder: Path) -> str:
+    names = sorted(path.parent.name for path in folder.glob(f"*/{_ERROR}"))
+    return f": {', '.join(names)}" if names else ""
 
 
 def _by_kind(options: list[str]) -> _Options:
@@ -112,21 +138,31 @@ def _configuration(config_name: str, fixed: list[str], config_dir: str | None, v
 
 
 def _run_job(run: Command, configuration: Callable[[Sequence[str]], dict[str, Any]], debug: bool) -> float | None:
-    now = HydraConfig.get()
+    """Run one job of a sweep. One that fails in a search is a result, too: the worst value."""
+    now, run_dir = HydraConfig.get(), None
+    searches = now.runtime.choices["hydra/sweeper"] == "optuna"
     try:
         config = configuration(now.overrides.task)
         with among_others(now.runtime.choices["hydra/launcher"]):
             if "run_dir" in config:
-                say(f"--- job {now.job.num}: {config['run_dir']}")
+                run_dir = Path(config["run_dir"])
+                say(f"--- job {now.job.num}: {run_dir}")
+                (run_dir / _ERROR).unlink(missing_ok=True)
             best = run(config)
-        if best is None and now.runtime.choices["hydra/sweeper"] == "optuna":
-            raise UserError("no validation loss for optuna to compare: lower eval.every, or raise stop_at")
-        return best
-    except (UserError, OSError) as error:
-        if debug:
+    except Exception as error:
+        if debug or not (message := line_for(error)):
             raise
-        print_error(error)  # at once; the other jobs continue, and the sweep fails at its end
+        print_error(message)  # at once; the other jobs continue
+        if run_dir:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / _ERROR).write_text(message + "\n", encoding="utf-8")
+        if searches and not isinstance(error, OSError):
+            return math.inf
         raise AlreadyReportedError from None
+    if best is None and searches:
+        print_error("no validation loss for optuna to compare: lower eval.every, or raise stop_at")
+        raise AlreadyReportedError
+    return best
 
 
 def _each_once(values: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:

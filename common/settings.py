@@ -2,25 +2,40 @@
 
 import difflib
 import functools
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from common.memory import out_of_memory
 from common.removed import removed_key, without_removed
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. Commands print one line: what was given, what is allowed, what to do."""
+    """A mistake that the user can fix. Commands print one line: what was given, what is allowed, what to do.
 
-    def __init__(self, message: object) -> None:
+    key: the dotted key of a setting whose value is not allowed; "" for other mistakes.
+    """
+
+    def __init__(self, message: object, key: str = "") -> None:
         super().__init__(_presentable(str(message)))
+        self.key = key
+
+
+def line_for(error: BaseException) -> str | None:
+    """Return one line for an error that a user can mend: a mistake, a file, a lack of memory. None: a bug."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if out_of_memory(error):
+        return "out of memory: use smaller batches, shorter texts or a smaller model"
+    return " ".join(str(error).split()) if isinstance(error, UserError | OSError) else None
 
 
 _LONGEST_MESSAGE = 1200
@@ -33,6 +48,21 @@ def _presentable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def home_expanded(path: str) -> str:
+    """Return a path with the home directory for its ~.
+
+    Raises:
+        ValueError: it has a control character.
+    """
+    if re.search(r"[\x00-\x1f\x7f]", path):
+        raise ValueError("it has a control character, such as the end of a line: leave that out")
+    return os.path.expanduser(path)
+
+
+PathText = Annotated[str, AfterValidator(home_expanded)]
+"""A path that stays a text, because it may be a pattern, or a name elsewhere."""
+
+
 class Settings(BaseModel):
     """Base of every configuration class: frozen, without unknown keys, each field with its docstring.
 
@@ -41,7 +71,7 @@ class Settings(BaseModel):
     for its --help, so it can answer without importing the class, which can take seconds.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True)
     _files: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, defaults: str = "") -> None:
@@ -66,6 +96,14 @@ class Settings(BaseModel):
         if not missing:  # exported models bring complete settings, and no files
             return given
         return {key: value for key, value in cls.default_values().items() if key in missing} | given
+
+    @field_validator("*")
+    @classmethod
+    def _expand_paths(cls, value: Any) -> Any:
+        """Read paths as a shell does, also those in a list."""
+        if isinstance(value, list) and value and isinstance(value[0], Path):
+            return [Path(home_expanded(str(path))) for path in value]
+        return Path(home_expanded(str(value))) if isinstance(value, Path) else value
 
     @classmethod
     def default_values(cls) -> dict[str, Any]:
@@ -103,7 +141,7 @@ def decode(cls: type[S], raw: Any) -> S:
     try:
         return cls.model_validate(raw)
     except ValidationError as error:
-        raise UserError(_one_line(raw, error)) from None
+        raise _refusal(raw, error.errors()) from None
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
@@ -149,31 +187,75 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _one_line(raw: Any, error: ValidationError) -> str:
-    first, *others = error.errors()
-    keys = _path_in(raw, first["loc"], first["type"] == "missing")
-    path = ".".join(keys)
-    more = f" (and {len(others)} more)" if others else ""
-    if first["type"] == "unknown_key":
-        return f"unknown config key '{'.'.join([*keys, first['ctx']['key']])}': {first['msg']}{more}"
-    if first["type"] == "removed":
-        return f"config {'.'.join([*keys, first['ctx']['setting']])} was removed: {first['msg']}{more}"
-    if first["type"] == "missing" and isinstance(first["loc"][-1], int):
-        return f"config {'.'.join(keys[:-1])} has too few values: it needs {first['loc'][-1] + 1} or more{more}"
-    if first["type"] == "missing":
-        return f"config key '{path}' is missing: give it a value, as in {path}=...{more}"
-    if first["type"] == "union_tag_not_found":
-        return f"config key '{path}.name' is missing: give it a value{more}"
-    if first["type"] == "union_tag_invalid":
-        tag, tags = first["ctx"]["tag"], first["ctx"]["expected_tags"].replace("'", "").split(", ")
-        return f"config {path}.name={tag!r} does not exist: {nearest(tag, tags)}{more}"
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] in ("list_type", "tuple_type"):
-        message = f"give several values in brackets, such as [{first['input']},...]"
-    if first["type"] in ("model_type", "model_attributes_type"):
-        message = f"it has keys of its own: write {path}.KEY=VALUE (--help shows them)"
-    given = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
-    return f"config {path}{given}: {message}{more}" if path else f"{message}{more}"
+_SENTENCES = {
+    "missing": "config key '{path}' is missing: give it a value, as in {path}=...",
+    "model": "config {path}{given}: it has keys of its own: write {path}.KEY=VALUE (--help shows them)",
+    "removed": "config {within}{setting} was removed: {instead}",
+    "union_tag_invalid": "config {path}.name={tag!r} does not exist: {nearest}",
+    "union_tag_not_found": "config key '{path}.name' is missing: give it a value",
+    "unknown_key": "unknown config key '{within}{key}': {hint}",
+    "value_error": "config {path}{given}: {error}",
+}
+"""What is said of an error of pydantic's, by its type or the first word of that; of others, what a value may be."""
+
+_ALLOWED = {
+    "bool": "true or false",
+    "dict": "pairs in braces, such as {{a: 1, b: 2}}",
+    "finite": "a finite number",
+    "float": "a number",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "int": "a whole number",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
+    "list": "several values in brackets, such as [{input},...]",
+    "literal": "{expected}",
+    "path": "a path",
+    "string": "a text",
+    "string_too_short": "{min_length} characters or more",
+    "too_long": "{max_length} values or fewer",
+    "too_short": "{min_length} values or more",
+    "tuple": "several values in brackets, such as [{input},...]",
+}
+"""What a value may be, by the type of an error or the first word of that."""
+
+
+def _refusal(raw: Any, errors: list[Any]) -> UserError:
+    """Return the error for a user. Of a key that takes one thing or another, the innermost wrong value is named."""
+    paths = [_path_in(raw, error["loc"], error["type"] == "missing") for error in errors]
+    keys = max((path for path in paths if path[: len(paths[0])] == paths[0]), key=len)
+    here = [error for error, path in zip(errors, paths, strict=True) if path == keys]
+    more = f" (and {len(errors) - len(here)} more)" if len(errors) > len(here) else ""
+    is_known = here[0]["type"] not in ("unknown_key", "removed")
+    return UserError(_sentence(keys, here) + more, ".".join(keys) if is_known else "")
+
+
+def _sentence(keys: list[str], errors: list[Any]) -> str:
+    first, path = errors[0], ".".join(keys)
+    kind, names = first["type"], first.get("ctx", {})
+    if kind == "missing" and isinstance(first["loc"][-1], int):
+        return f"config {'.'.join(keys[:-1])} has too few values: it needs {first['loc'][-1] + 1} or more"
+    if kind == "value_error" and not path:
+        return str(names["error"])
+    if kind == "union_tag_invalid":
+        names = names | {"nearest": nearest(names["tag"], names["expected_tags"].replace("'", "").split(", "))}
+    allowed = " or ".join(dict.fromkeys(map(_allowed, errors)))
+    given = "" if isinstance(first["input"], dict) else f"={_as_typed(first['input'])}"
+    sentence = _of_type(_SENTENCES, kind, "config {path}{given}: give {allowed}")
+    return sentence.format(path=path, within=f"{path}." if path else "", given=given, allowed=allowed, **names)
+
+
+def _allowed(error: Any) -> str:
+    text = _of_type(_ALLOWED, error["type"], "another value")
+    return text.format(input=_as_typed(error["input"]), **error.get("ctx", {}))
+
+
+def _of_type(texts: dict[str, str], kind: str, otherwise: str) -> str:
+    return texts.get(kind) or texts.get(kind.partition("_")[0], otherwise)
+
+
+def _as_typed(value: Any) -> str:
+    return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
 
 
 def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:

@@ -271,6 +271,7 @@ class Records:
             "n_params": run.gpt.n_params(),
             "flops_per_token": run.gpt.flops_per_token(run.config.seq_len),
             "dtype": str(run.runtime.dtype).removeprefix("torch."),
+            "dataset_dir": str(run.state.dataset_dir),  # absolute
         }
         write_config(run_dir / "config.json", config, run.world, found, resumed=step > 0)
         self.log = MetricsLog(run_dir / "metrics.jsonl", resumed_at=step)

@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from common.console import say
-from common.settings import Settings, UserError
+from common.settings import PathText, Settings, UserError
 from data.prepare.archives import COMPRESSED, n_controls, read_lines, read_utf8
 from data.prepare.files import matches, some_of
 from data.prepare.items import ARRAY, BINARY, NO_TEXT, NOT_JSON, NOT_UTF8, Document, Position, Raw, Seen, Unreadable
@@ -165,7 +165,7 @@ class NamedFiles(FileSource):
     suffixes: ClassVar[tuple[str, ...]] = ("",)
     """Endings, in lower case, of the names of files that are read from a folder."""
 
-    path: str | list[str]
+    path: PathText | list[PathText]
     """A file, a folder (its files, without hidden ones), a glob (`**` reaches into folders), or a list of them."""
     text_field: str
     """The key that holds the text of a JSON line. The set is `meta.pile_set_name` where there is one, else `name`."""
@@ -258,7 +258,7 @@ class HubSource(Source, defaults="data/hf"):
     usual_val_fraction: ClassVar[float] = 0.005
 
     name: Literal["hf", "fineweb", "fineweb_edu", "openwebtext", "pile"]
-    path: str
+    path: PathText
     """A dataset on the hub, or here: a folder with its files or by save_to_disk, a .parquet or .arrow file, a glob of
     such, or a builder such as `json` together with data_files."""
     subset: str | None
@@ -267,7 +267,7 @@ class HubSource(Source, defaults="data/hf"):
     """One of the dataset's splits, all of which is read; null: train."""
     revision: str | None
     """A commit or tag of the dataset; null: the newest."""
-    data_files: str | list[str] | None
+    data_files: PathText | list[PathText] | None
     """Only these files, in the hub's dataset or, for a builder, here; null: all."""
     text_field: str
     """The column that holds the text. The set is `meta.pile_set_name` where there is one, else `name`."""

@@ -106,7 +106,10 @@ def test_a_functions_arguments_are_the_keys_of_its_command(command, monkeypatch)
     ("words", "message"),
     [
         (["step=4"], "unknown config key 'step': did you mean 'steps'?"),
-        (["steps=0"], "config steps=0: Input should be greater than 0"),
+        (
+            ["steps=0"],
+            "config steps=0: give more than 0 (train, decode: timed steps of a measurement, after three untimed steps)",
+        ),
         (["--steps", "20"], "--steps: options are KEY=VALUE here: write steps=..."),
         (["--head-dim=4"], "--head-dim=4: options are KEY=VALUE here: write head_dim=4"),
         (["out=caf\udce9"], r"out=caf\udce9 is not in UTF-8: rename what it names"),

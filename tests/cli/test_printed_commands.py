@@ -62,6 +62,7 @@ PLACES = {  # where a text says what to type, and the test that types it
     "configs/lm_eval.yaml": "test_extras_that_are_to_be_installed_exist",
     "configs/serve.yaml": "test_the_request_that_help_shows_is_answered",
     "cli/compose.py": "test_extras_that_are_to_be_installed_exist",
+    "tools/editable_only.py": "test_a_wheel_is_refused_with_the_right_command_and_an_editable_install_is_not",
     "cli/command.py": "test_extras_that_are_to_be_installed_exist",
     "data/prepare/finish.py": "test_training_begins_by_the_command_that_is_printed",
     "data/prepare/spans.py": "test_a_damaged_span_is_named",

@@ -184,6 +184,24 @@ def test_optuna_finds_the_lowest_loss_and_asks_for_the_same_jobs_again(command, 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
+def test_a_search_goes_on_after_failed_runs_and_names_them(command, optuna_args, tmp_path):
+    """Half of the rates diverge. The same command again asks for the same runs, and tries those that failed again."""
+    args = [arg for arg in optuna_args if not arg.startswith(("optim.", "model/position"))]
+    search = [*args, "hydra.sweeper.n_trials=6", "hydra.sweeper.n_jobs=2", "optim.max_lr=choice(1e30, 1e-2)"]
+    for again in (False, True):
+        result = command("train", *search)
+        assert result.status == 0, result.err
+        assert "warning: some runs failed and count as the worst: optim.max_lr=1e+30\n" in result.err
+        assert re.search(r"^lowest validation loss 5\.\d+ nats per token: optim.max_lr=0.01$", result.out, re.M)
+        assert ("nothing to train" in result.out) >= again
+        assert result.out.count("--- job") == 6
+    assert "lower optim.max_lr=1e+30" in (tmp_path / "run" / "optim.max_lr=1e+30" / "error.txt").read_text()
+    result = command("train", *search[:-1], "optim.max_lr=choice(1e30, 1e29)")
+    assert_one_line(result._replace(err=result.err.splitlines(keepends=True)[-1]), "every run of the search failed")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_optuna_without_an_evaluation_is_one_clear_line(command, optuna_args):
     result = command("train", *optuna_args, "stop_at=2")
     assert result.status == 1
@@ -214,7 +232,7 @@ def test_a_sweep_that_cannot_be_is_one_line(command, tiny_args, tmp_path, option
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["optim.max_lr=3e-4,abc"], "job optim.max_lr=abc: config optim.max_lr='abc': Input should be a valid number"),
+        (["optim.max_lr=3e-4,abc"], "job optim.max_lr=abc: config optim.max_lr='abc': give a number"),
         (["seed=1,2", "model.n_head=2,3"], "job model.n_head=3 seed=1: config model: n_embd=16 is not divis"),
         (["model/attention=log_space,softmax", "model.attention.product=true"], "key 'model.attention.product'"),
         (["dataset_dir=/no/such"], "error: dataset_dir=/no/such does not exist"),

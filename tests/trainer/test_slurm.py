@@ -140,7 +140,7 @@ def test_an_error_that_a_person_must_mend_is_not_requeued(job, tmp_path):
 @pytest.mark.slow
 def test_what_is_requeued(job, tmp_path, environment, status, requeued):
     python = tmp_path / "python"
-    python.write_text('#!/bin/bash\n[[ $1 == train.py && $RANK == "$LOCAL_RANK" ]] && exit "$STATUS"\n')
+    python.write_text('#!/bin/bash\n[[ $1 == train.py && $RANK && $RANK == "$LOCAL_RANK" ]] && exit "$STATUS"\n')
     python.chmod(0o755)
     process = job(PYTHON=str(python), **environment)
     out, err = process.communicate(timeout=60)
@@ -149,9 +149,24 @@ def test_what_is_requeued(job, tmp_path, environment, status, requeued):
 
 
 @pytest.mark.slow
+def test_a_quoted_run_dir_is_where_its_checkpoints_are_looked_for(job, tmp_path):
+    """At its last restart, a job that has written a checkpoint is requeued."""
+    python, latest = tmp_path / "python", tmp_path / "x y" / "checkpoints" / "latest"
+    latest.parent.mkdir(parents=True)
+    saves = f'[[ $2 == --cfg ]] && exec {sys.executable} "$@"\necho step-00000003 > "{latest}"\nexit 75\n'
+    python.write_text(f"#!/bin/bash\n{saves}")
+    python.chmod(0o755)
+    process = job(f"run_dir='{tmp_path}/x y'", PYTHON=str(python), SLURM_RESTART_COUNT="3")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, len(job.requeues())) == (0, 1), err
+    assert "requeued, to go on from step-00000003" in out
+
+
+@pytest.mark.slow
 def test_options_with_spaces_and_brackets_reach_train_py_as_they_are(job, tmp_path):
     python = tmp_path / "python"
-    python.write_text('#!/bin/bash\nprintf -v line "%s|" "$@" "$RANK" "$WORLD_SIZE" "$MASTER_ADDR"; echo "$line"\n')
+    line = 'printf -v line "%s|" "$@" "$RANK" "$WORLD_SIZE" "$MASTER_ADDR"; echo "$line"'
+    python.write_text(f"#!/bin/bash\n[[ $2 == --cfg ]] && exit\n{line}\n")
     python.chmod(0o755)
     process = job("data.mixture={Pile-CC: 2}", "run_dir=/a b/$c", PYTHON=str(python))
     out, _ = process.communicate(timeout=60)

@@ -290,4 +290,4 @@ def test_the_command(dataset, command):
 def test_no_threads_are_no_answer(dataset, command):
     result = command("scripts/verify_dataset", f"dataset_dir={dataset}", "threads=0")
     assert result.status == 1
-    assert "config threads=0: Input should be greater than 0" in result.err
+    assert "config threads=0: give more than 0" in result.err

@@ -1,0 +1,168 @@
+"""Values of every key of every command: what is wrong gets one plain sentence, names are texts, and ~ is home."""
+
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Literal, get_args, get_origin
+
+import pytest
+import yaml
+from printed import assert_one_line
+from pydantic import create_model
+
+import cli
+from cli import compose, to_dict
+from cli.command import _arguments
+from cli.options import is_text
+from common.settings import Settings, UserError, decode
+from trainer.checkpoint import newest
+from trainer.config import TrainConfig
+from trainer.trackers import WandbConfig
+
+pytestmark = pytest.mark.usefixtures("restored_torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+WRONG = ["abc", "", -1, 0, 2.5, 1e99, -1e99, 2**70, float("nan"), True, None, [], [[]], [None], [0, -1], {}, {"a": "b"}]
+PYDANTICS = re.compile(r"[Ii]nput|should|valid|Value error|required|permitted|unable|another value|\[type=")
+
+
+def types_in(annotation):
+    """The classes and literals in an annotation, without those that hold them."""
+    inner = () if get_origin(annotation) is Literal else get_args(annotation)
+    return {annotation} if not inner else set().union(*map(types_in, inner))
+
+
+def sections_in(cls):
+    """A class of settings, and those of its fields."""
+    inner = [kind for field in cls.model_fields.values() for kind in types_in(field.annotation)]
+    return {cls}.union(*(sections_in(kind) for kind in inner if isinstance(kind, type) and issubclass(kind, Settings)))
+
+
+@pytest.fixture(scope="module")
+def commands():
+    """By command: the class of its keys, and those whose values are taken as they are."""
+    found = {}
+
+    def note(name, run, settings=None, text_keys=(), **_):
+        found[name] = resolve_name(settings) if settings else _arguments(resolve_name(run)), text_keys
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "command", note)
+        for path in [*(ROOT / f"{name}.py" for name in ("train", "eval", "sample")), *ROOT.glob("scripts/*.py")]:
+            runpy.run_path(str(path), run_name="__main__")
+    assert len(found) > 18
+    return found
+
+
+def test_a_wrong_value_of_any_key_is_answered_in_words_of_ours(commands):
+    sections, refused = set().union(*(sections_in(cls) for cls, _ in commands.values())), 0
+    for cls in sections:
+        for name, field in cls.model_fields.items():
+            alone = create_model("Alone", __base__=Settings, **{name: (field.annotation, field)})
+            answers = {repr(value): answer(alone, {name: value}) for value in WRONG}
+            assert {value: said for value, said in answers.items() if PYDANTICS.search(said)} == {}
+            refused += sum(map(bool, answers.values()))
+    assert refused > 3000
+
+
+def answer(cls, settings):
+    try:
+        return str(decode(cls, settings))[:0]
+    except UserError as error:
+        return str(error)
+
+
+def test_keys_of_texts_are_known_by_their_names(commands):
+    """cli/options.py tells them by the last part of a key, as it reads options before any class is imported."""
+    for cls, literally in commands.values():
+        for name, field in (
+            (name, field) for section in sections_in(cls) for name, field in section.model_fields.items()
+        ):
+            kinds = types_in(field.annotation)
+            if {str, Path} & kinds and dict not in map(get_origin, [field.annotation, *get_args(field.annotation)]):
+                assert is_text(name) or name in literally, (cls, name)
+            assert not ({int, float, bool} & kinds and is_text(name)), (cls, name)
+
+
+@pytest.mark.parametrize("name", ["42", "1e3", "20261127_0303", "12e4567", "true", "nan", "-1", "007", "1.50"])
+def test_a_number_is_a_name_where_a_text_is_expected(command, name):
+    options = [f"run_dir={name}", f"dataset_dir={name}", "tracker=wandb", f"tracker.wandb.project={name}"]
+    shown = yaml.safe_load(command("train", "--cfg", "job", *options).out)
+    assert [shown["run_dir"], shown["dataset_dir"], shown["tracker"]["wandb"]["project"]] == [name] * 3
+    assert command("train", "--cfg", "run_dir", *options).out == f"{name}\n"
+
+
+def test_a_number_in_a_file_is_a_name_too(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text("# @package _global_\nrun_dir: 42\ndataset_dir: 2024\n")
+    config = decode(TrainConfig, to_dict(compose("train", ["experiment=own"], str(tmp_path))))
+    assert (config.run_dir, config.dataset_dir) == (Path("42"), Path("2024"))
+    assert decode(WandbConfig, {"project": 2024}).project == "2024"
+
+
+def test_home_is_a_tilde_in_every_path(command, tmp_path, dataset_dir, tiny_args, monkeypatch):
+    """In a run's and a dataset's folder, in lists of them, and where a run goes on by its folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(dataset_dir, tmp_path / "data set")
+    options = [*tiny_args, "run_dir=~/run", "dataset_dir=~/data set", "stop_at=1"]
+    assert command("train", *options).status == 0
+    assert command("train", "run_dir=~/run", "stop_at=2").status == 0
+    assert newest(tmp_path / "run").name == "step-00000002"
+    assert command("train", "-m", *options, "run_dir=~/sweep", "seed=1,2").status == 0
+    assert command("scripts/report", "folders=~/sweep/seed=1,~/run").status == 0
+    assert command("scripts/report", "folders=[[~/sweep/seed=1],[~/run]]", "out=~/report").status == 0
+    assert (
+        command(
+            "scripts/prepare_data", "data=text", "tokenizer=bytes", "data.path=~/run/*.json", "out_dir=~/out"
+        ).status
+        == 0
+    )
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "option", "fragment"),
+    [
+        ("train", "max_steps=3\r", r"max_steps=3\r ends with a carriage return: store your script with Unix line ends"),
+        ("sample", "prompt=a\r", r"prompt=a\r ends with a carriage return"),
+        ("train", "run_dir=a\nb", r"run_dir='a\nb': it has a control character"),
+        ("scripts/report", "folders=a,b\x1b[1m", r"folders='a,b\x1b[1m': it has a control character"),
+        ("scripts/prepare_data", "data.path=a\tb", r"config data.path='a\tb': it has a control character"),
+    ],
+)
+def test_control_characters_are_refused_in_one_line(command, script, option, fragment):
+    more = {"train": ["dataset_dir=x"], "sample": ["checkpoint=x"], "scripts/report": []}
+    assert_one_line(command(script, *more.get(script, ["data=text", "out_dir=x"]), option), fragment)
+
+
+def test_a_run_that_goes_on_from_another_folder_finds_its_dataset(
+    command, tiny_args, tmp_path, dataset_dir, monkeypatch
+):
+    monkeypatch.chdir(dataset_dir.parent)
+    options = [option for option in tiny_args if not option.startswith("dataset_dir=")]
+    assert command("train", *options, f"dataset_dir={dataset_dir.name}", "stop_at=2").status == 0
+    monkeypatch.chdir(tmp_path)
+    assert command("train", f"run_dir={tmp_path / 'run'}").status == 0
+    assert newest(tmp_path / "run").name == "step-00000006"
+
+
+def test_a_wheel_is_refused_with_the_right_command_and_an_editable_install_is_not(tmp_path):
+    pytest.importorskip("setuptools")
+    (tmp_path / "tools").mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "tools/__init__.py", "tools/editable_only.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    pip = [sys.executable, "-m", "pip", "--no-input", "install", "--no-build-isolation", "--no-deps", "--no-index"]
+    plain, editable = (
+        subprocess.run([*pip, "--dry-run", *how], cwd=tmp_path, capture_output=True, text=True)
+        for how in (["."], ["-e", "."])
+    )
+    assert plain.returncode != 0
+    assert "error: log-gpt works in its own folder, with train.py and configs/: install with pip install -e ." in (
+        plain.stdout + plain.stderr
+    )
+    assert editable.returncode == 0, editable.stderr
