@@ -192,7 +192,7 @@ def test_a_search_goes_on_after_failed_runs_and_names_them(command, optuna_args,
         result = command("train", *search)
         assert result.status == 0, result.err
         assert "warning: some runs failed and count as the worst: optim.max_lr=1e+30\n" in result.err
-        assert re.search(r"^lowest validation loss 5\.\d+ nats per token: optim.max_lr=0.01$", result.out, re.M)
+        assert re.search(r"^lowest validation loss \d\.\d+ nats per token: optim.max_lr=0.01$", result.out, re.M)
         assert ("nothing to train" in result.out) >= again
         assert result.out.count("--- job") == 6
     assert "lower optim.max_lr=1e+30" in (tmp_path / "run" / "optim.max_lr=1e+30" / "error.txt").read_text()

@@ -140,7 +140,7 @@ def test_an_error_that_a_person_must_mend_is_not_requeued(job, tmp_path):
 @pytest.mark.slow
 def test_what_is_requeued(job, tmp_path, environment, status, requeued):
     python = tmp_path / "python"
-    python.write_text('#!/bin/bash\n[[ $1 == train.py && $RANK && $RANK == "$LOCAL_RANK" ]] && exit "$STATUS"\n')
+    python.write_text('#!/bin/bash\n[[ $2 == --cfg || $RANK != "$LOCAL_RANK" ]] || exit "$STATUS"\n')
     python.chmod(0o755)
     process = job(PYTHON=str(python), **environment)
     out, err = process.communicate(timeout=60)
