@@ -12,10 +12,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from common.console import Track, count, say
 from common.settings import Settings, UserError
 from data.prepare.encode import Item, Skipped, encode_all
-from data.prepare.finish import Unusable, finish
+from data.prepare.finish import finish
 from data.prepare.items import NO_TEXT, REMEDIES, Position
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
-from data.prepare.spans import Plan, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
+from data.prepare.spans import Plan, Unfair, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
 from data.prepare.tokens import TokenSource
 from data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest
 from data.tokenizer import TokenizerConfig, build_tokenizer
@@ -75,7 +75,7 @@ class PrepareConfig(Settings, defaults="prepare"):
 def prepare(config: PrepareConfig) -> Manifest | None:
     """Make the dataset `config.out_dir`, or continue it; None if other tasks have not written their share yet.
 
-    If there are too few documents for two splits, cut them into pieces, so that each split gets some.
+    If there are too few documents for a fair split, cut them into pieces.
 
     Raises:
         UserError: the folder holds something else, or the dataset cannot be made.
@@ -94,13 +94,10 @@ def prepare(config: PrepareConfig) -> Manifest | None:
         plan = begin(folder, plan, tokenizer)
         try:
             manifest = _write(config, plan, folder)
-        except Unusable as error:
-            remove(folder)  # so that the same command works with another val_fraction or input
-            if not error.piece:
-                raise
-            unit = "ids" if isinstance(config.data, TokenSource) else "characters"
-            cut = f"documents are cut into pieces of about {error.piece:,} {unit}, which count as documents"
-            say(f"{str(error).partition(':')[0]}: {cut}")
+        except Unfair as error:
+            cut = f"documents are cut into pieces of about {error.piece:,} characters, which count as documents"
+            say(f"few documents for a validation split of val_fraction={prepared['val_fraction']:g}: {cut}")
+            remove(folder)
             plan = begin(folder, plan.model_copy(update={"piece": error.piece}), tokenizer)
             manifest = _write(config, plan, folder)
     if manifest is None:

@@ -16,14 +16,6 @@ from data.prepare.spans import Plan, Span, damaged, is_whole, number_of, read_sp
 from data.shards import MANIFEST, TOKENIZER, Counts, Manifest, Split, SplitName, read_manifest, shard_file, total_of
 
 _LARGE = 100_000_000  # tokens that the default model needs
-_SHORTEST_PIECE, _LONGEST_PIECE = 256, 16_384  # characters
-
-
-class Unusable(UserError):
-    """The corpus is empty, or leaves nothing to train or to validate on."""
-
-    piece: int | None = None
-    """Pieces of about this many characters put text into both splits. None: no size does."""
 
 
 def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
@@ -32,8 +24,7 @@ def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
     A process that is stopped here leaves shards under old and new names; the next process continues.
 
     Raises:
-        Unusable: nothing is left to train or to validate on.
-        UserError: a span is damaged, or there are too many sets.
+        UserError: nothing is left to train or to validate on, a span is damaged, or there are too many sets.
     """
     make_directory(folder, "out_dir")  # another task may have removed it
     with owned(folder / "finish.lock", lambda: None):
@@ -53,8 +44,11 @@ def finish(folder: Path, plan: Plan, out_dir: Path) -> Manifest | None:
         }
         first = {reason: where for span in reversed(spans.values()) for reason, (_, where) in span.skipped.items()}
         manifest, moves = _joined(plan, spans)
-        is_one = len(groups) == 1 and sum(bool(span.tokens) for span in spans.values()) == 1
-        _check(manifest, plan, first, is_one)
+        try:
+            _check(manifest, plan, first)
+        except UserError:
+            remove(folder)  # so that the same command works with another val_fraction or input
+            raise
         directory = make_directory(folder / "dataset", "out_dir")
         sync_directory(folder)
         for source, name in [*moves, (folder / TOKENIZER, TOKENIZER)]:
@@ -109,11 +103,11 @@ def _joined(plan: Plan, spans: dict[Path, Span]) -> tuple[Manifest, list[tuple[P
     return manifest, moves
 
 
-def _check(manifest: Manifest, plan: Plan, first: dict[str, str], is_one: bool) -> None:
-    """Check that there is something to train and to validate on; `is_one`: all documents are in one span.
+def _check(manifest: Manifest, plan: Plan, first: dict[str, str]) -> None:
+    """Check that there is something to train and to validate on.
 
     Raises:
-        Unusable: one of the splits has no documents.
+        UserError: one of the splits has no documents.
     """
     totals = {name: split.total for name, split in manifest.splits.items()}
     documents = sum(total.documents for total in totals.values())
@@ -121,23 +115,19 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str], is_one: bool) 
         found = Counter(manifest.skipped).most_common()
         why = ", ".join(f"{n:,} x {reason}, first {first[reason]}" for reason, n in found)
         remedy = REMEDIES.get(found[0][0], "check data.path") if found else "check data.path"
-        raise Unusable(f"the corpus is empty ({why or 'it has no documents'}): {remedy}")
+        raise UserError(f"the corpus is empty ({why or 'it has no documents'}): {remedy}")
     empty = next((name for name, total in totals.items() if not total.documents), None)
     if empty and plan.val_tokens:
         what = f"all {documents} documents begin within val_tokens={plan.val_tokens}: none is left to train on"
-        raise Unusable(f"{what}: give a smaller val_tokens")
+        raise UserError(f"{what}: give a smaller val_tokens")
     if empty and "val_inputs" in plan.prepared:
         what = f"all {documents} documents are from files {'without' if empty == 'val' else 'with'} val in their names"
-        raise Unusable(f"{what} ({manifest.skipped}): check the others, or give val_fraction to split all of them")
+        raise UserError(f"{what} ({manifest.skipped}): check the others, or give val_fraction to split all of them")
     if empty:
         fraction = plan.prepared["val_fraction"]
         change = "larger" if empty == "val" else "smaller"
         remedy = f"give a {change} val_fraction, or add documents with other texts"
-        error = Unusable(f"none of {documents} documents went to '{empty}' with val_fraction={fraction}: {remedy}")
-        wanted = int(sum(total.utf8_bytes or total.tokens for total in totals.values()) * min(fraction, 1 - fraction))
-        if wanted and is_one and not plan.piece:
-            error.piece = min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE)
-        raise error
+        raise UserError(f"none of {documents} documents went to '{empty}' with val_fraction={fraction}: {remedy}")
 
 
 def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None:

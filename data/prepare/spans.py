@@ -45,7 +45,17 @@ from data.tokenizer import Tokenizer, save_tokenizer
 PLAN, SPAN = "plan.json", "span.json"
 _RANKS = "sha256 of the tokenizer's ranks"
 _GROUP_BYTES = 2**30
+_SMALL = 4096  # so many documents by chance have a fair split: at least 20 are expected to be for validation
+_FAIR = 0.25  # how far from val_fraction the share of a small corpus may be, as a part of it
+_SHORTEST_PIECE, _LONGEST_PIECE = 256, 16_384  # characters
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Unfair(Exception):
+    """Documents must be cut into pieces of about `piece` characters for a fair split."""
+
+    def __init__(self, piece: int) -> None:
+        self.piece = piece
 
 
 class Plan(Settings):
@@ -225,22 +235,24 @@ def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], items: 
     """Write what follows the first `spans` of a group: the spans of `items`.
 
     Raises:
+        Unfair: the corpus is small, and its documents are too long for a fair split.
         UserError: a span has too many sets.
     """
-    below: float = plan.prepared.get("val_fraction", 0.0)
-    if plan.piece:  # even with few pieces, each split gets at least one
-        everything = list(items)
-        places = [item.place for item in everything if isinstance(item, Encoded)]
-        below = min(max(below, math.nextafter(min(places), 1)), max(places))
-        items = iter(everything)
+    by_place: Iterator[list[Item]]
     by_place = (list(same) for _, same in itertools.groupby(items, lambda item: item.position))
+    chosen: set[float] | None = None
+    if not spans and len(plan.groups()) == 1 and "val_fraction" in plan.prepared:
+        start = list(_start(plan, by_place))
+        if (rest := next(by_place, None)) is None:
+            chosen = _fair(plan, [item for same in start for item in same if isinstance(item, Encoded)])
+        by_place = itertools.chain(start, [rest] if rest else [], by_place)
     while not is_whole(spans):
         target = span_dir(folder, group, len(spans))
         shutil.rmtree(directory := _mine(target), ignore_errors=True)
         directory.mkdir()
         try:
             before = plan.val_tokens if group else sum(span.tokens for span in spans)  # group 0 has at least so many
-            span = _write_span(directory, plan, by_place, before, below)
+            span = _write_span(directory, plan, by_place, before, chosen)
             try:
                 os.rename(directory, target)
             except OSError:
@@ -252,16 +264,57 @@ def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], items: 
         spans = [*spans, span]
 
 
-def _write_span(directory: Path, plan: Plan, items: Iterator[list[Item]], before: int, below: float) -> Span:
+def _start(plan: Plan, by_place: Iterator[list[Item]]) -> Iterator[list[Item]]:
+    """Yield what a small corpus may have: one span of few documents. Pieces are all in one span."""
+    number = tokens = 0
+    while (plan.piece or (number < _SMALL and tokens < plan.prepared["shard_tokens"])) and (same := next(by_place, [])):
+        number += 1
+        tokens += sum(item.ids.size for item in same if isinstance(item, Encoded))
+        yield same
+
+
+def _fair(plan: Plan, documents: list[Encoded]) -> set[float]:
+    """Return the places of the documents of a small corpus that are for validation.
+
+    They are those below val_fraction, if their share of the tokens is near it. Else they are taken in the order of
+    their places as long as that brings the share nearer.
+
+    Raises:
+        Unfair: this is not near either, and shorter pieces can be.
+    """
+    sizes: Counter[float] = Counter()
+    for item in documents:
+        sizes[item.place] += item.ids.size
+    fraction, total = plan.prepared["val_fraction"], sizes.total()
+    target, off = fraction * total, _FAIR * min(fraction, 1 - fraction) * total
+    wanted = int(min(fraction, 1 - fraction) * sum(item.utf8_bytes or item.ids.size for item in documents))
+    chosen = {place for place in sizes if place < fraction}
+    if not wanted or abs(sum(sizes[place] for place in chosen) - target) <= off:
+        return chosen
+    chosen, tokens = set(), 0
+    for place, size in sorted(sizes.items())[:-1]:  # the last is for training in any case
+        if not chosen or tokens + size / 2 <= target:
+            chosen.add(place)
+            tokens += size
+    piece = min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE)
+    longest = max(item.utf8_bytes or item.ids.size for item in documents)
+    if abs(tokens - target) > off and longest > piece and not plan.piece:
+        raise Unfair(piece)
+    return chosen
+
+
+def _write_span(
+    directory: Path, plan: Plan, items: Iterator[list[Item]], before: int, chosen: set[float] | None
+) -> Span:
     """Write the next documents into an empty folder, synced to the disk.
 
     Args:
         items: those of each position, which stay together.
         before: tokens of the input before them.
-        below: documents whose place is less are for validation, without val_tokens.
+        chosen: places of the documents for validation; None: those below val_fraction, or the first val_tokens.
     """
     header, most = index_header(plan.tokenizer.n_vocab), math.inf if plan.piece else plan.prepared["shard_tokens"]
-    val_inputs = set(plan.prepared.get("val_inputs", ()))
+    val_inputs, below = set(plan.prepared.get("val_inputs", ())), plan.prepared.get("val_fraction", 0.0)
     inputs = {name: number for number, name in enumerate(plan.prepared["input"])}
     set_names: dict[str, int] = {}
     skipped: dict[str, tuple[int, str]] = {}
@@ -280,6 +333,7 @@ def _write_span(directory: Path, plan: Plan, items: Iterator[list[Item]], before
                     skipped[item.reason] = so_far + 1, first
                     continue
                 is_val = before + tokens < plan.val_tokens if plan.val_tokens else item.place < below
+                is_val = is_val if chosen is None else item.place in chosen
                 set_number = number_of(item.set_name, set_names)
                 is_val = is_val or last.input in val_inputs
                 shards["val" if is_val else "train"].add(item, inputs[last.input], set_number)

@@ -6,15 +6,19 @@ import re
 import shlex
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 import data.prepare.dataset
 import data.prepare.encode
+import data.prepare.spans
 from common.settings import UserError
 from data.prepare.dataset import prepare
 from data.shards import TokenStream, read_manifest
 from data.tokenizer import load_tokenizer
+
+SHAKESPEARE = Path(__file__).resolve().parents[4] / "shared" / "corpora" / "tinyshakespeare.txt"
 
 
 def contents(folder):
@@ -193,6 +197,51 @@ def test_one_rule_makes_the_splits(config):
         config(val_tokens=5)
 
 
+def share_of(manifest):
+    tokens = {name: split.total.tokens for name, split in manifest.splits.items()}
+    return tokens["val"] / sum(tokens.values())
+
+
+SKEWED = [10, 40, 100, 300, 1000, 3000, 10_000]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "val_fraction"),
+    [
+        ([200] * 67, 0.05),
+        ([5000] * 12, 0.05),
+        (SKEWED * 9, 0.05),
+        (SKEWED * 20, 0.01),
+        ([50_000], 0.05),
+        ([90] * 60, 0.9),
+    ],
+)
+@pytest.mark.parametrize("salt", range(3))
+def test_a_small_validation_split_is_fair(config, corpus, lengths, val_fraction, salt):
+    """By chance, 67 documents give 1 or 6 of 5 %."""
+    given = ["".join(f"{salt} {i} {j} words\n" for j in range(length // 13 + 1)) for i, length in enumerate(lengths)]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in given))
+    least = min(val_fraction, 1 - val_fraction)
+    assert share_of(prepare(config(val_fraction=val_fraction))) == pytest.approx(val_fraction, abs=0.25 * least)
+
+
+@pytest.mark.skipif(not SHAKESPEARE.is_file(), reason="no tinyshakespeare here")
+def test_five_percent_of_tinyshakespeare_are_for_validation(config):
+    manifest = prepare(config(val_fraction=None, data={"name": "text", "path": str(SHAKESPEARE)}))
+    assert share_of(manifest) == pytest.approx(0.05, abs=0.008)  # half of one of 67 documents
+    assert sum(split.total.documents for split in manifest.splits.values()) == 67
+
+
+def test_a_split_that_is_fair_by_its_hash_is_left_as_it_is(config, tmp_path, monkeypatch):
+    """So larger corpora, in which it is, hold what they held; and more documents than those count as many."""
+    by_hash = prepare(config(val_fraction=0.1, shard_tokens=1000))
+    few = prepare(config(val_fraction=0.1, out_dir=str(tmp_path / "few")))
+    assert share_of(few) == share_of(by_hash)
+    monkeypatch.setattr(data.prepare.spans, "_SMALL", 199)
+    with pytest.raises(UserError, match="none of 200 documents went to 'val'"):
+        prepare(config(val_fraction=0.001, out_dir=str(tmp_path / "many")))
+
+
 LINES = "".join(f"Line {i} of a text.\n" for i in range(100))
 
 
@@ -212,7 +261,7 @@ def test_few_documents_are_split_by_pieces(config, corpus, tmp_path, capsys, giv
     manifest = prepare(config(val_fraction=val_fraction))
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        rf"none of {len(given)} documents went to '\w+' .*: documents are cut into pieces of about \d+", said
+        rf"few documents for a validation split of val_fraction={val_fraction}: documents are cut into pieces of", said
     )
     pieces = [text for split in ("train", "val") for text in texts(tmp_path / "out", split)]
     assert all(split.total.documents for split in manifest.splits.values())
@@ -235,7 +284,7 @@ def test_pieces_begin_again_after_a_stop(config, corpus, tmp_path, monkeypatch):
 
     def stopping(*names):
         calls.append(names)
-        if len(calls) == 2:  # the span of whole documents is written, that of the pieces is not
+        if len(calls) == 1:  # the span of the pieces is not written
             raise KeyboardInterrupt
         rename(*names)
 
