@@ -135,6 +135,8 @@ def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None
     for reason, count in manifest.skipped.items():
         remedy = f": {REMEDIES[reason]}" if reason in REMEDIES else ""
         say(f"skipped {count:,} x {reason} (first: {first[reason]}){remedy}")
+    if val_inputs := manifest.prepared.get("val_inputs"):
+        say(f"for validation: {len(val_inputs):,} of {len(manifest.inputs):,} files, those with val in their names")
     written = sum(split.total.documents for split in manifest.splits.values())
     skipped = sum(manifest.skipped.values())
     say(f"{written + skipped:,} documents in the input: {written:,} written, {skipped:,} skipped")

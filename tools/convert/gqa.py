@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from common.console import say
-from common.settings import UserError, decode, differences
+from common.settings import UserError, decode
 from common.words import overrides
 from model.gpt import GPT, GPTConfig
 from tools.convert.new_run import begin_with
@@ -24,11 +24,9 @@ def convert(checkpoint: Path, run_dir: Path, n_kv_head: int) -> Path:
     after = shared(before, n_kv_head)
     state = opened.state
     path = begin_with(after, tokenizer, run_dir, state.seq_len, state.batch_tokens, state.dataset_dir)
-    changed = differences(before.config.model_dump(mode="json"), after.config.model_dump(mode="json"))
-    own = {f"model.{key}": new for key, (_, new) in changed.items()}
-    settings = overrides(own | {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"})
+    settings = overrides({"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"})
     say(f"{path}: {before.n_params():,} parameters before, {after.n_params():,} now")
-    say(f"train it with python train.py, the settings of the first run, and {settings}")
+    say(f"train it with python train.py, the settings of the first run except for its model, and {settings}")
     return path
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from common.console import say
 from common.files import file_size, read_json
-from common.settings import UserError, differences
+from common.settings import UserError
 from common.words import overrides
 from data.tokenizer import Tokenizer
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 from tools.convert.hf_tokenizer import read_tokenizer_json
 from tools.convert.hugging_face.gpt2 import PREFIX, gpt2_name, read_gpt2_config, turned
 from tools.convert.new_run import begin_with
@@ -41,17 +41,9 @@ def import_gpt2(folder: Path, run_dir: Path) -> Path:
     path = begin_with(gpt, tokenizer, run_dir, seq_len, sizes["batch_tokens"])
     say(f"{path}: {gpt.n_params():,} parameters, tokenizer {tokenizer.name} of {tokenizer.n_vocab:,} ids")
     runs = {"init_from": str(run_dir), "run_dir": f"{run_dir}-trained"}
-    settings = {"model": "gpt2_124m", **_settings(gpt.config), **runs, **sizes, **_TO_CHOOSE}
-    say(f"train it with python train.py {overrides(settings)}")
+    say(f"train it with python train.py {overrides({**runs, **sizes, **_TO_CHOOSE})}")
     say(f"{', '.join(_TO_CHOOSE)} are examples: choose your own, and any dataset of this tokenizer")
     return path
-
-
-def _settings(config: GPTConfig) -> dict[str, int]:
-    """Return the settings in which the model may differ from model=gpt2_124m."""
-    flat = differences(config.model_dump(mode="json"), {})
-    names = ("n_vocab", "n_layer", "n_head", "n_embd", "block.expansion", "position.max_len")
-    return {f"model.{name}": flat[name][0] for name in names}
 
 
 def read_gpt2(folder: Path) -> tuple[GPT, Tokenizer]:
