@@ -96,7 +96,7 @@ def _schedule(run: Run) -> str:
     tuned, scaled = config.optim.transfer, ""
     if tuned is not None and ratios(run.gpt, tuned) != (1, 1):
         sizes = f"{count(tuned.n_layer, 'layer')} and {count(tuned.n_embd, 'feature')}"
-        scaled = f"; it was tuned for {sizes}, and each weight's own is scaled from that"
+        scaled = f"; tuned for {sizes}, and scaled to this model"
     optimizer, course = type(config.optim).__name__.removesuffix("Config"), ", then ".join([*rises, *stays, *falls])
     return f"{steps} of {optimizer}; the learning rate {course}{scaled}"
 

@@ -27,7 +27,7 @@ from trainer.plot import draw_losses
 from trainer.progress import TrainingProgress
 from trainer.run_dir import check_folder, own_run, write_config
 from trainer.runtime import Runtime, open_runtime, peak_flops
-from trainer.samples import continuation, prompt_ids
+from trainer.samples import continuation, read_prompt
 from trainer.signals import StopSignals
 from trainer.start import Run, open_data, open_run, open_source, sequences_of
 from trainer.step import MicroBatches, train_step
@@ -242,7 +242,7 @@ def _sample(run: Run) -> str | None:
     """What the model writes after eval.prompt, which is included; None: that is off."""
     if (prompt := run.config.eval.prompt) is None:
         return None
-    ids = prompt_ids(prompt, run.tokenizer, run.config.model.max_len)
+    prompt, ids = read_prompt(prompt, run.tokenizer, run.config.model.max_len)
     return prompt + continuation(run.gpt, ids, run.tokenizer, run.runtime, run.world, run.config.seed)
 
 

@@ -18,16 +18,21 @@ _TOKENS = 100
 _TEMPERATURE = 0.8
 
 
-def prompt_ids(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> list[int]:
-    """The tokens that a sample continues: in training, every text follows <|endoftext|>.
+def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple[str, list[int]]:
+    """What a sample begins with: a text, and its tokens. In training, every text follows <|endoftext|>.
+
+    Data without text (tokenizer=none) has no tokens for words, such as those of an experiment's prompt: it gets none.
 
     Raises:
-        UserError: they do not fit into the model's learned positions.
+        UserError: the tokens do not fit into the model's learned positions.
     """
-    ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
+    try:
+        ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
+    except UserError:
+        prompt, ids = "", [tokenizer.eot_id]
     if max_len is not None and len(ids) > max_len:
         raise UserError(f"eval.prompt has {len(ids)} tokens, more than the model's {max_len} positions: shorten it")
-    return ids
+    return prompt, ids
 
 
 @torch.no_grad()
@@ -46,10 +51,8 @@ def continuation(gpt: GPT, prompt: list[int], tokenizer: Tokenizer, runtime: Run
             with runtime.autocast():
                 logits, state = gpt(ids, state, return_state=True)
             weights = (logits[0, -1, : tokenizer.n_vocab].double().cpu() / _TEMPERATURE).softmax(-1)
-            is_finite = bool(weights.isfinite().all())
-            token = (
-                torch.multinomial(weights, 1, generator=generator) if is_finite else torch.tensor([tokenizer.eot_id])
-            )
+            end = torch.tensor([tokenizer.eot_id])
+            token = torch.multinomial(weights, 1, generator=generator) if weights.isfinite().all() else end
             ids = world.gather(token.to(world.device))[0].view(1, 1)
             if ids.item() == tokenizer.eot_id:
                 break

@@ -25,7 +25,7 @@ from trainer.micro_batch import choose_micro_batch
 from trainer.optim import named_state
 from trainer.randomness import RANDOM, random_tensors, seed_process, set_random_state
 from trainer.runtime import Runtime, device_name, maybe_compile
-from trainer.samples import prompt_ids
+from trainer.samples import read_prompt
 from trainer.state import FixedSettings, TrainState
 from trainer.step import SummedLoss
 from trainer.transfer import scale_weights
@@ -113,7 +113,7 @@ def open_data(config: TrainConfig) -> tuple[Manifest, Tokenizer, TrainBatches, E
         remedy = f"set model.n_vocab={tokenizer.n_vocab}, or use another dataset"
         raise UserError(f"{what}, and model.n_vocab={config.model.n_vocab}: {remedy}")
     if config.eval.prompt is not None:
-        prompt_ids(config.eval.prompt, tokenizer, config.model.max_len)
+        read_prompt(config.eval.prompt, tokenizer, config.model.max_len)
     train, val = (TokenStream(folder, manifest, split) for split in ("train", "val"))
     if val.n_tokens < 2:
         raise UserError(f"dataset_dir={folder} has no text in its split val: prepare it with val_tokens")

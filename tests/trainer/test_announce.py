@@ -48,7 +48,11 @@ def test_six_lines_say_what_a_run_is(tiny, dataset_dir):
             "schedule",
             "the learning rate rises to 0.01 in 2 steps, then stays at 0.01 until step 16, then falls to 0",
         ),
-        ({"optim.transfer": {"n_embd": 8, "n_layer": 2}}, "schedule", "it was tuned for 2 layers and 8 features"),
+        (
+            {"optim.transfer": {"n_embd": 8, "n_layer": 2}},
+            "schedule",
+            "; tuned for 2 layers and 8 features, and scaled to this model",
+        ),
     ],
 )
 def test_a_line_says_what_is_unusual(tiny, changes, line, text):

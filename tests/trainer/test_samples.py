@@ -5,9 +5,11 @@ import json
 import pytest
 from test_resume import assert_same_run
 
-from common.settings import UserError
+from common.settings import UserError, decode
+from data.tokenizer import NoneConfig, build_tokenizer
 from trainer.checkpoint import newest
 from trainer.loop import fit
+from trainer.samples import read_prompt
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -56,6 +58,14 @@ def test_learned_positions_limit_a_sample(tiny):
     (text,) = samples(tiny().run_dir).values()
     assert text.startswith("a" * 15)
     assert len(text.encode(errors="replace")) <= 15 + len("\n") + len("\ufffd".encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"), [("1, 2", ("1, 2", [10, 1, 2])), ("def (", ("", [10])), ("10 11", ("", [10]))]
+)
+def test_data_without_text_gets_the_ids_of_a_prompt_or_none(prompt, read):
+    ids = build_tokenizer(decode(NoneConfig, {"name": "none", "n_vocab": 10, "eot_id": None}))
+    assert read_prompt(prompt, ids, None) == read
 
 
 def test_a_prompt_on_the_command_line_is_taken_as_it_is(command, tiny_args, tmp_path):
