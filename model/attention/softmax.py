@@ -16,9 +16,8 @@ from common.settings import UserError
 from model.attention.base import Forgetting, GroupedSettings, MultiHeadAttention
 from model.attention.cache import attend_to_all
 from model.ops.compiling import assume_constant_result
-from model.ops.gates import forgotten
 from model.ops.running_sum import running_sum
-from model.ops.sparse_attention import masked_attention
+from model.ops.sparse_attention import forgetting_attention, masked_attention
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -63,6 +62,10 @@ class SoftmaxAttention(MultiHeadAttention):
         self, q: Tensor, k: Tensor, v: Tensor, forgetting: Forgetting, state: Any, return_state: bool
     ) -> tuple[Tensor, Any]:
         log_f, starts = forgetting
+        if log_f is not None and state is None and not return_state:
+            y = forgetting_attention(q, k, v, log_f, starts)
+            if y is not None:
+                return y, None
         if log_f is not None:  # in float32 or float64: rounded scores would leave nothing of the gates' gradients
             wide = torch.promote_types(q.dtype, torch.float32)
             with torch.autocast(q.device.type, enabled=False):
@@ -97,11 +100,7 @@ class SoftmaxAttention(MultiHeadAttention):
         return y[..., : self.head_dim], (after, a[:, :, -1:])
 
     def naive_attend(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None) -> Tensor:
-        if log_f is None:
-            return masked_attention(q, k, v, self.mask(q.shape[2]))
-        k, v = self.repeated(k), self.repeated(v)
-        scores = q @ k.mT * self.head_dim**-0.5 + forgotten(log_f).squeeze(-1)
-        return scores.masked_fill(~self.mask(q.shape[2]), -torch.inf).softmax(-1) @ v
+        return masked_attention(q, k, v, self.mask(q.shape[2]), log_f)
 
 
 @assume_constant_result

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from model.ops.sparse_attention import attend
+
 
 @pytest.fixture
 def kernel_resources(run_process):
@@ -17,3 +19,11 @@ def kernel_resources(run_process):
         return [json.loads(line) for line in result.out.splitlines()]
 
     return rows_of
+
+
+@pytest.fixture
+def eager_flex(monkeypatch):
+    """FlexAttention without compilation, and on CPUs with its backward pass, which torch leaves to GPUs."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(attend, "_flex_attention", lambda: (flex.flex_attention, flex.BlockMask))

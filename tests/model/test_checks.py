@@ -222,6 +222,22 @@ def test_the_check_of_flex_attention_tells_right_from_wrong(monkeypatch, change,
             sparse_attention_check.check("cpu", dtype, 16, T=140)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_check_of_attention_that_forgets_tells_right_from_wrong(eager_flex, monkeypatch, dtype, wrong):
+    """The wrong one has a gradient of gates that no feature passes on."""
+    right = attend._forgetting
+    monkeypatch.setattr(
+        attend, "_forgetting", lambda q, k, log_f: right(q, k, log_f.detach() + 0 * log_f if wrong else log_f)
+    )
+    if wrong:
+        with pytest.raises(Wrong, match=r"^the gradient of log_f is off by .* \(gates\)$"):
+            sparse_attention_check.check("cpu", dtype, 16, T=140, forgets=True)
+    else:
+        sparse_attention_check.check("cpu", dtype, 16, T=140, forgets=True)
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A fake GPU."""
@@ -234,6 +250,7 @@ def gpu(monkeypatch):
 def test_kernels_are_used_where_they_pass(gpu, kept, monkeypatch, capsys, failure):
     runs = []
     monkeypatch.setattr(checks, "_run", lambda *arguments: (runs.append(arguments), (failure, ""))[1])
+    monkeypatch.setattr(attend, "_by_flex_attention", lambda *_, **__: "by flex")
     given = [(torch.bfloat16, 32)] * 3 + [(torch.float32, 1)]
     for _ in range(2):
         chosen = _fastest_on_gpu(
@@ -242,7 +259,11 @@ def test_kernels_are_used_where_they_pass(gpu, kept, monkeypatch, capsys, failur
         assert chosen == ("triton" if failure is None else "chunked")
         queries = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16, shape=(1, 1, 8, 32))
         assert attend._form(queries) == ("flex" if failure is None else "masks")
-    (check, arguments, *_), (other, *_) = runs
+        queries.is_cuda = True
+        k = torch.zeros(1, 1, 8, 32)
+        assert attend.forgetting_attention(queries, k, k, k, None) == ("by flex" if failure is None else None)
+    (check, arguments, *_), (other, *_), (third, of_third, *_) = runs
+    assert (third, of_third["forgets"]) == (other, True)
     assert check == "model.ops.log_attention.check:check"
     assert arguments == {"device": "cuda:0", "dtypes": ("bfloat16",) * 3 + ("float32",), "sizes": (32, 32, 32, 1)}
     assert other == "model.ops.sparse_attention.check:check"

@@ -13,8 +13,12 @@ from gradients import tiles
 from model.attention.base import Decay
 from model.attention.log_space import LogSpaceConfig
 from model.attention.softmax import SoftmaxConfig
+from model.ops.autocast import as_autocast
 from model.ops.linear_attention import linear_attention, naive_linear_attention
 from model.ops.log_attention import BACKENDS, log_attention, merge_states
+from model.ops.sparse_attention import attend, masked_attention
+from model.ops.sparse_attention.patterns import CAUSAL, document_pattern_mask
+from model.position import Positions
 
 
 def inputs(T, dtype=torch.float64, d_k=5, d_v=7, H=3):
@@ -133,15 +137,44 @@ def test_linear_attention_refuses_gates_that_it_cannot_have(log_f, message):
         linear_attention(q, k, v, log_f=log_f)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("parts", [{}, {"conv": 4, "qk_norm": True}])
-def test_softmax_attention_that_forgets_keeps_its_digits_under_autocast(parts, device):
+def by_flex(q, k, v, log_f, starts):
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return attend._by_flex_attention(*as_autocast(q, k, v), CAUSAL, starts, log_f=log_f)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("T", [1, 7, 300])
+def test_flex_attention_forgets_as_the_definition_does(eager_flex, monkeypatch, T):
     torch.manual_seed(0)
-    exact = SoftmaxConfig(name="softmax", decay="head", **parts).build(32, 4, 8).to(device).double()
-    rounded = SoftmaxConfig(name="softmax", decay="head", **parts).build(32, 4, 8).to(device)
+    monkeypatch.setattr("model.attention.softmax.forgetting_attention", by_flex)
+    module = SoftmaxConfig(name="softmax", decay="head", n_kv_head=2).build(32, 4, 8).double()
+    starts = torch.rand(2, T) < 0.05
+    x, g = torch.randn(2, 2, T, 32, dtype=torch.float64)
+    (found, _), gates = module(x, Positions(document_starts=starts)), module.forgetting(x).log_f
+    mask = document_pattern_mask([CAUSAL], starts)
+    q_k_v = module.project(module.features(x)[0], None)
+    wanted = module.join(masked_attention(*q_k_v, mask, gates), None)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    parameters = list(module.parameters())
+    for a, b in zip(*(torch.autograd.grad(y, parameters, g) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("flex", [False, True])
+@pytest.mark.parametrize("parts", [{}, {"conv": 4, "qk_norm": True}])
+def test_softmax_attention_that_forgets_keeps_its_digits_under_autocast(parts, device, flex, eager_flex, monkeypatch):
+    torch.manual_seed(0)
+    if flex:
+        monkeypatch.setattr("model.attention.softmax.forgetting_attention", by_flex)
+    exact = SoftmaxConfig(name="softmax", decay="head", **parts).build(64, 4, 16).to(device).double()
+    rounded = SoftmaxConfig(name="softmax", decay="head", **parts).build(64, 4, 16).to(device)
     rounded.load_state_dict(exact.state_dict())
-    x = torch.randn(1, 1024, 32)
-    wanted = exact(x.double())[0]
+    x = torch.randn(1, 1024, 64)
+    with monkeypatch.context() as undone:
+        undone.setattr("model.attention.softmax.forgetting_attention", lambda *_: None)
+        wanted = exact(x.double())[0]
     with torch.autocast(device.type, torch.bfloat16):
         found = rounded(x)[0]
     assert (found - wanted).norm() < 0.02 * wanted.norm()  # some roundings of 2^-9

@@ -63,8 +63,8 @@ def test_operators_of_all_kinds_are_used_to_have_them_checked(monkeypatch, devic
     kept = lambda gpt, *given: (used.append(gpt.config), counted(gpt, *given))[1]  # noqa: E731
     monkeypatch.setattr(doctor.GPT, "summed_loss", kept)
     doctor.use_operators(Runtime(device, torch.float32))
-    assert [config.attention.name for config in used] == ["log_space", "log_space", "sliding_window"]
-    assert [config.position.name for config in used] == ["none", "log_recurrence", "learned"]
+    assert [config.attention.name for config in used] == ["log_space", "log_space", "softmax", "sliding_window"]
+    assert [config.position.name for config in used] == ["none", "log_recurrence", "none", "learned"]
 
 
 def test_no_names_are_written():

@@ -33,7 +33,11 @@ from trainer.config import TrainConfig
 from trainer.runtime import Runtime, open_runtime
 
 FLAGSHIP = ["experiment=pile_125m", "model=flagship_125m"]
-OTHERS = (["model=heinsen_125m"], ["model=gpt2_124m", "model/attention=sliding_window"])
+OTHERS = (
+    ["model=heinsen_125m"],
+    ["model=softmax_125m"],
+    ["model=gpt2_124m", "model/attention=sliding_window"],
+)
 """Models that use, with the flagship, every operator that is checked at its first use on a GPU."""
 
 

@@ -9,7 +9,7 @@ arXiv 2205.14135, algorithm 4) with y and l in place of y_p and l_p. It needs on
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from model.ops.autocast import as_autocast
 from model.ops.compiling import disable
 from model.ops.derivatives import refuse_second_order, refuse_transforms
 from model.ops.kernels import choose_form
+from model.ops.running_sum import running_sum
 from model.ops.sparse_attention.patterns import (
+    CAUSAL,
     Pattern,
     document_pattern_mask,
     is_by_distance,
@@ -95,6 +97,26 @@ def document_attention(
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
 
 
+def forgetting_attention(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, starts: Tensor | None) -> Tensor | None:
+    """softmax(q k^T / sqrt(D) + a_t - a_j) v over the tokens so far; a is the running sum of log_f, in float32.
+
+    Only by FlexAttention: None where it is not used, which is anywhere but on CUDA GPUs, in 16-bit types.
+
+    Args:
+        k, v: (B, G, T, D), where G divides H.
+        log_f: (B, H, T, 1), finite.
+        starts: where documents begin, bool (B, T); None: nowhere.
+    """
+    q, k, v = as_autocast(q, k, v)
+    if not q.is_cuda or q.dtype.itemsize != 2:
+        return None
+    name, find = "softmax attention that forgets", partial(_check, forgets=True)
+    if choose_form(name, "auto", ("dense", "flex"), find, q, why_not=_why_not_flex) == "dense":
+        return None
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return _by_flex_attention(q, k, v, CAUSAL, starts, log_f=log_f)
+
+
 def _form(q: Tensor) -> str:
     """Choose "tiles", "flex" or "masks"."""
     if q.device.type == "cpu":
@@ -102,10 +124,10 @@ def _form(q: Tensor) -> str:
     return choose_form("sparse attention", "auto", ("masks", "flex"), _check, q, why_not=_why_not_flex)
 
 
-def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
+def _check(dtypes: tuple[str, ...], sizes: tuple[int, ...], forgets: bool = False) -> Any:
     from model.ops.sparse_attention.check import check  # only GPUs need it
 
-    return check, {"dtype": dtypes[0], "head_dim": sizes[0]}
+    return check, {"dtype": dtypes[0], "head_dim": sizes[0], "forgets": forgets}
 
 
 def _why_not_flex(device: str, index: int | None, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -203,14 +225,48 @@ class _Joined(torch.autograd.Function):
 
 @disable  # as above
 def _by_flex_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    starts: Tensor | None = None,
+    scale: float | None = None,
+    log_f: Tensor | None = None,
 ) -> Tensor:
     """Attend by FlexAttention's block masks. `_form` chooses this only where it passes its check."""
     attend, _ = _flex_attention()
     T, device = q.shape[2], q.device
     mask = _block_mask(pattern, T, device) if starts is None else _document_block_mask(pattern, starts)
-    y: Tensor = attend(q, k, v, block_mask=mask, scale=scale)
+    add = None
+    if log_f is not None:
+        scale = q.shape[-1] ** -0.5
+        q, k, add = _forgetting(q, k, log_f)
+    y: Tensor = attend(q, k, v, score_mod=add, block_mask=mask, scale=scale)
     return y
+
+
+def _forgetting(q: Tensor, k: Tensor, log_f: Tensor) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
+    """Return q and k with n more features, and the function that adds a_t - a_j to scores.
+
+    To it, a is a constant: FlexAttention would add up gradients of a by atomics, in any order. They are in the gradient
+    of the new features of k, which are 0. Feature m of a key is a_m - a_j less itself, and only the queries of stretch
+    m of the text read it: a_m may be any token's, since a constant in all scores of a query changes nothing. With one
+    feature for all queries, the gradient of a gate would have the roundings to 16 bits of all keys before it, and not
+    of a stretch. FlexAttention computes with a power of two of features, so more than one take no more time.
+    """
+    T, D = q.shape[2:]
+    n = 2 ** D.bit_length() - D
+    a = running_sum(log_f.double(), 2).to(torch.promote_types(q.dtype, torch.float32))  # (B, H, T, 1)
+    fixed = a.detach().squeeze(-1)
+
+    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + (fixed[b, h, i] - fixed[b, h, j])
+
+    stretch = torch.arange(n, device=q.device)
+    own = torch.arange(T, device=q.device).unsqueeze(1) * n // T == stretch  # (T, n)
+    since = (a[:, :, stretch * T // n].mT - a) * D**0.5  # (B, H, T, n)
+    q = torch.cat([q, own.to(q.dtype).expand(*q.shape[:3], -1)], -1)
+    return q, torch.cat([k, (since - since.detach()).to(k.dtype)], -1), add
 
 
 @lru_cache(maxsize=1)

@@ -1,9 +1,11 @@
 """The check of compiled FlexAttention, which runs before it is used on a GPU: see model/ops/checks.py."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from model.ops.checks import Tensors, compare
 from model.ops.sparse_attention import attend
@@ -17,34 +19,41 @@ PATTERNS = {
     "longformer": longformer(40, 5),
 }
 IN_DOCUMENTS = {"all keys of a document": CAUSAL, "dilated window in documents": window(40, dilation=1)}
+FORGETTING = {"gates": CAUSAL, "gates in documents": CAUSAL}
 
 
-def check(device: str, dtype: str, head_dim: int, T: int = 300) -> None:
+def check(device: str, dtype: str, head_dim: int, T: int = 300, forgets: bool = False) -> None:
     """Compare FlexAttention with the definition, for each kind of pattern, and with documents.
 
     Args:
         T: tokens; 300 are two blocks and a part of a third.
+        forgets: attention to all tokens with gates, one head of short and one of long spans, in place of the patterns.
 
     Raises:
         Wrong: a result or a gradient is wrong, or a second run has other bits.
     """
     generator = torch.Generator().manual_seed(0)
-    q_k_v = torch.randn(3, 2, 2, T, head_dim, generator=generator).to(device, getattr(torch, dtype))
-    leaves = dict(zip(("q", "k", "v"), q_k_v, strict=True))
+    features = torch.randn(2, T, 3, 2, head_dim, generator=generator).to(device, getattr(torch, dtype))
+    leaves = dict(zip(("q", "k", "v"), features.permute(2, 0, 3, 1, 4), strict=True))  # as views of a projection
+    if forgets:
+        gates = torch.randn(2, T, 2, generator=generator) + torch.tensor([0.0, 5.0])
+        leaves["log_f"] = logsigmoid(gates).to(device).mT.unsqueeze(-1)
     starts = torch.zeros(2, T, dtype=torch.bool)
     starts[0, [5, T // 2]] = starts[1, T - 1] = True
-    cases = [(name, pattern, leaves) for name, pattern in (PATTERNS | IN_DOCUMENTS).items()]
-    # For few tokens, inductor may take another kernel.
-    short = {name: x[:, :, :100].clone() for name, x in leaves.items()}
-    for name, pattern, own in [*cases, ("window, 100 tokens", PATTERNS["window"], short)]:
-        documents = starts if name in IN_DOCUMENTS else None
+    cases = [(name, pattern, leaves) for name, pattern in (FORGETTING if forgets else PATTERNS | IN_DOCUMENTS).items()]
+    if not forgets:  # for few tokens, inductor may take another kernel
+        cases.append(("window, 100 tokens", PATTERNS["window"], {name: x[:, :, :100] for name, x in leaves.items()}))
+    for name, pattern, own in cases:
+        documents = starts if "document" in name else None
         flex, definition = (partial(form, pattern=pattern, starts=documents) for form in (_flex, _definition))
         compare(name, flex, definition, own)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor | None) -> Tensors:
-    return {"y": attend._by_flex_attention(q, k, v, pattern, None if starts is None else starts.to(q.device))}
+def _flex(pattern: Pattern, starts: Tensor | None, **tensors: Any) -> Tensors:
+    starts = None if starts is None else starts.to(tensors["q"].device)
+    return {"y": attend._by_flex_attention(**tensors, pattern=pattern, starts=starts)}
 
 
-def _definition(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor | None) -> Tensors:
-    return {"y": naive_sparse_attention(q, k, v, [pattern], None if starts is None else starts.to(q.device))}
+def _definition(pattern: Pattern, starts: Tensor | None, **tensors: Any) -> Tensors:
+    starts = None if starts is None else starts.to(tensors["q"].device)
+    return {"y": naive_sparse_attention(**tensors, patterns=[pattern], starts=starts)}
