@@ -145,12 +145,7 @@ class Track:
             self._bar.update(self._task, completed=self.done, **self._fields())
         now = time.monotonic()
         if now - self.last_line >= min(max(_SECONDS_BETWEEN_LINES, (now - self.started) / 50), 60.0):
-            self._print_line()
-
-    def flush(self) -> None:
-        """Print a line of what is not printed yet."""
-        if self.printed < self.done:
-            self._print_line()
+            self.flush()
 
     def line(self) -> str:
         """Return the plain line."""
@@ -170,10 +165,12 @@ class Track:
     def _fields(self) -> dict[str, Any]:
         return {"counted": self._counted(), "note": self.note}
 
-    def _print_line(self) -> None:
-        self.last_line, self.printed = time.monotonic(), self.done
-        if self.lines_beside_bar or not self.live:
-            say(self.line())
+    def flush(self) -> None:
+        """Print a line of what is not printed yet."""
+        if self.printed < self.done:
+            self.last_line, self.printed = time.monotonic(), self.done
+            if self.lines_beside_bar or not self.live:
+                say(self.line())
 
 
 def clock(seconds: float) -> str:
