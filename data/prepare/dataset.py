@@ -95,8 +95,8 @@ def prepare(config: PrepareConfig) -> Manifest | None:
         try:
             manifest = _write(config, plan, folder)
         except Unfair as error:
-            cut = f"documents are cut into pieces of about {error.piece:,} characters or ids, which count as documents"
-            say(f"few documents for a validation split of val_fraction={prepared['val_fraction']:g}: {cut}")
+            cut = f"they are cut into pieces of about {error.piece:,} characters or ids, which count as documents"
+            say(f"too few documents for a validation split of val_fraction={prepared['val_fraction']:g}: {cut}")
             remove(folder)
             plan = begin(folder, plan.model_copy(update={"piece": error.piece}), tokenizer)
             manifest = _write(config, plan, folder)

@@ -276,8 +276,8 @@ def _start(plan: Plan, by_place: Iterator[list[Item]]) -> Iterator[list[Item]]:
 def _fair(plan: Plan, documents: list[Encoded]) -> set[float]:
     """Return the places of the documents of a small corpus that are for validation.
 
-    They are those below val_fraction, if their share of the tokens is near it. Else they are taken in the order of
-    their places as long as that brings the share nearer.
+    They are those below val_fraction, if their share of the tokens is near it. Else each, in the order of places, that
+    brings the share nearer, and not too far above.
 
     Raises:
         Unfair: this is not near either, and shorter pieces can be.
@@ -293,14 +293,14 @@ def _fair(plan: Plan, documents: list[Encoded]) -> set[float]:
         return chosen
     chosen, tokens = set(), 0
     for place, size in sorted(sizes.items())[:-1]:  # the last is for training in any case
-        if not chosen or tokens + size / 2 <= target:
+        if tokens + max(size / 2, size - off) <= target or (plan.piece and not chosen):
             chosen.add(place)
             tokens += size
     piece = min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE)
     longest = max(item.utf8_bytes or item.ids.size for item in documents)
     if abs(tokens - target) > off and longest > piece and not plan.piece:
         raise Unfair(piece)
-    return chosen
+    return chosen or {*sorted(sizes)[:-1][:1]}
 
 
 def _write_span(

@@ -261,7 +261,7 @@ def test_few_documents_are_split_by_pieces(config, corpus, tmp_path, capsys, giv
     manifest = prepare(config(val_fraction=val_fraction))
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        rf"few documents for a validation split of val_fraction={val_fraction}: documents are cut into pieces of", said
+        rf"too few documents for a validation split of val_fraction={val_fraction}: they are cut into pieces", said
     )
     pieces = [text for split in ("train", "val") for text in texts(tmp_path / "out", split)]
     assert all(split.total.documents for split in manifest.splits.values())
