@@ -55,19 +55,19 @@ def read_utf8(path: Path, seen: Seen) -> Iterator[bytes]:
 
     Raises:
         OSError: the file cannot be read.
-        Unreadable: it is no regular file, its begin is not that of a text, or the archive is damaged; after its
+        Unreadable: it is no regular file, its beginning is not text, or the archive is damaged; after its
             last whole piece.
     """
     chunks = _content(path, seen)
     head = next(chunks, b"")
     mark = next((mark for mark in _MARKS if head.startswith(mark)), b"")
     encoding = _MARKS.get(mark, "utf-8")
-    pieces: Iterator[bytes] = itertools.chain([head[len(mark) :]], chunks)
+    pieces: Iterator[bytes] = itertools.chain([head.removeprefix(mark)], chunks)
     if encoding != "utf-8":
         pieces = (text.encode() for text in codecs.iterdecode(pieces, encoding))
     try:
         first = next(pieces, b"")
-        if n_controls(first[:_HEAD_BYTES]) > 0.01 * len(first[:_HEAD_BYTES]):
+        if n_controls(start := first[:_HEAD_BYTES]) > 0.01 * len(start):
             raise Unreadable(BINARY)
         yield first
         yield from pieces

@@ -33,13 +33,14 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
     Raises:
         UserError: the path is a pipe, a socket or a device.
     """
-    if os.path.isdir(pattern):
-        found = _below(pattern, ["**"], left_out, set())
-    elif os.path.exists(pattern) and not os.path.isfile(pattern):
-        remedy = "write the output of a command to a file and give that"
-        raise UserError(f"data.path={pattern} is a pipe, a socket or a device, not a file: {remedy}")
-    elif os.path.exists(pattern):
+    if os.path.isfile(pattern):
         found = iter([pattern])
+    elif os.path.isdir(pattern):
+        found = _below(pattern, ["**"], left_out, set())
+    elif os.path.exists(pattern):
+        raise UserError(
+            f"data.path={pattern} is a pipe, a socket or a device: write its content to a file and give that"
+        )
     else:
         parts = [part for part in pattern.split("/") if part]
         found = _below("/" if pattern.startswith("/") else "", parts, left_out, set())

@@ -142,7 +142,6 @@ def _summarize(out_dir: Path, manifest: Manifest, first: dict[str, str]) -> None
     say(f"{written + skipped:,} documents in the input: {written:,} written, {skipped:,} skipped")
     small = {"experiment": "quickstart"} if manifest.splits["train"].total.tokens < _LARGE else {}
     dataset = {"dataset_dir": str(out_dir)}
-    run = small | dataset | {"run_dir": f"runs/{out_dir.name}"}
     say("\nNext: see some of its text, and train on it")
     say(f"  python scripts/inspect_dataset.py {overrides(dataset)} random=3")
-    say(f"  python train.py {overrides(run)}")
+    say(f"  python train.py {overrides(small | dataset | {'run_dir': f'runs/{out_dir.name}'})}")

@@ -155,5 +155,5 @@ def test_only_regular_files_are_read(tmp_path, monkeypatch):
             reasons[raw.position.input] = str(error)
     assert reasons == dict.fromkeys(["./device", "./itself", "./pipe", "./socket"], "not a regular file")
     for path in ("pipe", "/dev/zero"):
-        with pytest.raises(UserError, match=rf"data\.path={path} is a pipe, .*write the output of a command to a file"):
+        with pytest.raises(UserError, match=rf"data\.path={path} is a pipe, .*write its content to a file"):
             TextSource(name="text", path=path).inputs()
