@@ -61,7 +61,7 @@ def command(
         try:
             decoded = decode(resolve_name(settings) if settings else _arguments(function), _with_texts(config, texts))
         except UserError as error:
-            comment = comments_of(config, config_name).get(error.key)
+            comment = comments_of(config, config_name).get(re.sub(r"\.\d+$", "", error.key))  # also of a list's item
             raise UserError(f"{error} ({comment})" if comment else error) from None
         if only_check:
             return resolve_name(check)(decoded) if check else None

@@ -213,8 +213,8 @@ _ALLOWED = {
     "path": "a path",
     "string": "a text",
     "string_too_short": "{min_length} characters or more",
-    "too_long": "{max_length} values or fewer",
-    "too_short": "{min_length} values or more",
+    "too_long": "at most {max_length} values",
+    "too_short": "{min_length} or more values",
     "tuple": "several values in brackets, such as [{input},...]",
 }
 """What a value may be, by the type of an error or the first word of that."""
