@@ -141,10 +141,12 @@ class Engine:
 
     def _read_prompts(self) -> None:
         n_prompts = min(1, len(self._reading)) if self.interleave else len(self._reading)
-        ready = [one for one in [self._reading.popleft() for _ in range(n_prompts)] if self._read_prompt(one)]
+        first = [self._reading.popleft() for _ in range(n_prompts)]
+        ready = [one for one in first if self._read_prompt(one)]
         if ready:
             with _failing(ready):  # such as running out of memory
-                self._texts = cat_states([*([self._texts] if self._writing else []), *(one.prefix for one in ready)])
+                before = [self._texts] if self._writing else []
+                self._texts = cat_states([*before, *(one.prefix for one in ready)])
                 self._writing += ready
         for generation in ready:
             generation.prefix = None
@@ -160,7 +162,8 @@ class Engine:
                 chunk = torch.tensor([request.ids[generation.n_read : generation.n_read + CHUNK]])
                 prefix, logits = read(self.gpt, chunk, self.n_vocab, generation.prefix, self.eot_id)
                 generation.accept_prompt(prefix, logits[0])
-                if self.cache is not None and request.before is None and _is_kept(generation.n_read, len(request.ids)):
+                is_kept = request.before is None and _is_kept(generation.n_read, len(request.ids))
+                if self.cache is not None and is_kept:
                     self.cache.add(request.ids[: generation.n_read], prefix)
                 if self.interleave and generation.n_read < len(request.ids):
                     self._reading.append(generation)
@@ -236,7 +239,8 @@ def generate(
         UserError: the model's logits are not finite.
     """
     engine = Engine(gpt, n_vocab, len(prompt_ids), eot_id=eot_id)
-    texts = [Generation(Request(tuple(ids.tolist()), sampling=sampling or SamplingConfig())) for ids in prompt_ids]
+    sampling = sampling or SamplingConfig()
+    texts = [Generation(Request(tuple(ids.tolist()), sampling=sampling)) for ids in prompt_ids]
     for text, generator in zip(texts, generators or [None] * len(texts), strict=True):
         text.generator = generator
     engine.submit(texts)

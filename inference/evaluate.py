@@ -166,7 +166,8 @@ def _sets(plan: Evaluation, windows: EvalBatches, first: int, n_windows: int) ->
 def position_bins(length: int) -> list[int]:
     """Edges of bins of positions, two per octave: 0 1 2 3 4 6 8 12 16 24 ... and `length`, where the last bin ends."""
     powers = [2**k for k in range(length.bit_length())]
-    return [0, *sorted(n for n in {*powers, *(3 * n // 2 for n in powers)} if n < length), length]
+    between = [3 * n // 2 for n in powers]
+    return [0, *sorted(n for n in {*powers, *between} if n < length), length]
 
 
 class _BinnedSums(LossSums):

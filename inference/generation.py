@@ -143,7 +143,8 @@ class Generation:
             return "".join(map(stream.push, ids))
         text = ""
         logprobs = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)
-        values, indices = (x.tolist() for x in logprobs.topk(min(self.request.n_top, logprobs.shape[-1])))
+        n_top = min(self.request.n_top, logprobs.shape[-1])
+        values, indices = (x.tolist() for x in logprobs.topk(n_top))
         for i, token_id in enumerate(ids):
             logprob = logprobs[i, token_id].item()
             top = dict(zip(indices[i], values[i], strict=True)) | {token_id: logprob}

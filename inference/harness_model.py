@@ -68,8 +68,9 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts of any length, with the state carried along or in windows of max_length."""
         each = [list(self._windows(request.args[0])) for request in requests]
-        scores = iter(score(self.gpt, [one for windows in each for one in windows], self.micro_batch, self.runtime))
-        return [sum((next(scores)[0] for _ in windows), 0.0) for windows in each]
+        windows = [window for text in each for window in text]
+        scores = iter(score(self.gpt, windows, self.micro_batch, self.runtime))
+        return [sum((next(scores)[0] for _ in text), 0.0) for text in each]
 
     def _windows(self, text: str) -> Iterator[Text]:
         """The harness's windows: each token is scored once, and the last window is full."""
@@ -112,8 +113,9 @@ def score(gpt: GPT, texts: Sequence[Text], micro_batch: int, runtime: Runtime) -
     with Track("scoring", len(texts)) as track, torch.inference_mode(), runtime.autocast():
         for first in range(0, len(texts), micro_batch):
             rows = longest_first[first : first + micro_batch]
-            for row, found in zip(rows, _score_batch(gpt, [texts[row] for row in rows]), strict=True):
-                scores[row] = found
+            found = _score_batch(gpt, [texts[row] for row in rows])
+            for row, own in zip(rows, found, strict=True):
+                scores[row] = own
             track.advance(len(rows))
     return scores
 
@@ -124,13 +126,17 @@ def _score_batch(gpt: GPT, texts: Sequence[Text]) -> list[Score]:
     state: GPTState | None = None
     tokens = [torch.tensor(ids[: max(1, len(ids) - 1)]) for ids, _ in texts]
     targets = [torch.tensor([IGNORED] * (n - 1) + ids[n:], dtype=torch.int64) for ids, n in texts]
-    padded = (pad_sequence(tokens, True).to(device), pad_sequence(targets, True, IGNORED).to(device))  # (B, T)
-    for token_ids, wanted in zip(*(x.split(_CHUNK, dim=1) for x in padded), strict=True):
+    tokens_padded = pad_sequence(tokens, True).to(device)  # (B, T)
+    targets_padded = pad_sequence(targets, True, IGNORED).to(device)
+    chunks = (x.split(_CHUNK, dim=1) for x in (tokens_padded, targets_padded))
+    for token_ids, wanted in zip(*chunks, strict=True):
         x, state = gpt.features(token_ids, state, return_state=True)
         for places in (wanted >= 0).nonzero().split(max(1, _LOGITS // n_logits)):
             rows, positions = places.unbind(1)
-            target, logits = wanted[rows, positions], gpt.logits(x[rows, positions])
+            target = wanted[rows, positions]
+            logits = gpt.logits(x[rows, positions])
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (N, V)
             log_p = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
-            sums.index_add_(0, rows, torch.stack([log_p.double(), (logits.argmax(-1) != target).double()], dim=1))
+            missed = logits.argmax(-1) != target
+            sums.index_add_(0, rows, torch.stack([log_p.double(), missed.double()], dim=1))
     return [(log_p, misses == 0) for log_p, misses in sums.tolist()]

@@ -69,7 +69,8 @@ class Loaded(NamedTuple):
             f"{key}={'-'.join(map(str, value)) or 'none' if isinstance(value, list) else value}"
             for key, value in changed.items()
         )
-        name = name_of([self.checkpoint.path.name, *([] if kind == "eval" else [kind]), *settings])
+        kinds = [] if kind == "eval" else [kind]
+        name = name_of([self.checkpoint.path.name, *kinds, *settings])
         text = json.dumps(result, indent=2, default=str) + "\n"
         self.checkpoint.write_result(f"evals/{name}.json", text)
         self.checkpoint.write_result(f"{kind}.json", text)

@@ -196,7 +196,8 @@ def read_prompts(config: SampleConfig) -> list[str]:
     """
     path = config.prompt_file or config.prompts_file
     try:
-        text = path.read_bytes().decode() if path else sys.stdin.read() if config.prompt == "-" else config.prompt
+        text = sys.stdin.read() if config.prompt == "-" else config.prompt
+        text = path.read_bytes().decode() if path else text
         text.encode()  # fails on the surrogates that stand for an argument's invalid bytes
     except (OSError, UnicodeError) as error:
         source = f"{'prompt_file' if config.prompt_file else 'prompts_file'}={path}" if path else "the prompt"
@@ -237,7 +238,8 @@ class Conversation:
         Raises:
             UserError: the text does not fit into learned positions or memory; the conversation is unchanged.
         """
-        request = replace(self.request, ids=(*self.request.ids, *self._tokenizer.encode(text)))
+        ids = (*self.request.ids, *self._tokenizer.encode(text))
+        request = replace(self.request, ids=ids)
         self._engine.check(request)
         self.request = prefill(self._gpt, self._tokenizer, request, len(request.ids))
         self.text, self.ended = self.text + text, False
@@ -265,7 +267,8 @@ class Conversation:
             drawn = answer.drawn[: answer.n_tokens]
             while not shown.startswith(text := self._tokenizer.decode_bytes(drawn).decode(errors="replace")):
                 drawn.pop()
-            drawn += self._tokenizer.encode(shown[len(text) :]) + [self._tokenizer.eot_id] * self.ended
+            drawn += self._tokenizer.encode(shown[len(text) :])
+            drawn += [self._tokenizer.eot_id] * self.ended
             self.request = replace(self.request, ids=tuple(drawn))
             self._engine.turn()  # the answer leaves, and its memory is free
 

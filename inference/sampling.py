@@ -48,7 +48,8 @@ def draw(
     uniform = uniform.to(logits.device)
     drawn = torch.empty_like(uniform, dtype=torch.int64)
     for sampling in dict.fromkeys(samplings):
-        rows = torch.tensor([row for row, each in enumerate(samplings) if each == sampling], device=logits.device)
+        alike = [row for row, each in enumerate(samplings) if each == sampling]
+        rows = torch.tensor(alike, device=logits.device)
         for some in rows.split(_CPU_ROWS if logits.is_cpu else len(rows)):
             drawn[some] = _draw(logits.index_select(0, some), seen[some], sampling, uniform[some])
     return drawn.tolist()
@@ -60,7 +61,8 @@ def _draw(logits: Tensor, seen: Tensor, sampling: SamplingConfig, uniform: Tenso
     finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()
     ids, weights = weigh(logits, seen, sampling)  # arbitrary for rows that are not finite
     sums = weights.cumsum(-1)
-    found = torch.searchsorted(sums, (uniform * sums[:, -1]).long().unsqueeze(-1), right=True)  # (B, 1)
+    places = (uniform * sums[:, -1]).long().unsqueeze(-1)
+    found = torch.searchsorted(sums, places, right=True)  # (B, 1)
     found = found.clamp(max=sums.shape[-1] - 1)
     return ids.gather(-1, found).squeeze(-1).where(finite, -1)
 
@@ -86,7 +88,8 @@ def weigh(logits: Tensor, seen: Tensor, sampling: SamplingConfig) -> tuple[Tenso
         ids = logits.argmax(-1, keepdim=True)
         return ids, torch.ones_like(ids)
     # With the largest logit at 0, no temperature makes exp overflow. GPUs divide by multiplying with the reciprocal.
-    largest, temperature = logits.amax(-1, keepdim=True).double(), max(sampling.temperature, 1e-300)
+    largest = logits.amax(-1, keepdim=True).double()
+    temperature = max(sampling.temperature, 1e-300)
     if sampling.top_k is not None and sampling.top_k < n_vocab:
         ids, logits = _largest(logits, sampling.top_k)
     else:
@@ -105,7 +108,8 @@ def _nucleus(logits: Tensor, weights: Tensor, top_p: float) -> tuple[Tensor, Ten
     """Indices and weights (B, n) of the nucleus, descending; weights outside it are 0. Of equals, the first come in."""
     total = weights.sum(-1, keepdim=True).double()
     # Weights below this add up to less than 1 - top_p, so the nucleus has none of them, and most need not be sorted.
-    n_large = (weights >= ((1 - top_p) / weights.shape[-1] * total).long()).sum(-1)
+    least = ((1 - top_p) / weights.shape[-1] * total).long()
+    n_large = (weights >= least).sum(-1)
     indices, logits = _largest(logits, max(1, int(n_large.max())))
     indices = indices.gather(-1, logits.sort(dim=-1, descending=True, stable=True).indices)
     weights = weights.gather(-1, indices)

@@ -98,7 +98,8 @@ def sum_of(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
 
 def _expected(like: Prefix | None, shapes: Mapping[str, list[int]]) -> Expected:
     """Shapes and types of a state's tensors. A cache may have any number of columns, and `rest` any length."""
-    expected = {_REST: (torch.Size(shapes.get(_REST, [])[:1] or [0]), {torch.int64})}
+    rest = torch.Size(shapes.get(_REST, [])[:1] or [0])
+    expected = {_REST: (rest, {torch.int64})}
     for name, value in (tensors := tensors_of(like)).items():
         shape, owner = list(value.shape), name.rpartition(".")[0]
         if len(shape) > 2 and f"{owner}.lengths" in tensors:  # of a cache
