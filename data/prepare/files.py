@@ -42,7 +42,7 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
             f"data.path={pattern} is a pipe, a socket or a device: write its content to a file and give that"
         )
     else:
-        parts = [part for part in pattern.split("/") if part]
+        parts = [*filter(None, pattern.split("/"))]
         found = _below("/" if pattern.startswith("/") else "", parts, left_out, set())
     own = {os.path.realpath(f"/dev/fd/{number}"): "the output of this command" for number in (1, 2)}
     files = []
@@ -72,11 +72,9 @@ def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tu
         except OSError:
             yield folder
             return
-        kinds = [kind for names, kind in _FOLDERS.items() if set(names).issubset(found)]
-        if folder.endswith(".partial"):
-            kinds = ["a dataset in the making"]
-        if kinds:
-            left_out[folder or "."] = kinds[0]
+        kinds = (kind for names, kind in _FOLDERS.items() if set(names).issubset(found))
+        if kind := "a dataset in the making" if folder.endswith(".partial") else next(kinds, None):
+            left_out[folder or "."] = kind
             return
         found = [name for name in found if fnmatchcase(name, part) and name.startswith(".") <= part.startswith(".")]
     if part == "**" and rest:
