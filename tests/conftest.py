@@ -28,6 +28,8 @@ from common.settings import decode
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C; what they start inherits this
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts what it runs
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests run side by side
 torch.cpu._is_amx_tile_supported = lambda: False  # in this process, the same types on every CPU
 
