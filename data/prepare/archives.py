@@ -18,7 +18,6 @@ LONGEST_LINE = 2**28
 _READ_BYTES = 2**20
 _PACKED_BYTES = 4_096  # small, because a hostile archive can unpack to 30,000 times its size, .bz2 to a million times
 _PIECE_BYTES = 2**21  # decompressed; small enough to split even if it is nothing but newlines
-_HEAD_BYTES = 512  # a tar archive has its first file's name and many zeros there
 _MARKS = {
     codecs.BOM_UTF8: "utf-8",
     codecs.BOM_UTF32_LE: "utf-32-le",  # begins as the mark of UTF-16 does
@@ -67,7 +66,7 @@ def read_utf8(path: Path, seen: Seen) -> Iterator[bytes]:
         pieces = (text.encode() for text in codecs.iterdecode(pieces, encoding))
     try:
         first = next(pieces, b"")
-        if n_controls(start := first[:_HEAD_BYTES]) > 0.01 * len(start):
+        if n_controls(start := first[:512]) > 0.01 * len(start):  # tar has a name and zeros there
             raise Unreadable(BINARY)
         yield first
         yield from pieces
