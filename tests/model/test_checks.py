@@ -205,6 +205,20 @@ def test_the_kernels_pass_in_the_interpreter(kept, dtypes, sizes):
     assert failed_check("kernels", check, "cpu", 900.0, dtypes=dtypes, sizes=sizes, lengths=(5,)) is None
 
 
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_a_kernel_with_a_wrong_stride_does_not_pass(monkeypatch, dimension):
+    """Of the batch, heads or tokens."""
+    from model.ops.log_attention import triton
+
+    def wrong(x, tokens=triton._tokens):
+        pointer, strides = tokens(x)
+        return triton.Tokens(pointer, (*strides[:dimension], 1, *strides[dimension + 1 :]))
+
+    monkeypatch.setattr(triton, "_tokens", wrong)
+    with pytest.raises(Wrong, match="log_y is off by"):
+        log_attention_check.check("cpu", ["bfloat16"] * 3 + ["float32"], [4, 4, 3, 1], lengths=(5,))
+
+
 @pytest.mark.parametrize(("change", "dtype"), [(1.0, "float32"), (1.0, "bfloat16"), (1.1, "float32")])
 def test_the_check_of_flex_attention_tells_right_from_wrong(monkeypatch, change, dtype):
     """FlexAttention has no backward pass on CPUs: tiles stand in for it."""

@@ -36,13 +36,16 @@ def check(device: str, dtypes: Sequence[str], sizes: Sequence[int], lengths: Seq
 def inputs(
     device: torch.device, dtypes: Sequence[str], sizes: Sequence[int], T: int, has_state: bool, deviation: int
 ) -> Tensors:
-    """Random q, k, log_v and perhaps log_f, in the memory layout of a model, and the state; (1, 2, T, sizes) each."""
+    """Random q, k, log_v and perhaps log_f, (2, 2, T, sizes) each, and the state.
+
+    As in a model, all but log_f are slices of a projection, in which the heads of a token follow each other.
+    """
     generator = torch.Generator().manual_seed(0)
+    projection = deviation * torch.randn(2, T, 2, sum(sizes), generator=generator)
     leaves = {}
-    for name, dtype, size in zip(("q", "k", "log_v", "log_f"), dtypes, sizes, strict=False):
-        x = deviation * torch.randn(1, T, 2, size, generator=generator)
-        x = x if name != "log_f" else -_FORGOTTEN * x.abs()
-        leaves[name] = x.to(device, getattr(torch, dtype)).transpose(1, 2)
+    for i, (name, dtype) in enumerate(zip(("q", "k", "log_v", "log_f"), dtypes, strict=False)):
+        x = projection.to(device, getattr(torch, dtype)).split(list(sizes), dim=-1)[i].transpose(1, 2)
+        leaves[name] = x if name != "log_f" else -_FORGOTTEN * x.abs()
     if has_state:
         empty = empty_state(leaves["q"], leaves["log_v"])
         state = (deviation * torch.randn(x.shape, generator=generator).to(x) for x in empty)
