@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for a GPU that need not be present, and counts the resources that they use.
 
 python tests/model/kernel_resources.py '{"capability": 90, "operator": "log_attention", "dtype": "bfloat16", "d": 32,
-"gates": true, "carried": true, "of_values": "bfloat16"}' prints a line of JSON for each kernel; several arguments are
-several cases. A process that has compiled for an absent GPU cannot run kernels.
+"d_v": 32, "gates": true, "carried": true, "of_values": "bfloat16"}' prints a line of JSON for each kernel; several
+arguments are several cases. A process that has compiled for an absent GPU cannot run kernels.
 """
 
 import json
@@ -46,12 +46,14 @@ def compiled(launch: Callable[[], None], capability: int) -> dict[str, Any]:
     return found
 
 
-def launch_log_attention(dtype: torch.dtype, d: int, gates: bool, carried: bool, of_values: torch.dtype) -> None:
+def launch_log_attention(
+    dtype: torch.dtype, d: int, d_v: int, gates: bool, carried: bool, of_values: torch.dtype
+) -> None:
     """A forward and backward pass over heads of d features; `carried`: from a state to the next."""
-    tensors = torch.zeros(16, 1024, 24, 4 * d, dtype=dtype).transpose(1, 2).split(d, dim=-1)
-    q, k, log_v, of_features = (x.detach().requires_grad_() for x in tensors)
+    tensors = torch.zeros(16, 1024, 24, 2 * d + d_v, dtype=dtype).transpose(1, 2).split([d, d, d_v], dim=-1)
+    q, k, log_v = (x.detach().requires_grad_() for x in tensors)
     log_v = log_v.detach().to(of_values).requires_grad_()
-    log_f = of_features[..., :1] if gates else None
+    log_f = torch.zeros(16, 1024, 24, 1).transpose(1, 2).requires_grad_() if gates else None  # the model's are float32
     state = LogAttentionState(*(x.requires_grad_() for x in empty_state(q, log_v))) if carried else None
     found = triton_log_attention(q, k, log_v, log_f, state=state, return_state=carried)
     (found[0] if isinstance(found, tuple) else found).sum().backward()
@@ -77,16 +79,40 @@ LAUNCH: dict[str, Callable[..., None]] = {
 }
 
 
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@\S+\s+)?([A-Z][\w.]*)([^;]*);")
+
+
+def in_the_longest_loop(machine_code: str) -> list[str]:
+    """The instructions that a warp executes for a chunk, those of branches included."""
+    found = [(int(place, 16), name, rest) for place, name, rest in _INSTRUCTION.findall(machine_code)]
+    jumps = [(place, re.search(r"0x([0-9a-f]+)", rest)) for place, name, rest in found if name.startswith("BRA")]
+    back = [(int(to[1], 16), place) for place, to in jumps if to and int(to[1], 16) < place]
+    start, end = max(back, key=lambda loop: loop[1] - loop[0], default=(0, 0))
+    return [name for place, name, _ in found if start <= place <= end]
+
+
 def resources(binary: Any) -> dict[str, int]:
-    """Warps, registers of a thread, bytes of its stack (what it spills), and bytes of shared memory of a program."""
+    """Warps, registers of a thread, bytes of its stack (what it spills), and bytes of shared memory of a program.
+
+    Of the longest loop, which processes a chunk: instructions, and those that compute 2^x.
+    """
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
     used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
-    metadata = binary.metadata
-    return {"warps": metadata.num_warps, "registers": used["REG"], "stack": used["STACK"], "shared": metadata.shared}
+    metadata, loop = binary.metadata, in_the_longest_loop(text)
+    return {
+        "warps": metadata.num_warps,
+        "registers": used["REG"],
+        "stack": used["STACK"],
+        "shared": metadata.shared,
+        "instructions": len(loop),
+        "ex2": sum(name.startswith("MUFU.EX2") for name in loop),
+    }
 
 
 def main(cases: list[str]) -> None:

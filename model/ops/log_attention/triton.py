@@ -246,7 +246,6 @@ def _constants(inputs: _Tensors) -> Constants:
         OPERAND=tl.float64 if wide else tl.bfloat16 if narrow else tl.float32,
         ACC=tl.float64 if wide else tl.float32,
         PRECISION="ieee" if wide else "tf32" if q.dtype == k.dtype == torch.float16 else "tf32x3",
-        STAGES=2 if narrow and d_k <= 64 else 1,
         CERTAIN=CERTAIN[acc] * 2.0 ** (shrinks - FEW),  # what a frame rounded to 0 is this much larger in the next
         SHRINKS=shrinks,
         SPAN=span,
@@ -256,8 +255,8 @@ def _constants(inputs: _Tensors) -> Constants:
 
 def _launch(P: Constants) -> dict[str, int]:
     """Launch options: see docs/kernels.md. Without maxnreg, ptxas sometimes uses 32 registers and spills the rest."""
-    small = P.OPERAND == tl.bfloat16 and P.D_K <= 32
-    return {"num_warps": 4 if small else 8, "maxnreg": 255}
+    small = P.OPERAND == tl.bfloat16 and P.D_K <= 64
+    return {"num_warps": 4 if small else 8, "num_stages": 1, "maxnreg": 255}
 
 
 def _grid(q: Tensor, P: Constants) -> tuple[int]:

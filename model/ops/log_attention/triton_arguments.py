@@ -43,7 +43,6 @@ class Constants(NamedTuple):
     ACC: Any
     """The type of sums."""
     PRECISION: str
-    STAGES: int
     CERTAIN: float
     """The least sum that is certain."""
     SHRINKS: int

@@ -42,6 +42,7 @@ from model.ops.log_attention.triton_math import (
     is_doubtful,
     left_after_resets,
     log_of_scaled,
+    once,
     power_of_two,
     product,
     times,
@@ -74,7 +75,7 @@ def forward_sweep(x, outputs, saved, doubtful, P: tl.constexpr):
 
     M, z, key, value = _first_state(x, program, P)
     lost = 0
-    for n in tl.range(N, num_stages=P.STAGES):
+    for n in range(N):
         gates = gates_of(x.log_f, n, x.T, P)
         k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
         v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
@@ -86,8 +87,8 @@ def forward_sweep(x, outputs, saved, doubtful, P: tl.constexpr):
         decay = power_of_two(key_before - finite(key))  # at most 1
         M *= decay[:, None] * power_of_two(value_before - finite(value))[None, :]
         z *= decay
-        e_k = exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND)
-        e_v = exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND)
+        e_k = once(exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND))
+        e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND))
         if saved is not None:
             _save(saved, n, State(M, z, key, value), program, P)
         e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
@@ -143,10 +144,11 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
         if program.block == 0:
             g_z = _over(g_norm, z)
 
-    for i in tl.range(N, num_stages=P.STAGES):
+    for i in range(N):
         n = N - 1 - i
         gates = gates_of(x.log_f, n, x.T, P)
         if x.log_f is not None:
+            M, z = load_state(saved.state, n + 1, program, 0.0, P)  # loaded again to save registers
             g_after = tl.sum(g_M * M.to(P.ACC), 1) + g_z * z
         k_n = load_chunk(x.k, n, x.T, program.d, NOTHING, P.D_K, P)  # (C, BK)
         v_n = load_chunk(x.log_v, n, x.T, program.e, NOTHING, P.D_V, P)  # (C, BV)
@@ -159,8 +161,8 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
         g_M *= decay[:, None] * value_decay[None, :]
         g_z *= decay
         key, value = key_n, value_n
-        e_k = exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND)
-        e_v = exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND)
+        e_k = once(exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND))
+        e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND))
         to_end = times(e_k, gates.end)
         q_n = load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P)  # (C, BK)
         g_n = load_chunk(g_y, n, x.T, program.e, 0.0, P.D_V, P)  # (C, BV)
@@ -198,7 +200,7 @@ def exp_of_queries(q, key, P: tl.constexpr):
     """Return e_q for q (C, BK): scaled by a power of two for each row, including the frame of the keys."""
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), P.OPERAND)
     row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)  # e_q is then 0 beside a lost key, too
-    return exp_measured(q, finite(row)[:, None] - key[None, :], P.OPERAND).to(P.OPERAND)
+    return once(exp_measured(q, finite(row)[:, None] - key[None, :], P.OPERAND).to(P.OPERAND))
 
 
 @triton.jit
@@ -286,7 +288,8 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
         first_v = tl.minimum(tl.min(tl.where(values, rows[:, None], P.C), 0), before_v)
         return rows[:, None] >= first_v[None, :], rows >= first_k
     else:
-        visible, start = (between(gates) > NOTHING) & (rows[:, None] >= rows[None, :]), gates.start > NOTHING  # (C, C)
+        segment, start = gates.segment, gates.segment == 0
+        visible = (segment[:, None] == segment[None, :]) & (rows[:, None] >= rows[None, :])  # (C, C)
         tokens = product(visible.to(P.ACC), values.to(P.ACC), P) > 0.0
         z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
         return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (start & (before_k == 0))

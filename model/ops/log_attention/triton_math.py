@@ -1,7 +1,7 @@
 """Functions that the kernels share: exponentials in frames, as in exponentials.py, their products, and gates.
 
-A sum of gates is computed for each pair of tokens, never as a difference of two sums, so it is right for gates of any
-size, and a reset is a gate of -inf.
+Gates between two tokens are a difference of two sums. Each sum has two parts, and that of the larger digits is exact,
+so large gates do not round small ones away. Gates whose exponentials are 0 are cut off, resets among them.
 """
 
 import math
@@ -112,6 +112,17 @@ def _log2_of_mantissa(x):
 
 
 @triton.jit
+def once(x):
+    """x itself, which the compiler cannot compute again for another layout."""
+    if INTERPRETED or x.dtype == tl.float64:
+        return x
+    elif x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=False, pack=2)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def product(a, b, P: tl.constexpr):
     """a @ b with operands of type OPERAND and sums in ACC."""
     a, b = a.to(P.OPERAND), b.to(P.OPERAND)
@@ -125,35 +136,50 @@ class ChunkGates(NamedTuple):
 
     each: Any
     """(C,)."""
+    high: Any
+    """(C,): sums up to each token of the larger digits of gates; exact."""
+    low: Any
+    """(C,): the same of the smaller digits."""
+    segment: Any
+    """(C,): resets up to each token."""
     start: Any
-    """(C,): up to each token."""
+    """(C,): sums up to each token."""
     end: Any
     """(C,): after each token."""
     total: Any
     """Of all of them."""
+    resets: Any
+    """How many there are."""
 
 
 @triton.jit
 def gates_of(log_f, n, T, P: tl.constexpr):
     """Return the gates of chunk n of a head."""
     if log_f is None:
-        return ChunkGates(None, None, None, None)
+        return ChunkGates(None, None, None, None, None, None, None, None)
     else:
+        wide: tl.constexpr = P.ACC == tl.float64
+        least: tl.constexpr = -1024.0 if wide else -128.0  # exp of less is 0, too
+        # Added and taken away, it rounds to multiples of 2^-37 or 2^-11, of which a chunk's sums are exact.
+        large: tl.constexpr = 1.5 * 2.0**15 if wide else 1.5 * 2.0**12
         f = load_gates(log_f, n, T, P)
-        return ChunkGates(f, tl.cumsum(f, 0), tl.sum(_later(f), 0), tl.sum(f, 0))
-
-
-@triton.jit
-def _later(each):
-    """The gate of each query t for each earlier key j (C, C), else 0."""
-    rows = tl.arange(0, each.shape[0])
-    return tl.where(rows[:, None] > rows[None, :], each[:, None], 0.0)
+        bounded = tl.where(f < least, least, f)
+        high = (bounded + large) - large
+        low = bounded - high
+        is_reset = (f == NOTHING).to(tl.int32)
+        highs, lows, high_total, low_total = tl.cumsum(high, 0), tl.cumsum(low, 0), tl.sum(high, 0), tl.sum(low, 0)
+        end = (high_total - highs) + (low_total - lows)
+        segment, resets = tl.cumsum(is_reset, 0), tl.sum(is_reset, 0)
+        return ChunkGates(f, highs, lows, segment, highs + lows, end, high_total + low_total, resets)
 
 
 @triton.jit
 def between(gates):
     """Sums of a head's gates after key j up to query t (C, C); None without gates."""
-    return None if gates.each is None else tl.cumsum(_later(gates.each), 0)
+    if gates.each is None:
+        return None
+    else:
+        return (gates.high[:, None] - gates.high[None, :]) + (gates.low[:, None] - gates.low[None, :])
 
 
 @triton.jit
@@ -179,8 +205,8 @@ def times(x, log_factor):
 @triton.jit
 def left_after_resets(gates, x):
     """Which features of keys, or columns of values, x (C, .), the state after a chunk can have."""
-    after_reset = tl.max(tl.where((gates.end > NOTHING)[:, None], x, NOTHING), 0)
-    return tl.maximum(after_reset, gates.total) > NOTHING
+    after_reset = tl.max(tl.where((gates.segment == gates.resets)[:, None], x, NOTHING), 0)
+    return (after_reset > NOTHING) | (gates.resets == 0)
 
 
 @triton.jit
