@@ -69,6 +69,21 @@ def test_the_gradient_of_gates_does_not_lose_digits_in_a_long_text():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+def test_large_gates_do_not_round_small_ones_away(backend):
+    """Errors are some roundings of numbers of about 1, whatever the gates of a chunk add up to."""
+    leaves = [x.detach().float() for x in inputs(70, H=1)]
+    leaves[3] *= 1e-3
+    for n, gate in enumerate([-1e4, -127, -50, -8, -torch.inf]):
+        leaves[3][:, :, 5 + n :: 13] = gate
+    found, exact = ([x.to(t).requires_grad_() for x in leaves] for t in (torch.float32, torch.float64))
+    results = [log_attention(*found, backend=backend), log_attention(*exact, backend="naive")]
+    gradients = [torch.autograd.grad(y.sum(), x) for y, x in zip(results, (found, exact), strict=True)]
+    for a, b in zip([results[0], *gradients[0]], [results[1], *gradients[1]], strict=True):
+        torch.testing.assert_close(a.double(), b.nan_to_num(), rtol=1e-5, atol=4e-6)  # the definition's is NaN at -inf
+
+
+@pytest.mark.gpu
 def test_the_gates_of_a_model_need_no_fallback(device):
     torch.manual_seed(0)
     gates = Decay(32, 3).to(device)

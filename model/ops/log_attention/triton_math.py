@@ -113,13 +113,14 @@ def _log2_of_mantissa(x):
 
 @triton.jit
 def once(x):
-    """x itself, which the compiler cannot compute again for another layout."""
-    if INTERPRETED or x.dtype == tl.float64:
+    """x itself, which the compiler cannot compute again for another layout.
+
+    Wider types are not held in this way: it would take more shared memory than most GPUs have.
+    """
+    if INTERPRETED or x.dtype != tl.bfloat16:
         return x
-    elif x.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=False, pack=2)
     else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=False, pack=2)
 
 
 @triton.jit
@@ -237,5 +238,6 @@ def gates_gradient(g, g_after, gates):
     g (C, BK) is the gradient of queries less that of keys, and g_after (BK,) the sum over values of the state after the
     chunk times its gradient.
     """
-    through = tl.cumsum(tl.sum(g, 1), 0, reverse=True) + tl.sum(g_after, 0)
+    # One dimension more, as in _largest, for compute capability 10.
+    through = tl.cumsum(tl.sum(g, 1), 0, reverse=True) + tl.sum(tl.sum(g_after[None, :], 1), 0)
     return tl.where(gates.each == NOTHING, 0.0, through)
