@@ -87,8 +87,8 @@ def forward_sweep(x, outputs, saved, doubtful, P: tl.constexpr):
         decay = power_of_two(key_before - finite(key))  # at most 1
         M *= decay[:, None] * power_of_two(value_before - finite(value))[None, :]
         z *= decay
-        e_k = once(exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND))
-        e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND))
+        e_k = once(exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND), P)
+        e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND), P)
         if saved is not None:
             _save(saved, n, State(M, z, key, value), program, P)
         e_q = exp_of_queries(load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P), key, P)
@@ -161,8 +161,8 @@ def backward_sweep(g_of, x, saved, doubtful, to, P: tl.constexpr):
         g_M *= decay[:, None] * value_decay[None, :]
         g_z *= decay
         key, value = key_n, value_n
-        e_k = once(exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND))
-        e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND))
+        e_k = once(exp_measured(k_n, finite(key)[None, :], P.OPERAND).to(P.OPERAND), P)
+        e_v = once(exp_measured(v_n, finite(value)[None, :], P.OPERAND).to(P.OPERAND), P)
         to_end = times(e_k, gates.end)
         q_n = load_chunk(x.q, n, x.T, program.d, 0.0, P.D_K, P)  # (C, BK)
         g_n = load_chunk(g_y, n, x.T, program.e, 0.0, P.D_V, P)  # (C, BV)
@@ -200,7 +200,7 @@ def exp_of_queries(q, key, P: tl.constexpr):
     """Return e_q for q (C, BK): scaled by a power of two for each row, including the frame of the keys."""
     row = frame_of(tl.max(q * LOG2E + key[None, :], 1), P.OPERAND)
     row = tl.where(tl.maximum(row, tl.max(key, 0)) == LOST, 2 * LOST, row)  # e_q is then 0 beside a lost key, too
-    return once(exp_measured(q, finite(row)[:, None] - key[None, :], P.OPERAND).to(P.OPERAND))
+    return once(exp_measured(q, finite(row)[:, None] - key[None, :], P.OPERAND).to(P.OPERAND), P)
 
 
 @triton.jit
@@ -290,7 +290,8 @@ def _visible_terms(k, v, key_before, value_before, gates, P: tl.constexpr):
     else:
         segment, start = gates.segment, gates.segment == 0
         visible = (segment[:, None] == segment[None, :]) & (rows[:, None] >= rows[None, :])  # (C, C)
-        tokens = product(visible.to(P.ACC), values.to(P.ACC), P) > 0.0
+        # Without `once`, Triton 3.7 does not compile it for 64 keys and 32 values on compute capability 8.0.
+        tokens = product(once(visible.to(P.OPERAND), P), once(values.to(P.OPERAND), P), P) > 0.0
         z_tokens = tl.max((visible & alive[None, :]).to(tl.int32), 1) > 0
         return tokens | (start[:, None] & (before_v == 0)[None, :]), z_tokens | (start & (before_k == 0))
 

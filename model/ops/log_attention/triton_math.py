@@ -112,12 +112,12 @@ def _log2_of_mantissa(x):
 
 
 @triton.jit
-def once(x):
+def once(x, P: tl.constexpr):
     """x itself, which the compiler cannot compute again for another layout.
 
-    Wider types are not held in this way: it would take more shared memory than most GPUs have.
+    For wider types and heads it can: holding x would take more shared memory than most GPUs have.
     """
-    if INTERPRETED or x.dtype != tl.bfloat16:
+    if INTERPRETED or x.dtype != tl.bfloat16 or P.BK > 64:
         return x
     else:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=False, pack=2)
