@@ -116,7 +116,7 @@ def begin():
     facts |= {"is_bf16_supported": True, "get_rng_state": torch.zeros(16, dtype=torch.uint8), "is_initialized": True}
     facts |= dict.fromkeys(["_lazy_init", "synchronize", "empty_cache", "set_rng_state", "set_device"])
     for name, value in facts.items():
-        setattr(torch.cuda, name, lambda *_, value=value: value)
+        setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     from model.ops import checks
 
     checks.failed_check = failed_check

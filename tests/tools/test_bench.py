@@ -95,6 +95,7 @@ def test_training_steps_are_timed_beside_nanogpt(command, restored_torch, nanogp
     assert (reference["model"], ours["model"]) == ("nanoGPT", "gpt2_124m")
     assert ours["x"] == ours["tokens_per_second"] / reference["tokens_per_second"] > 0
     assert ours["peak_gigabytes"] > 0.1
+    assert ours["ms_a_step"] > 0
     assert "aten::_local_scalar_dense" in [row["kernel"] for row in found["a step of gpt2_124m"]]
 
 

@@ -69,8 +69,9 @@ def interrupt():
 
 
 def test_every_stage_is_a_command_that_is_there(tmp_path):
-    found = stages_on_gpu(tmp_path)
+    found = stages_on_gpu(tmp_path, tmp_path / "nanoGPT")
     assert list(found) == ["doctor", "train", "operators", "decode", "tests"]
+    assert f"nanogpt={tmp_path / 'nanoGPT'}" in found["train"][1]
     assert str(ROOT / "tests/test_gpu.py") in found["tests"][1]
     for name, (_, words) in found.items():
         assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))

@@ -21,22 +21,25 @@ Stages = dict[str, tuple[float, list[str]]]
 """By name: a share of the time, and the arguments of a Python."""
 
 
-def run(minutes: PositiveFloat, out: Path) -> None:
+def run(minutes: PositiveFloat, out: Path, nanogpt: Path | None) -> None:
     """Run all stages on this machine's GPU.
 
     Raises:
-        UserError: torch sees no GPU.
+        UserError: torch sees no GPU, or there is no model.py in the folder `nanogpt`.
     """
     if not torch.cuda.is_available():
         raise UserError("torch sees no GPU here: run make gpu-hour on a machine with one")
-    run_stages(stages_on_gpu(out.absolute()), minutes, out)
+    if nanogpt is not None and not (nanogpt / "model.py").is_file():
+        raise UserError(f"nanogpt={nanogpt} has no model.py: name the folder of a clone of nanoGPT, or leave it out")
+    run_stages(stages_on_gpu(out.absolute(), nanogpt), minutes, out)
 
 
-def stages_on_gpu(out: Path) -> Stages:
+def stages_on_gpu(out: Path, nanogpt: Path | None = None) -> Stages:
     """The stages in order of priority: doctor.py compiles and checks the kernels that all others use."""
-    models = "models=gpt2_124m,flagship_125m,heinsen_125m"
+    beside = [] if nanogpt is None else [f"nanogpt={nanogpt.absolute()}"]
+    recipes, models = "models=gpt2_124m,pile_125m_2h,pile_125m", "models=gpt2_124m,flagship_125m,heinsen_125m"
     times = {
-        "train": [models, "batch=16", "steps=10", "rounds=1"],
+        "train": [recipes, *beside, "batch=16", "steps=10", "rounds=1"],
         "operators": ["batch=16", "lengths=1024,4096,32768"],
         "decode": [models, "steps=50"],
     }

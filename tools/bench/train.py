@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from common.console import Track, say
-from common.settings import UserError, decode
+from common.settings import CONFIGS, UserError, decode
 from model.gpt import GPT
 from tools.bench.harness import Row, composed, in_turn, profiled, timed
 from trainer.config import TrainConfig
 from trainer.distributed import World
-from trainer.runtime import maybe_compile, open_runtime
+from trainer.runtime import maybe_compile, open_runtime, peak_flops
 from trainer.step import SummedLoss, accumulate_gradients, train_step
 
 NANOGPT = "nanoGPT"
@@ -37,14 +37,14 @@ def measure(options: Any) -> dict[str, list[Row]]:
         raise UserError(f"nanogpt={folder} has no model.py: name the folder of a clone of nanoGPT")
     overrides = [*options.set, f"runtime.device={options.device}"]
     runs: dict[str, tuple[TrainConfig, Path | None]] = {
-        name: (config_of([f"model={name}", *overrides], options.seq_len, options.batch), None)
+        name: (config_of([f"{_group(name)}={name}", *overrides], options.seq_len, options.batch), None)
         for name in options.models
     }
     if folder is not None:
         runs = {NANOGPT: (runs[options.models[0]][0], folder)} | runs
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
 
-        def measured(name: str) -> tuple[list[float], float, list[Row]]:
+        def measured(name: str) -> tuple[list[float], float, float | None, list[Row]]:
             found = pool.apply(seconds_and_peak, (*runs[name], options.steps, options.profile))
             say(f"{name}: {statistics.median(found[0]):.4g} s a step")
             return found
@@ -53,16 +53,21 @@ def measure(options: Any) -> dict[str, list[Row]]:
     rows: list[Row] = []
     for name, found in results.items():
         rate = options.batch * options.seq_len / statistics.median(s for seconds, *_ in found for s in seconds)
-        rows.append({"model": name, "tokens_per_second": rate, "peak_gigabytes": max(peak for _, peak, _ in found)})
-        rows[-1]["x"] = rate / rows[0]["tokens_per_second"]
-    profiles = {f"a step of {name}": found[-1][2] for name, found in results.items() if options.profile}
+        row = {"model": name, "ms_a_step": 1e3 * options.batch * options.seq_len / rate, "tokens_per_second": rate}
+        row |= {
+            "peak_gigabytes": max(peak for _, peak, *_ in found),
+            "x": rate / (rows or [row])[0]["tokens_per_second"],
+        }
+        share = found[0][2]
+        rows.append(row | ({} if share is None else {"mfu": rate * share}))
+    profiles = {f"a step of {name}": found[-1][3] for name, found in results.items() if options.profile}
     return {"train": rows, **profiles}
 
 
 def seconds_and_peak(
     config: TrainConfig, nanogpt: Path | None, steps: int, profile: bool
-) -> tuple[list[float], float, list[Row]]:
-    """Seconds of each timed step, peak memory of this process in GB, and a profile.
+) -> tuple[list[float], float, float | None, list[Row]]:
+    """Seconds of each timed step, peak memory of this process in GB, MFU at a token a second, and a profile.
 
     On a CPU 0.5 GB of the memory are Python and torch.
     """
@@ -70,7 +75,13 @@ def seconds_and_peak(
     seconds = [timed(training.step)() for _ in range(_WARM_UP + steps)][_WARM_UP:]
     on_gpu = torch.cuda.is_initialized()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return seconds, peak / 1e9, profiled(training.step) if profile else []
+    flops, most = training.flops_per_token, peak_flops(training.runtime.device, training.runtime.dtype)
+    return seconds, peak / 1e9, most and flops / most, profiled(training.step) if profile else []
+
+
+def _group(name: str) -> str:
+    """The folder of configs/ that has this model, or this experiment with its own optimizer."""
+    return "experiment" if (CONFIGS / "experiment" / f"{name}.yaml").is_file() else "model"
 
 
 def config_of(overrides: list[str], seq_len: int, batch: int) -> TrainConfig:
@@ -95,18 +106,19 @@ class Training:
             gpt = GPT(config.model, eot_id).to(device, self.runtime.param_dtype)
             gpt.recompute = config.runtime.recompute
             self.optimizer = config.optim.build(gpt, World(device), self.runtime.dtype)
-            self.summed_loss = SummedLoss(gpt)
+            self.summed_loss, self.flops_per_token = SummedLoss(gpt), gpt.flops_per_token(config.seq_len)
             maybe_compile([self.summed_loss], config.runtime, self.runtime, gpt)
         else:
             self.summed_loss = NanoGPT(nanogpt, config).to(device, self.runtime.param_dtype)
             self.optimizer = self.summed_loss.optimizer(device.type)
+            self.flops_per_token = self.summed_loss.flops_per_token
             if compiled is True or (compiled == "auto" and device.type == "cuda"):
                 self.summed_loss.compile()
-        shape, generator = (sequences, config.seq_len + 1), torch.Generator(device).manual_seed(config.seed)
-        ids = torch.randint(config.model.n_vocab, shape, device=device, generator=generator)
+        shape, generator = (sequences, config.seq_len + 1), torch.Generator().manual_seed(config.seed)
+        ids = torch.randint(config.model.n_vocab, shape, generator=generator)
         batch = ids[:, :-1], ids[:, 1:]
         if device.type == "cuda":  # in pinned memory, as in a run: what is on the GPU would have to be waited for
-            batch = batch[0].cpu().pin_memory(), batch[1].cpu().pin_memory()
+            batch = batch[0].pin_memory(), batch[1].pin_memory()
         self.batch = [batch]
 
     def step(self) -> None:
@@ -151,6 +163,9 @@ class NanoGPT(nn.Module):
         sizes = {key: getattr(config.model, key) for key in ("n_layer", "n_head", "n_embd")}
         sizes |= {"block_size": config.seq_len, "vocab_size": -(-config.model.n_vocab // 64) * 64}
         self.gpt: Any = nanogpt.GPT(nanogpt.GPTConfig(**sizes, bias=False))
+        weights = sum(m.weight.numel() for m in self.gpt.modules() if isinstance(m, nn.Linear))
+        attention = 2 * config.model.n_layer * config.model.n_embd * config.seq_len
+        self.flops_per_token = 6 * weights + 3 * attention  # counted as ours
 
     def optimizer(self, device: str) -> Any:
         """Its own, with the settings of its train.py."""
