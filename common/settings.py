@@ -212,7 +212,7 @@ _ALLOWED = {
     "literal": "{expected}",
     "path": "a path",
     "string": "a text",
-    "string_too_short": "{min_length} characters or more",
+    "string_too_short": "a text of {min_length} or more characters",
     "too_long": "at most {max_length} values",
     "too_short": "{min_length} or more values",
     "tuple": "several values in brackets, such as [{input},...]",
