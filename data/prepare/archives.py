@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from common.files import open_file
-from common.settings import UserError
 from data.prepare.items import BINARY, LONG_WINDOW, Seen, Unreadable
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -54,8 +53,7 @@ def read_utf8(path: Path, seen: Seen) -> Iterator[bytes]:
 
     Raises:
         OSError: the file cannot be read.
-        Unreadable: it is no regular file, its beginning is not text, or the archive is damaged; after its
-            last whole piece.
+        Unreadable: its beginning is not text, or the archive is damaged; after its last whole piece.
     """
     chunks = _content(path, seen)
     head = next(chunks, b"")
@@ -100,11 +98,7 @@ def _content(path: Path, seen: Seen) -> Iterator[bytes]:
 
 def _bytes(path: Path, seen: Seen, n_bytes: int) -> Iterator[bytes]:
     """Yield what stands in a file in pieces of `n_bytes`."""
-    try:  # a data file may be a link
-        file = open_file(Path(os.path.realpath(path)))
-    except UserError:
-        raise Unreadable("not a regular file") from None
-    with file:
+    with open_file(Path(os.path.realpath(path))) as file:  # a data file may be a link
         while chunk := file.read(n_bytes):
             seen(len(chunk))
             yield chunk

@@ -16,7 +16,7 @@ from data.prepare.finish import finish
 from data.prepare.items import NO_TEXT, REMEDIES, Position
 from data.prepare.sources import HubSource, JsonlSource, StdlibSource, TextSource
 from data.prepare.spans import Plan, Unfair, begin, is_whole, partial_dir, read_spans, remove, write_group, writing
-from data.prepare.tokens import TokenSource
+from data.prepare.tokens import TokenSource, val_inputs
 from data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest
 from data.tokenizer import TokenizerConfig, build_tokenizer
 
@@ -67,8 +67,8 @@ class PrepareConfig(Settings, defaults="prepare"):
         split: dict[str, Any] = {"val_fraction": self.val_fraction or self.data.usual_val_fraction}
         if self.val_tokens:
             split = {"val_tokens": self.val_tokens}
-        elif self.val_fraction is None and (val_inputs := self.data.val_inputs([*inputs])):
-            split = {"val_inputs": val_inputs}
+        elif self.val_fraction is None and isinstance(self.data, TokenSource) and (found := val_inputs(inputs)):
+            split = {"val_inputs": found}
         return {**kept, **split, "input": inputs}
 
 
@@ -164,7 +164,7 @@ def _read(
     is_first = after is None and not track.items
     lacking: list[str] = []
     workers = config.workers or os.cpu_count() or 1
-    source = config.data.ended_by(plan.tokenizer.eot_id)
+    source = config.data.ended_by(plan.tokenizer.eot_id) if isinstance(config.data, TokenSource) else config.data
     raws = source.documents(track.seen, after, inputs)
     encoded = encode_all(source, raws, folder / TOKENIZER, workers, plan.piece)
     for items in itertools.chain(encoded, [[]]):

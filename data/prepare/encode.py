@@ -49,7 +49,7 @@ class Skipped(NamedTuple):
     @property
     def where(self) -> str:
         """Where the item is, for messages."""
-        return f"{self.position.input}:{self.position.number}"
+        return str(self.position)
 
 
 Item = Encoded | Skipped
@@ -129,8 +129,7 @@ def _encode(source: Source, tokenizer: Tokenizer, piece: int | None, raws: list[
             if not isinstance(text, str):
                 found = [*_given(text, tokenizer, piece)]
             elif tokenizer.name == "none":
-                where = f"{raw.position.input}:{raw.position.number}"
-                raise UserError(f"{where} is text, and tokenizer=none takes ids: give the tokenizer to use")
+                raise UserError(f"{raw.position} is text, and tokenizer=none takes ids: give the tokenizer to use")
             else:
                 found = [*_tokenized(text, tokenizer, piece)]
         except Unreadable as error:

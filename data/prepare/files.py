@@ -42,7 +42,7 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
             f"data.path={pattern} is a pipe, a socket or a device: write its content to a file and give that"
         )
     else:
-        parts = [*filter(None, pattern.split("/"))]
+        parts = [*filter(None, pattern.split("/"))] or [""]
         found = _below("/" if pattern.startswith("/") else "", parts, left_out, set())
     own = {os.path.realpath(f"/dev/fd/{number}"): "the output of this command" for number in (1, 2)}
     files = []
@@ -58,25 +58,25 @@ def matches(pattern: str, left_out: dict[str, str]) -> list[str]:
 def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tuple[str, int]]) -> Iterator[str]:
     """Yield what matches the parts of a glob in a folder. `seen`: real folders that were entered, as links may loop."""
     part, *rest = parts
-    if not glob.has_magic(part):
-        found = [part] if _exists(os.path.join(folder, part)) else []
-    elif (key := (os.path.realpath(folder), len(parts))) in seen:
+    if (key := (os.path.realpath(folder), len(parts))) in seen:
         return
-    else:
-        seen.add(key)
-        try:
-            with os.scandir(folder or ".") as entries:
-                found = sorted(entry.name for entry in entries)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError:
-            yield folder
-            return
-        kinds = (kind for names, kind in _FOLDERS.items() if set(names).issubset(found))
-        if kind := "a dataset in the making" if folder.endswith(".partial") else next(kinds, None):
-            left_out[folder or "."] = kind
-            return
-        found = [name for name in found if fnmatchcase(name, part) and name.startswith(".") <= part.startswith(".")]
+    seen.add(key)
+    found = [part]
+    try:
+        if glob.has_magic(part):
+            found = sorted(os.listdir(folder or "."))
+        else:
+            os.lstat(os.path.join(folder, part))
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a zero byte
+        return
+    except OSError:
+        yield folder or "."
+        return
+    kinds = (kind for names, kind in _FOLDERS.items() if set(names).issubset(found))
+    if kind := "a dataset in the making" if folder.endswith(".partial") else next(kinds, None):
+        left_out[folder or "."] = kind
+        return
+    found = [name for name in found if fnmatchcase(name, part) and name.startswith(".") <= part.startswith(".")]
     if part == "**" and rest:
         yield from _below(folder, rest, left_out, seen)
     for name in found:
@@ -88,17 +88,6 @@ def _below(folder: str, parts: list[str], left_out: dict[str, str], seen: set[tu
             yield from _below(path, parts, left_out, seen)
         elif rest:
             yield from _below(path, rest, left_out, seen)
-
-
-def _exists(path: str) -> bool:
-    """Whether a path exists, or cannot be looked at: reading it will tell why."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # a zero byte
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def some_of(items: list[str], most: int = 4) -> str:

@@ -14,6 +14,9 @@ class Position(NamedTuple):
     number: int
     """The number of the line or document in that input, from 1."""
 
+    def __str__(self) -> str:
+        return f"{self.input}:{self.number}"
+
 
 class Unreadable(Exception):
     """This item is not a document. The reason, such as "malformed JSON", is counted."""

@@ -65,14 +65,6 @@ class Source(Settings):
             raise Unreadable(BINARY)
         return Document(text, set_name)
 
-    def ended_by(self, eot_id: int) -> "Source":
-        """Return the source with documents that end with this id, where it cuts ids into documents."""
-        return self
-
-    def val_inputs(self, names: Sequence[str]) -> list[str]:
-        """Return the names of inputs that are for validation; []: none is, or all are."""
-        return []
-
     def text_and_set(self, content: Any) -> tuple[Any, str]:
         """Return the text of an item's content, and its set."""
         return content, self.name
@@ -107,11 +99,10 @@ class FileSource(Source):
 
     def _items(self, name: str, path: Path, seen: Seen) -> Iterator[Raw]:
         """Yield the items of one file; of a damaged one, those before the damage."""
-        if os.path.isdir(path):  # the inputs have only folders that cannot be read
-            yield Raw(Position(name, 1), Unreadable("unreadable folder"), 0)
-            return
         number, error = 0, None
         try:
+            if os.path.lexists(path) and not os.path.isfile(path):  # the inputs have only folders that cannot be read
+                raise Unreadable("unreadable folder" if os.path.isdir(path) else "not a regular file")
             for number, content in enumerate(self.read(path, seen), start=1):
                 if content is not None:
                     yield Raw(Position(name, number), content, 0 if isinstance(content, Unreadable) else len(content))

@@ -5,7 +5,7 @@ ids; modded-nanogpt writes the same with the magic of GPT-2. nanoGPT's train.bin
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,6 +21,12 @@ _MAGICS = {*(magic for magic, _ in _FORMATS), 20240522}  # the last: llm.c's eva
 _LONGEST = 2**22  # ids of a document; a stream without end is cut, so that little of it is in memory
 _FEW = 64  # in fewer ids, small ones may stand in every second place by chance
 _VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # in the name of a file
+
+
+def val_inputs(names: Iterable[str]) -> list[str]:
+    """Return the validation shards, if there are others: those with "val" in their file's name."""
+    found = [name for name in names if _VALIDATION.search(Path(name).name.lower())]
+    return found if set(found) < set(names) else []
 
 
 class TokenSource(NamedFiles, defaults="data/tokens"):
@@ -39,11 +45,6 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
         source = self.model_copy()
         source._eot_id = eot_id
         return source
-
-    def val_inputs(self, names: Sequence[str]) -> list[str]:
-        """Return the validation shards, if there are others: those with "val" in their file's name."""
-        found = [name for name in names if _VALIDATION.search(Path(name).name.lower())]
-        return found if len(found) < len(names) else []
 
     def read(self, path: Path, seen: Seen) -> Iterator[Any]:
         """Yield documents, or lines."""
@@ -64,10 +65,7 @@ class TokenSource(NamedFiles, defaults="data/tokens"):
         """Cut ids (N,) after each end of text. Joined, the documents are the ids."""
         start = 0
         while start < ids.size:
-            block = ids[start : start + _LONGEST]
-            if isinstance(ids, np.memmap):  # mapped anew: what was read before need not stay in memory
-                block = np.memmap(str(ids.filename), ids.dtype, "r", ids.offset + start * ids.itemsize, block.shape)
-            block = np.asarray(block)
+            block = np.asarray(ids[start : start + _LONGEST])
             ends = np.flatnonzero(block == self._eot_id) + 1
             if start + block.size == ids.size or not ends.size:
                 ends = np.union1d(ends, [block.size])

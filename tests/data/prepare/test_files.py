@@ -11,6 +11,7 @@ from data.prepare.dataset import PrepareConfig, prepare
 from data.prepare.files import matches
 from data.prepare.items import Unreadable
 from data.prepare.sources import JsonlSource, TextSource
+from data.prepare.tokens import TokenSource
 from data.shards import read_manifest
 
 NOTE = "".join(f"Line {i} of a note.\n" for i in range(60))
@@ -95,17 +96,23 @@ def test_an_out_dir_in_the_folder_that_the_library_datasets_reads_is_refused(con
 
 def lock(monkeypatch):
     """Deny access to folders of this name. Root may read everything, so the refusal is simulated."""
-    scandir = os.scandir
+    listdir, lstat = os.listdir, os.lstat
 
-    def scan(path):
+    def listed(path):
         if str(path).endswith("locked"):
             raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
+        return listdir(path)
 
-    monkeypatch.setattr(os, "scandir", scan)
+    def looked_at(path):
+        if "locked/" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        return lstat(path)
+
+    monkeypatch.setattr(os, "listdir", listed)
+    monkeypatch.setattr(os, "lstat", looked_at)
 
 
-@pytest.mark.parametrize("path", [".", "**/*.txt", "locked/*.txt"])
+@pytest.mark.parametrize("path", [".", "**/*.txt", "locked/*.txt", "locked/deep/*.txt"])
 def test_an_unreadable_folder_is_counted(tmp_path, monkeypatch, path):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -147,13 +154,18 @@ def test_only_regular_files_are_read(tmp_path, monkeypatch):
     Path("loop").symlink_to(".")
     Path("itself").symlink_to("itself")
     Path("device").symlink_to("/dev/zero")
-    source, reasons = TextSource(name="text", path="."), {}
-    for raw in source.documents():
+    os.mkfifo("pipe.bin")
+    os.mkfifo("pipe.npy")
+    source, refused = TextSource(name="text", path="."), {}
+    for raw in (*source.documents(), *TokenSource(name="tokens", path=".").documents()):
         try:
             assert source.parse(raw).text == "a"
         except Unreadable as error:
-            reasons[raw.position.input] = str(error)
-    assert reasons == dict.fromkeys(["./device", "./itself", "./pipe", "./socket"], "not a regular file")
+            refused.setdefault(str(error), set()).add(raw.position.input)
+    names = ["device", "itself", "pipe", "pipe.bin", "pipe.npy", "socket"]
+    assert refused == {"not a regular file": {f"./{name}" for name in names}}
+    with pytest.raises(UserError, match=r"data\.path= matches no file that data=text reads"):
+        TextSource(name="text", path="").inputs()
     for path in ("pipe", "/dev/zero"):
         with pytest.raises(UserError, match=rf"data\.path={path} is a pipe, .*write its content to a file"):
             TextSource(name="text", path=path).inputs()
