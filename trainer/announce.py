@@ -45,15 +45,14 @@ def _compare_rates(run: Run, step: int, before: float) -> None:
 
 def start_lines(run: Run) -> list[str]:
     """What is trained on what, for how long, where, and what is kept, in words that need no settings' names."""
-    lines = {
-        "model": _model(run),
-        "data": _data(run),
-        "batch": _batch(run),
-        "schedule": _schedule(run),
-        "device": _device(run),
-        "run": _kept(run),
-    }
-    return [f"{name:9} {text}" for name, text in lines.items()]
+    return [
+        f"model     {_model(run)}",
+        f"data      {_data(run)}",
+        f"batch     {_batch(run)}",
+        f"schedule  {_schedule(run)}",
+        f"device    {_device(run)}",
+        f"run       {_kept(run)}",
+    ]
 
 
 def _model(run: Run) -> str:

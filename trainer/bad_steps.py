@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterable
-from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -66,8 +65,7 @@ class Symptoms:
     def __init__(self, n_vocab: int, max_lr: float) -> None:
         self._uniform, self._max_lr = math.log(n_vocab), max_lr
         self._losses: list[float] = []  # of the last steps, while they are high
-        self._rates: list[float] = []  # of the steps without exact tiles
-        self._exact: list[dict[str, Any]] = []  # the last steps, while they have exact tiles
+        self._exact = 0  # steps in a row that had exact tiles
         self._said: set[str] = set()
 
     def take(self, line: dict[str, Any]) -> None:
@@ -80,15 +78,10 @@ class Symptoms:
             far = f"the loss of the last {_MANY} steps, {loss:,.2f} in {step}, is far above that of guessing"
             remedy = f"start again with optim.max_lr below {self._max_lr:g}"
             self._say("loss", f"{far}, {self._uniform:.2f}: training diverges; {remedy}")
-        if "exact_tiles" not in line:
-            self._exact, self._rates = [], [*self._rates[-_MANY:], line["tokens_per_second"]]
-            return
-        self._exact = [*self._exact[-_MANY:], line]
-        if len(self._exact) > _MANY:
-            now = fmean(each["tokens_per_second"] for each in self._exact)
-            before = f", {fmean(self._rates):,.0f} without" if self._rates else ""
+        self._exact = self._exact + 1 if "exact_tiles" in line else 0
+        if self._exact > _MANY:
             tiles = f"log attention computed tiles again in the last {_MANY} steps, {line['exact_tiles']:,} in {step}"
-            self._say("tiles", f"{tiles}: scores are far apart, and such steps are slow ({now:,.0f} tokens/s{before})")
+            self._say("tiles", f"{tiles}: scores are far apart, and such steps are slow")
 
     def _say(self, what: str, message: str) -> None:
         if what not in self._said:

@@ -77,21 +77,16 @@ class World:
         dist.all_gather(values, value.contiguous())
         return values
 
-    def gather_text(self, text: str) -> list[str]:
-        """Every process's `text`, or its first 500 bytes, by rank, on all of them."""
-        own = torch.tensor(list(text.encode()[:500].ljust(500, b"\0")), dtype=torch.uint8, device=self.device)
-        return [bytes(other.tolist()).rstrip(b"\0").decode(errors="replace") for other in self.gather(own)]
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        """The values of all processes, which JSON can hold, by rank. Every process must call this, once for a name."""
+        if self.store is None:  # alone
+            return [value]
+        self.store.set(f"{name}/{self.rank}", json.dumps(value))
+        return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.size)]
 
     def check_equal(self, name: str, values: Mapping[str, Any]) -> None:
-        """Raise UserError in all processes if these values, which JSON can hold, are not the same in all of them.
-
-        Args:
-            name: of the comparison, which every process makes once.
-        """
-        if self.store is None:  # alone
-            return
-        self.store.set(f"{name}/{self.rank}", json.dumps(values))
-        first, *others = (json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.size))
+        """Raise UserError in all processes if these values are not the same in all of them: see `exchange`."""
+        first, *others = self.exchange(name, values)
         for rank, found in enumerate(others, start=1):
             if differ := differences(first, found):
                 listed = ", ".join(f"{key}={here} (process 0: {there})" for key, (there, here) in differ.items())

@@ -27,7 +27,7 @@ from trainer.plot import draw_losses
 from trainer.progress import TrainingProgress
 from trainer.run_dir import check_folder, own_run, write_config
 from trainer.runtime import Runtime, open_runtime, peak_flops
-from trainer.samples import continuation, read_prompt
+from trainer.samples import sample
 from trainer.signals import StopSignals
 from trainer.start import Run, open_data, open_run, open_source, sequences_of
 from trainer.step import MicroBatches, train_step
@@ -215,35 +215,28 @@ def _due(run: Run, every: int) -> bool:
 
 def _evaluate(run: Run, records: "Records") -> bool:
     """Measure and log the validation loss, of the averaged weights if there are any; returns whether it is the best."""
-    stretch, byte_lengths = run.config.seq_len // run.group.size, torch.from_numpy(run.tokenizer.byte_lengths)
+    config, step = run.config, run.state.step
+    stretch, byte_lengths = config.seq_len // run.group.size, torch.from_numpy(run.tokenizer.byte_lengths)
     piece = min(run.runtime.sequence_chunk or stretch, stretch)
     how = byte_lengths.to(run.world.device), run.micro_batch, run.runtime, run.world, piece
     with contextlib.nullcontext() if run.average is None else run.average.in_place():
         loss = evaluate(run.gpt, run.windows, *how)
-        text = _sample(run) if math.isfinite(loss.nats) else None
-    if not math.isfinite(loss.nats):
-        raise UserError(f"step {run.state.step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
+        if not math.isfinite(loss.nats):
+            raise UserError(f"step {step}: validation loss is {loss.nats}: lower optim.max_lr, and start again")
+        prompt, from_run = config.eval.prompt, (run.tokenizer, run.runtime, run.world, config.seed)
+        text = None if prompt is None else sample(run.gpt, prompt, *from_run)
     bits = {"val_bits_per_byte": loss.bits_per_byte} if loss.bytes else {}
-    sample = {} if text is None else {"sample": text}
-    records.write(_line(run, val_loss=loss.per_token, **bits, **sample))
+    records.write(_line(run, val_loss=loss.per_token, **bits, **({} if text is None else {"sample": text})))
     of = "" if run.average is None else " (averaged weights)"
     figures = f"{loss.per_token:.4f} nats/token" + (f", {loss.bits_per_byte:.4f} bits/byte" if bits else "")
-    say(f"step {run.state.step}: validation loss{of} {figures}")
+    say(f"step {step}: validation loss{of} {figures}")
     if text is not None:
-        say(f"step {run.state.step} writes:\n  | " + text.replace("\n", "\n  | "))
+        say(f"step {step} writes:\n  | " + text.replace("\n", "\n  | "))
     records.draw()
     improved = run.state.best_val_loss is None or loss.per_token < run.state.best_val_loss
     if improved:
-        run.update(best_val_loss=loss.per_token, best_step=run.state.step)
+        run.update(best_val_loss=loss.per_token, best_step=step)
     return improved
-
-
-def _sample(run: Run) -> str | None:
-    """What the model writes after eval.prompt, which is included; None: that is off."""
-    if (prompt := run.config.eval.prompt) is None:
-        return None
-    prompt, ids = read_prompt(prompt, run.tokenizer, run.config.model.max_len)
-    return prompt + continuation(run.gpt, ids, run.tokenizer, run.runtime, run.world, run.config.seed)
 
 
 def _save(run: Run, saver: Saver) -> None:

@@ -95,21 +95,15 @@ class MetricsLog:
 
 
 def _drop_later(path: Path, step: int) -> None:
-    """Cut the file after its last line up to `step`, which needs no room on disk, and leave out damaged lines."""
-    end, last, damaged, before_end = 0, 0, 0, 0
-    with open(path, "rb") as file:
-        for text in file:
-            if (line := _parse(text)) is None:
-                damaged += not text.isspace()
-            elif line["step"] <= step:
-                end, last, before_end = file.tell(), line["step"], damaged
+    """Cut the file after its last line up to `step`, which needs no room on disk, and remove damaged lines."""
+    kept, end = bytearray(), 0
+    for line, text, after in _lines(path):
+        if line["step"] <= step:
+            kept += text
+            end = after
     os.truncate(path, end)
-    if last == step:
-        damaged = before_end  # later ones are of steps that come again
-    if damaged:
-        with open(path, "rb") as file:
-            write_atomic(path, b"".join(text for text in file if _parse(text)))
-        _warn_of(path, damaged)
+    if len(kept) < end:
+        write_atomic(path, bytes(kept))
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -117,19 +111,20 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
     Lines that cannot be read are left out, with a warning; an incomplete last line, left by a crash, without.
     """
+    return (line for line, _, _ in _lines(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes, int]]:
+    """Yield each line that can be read, as values and as text, and the offset of its end."""
     damaged = 0
     with open(path, "rb") as file:
         for text in file:
             if (line := _parse(text)) is not None:
-                yield line
+                yield line, text, file.tell()
             elif text.endswith(b"\n"):
-                damaged += not text.isspace()
+                damaged += 1
     if damaged:
-        _warn_of(path, damaged)
-
-
-def _warn_of(path: Path, damaged: int) -> None:
-    warn(f"{path}: left out {count(damaged, 'line')} that cannot be read")
+        warn(f"{path}: left out {count(damaged, 'line')} that cannot be read")
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:

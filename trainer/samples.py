@@ -36,26 +36,28 @@ def read_prompt(prompt: str, tokenizer: Tokenizer, max_len: int | None) -> tuple
 
 
 @torch.no_grad()
-def continuation(gpt: GPT, prompt: list[int], tokenizer: Tokenizer, runtime: Runtime, world: World, seed: int) -> str:
-    """Continue a prompt by at most 100 tokens. The text is that of rank 0; every process must call this.
+def sample(gpt: GPT, prompt: str, tokenizer: Tokenizer, runtime: Runtime, world: World, seed: int) -> str:
+    """A prompt with at most 100 tokens that follow. The text is that of rank 0; every process must call this.
 
     Random numbers come from a generator of its own, so training does not change.
     """
-    generator, drawn, max_len = torch.Generator().manual_seed(seed), list[int](), gpt.config.max_len
-    ids, state = torch.tensor([prompt], device=world.device), None
+    max_len, drawn = gpt.config.max_len, list[int]()
+    prompt, read = read_prompt(prompt, tokenizer, max_len)
+    room = _TOKENS if max_len is None else min(_TOKENS, max_len - len(read) + 1)
+    generator, end = torch.Generator().manual_seed(seed), torch.tensor([tokenizer.eot_id])
+    ids, state = torch.tensor([read], device=world.device), None
     gpt.eval()
     # Compiling for texts of every length would take minutes.
     with torch.compiler.set_stance("force_eager") if is_compiled(gpt) else contextlib.nullcontext():
-        while len(drawn) < min(_TOKENS, (max_len or _TOKENS) - len(prompt) + 1):
+        while len(drawn) < room:
             world.at(f"sample: token {len(drawn) + 1}")
             with runtime.autocast():
                 logits, state = gpt(ids, state, return_state=True)
             weights = (logits[0, -1, : tokenizer.n_vocab].double().cpu() / _TEMPERATURE).softmax(-1)
-            end = torch.tensor([tokenizer.eot_id])
             token = torch.multinomial(weights, 1, generator=generator) if weights.isfinite().all() else end
             ids = world.gather(token.to(world.device))[0].view(1, 1)
             if ids.item() == tokenizer.eot_id:
                 break
             drawn.append(int(ids))
     gpt.train()
-    return tokenizer.decode_bytes(drawn).decode(errors="replace")
+    return prompt + tokenizer.decode_bytes(drawn).decode(errors="replace")

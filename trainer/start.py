@@ -177,7 +177,7 @@ def _choose_micro_batch(run: Run) -> int:
     config, world, state = run.config, run.world, run.state
     if config.runtime.micro_batch != "auto":
         return config.runtime.micro_batch
-    main_device = world.gather_text(device_name(world.device))[0]  # every process must decide the same
+    main_device = world.exchange("device", device_name(world.device))[0]  # every process must decide the same
     place = f"{world.size} x {main_device}"
     if state.micro_batch is not None and state.micro_batch_for == place:
         say(f"runtime.micro_batch=auto: {state.micro_batch}, as chosen when this run started on {place}")
@@ -215,7 +215,7 @@ def find_checkpoint(run_dir: Path, world: World) -> Checkpoint | None:
     """
     world.at(f"reading the checkpoints of {run_dir}")
     found = open_newest(run_dir) if world.is_main else None
-    name = world.gather_text(found.path.name if found else "")[0]
+    name = world.exchange("checkpoint", found.path.name if found else "")[0]
     if world.is_main or not name:
         return found
     path = run_dir / "checkpoints" / name

@@ -42,26 +42,6 @@ WRITES = ("write", "save_file")
 SECONDS_TO_FINISH = 120  # a life that takes longer hangs
 SECONDS_BEHIND_A_KILLED_ONE = 0.05  # how long the other processes of a run live on, before they are killed too
 
-_IN_NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77,"
-OWN_ERRORS_OF_NCCL = (
-    f"{_IN_NCCL} invalid usage, NCCL version 2.28.9\nncclInvalidUsage: This usually reflects invalid usage of NCCL "
-    "library.\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
-    f"{_IN_NCCL} unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\n"
-    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
-    f"{_IN_NCCL} unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\n"
-    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \n"
-    "Last error:\nError while creating shared memory segment /dev/shm/nccl-bYf2 (size 9637888), error: No space left",
-)
-ERRORS_OF_NCCL_ABOUT_OTHERS = (
-    f"{_IN_NCCL} remote process exited or there was a network error, NCCL version 2.28.9\nncclRemoteError: A call "
-    "failed possibly due to a network error or a remote process exiting prematurely.",
-    "NCCL communicator was aborted on rank 1.",
-    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=19, OpType=ALLREDUCE, Timeout(ms)=60000) ran for "
-    "60062 milliseconds before timing out.",
-    "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but "
-    "store->get('0') got error: Connection reset by peer",
-)
-
 
 class Kill(NamedTuple):
     """SIGKILL before an operation on the disk, counted from 1, of the main thread or of all others together."""

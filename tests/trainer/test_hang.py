@@ -259,11 +259,6 @@ def test_an_error_is_told_before_what_one_process_still_has_to_do(worker):
     assert "process 0 ended with an error" in errors_of(results[1])[0]
 
 
-def test_alone_there_is_nobody_to_leave():
-    with join_world(torch.device("cpu"), hang_seconds=1) as world:
-        world.leave()
-
-
 def test_a_store_that_ends_before_this_process_is_done_with_it_is_no_error(monkeypatch):
     """The process that hosts it may end between two requests of the last one."""
 

@@ -105,7 +105,7 @@ def test_the_size_of_the_vocabulary_need_not_be_given(tiny_args, command, make_d
     assert open_checkpoint(tmp_path / "sweep" / "seed=2").state.model.n_vocab == 260
 
 
-def test_processes_that_do_not_see_the_same_checkpoint_are_refused(tiny, tmp_path, monkeypatch):
+def test_processes_that_do_not_see_the_same_checkpoint_are_refused(tiny, tmp_path):
     """As where each machine has a disk of its own."""
     fit(tiny({"stop_at": 2}))
     gpt, tokenizer = load_model(tmp_path / "run")
@@ -113,7 +113,7 @@ def test_processes_that_do_not_see_the_same_checkpoint_are_refused(tiny, tmp_pat
     world.store.set("init_from/0", json.dumps({"the weights of init_from": "others"}))
     with pytest.raises(UserError, match=r"^process 1 differs from process 0 in the weights of init_from="):
         take_weights(gpt, tmp_path / "run", tokenizer, world)
-    monkeypatch.setattr(World, "gather_text", lambda self, text: ["step-00000003", text])
+    world.store.set("checkpoint/0", json.dumps("step-00000003"))
     message = "process 1 cannot see .*step-00000003 as the main process does .*: put run_dir where all machines see it"
     with pytest.raises(UserError, match=message) as error:
         find_checkpoint(tmp_path / "run", world)
