@@ -16,14 +16,15 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     for line in _lines(proc / "self" / "cgroup"):
         if line.startswith("0::"):  # version 2 of control groups: "0::/a/b"
             here = cgroups / line[3:].strip("/")
-            groups = [group for group in [here, *here.parents] if group.is_relative_to(cgroups)]
-            rooms += [room for group in groups for room in _group_room(group)]
+            for group in [here, *here.parents]:
+                if group.is_relative_to(cgroups):
+                    rooms += _group_room(group)
     return max(0, min(rooms, default=os.sysconf("SC_PHYS_PAGES") * page))
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device or the machine is out of memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's own, without torch
+    if isinstance(error, MemoryError):
         return True
     signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
@@ -33,7 +34,8 @@ def _group_room(group: Path) -> list[int]:
     """Bytes that a control group may still allocate, counting its file cache as free; empty if it has no limit."""
     with contextlib.suppress(OSError, ValueError):  # "max" is not a number
         cache = dict(line.split() for line in _lines(group / "memory.stat")).get("inactive_file", 0)
-        return [int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + int(cache)]
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        return [limit - used + int(cache)]
     return []
 
 

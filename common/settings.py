@@ -125,8 +125,11 @@ def values_of(group: str, name: str) -> dict[str, Any]:
     if not (name.isidentifier() and (CONFIGS / group / f"{name}.yaml").exists()):
         return {}
     values = dict(_defaults(f"{group}/{name}"))
-    bases = [base for base in values.pop("defaults", []) if str(base).isidentifier() and base != "_self_"]
-    return {key: value for base in bases for key, value in values_of(group, base).items()} | values
+    found: dict[str, Any] = {}
+    for base in values.pop("defaults", []):
+        if str(base).isidentifier() and base != "_self_":
+            found |= values_of(group, base)
+    return found | values
 
 
 S = TypeVar("S", bound=Settings)
@@ -170,9 +173,10 @@ def _alike(last: str, names: list[str]) -> list[str]:
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, by dotted key: {"model.n_layer": (12, 24)}. A missing value is None."""
     old, new = flat(before), flat(now)
-    old = {
-        key: value for key, value in old.items() if key in new or (was := removed_key(key)) is None or was.off != value
-    }
+    for key in old.keys() - new.keys():
+        was = removed_key(key)
+        if was is not None and was.off == old[key]:
+            del old[key]
     different = {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
     empty = [key for key, values in different.items() if {} in values]
     filled = {key for key in empty if any(other.startswith(f"{key}.") for other in different)}  # its parts say so
@@ -262,7 +266,11 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
     """Return the keys of `loc` that the user wrote, or left out, without pydantic's names of union members."""
     path = []
     for i, part in enumerate(loc):
-        inside: Any = raw if isinstance(raw, dict) else dict(enumerate(raw)) if isinstance(raw, list | tuple) else {}
+        inside: Any = {}
+        if isinstance(raw, dict):
+            inside = raw
+        elif isinstance(raw, list | tuple):
+            inside = dict(enumerate(raw))
         if part in inside:
             path.append(str(part))
             raw = inside[part]

@@ -44,6 +44,7 @@ from trainer.average import AVERAGE
 from trainer.distributed import World
 from trainer.metrics import MetricsLog
 from trainer.randomness import RANDOM, random_state
+from trainer.run_dir import write_or_warn
 from trainer.state import FORMAT_VERSION, TrainState
 from trainer.tensor_file import Expected, read_tensors, save_file
 
@@ -119,12 +120,7 @@ class Checkpoint:
     def write_result(self, name: str, content: bytes | str) -> None:
         """Write a file into the run directory and print its path. Only warns if the directory is read-only."""
         path = self.run_dir / name
-        try:
-            path.parent.mkdir(exist_ok=True)
-            write_atomic(path, content)
-        except OSError as error:
-            warn(f"{path} was not written: {error.strerror}")
-        else:
+        if write_or_warn(path, content):
             say(f"written to {path}")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from common.console import say, warn
 from common.exits import AGAIN
-from common.files import make_directory, write_atomic
+from common.files import make_directory
 from common.memory import out_of_memory
 from common.settings import UserError
 from common.words import overrides
@@ -25,7 +25,7 @@ from trainer.losses import evaluate
 from trainer.metrics import MetricsLog, read_metrics
 from trainer.plot import draw_losses
 from trainer.progress import TrainingProgress
-from trainer.run_dir import check_folder, own_run, write_config
+from trainer.run_dir import check_folder, own_run, write_config, write_or_warn
 from trainer.runtime import Runtime, open_runtime, peak_flops
 from trainer.samples import sample
 from trainer.signals import StopSignals
@@ -285,7 +285,7 @@ class Records:
             draw_losses(self.curves, self._run_dir / "loss.png", str(self._run_dir))
             if samples := self.curves.samples:
                 texts = "\n\n".join(f"--- step {step}\n{text}" for step, text in samples)
-                write_atomic(self._run_dir / "samples.txt", texts + "\n")
+                write_or_warn(self._run_dir / "samples.txt", texts + "\n")
 
     def close(self) -> None:
         """Finish the trackers and close metrics.jsonl; OSError: its last lines are lost."""

@@ -1,14 +1,12 @@
 """Draws loss.png."""
 
-import contextlib
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from common.console import warn
 from common.figures import png, short_count
-from common.files import write_atomic
 from trainer.curves import RunCurves
+from trainer.run_dir import write_or_warn
 
 _EACH, _MEAN, _VAL = "C5", "C0", "C1"
 _MOST_DOTS = 60
@@ -39,9 +37,4 @@ def draw_losses(curves: RunCurves, path: Path, name: str) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_formatter(short_count)
-    try:
-        write_atomic(path, png(figure))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            path.with_name(path.name + ".tmp").unlink()
-        warn(f"{path} could not be redrawn ({error.strerror or error})")
+    write_or_warn(path, png(figure))

@@ -66,7 +66,7 @@ class Limited(nn.Module):
         return x.exp().sum()
 
     def fail(self, *grad):
-        raise self.error or torch.OutOfMemoryError("injected")
+        raise self.error or torch.OutOfMemoryError("CUDA out of memory: injected")
 
 
 class SummedLoss(nn.Module):

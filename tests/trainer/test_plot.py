@@ -97,7 +97,7 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys):
         draw_losses(RunCurves([train(1), train(2)]), path, "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert capsys.readouterr().err == f"warning: {path} could not be redrawn (File too large)\n"
+    assert capsys.readouterr().err == f"warning: {path} was not written: File too large\n"
     assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
     assert path.read_bytes() == before
     draw_losses(RunCurves([train(1), train(2)]), path, "run")

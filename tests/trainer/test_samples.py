@@ -41,6 +41,12 @@ def test_samples_are_printed_and_written_and_training_stays_as_it_is(tiny, tmp_p
         assert (plain / f"{name}.safetensors").read_bytes() == (run / f"{name}.safetensors").read_bytes()
 
 
+def test_samples_that_cannot_be_written_do_not_stop_training(tiny, capsys):
+    (tiny().run_dir / "samples.txt.tmp").mkdir(parents=True)
+    fit(tiny({"eval.prompt": "a", "max_steps": 3}))
+    assert f"warning: {tiny().run_dir / 'samples.txt'} was not written: Is a directory\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_processes_write_the_sample_of_one(train_in_processes, command, tiny_args, tmp_path, strategy):
     more = ["eval.prompt=def ", "max_steps=3"]

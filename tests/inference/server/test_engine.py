@@ -225,7 +225,7 @@ def not_finite(logits, rows):
 
 def raises(logits, rows):
     if rows.any():
-        raise torch.cuda.OutOfMemoryError("no memory")
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
     return logits
 
 
