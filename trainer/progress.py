@@ -13,7 +13,6 @@ class TrainingProgress(Track):
 
     def __init__(self, last: int, step: int) -> None:
         """Begin after `step`; `last` is the step after which this run stops."""
-        self._last = last
         super().__init__("training: step", last, step)
         self._lines: list[dict[str, Any]] = []  # of training, since the last that was printed
 
@@ -26,7 +25,7 @@ class TrainingProgress(Track):
     def line(self) -> str:
         """Return what is printed: the step, then figures of the steps since the last line, and the time left."""
         lines, self._lines = self._lines, []
-        figures, last = _figures(lines) if lines else [], f"{self._last:,}"
+        figures, last = _figures(lines) if lines else [], f"{self.total:,}"
         return ", ".join([f"step {self.done:{len(last)},} of {last}", *figures, *self.left()])
 
 

@@ -180,7 +180,6 @@ def _choose_micro_batch(run: Run) -> int:
     main_device = world.exchange("device", device_name(world.device))[0]  # every process must decide the same
     place = f"{world.size} x {main_device}"
     if state.micro_batch is not None and state.micro_batch_for == place:
-        say(f"runtime.micro_batch=auto: {state.micro_batch}, as chosen when this run started on {place}")
         return state.micro_batch
 
     def predict(size: int) -> int:
