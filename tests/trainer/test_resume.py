@@ -9,12 +9,15 @@ import torch
 from faults import metrics
 from forged import edit
 
+import trainer.checkpoint
+from common import settings
 from common.settings import UserError
 from data.loader import TrainBatches
 from data.shards import read_manifest
 from trainer.checkpoint import newest, open_checkpoint
 from trainer.loop import fit
 from trainer.schedule import WSD, OneCycle
+from trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("restored_torch")
 
@@ -117,6 +120,19 @@ def test_wsd_continued_from_before_its_decay_is_the_longer_run(tiny, tmp_path, c
     fit(tiny(wsd | {"max_steps": 12, "run_dir": tmp_path / "whole"}))
     assert capsys.readouterr().err == ""
     assert_same_run(tmp_path / "whole", tmp_path / "longer")
+
+
+def test_a_resume_decodes_one_manifest_once(tiny, monkeypatch):
+    fit(tiny({"stop_at": 4}))
+    decoded = []
+
+    def decode(kind, raw):
+        decoded.append(kind)
+        return settings.decode(kind, raw)
+
+    monkeypatch.setattr(trainer.checkpoint, "decode", decode)
+    fit(tiny({"stop_at": 5}))
+    assert decoded == [trainer.checkpoint.Digests, TrainState]
 
 
 def test_the_dataset_may_move(tiny, tmp_path):
