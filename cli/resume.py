@@ -46,7 +46,9 @@ def with_known(composed: dict[str, Any], options: list[str], continues: bool = T
     """
     given = [key.replace("/", ".") for key in keys_and_values(options)]
     own = _settings_of(Path(str(composed["run_dir"]))) if continues else {}
-    own_model, model = own.get("model") if isinstance(own.get("model"), dict) else None, composed["model"]
+    model, own_model = composed["model"], own.get("model")
+    if not isinstance(own_model, dict):
+        own_model = None
     usual = {values_of("model", path.stem).get("n_vocab") for path in (CONFIGS / "model").glob("*.yaml")}
     takes_model = composed["init_from"] is not None and "model" not in given
     if takes_model and (found := own_model or _model_of(Path(str(composed["init_from"])))):
@@ -70,8 +72,10 @@ def _model_of(path: Path) -> dict[str, Any]:
     """Return the settings of the model of a run's newest checkpoint, or of a checkpoint; {} if there is none."""
     if path.name in ("latest", "best") and path.is_file():
         path = path.with_name(path.read_text(errors="replace").strip())
-    folders = [path, *sorted(path.glob("checkpoints/step-*"), reverse=True)]
-    return next(filter(None, (_read(folder / "state.json", "model") for folder in folders)), {})
+    for folder in (path, *sorted(path.glob("checkpoints/step-*"), reverse=True)):
+        if model := _read(folder / "state.json", "model"):
+            return model
+    return {}
 
 
 def _read(file: Path, section: str) -> dict[str, Any]:
@@ -83,7 +87,8 @@ def _read(file: Path, section: str) -> dict[str, Any]:
 
 
 def _settings_of(run_dir: Path) -> dict[str, Any]:
-    own, known = (_read(run_dir / "config.json", section) for section in ("config", "environment"))
+    own = _read(run_dir / "config.json", "config")
+    known = _read(run_dir / "config.json", "environment")
     if own and "dataset_dir" in known and not Path(str(own.get("dataset_dir"))).exists():  # started in another folder
         own["dataset_dir"] = known["dataset_dir"]
     return own  # {} of no run, or of a damaged record, of which training warns

@@ -147,7 +147,6 @@ def _run_job(run: Command, configuration: Callable[[Sequence[str]], dict[str, An
             if "run_dir" in config:
                 run_dir = Path(config["run_dir"])
                 say(f"--- job {now.job.num}: {run_dir}")
-                (run_dir / _ERROR).unlink(missing_ok=True)
             best = run(config)
     except Exception as error:
         if debug or not (message := line_for(error)):

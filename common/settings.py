@@ -157,8 +157,9 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     for close in (same, longer, _alike(last, beside), begun, _alike(last, names)):
         if last and 0 < len(close) <= 4:
             return f"did you mean {' or '.join(map(repr, close))}?"
-    few = len(beside) <= _MOST_NAMES
-    return f"allowed: {', '.join(beside)}" if few else f"{len(beside)} are allowed, such as {', '.join(beside[:5])}"
+    if len(beside) > _MOST_NAMES:
+        return f"{len(beside)} are allowed, such as {', '.join(beside[:5])}"
+    return f"allowed: {', '.join(beside)}"
 
 
 _MOST_NAMES = 20
@@ -227,7 +228,8 @@ _ALLOWED = {
 def _refusal(raw: Any, errors: list[Any]) -> UserError:
     """Return the error for a user. Of a key that takes one thing or another, the innermost wrong value is named."""
     paths = [_path_in(raw, error["loc"], error["type"] == "missing") for error in errors]
-    keys = max((path for path in paths if path[: len(paths[0])] == paths[0]), key=len)
+    within = [path for path in paths if path[: len(paths[0])] == paths[0]]
+    keys = max(within, key=len)
     here = [error for error, path in zip(errors, paths, strict=True) if path == keys]
     more = f" (and {len(errors) - len(here)} more)" if len(errors) > len(here) else ""
     is_known = here[0]["type"] not in ("unknown_key", "removed")
@@ -245,17 +247,15 @@ def _sentence(keys: list[str], errors: list[Any]) -> str:
         names = names | {"nearest": nearest(names["tag"], names["expected_tags"].replace("'", "").split(", "))}
     allowed = " or ".join(dict.fromkeys(map(_allowed, errors)))
     given = "" if isinstance(first["input"], dict) else f"={_as_typed(first['input'])}"
-    sentence = _of_type(_SENTENCES, kind, "config {path}{given}: give {allowed}")
+    general = _SENTENCES.get(kind.partition("_")[0], "config {path}{given}: give {allowed}")
+    sentence = _SENTENCES.get(kind, general)
     return sentence.format(path=path, within=f"{path}." if path else "", given=given, allowed=allowed, **names)
 
 
 def _allowed(error: Any) -> str:
-    text = _of_type(_ALLOWED, error["type"], "another value")
+    kind = error["type"]
+    text = _ALLOWED.get(kind) or _ALLOWED.get(kind.partition("_")[0], "another value")
     return text.format(input=_as_typed(error["input"]), **error.get("ctx", {}))
-
-
-def _of_type(texts: dict[str, str], kind: str, otherwise: str) -> str:
-    return texts.get(kind) or texts.get(kind.partition("_")[0], otherwise)
 
 
 def _as_typed(value: Any) -> str:
@@ -266,11 +266,8 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
     """Return the keys of `loc` that the user wrote, or left out, without pydantic's names of union members."""
     path = []
     for i, part in enumerate(loc):
-        inside: Any = {}
-        if isinstance(raw, dict):
-            inside = raw
-        elif isinstance(raw, list | tuple):
-            inside = dict(enumerate(raw))
+        inside: Any = dict(enumerate(raw)) if isinstance(raw, list | tuple) else raw
+        inside = inside if isinstance(inside, dict) else {}
         if part in inside:
             path.append(str(part))
             raw = inside[part]
@@ -281,5 +278,7 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], missing: bool) -> list[str]:
 
 def variant_names(cls: Any) -> tuple[str, ...]:
     """Return the values of a union member's `name: Literal[...]`, which selects it."""
-    field = cls.model_fields.get("name") if isinstance(cls, type) and issubclass(cls, Settings) else None
-    return get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
+    if not (isinstance(cls, type) and issubclass(cls, Settings) and "name" in cls.model_fields):
+        return ()
+    kind = cls.model_fields["name"].annotation
+    return get_args(kind) if get_origin(kind) is Literal else ()

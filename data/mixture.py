@@ -80,7 +80,8 @@ class Mixture:
 
     def shares(self, n: int) -> str:
         """Each set's share of the first n sequences of a run, and its epochs."""
-        shares = zip(self.names, (self.parts / self.parts.sum()).tolist(), self._windows, strict=True)
+        of_all = (self.parts / self.parts.sum()).tolist()
+        shares = zip(self.names, of_all, self._windows, strict=True)
         sets = [(name, share, n * share / own.size) for name, share, own in shares if share]
         return ", ".join(f"{name} {share:.3%} ({epochs(passes)})" for name, share, passes in sets)
 

@@ -123,7 +123,8 @@ def _existing(config: PrepareConfig, prepared: dict[str, Any], folder: Path) -> 
 def _write(config: PrepareConfig, plan: Plan, folder: Path) -> Manifest | None:
     """Write the missing spans of this task. Finish the dataset if all spans of all tasks exist."""
     groups, sizes = plan.groups(), plan.prepared["input"]
-    first, stop = (task * len(groups) // config.num_tasks for task in (config.task_index, config.task_index + 1))
+    first = config.task_index * len(groups) // config.num_tasks
+    stop = (config.task_index + 1) * len(groups) // config.num_tasks
     found = {group: read_spans(folder, group) for group in range(first, stop)}
     if n_spans := sum(map(len, found.values())):
         say(f"continuing {folder}, which has {count(n_spans, 'span')} of this task")

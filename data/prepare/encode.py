@@ -147,7 +147,8 @@ def _tokenized(text: str, tokenizer: Tokenizer, piece: int | None) -> Iterator[t
     dtype = token_dtype(tokenizer.n_vocab)
     for each in map(tokenizer.normalized, _cut(text, piece)):
         utf8 = each.encode()
-        ids = [*(ids.astype(dtype) for ids in tokenizer.encode_arrays(each)), np.array([tokenizer.eot_id], dtype)]
+        ids = [ids.astype(dtype) for ids in tokenizer.encode_arrays(each)]
+        ids.append(np.array([tokenizer.eot_id], dtype))
         yield np.concatenate(ids), len(utf8), document_place(utf8)
 
 
@@ -156,13 +157,12 @@ def _given(ids: np.ndarray, tokenizer: Tokenizer, piece: int | None) -> Iterator
     if ids.max() >= tokenizer.n_vocab or (ids.dtype.kind == "i" and ids.min() < 0):
         raise Unreadable(OUT_OF_RANGE)
     ids, eot_id = ids.astype(token_dtype(tokenizer.n_vocab)), tokenizer.eot_id
-    begin = 0
-    for end in [*((ids[:-1] == eot_id).nonzero()[0] + 1).tolist(), ids.size]:
-        for start in range(begin, end, piece or ids.size):
-            each = ids[start : min(start + (piece or ids.size), end)]
-            each = each if each[-1] == eot_id else np.append(each, ids.dtype.type(eot_id))
+    for document in np.split(ids, np.flatnonzero(ids[:-1] == eot_id) + 1):
+        for start in range(0, document.size, piece or ids.size):
+            each = document[start : start + (piece or ids.size)]
+            if each[-1] != eot_id:
+                each = np.append(each, ids.dtype.type(eot_id))
             yield each, int(tokenizer.byte_lengths.take(each).sum()), document_place(each.tobytes())
-        begin = end
 
 
 def _cut(text: str, piece: int | None) -> list[str]:

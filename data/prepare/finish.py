@@ -121,8 +121,8 @@ def _check(manifest: Manifest, plan: Plan, first: dict[str, str]) -> None:
         what = f"all {documents} documents begin within val_tokens={plan.val_tokens}: none is left to train on"
         raise UserError(f"{what}: give a smaller val_tokens")
     if empty and "val_inputs" in plan.prepared:
-        what = f"all {documents} documents are from files {'without' if empty == 'val' else 'with'} val in their names"
-        raise UserError(f"{what} ({manifest.skipped}): check the others, or give val_fraction to split all of them")
+        what = f"none of {documents} documents went to '{empty}': files with val in their names are for validation"
+        raise UserError(f"{what} ({manifest.skipped}): check them, or give val_fraction to split all of them")
     if empty:
         fraction = plan.prepared["val_fraction"]
         change = "larger" if empty == "val" else "smaller"

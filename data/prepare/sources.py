@@ -105,7 +105,8 @@ class FileSource(Source):
                 raise Unreadable("unreadable folder" if os.path.isdir(path) else "not a regular file")
             for number, content in enumerate(self.read(path, seen), start=1):
                 if content is not None:
-                    yield Raw(Position(name, number), content, 0 if isinstance(content, Unreadable) else len(content))
+                    size = 0 if isinstance(content, Unreadable) else len(content)
+                    yield Raw(Position(name, number), content, size)
             if number == 0:
                 error = Unreadable("empty file")
         except OSError as failure:
@@ -286,7 +287,8 @@ class HubSource(Source, defaults="data/hf"):
                 number += 1
                 text = row.get(self.text_field)
                 content = {self.text_field: text, "meta": row.get("meta")}
-                yield Raw(Position(self.path, number), content, len(text) if isinstance(text, str | list) else 0)
+                size = len(text) if isinstance(text, str | list) else 0
+                yield Raw(Position(self.path, number), content, size)
         except Exception as error:
             of_client = type(error).__module__.split(".")[0] in _HTTP_CLIENTS  # these are no OSError
             if not of_client and not isinstance(error, OSError | ValueError | RuntimeError | DatasetsError):
@@ -308,9 +310,11 @@ class HubSource(Source, defaults="data/hf"):
         split = self.split or "train"
         if any(os.path.exists(os.path.join(self.path, file)) for file in ("dataset_dict.json", "state.json")):
             saved = load_from_disk(self.path)
-            if isinstance(saved, DatasetDict) and split not in saved:
-                raise ValueError(f"Bad split: {split}. Available splits: {[*saved]}")
-            return (saved[split] if isinstance(saved, DatasetDict) else saved).skip(first)
+            if isinstance(saved, DatasetDict):
+                if split not in saved:
+                    raise ValueError(f"Bad split: {split}. Available splits: {[*saved]}")
+                saved = saved[split]
+            return saved.skip(first)
         builder, files = self.path, self.data_files
         if suffix := re.search(r"\.(parquet|arrow)$", self.path, re.IGNORECASE):
             builder, files = suffix[1].lower(), self.path

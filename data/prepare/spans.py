@@ -266,11 +266,12 @@ def write_group(folder: Path, plan: Plan, group: int, spans: list[Span], items: 
 
 def _start(plan: Plan, by_place: Iterator[list[Item]]) -> Iterator[list[Item]]:
     """Yield what a small corpus may have: one span of few documents. Pieces are all in one span."""
-    number = tokens = 0
-    while (plan.piece or (number < _SMALL and tokens < plan.prepared["shard_tokens"])) and (same := next(by_place, [])):
-        number += 1
+    tokens, most = 0, plan.prepared["shard_tokens"]
+    for number, same in enumerate(by_place, start=1):
         tokens += sum(item.ids.size for item in same if isinstance(item, Encoded))
         yield same
+        if not plan.piece and (number == _SMALL or tokens >= most):
+            break
 
 
 def _fair(plan: Plan, documents: list[Encoded]) -> set[float]:
@@ -286,8 +287,10 @@ def _fair(plan: Plan, documents: list[Encoded]) -> set[float]:
     for item in documents:
         sizes[item.place] += item.ids.size
     fraction, total = plan.prepared["val_fraction"], sizes.total()
-    target, off = fraction * total, _FAIR * min(fraction, 1 - fraction) * total
-    wanted = int(min(fraction, 1 - fraction) * sum(item.utf8_bytes or item.ids.size for item in documents))
+    smaller = min(fraction, 1 - fraction)
+    target, off = fraction * total, _FAIR * smaller * total
+    lengths = [item.utf8_bytes or item.ids.size for item in documents]
+    wanted = int(smaller * sum(lengths))
     chosen = {place for place in sizes if place < fraction}
     if not wanted or abs(sum(sizes[place] for place in chosen) - target) <= off:
         return chosen
@@ -297,8 +300,7 @@ def _fair(plan: Plan, documents: list[Encoded]) -> set[float]:
             chosen.add(place)
             tokens += size
     piece = min(max(wanted // 4, _SHORTEST_PIECE), _LONGEST_PIECE)
-    longest = max(item.utf8_bytes or item.ids.size for item in documents)
-    if abs(tokens - target) > off and longest > piece and not plan.piece:
+    if abs(tokens - target) > off and max(lengths) > piece and not plan.piece:
         raise Unfair(piece)
     return chosen or {*sorted(sizes)[:-1][:1]}
 
@@ -333,10 +335,10 @@ def _write_span(
                     skipped[item.reason] = so_far + 1, first
                     continue
                 is_val = before + tokens < plan.val_tokens if plan.val_tokens else item.place < below
-                is_val = is_val if chosen is None else item.place in chosen
-                set_number = number_of(item.set_name, set_names)
-                is_val = is_val or last.input in val_inputs
-                shards["val" if is_val else "train"].add(item, inputs[last.input], set_number)
+                if chosen is not None:
+                    is_val = item.place in chosen
+                shard = shards["val" if is_val or last.input in val_inputs else "train"]
+                shard.add(item, inputs[last.input], number_of(item.set_name, set_names))
                 tokens += item.ids.size
             if tokens >= most:
                 break
@@ -383,9 +385,11 @@ class _Shard:
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())
-        name, (of_ids, of_index) = os.path.basename(self.files[0].name), (one.hexdigest() for one in self.sums)
+        name = os.path.basename(self.files[0].name)
+        of_ids, of_index = (one.hexdigest() for one in self.sums)
         shard = Shard(file=name, tokens=self.end, documents=self.documents, sha256=of_ids, index_sha256=of_index)
-        return Split(sets={of: Counts(**amounts) for of, amounts in self.sets.items()}, shards=[shard])
+        sets = {of: Counts(**amounts) for of, amounts in self.sets.items()}
+        return Split(sets=sets, shards=[shard])
 
     def _write(self, *contents: bytes) -> None:
         for file, so_far, content in zip(self.files, self.sums, contents, strict=True):

@@ -91,7 +91,7 @@ def _shard(path: Path, dtype: str | None) -> np.ndarray:
     size, start = path.stat().st_size, 0
     if path.suffix.lower() != ".bin":
         raise Unreadable("neither .bin, .npy nor JSON lines")
-    magic, version, n_ids = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+    magic, version, n_ids = (*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0)[:3]
     if magic in _MAGICS:
         if (magic, version) not in _FORMATS:
             raise Unreadable("a header of another version, or not of tokens")
@@ -106,7 +106,7 @@ def _shard(path: Path, dtype: str | None) -> np.ndarray:
         return np.empty(0, kind)  # nothing can be mapped
     ids = np.memmap(path, kind, "r", start)
     if not start and dtype is None and ids.size >= _FEW:
-        low, high = (np.mean(ids[half : 2**16 : 2] <= 3) for half in (0, 1))
-        if low < 0.5 and high > 0.9:
+        is_small = ids[: 2**16] <= 3
+        if is_small[::2].mean() < 0.5 and is_small[1::2].mean() > 0.9:
             raise Unreadable(FOUR_BYTES)
     return ids

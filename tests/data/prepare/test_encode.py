@@ -118,7 +118,7 @@ def mixed_files(tmp_path):
 def test_whatever_can_be_wrong_is_counted_and_all_else_is_kept(mixed_files, encode):
     items = items_of(encode(jsonl(*mixed_files)))
     skipped = Counter(item.reason for item in items if isinstance(item, Skipped))
-    wrong_files = ["empty file", "unreadable file", *["truncated archive", "corrupted archive"] * 2]
+    wrong_files = ["empty file", "not a regular file", *["truncated archive", "corrupted archive"] * 2]
     assert skipped == Counter([*BAD_LINES.values(), *wrong_files])
     texts = [text_of(item) for item in items if isinstance(item, Encoded)]
     assert texts[: len(BAD_LINES)] == [*GOOD_TEXTS, *GOOD_TEXTS][: len(BAD_LINES)]
